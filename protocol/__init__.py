@@ -1,0 +1,1 @@
+"""Values that all parts of the mesh share: ids, hashing, messages, errors. Does no I/O."""

@@ -1,0 +1,101 @@
+"""Expected failures. The code travels on the wire and comes back as the same class on the other side."""
+
+
+class MeshError(Exception):
+    """An expected failure. `code` travels on the wire; `hint` says what to do next."""
+
+    code = "internal"
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(f"{message}; {hint}" if hint else message)
+
+
+class ConfigError(MeshError):
+    code = "config"
+
+
+class WireError(MeshError):
+    """What came from the network cannot be read, or is larger than agreed."""
+
+    code = "wire"
+
+
+class InvalidRequestError(MeshError):
+    """The caller asked for something that cannot be done. `param` names the offending field."""
+
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, hint: str = "", param: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+
+
+class ContextLengthError(InvalidRequestError):
+    code = "context_length"
+
+
+class NoWorkerError(MeshError):
+    """No worker that could serve this is ready."""
+
+    code = "no_worker"
+
+
+class OverloadedError(MeshError):
+    """Refused early because queues are full; the caller may retry later."""
+
+    code = "overloaded"
+
+
+class DeadlineExceededError(MeshError):
+    code = "deadline_exceeded"
+
+
+class CancelledByPeerError(MeshError):
+    """The other side gave the work up, for example because it is shutting down."""
+
+    code = "cancelled"
+
+
+class PeerLostError(MeshError):
+    """The connection to a peer broke, or it could not be reached. The work may be tried elsewhere."""
+
+    code = "peer_lost"
+
+
+class DrainingError(MeshError):
+    """The service takes no new work. The work may be tried elsewhere."""
+
+    code = "draining"
+
+
+class TransferError(MeshError):
+    """KV blocks could not be fetched: the peer is gone, the offer has expired or the layouts differ."""
+
+    code = "transfer"
+
+
+class EngineError(MeshError):
+    """The engine failed while it served a request."""
+
+    code = "engine"
+
+
+class FeedLostError(MeshError):
+    """A feed of events that a service lives on has ended."""
+
+    code = "feed_lost"
+
+
+def _subclasses(cls: type[MeshError]) -> dict[str, type[MeshError]]:
+    found = {cls.code: cls}
+    for sub in cls.__subclasses__():
+        found |= _subclasses(sub)
+    return found
+
+
+_BY_CODE = _subclasses(MeshError)
+
+
+def from_wire(code: str, detail: str) -> MeshError:
+    """Rebuild the error that a peer reported; an unknown code becomes a plain MeshError."""
+    return _BY_CODE.get(code, MeshError)(detail)

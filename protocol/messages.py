@@ -1,0 +1,226 @@
+"""All that crosses a process boundary. A new field with a default is compatible; else, a new method or tag.
+
+Token ids travel as little-endian u32 bytes (`pack_tokens`): an 8k prompt is one memcpy, not 8k msgpack ints.
+"""
+
+from array import array
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+from protocol.errors import WireError
+from protocol.hashing import token_bytes
+from protocol.ids import RequestId, SequenceHash, WorkerId
+
+
+class Role(StrEnum):
+    """What a worker does for a request. `aggregated` does both halves."""
+
+    AGGREGATED = "aggregated"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token, or a stop string
+    LENGTH = "length"  # max_tokens or the model's context is reached
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of all messages: msgpack maps, unknown keys are ignored, so that versions can be mixed."""
+
+
+class SamplingParams(Message, frozen=True):
+    """How a token is chosen. The choice is a pure function of (logits, these, tokens so far): see `seed`."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0  # u64; token n of the answer draws from (seed, n), so a migrated stream draws the same
+    top_logprobs: int | None = None  # None: no logprobs; n >= 0: the chosen token's and the n likeliest
+
+
+class StopConditions(Message, frozen=True):
+    max_tokens: int = 16  # of the whole answer, tokens already generated included
+    min_tokens: int = 0  # before that many tokens no stop token can be chosen
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence tokens
+    ignore_eos: bool = False  # the model's own end-of-sequence tokens do not stop
+
+
+class KvLayout(Message, frozen=True):
+    """How a worker keeps the KV cache of one block; blocks can move only between equal layouts.
+
+    One block is contiguous: `dtype [num_layers, 2 (k, v), num_kv_heads, block_size, head_dim]`.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str  # "float32", "bfloat16", "float16"
+
+    @property
+    def block_bytes(self) -> int:
+        item_bytes = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * item_bytes
+
+
+class Ticket(Message, frozen=True):
+    """Lets a decode worker fetch the blocks that a prefill worker offers. Plain data.
+
+    `nonce` is unique to the offer. While the offer stands it is readable in the peer's memory at `slot`;
+    a reader that still finds it there after copying knows that the blocks were not reused meanwhile.
+    """
+
+    offer_id: int
+    worker_id: WorkerId
+    address: str  # host:port of the peer's request plane: where to release
+    backend: str  # "nixl" or "shm"
+    nonce: int  # u63, never 0
+    slot: int
+    peer: bytes  # the backend's own description of the peer
+    layout: KvLayout
+    block_ids: tuple[int, ...]  # at the peer, in prompt order; the last may be partly filled
+    num_tokens: int  # tokens whose KV the blocks hold
+
+
+class GenerateRequest(Message, frozen=True):
+    """One answer to compute: worker method `generate`, answered by a stream of `Delta`."""
+
+    request_id: RequestId
+    model: str
+    prompt: bytes  # u32 little endian, see pack_tokens
+    generated: tuple[int, ...] = ()  # tokens of the answer that exist already: from prefill, or before migration
+    sampling: SamplingParams = SamplingParams()
+    stop: StopConditions = StopConditions()
+    lora: str | None = None
+    cache_salt: str | None = None
+    offer_kv: bool = False  # prefill leg: keep the prompt's blocks and answer with a ticket
+    ticket: Ticket | None = None  # decode leg: fetch these blocks first
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+
+
+class PullReport(msgspec.Struct, frozen=True, array_like=True):
+    """How the prompt's KV came to the decode worker."""
+
+    backend: str
+    num_bytes: int
+    num_blocks: int
+    duration_s: float
+    error: str = ""  # not empty: the pull failed for this reason and the worker computed the prompt itself
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What one engine step adds to one stream."""
+
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None  # set in the last delta of a stream, and only there
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token of token_ids, where asked for
+    cached_tokens: int | None = None  # first delta: prompt tokens found in this worker's prefix cache
+    ticket: Ticket | None = None  # last delta of a prefill leg that has to go on elsewhere
+    pull: PullReport | None = None  # first delta of a decode leg with a ticket
+    stop_token: int | None = None  # the stop token that ended the answer; it is part of token_ids
+
+
+class WorkerCard(Message, frozen=True):
+    """What a worker tells the mesh about itself through discovery, under `workers/<worker_id>`."""
+
+    worker_id: WorkerId
+    name: str  # stable over restarts, e.g. "decode-0"
+    role: Role
+    model: str
+    model_path: str  # a folder with tokenizer.json, readable by the frontend
+    address: str  # host:port of the request plane
+    block_size: int
+    total_blocks: int
+    context_tokens: int
+    max_num_seqs: int = 64
+    kv_events: str = ""  # ZMQ endpoint; "" if the worker publishes none
+    kv_replay: str = ""
+    transfer: str = ""  # backend that can move its KV; prefill and decode must agree
+    dp_size: int = 1
+    pid: int = 0
+    metrics_url: str = ""
+
+
+class RouterCard(Message, frozen=True):
+    """A standalone router, under `routers/<name>`."""
+
+    name: str
+    address: str
+    pid: int = 0
+
+
+class RouteRequest(Message, frozen=True):
+    """Where should this run? Router method `place`: the stream that answers it is the booking's lease."""
+
+    request_id: RequestId
+    model: str
+    isl_tokens: int
+    sequence_hashes: tuple[SequenceHash, ...] = ()  # one per full block of the prompt, in order
+    exclude: tuple[WorkerId, ...] = ()  # workers that just failed this request
+    disaggregate: bool | None = None  # None: the router decides
+    pin: WorkerId | None = None  # decode there, or fail
+
+
+class Target(Message, frozen=True):
+    worker_id: WorkerId
+    name: str
+    address: str
+    dp_rank: int = 0
+    overlap_blocks: int = 0  # of the prompt, already in this worker's cache by the router's index
+
+
+class Placed(Message, frozen=True):
+    """`prefill` is None when one worker does both halves."""
+
+    decode: Target
+    prefill: Target | None = None
+    reason: str = ""
+
+
+class ReleaseOffer(Message, frozen=True):
+    """Worker method `release`: unpin an offer. Unknown or released offers are no error."""
+
+    offer_id: int
+    nonce: int
+
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: object) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview, kind: type[T]) -> T:
+    """Read one message. Raises WireError; the sender is named by the caller's log context."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise WireError(f"unreadable {kind.__name__}: {error}", hint="run one version everywhere") from error
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    return token_bytes(tokens)
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """Raises WireError if `data` is not whole u32s."""
+    if len(data) % 4:
+        raise WireError(f"a prompt of {len(data)} bytes is not a list of u32 tokens", hint="see pack_tokens")
+    tokens = array("I")
+    tokens.frombytes(data)
+    return tokens.tolist()

@@ -1,0 +1,64 @@
+"""The engine seam: what the worker host needs from an engine. One module per backend implements it.
+
+Every backend passes tests/contracts/test_engine.py.
+"""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcache.events import KvEvent
+from protocol.messages import Delta, GenerateRequest, KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is, known once it has started."""
+
+    model: str
+    model_path: str
+    block_size: int  # tokens per KV block
+    total_blocks: int
+    context_tokens: int  # prompt and answer together
+    max_num_seqs: int
+    layout: KvLayout
+    transfer: str  # name of the KV transfer backend, "" if it has none
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    running: int
+    waiting: int
+    used_blocks: int  # held by running sequences and standing offers
+    cached_blocks: int  # hold a prefix, evictable
+    total_blocks: int
+    offers: int  # standing KV offers
+
+
+class Engine(Protocol):
+    async def start(self) -> EngineInfo:
+        """Load the model and get ready. Raises MeshError with what to do about it."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Compute one answer; the last delta has a finish reason or a ticket.
+
+        Closing the iterator aborts the request and frees all it holds. A consumer that is slow gets the
+        tokens of several steps in one delta. Raises InvalidRequestError, EngineError.
+        """
+
+    def release(self, offer_id: int, nonce: int) -> None:
+        """Unpin the blocks of an offer. Unknown offers are no error."""
+
+    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
+        """Call `listener` on the event loop, once a step, with what the block pool stored and removed."""
+
+    def kv_snapshot(self) -> list[KvEvent]:
+        """Events that rebuild the pool's present content, parents before children."""
+
+    def load(self) -> EngineLoad: ...
+
+    def check_health(self) -> None:
+        """Raises EngineError if the engine can serve no more."""
+
+    async def stop(self) -> None:
+        """Abort what runs and free everything. A second call does nothing."""
