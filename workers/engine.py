@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvcache.events import KvEvent
+from protocol.events import KvEvent
 from protocol.messages import Delta, GenerateRequest, KvLayout
 
 

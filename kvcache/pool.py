@@ -1,0 +1,287 @@
+"""Who holds which KV block. Pure: no clock, no I/O, no tensor; the same object serves every engine of ours.
+
+A block is *free* (holds nothing), *held* (one or more references) or *cached* (no reference, holds a prefix
+that the next prompt may share). Invariants, checked by the property test:
+
+1. Every block is exactly one of free, held, cached.
+2. A prefix is cached in at most one block: `commit` merges a second one into the first.
+3. A block that is held or cached under a sequence hash has its parent's hash cached too, so what the pool
+   announces is always a set of whole prefixes; eviction takes leaves only, the least recently used first.
+4. The announced events, replayed, give exactly the committed prefixes.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from protocol.events import Cleared, KvEvent, Removed, Stored
+from protocol.ids import EngineHash, SequenceHash
+
+
+class PoolExhaustedError(Exception):
+    """More blocks were asked for than are free or evictable. The caller queues or preempts."""
+
+
+@dataclass(slots=True)
+class _Block:
+    refs: int = 0
+    hash: SequenceHash | None = None  # set once the block is full and committed
+    parent: SequenceHash | None = None
+    children: int = 0  # committed blocks whose parent this is
+    last_used: int = 0  # the pool's tick at the last release
+    tokens: tuple[int, ...] = ()
+    lora: str | None = None
+    salt: str | None = None
+
+
+class BlockPool:
+    """Blocks 0..num_blocks-1 of `block_size` tokens each."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs blocks: got {num_blocks} of {block_size} tokens")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._blocks = [_Block() for _ in range(num_blocks)]
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first
+        self._by_hash: dict[SequenceHash, int] = {}
+        self._evictable: list[tuple[int, int]] = []  # heap of (last_used, block id), checked when popped
+        self._num_cached = 0  # committed blocks without references
+        self._tick = 0
+        self._events: list[KvEvent] = []
+
+    @property
+    def available_blocks(self) -> int:
+        """How many blocks `allocate` can give now: free ones and, by invariant 3, every cached one."""
+        return len(self._free) + self._num_cached
+
+    @property
+    def cached_blocks(self) -> int:
+        return self._num_cached
+
+    @property
+    def held_blocks(self) -> int:
+        return self.num_blocks - self.available_blocks
+
+    def match(self, hashes: Sequence[SequenceHash]) -> list[int]:
+        """Take a reference on the longest cached prefix of `hashes`; returns its blocks, in order."""
+        matched: list[int] = []
+        for name in hashes:
+            block_id = self._by_hash.get(name)
+            if block_id is None:
+                break
+            matched.append(block_id)
+        self.acquire(matched)
+        return matched
+
+    def peek(self, hashes: Sequence[SequenceHash]) -> int:
+        """Length in blocks of the longest cached prefix of `hashes`; takes nothing."""
+        depth = 0
+        for name in hashes:
+            if name not in self._by_hash:
+                break
+            depth += 1
+        return depth
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, evicting prefixes where needed. All or none: raises PoolExhaustedError."""
+        if count > self.available_blocks:
+            raise PoolExhaustedError(f"{count} blocks wanted, {self.available_blocks} of {self.num_blocks} left")
+        while len(self._free) < count:
+            self._evict_one()
+        taken = [self._free.pop() for _ in range(count)]
+        for block_id in taken:
+            self._blocks[block_id].refs = 1
+        return taken
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Add a reference to blocks that are held or cached."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if block.refs == 0:
+                if block.hash is None:
+                    raise ValueError(f"block {block_id} is free, it cannot be shared")
+                self._num_cached -= 1
+            block.refs += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Drop a reference from each block of a sequence, given in sequence order."""
+        self._tick += 1
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if block.refs == 0:
+                raise ValueError(f"block {block_id} is released more often than it was taken")
+            block.refs -= 1
+            if block.refs:
+                continue
+            if block.hash is None:
+                self._free.append(block_id)
+                continue
+            block.last_used = self._tick
+            self._num_cached += 1
+            self._offer_to_evictor(block_id)
+
+    def commit(
+        self,
+        block_id: int,
+        name: SequenceHash,
+        previous: int | None,
+        tokens: Sequence[int],
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+    ) -> int:
+        """A held block is full: share it as prefix `name`. Returns the block to use from now on.
+
+        `previous` is the block before it in the same sequence, None for the first. Where the prefix was cached
+        already, that is another block than `block_id`: the reference moves there and `block_id` is free again,
+        so equal prefixes that were computed twice do not stay twice. After a `clear` in mid-sequence `previous`
+        has no name any more; then the block stays private, because its prefix could not be announced.
+        """
+        block = self._blocks[block_id]
+        if block.refs == 0:
+            raise ValueError(f"block {block_id} is not held, it cannot be committed")
+        parent = None if previous is None else self._blocks[previous].hash
+        if block.hash == name or (previous is not None and parent is None):
+            return block_id
+        known = self._by_hash.get(name)
+        if known is not None:
+            self.acquire([known])
+            self.release([block_id])
+            return known
+        if block.hash is not None:
+            raise ValueError(f"block {block_id} is committed under another name already")
+        if previous is not None:
+            self._blocks[previous].children += 1
+        block.hash, block.parent, block.tokens = name, parent, tuple(tokens)
+        block.lora, block.salt = lora, salt
+        self._by_hash[name] = block_id
+        self._events.append(self._stored(block))
+        return block_id
+
+    def clear(self) -> None:
+        """Forget every prefix. Held blocks stay held, but are shared with nobody from now on."""
+        for block_id in self._by_hash.values():
+            block = self._blocks[block_id]
+            if block.refs == 0:
+                self._free.append(block_id)
+            self._forget(block)
+        self._by_hash.clear()
+        self._evictable.clear()
+        self._num_cached = 0
+        self._events.append(Cleared())
+
+    def take_events(self) -> list[KvEvent]:
+        """What changed since the last call, runs of stored blocks of one chain merged into one event."""
+        events, self._events = self._events, []
+        return _merge(events)
+
+    def snapshot(self) -> list[KvEvent]:
+        """Events that rebuild the present content, parents before children."""
+        children: dict[SequenceHash | None, list[int]] = {}
+        for block_id in self._by_hash.values():
+            children.setdefault(self._blocks[block_id].parent, []).append(block_id)
+        events: list[KvEvent] = []
+        pending = list(reversed(children.get(None, [])))
+        while pending:
+            block = self._blocks[pending.pop()]
+            events.append(self._stored(block))
+            pending.extend(reversed(children.get(block.hash, [])))
+        return _merge(events)
+
+    def _stored(self, block: _Block) -> Stored:
+        assert block.hash is not None
+        return Stored(
+            hashes=(EngineHash(block.hash),),
+            parent=None if block.parent is None else EngineHash(block.parent),
+            token_ids=block.tokens,
+            block_size=self.block_size,
+            lora=block.lora,
+            salt=block.salt,
+        )
+
+    def _offer_to_evictor(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        if block.refs == 0 and block.hash is not None and block.children == 0:
+            heapq.heappush(self._evictable, (block.last_used, block_id))
+            if len(self._evictable) > 2 * self.num_blocks + 16:
+                self._drop_stale_entries()
+
+    def _drop_stale_entries(self) -> None:
+        """Each reuse of a cached leaf leaves an entry behind; keep the heap within twice the pool."""
+        self._evictable = [entry for entry in set(self._evictable) if not self._is_stale(*entry)]
+        heapq.heapify(self._evictable)
+
+    def _is_stale(self, last_used: int, block_id: int) -> bool:
+        block = self._blocks[block_id]
+        return bool(block.refs or block.hash is None or block.children or block.last_used != last_used)
+
+    def _evict_one(self) -> None:
+        """Free the least recently used leaf. Heap entries that were overtaken by events are skipped."""
+        while True:
+            last_used, block_id = heapq.heappop(self._evictable)
+            if not self._is_stale(last_used, block_id):
+                break
+        block = self._blocks[block_id]
+        assert block.hash is not None
+        del self._by_hash[block.hash]
+        self._num_cached -= 1
+        self._events.append(Removed((EngineHash(block.hash),)))
+        parent = block.parent
+        self._forget(block)
+        self._free.append(block_id)
+        if parent is not None:
+            parent_id = self._by_hash[parent]
+            self._blocks[parent_id].children -= 1
+            self._offer_to_evictor(parent_id)
+
+    @staticmethod
+    def _forget(block: _Block) -> None:
+        block.hash = block.parent = block.lora = block.salt = None
+        block.children = 0
+        block.tokens = ()
+
+
+def _merge(events: Sequence[KvEvent]) -> list[KvEvent]:
+    """Join stored blocks that follow each other, and runs of removals; the order of effects stays."""
+    merged: list[KvEvent] = []
+    run: list[Stored] = []
+    gone: list[EngineHash] = []
+
+    def flush() -> None:
+        if run:
+            merged.append(
+                Stored(
+                    hashes=tuple(s.hashes[0] for s in run),
+                    parent=run[0].parent,
+                    token_ids=tuple(t for s in run for t in s.token_ids),
+                    block_size=run[0].block_size,
+                    lora=run[0].lora,
+                    salt=run[0].salt,
+                )
+            )
+            run.clear()
+        if gone:
+            merged.append(Removed(tuple(gone)))
+            gone.clear()
+
+    for event in events:
+        match event:
+            case Stored():
+                follows = run and (event.parent, event.lora, event.salt) == (
+                    run[-1].hashes[-1],
+                    run[-1].lora,
+                    run[-1].salt,
+                )
+                if not follows:
+                    flush()
+                run.append(event)
+            case Removed():
+                if run:
+                    flush()
+                gone.extend(event.hashes)
+            case Cleared():
+                flush()
+                merged.append(event)
+    flush()
+    return merged

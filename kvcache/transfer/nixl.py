@@ -1,0 +1,351 @@
+"""KV transfer over NIXL (UCX): RDMA between hosts, CUDA IPC or GPUDirect on GPUs, shared memory or TCP.
+
+NIXL calls block (with cross-memory attach `transfer` itself is the copy) and its own progress thread burns a
+core, so the agent lives on one thread of ours that sleeps while nothing is to be done. That thread also makes
+progress for peers that read from us, which UCX needs while connecting and over TCP: only while offers stand.
+"""
+
+import asyncio
+import importlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvcache.memory import KvRegion
+from kvcache.transfer.backend import NUM_SLOTS, OfferSlots, Run, check_fetch, plan_copy
+from protocol.errors import ConfigError, TransferError
+from protocol.ids import WorkerId
+from protocol.messages import Ticket, decode, encode
+
+log = logging.getLogger(__name__)
+
+_FETCH_POLL_S = 0.00005  # while we read from a peer
+_OFFER_POLL_S = 0.0005  # while peers may read from us
+_MAX_PEERS = 256
+
+Steps = Generator[None, None, int]  # a fetch on the agent's thread: yields while it waits for the network
+
+
+class _Peer(msgspec.Struct, frozen=True):
+    """How to read a worker's memory: NIXL metadata, and where blocks and slots lie."""
+
+    agent: str
+    metadata: bytes
+    blocks_address: int
+    num_blocks: int
+    memory: str  # "DRAM" or "VRAM"
+    device: int
+    slots_address: int
+
+
+def _import_nixl() -> Any:
+    """The NIXL API. It logs to stdout on its own, which belongs to whoever reads our output."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    api = importlib.import_module("nixl._api")
+    nixl_log = logging.getLogger("nixl")
+    nixl_log.handlers.clear()
+    nixl_log.propagate = True
+    nixl_log.setLevel(logging.WARNING)
+    return api
+
+
+def why_unavailable() -> str:
+    """"" if NIXL loads and has UCX here, else the reason."""
+    try:
+        api = _import_nixl()
+        plugins = api.nixl_agent("kvmesh-probe", api.nixl_agent_config(backends=[])).get_plugin_list()
+    except Exception as error:  # the package runs native code on import: whatever it raises is the reason
+        return f"{type(error).__name__}: {error}"
+    return "" if "UCX" in plugins else f"it has no UCX plugin, only {plugins}"
+
+
+class NixlBackend:
+    name = "nixl"
+
+    def __init__(self) -> None:
+        self._slot_words = np.zeros(NUM_SLOTS, dtype=np.uint64)
+        self._slots = OfferSlots(memoryview(self._slot_words).cast("B").cast("Q"))
+        self._region: KvRegion | None = None
+        self._worker_id = WorkerId("")
+        self._address = ""
+        self._peer = b""
+        self._agent: _AgentThread | None = None
+
+    def allocate(self, num_bytes: int) -> memoryview | None:
+        return None
+
+    async def register(self, region: KvRegion, worker_id: WorkerId, address: str) -> None:
+        self._region, self._worker_id, self._address = region, worker_id, address
+        self._agent = _AgentThread(worker_id, region, self._slot_words, lambda: len(self._slots) > 0)
+        self._peer = await asyncio.wrap_future(self._agent.started)
+
+    def offer(self, block_ids: Sequence[int], num_tokens: int) -> Ticket:
+        assert self._region is not None and self._agent is not None, "register first"
+        offer_id, slot, nonce = self._slots.open()
+        self._agent.wake()
+        return Ticket(
+            offer_id=offer_id,
+            worker_id=self._worker_id,
+            address=self._address,
+            backend=self.name,
+            nonce=nonce,
+            slot=slot,
+            peer=self._peer,
+            layout=self._region.layout,
+            block_ids=tuple(block_ids),
+            num_tokens=num_tokens,
+        )
+
+    def release(self, offer_id: int, nonce: int) -> bool:
+        return self._slots.close(offer_id, nonce)
+
+    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int], timeout_s: float) -> int:
+        assert self._region is not None and self._agent is not None, "register first"
+        wanted = check_fetch(ticket, skip, into, self.name, self._region.layout)
+        job = _Fetch(ticket, plan_copy(wanted, into), time.monotonic() + timeout_s)
+        self._agent.submit(job)
+        done = asyncio.wrap_future(job.result)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            job.aborted = True
+            await asyncio.wait([done])  # until NIXL has let go of the blocks
+            raise
+
+    async def forget(self, worker_id: WorkerId) -> None:
+        if self._agent is not None:
+            self._agent.submit(worker_id)
+
+    async def close(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.submit(None)
+            await asyncio.to_thread(agent.join)
+
+
+class _Fetch:
+    def __init__(self, ticket: Ticket, runs: Sequence[Run], deadline: float) -> None:
+        self.ticket = ticket
+        self.runs = runs
+        self.deadline = deadline  # time.monotonic
+        self.aborted = False  # set by the event loop, read by the agent's thread
+        self.result: Future[int] = Future()
+        self.result.set_running_or_notify_cancel()
+
+
+class _AgentThread(threading.Thread):
+    """Owns the NIXL agent. Commands: a _Fetch to run, a WorkerId to forget, "" to look again, None to end."""
+
+    def __init__(
+        self, worker_id: WorkerId, region: KvRegion, slots: np.ndarray[Any, Any], has_offers: Callable[[], bool]
+    ) -> None:
+        super().__init__(name="nixl", daemon=True)
+        self.started: Future[bytes] = Future()
+        self._worker_id = worker_id
+        self._region = region
+        self._slots = slots
+        self._has_offers = has_offers
+        self._commands: queue.SimpleQueue[_Fetch | str | None] = queue.SimpleQueue()
+        self._running: list[tuple[_Fetch, Steps]] = []
+        self._peers: OrderedDict[WorkerId, str] = OrderedDict()  # worker -> NIXL agent name
+        self._scratch = np.zeros(NUM_SLOTS, dtype=np.uint64)  # where remote slots are read to
+        self._scratch_free = list(range(NUM_SLOTS))
+        self._device = 0 if region.device == "cpu" else int(region.device.partition(":")[2] or 0)
+        self._memory = "DRAM" if region.device == "cpu" else "VRAM"
+        self._agent: Any = None
+        self.start()
+
+    def submit(self, command: _Fetch | WorkerId | None) -> None:
+        self._commands.put(command)
+
+    def wake(self) -> None:
+        self._commands.put("")
+
+    def run(self) -> None:
+        try:
+            self.started.set_result(self._open())
+        except Exception as error:
+            reason = ConfigError(f"NIXL did not start: {error}", hint="see `kvmesh doctor`")
+            self.started.set_exception(reason)
+            return
+        while self._serve_commands():
+            self._step_fetches()
+            if self._has_offers():
+                self._agent.get_new_notifs()  # drives UCX for the peers that read from us
+        for job, steps in self._running:
+            steps.close()
+            job.result.set_exception(TransferError("the worker is stopping"))
+        self._close()
+
+    def _open(self) -> bytes:
+        api = _import_nixl()
+        self._agent = api.nixl_agent(
+            str(self._worker_id), api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        )
+        region = self._region
+        self._registered = [
+            self._agent.register_memory([(region.address, region.num_bytes, self._device, "")], self._memory),
+            self._agent.register_memory([(self._slots.ctypes.data, self._slots.nbytes, 0, "")], "DRAM"),
+            self._agent.register_memory([(self._scratch.ctypes.data, self._scratch.nbytes, 0, "")], "DRAM"),
+        ]
+        peer = _Peer(
+            agent=str(self._worker_id),
+            metadata=self._agent.get_agent_metadata(),
+            blocks_address=region.address,
+            num_blocks=region.num_blocks,
+            memory=self._memory,
+            device=self._device,
+            slots_address=self._slots.ctypes.data,
+        )
+        return encode(peer)
+
+    def _close(self) -> None:
+        for name in self._peers.values():
+            self._forget_agent(name)
+        for registered in self._registered:
+            try:
+                self._agent.deregister_memory(registered)
+            except Exception as error:
+                log.warning("NIXL kept registered memory: %s", error)
+        self._agent = None
+
+    def _serve_commands(self) -> bool:
+        """Take the commands that wait; sleep as long as nothing has to be polled. False: end."""
+        timeout = _FETCH_POLL_S if self._running else _OFFER_POLL_S if self._has_offers() else None
+        while True:
+            try:
+                command = self._commands.get(timeout=timeout)
+            except queue.Empty:
+                return True
+            timeout = 0
+            if command is None:
+                return False
+            if isinstance(command, _Fetch):
+                self._running.append((command, self._fetch(command)))
+            elif command:
+                self._forget_agent(self._peers.pop(WorkerId(command), ""))
+
+    def _step_fetches(self) -> None:
+        still_running: list[tuple[_Fetch, Steps]] = []
+        for job, steps in self._running:
+            try:
+                next(steps)
+                still_running.append((job, steps))
+            except StopIteration as done:
+                job.result.set_result(done.value)
+            except TransferError as error:
+                job.result.set_exception(error)
+            except Exception as error:  # NIXL's own errors: the peer is gone, or its memory is
+                self._forget_agent(self._peers.pop(job.ticket.worker_id, ""))
+                job.result.set_exception(
+                    TransferError(f"NIXL could not read from {job.ticket.worker_id}: {_describe(error)}")
+                )
+        self._running = still_running
+
+    def _fetch(self, job: _Fetch) -> Steps:
+        peer = decode(job.ticket.peer, _Peer)
+        name = self._connect(job.ticket.worker_id, peer)
+        block_bytes = self._region.layout.block_bytes
+        if any(run.remote < 0 or run.remote + run.count > peer.num_blocks for run in job.runs):
+            raise TransferError(f"{job.ticket.worker_id} offers blocks beyond its KV cache")
+        num_bytes = sum(run.count for run in job.runs) * block_bytes
+        if job.runs:
+            table = np.array([(run.local, run.count, run.remote) for run in job.runs], dtype=np.uint64)
+            sizes = table[:, 1] * block_bytes
+            local = np.stack(
+                [table[:, 0] * block_bytes + self._region.address, sizes, np.full_like(sizes, self._device)], 1
+            )
+            remote = np.stack(
+                [table[:, 2] * block_bytes + peer.blocks_address, sizes, np.full_like(sizes, peer.device)], 1
+            )
+            yield from self._read(job, name, local, self._memory, remote, peer.memory)
+        yield from self._check_offer(job, name, peer)
+        return num_bytes
+
+    def _check_offer(self, job: _Fetch, name: str, peer: _Peer) -> Generator[None, None, None]:
+        """Read the offer's slot after the blocks: its nonce proves that they were not reused meanwhile."""
+        if not self._scratch_free:
+            raise TransferError("too many KV transfers at once", hint="lower --max-num-seqs")
+        here = self._scratch_free.pop()
+        try:
+            self._scratch[here] = 0
+            local = np.array([(self._scratch.ctypes.data + 8 * here, 8, 0)], dtype=np.uint64)
+            remote = np.array([(peer.slots_address + 8 * job.ticket.slot, 8, 0)], dtype=np.uint64)
+            yield from self._read(job, name, local, "DRAM", remote, "DRAM")
+            if int(self._scratch[here]) != job.ticket.nonce:
+                raise TransferError(f"the KV offer of {job.ticket.worker_id} ended before it was fetched")
+        finally:
+            self._scratch_free.append(here)
+
+    def _read(
+        self,
+        job: _Fetch,
+        name: str,
+        local: np.ndarray[Any, Any],
+        local_memory: str,
+        remote: np.ndarray[Any, Any],
+        remote_memory: str,
+    ) -> Generator[None, None, None]:
+        agent = self._agent
+        handle = agent.initialize_xfer(
+            "READ", agent.get_xfer_descs(local, local_memory), agent.get_xfer_descs(remote, remote_memory), name
+        )
+        try:
+            state = agent.transfer(handle)
+            while state == "PROC":
+                if job.aborted:
+                    raise TransferError("given up by the caller")
+                if time.monotonic() > job.deadline:
+                    raise TransferError(f"{job.ticket.worker_id} did not answer in time")
+                yield
+                state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise TransferError(f"NIXL reports {state} for a read from {job.ticket.worker_id}")
+        finally:
+            self._release(handle)
+
+    def _release(self, handle: Any) -> None:
+        """Let go of a transfer. One that is still active must end first: it writes into our blocks."""
+        give_up = time.monotonic() + 5
+        while True:
+            try:
+                self._agent.release_xfer_handle(handle)
+                return
+            except Exception as error:
+                if time.monotonic() > give_up:
+                    log.error("NIXL does not release a transfer: %s", _describe(error))
+                    return
+                time.sleep(0.001)
+
+    def _connect(self, worker_id: WorkerId, peer: _Peer) -> str:
+        if (name := self._peers.get(worker_id)) is not None:
+            self._peers.move_to_end(worker_id)
+            return name
+        name = self._agent.add_remote_agent(peer.metadata)
+        name = name.decode() if isinstance(name, bytes) else str(name)
+        self._peers[worker_id] = name
+        if len(self._peers) > _MAX_PEERS:
+            self._forget_agent(self._peers.popitem(last=False)[1])
+        return name
+
+    def _forget_agent(self, name: str) -> None:
+        if not name:
+            return
+        try:
+            self._agent.remove_remote_agent(name)
+        except Exception as error:
+            log.debug("NIXL did not forget %s: %s", name, _describe(error))
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+

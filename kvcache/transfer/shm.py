@@ -1,0 +1,148 @@
+"""KV transfer through shared memory, for hosts where NIXL cannot load. One host, one user, CPU memory only.
+
+The KV cache lies in a memfd; a peer maps /proc/<pid>/fd/<fd> read-only. There is no file to leave behind:
+the memory goes with the last process that maps it, also after `kill -9`.
+
+    u64 generation | u64 slots [NUM_SLOTS] | KV blocks
+"""
+
+import asyncio
+import ctypes
+import mmap
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from kvcache.memory import KvRegion
+from kvcache.transfer.backend import NUM_SLOTS, OfferSlots, check_fetch, plan_copy
+from protocol.errors import ConfigError, TransferError
+from protocol.ids import WorkerId, new_generation
+from protocol.messages import Ticket, decode, encode
+
+_HEADER_BYTES = 8 * (1 + NUM_SLOTS)
+_MAX_PEERS = 64
+
+
+class _Peer(msgspec.Struct, frozen=True):
+    pid: int
+    fd: int
+    num_bytes: int
+    generation: int
+
+
+class ShmBackend:
+    name = "shm"
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._map: mmap.mmap | None = None
+        self._generation = new_generation()
+        self._region: KvRegion | None = None
+        self._peer = b""
+        self._worker_id = WorkerId("")
+        self._address = ""
+        self._slots: OfferSlots | None = None
+        self._peers: OrderedDict[tuple[WorkerId, int], mmap.mmap] = OrderedDict()
+
+    def allocate(self, num_bytes: int) -> memoryview | None:
+        total = _HEADER_BYTES + num_bytes
+        self._fd = os.memfd_create("kvmesh-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, total)
+        self._map = mmap.mmap(self._fd, total)
+        whole = memoryview(self._map)
+        words = whole[:_HEADER_BYTES].cast("Q")
+        words[0] = self._generation
+        self._slots = OfferSlots(words[1:])
+        return whole[_HEADER_BYTES:]
+
+    async def register(self, region: KvRegion, worker_id: WorkerId, address: str) -> None:
+        if self._map is None or region.device != "cpu":
+            raise ConfigError(
+                f"the shm transfer moves CPU memory that it allocated, the KV cache is on {region.device}",
+                hint="set --kv-transfer nixl",
+            )
+        self._region, self._worker_id, self._address = region, worker_id, address
+        self._peer = encode(_Peer(os.getpid(), self._fd, len(self._map), self._generation))
+
+    def offer(self, block_ids: Sequence[int], num_tokens: int) -> Ticket:
+        assert self._slots is not None and self._region is not None, "register first"
+        offer_id, slot, nonce = self._slots.open()
+        return Ticket(
+            offer_id=offer_id,
+            worker_id=self._worker_id,
+            address=self._address,
+            backend=self.name,
+            nonce=nonce,
+            slot=slot,
+            peer=self._peer,
+            layout=self._region.layout,
+            block_ids=tuple(block_ids),
+            num_tokens=num_tokens,
+        )
+
+    def release(self, offer_id: int, nonce: int) -> bool:
+        return self._slots is not None and self._slots.close(offer_id, nonce)
+
+    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int], timeout_s: float) -> int:
+        assert self._region is not None, "register first"
+        wanted = check_fetch(ticket, skip, into, self.name, self._region.layout)
+        copying = asyncio.ensure_future(asyncio.to_thread(self._copy, ticket, wanted, list(into)))
+        try:
+            return await asyncio.shield(copying)
+        except asyncio.CancelledError:
+            await asyncio.wait([copying])  # a memcpy cannot be stopped: the blocks are ours until it ends
+            raise
+
+    def _copy(self, ticket: Ticket, wanted: Sequence[int], into: Sequence[int]) -> int:
+        assert self._region is not None
+        block_bytes = self._region.layout.block_bytes
+        memory = self._map_of(ticket)
+        num_bytes = 0
+        for run in plan_copy(wanted, into):
+            start, size = _HEADER_BYTES + run.remote * block_bytes, run.count * block_bytes
+            if start + size > len(memory):
+                raise TransferError(f"{ticket.worker_id} offers block {run.remote}, beyond its KV cache")
+            ctypes.memmove(self._region.block_address(run.local), memory[start : start + size], size)
+            num_bytes += size
+        slot_at = 8 * (1 + ticket.slot)
+        if int.from_bytes(memory[slot_at : slot_at + 8], "little") != ticket.nonce:
+            raise TransferError(f"the KV offer of {ticket.worker_id} ended before it was fetched")
+        return num_bytes
+
+    def _map_of(self, ticket: Ticket) -> mmap.mmap:
+        peer = decode(ticket.peer, _Peer)
+        key = (ticket.worker_id, peer.generation)
+        if (known := self._peers.get(key)) is not None:
+            self._peers.move_to_end(key)
+            return known
+        path = f"/proc/{peer.pid}/fd/{peer.fd}"
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                memory = mmap.mmap(fd, peer.num_bytes, prot=mmap.PROT_READ)
+            finally:
+                os.close(fd)
+        except (OSError, ValueError) as error:
+            raise TransferError(
+                f"the KV memory of {ticket.worker_id} at {path} cannot be mapped: {error}",
+                hint="shm works between processes of one user on one host; else use --kv-transfer nixl",
+            ) from error
+        if len(memory) < _HEADER_BYTES or int.from_bytes(memory[:8], "little") != peer.generation:
+            memory.close()
+            raise TransferError(f"{path} is not the memory that {ticket.worker_id} offered")
+        self._peers[key] = memory
+        if len(self._peers) > _MAX_PEERS:
+            self._peers.popitem(last=False)  # unmapped when the last copy that uses it ends
+        return memory
+
+    async def forget(self, worker_id: WorkerId) -> None:
+        for key in [key for key in self._peers if key[0] == worker_id]:
+            del self._peers[key]
+
+    async def close(self) -> None:
+        self._peers.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

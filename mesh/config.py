@@ -1,0 +1,409 @@
+"""Settings of a service: one declaration per option, read from flags, the environment and a TOML file.
+
+A schema is a frozen `msgspec.Struct`; each field is an option, its `Meta(description=...)` the help text.
+`block_size` is then `--block-size`, `KVMESH_ROUTER_BLOCK_SIZE` and `block_size = ...` in the file.
+Field types: int, float, bool, str, Literal, Enum, tuples and lists of those, and each of them `| None`.
+"""
+
+import difflib
+import enum
+import shutil
+import textwrap
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin
+
+import msgspec
+
+from protocol.errors import ConfigError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_FALSE = ("false", "0", "no", "off")
+_TRUE = ("true", "1", "yes", "on")
+_NONE = "none"
+
+
+class OptionRow(NamedTuple):
+    """One option as documentation shows it."""
+
+    flag: str
+    env: str
+    default: str
+    help: str
+
+
+class Given(NamedTuple):
+    """A value that somebody set, and where: `source` begins every complaint about it."""
+
+    source: str
+    value: object  # texts (list[str]) from flags and environment, plain data from the file
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    name: str
+    annotation: Any  # of the field, Annotated and all
+    kinds: tuple[Any, ...]  # what it may be besides None
+    nullable: bool
+    is_list: bool  # then `kinds` are those of an item
+    default: object  # msgspec.NODEFAULT: required
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def negation(self) -> str:
+        return "--no-" + self.name.replace("_", "-")
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kinds == (bool,) and not self.is_list
+
+    @property
+    def negatable(self) -> bool:
+        return self.is_switch or self.nullable
+
+
+def load(
+    schema: type[T],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    prefix: str,
+    prog: str,
+    description: str = "",
+    section: str | None = None,
+    foreign: Sequence[str] = (),
+) -> T:
+    """Settings from `argv` (without the program's name), then `environ`, then the file, then the defaults.
+
+    The file is that of `--config` or `<prefix>CONFIG`. With `section` it may serve many services, and only
+    its table `[section]` counts. An environment variable that is set but empty counts as not set.
+    `foreign`: prefixes and names in the environment that begin with `prefix` but belong to others.
+    Raises ConfigError for what is unknown or out of range, SystemExit(0) after printing `--help`.
+    """
+    options = _options(schema)
+    flags = _given_flags(options, argv, prog)
+    if "help" in flags:
+        print(usage(schema, prefix=prefix, prog=prog, description=description))
+        raise SystemExit(0)
+    env = _given_env(options, environ, prefix, foreign)
+    path = flags.pop("config", None) or env.pop("config", None)
+    env.pop("config", None)
+    file = _given_file(options, path, section) if path else {}
+    return _build(schema, options, file | env | flags, prefix, prog)
+
+
+def to_flags(settings: msgspec.Struct) -> list[str]:
+    """Flags from which `load` builds equal settings, whatever the environment says."""
+    return [_flag_for(option, getattr(settings, option.name)) for option in _options(type(settings)).values()]
+
+
+def describe(schema: type[msgspec.Struct], *, prefix: str) -> list[OptionRow]:
+    """All options of a schema, in order, for `--help` and the documentation."""
+    return [
+        OptionRow(_flag_help(option), _env_name(prefix, option.name), _default_text(option), option.help)
+        for option in _options(schema).values()
+    ]
+
+
+def usage(schema: type[msgspec.Struct], *, prefix: str, prog: str, description: str = "") -> str:
+    """The text of `--help`."""
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, 60), 110)
+    rows = [
+        *describe(schema, prefix=prefix),
+        OptionRow("--config PATH", _env_name(prefix, "config"), "", "TOML file with settings"),
+        OptionRow("--help", "", "", "show this and exit"),
+    ]
+    indent = min(max(len(row.flag) for row in rows) + 4, 34)
+    parts = [f"usage: {prog} [options]"]
+    if description:
+        parts.append(textwrap.fill(description, width))
+    parts.append("options:\n" + "\n".join(_help_lines(row, indent, width) for row in rows))
+    return "\n\n".join(parts)
+
+
+# --- the schema ---------------------------------------------------------------------------------------
+
+
+def _options(schema: type[msgspec.Struct]) -> dict[str, _Option]:
+    """The options of a schema by field name. Raises TypeError for a schema that cannot be one."""
+    options = {field.name: _option(field) for field in msgspec.structs.fields(schema)}
+    names = [option.flag for option in options.values()]
+    names += [option.negation for option in options.values() if option.negatable]
+    clashes = {
+        name for name in [*names, "--config", "--help"] if [*names, "--config", "--help"].count(name) > 1
+    }
+    if clashes:
+        raise TypeError(f"{schema.__name__}: two options are called {', '.join(sorted(clashes))}")
+    return options
+
+
+def _option(field: msgspec.structs.FieldInfo) -> _Option:
+    bare, help_text = _strip(field.type)
+    kinds = _members(bare)
+    nullable = type(None) in kinds
+    kinds = tuple(kind for kind in kinds if kind is not type(None))
+    is_list = len(kinds) == 1 and get_origin(kinds[0]) in (tuple, list)
+    if is_list:
+        items = [item for item in get_args(kinds[0]) if item is not Ellipsis]
+        kinds = tuple(dict.fromkeys(kind for item in items for kind in _members(_strip(item)[0])))
+    for kind in kinds:
+        _check_kind(field.name, kind)
+    default = field.default_factory() if callable(field.default_factory) else field.default
+    return _Option(field.name, field.type, kinds, nullable, is_list, default, help_text)
+
+
+def _strip(annotation: Any) -> tuple[Any, str]:
+    """An annotation without its metadata, and the description found in that."""
+    if get_origin(annotation) is not Annotated:
+        return annotation, ""
+    inner, *metadata = get_args(annotation)
+    texts = [m.description for m in metadata if isinstance(m, msgspec.Meta) and m.description]
+    return inner, " ".join(texts)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, or the annotation alone."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(_strip(member)[0] for member in get_args(annotation))
+    return (annotation,)
+
+
+def _check_kind(name: str, kind: Any) -> None:
+    is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
+    if not (kind in (int, float, bool, str) or get_origin(kind) is Literal or is_enum):
+        raise TypeError(f"setting {name!r}: {kind!r} cannot be an option")
+
+
+# --- what was given -----------------------------------------------------------------------------------
+
+
+def _given_flags(options: Mapping[str, _Option], argv: Sequence[str], prog: str) -> dict[str, Given]:
+    """What `argv` sets, by field name; besides fields, `config` and `help` may occur."""
+    given: dict[str, Given] = {}
+    args = iter(argv)
+    for arg in args:
+        flag, equals, text = arg.partition("=")
+        if flag in ("--help", "-h"):
+            return {"help": Given(flag, True)}
+        if flag == "--config":
+            given["config"] = Given(flag, [text if equals else _next_value(flag, args)])
+            continue
+        option, negated = _find_flag(options, flag, prog)
+        if negated and equals:
+            raise ConfigError(f"{flag} takes no value", hint=f"write {option.flag}={text}")
+        if negated:
+            given[option.name] = Given(flag, False if option.is_switch else None)
+        elif option.is_switch and not equals:
+            given[option.name] = Given(flag, True)
+        else:
+            _add_text(given, option, flag, text if equals else _next_value(flag, args))
+    return given
+
+
+def _add_text(given: dict[str, Given], option: _Option, flag: str, text: str) -> None:
+    """The last flag wins, but a list grows with each."""
+    before = given.get(option.name)
+    texts = before.value if before and option.is_list and isinstance(before.value, list) else []
+    given[option.name] = Given(flag, [*texts, text])
+
+
+def _next_value(flag: str, args: Iterable[str]) -> str:
+    value = next(iter(args), None)
+    if value is None or value.startswith("--"):
+        raise ConfigError(f"{flag} needs a value", hint=f"write {flag}=VALUE")
+    return value
+
+
+def _find_flag(options: Mapping[str, _Option], flag: str, prog: str) -> tuple[_Option, bool]:
+    by_flag = {option.flag: (option, False) for option in options.values()}
+    by_flag |= {option.negation: (option, True) for option in options.values() if option.negatable}
+    if flag in by_flag:
+        return by_flag[flag]
+    if not flag.startswith("-"):
+        raise ConfigError(f"unexpected argument {flag!r}", hint=f"see {prog} --help")
+    _unknown(f"flag {flag}", flag, [*by_flag, "--config", "--help"], f"see {prog} --help")
+
+
+def _given_env(
+    options: Mapping[str, _Option], environ: Mapping[str, str], prefix: str, foreign: Sequence[str]
+) -> dict[str, Given]:
+    known = {_env_name(prefix, name): name for name in [*options, "config"]}
+    given: dict[str, Given] = {}
+    for key, text in environ.items():
+        if not key.startswith(prefix) or (key not in known and key.startswith(tuple(foreign))):
+            continue
+        if key not in known:
+            _unknown(f"environment variable {key}", key, list(known), "unset it")
+        if text:
+            given[known[key]] = Given(key, [text])
+    return given
+
+
+def _given_file(options: Mapping[str, _Option], path: Given, section: str | None) -> dict[str, Given]:
+    assert isinstance(path.value, list)
+    name = path.value[0]
+    try:
+        content = msgspec.toml.decode(Path(name).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path.source} {name}: {error}", hint="give a TOML file") from error
+    table = _section(content, section, name) if section else content
+    for key in table:
+        if key not in options:
+            _unknown(f"setting {key!r} in {name}", key, list(options), "remove it")
+    return {key: Given(f"{key} in {name}", value) for key, value in table.items()}
+
+
+def _section(content: Mapping[str, object], section: str, path: str) -> Mapping[str, object]:
+    """The table `[section]` of a file that many services share."""
+    for key, value in content.items():
+        if not isinstance(value, dict):
+            raise ConfigError(f"setting {key!r} in {path} is in no table", hint=f"put it under [{section}]")
+    near = difflib.get_close_matches(section, content, 1, 0.75)
+    if section not in content and near:
+        raise ConfigError(f"{path} has a table [{near[0]}]", hint=f"did you mean [{section}]?")
+    table = content.get(section, {})
+    assert isinstance(table, dict)
+    return table
+
+
+def _unknown(what: str, name: str, known: Sequence[str], otherwise: str) -> NoReturn:
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    raise ConfigError(f"unknown {what}", hint=f"did you mean {near[0]}?" if near else otherwise)
+
+
+# --- from what was given to values --------------------------------------------------------------------
+
+
+def _build(
+    schema: type[T], options: Mapping[str, _Option], given: Mapping[str, Given], prefix: str, prog: str
+) -> T:
+    for option in options.values():
+        if option.default is msgspec.NODEFAULT and option.name not in given:
+            env = _env_name(prefix, option.name)
+            raise ConfigError(f"{option.flag} is required ({option.help})", hint=f"give it, or set {env}")
+    values = {name: _value(options[name], setting) for name, setting in given.items()}
+    try:
+        return schema(**values)
+    except ValueError as error:  # from a __post_init__ that checks fields against each other
+        raise ConfigError(f"bad settings: {error}", hint=f"see {prog} --help") from error
+
+
+def _value(option: _Option, given: Given) -> object:
+    """The value of one option. Raises ConfigError that names where it came from and what would do."""
+    value = given.value
+    try:
+        if isinstance(value, list) and _is_texts(given):
+            value = _from_texts(option, value)
+        return msgspec.convert(value, option.annotation)
+    except (msgspec.ValidationError, ValueError) as error:
+        shown = ",".join(given.value) if isinstance(given.value, list) and _is_texts(given) else given.value
+        detail = str(error).removesuffix(" - at `$`")
+        raise ConfigError(
+            f"bad setting: {given.source} is {shown!r}", hint=f"want {_kind_text(option)} ({detail})"
+        ) from error
+
+
+def _is_texts(given: Given) -> bool:
+    return " in " not in given.source  # the file has types of its own; flags and environment are texts
+
+
+def _from_texts(option: _Option, texts: Sequence[str]) -> object:
+    if option.is_list:
+        items = [item for text in texts for item in _split(text)]
+        return [_from_text(option.kinds, item) for item in items]
+    if option.nullable and str not in option.kinds and texts[-1] == _NONE:
+        return None
+    return _from_text(option.kinds, texts[-1])
+
+
+def _split(text: str) -> list[str]:
+    """`a,b` -> [a, b]. A JSON list of strings is taken as it stands: it can hold commas and empty items."""
+    if text.startswith("["):
+        try:
+            return msgspec.json.decode(text, type=list[str])
+        except msgspec.DecodeError:
+            pass  # an IPv6 address, for example
+    return [item.strip() for item in text.split(",")] if text else []
+
+
+def _from_text(kinds: Sequence[Any], text: str) -> object:
+    """The first of `kinds` that `text` is a value of, or the text itself for `convert` to complain about."""
+    for kind in kinds:
+        if kind is bool:
+            if text.lower() in _TRUE + _FALSE:
+                return text.lower() in _TRUE
+            continue
+        try:
+            return msgspec.convert(text, kind, strict=kind is str)
+        except msgspec.ValidationError:
+            continue
+    return text
+
+
+# --- from values to texts -----------------------------------------------------------------------------
+
+
+def _flag_for(option: _Option, value: object) -> str:
+    if option.is_switch and isinstance(value, bool):
+        return option.flag if value else option.negation
+    if value is None:
+        return f"{option.flag}={_NONE}" if option.is_switch else option.negation
+    return f"{option.flag}={_to_text(value)}"
+
+
+def _to_text(value: object) -> str:
+    if isinstance(value, tuple | list):
+        items = [_to_text(item) for item in value]
+        plain = all(item and item == item.strip() and "," not in item and item[0] != "[" for item in items)
+        return ",".join(items) if plain else msgspec.json.encode(items).decode()
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _env_name(prefix: str, name: str) -> str:
+    return prefix + name.upper()
+
+
+def _default_text(option: _Option) -> str:
+    if option.default is msgspec.NODEFAULT:
+        return "required"
+    if option.default is None:
+        return _NONE
+    return _to_text(option.default) or '""'
+
+
+def _flag_help(option: _Option) -> str:
+    if option.is_switch:
+        return f"{option.flag} | {option.negation}"
+    return f"{option.flag} {_kind_text(option)}"
+
+
+def _kind_text(option: _Option) -> str:
+    item = "|".join(_one_kind_text(kind) for kind in option.kinds)
+    return f"{item},..." if option.is_list else item
+
+
+def _one_kind_text(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(str(choice) for choice in get_args(kind)) + "}"
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return "{" + ",".join(str(member.value) for member in kind) + "}"
+    return {int: "INT", float: "NUMBER", bool: "BOOL", str: "TEXT"}[kind]
+
+
+def _help_lines(row: OptionRow, indent: int, width: int) -> str:
+    notes = [f"default: {row.default}" if row.default not in ("", "required") else row.default, row.env]
+    text = f"{row.help} [{', '.join(note for note in notes if note)}]" if any(notes) else row.help
+    lines = textwrap.wrap(text, width - indent, break_long_words=False, break_on_hyphens=False)
+    head = "  " + row.flag
+    if len(head) > indent - 2:
+        return "\n".join([head, *(" " * indent + line for line in lines)])
+    return "\n".join([head.ljust(indent) + lines[0], *(" " * indent + line for line in lines[1:])])

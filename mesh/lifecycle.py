@@ -1,0 +1,151 @@
+"""From `main(stop)` to an exit code: event loop, signals, errors. Called once, from `__main__.py`."""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+
+from protocol.errors import MeshError
+
+log = logging.getLogger(__name__)
+
+Main = Callable[[asyncio.Event], Awaitable[int | None]]
+
+PARENT_PID = "KVMESH_PARENT_PID"
+
+EXIT_CRASH = 1
+EXIT_MESH_ERROR = 2
+_PR_SET_PDEATHSIG = 1
+
+
+def run(main: Main) -> int:
+    """Run `main(stop)` on a new event loop until it ends; the exit code for `sys.exit`.
+
+    The first SIGINT or SIGTERM sets `stop`, the second cancels `main`, the third ends the process there and
+    then. An expected failure (MeshError) is one line on stderr, anything else a traceback. Tasks that `main`
+    leaves behind are cancelled and awaited.
+    """
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_until_done(main))
+    except KeyboardInterrupt:  # before our handler stood
+        return 128 + signal.SIGINT
+    except Exception as error:
+        return _report(error)
+
+
+def watch_parent(stop: asyncio.Event) -> None:
+    """Set `stop` when the process named by KVMESH_PARENT_PID ends, so that a killed supervisor leaves no orphans.
+
+    Does nothing where that is not set. Call it on the event loop.
+    """
+    pid = os.environ.get(PARENT_PID, "")
+    if not pid.isdigit():
+        return
+    try:
+        pidfd = os.pidfd_open(int(pid))
+    except ProcessLookupError:
+        _parent_gone(stop)
+    except (AttributeError, OSError):  # not Linux >= 5.3, or a sandbox that knows no pidfd
+        _die_with_parent(int(pid), stop)
+    else:
+        asyncio.get_running_loop().add_reader(pidfd, _on_pidfd, pidfd, stop)
+
+
+def _on_pidfd(pidfd: int, stop: asyncio.Event) -> None:
+    asyncio.get_running_loop().remove_reader(pidfd)
+    os.close(pidfd)
+    _parent_gone(stop)
+
+
+def _parent_gone(stop: asyncio.Event) -> None:
+    log.warning("the process that started this one is gone, stopping")
+    stop.set()
+
+
+def _die_with_parent(pid: int, stop: asyncio.Event) -> None:
+    """Have the kernel send SIGTERM when the parent ends (to be exact: the thread that started us)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != pid:  # it ended before we asked
+        _parent_gone(stop)
+
+
+class _Signals:
+    """Counts SIGINT and SIGTERM: the more of them, the less polite the end."""
+
+    def __init__(self, stop: asyncio.Event, main: asyncio.Task[int]) -> None:
+        self._stop = stop
+        self._main = main
+        self.count = 0
+        self.exit_code = 0
+
+    def on_signal(self, number: signal.Signals) -> None:
+        self.count += 1
+        self.exit_code = 128 + number
+        if self.count == 1:
+            log.info("%s: stopping", number.name)
+            self._stop.set()
+        elif self.count == 2:
+            log.warning("%s again: stopping at once", number.name)
+            self._main.cancel()
+        else:
+            os._exit(self.exit_code)
+
+
+async def _until_done(main: Main) -> int:
+    stop = asyncio.Event()
+    task = asyncio.current_task()
+    assert task is not None
+    signals = _Signals(stop, task)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):  # they stand until the loop is closed
+        loop.add_signal_handler(number, signals.on_signal, number)
+    try:
+        return await main(stop) or 0
+    except asyncio.CancelledError:
+        if signals.count < 2:
+            raise
+        return signals.exit_code
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _report(error: Exception) -> int:
+    """Say on stderr why `main` failed, as briefly as the kind of failure allows."""
+    if isinstance(error, MeshError):
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_MESH_ERROR
+    expected = _mesh_errors(error)
+    if expected:
+        for one in expected:
+            print(f"error: {one}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    return EXIT_CRASH
+
+
+def _mesh_errors(error: Exception) -> list[MeshError]:
+    """The leaves of a group that holds nothing but MeshErrors, else nothing."""
+    if not isinstance(error, ExceptionGroup):
+        return []
+    expected, other = error.split(MeshError)
+    return [] if other is not None or expected is None else list(_leaves(expected))
+
+
+def _leaves(group: ExceptionGroup[MeshError]) -> list[MeshError]:
+    leaves: list[MeshError] = []
+    for error in group.exceptions:
+        leaves += _leaves(error) if isinstance(error, ExceptionGroup) else [error]
+    return leaves

@@ -1,0 +1,165 @@
+"""What a service says about itself: log lines that carry the request's id, and a /metrics endpoint."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, TextIO
+
+import msgspec
+from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+
+from protocol.errors import ConfigError
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+_OWN_ATTRIBUTES = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "request_id"}
+
+
+def setup_logging(
+    service: str,
+    *,
+    level: str = "info",
+    fmt: str = "text",
+    stream: TextIO | None = None,
+    file: str | None = None,
+) -> None:
+    """Send all log records to `stream` (default stderr) or append them to `file`, one line each.
+
+    A second call replaces the first. Raises ConfigError for an unknown level or format, or a file that
+    cannot be written.
+    """
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ConfigError(f"no log level {level!r}", hint="use debug, info, warning or error")
+    if fmt not in ("text", "json"):
+        raise ConfigError(f"no log format {fmt!r}", hint="use text or json")
+    handler = _handler(stream, file)
+    handler.addFilter(_add_request_id)
+    handler.setFormatter(JsonFormatter(service) if fmt == "json" else TextFormatter(service))
+    logging.basicConfig(level=number, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+
+
+def current_request_id() -> str:
+    """The id of the request being worked on, "" outside of any."""
+    return _request_id.get()
+
+
+@contextmanager
+def request_context(request_id: str) -> Iterator[None]:
+    """Log records made inside, also in tasks started inside, carry `request_id`."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def serve_metrics(
+    host: str, port: int, *, registry: CollectorRegistry = REGISTRY
+) -> tuple[str, Callable[[], None]]:
+    """Serve /metrics on a thread; its URL and a function that ends it (blocks for up to 0.5 s).
+
+    Port 0 takes a free one. Raises ConfigError if the address cannot be had.
+    """
+    try:
+        server, thread = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise ConfigError(f"no metrics on {host}:{port}: {error}", hint="choose another port") from error
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{server.server_port}/metrics", close
+
+
+class TextFormatter(logging.Formatter):
+    """`time LEVEL service logger: message key=value`, for people; a traceback follows on lines of its own."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = f"{_timestamp(record)} {record.levelname:<7} {self._service} {record.name}: "
+        fields = "".join(f" {key}={_shown(value)}" for key, value in _fields(record).items())
+        lines = [head + _one_line(record.getMessage()) + fields]
+        if record.exc_info:
+            lines.append(self.formatException(record.exc_info))
+        if record.stack_info:
+            lines.append(record.stack_info)
+        return "\n".join(lines)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record: ts, level, service, logger, message, request_id, extras, exception."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "ts": _timestamp(record),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {key: value for key, value in _fields(record).items() if key not in line}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = record.stack_info
+        return _encode(line)
+
+
+def _handler(stream: TextIO | None, file: str | None) -> logging.Handler:
+    if file is None:
+        return logging.StreamHandler(stream or sys.stderr)
+    try:
+        return logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"cannot log to {file}: {error}", hint="choose a writable file") from error
+
+
+def _add_request_id(record: logging.LogRecord) -> bool:
+    if not hasattr(record, "request_id"):
+        record.request_id = _request_id.get()
+    return True
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    """The request's id, if there is one, and what the caller passed by `extra`."""
+    request_id = getattr(record, "request_id", "")
+    extras = {key: value for key, value in vars(record).items() if key not in _OWN_ATTRIBUTES}
+    return ({"request_id": request_id} if request_id else {}) | extras
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+def _one_line(text: str) -> str:
+    """`text` with control characters escaped, so that nothing from the network can fake a log line."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if text.isprintable() and " " not in text and text else repr(text)
+
+
+def _encode(line: dict[str, object]) -> str:
+    try:
+        return msgspec.json.encode(line, enc_hook=str).decode()
+    except (TypeError, ValueError, OverflowError):  # keys that are no strings, lone surrogates, huge integers
+        return msgspec.json.encode({key: ascii(value) for key, value in line.items()}).decode()

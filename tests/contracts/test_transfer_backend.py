@@ -1,0 +1,143 @@
+"""What every KV transfer backend promises. The peer is a real process; the bytes really move."""
+
+import asyncio
+import base64
+import sys
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from kvcache.transfer.backend import Run, TransferBackend, plan_copy
+from kvcache.transfer.nixl import why_unavailable
+from protocol.errors import TransferError
+from protocol.messages import KvLayout, Ticket, decode
+from tests.support.kv_peer import LAYOUT, open_with_region
+
+BACKENDS = [
+    "shm",
+    pytest.param("nixl", marks=pytest.mark.skipif(bool(why_unavailable()), reason=f"NIXL: {why_unavailable()}")),
+]
+
+
+class Peer:
+    """A kv_peer process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def say(self, line: str) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{line}\n".encode())
+        return (await asyncio.wait_for(self.process.stdout.readline(), 20)).decode().strip()
+
+    async def offer(self, *blocks: int) -> Ticket:
+        return decode(base64.b64decode(await self.say("offer " + " ".join(map(str, blocks)))), Ticket)
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+
+@pytest_asyncio.fixture(params=BACKENDS)
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[tuple[TransferBackend, np.ndarray, Peer]]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.support.kv_peer", request.param, stdin=-1, stdout=-1
+    )
+    backend, cache = await open_with_region(request.param, "reader")
+    yield backend, cache, Peer(process)
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+    await backend.close()
+
+
+def content(block: int) -> int:
+    """What kv_peer fills a block with."""
+    return (block + 1) % 251
+
+
+async def test_offered_blocks_arrive_in_order(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
+    backend, cache, peer = pair
+    ticket = await peer.offer(5, 6, 7, 40, 2)
+    moved = await backend.fetch(ticket, 0, [10, 11, 3, 4, 60], 10)
+    assert moved == 5 * LAYOUT.block_bytes
+    for remote, local in zip([5, 6, 7, 40, 2], [10, 11, 3, 4, 60], strict=True):
+        assert set(cache[local]) == {content(remote)}
+    assert set(cache[12]) == {0}, "a block beside was touched"
+
+
+async def test_blocks_that_are_here_already_are_skipped(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
+    backend, cache, peer = pair
+    ticket = await peer.offer(5, 6, 7)
+    assert await backend.fetch(ticket, 2, [1], 10) == LAYOUT.block_bytes
+    assert set(cache[1]) == {content(7)}
+    assert await backend.fetch(ticket, 3, [], 10) == 0
+
+
+async def test_many_fetches_run_at_once(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
+    backend, cache, peer = pair
+    tickets = [await peer.offer(i, i + 20) for i in range(16)]
+    await asyncio.gather(*(backend.fetch(t, 0, [2 * i, 2 * i + 1], 10) for i, t in enumerate(tickets)))
+    for i in range(16):
+        assert set(cache[2 * i]) == {content(i)}
+        assert set(cache[2 * i + 1]) == {content(i + 20)}
+
+
+async def test_a_released_offer_cannot_be_fetched(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
+    backend, _, peer = pair
+    ticket = await peer.offer(5)
+    assert await peer.say(f"release {ticket.offer_id} {ticket.nonce}") == "True"
+    assert await peer.say(f"release {ticket.offer_id} {ticket.nonce}") == "False"
+    await peer.offer(9)  # takes the freed slot with a nonce of its own
+    with pytest.raises(TransferError, match="ended before it was fetched"):
+        await backend.fetch(ticket, 0, [1], 10)
+
+
+async def test_a_dead_peer_is_an_error_and_not_a_hang(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
+    backend, _, peer = pair
+    ticket = await peer.offer(5)
+    await peer.kill()
+    with pytest.raises(TransferError):
+        await asyncio.wait_for(backend.fetch(ticket, 0, [1], 10), 15)
+
+
+async def test_a_cancelled_fetch_lets_go_of_the_blocks(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
+    backend, cache, peer = pair
+    ticket = await peer.offer(*range(32))
+    fetch = asyncio.create_task(backend.fetch(ticket, 0, list(range(32)), 10))
+    await asyncio.sleep(0)
+    fetch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetch
+    cache[:] = 0
+    await backend.fetch(await peer.offer(3), 0, [63], 10)  # the backend still works
+    assert not cache[:63].any(), "the cancelled fetch still wrote"
+
+
+async def test_another_layout_is_refused(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
+    _, _, peer = pair
+    ticket = await peer.offer(5)
+    other = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=8, dtype="float32")
+    backend, _ = await open_with_region(ticket.backend, "other", other)
+    with pytest.raises(TransferError, match="same --block-size"):
+        await backend.fetch(ticket, 0, [1], 10)
+    await backend.close()
+
+
+async def test_an_idle_backend_costs_no_cpu(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
+    import time
+
+    backend, _, peer = pair
+    ticket = await peer.offer(5)
+    await backend.fetch(ticket, 0, [1], 10)
+    before = time.process_time()
+    await asyncio.sleep(0.5)
+    assert time.process_time() - before < 0.05
+
+
+def test_neighbours_at_both_ends_are_copied_as_one() -> None:
+    assert plan_copy([3, 4, 5, 9, 10], [7, 8, 1, 2, 3]) == [Run(3, 7, 2), Run(5, 1, 1), Run(9, 2, 2)]
+    assert plan_copy([], []) == []
