@@ -41,10 +41,7 @@ def block_hashes(tokens: Sequence[int], block_size: int, seed: int = CHAIN_SEED)
     data = memoryview(token_bytes(tokens))
     stride = 4 * block_size
     full_bytes = len(data) - len(data) % stride
-    return [
-        BlockHash(xxh3_64_intdigest(data[start : start + stride], seed))
-        for start in range(0, full_bytes, stride)
-    ]
+    return [BlockHash(xxh3_64_intdigest(data[start : start + stride], seed)) for start in range(0, full_bytes, stride)]
 
 
 def extend_chain(parent: SequenceHash | None, blocks: Sequence[BlockHash]) -> list[SequenceHash]:

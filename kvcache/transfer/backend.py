@@ -93,9 +93,7 @@ class OfferSlots:
     def open(self) -> tuple[int, int, int]:
         """Returns (offer id, slot, nonce)."""
         if not self._free:
-            raise OverloadedError(
-                f"{len(self._memory)} KV offers stand, none was fetched", hint="add decode workers"
-            )
+            raise OverloadedError(f"{len(self._memory)} KV offers stand, none was fetched", hint="add decode workers")
         slot, nonce = self._free.pop(), new_generation()
         offer_id, self._next_id = self._next_id, self._next_id + 1
         self._standing[offer_id] = (slot, nonce)

@@ -59,7 +59,7 @@ def _import_nixl() -> Any:
 
 
 def why_unavailable() -> str:
-    """"" if NIXL loads and has UCX here, else the reason."""
+    """ "" if NIXL loads and has UCX here, else the reason."""
     try:
         api = _import_nixl()
         plugins = api.nixl_agent("kvmesh-probe", api.nixl_agent_config(backends=[])).get_plugin_list()
@@ -73,7 +73,7 @@ class NixlBackend:
 
     def __init__(self) -> None:
         self._slot_words = np.zeros(NUM_SLOTS, dtype=np.uint64)
-        self._slots = OfferSlots(memoryview(self._slot_words).cast("B").cast("Q"))
+        self._slots = OfferSlots(self._slot_words.data.cast("B").cast("Q"))
         self._region: KvRegion | None = None
         self._worker_id = WorkerId("")
         self._address = ""
@@ -348,4 +348,3 @@ class _AgentThread(threading.Thread):
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-

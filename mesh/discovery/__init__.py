@@ -1,0 +1,5 @@
+"""Who is in the mesh: keys under leases, and news of their coming and going."""
+
+from mesh.discovery.store import Change, Deleted, Discovery, Put, Registration, open_discovery
+
+__all__ = ["Change", "Deleted", "Discovery", "Put", "Registration", "open_discovery"]

@@ -1,0 +1,162 @@
+"""Discovery through a directory: one file per key, its mtime is the lease. No server, one host (or one volume).
+
+A file is written beside and renamed, so nobody reads half of one. Its owner touches it from an OS thread, which
+an overloaded event loop cannot hold up; whoever sees a file whose lease has passed removes it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from mesh.discovery.store import Board, Change, Registration
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 5.0
+POLL_S = 0.1  # a stat of the directory; its mtime changes when a key comes, changes or goes
+RESCAN_S = 1.0  # leases pass without touching the directory
+
+
+class FileDiscovery:
+    def __init__(self, directory: str, lease_s: float = LEASE_S) -> None:
+        self._directory = Path(directory)
+        self._lease_s = lease_s
+        self._own: dict[str, bytes] = {}
+        self._lock = threading.Lock()  # guards _own and our files, between the loop and the thread
+        self._board = Board()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def put(self, key: str, value: bytes) -> Registration:
+        self._ensure_thread()
+        await asyncio.to_thread(self._write, key, value)
+        return _Registration(self, key)
+
+    async def watch(self, prefix: str) -> AsyncIterator[Change]:
+        self._ensure_thread()
+        async for change in self._board.watch(prefix):
+            yield change
+
+    async def withdraw(self, key: str) -> None:
+        await asyncio.to_thread(self._remove, key)
+
+    async def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+        for key in list(self._own):
+            self._remove(key)
+        self._board.close()
+
+    def _ensure_thread(self) -> None:
+        if self._thread is not None:
+            return
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the run directory {self._directory} cannot be made: {error}", hint="set --discovery file:<directory>"
+            ) from error
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+        self._thread.start()
+
+    def _write(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._own[key] = value
+            self._write_file(key, value)
+
+    def _write_file(self, key: str, value: bytes) -> None:
+        beside = self._directory / f".tmp-{secrets.token_hex(8)}"
+        beside.write_bytes(value)
+        beside.replace(self._path(key))
+
+    def _remove(self, key: str) -> None:
+        with self._lock:
+            if self._own.pop(key, None) is not None:
+                self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._directory / quote(key, safe="")
+
+    def _run(self) -> None:
+        """The thread: renew our leases, tell the loop what is there."""
+        renew_at = scan_at = 0.0
+        directory_mtime = -1
+        shown: dict[str, bytes] | None = None
+        cache: dict[str, tuple[int, bytes]] = {}
+        while not self._stop.wait(POLL_S):
+            now = time.monotonic()
+            try:
+                if now >= renew_at:
+                    self._renew()
+                    renew_at = now + self._lease_s / 3
+                mtime = os.stat(self._directory).st_mtime_ns
+                if mtime == directory_mtime and now < scan_at:
+                    continue
+                directory_mtime, scan_at = mtime, now + RESCAN_S
+                present = self._scan(cache)
+            except OSError as error:
+                log.warning("discovery in %s: %s", self._directory, error)
+                with contextlib.suppress(OSError):
+                    self._directory.mkdir(parents=True, exist_ok=True)
+                continue
+            if present != shown:
+                shown = present
+                self._show(present)
+
+    def _show(self, present: dict[str, bytes]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended before us
+            self._loop.call_soon_threadsafe(self._board.show, present)
+
+    def _renew(self) -> None:
+        with self._lock:
+            for key, value in self._own.items():
+                try:
+                    os.utime(self._path(key))
+                except FileNotFoundError:  # we were stopped for longer than the lease: come back
+                    self._write_file(key, value)
+
+    def _scan(self, cache: dict[str, tuple[int, bytes]]) -> dict[str, bytes]:
+        """Read the directory. `cache` (file name -> inode, value) saves reading what was not replaced."""
+        present: dict[str, bytes] = {}
+        oldest = time.time() - self._lease_s
+        kept: dict[str, tuple[int, bytes]] = {}
+        with os.scandir(self._directory) as entries:
+            for entry in sorted(entries, key=lambda e: e.name):
+                try:
+                    status = entry.stat()
+                    if status.st_mtime < oldest:
+                        os.unlink(entry.path)
+                        continue
+                    if entry.name.startswith(".tmp-"):
+                        continue
+                    inode, value = cache.get(entry.name, (0, b""))
+                    if inode != status.st_ino:
+                        value = Path(entry.path).read_bytes()
+                except FileNotFoundError:
+                    continue  # went while we looked
+                kept[entry.name] = (status.st_ino, value)
+                present[unquote(entry.name)] = value
+        cache.clear()
+        cache.update(kept)
+        return present
+
+
+class _Registration:
+    def __init__(self, discovery: FileDiscovery, key: str) -> None:
+        self._discovery = discovery
+        self._key = key
+
+    async def withdraw(self) -> None:
+        await self._discovery.withdraw(self._key)

@@ -1,0 +1,195 @@
+"""Make calls: one connection per peer, opened on first use and again after it broke."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import msgspec
+
+from mesh.plane.frames import Batch, Cancel, Credit, Frame, Hello, Open
+from mesh.plane.link import Link
+from protocol.errors import DeadlineExceededError, PeerLostError, WireError, from_wire
+from protocol.messages import decode, encode
+
+log = logging.getLogger(__name__)
+
+WINDOW_MESSAGES = 64  # how far a peer may be ahead of the consumer, per stream
+CONNECT_TIMEOUT_S = 3.0
+T = TypeVar("T")
+
+
+class Stream:
+    """The answer to one call. Iterate over it; an error of the peer is raised where the answer would be."""
+
+    def __init__(self, link: "_ClientLink", stream: int) -> None:
+        self._link = link
+        self._stream = stream
+        self._messages: deque[msgspec.Raw] = deque()
+        self._arrived = asyncio.Event()
+        self._taken = 0
+        self._ended = False
+        self._failure: Exception | None = None
+
+    def on_message(self, message: msgspec.Raw) -> None:
+        if len(self._messages) >= WINDOW_MESSAGES:
+            raise WireError(f"{self._link.address} sends beyond its credit of {WINDOW_MESSAGES} messages")
+        self._messages.append(message)
+        self._arrived.set()
+
+    def on_end(self, failure: Exception | None) -> None:
+        self._ended, self._failure = True, failure
+        self._arrived.set()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    async def next(self) -> msgspec.Raw | None:
+        """The next message as msgpack, None at the end. Raises what the peer failed with."""
+        while not self._messages:
+            if self._ended:
+                if self._failure is not None:
+                    raise self._failure
+                return None
+            self._arrived.clear()
+            await self._arrived.wait()
+        self._taken += 1
+        if self._taken >= WINDOW_MESSAGES // 2 and not self._ended:
+            self._link.write(Credit(self._stream, self._taken))
+            self._taken = 0
+        return self._messages.popleft()
+
+    async def messages(self, kind: type[T]) -> AsyncIterator[T]:
+        while (raw := await self.next()) is not None:
+            yield decode(raw, kind)
+
+
+class PlaneClient:
+    """Connections to all peers of one process."""
+
+    def __init__(self) -> None:
+        self._links: dict[str, asyncio.Task[_ClientLink]] = {}
+
+    @asynccontextmanager
+    async def open(self, address: str, method: str, body: object, timeout_s: float) -> AsyncIterator[Stream]:
+        """Call `method` at host:port. Leaving the block before the end cancels the call at the peer.
+
+        Raises PeerLostError if the peer cannot be reached; a passed deadline is DeadlineExceededError.
+        """
+        if timeout_s <= 0:
+            raise DeadlineExceededError(f"no time is left to call {method} at {address}")
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                link = await self._link(address)
+                stream = link.open(method, encode(body), timeout_s)
+                try:
+                    yield stream
+                finally:
+                    link.leave(stream)
+        except TimeoutError:
+            if deadline.expired():
+                raise DeadlineExceededError(f"{method} at {address} did not end in {timeout_s:.3g} s") from None
+            raise
+
+    async def ask(self, address: str, method: str, body: object, reply: type[T], timeout_s: float) -> T:
+        """A call with one message for an answer."""
+        async with self.open(address, method, body, timeout_s) as stream:
+            raw = await stream.next()
+            if raw is None:
+                raise PeerLostError(f"{address} ended {method} without an answer")
+            return decode(raw, reply)
+
+    async def tell(self, address: str, method: str, body: object, timeout_s: float) -> None:
+        """A call whose answer has no messages: returns when it has ended."""
+        async with self.open(address, method, body, timeout_s) as stream:
+            while await stream.next() is not None:
+                pass
+
+    async def close(self) -> None:
+        tasks, self._links = list(self._links.values()), {}
+        for task in tasks:
+            if not task.done():
+                task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, _ClientLink):
+                outcome.close()
+
+    async def _link(self, address: str) -> "_ClientLink":
+        """The connection to a peer; callers who come while it is being opened share it."""
+        task = self._links.get(address)
+        if task is None or _is_dead(task):
+            task = asyncio.get_running_loop().create_task(self._connect(address), name=f"connect {address}")
+            self._links[address] = task
+        return await asyncio.shield(task)
+
+    async def _connect(self, address: str) -> "_ClientLink":
+        host, _, port = address.rpartition(":")
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, link = await asyncio.get_running_loop().create_connection(
+                    lambda: _ClientLink(address, self._forget), host, int(port)
+                )
+        except (OSError, ValueError, OverflowError) as error:  # TimeoutError is an OSError
+            self._links.pop(address, None)
+            reason = str(error) or f"no answer in {CONNECT_TIMEOUT_S} s"
+            raise PeerLostError(f"cannot connect to {address}: {reason}") from error
+        link.write(Hello())
+        return link
+
+    def _forget(self, link: Link) -> None:
+        assert isinstance(link, _ClientLink)
+        task = self._links.get(link.address)
+        if task is not None and task.done() and not task.cancelled() and not task.exception():
+            if task.result() is link:
+                del self._links[link.address]
+
+
+def _is_dead(task: "asyncio.Task[_ClientLink]") -> bool:
+    if not task.done():
+        return False
+    return task.cancelled() or task.exception() is not None or task.result().closed.is_set()
+
+
+class _ClientLink(Link):
+    def __init__(self, address: str, on_closed: Callable[[Link], None]) -> None:
+        super().__init__(on_closed)
+        self.address = address
+        self._streams: dict[int, Stream] = {}
+        self._next_stream = 1
+
+    def is_busy(self) -> bool:
+        return bool(self._streams)
+
+    def open(self, method: str, body: bytes, timeout_s: float) -> Stream:
+        if self.closed.is_set():
+            raise PeerLostError(f"the connection to {self.address} broke")
+        number, self._next_stream = self._next_stream, self._next_stream + 1
+        stream = Stream(self, number)
+        self._streams[number] = stream
+        self.write(Open(number, method, timeout_s, WINDOW_MESSAGES, msgspec.Raw(body)))
+        self.watch_peer()
+        return stream
+
+    def leave(self, stream: Stream) -> None:
+        known = self._streams.pop(stream._stream, None)
+        if known is not None and not known.ended and not self.closed.is_set():
+            self.write(Cancel(stream._stream))
+
+    def on_frame(self, frame: Frame) -> None:
+        if not isinstance(frame, Batch):
+            self.abort(f"a server does not send {type(frame).__name__}")
+            return
+        for number, message in frame.messages:
+            if (stream := self._streams.get(number)) is not None:  # else: given up here meanwhile
+                stream.on_message(message)
+        for number, code, detail in frame.ends:
+            if (stream := self._streams.pop(number, None)) is not None:
+                stream.on_end(from_wire(code, detail) if code else None)
+
+    def on_lost(self, reason: str) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.on_end(PeerLostError(f"lost {self.address}: {reason}"))

@@ -1,0 +1,103 @@
+"""Frames of the request plane. Pure: bytes in, frames out, and back.
+
+    u32 LE length | msgpack [tag, ...]
+
+A connection carries many streams. The caller numbers them and grants credit: the other side sends at most that
+many messages beyond what the caller has taken. Messages of all streams that are ready in one turn of the event
+loop share one Batch frame, so an engine step costs one write however many streams it feeds.
+"""
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from protocol.errors import WireError
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """First frame of the caller."""
+
+    version: int = PROTOCOL_VERSION
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    stream: int
+    method: str
+    timeout_s: float  # what is left of the deadline; clocks differ between hosts, durations do not
+    credit: int
+    body: msgspec.Raw
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    stream: int
+
+
+class Credit(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    stream: int
+    messages: int
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Messages in order, then ends. `ends`: (stream, error code or "", detail)."""
+
+    messages: list[tuple[int, msgspec.Raw]]
+    ends: list[tuple[int, str, str]]
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    pass
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    pass
+
+
+Frame = Hello | Open | Cancel | Credit | Batch | Ping | Pong
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """Raises WireError if the frame is larger than peers accept."""
+    payload = _encoder.encode(frame)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise WireError(f"a message of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class FrameReader:
+    """Cuts a byte stream into frames. Refuses a frame by its length, before taking memory for it."""
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._max_frame_bytes = max_frame_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Sequence[Frame]:
+        """Take bytes as they come; returns the frames they complete. Raises WireError: hang up then."""
+        self._buffer += data
+        frames: list[Frame] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > self._max_frame_bytes:
+                raise WireError(f"a frame of {length} bytes is announced, the limit is {self._max_frame_bytes}")
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            frames.append(_decode_frame(bytes(self._buffer[start + _LENGTH.size : end])))
+            start = end
+        if start:
+            del self._buffer[:start]
+        return frames
+
+
+def _decode_frame(payload: bytes) -> Frame:
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise WireError(f"unreadable frame: {error}", hint="is the peer a kvmesh of this version?") from error

@@ -1,0 +1,153 @@
+"""One TCP connection, either side: reads frames, writes them once a turn of the loop, notices a dead peer."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import cast
+
+from mesh.plane.frames import Batch, Frame, FrameReader, Ping, Pong, encode_frame
+from protocol.errors import WireError
+
+log = logging.getLogger(__name__)
+
+KEEPALIVE_S = 5.0  # while streams are open, a silent peer is asked this often
+KEEPALIVE_MISSES = 3  # and given up after so many unanswered questions
+HIGH_WATER_BYTES = 1 << 20
+
+
+class Link(asyncio.Protocol):
+    """The subclass gives meaning to frames: `on_frame`, `on_lost`, `is_busy`."""
+
+    def __init__(self, on_closed: Callable[["Link"], None]) -> None:
+        self._on_closed = on_closed
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._batch = Batch([], [])
+        self._flush_planned = False
+        self._heard = True
+        self._misses = 0
+        self._keepalive: asyncio.TimerHandle | None = None
+        self.closed = asyncio.Event()
+        self.peer = "?"
+
+    def on_frame(self, frame: Frame) -> None:
+        raise NotImplementedError
+
+    def on_lost(self, reason: str) -> None:
+        raise NotImplementedError
+
+    def is_busy(self) -> bool:
+        """Are streams open, so that a dead peer must be noticed?"""
+        raise NotImplementedError
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        name = transport.get_extra_info("peername")
+        self.peer = f"{name[0]}:{name[1]}" if name else "?"
+        raw = transport.get_extra_info("socket")
+        if raw is not None:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = True
+        try:
+            for frame in self._reader.feed(data):
+                match frame:
+                    case Ping():
+                        self.write(Pong())
+                    case Pong():
+                        pass
+                    case _:
+                        self.on_frame(frame)
+        except WireError as error:
+            log.warning("hanging up on %s: %s", self.peer, error)
+            self.abort(str(error))
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lose(str(error) if error else "the peer closed the connection")
+
+    # for subclasses and their streams
+
+    def write(self, frame: Frame) -> None:
+        """Send now, after what is waiting in this turn's batch."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.write(encode_frame(frame))
+
+    def plan_flush(self) -> Batch:
+        """The batch that is written at the end of this turn of the loop; add to it."""
+        if not self._flush_planned:
+            self._flush_planned = True
+            self._loop.call_soon(self._flush)
+        return self._batch
+
+    @property
+    def writable(self) -> bool:
+        return self._writable.is_set()
+
+    async def until_writable(self) -> None:
+        await self._writable.wait()
+
+    def watch_peer(self) -> None:
+        """Streams are open: from now on, notice a peer that falls silent."""
+        if self._keepalive is None:
+            self._heard, self._misses = True, 0
+            self._keepalive = self._loop.call_later(KEEPALIVE_S, self._check_peer)
+
+    def abort(self, reason: str) -> None:
+        transport = self._transport
+        self._lose(reason)
+        if transport is not None:
+            transport.abort()
+
+    def close(self) -> None:
+        """Send what waits, then close."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _flush(self) -> None:
+        self._flush_planned = False
+        if not (self._batch.messages or self._batch.ends):
+            return
+        batch, self._batch = self._batch, Batch([], [])
+        if self._transport is not None:
+            self._transport.write(encode_frame(batch))
+
+    def _check_peer(self) -> None:
+        self._keepalive = None
+        if self._transport is None or not self.is_busy():
+            return
+        self._misses = 0 if self._heard else self._misses + 1
+        if self._misses >= KEEPALIVE_MISSES:
+            self.abort(f"the peer has been silent for {KEEPALIVE_S * KEEPALIVE_MISSES:.0f} s")
+            return
+        if not self._heard:
+            self.write(Ping())
+        self._heard = False
+        self._keepalive = self._loop.call_later(KEEPALIVE_S, self._check_peer)
+
+    def _lose(self, reason: str) -> None:
+        if self.closed.is_set():
+            return
+        self.closed.set()
+        self._transport = None
+        self._writable.set()  # whoever waits to write shall see that it is over
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+        self._batch = Batch([], [])
+        self.on_lost(reason)
+        self._on_closed(self)

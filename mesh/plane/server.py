@@ -1,0 +1,192 @@
+"""Answer calls: every call runs in a task of its own, which ends with the call, its deadline or its caller."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+
+from mesh.plane.frames import PROTOCOL_VERSION, Cancel, Credit, Frame, Hello, Open
+from mesh.plane.link import Link
+from protocol.errors import (
+    CancelledByPeerError,
+    ConfigError,
+    DeadlineExceededError,
+    DrainingError,
+    InvalidRequestError,
+    MeshError,
+    OverloadedError,
+    PeerLostError,
+)
+from protocol.messages import encode
+
+log = logging.getLogger(__name__)
+
+
+class Call:
+    """One call as its handler sees it."""
+
+    def __init__(self, link: "_ServerLink", frame: Open) -> None:
+        self._link = link
+        self._stream = frame.stream
+        self._credit = frame.credit
+        self._granted = asyncio.Event()
+        self.method = frame.method
+        self.body: bytes = bytes(frame.body)  # msgpack
+        self.timeout_s = frame.timeout_s
+
+    @property
+    def peer(self) -> str:
+        return self._link.peer
+
+    async def send(self, message: object) -> None:
+        """Send one message of the answer; waits while the caller is behind or the network is.
+
+        Raises PeerLostError if the caller is gone.
+        """
+        while self._credit <= 0:
+            self._granted.clear()
+            await self._granted.wait()
+        if not self._link.writable:
+            await self._link.until_writable()
+        if self._link.closed.is_set():
+            raise PeerLostError(f"caller {self.peer} is gone")
+        self._credit -= 1
+        self._link.plan_flush().messages.append((self._stream, msgspec.Raw(encode(message))))
+
+    def grant(self, messages: int) -> None:
+        self._credit += messages
+        self._granted.set()
+
+
+Handler = Callable[[Call], Awaitable[None]]
+
+
+class PlaneServer:
+    """Listens on one port. Errors of handlers travel to the caller as their code and text."""
+
+    def __init__(self, handlers: Mapping[str, Handler], *, max_calls: int = 4096) -> None:
+        self.handlers = dict(handlers)
+        self.max_calls = max_calls
+        self.draining = False
+        self._server: asyncio.Server | None = None
+        self._links: set[Link] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.address = ""
+
+    async def start(self, host: str, port: int = 0, *, advertise_host: str = "") -> str:
+        """Listen; returns the host:port that peers should use."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(self._accept, host, port)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}", hint="choose another port") from error
+        real_port = self._server.sockets[0].getsockname()[1]
+        self.address = f"{advertise_host or host}:{real_port}"
+        return self.address
+
+    def _accept(self) -> Link:
+        link = _ServerLink(self, self._links.discard)
+        self._links.add(link)
+        return link
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no new calls, let those in flight finish; returns how many had to be cut off."""
+        self.draining = True
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=timeout_s)
+        return len(self.tasks)
+
+    async def close(self) -> None:
+        """Stop listening, end what still runs."""
+        self.draining = True
+        if self._server is not None:
+            self._server.close()
+        for task in self.tasks:
+            task.cancel("the service is stopping")
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        for link in list(self._links):
+            link.close()
+        self._server = None
+
+
+class _ServerLink(Link):
+    def __init__(self, server: PlaneServer, on_closed: Callable[[Link], None]) -> None:
+        super().__init__(on_closed)
+        self._server = server
+        self._calls: dict[int, tuple[Call, asyncio.Task[None]]] = {}
+        self._greeted = False
+
+    def is_busy(self) -> bool:
+        return bool(self._calls)
+
+    def on_lost(self, reason: str) -> None:
+        for _, task in self._calls.values():
+            task.cancel(reason)
+
+    def on_frame(self, frame: Frame) -> None:
+        match frame:
+            case Hello():
+                if frame.version != PROTOCOL_VERSION:
+                    self.abort(f"peer speaks version {frame.version}, this is {PROTOCOL_VERSION}")
+                self._greeted = True
+            case _ if not self._greeted:
+                self.abort("the peer did not say hello")
+            case Open():
+                self._open(frame)
+            case Cancel():
+                if known := self._calls.get(frame.stream):
+                    known[1].cancel("the caller gave up")
+            case Credit():
+                if known := self._calls.get(frame.stream):
+                    known[0].grant(frame.messages)
+            case _:
+                self.abort(f"a caller does not send {type(frame).__name__}")
+
+    def _open(self, frame: Open) -> None:
+        if frame.stream in self._calls:
+            self.abort(f"stream {frame.stream} is open already")
+            return
+        if (refusal := self._refuse(frame)) is not None:
+            self._end(frame.stream, refusal)
+            return
+        call = Call(self, frame)
+        task = asyncio.get_running_loop().create_task(self._answer(call, frame.stream), name=f"call {frame.method}")
+        self._calls[frame.stream] = (call, task)
+        self._server.tasks.add(task)
+        task.add_done_callback(self._server.tasks.discard)
+        self.watch_peer()
+
+    def _refuse(self, frame: Open) -> MeshError | None:
+        if self._server.draining:
+            return DrainingError(f"{self._server.address} is shutting down")
+        if frame.method not in self._server.handlers:
+            return InvalidRequestError(f"no method {frame.method!r}", hint="run one version everywhere")
+        if len(self._server.tasks) >= self._server.max_calls:
+            return OverloadedError(f"{self._server.max_calls} calls run on {self._server.address} already")
+        return None
+
+    async def _answer(self, call: Call, stream: int) -> None:
+        """Run one call: the one place where its failure becomes an answer."""
+        failure: MeshError | None = None
+        try:
+            async with asyncio.timeout(call.timeout_s):
+                await self._server.handlers[call.method](call)
+        except MeshError as error:
+            failure = error
+        except TimeoutError:
+            failure = DeadlineExceededError(f"{call.method} took longer than the {call.timeout_s:.3g} s left for it")
+        except asyncio.CancelledError as error:
+            failure = CancelledByPeerError(str(error) or "cancelled")
+        except Exception as error:  # a bug met by one call must not end the others
+            log.exception("call %s failed", call.method)
+            failure = MeshError(f"{type(error).__name__} in {call.method}, see the log of {self._server.address}")
+        finally:
+            self._calls.pop(stream, None)
+        self._end(stream, failure)
+
+    def _end(self, stream: int, failure: MeshError | None) -> None:
+        if not self.closed.is_set():
+            code, detail = (failure.code, str(failure)) if failure else ("", "")
+            self.plan_flush().ends.append((stream, code, detail))

@@ -1,0 +1,111 @@
+"""What every discovery backend promises, and what the file backend promises beyond."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from mesh.discovery import Change, Deleted, Discovery, Put
+from mesh.discovery.file import FileDiscovery
+from mesh.discovery.memory import MemoryDiscovery
+
+
+@pytest_asyncio.fixture(params=["memory", "file"])
+async def discovery(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Discovery]:
+    store: Discovery = MemoryDiscovery() if request.param == "memory" else FileDiscovery(str(tmp_path / "run"))
+    yield store
+    await store.close()
+
+
+async def take(changes: AsyncIterator[Change], count: int) -> list[Change]:
+    return [await asyncio.wait_for(anext(changes), 5) for _ in range(count)]
+
+
+async def test_a_watcher_sees_what_is_there_and_what_comes_and_goes(discovery: Discovery) -> None:
+    await discovery.put("workers/a", b"1")
+    changes = discovery.watch("workers/")
+    assert await take(changes, 1) == [Put("workers/a", b"1")]
+    registration = await discovery.put("workers/b", b"2")
+    await discovery.put("routers/x", b"3")
+    assert await take(changes, 1) == [Put("workers/b", b"2")]
+    await registration.withdraw()
+    assert await take(changes, 1) == [Deleted("workers/b")]
+
+
+async def test_a_new_value_is_news(discovery: Discovery) -> None:
+    changes = discovery.watch("")
+    await discovery.put("workers/a", b"1")
+    assert await take(changes, 1) == [Put("workers/a", b"1")]
+    await discovery.put("workers/a", b"2")
+    assert await take(changes, 1) == [Put("workers/a", b"2")]
+
+
+async def test_odd_keys_are_kept_apart(discovery: Discovery) -> None:
+    keys = ["workers/..", "workers/a b", "workers/%2F", "workers/ü/x"]
+    for key in keys:
+        await discovery.put(key, key.encode())
+    seen = {c.key: c.value for c in await take(discovery.watch("workers/"), 4) if isinstance(c, Put)}
+    assert seen == {key: key.encode() for key in keys}
+
+
+async def test_closing_withdraws_and_ends_watches(tmp_path: Path) -> None:
+    store, other = FileDiscovery(str(tmp_path)), FileDiscovery(str(tmp_path))
+    await store.put("workers/a", b"1")
+    changes = other.watch("workers/")
+    await take(changes, 1)
+    await store.close()
+    assert await take(changes, 1) == [Deleted("workers/a")]
+    await other.close()
+    with pytest.raises(StopAsyncIteration):
+        await anext(changes)
+    assert list(tmp_path.iterdir()) == []
+
+
+OWNER = """
+import asyncio, sys
+from mesh.discovery.file import FileDiscovery
+async def main():
+    await FileDiscovery(sys.argv[1], lease_s=0.6).put("workers/a", b"1")
+    print("ready", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+async def test_the_key_of_a_killed_process_goes_with_its_lease_and_of_a_stalled_one_comes_back(
+    tmp_path: Path,
+) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE)
+    store = FileDiscovery(str(tmp_path), lease_s=0.6)
+    try:
+        changes = store.watch("workers/")
+        assert await take(changes, 1) == [Put("workers/a", b"1")]
+        owner.send_signal(signal.SIGSTOP)
+        assert await take(changes, 1) == [Deleted("workers/a")]
+        owner.send_signal(signal.SIGCONT)
+        assert await take(changes, 1) == [Put("workers/a", b"1")]
+        owner.kill()
+        assert await take(changes, 1) == [Deleted("workers/a")]
+    finally:
+        owner.kill()
+        owner.wait()
+        await store.close()
+
+
+async def test_a_live_lease_outlasts_its_term(tmp_path: Path) -> None:
+    store = FileDiscovery(str(tmp_path), lease_s=0.3)
+    await store.put("workers/a", b"1")
+    path = tmp_path / "workers%2Fa"
+    os.utime(path, (time.time() - 0.25, time.time() - 0.25))
+    changes = store.watch("")
+    await take(changes, 1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(changes), 0.8)
+    await store.close()

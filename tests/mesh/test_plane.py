@@ -1,0 +1,250 @@
+"""Calls between processes of the mesh: streams, limits, and what happens when either side goes away."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.plane import link as link_module
+from mesh.plane.client import WINDOW_MESSAGES, PlaneClient
+from mesh.plane.frames import Batch, Credit, FrameReader, Hello, Open, Ping, encode_frame
+from mesh.plane.server import Call, PlaneServer
+from protocol.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    InvalidRequestError,
+    MeshError,
+    NoWorkerError,
+    OverloadedError,
+    PeerLostError,
+    WireError,
+)
+
+
+class Service:
+    """Handlers that show what a test needs to see."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.started = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.server = PlaneServer(
+            {"count": self.count, "forever": self.forever, "fail": self.fail, "bug": self.bug, "hold": self.hold}
+        )
+
+    async def count(self, call: Call) -> None:
+        for i in range(msgspec.msgpack.decode(call.body)):
+            await call.send(i)
+            self.sent += 1
+
+    async def forever(self, call: Call) -> None:
+        self.started.set()
+        try:
+            await call.send("first")
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+
+    async def hold(self, call: Call) -> None:
+        self.started.set()
+        await self.go_on.wait()
+        await call.send("done")
+
+    async def fail(self, call: Call) -> None:
+        raise NoWorkerError("no worker is ready")
+
+    async def bug(self, call: Call) -> None:
+        raise ZeroDivisionError
+
+
+@pytest_asyncio.fixture
+async def service() -> AsyncIterator[Service]:
+    service = Service()
+    await service.server.start("127.0.0.1")
+    yield service
+    await service.server.close()
+
+
+@pytest_asyncio.fixture
+async def client() -> AsyncIterator[PlaneClient]:
+    client = PlaneClient()
+    yield client
+    await client.close()
+
+
+async def test_a_call_is_answered_by_its_messages_in_order(service: Service, client: PlaneClient) -> None:
+    async with client.open(service.server.address, "count", 500, 5) as stream:
+        assert [n async for n in stream.messages(int)] == list(range(500))
+
+
+async def test_many_streams_share_one_connection(service: Service, client: PlaneClient) -> None:
+    async def count(n: int) -> list[int]:
+        async with client.open(service.server.address, "count", n, 5) as stream:
+            return [i async for i in stream.messages(int)]
+
+    answers = await asyncio.gather(*(count(n) for n in range(100)))
+    assert [len(a) for a in answers] == list(range(100))
+    assert len(service.server._links) == 1
+
+
+async def test_a_slow_consumer_holds_its_producer_back(service: Service, client: PlaneClient) -> None:
+    async with client.open(service.server.address, "count", 10_000, 5) as slow:
+        assert await client.ask(service.server.address, "count", 1, int, 5) == 0  # others go on
+        assert await slow.next() is not None
+        assert service.sent <= WINDOW_MESSAGES + 1
+        assert len([n async for n in slow.messages(int)]) == 9_999
+
+
+async def test_leaving_a_stream_cancels_the_call(service: Service, client: PlaneClient) -> None:
+    async with client.open(service.server.address, "forever", None, 5) as stream:
+        assert await stream.next() is not None
+    await asyncio.wait_for(service.cancelled.wait(), 2)
+
+
+async def test_a_peer_that_dies_ends_its_streams_at_once(service: Service, client: PlaneClient) -> None:
+    async with client.open(service.server.address, "forever", None, 60) as stream:
+        await stream.next()
+        for link in list(service.server._links):
+            link._transport.abort()
+        with pytest.raises(PeerLostError, match="lost 127.0.0.1"):
+            await asyncio.wait_for(stream.next(), 2)
+
+
+async def test_a_caller_that_dies_cancels_its_calls(service: Service) -> None:
+    reader, writer = await asyncio.open_connection(*service.server.address.split(":"))
+    writer.write(encode_frame(Hello()))
+    writer.write(encode_frame(Open(1, "forever", 60.0, 8, msgspec.Raw(msgspec.msgpack.encode(None)))))
+    await service.started.wait()
+    writer.transport.abort()
+    await asyncio.wait_for(service.cancelled.wait(), 2)
+
+
+async def test_a_silent_peer_is_given_up(monkeypatch: pytest.MonkeyPatch, client: PlaneClient) -> None:
+    """A host that lost power sends no FIN: only silence tells."""
+    monkeypatch.setattr(link_module, "KEEPALIVE_S", 0.02)
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent:
+        async with client.open(f"127.0.0.1:{silent.getsockname()[1]}", "forever", None, 60) as stream:
+            with pytest.raises(PeerLostError, match="silent"):
+                await asyncio.wait_for(stream.next(), 2)
+
+
+async def test_the_deadline_ends_a_call_on_both_sides(service: Service, client: PlaneClient) -> None:
+    with pytest.raises(DeadlineExceededError):
+        async with client.open(service.server.address, "forever", None, 0.05) as stream:
+            await stream.next()
+            await stream.next()
+    await asyncio.wait_for(service.cancelled.wait(), 2)
+
+
+async def test_errors_arrive_as_what_they_are(service: Service, client: PlaneClient) -> None:
+    with pytest.raises(NoWorkerError, match="no worker is ready"):
+        await client.ask(service.server.address, "fail", None, int, 5)
+    with pytest.raises(MeshError, match="ZeroDivisionError in bug, see the log"):
+        await client.ask(service.server.address, "bug", None, int, 5)
+    with pytest.raises(InvalidRequestError, match="no method 'nonsense'"):
+        await client.ask(service.server.address, "nonsense", None, int, 5)
+
+
+async def test_a_peer_that_is_not_there_is_reported_and_found_again_later(client: PlaneClient) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(PeerLostError, match="cannot connect"):
+        await client.ask(f"127.0.0.1:{port}", "count", 1, int, 5)
+    service = Service()
+    await service.server.start("127.0.0.1", port)
+    assert await client.ask(f"127.0.0.1:{port}", "count", 1, int, 5) == 0
+    await service.server.close()
+
+
+async def test_a_restarted_peer_is_connected_anew(client: PlaneClient) -> None:
+    first = Service()
+    address = await first.server.start("127.0.0.1")
+    assert await client.ask(address, "count", 1, int, 5) == 0
+    await first.server.close()
+    second = Service()
+    await second.server.start("127.0.0.1", int(address.split(":")[1]))
+    assert await client.ask(address, "count", 1, int, 5) == 0
+    await second.server.close()
+
+
+async def test_a_draining_server_finishes_what_runs_and_refuses_the_rest(service: Service, client: PlaneClient) -> None:
+    held = asyncio.create_task(client.ask(service.server.address, "hold", None, str, 5))
+    await service.started.wait()
+    drain = asyncio.create_task(service.server.drain(5))
+    await asyncio.sleep(0)
+    with pytest.raises(DrainingError):
+        await client.ask(service.server.address, "count", 1, int, 5)
+    service.go_on.set()
+    assert await held == "done"
+    assert await drain == 0
+
+
+async def test_more_calls_than_allowed_are_refused_early(service: Service, client: PlaneClient) -> None:
+    service.server.max_calls = 1
+    async with client.open(service.server.address, "forever", None, 5) as stream:
+        await stream.next()
+        with pytest.raises(OverloadedError):
+            await client.ask(service.server.address, "count", 1, int, 5)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("<I", 1 << 31),
+        struct.pack("<I", 3) + b"\xc1\xc1\xc1",
+        encode_frame(Ping())[:3] + b"\xff" * 64,
+        encode_frame(Open(1, "count", 1.0, 1, msgspec.Raw(b"\x01"))),  # no hello
+        encode_frame(Hello(99)),
+    ],
+)
+async def test_garbage_is_hung_up_on_and_harms_nobody(service: Service, client: PlaneClient, garbage: bytes) -> None:
+    reader, writer = await asyncio.open_connection(*service.server.address.split(":"))
+    writer.write(garbage)
+    assert await asyncio.wait_for(reader.read(), 2) == b""
+    writer.close()
+    assert await client.ask(service.server.address, "count", 1, int, 5) == 0
+
+
+async def test_nagle_is_off_on_both_sides(service: Service, client: PlaneClient) -> None:
+    await client.ask(service.server.address, "count", 1, int, 5)
+    [link] = service.server._links
+    [task] = client._links.values()
+    for side in (link, task.result()):
+        raw = side._transport.get_extra_info("socket")
+        assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+FRAMES = [Hello(), Credit(3, 8), Batch([(1, msgspec.Raw(b"\x05"))], [(1, "", "")]), Ping()]
+
+
+@given(st.lists(st.sampled_from(FRAMES), max_size=6), st.data())
+def test_any_cut_of_the_byte_stream_gives_the_same_frames(frames: list, data: st.DataObject) -> None:
+    stream = b"".join(map(encode_frame, frames))
+    reader, seen, at = FrameReader(), [], 0
+    while at < len(stream):
+        step = data.draw(st.integers(1, len(stream) - at))
+        seen += reader.feed(stream[at : at + step])
+        at += step
+    assert [encode_frame(f) for f in seen] == [encode_frame(f) for f in frames]
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_give_frames_or_a_wire_error(data: bytes) -> None:
+    try:
+        FrameReader(max_frame_bytes=1000).feed(data)
+    except WireError:
+        pass
+
+
+def test_a_frame_is_refused_by_its_length_alone() -> None:
+    with pytest.raises(WireError, match="limit is 1000"):
+        FrameReader(max_frame_bytes=1000).feed(struct.pack("<I", 1001))
