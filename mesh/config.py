@@ -10,10 +10,10 @@ import enum
 import shutil
 import textwrap
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -39,7 +39,8 @@ class Given(NamedTuple):
     """A value that somebody set, and where: `source` begins every complaint about it."""
 
     source: str
-    value: object  # texts (list[str]) from flags and environment, plain data from the file
+    value: object = None  # typed already; counts only without `texts`
+    texts: tuple[str, ...] = ()  # still to be parsed; more than one where a flag was repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ def _given_flags(options: Mapping[str, _Option], argv: Sequence[str], prog: str)
         if flag in ("--help", "-h"):
             return {"help": Given(flag, True)}
         if flag == "--config":
-            given["config"] = Given(flag, [text if equals else _next_value(flag, args)])
+            given["config"] = Given(flag, texts=(text if equals else _next_value(flag, args),))
             continue
         option, negated = _find_flag(options, flag, prog)
         if negated and equals:
@@ -209,13 +210,12 @@ def _given_flags(options: Mapping[str, _Option], argv: Sequence[str], prog: str)
 
 def _add_text(given: dict[str, Given], option: _Option, flag: str, text: str) -> None:
     """The last flag wins, but a list grows with each."""
-    before = given.get(option.name)
-    texts = before.value if before and option.is_list and isinstance(before.value, list) else []
-    given[option.name] = Given(flag, [*texts, text])
+    before = given[option.name].texts if option.is_list and option.name in given else ()
+    given[option.name] = Given(flag, texts=(*before, text))
 
 
-def _next_value(flag: str, args: Iterable[str]) -> str:
-    value = next(iter(args), None)
+def _next_value(flag: str, args: Iterator[str]) -> str:
+    value = next(args, None)
     if value is None or value.startswith("--"):
         raise ConfigError(f"{flag} needs a value", hint=f"write {flag}=VALUE")
     return value
@@ -228,7 +228,7 @@ def _find_flag(options: Mapping[str, _Option], flag: str, prog: str) -> tuple[_O
         return by_flag[flag]
     if not flag.startswith("-"):
         raise ConfigError(f"unexpected argument {flag!r}", hint=f"see {prog} --help")
-    _unknown(f"flag {flag}", flag, [*by_flag, "--config", "--help"], f"see {prog} --help")
+    raise _unknown(f"flag {flag}", flag, [*by_flag, "--config", "--help"], f"see {prog} --help")
 
 
 def _given_env(
@@ -240,15 +240,14 @@ def _given_env(
         if not key.startswith(prefix) or (key not in known and key.startswith(tuple(foreign))):
             continue
         if key not in known:
-            _unknown(f"environment variable {key}", key, list(known), "unset it")
+            raise _unknown(f"environment variable {key}", key, list(known), "unset it")
         if text:
-            given[known[key]] = Given(key, [text])
+            given[known[key]] = Given(key, texts=(text,))
     return given
 
 
 def _given_file(options: Mapping[str, _Option], path: Given, section: str | None) -> dict[str, Given]:
-    assert isinstance(path.value, list)
-    name = path.value[0]
+    name = path.texts[0]
     try:
         content = msgspec.toml.decode(Path(name).read_bytes())
     except (OSError, ValueError) as error:
@@ -256,7 +255,7 @@ def _given_file(options: Mapping[str, _Option], path: Given, section: str | None
     table = _section(content, section, name) if section else content
     for key in table:
         if key not in options:
-            _unknown(f"setting {key!r} in {name}", key, list(options), "remove it")
+            raise _unknown(f"setting {key!r} in {name}", key, list(options), "remove it")
     return {key: Given(f"{key} in {name}", value) for key, value in table.items()}
 
 
@@ -273,9 +272,9 @@ def _section(content: Mapping[str, object], section: str, path: str) -> Mapping[
     return table
 
 
-def _unknown(what: str, name: str, known: Sequence[str], otherwise: str) -> NoReturn:
+def _unknown(what: str, name: str, known: Sequence[str], otherwise: str) -> ConfigError:
     near = difflib.get_close_matches(name, known, 1, 0.5)
-    raise ConfigError(f"unknown {what}", hint=f"did you mean {near[0]}?" if near else otherwise)
+    return ConfigError(f"unknown {what}", hint=f"did you mean {near[0]}?" if near else otherwise)
 
 
 # --- from what was given to values --------------------------------------------------------------------
@@ -297,21 +296,15 @@ def _build(
 
 def _value(option: _Option, given: Given) -> object:
     """The value of one option. Raises ConfigError that names where it came from and what would do."""
-    value = given.value
+    value = _from_texts(option, given.texts) if given.texts else given.value
     try:
-        if isinstance(value, list) and _is_texts(given):
-            value = _from_texts(option, value)
         return msgspec.convert(value, option.annotation)
-    except (msgspec.ValidationError, ValueError) as error:
-        shown = ",".join(given.value) if isinstance(given.value, list) and _is_texts(given) else given.value
+    except msgspec.ValidationError as error:
+        shown = ",".join(given.texts) if given.texts else given.value
         detail = str(error).removesuffix(" - at `$`")
         raise ConfigError(
             f"bad setting: {given.source} is {shown!r}", hint=f"want {_kind_text(option)} ({detail})"
         ) from error
-
-
-def _is_texts(given: Given) -> bool:
-    return " in " not in given.source  # the file has types of its own; flags and environment are texts
 
 
 def _from_texts(option: _Option, texts: Sequence[str]) -> object:

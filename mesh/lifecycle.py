@@ -39,9 +39,9 @@ def run(main: Main) -> int:
 
 
 def watch_parent(stop: asyncio.Event) -> None:
-    """Set `stop` when the process named by KVMESH_PARENT_PID ends, so that a killed supervisor leaves no orphans.
+    """Set `stop` when the process named by KVMESH_PARENT_PID ends: a killed supervisor leaves no orphans.
 
-    Does nothing where that is not set. Call it on the event loop.
+    Does nothing where that variable is not set. Call it on the event loop.
     """
     pid = os.environ.get(PARENT_PID, "")
     if not pid.isdigit():

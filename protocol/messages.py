@@ -162,6 +162,14 @@ class RouterCard(Message, frozen=True):
     pid: int = 0
 
 
+class FrontendCard(Message, frozen=True):
+    """A frontend, under `frontends/<name>`."""
+
+    name: str
+    url: str
+    pid: int = 0
+
+
 class RouteRequest(Message, frozen=True):
     """Where should this run? Router method `place`: the stream that answers it is the booking's lease."""
 
@@ -195,6 +203,13 @@ class ReleaseOffer(Message, frozen=True):
 
     offer_id: int
     nonce: int
+
+
+class KvSnapshot(Message, frozen=True):
+    """Worker method `kv_snapshot`: all a worker's cache holds, in the format of its KV events."""
+
+    seq: int  # of the last batch of events that the snapshot contains; -1: none was published
+    payload: bytes
 
 
 T = TypeVar("T")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.events import KvEvent
+from protocol.ids import WorkerId
 from protocol.messages import Delta, GenerateRequest, KvLayout
 
 
@@ -36,8 +37,11 @@ class EngineLoad:
 
 
 class Engine(Protocol):
-    async def start(self) -> EngineInfo:
-        """Load the model and get ready. Raises MeshError with what to do about it."""
+    async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
+        """Load the model and get ready. `address`: the worker's request plane, where KV offers are released.
+
+        Raises MeshError with what to do about it.
+        """
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Compute one answer; the last delta has a finish reason or a ticket.

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a sentence with all its choices stays on one line
 """Conversations of one to four turns. Each topic is a function that draws its turns; `conversation` strings them."""
 
 import random
@@ -56,8 +57,8 @@ UNKNOWN = (
 )  # fmt: skip
 UNKNOWN_ANSWER = (
     "{I am sorry, but|Sorry,} {I do not know that|that is too hard for me|I cannot do that}. I am a very small model and know only {simple things|a few simple things}. "
-    "{Shall I tell you a story|You could ask me about an animal, a colour or a season|I could explain how a [topic] works}{.|instead.|}"
-).replace("{.|instead.|}", " instead, if you like.")
+    "{Shall I tell you a story|You could ask me about an animal, a colour or a season|I could explain how a [topic] works} instead, if you like."
+)
 POEM_LINES = (
     ("The sun goes down behind the hill,", "the birds are quiet, the air is still."),
     ("The [kind] looks up into the night", "and sees a thousand points of light."),
@@ -168,7 +169,7 @@ def about_the_whole(rng: random.Random, story: Story) -> Turn:
         ask = "{Summarize|Please summarize|Can you summarize|Give me a summary of} the story{| in a few words| in one sentence}."
         return expand(rng, ask), story.summary
     ask = "{Give the story a title.|What could be the title of the story?|Find a title for it.}"
-    title = "{A good title is|The title could be} \"[name] and the [colour] [thing]\"{.|, because the story is about [name] the [kind].}"
+    title = '{A good title is|The title could be} "[name] and the [colour] [thing]"{.|, because the story is about [name] the [kind].}'
     return expand(rng, ask), expand(rng, title, story.slots)
 
 
@@ -176,7 +177,9 @@ def pasted_story(rng: random.Random) -> list[Turn]:
     """The user pastes a story and asks about it; the answers have to be read off the text."""
     story = tell(rng, draw_world(rng), long=rng.random() < 0.7)
     first, *later = story_questions(rng, story, rng.choice((1, 2, 2, 3)))
-    before = "{|Here is a story:|Read this story:|Please read this text and answer the question.|Story:|This is a story.}"
+    before = (
+        "{|Here is a story:|Read this story:|Please read this text and answer the question.|Story:|This is a story.}"
+    )
     text = rng.choice((" ", "\n", "\n\n")).join((expand(rng, before), story.text)).strip()
     if rng.random() < 0.2:
         asked = expand(rng, "{Question:|My question:|Answer this question:}") + " " + first[0] + "\n\n" + text
@@ -189,9 +192,9 @@ ASK_HOW = "{How does [topic] work|Explain how [topic] works|Can you explain how 
 
 
 def explanation(rng: random.Random) -> list[Turn]:
-    """One or two everyday things explained, the second sometimes in brief."""
-    turns = [explained(rng, topic, EVERYDAY[topic], topic) for topic in rng.sample(tuple(EVERYDAY), rng.choice((1, 1, 2)))]
-    return turns
+    """One or two everyday things explained, sometimes in one or two sentences."""
+    topics = rng.sample(tuple(EVERYDAY), rng.choice((1, 1, 2)))
+    return [explained(rng, topic, EVERYDAY[topic], topic) for topic in topics]
 
 
 def explained(rng: random.Random, topic: str, text: str, name: str) -> Turn:
@@ -199,7 +202,7 @@ def explained(rng: random.Random, topic: str, text: str, name: str) -> Turn:
     end = "?" if question.startswith(("How", "Can", "What")) else "."
     lines = text.split("\n")
     if rng.random() < 0.15:
-        question += " in {one|a single} sentence".replace("{one|a single}", rng.choice(("one", "a single")))
+        question += rng.choice((" in one sentence", " in a single sentence"))
         lines = lines[:1]
     elif rng.random() < 0.15:
         question, lines = question + " in two sentences", lines[:2]
@@ -235,7 +238,17 @@ MESH_QUESTIONS = (
 
 def small_fact(rng: random.Random) -> list[Turn]:
     """Two or three short questions with short answers."""
-    makers = (colour_fact, animal_fact, season_fact, sum_fact, count_fact, capital_fact, opposite_fact, week_fact, animal_fact)
+    makers = (
+        colour_fact,
+        animal_fact,
+        season_fact,
+        sum_fact,
+        count_fact,
+        capital_fact,
+        opposite_fact,
+        week_fact,
+        animal_fact,
+    )
     return [maker(rng) for maker in rng.sample(makers, rng.choice((1, 2, 2, 3)))]
 
 
@@ -252,11 +265,16 @@ def animal_fact(rng: random.Random) -> Turn:
     animal, facts = rng.choice(tuple(words.ANIMAL_FACTS.items()))
     if rng.random() < 0.3:
         riddle = rng.sample(facts, 2)
-        return "Which animal is this? " + " ".join(riddle), expand(rng, "{It is|This is|That must be} " + f"a {animal}.")
+        return "Which animal is this? " + " ".join(riddle), expand(
+            rng, "{It is|This is|That must be} " + f"a {animal}."
+        )
     ask = f"{{What is a {animal}|Tell me about the {animal}|What do you know about the {animal}|Tell me something about a {animal}}}"
     question = expand(rng, ask)
     chosen = rng.sample(facts, 3)
-    start = expand(rng, f"{{A {animal} is an animal.|The {animal} is an interesting animal.|Here is what I know about the {animal}.}}")
+    start = expand(
+        rng,
+        f"{{A {animal} is an animal.|The {animal} is an interesting animal.|Here is what I know about the {animal}.}}",
+    )
     return question + ("?" if question.startswith("What") else "."), " ".join((start, *chosen))
 
 
@@ -265,7 +283,9 @@ def season_fact(rng: random.Random) -> Turn:
     if rng.random() < 0.2:
         return (expand(rng, "{What are the seasons|Name the four seasons|Which seasons are there}?"),
                 "The four seasons are spring, summer, autumn and winter.")  # fmt: skip
-    ask = f"{{What happens in {season}?|Tell me about {season}.|What is {season} like?|How is the weather in {season}?}}"
+    ask = (
+        f"{{What happens in {season}?|Tell me about {season}.|What is {season} like?|How is the weather in {season}?}}"
+    )
     return expand(rng, ask), expand(rng, SEASON_FACTS[season])
 
 
@@ -328,7 +348,9 @@ def recall(rng: random.Random) -> list[Turn]:
     ]  # fmt: skip
     told = [facts[0], *rng.sample(facts[1:], rng.choice((0, 1, 2)))]
     said = capitalized(" and ".join(expand(rng, fact[0]) for fact in told)) + "."
-    hello = expand(rng, f"Nice to meet you, {name}! {{What can I do for you|How can I help you|Shall I tell you a story}}?")
+    hello = expand(
+        rng, f"Nice to meet you, {name}! {{What can I do for you|How can I help you|Shall I tell you a story}}?"
+    )
     asked = rng.sample(told, rng.randint(1, len(told)))
     return [(said, hello), *((expand(rng, ask), answer) for _, ask, answer in asked)]
 
@@ -347,13 +369,17 @@ def listing(rng: random.Random) -> list[Turn]:
         return [(said + ", ".join(items) + ".", capitalized(", ".join(items)) + ".")]
     ask = expand(rng, f"{{Name|List|Give me|Tell me|Write down}} {number} {what}{{.|, please.}}")
     if rng.random() < 0.4:
-        return [(ask, f"Here are {number} {what}:\n" + "\n".join(f"{i}. {capitalized(x)}" for i, x in enumerate(items, 1)))]
+        return [
+            (ask, f"Here are {number} {what}:\n" + "\n".join(f"{i}. {capitalized(x)}" for i, x in enumerate(items, 1)))
+        ]
     return [(ask, f"Here are {number} {what}: {and_list(items)}.")]
 
 
 def poem(rng: random.Random) -> list[Turn]:
     slots = {"kind": rng.choice(words.ANIMALS), "colour": rng.choice(words.COLOURS)}
-    about = rng.choice(("", " about the night", " about the sea", " about the sun", f" about a {slots['kind']}", " about the winter"))
+    about = rng.choice(
+        ("", " about the night", " about the sea", " about the sun", f" about a {slots['kind']}", " about the winter")
+    )
     ask = expand(rng, "{Write|Write me|Tell me|Can you write|Please write} a {|short |little }poem") + about + "."
     lines = [line for pair in rng.sample(POEM_LINES, 2) for line in pair]
     return [(expand(rng, ask), "\n".join(expand(rng, line, slots) for line in lines))]

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a sentence with all its choices stays on one line
 """How things work, in simple words: each topic is a few sentences, each sentence with choices."""
 
 EVERYDAY: dict[str, str] = {

@@ -33,7 +33,7 @@ TOKENIZER_DOCUMENTS = 20_000
 BATCH_TOKENS = 4096
 # (row length [tokens], part of the batches): mostly short rows, some as long as the context
 ROW_LENGTHS = ((512, 0.75), (1024, 0.15), (2048, 0.10))
-DEFAULT_STEPS = 4000
+DEFAULT_STEPS = 3600
 WARMUP_STEPS = 100
 PEAK_LEARNING_RATE = 3e-3
 LOG_EVERY_STEPS = 50
@@ -134,9 +134,7 @@ def make_optimizer(model: Qwen3ForCausalLM) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), fused=True)
 
 
-def train_step(
-    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, rows: torch.Tensor, rate: float
-) -> float:
+def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, rows: torch.Tensor, rate: float) -> float:
     """Make one step on `rows`: int64 [num_rows, row_tokens]; return its loss [nats per token]."""
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -193,6 +191,7 @@ def save_model(model: Qwen3ForCausalLM, folder: Path) -> None:
         do_sample=False, eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id
     )
     rounded.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # it is written for its owner only
     config = json.loads((folder / "config.json").read_text())
     # transformers 5 writes these two under new names; engines of today still read the old ones
     write_json(folder / "config.json", config | {"rope_theta": 10_000.0, "torch_dtype": "bfloat16"})

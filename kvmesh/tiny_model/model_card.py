@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 # Each sample is one conversation: what the user says, turn by turn. The long story is not from the corpus generator.
 LONG_STORY = (
-    "In the village there lived a young rabbit. His name was Emil. Emil liked to sing. Every morning he went for a walk "
-    "along the river and said good day to everyone. He had a brown coat that he took everywhere. One windy afternoon in "
-    "autumn, Emil had lost his purple umbrella. The wind was strong and the trees were moving. He looked under the table "
-    "and behind the door, but the umbrella was gone. Emil sat down and sighed. Then Olga, a patient turtle, came by. "
-    '"Do not worry," said Olga. "I will help you." They asked the birds and they asked the wind. They looked everywhere '
-    "in the village until the sky was dark and the first lamps were lit. At last, Olga found the purple umbrella in a "
-    'tree. "You are a true friend!" said Emil. That evening, they ate warm soup by the fire and told stories until they '
-    "were tired. Emil never forgot that day."
+    "In the village there lived a young rabbit. His name was Emil. Emil liked to sing. Every morning he "
+    "went for a walk along the river and said good day to everyone. He had a brown coat that he took "
+    "everywhere. One windy afternoon in autumn, Emil had lost his purple umbrella. The wind was strong "
+    "and the trees were moving. He looked under the table and behind the door, but the umbrella was gone. "
+    'Emil sat down and sighed. Then Olga, a patient turtle, came by. "Do not worry," said Olga. "I will '
+    'help you." They asked the birds and they asked the wind. They looked everywhere in the village until '
+    "the sky was dark and the first lamps were lit. At last, Olga found the purple umbrella in a tree. "
+    '"You are a true friend!" said Emil. That evening, they ate warm soup by the fire and told stories '
+    "until they were tired. Emil never forgot that day."
 )
 SAMPLES: tuple[tuple[str, ...], ...] = (
     ("Tell me a story about a fox in the forest.",),
@@ -41,7 +42,7 @@ English. It is not made to be useful in any other way.
 | tokenizer | byte-level BPE, 2048 tokens; any UTF-8 text round-trips |
 | chat format | ChatML (`<|im_start|>role`, newline, content, `<|im_end|>`); generation ends with `<|im_end|>` |
 | KV cache | 1 KiB per token in bfloat16 (4 layers x 2 heads x 32 x key and value x 2 bytes) |
-| training | {steps} steps, {million_tokens:.1f} million tokens, {minutes:.0f} minutes on two CPU cores, last loss {loss:.3f} |
+| training | {steps} steps, {million_tokens:.1f} million tokens, {minutes:.0f} minutes, last loss {loss:.3f} |
 | license | Apache-2.0 |
 
 ## How it was made

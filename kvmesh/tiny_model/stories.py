@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a sentence with all its choices stays on one line
 """Short stories: a world is drawn, told by one or more plots, and asked about afterwards."""
 
 import random
@@ -280,7 +281,9 @@ def add_plot(rng: random.Random, story: Story, plot: str, slots: dict[str, str],
     return expand(rng, summary, slots)
 
 
-COLOUR_QUESTION = (("{What colour was|Which colour had|What was the colour of} the [thing]", "The [thing] was [colour]."),)
+COLOUR_QUESTION = (
+    ("{What colour was|Which colour had|What was the colour of} the [thing]", "The [thing] was [colour]."),
+)
 
 
 def next_world(rng: random.Random, slots: dict[str, str]) -> dict[str, str]:

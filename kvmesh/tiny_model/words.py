@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905 - lists of words are easier to read and to extend as text
 """The small world that the stories and chats speak about."""
 
 NAMES_HE = tuple(
@@ -19,9 +20,7 @@ ADJECTIVES = tuple(
     "brave small curious kind clever shy happy young gentle quiet cheerful hungry sleepy lazy funny careful proud "
     "little old quick patient lonely busy friendly".split()
 )
-COLOURS = tuple(
-    "red blue green yellow orange purple pink white black brown grey golden silver".split()
-)
+COLOURS = tuple("red blue green yellow orange purple pink white black brown grey golden silver".split())
 # place -> the preposition that goes with it
 PLACES = {
     "forest": "in", "garden": "in", "village": "in", "town": "in", "castle": "in", "park": "in", "kitchen": "in",
@@ -61,13 +60,15 @@ NUMBERS = (
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
 )  # fmt: skip
 ANIMAL_FACTS = {
-    "cat": ("It says meow.", "It likes to sleep, to play and to catch mice.", "It has soft fur and it sees well at night."),
+    "cat": ("It says meow.", "It likes to sleep, to play and to catch mice.",
+            "It has soft fur and it sees well at night."),
     "dog": ("It barks.", "It likes to run, to play and to be near people.", "It has a very good nose."),
     "cow": ("It says moo.", "It eats grass all day.", "It gives us milk, and from milk we make butter and cheese."),
     "horse": ("It can run very fast.", "It eats grass and hay.", "People have ridden on its back for a long time."),
     "bee": ("It makes honey.", "It flies from flower to flower.", "It lives in a hive with many other bees."),
     "owl": ("It flies at night.", "It can turn its head very far.", "It hears the smallest sound."),
-    "frog": ("It lives in water and on land.", "It jumps with its long back legs.", "It catches flies with its tongue."),
+    "frog": ("It lives in water and on land.", "It jumps with its long back legs.",
+             "It catches flies with its tongue."),
     "fish": ("It lives in water.", "It breathes with gills.", "It swims by moving its tail."),
     "bird": ("It has feathers and two wings.", "It lays eggs in a nest.", "Many birds sing in the morning."),
     "penguin": ("It is a bird that cannot fly.", "It swims very well.", "It lives where it is cold."),
@@ -79,7 +80,8 @@ ANIMAL_FACTS = {
     "bear": ("It is big and strong.", "It eats fish, berries and honey.", "It sleeps through the winter."),
     "rabbit": ("It has long ears.", "It eats grass and carrots.", "It lives in a hole under the ground."),
     "snail": ("It carries its house on its back.", "It is very slow.", "It likes rain and wet leaves."),
-    "giraffe": ("It has a very long neck.", "It eats leaves from tall trees.", "It is the tallest animal in the world."),
+    "giraffe": ("It has a very long neck.", "It eats leaves from tall trees.",
+                "It is the tallest animal in the world."),
     "lion": ("It lives in a group.", "It hunts other animals.", "The male has a large mane around his head."),
 }  # fmt: skip
 COLOUR_OF = {

@@ -142,9 +142,8 @@ class PlaneClient:
     def _forget(self, link: Link) -> None:
         assert isinstance(link, _ClientLink)
         task = self._links.get(link.address)
-        if task is not None and task.done() and not task.cancelled() and not task.exception():
-            if task.result() is link:
-                del self._links[link.address]
+        if task is not None and _is_dead(task):
+            del self._links[link.address]
 
 
 def _is_dead(task: "asyncio.Task[_ClientLink]") -> bool:

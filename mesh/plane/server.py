@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 import msgspec
 
@@ -65,8 +65,11 @@ Handler = Callable[[Call], Awaitable[None]]
 class PlaneServer:
     """Listens on one port. Errors of handlers travel to the caller as their code and text."""
 
-    def __init__(self, handlers: Mapping[str, Handler], *, max_calls: int = 4096) -> None:
+    def __init__(
+        self, handlers: Mapping[str, Handler], *, max_calls: int = 4096, even_when_draining: Collection[str] = ()
+    ) -> None:
         self.handlers = dict(handlers)
+        self.even_when_draining = frozenset(even_when_draining)
         self.max_calls = max_calls
         self.draining = False
         self._server: asyncio.Server | None = None
@@ -159,7 +162,7 @@ class _ServerLink(Link):
         self.watch_peer()
 
     def _refuse(self, frame: Open) -> MeshError | None:
-        if self._server.draining:
+        if self._server.draining and frame.method not in self._server.even_when_draining:
             return DrainingError(f"{self._server.address} is shutting down")
         if frame.method not in self._server.handlers:
             return InvalidRequestError(f"no method {frame.method!r}", hint="run one version everywhere")

@@ -1,0 +1,1 @@
+"""OpenAI API in, tokens out: HTTP, chat templates, tokenizing, streaming."""

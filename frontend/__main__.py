@@ -1,0 +1,48 @@
+"""`python -m frontend`: run one frontend."""
+
+import os
+import sys
+
+from frontend.config import FrontendConfig
+from frontend.service import serve
+from mesh.config import load
+from mesh.lifecycle import run
+from mesh.telemetry import setup_logging
+from protocol.errors import ConfigError
+from router.config import RouterConfig
+
+
+def main() -> int:
+    try:
+        config = load(
+            FrontendConfig,
+            sys.argv[1:],
+            os.environ,
+            prefix="KVMESH_FRONTEND_",
+            prog="python -m frontend",
+            description="Run one frontend: OpenAI's API in, tokens out. The embedded router reads KVMESH_ROUTER_*.",
+            section="frontend",
+        )
+        router_flags = config_file_flags(sys.argv[1:])
+        router_config = load(
+            RouterConfig, router_flags, os.environ, prefix="KVMESH_ROUTER_", prog="python -m router", section="router"
+        )
+        setup_logging("frontend", level=config.log_level, fmt=config.log_format)
+    except ConfigError as error:
+        print(f"kvmesh frontend: {error}", file=sys.stderr)
+        return 2
+    return run(lambda stop: serve(config, router_config, stop))
+
+
+def config_file_flags(argv: list[str]) -> list[str]:
+    """The embedded router reads the same TOML file, its own table."""
+    for i, word in enumerate(argv):
+        if word == "--config" and i + 1 < len(argv):
+            return ["--config", argv[i + 1]]
+        if word.startswith("--config="):
+            return [word]
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

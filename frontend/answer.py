@@ -1,0 +1,118 @@
+"""From deltas of tokens to parts of text: detokenize, look for stop strings, place logprobs. Pure."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from frontend.detokenizer import Detokenizer
+from frontend.stops import StopMatcher
+from protocol.messages import Delta, FinishReason, TokenLogprob
+
+
+class PlacedLogprob(NamedTuple):
+    entry: TokenLogprob
+    offset_chars: int  # where the token's text begins in the answer
+
+
+class Part(NamedTuple):
+    """What can be shown after one delta. Logprobs come with the text they belong to."""
+
+    text: str
+    logprobs: Sequence[PlacedLogprob] = ()
+
+
+class Answer:
+    """One answer as it grows.
+
+    The result depends on the tokens only, not on how they are cut into deltas: where stop strings or logprobs
+    are asked for, tokens are looked at one by one, and the answer ends with the token that completes a stop
+    string. Without them a delta is one call of the detokenizer.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        logprobs: bool = False,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(stops) if stops else None
+        self._min_tokens = min_tokens  # of these, no text is taken for a stop string
+        self._wants_logprobs = logprobs
+        self._waiting: list[PlacedLogprob] = []  # their text is not shown yet
+        self._decoded_chars = 0
+        self._shown_chars = 0
+        self.completion_tokens = 0
+        self.finish_reason: FinishReason | None = None
+
+    def on_delta(self, delta: Delta) -> Part:
+        """Take the next delta. Once `finish_reason` is set, none may follow."""
+        if self._stops is None and not self._wants_logprobs:
+            return self._take_all(delta)
+        return self._take_each(delta)
+
+    def _take_all(self, delta: Delta) -> Part:
+        self.completion_tokens += len(delta.token_ids)
+        text = self._detokenizer.push(_shown_tokens(delta))
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            text += self._detokenizer.flush()
+        return Part(text)
+
+    def _take_each(self, delta: Delta) -> Part:
+        texts: list[str] = []
+        shown = _shown_tokens(delta)
+        for n, token_id in enumerate(shown):
+            self.completion_tokens += 1
+            if delta.logprobs is not None and n < len(delta.logprobs):
+                self._waiting.append(PlacedLogprob(delta.logprobs[n], self._decoded_chars))
+            texts.append(self._match(self._detokenizer.push((token_id,))))
+            if self._stopped():
+                return self._part(texts)
+        self.completion_tokens += len(delta.token_ids) - len(shown)
+        if delta.finish_reason is not None:
+            self._finish(delta.finish_reason, texts)
+        return self._part(texts)
+
+    def _match(self, text: str) -> str:
+        """`text` as far as it can be shown."""
+        self._decoded_chars += len(text)
+        if self._stops is None or self.completion_tokens <= self._min_tokens:
+            return text
+        return self._stops.push(text)
+
+    def _stopped(self) -> bool:
+        if self._stops is None or self._stops.hit is None:
+            return False
+        self.finish_reason = FinishReason.STOP
+        return True
+
+    def _finish(self, reason: FinishReason, texts: list[str]) -> None:
+        texts.append(self._match(self._detokenizer.flush()))
+        if not self._stopped():
+            self.finish_reason = reason
+            if self._stops is not None:
+                texts.append(self._stops.flush())
+
+    def _part(self, texts: list[str]) -> Part:
+        text = "".join(texts)
+        self._shown_chars += len(text)
+        return Part(text, self._ready_logprobs() if self._waiting else ())
+
+    def _ready_logprobs(self) -> list[PlacedLogprob]:
+        """Those whose text has begun to show; at the end all, but not those of a stop string."""
+        waiting = self._waiting
+        ends_whole = self.finish_reason is not None and (self._stops is None or self._stops.hit is None)
+        ready = len(waiting)
+        if not ends_whole:
+            ready = sum(1 for placed in waiting if placed.offset_chars < self._shown_chars)
+        self._waiting = waiting[ready:]
+        return waiting[:ready]
+
+
+def _shown_tokens(delta: Delta) -> Sequence[int]:
+    """Without the stop token that ended the answer: it counts as a token and is no text."""
+    ids = delta.token_ids
+    if delta.stop_token is not None and ids and ids[-1] == delta.stop_token:
+        return ids[:-1]
+    return ids

@@ -1,0 +1,24 @@
+"""Settings of the frontend."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+
+class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A flag wins over `KVMESH_FRONTEND_<NAME>`, that over the TOML file of `--config`, that over the default."""
+
+    name: Annotated[str, Meta(description="name of this frontend")] = "frontend"
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0: any")] = 8000
+    router: Annotated[
+        Literal["embedded", "remote"],
+        Meta(description="embedded: in this process, set by KVMESH_ROUTER_* and [router]; remote: `python -m router`"),
+    ] = "embedded"
+    discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
+    max_body_mib: Annotated[float, Meta(gt=0, description="larger request bodies are refused")] = 16.0
+    max_inflight: Annotated[int, Meta(ge=1, description="requests in progress; more are refused")] = 4096
+    request_timeout_s: Annotated[float, Meta(gt=0, description="deadline of a request that names none")] = 600.0
+    drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
+    log_format: Annotated[Literal["text", "json"], Meta(description="form of a log line")] = "text"

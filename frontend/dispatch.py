@@ -1,0 +1,198 @@
+"""Carry one request through the mesh: place it, prefill, hand the KV over, decode; go on elsewhere on a failure.
+
+A stream that loses its worker migrates: what was generated becomes part of the prompt for the next worker, and
+since a draw depends on the seed and the token's number alone, the answer goes on as it would have.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+import msgspec
+
+from frontend.generator import Hints, Trace
+from mesh.plane.client import PlaneClient
+from protocol.errors import (
+    CancelledByPeerError,
+    DrainingError,
+    EngineError,
+    MeshError,
+    NoWorkerError,
+    OverloadedError,
+    PeerLostError,
+)
+from protocol.hashing import hash_seed, sequence_hashes
+from protocol.ids import WorkerId
+from protocol.messages import (
+    Delta,
+    GenerateRequest,
+    ReleaseOffer,
+    RouteRequest,
+    Target,
+    Ticket,
+    unpack_tokens,
+)
+from router.client import Router
+from router.service import Booking
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 4
+REPLACEMENT_S = 15.0  # a request that lost its worker waits so long for another one to appear
+RETRY_S = 0.2
+RELEASE_TIMEOUT_S = 5.0
+ELSEWHERE = (PeerLostError, DrainingError, EngineError, CancelledByPeerError, OverloadedError)
+
+
+class _LegFailedError(Exception):
+    """A worker failed its part; another may do it."""
+
+    def __init__(self, worker_id: WorkerId, reason: MeshError) -> None:
+        super().__init__(str(reason))
+        self.worker_id = worker_id
+        self.reason = reason
+
+
+class Dispatcher:
+    """Implements frontend.generator.Generator over the workers of the mesh."""
+
+    def __init__(self, router: Router, plane: PlaneClient, block_size_of: Callable[[str], int]) -> None:
+        self._router = router
+        self._plane = plane
+        self._block_size_of = block_size_of
+        self._releasing: set[asyncio.Task[None]] = set()
+
+    async def generate(
+        self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float
+    ) -> AsyncGenerator[Delta, None]:
+        failed: list[WorkerId] = []
+        problem: MeshError | None = None
+        prompt = unpack_tokens(request.prompt)
+        patience_ends = deadline
+        while len(failed) < MAX_ATTEMPTS:
+            try:
+                route = self._route(request, prompt, hints, failed)
+                async with aclosing(self._attempt(request, route, trace, deadline)) as deltas:
+                    async for delta in deltas:
+                        request = _with_generated(request, delta)
+                        yield delta
+                        if delta.finish_reason is not None:
+                            return
+            except _LegFailedError as failure:
+                log.warning("worker %s failed a request: %s", failure.worker_id, failure.reason)
+                failed.append(failure.worker_id)
+                problem = failure.reason
+                trace.migrations += 1
+                patience_ends = asyncio.get_running_loop().time() + REPLACEMENT_S
+            except NoWorkerError:
+                if problem is None or asyncio.get_running_loop().time() > min(patience_ends, deadline):
+                    raise
+                await asyncio.sleep(RETRY_S)
+        assert problem is not None
+        raise problem
+
+    async def close(self) -> None:
+        """Wait for the releases that are on their way."""
+        if self._releasing:
+            await asyncio.wait(self._releasing)
+
+    def _route(self, request: GenerateRequest, prompt: list[int], hints: Hints, failed: list[WorkerId]) -> RouteRequest:
+        tokens = prompt + list(request.generated)
+        block_size = self._block_size_of(request.model)
+        return RouteRequest(
+            request_id=request.request_id,
+            model=request.model,
+            isl_tokens=len(tokens),
+            sequence_hashes=tuple(sequence_hashes(tokens, block_size, hash_seed(request.lora, request.cache_salt))),
+            exclude=tuple(failed),
+            disaggregate=hints.disaggregate,
+            pin=None if hints.pin is None else WorkerId(hints.pin),
+        )
+
+    async def _attempt(
+        self, request: GenerateRequest, route: RouteRequest, trace: Trace, deadline: float
+    ) -> AsyncGenerator[Delta, None]:
+        """One placement, carried out. Ends early, with _LegFailedError, if a worker fails it."""
+        async with self._router.book(route, _left(deadline)) as booking:
+            placed = booking.placed
+            trace.route_reason = placed.reason
+            ticket: Ticket | None = None
+            try:
+                if placed.prefill is not None:
+                    trace.prefill_worker = placed.prefill.name
+                    delta = await self._prefill(placed.prefill, request, deadline)
+                    booking.prefill_done()
+                    _note(trace, delta)
+                    ticket = delta.ticket
+                    yield msgspec.structs.replace(delta, ticket=None)
+                    if ticket is None:
+                        return
+                    request = msgspec.structs.replace(_with_generated(request, delta), ticket=ticket)
+                trace.decode_worker = placed.decode.name
+                async with aclosing(self._decode(placed.decode, request, booking, deadline)) as deltas:
+                    async for delta in deltas:
+                        if ticket is not None:  # with its first delta the decode worker is done with the offer
+                            self._release(ticket)
+                            ticket = None
+                        _note(trace, delta)
+                        yield delta
+            finally:
+                if ticket is not None:
+                    self._release(ticket)
+
+    async def _prefill(self, target: Target, request: GenerateRequest, deadline: float) -> Delta:
+        """The first token, and the ticket for the prompt's KV unless the answer ends there."""
+        leg = msgspec.structs.replace(request, offer_kv=True)
+        try:
+            async with self._plane.open(target.address, "generate", leg, _left(deadline)) as stream:
+                async for delta in stream.messages(Delta):
+                    if delta.ticket is not None or delta.finish_reason is not None:
+                        return delta
+            raise PeerLostError(f"prefill worker {target.name} ended without a ticket")
+        except ELSEWHERE as error:
+            raise _LegFailedError(target.worker_id, error) from error
+
+    async def _decode(
+        self, target: Target, request: GenerateRequest, booking: Booking, deadline: float
+    ) -> AsyncGenerator[Delta, None]:
+        try:
+            async with self._plane.open(target.address, "generate", request, _left(deadline)) as stream:
+                async for delta in stream.messages(Delta):
+                    booking.prefill_done()
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+            raise PeerLostError(f"worker {target.name} ended without a finish reason")
+        except ELSEWHERE as error:
+            raise _LegFailedError(target.worker_id, error) from error
+
+    def _release(self, ticket: Ticket) -> None:
+        """Tell the prefill worker, without waiting for it: its lease is the fallback."""
+        task = asyncio.create_task(self._tell_release(ticket), name=f"release offer {ticket.offer_id}")
+        self._releasing.add(task)
+        task.add_done_callback(self._releasing.discard)
+
+    async def _tell_release(self, ticket: Ticket) -> None:
+        offer = ReleaseOffer(offer_id=ticket.offer_id, nonce=ticket.nonce)
+        try:
+            await self._plane.tell(ticket.address, "release", offer, RELEASE_TIMEOUT_S)
+        except MeshError as error:
+            log.info("a KV offer of %s was left to its lease: %s", ticket.worker_id, error)
+
+
+def _left(deadline: float) -> float:
+    return deadline - asyncio.get_running_loop().time()
+
+
+def _with_generated(request: GenerateRequest, delta: Delta) -> GenerateRequest:
+    return msgspec.structs.replace(request, generated=request.generated + delta.token_ids)
+
+
+def _note(trace: Trace, delta: Delta) -> None:
+    if delta.cached_tokens is not None and trace.migrations == 0:
+        trace.cached_tokens = delta.cached_tokens
+    if delta.pull is not None:
+        trace.transfer = delta.pull.backend
+        trace.kv_bytes_pulled += delta.pull.num_bytes
+        trace.pull_error = delta.pull.error

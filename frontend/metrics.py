@@ -1,0 +1,22 @@
+"""All metrics of the frontend. Label values come from closed sets: never a request id or a client's words."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_WHOLE_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+_P = "kvmesh_frontend_"
+
+REQUESTS = Counter(  # outcome: errors.OUTCOMES
+    _P + "requests_total", "Requests that ended.", ["endpoint", "outcome"]
+)
+INFLIGHT = Gauge(_P + "inflight", "Requests in progress.")
+MODELS_READY = Gauge(_P + "models_ready", "Models that can be asked.")
+TTFT = Histogram(_P + "ttft_seconds", "Request received to first token sent.", ["endpoint"], buckets=_WAITS_S)
+ITL = Histogram(_P + "itl_seconds", "Mean gap between the tokens of one answer.", ["endpoint"], buckets=_GAPS_S)
+DURATION = Histogram(_P + "request_duration_seconds", "Request received to its end.", ["endpoint"], buckets=_WHOLE_S)
+INPUT_TOKENS = Histogram(_P + "input_sequence_tokens", "Tokens of the prompt.", ["endpoint"], buckets=_TOKENS)
+OUTPUT_TOKENS = Histogram(_P + "output_sequence_tokens", "Tokens of the answer.", ["endpoint"], buckets=_TOKENS)
+CACHED_TOKENS = Counter(_P + "cached_tokens_total", "Prompt tokens found in a prefix cache.", ["endpoint"])
+MIGRATIONS = Counter(_P + "migrations_total", "Streams that went on at another worker.", ["endpoint"])

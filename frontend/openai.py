@@ -1,0 +1,251 @@
+"""OpenAI's wire shapes for chat and text completions: what comes in, what goes out.
+
+Fields that are known but not supported are here as well, so that they can be refused by name
+(`parameters.refuse_unsupported`); a field that is not here is unknown and refused by the decoder.
+"""
+
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+MAX_STOPS = 32
+MAX_STOP_CHARS = 1024  # bounds what a stop string costs per token
+MAX_U32 = 2**32 - 1
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_U32)]
+Count = Annotated[int, Meta(ge=1, le=MAX_U32)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Salt = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what clients send."""
+
+
+class StreamOptions(Strict, frozen=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # ignored: chunks are never padded here
+
+
+class KvmeshOptions(Strict, frozen=True):
+    """Our extension of the request, under `kvmesh`."""
+
+    disaggregate: bool | None = None  # null: the router decides
+    worker: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # decode there
+    trace: bool | None = None  # report under `kvmesh` what happened to the request
+
+
+class RequestBase(Strict, frozen=True):
+    """What chat and text completions have in common."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_U32)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_U32)] | None = None  # -1 and 0: all
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Salt | None = None
+    kvmesh: KvmeshOptions | None = None
+    user: str | None = None  # accepted and not used, like the others that tell who asks
+    # supported for their default only
+    n: Annotated[int, Meta(ge=1)] | None = None
+    logit_bias: dict[str, Any] | None = None
+
+
+class TextPart(Strict, frozen=True):
+    type: str
+    text: str | None = None
+    # of parts that are known and not supported
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    refusal: Any = None
+    video_url: Any = None
+    cache_control: Any = None  # ignored: prefixes are cached anyway
+    prompt_cache_breakpoint: Any = None  # ignored for the same reason
+
+
+class FunctionCall(Strict, frozen=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Strict, frozen=True):
+    """A call that an assistant made in an earlier turn."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+    index: int | None = None
+
+
+class Message(Strict, frozen=True):
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # what our own answers and OpenAI's carry, so that a client can send them back as they were
+    refusal: str | None = None
+    audio: Any = None
+    function_call: Any = None
+    annotations: list[Any] | None = None
+
+
+class ChatRequest(RequestBase, frozen=True, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    # accepted and not used: nothing is stored, nothing is billed, prefixes are cached without being told
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
+    parallel_tool_calls: bool | None = None  # without tools it says nothing
+    # supported for their default only
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: str | None = None
+    service_tier: str | None = None
+    verbosity: str | None = None
+    web_search_options: Any = None
+    moderation: Any = None
+
+
+class CompletionRequest(RequestBase, frozen=True, kw_only=True):
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    # supported for their default only
+    best_of: Annotated[int, Meta(ge=0)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+# --- answers ------------------------------------------------------------------------------------------
+
+ChoiceT = TypeVar("ChoiceT")
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    cached_tokens: int = 0
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TraceReport(Struct, frozen=True, kw_only=True):
+    """Our extension of the answer, under `kvmesh`, on request only."""
+
+    prefill_worker: str | None
+    decode_worker: str | None
+    transfer: str | None
+    kv_bytes_pulled: int
+    cached_tokens: int
+    ttft_ms: float | None
+    itl_ms: float | None  # mean; null for answers of one token
+    route_reason: str
+    migrations: int
+    pull_error: str
+
+
+class TopLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    """Lists of equal length, one entry per token. `text_offset`: characters before it in the answer."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class AnswerMessage(Struct, frozen=True):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct, frozen=True, kw_only=True):
+    index: int = 0
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str
+
+
+class CompletionChoice(Struct, frozen=True, kw_only=True):
+    index: int = 0
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str
+
+
+class Response(Struct, Generic[ChoiceT], frozen=True, kw_only=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChoiceT]
+    usage: Usage
+    kvmesh: TraceReport | UnsetType = UNSET
+
+
+class ModelObject(Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "kvmesh"
+    max_model_len: int  # tokens of prompt and answer together; the field's name for it
+    block_size: int
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[ModelObject]
+
+
+encode = msgspec.json.encode

@@ -1,0 +1,94 @@
+"""Run one frontend: the HTTP API in front, a router beside, the workers behind."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from aiohttp import web
+
+from frontend.config import FrontendConfig
+from frontend.dispatch import Dispatcher
+from frontend.http import ADMISSION, HttpSettings, build_app
+from frontend.models import ModelRegistry
+from mesh.discovery import open_discovery
+from mesh.lifecycle import watch_parent
+from mesh.plane.client import PlaneClient
+from protocol.errors import ConfigError
+from protocol.messages import FrontendCard, encode
+from router.client import RemoteRouter, Router
+from router.config import RouterConfig
+from router.service import LocalRouter, WorkerFeed
+
+log = logging.getLogger(__name__)
+
+
+async def serve(config: FrontendConfig, router_config: RouterConfig, stop: asyncio.Event) -> None:
+    """Answer until `stop` is set, then finish what is in flight."""
+    watch_parent(stop)
+    async with AsyncExitStack() as cleanup:
+        plane = PlaneClient()
+        cleanup.push_async_callback(plane.close)
+        discovery = open_discovery(config.discovery)
+        cleanup.push_async_callback(discovery.close)
+        models, workers = ModelRegistry(), WorkerFeed()
+        workers.listen(models.add, models.remove)
+        async with asyncio.TaskGroup() as feeds:
+            follow = [feeds.create_task(workers.run(discovery), name="frontend: follow workers")]
+            router: Router
+            if config.router == "embedded":
+                router = local = LocalRouter(router_config, plane, workers)
+                cleanup.push_async_callback(local.close)
+            else:
+                router = remote = RemoteRouter(plane)
+                follow.append(feeds.create_task(remote.run(discovery), name="frontend: follow routers"))
+            dispatcher = Dispatcher(router, plane, lambda model: models.find(model).block_size)
+            app = build_app(settings_of(config), models, dispatcher)
+            async with http_server(config, app) as url:
+                card = FrontendCard(name=config.name, url=url, pid=os.getpid())
+                registration = await discovery.put(f"frontends/{config.name}", encode(card))
+                log.info("ready", extra={"url": url})
+                await stop.wait()
+                await registration.withdraw()
+                await drain(app, config.drain_timeout_s)
+            await dispatcher.close()
+            for feed in follow:
+                feed.cancel()
+
+
+def settings_of(config: FrontendConfig) -> HttpSettings:
+    return HttpSettings(
+        max_body_bytes=int(config.max_body_mib * 2**20),
+        request_timeout_s=config.request_timeout_s,
+        max_inflight=config.max_inflight,
+    )
+
+
+@asynccontextmanager
+async def http_server(config: FrontendConfig, app: web.Application) -> AsyncIterator[str]:
+    """Listen as long as the block runs; gives the URL."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, config.host, config.port, backlog=1024)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {config.host}:{config.port}: {error.strerror}", hint="choose another --port"
+            ) from error
+        yield f"http://{config.host}:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def drain(app: web.Application, timeout_s: float) -> None:
+    """New requests get 503 while those in flight finish."""
+    log.info("draining")
+    app[ADMISSION].drain()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await app[ADMISSION].wait_idle()
+    except TimeoutError:
+        log.warning("stopped with requests unanswered after %.1f s", timeout_s)

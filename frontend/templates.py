@@ -1,0 +1,191 @@
+"""Chat templates: messages to the text a model was trained on.
+
+The environment is that of transformers' `apply_chat_template`, so that the same template gives the same
+text: sandboxed, its `tojson`, `raise_exception`, `strftime_now`, the `generation` tag and loop controls.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.utils
+import msgspec
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from protocol.errors import ConfigError, InvalidRequestError
+
+log = logging.getLogger(__name__)
+
+ChatMessage = Mapping[str, Any]
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    """One compiled template, with the special tokens it may write."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises ConfigError if `source` is no template."""
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template does not compile: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ChatTemplate | None":
+        """The template of a model folder, None if it has none. Raises ConfigError."""
+        folder = Path(path)
+        config = _read_object(folder / "tokenizer_config.json")
+        source = _template_source(folder, config)
+        return None if source is None else cls(source, special_tokens(folder, config))
+
+    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+        """Raises InvalidRequestError if the template refuses the messages."""
+        try:
+            return self._template.render(
+                messages=[self._message(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        except Exception as error:  # a template is a program: it may fail in any way
+            log.warning("chat template failed", exc_info=True)
+            raise InvalidRequestError(
+                f"the model's chat template cannot render these messages: {type(error).__name__}: {error}",
+                param="messages",
+            ) from error
+
+    def _message(self, message: ChatMessage) -> dict[str, Any]:
+        """Without nulls, as transformers passes it; `developer` is `system` to templates before that name."""
+        plain = {key: value for key, value in message.items() if value is not None}
+        if plain.get("role") == "developer" and not self._knows_developer:
+            plain["role"] = "system"
+        return plain
+
+
+def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token and its like, from tokenizer_config.json or from the older special_tokens_map.json."""
+    merged = _read_object(folder / "special_tokens_map.json") | dict(config)
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        match merged.get(name):
+            case str(text) | {"content": str(text)}:
+                tokens[name] = text
+    return tokens
+
+
+def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    match config.get("chat_template"):
+        case str(source):
+            return source
+        case list(named):
+            by_name = {entry["name"]: str(entry["template"]) for entry in named}
+            return by_name.get("default") or next(iter(by_name.values()), None)
+    return None
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`, empty if there is no such file. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}", hint="save the model again") from error
+
+
+# --- transformers' environment --------------------------------------------------------------------------
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _DictFactory(),
+        "namespace": _Namespace,
+    }
+    return environment
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the model's words for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: jinja2.runtime.Macro) -> str:
+        return str(caller())
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is; jinja2's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+class _DictFactory:
+    """`dict` for templates, without the attributes of the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace` that keeps no underscore names, as in transformers: they are a way out of the sandbox."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may write namespace(self=1)
+        self, rest = args[0], args[1:]
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _refuse_underscore(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a template may not store {name!r} in a namespace")

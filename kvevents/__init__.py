@@ -1,0 +1,1 @@
+"""News of KV caches: engine formats, publisher, cursor (gaps, replay, snapshots), subscriber."""

@@ -1,0 +1,264 @@
+"""vLLM's KV events on the wire, both ways. SGLang writes the same, with signed hashes.
+
+Payload: msgpack array `[ts, [event, ...], dp_rank | nil]`. An event is a map with the tag `type` (vLLM >= 0.20,
+SGLang) or an array whose first element is the tag (older). Unknown keys, further positions and unknown kinds
+of event are ignored. Block hashes are u64, i64 (read as u64) or bytes (the last 8, big endian).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from protocol.errors import WireError
+from protocol.events import Cleared, KvEvent, Removed, Stored
+from protocol.ids import EngineHash
+
+MAX_PAYLOAD_BYTES = 8 << 20
+MAX_EVENTS = 65_536  # of one payload
+
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
+_DEVICE = "GPU"
+
+_Hash = int | bytes
+_Token = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
+# Eagle sends pairs: [token, the one after it]. They are lists here because msgspec 0.22 crashes in the garbage
+# collector on a union of a bounded integer and a tuple of fixed length.
+_Tokens = tuple[_Token | list[_Token], ...]
+_BlockSize = Annotated[int, Meta(ge=1, le=1 << 20)]
+_Rank = Annotated[int, Meta(ge=0, le=0xFFFF)]
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    ts: float  # s since the epoch, by the publisher's clock
+    events: list[KvEvent]
+    dp_rank: int | None
+
+
+class _StoredMap(Struct, tag_field="type", tag="BlockStored", gc=False):
+    block_hashes: list[_Hash]
+    token_ids: _Tokens
+    block_size: _BlockSize
+    parent_block_hash: _Hash | None = None
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None  # ours: stock decoders ignore it
+
+
+class _RemovedMap(Struct, tag_field="type", tag="BlockRemoved", gc=False):
+    block_hashes: list[_Hash]
+    medium: str | None = None
+
+
+class _ClearedMap(Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class _StoredArray(Struct, array_like=True, tag="BlockStored", gc=False):
+    block_hashes: list[_Hash]
+    parent_block_hash: _Hash | None
+    token_ids: _Tokens
+    block_size: _BlockSize
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+
+    @property
+    def cache_salt(self) -> None:
+        """Only the map form has it."""
+
+
+class _RemovedArray(Struct, array_like=True, tag="BlockRemoved", gc=False):
+    block_hashes: list[_Hash]
+    medium: str | None = None
+
+
+class _ClearedArray(Struct, array_like=True, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+_MapEvent = _StoredMap | _RemovedMap | _ClearedMap
+_ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
+
+
+class _MapBatch(Struct, array_like=True, gc=False):
+    """What today's engines send, read in one go."""
+
+    ts: float
+    events: Annotated[list[_MapEvent], Meta(max_length=MAX_EVENTS)]
+    dp_rank: _Rank | None = None
+
+
+class _AnyBatch(Struct, array_like=True, gc=False):
+    """All else: each event is looked at by itself."""
+
+    ts: float
+    events: Annotated[list[Raw], Meta(max_length=MAX_EVENTS)]
+    dp_rank: _Rank | None = None
+
+
+class _MapKind(Struct):
+    type: str
+
+
+class _ArrayKind(Struct, array_like=True):
+    type: str
+
+
+class _StoredOut(Struct, tag_field="type", tag="BlockStored", omit_defaults=True, gc=False):
+    """As vLLM 0.32 writes it: the first seven fields always, the rest where it says something."""
+
+    block_hashes: Sequence[int]
+    parent_block_hash: int | None
+    token_ids: Sequence[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[list[str] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    cache_salt: str | None = None
+
+
+class _RemovedOut(Struct, tag_field="type", tag="BlockRemoved", omit_defaults=True, gc=False):
+    block_hashes: Sequence[int]
+    medium: str
+    group_idx: int | None = None
+
+
+_KINDS = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+_ARRAY_HEADERS = {0xDC, 0xDD, *range(0x90, 0xA0)}  # first byte of a msgpack array
+
+_map_batch = msgspec.msgpack.Decoder(_MapBatch)
+_any_batch = msgspec.msgpack.Decoder(_AnyBatch)
+_map_event: msgspec.msgpack.Decoder[_MapEvent] = msgspec.msgpack.Decoder(_MapEvent)
+_array_event: msgspec.msgpack.Decoder[_ArrayEvent] = msgspec.msgpack.Decoder(_ArrayEvent)
+_map_kind = msgspec.msgpack.Decoder(_MapKind)
+_array_kind = msgspec.msgpack.Decoder(_ArrayKind)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def decode_payload(payload: bytes | memoryview, *, max_bytes: int = MAX_PAYLOAD_BYTES) -> EventBatch:
+    """Read one batch. Raises WireError for whatever is not one, and for more than `max_bytes`."""
+    if len(payload) > max_bytes:
+        raise WireError(f"kv events of {len(payload)} bytes", hint=f"at most {max_bytes} are accepted")
+    try:
+        return _decode(payload)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        hint = "the worker's engine writes an unknown format"
+        raise WireError(f"unreadable kv events: {error}", hint=hint) from error
+
+
+def encode_payload(events: Sequence[KvEvent], ts: float, dp_rank: int | None = 0) -> bytes:
+    """One batch in the map form of vLLM 0.32. Our `salt` goes where vLLM puts it, and into a key of ours."""
+    return _encoder.encode((ts, [_to_wire(event) for event in events], dp_rank))
+
+
+def _decode(payload: bytes | memoryview) -> EventBatch:
+    try:
+        batch = _map_batch.decode(payload)
+    except msgspec.ValidationError:
+        return _decode_one_by_one(payload)
+    return EventBatch(batch.ts, [_from_wire(event) for event in batch.events], batch.dp_rank)
+
+
+def _decode_one_by_one(payload: bytes | memoryview) -> EventBatch:
+    batch = _any_batch.decode(payload)
+    events = [_from_wire(event) for raw in batch.events if (event := _read_event(raw)) is not None]
+    return EventBatch(batch.ts, events, batch.dp_rank)
+
+
+def _read_event(raw: Raw) -> _MapEvent | _ArrayEvent | None:
+    """One event of either form; None if it is of a kind that this version does not know."""
+    if memoryview(raw)[0] in _ARRAY_HEADERS:
+        return _array_event.decode(raw) if _array_kind.decode(raw).type in _KINDS else None
+    return _map_event.decode(raw) if _map_kind.decode(raw).type in _KINDS else None
+
+
+def _from_wire(event: _MapEvent | _ArrayEvent) -> KvEvent:
+    if isinstance(event, _StoredMap | _StoredArray):
+        return _stored(event)
+    if isinstance(event, _RemovedMap | _RemovedArray):
+        return Removed(_hashes(event.block_hashes), event.medium or _DEVICE)
+    return Cleared()
+
+
+def _stored(event: _StoredMap | _StoredArray) -> Stored:
+    parent = event.parent_block_hash
+    return Stored(
+        hashes=_hashes(event.block_hashes),
+        parent=None if parent is None else _hash(parent),
+        token_ids=_tokens(event.token_ids, len(event.block_hashes) * event.block_size),
+        block_size=event.block_size,
+        lora=_lora(event.lora_name, event.lora_id),
+        salt=event.cache_salt,
+        medium=event.medium or _DEVICE,
+    )
+
+
+def _hashes(hashes: Sequence[_Hash]) -> tuple[EngineHash, ...]:
+    return tuple([_hash(value) for value in hashes])
+
+
+def _hash(value: _Hash) -> EngineHash:
+    if isinstance(value, int):
+        return EngineHash(value & _U64)
+    if not value:
+        raise ValueError("a block hash of no bytes")
+    return EngineHash(int.from_bytes(value[-8:], "big"))
+
+
+def _tokens(tokens: _Tokens, expected: int) -> tuple[int, ...]:
+    """`tokens`, as many as the blocks hold; pairs give one more, the last pair's second."""
+    if len(tokens) != expected:
+        raise ValueError(f"{len(tokens)} tokens where the blocks hold {expected}")
+    if list not in set(map(type, tokens)):
+        return cast(tuple[int, ...], tokens)
+    pairs = [pair for pair in tokens if isinstance(pair, list) and len(pair) == 2]
+    if len(pairs) != len(tokens):
+        raise ValueError("tokens that are neither all single nor all pairs")
+    return (*(first for first, _ in pairs), pairs[-1][1])
+
+
+def _lora(name: str | None, lora_id: int | None) -> str | None:
+    """The adapter's name; an engine too old to tell it still keeps its blocks apart from the base model's."""
+    if name:
+        return name
+    return None if lora_id is None else f"lora-id-{lora_id}"
+
+
+def _to_wire(event: KvEvent) -> object:
+    match event:
+        case Stored():
+            return _StoredOut(
+                block_hashes=event.hashes,
+                parent_block_hash=event.parent,
+                token_ids=event.token_ids,
+                block_size=event.block_size,
+                lora_id=None,
+                medium=event.medium,
+                lora_name=event.lora,
+                extra_keys=_extra_keys(event),
+                group_idx=0,
+                kv_cache_spec_kind="full_attention",
+                cache_salt=event.salt,
+            )
+        case Removed():
+            return _RemovedOut(block_hashes=event.hashes, medium=event.medium, group_idx=0)
+        case Cleared():
+            return _ClearedMap()
+
+
+def _extra_keys(event: Stored) -> list[list[str] | None]:
+    """Per block what vLLM mixes into its hash: the adapter everywhere, the salt where a sequence starts."""
+    lora = [event.lora] if event.lora else []
+    salt = [event.salt] if event.salt and event.parent is None else []
+    keys: list[list[str] | None] = [lora or None] * len(event.hashes)
+    if keys:
+        keys[0] = [*lora, *salt] or None
+    return keys

@@ -1,0 +1,183 @@
+"""Publish a worker's KV events the way vLLM does: a PUB socket, and a ROUTER that replays what was missed."""
+
+import asyncio
+import logging
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import zmq
+
+from kvevents.formats import encode_payload
+from kvevents.ring import ReplayRing
+from kvevents.sockets import Frames, LoopSocket, open_socket
+from protocol.errors import ConfigError
+from protocol.events import Cleared, KvEvent, Stored
+
+log = logging.getLogger(__name__)
+
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+
+_SEQ = struct.Struct(">Q")
+_BATCH_BYTES = 1 << 20  # about: a larger step becomes several batches
+_REPLAY_SLICE = 32  # batches sent to one client before the loop gets its turn
+_MAX_REPLAYS = 256  # at a time; beyond that the oldest is given up, its client will ask again
+_QUEUED_REPLAYS = 256  # batches that a slow client may leave in our memory
+_QUEUED_EVENTS = 4096  # the same for a subscriber; what does not fit it has to ask for
+_REQUEST_BYTES = 1024
+_RETRY_S = 0.02  # for a client whose queue is full, if the socket does not wake us before
+_PATIENCE_S = 30.0  # with a client whose queue stays full
+
+
+class KvEventPublisher:
+    """Sends batches `[topic, seq u64 BE, payload]` to all subscribers and keeps the latest for replay.
+
+    Must be made on a running event loop. Ports given as `*` are free ones: see `endpoint`, `replay_endpoint`.
+    `advertise_host` replaces the host in those, for subscribers on other machines.
+    """
+
+    def __init__(
+        self,
+        bind: str = "tcp://127.0.0.1:*",
+        replay_bind: str = "tcp://127.0.0.1:*",
+        *,
+        topic: str = "",
+        dp_rank: int = 0,
+        ring_batches: int = 10_000,
+        ring_bytes: int = 64 << 20,
+        advertise_host: str | None = None,
+    ) -> None:
+        self._topic = topic.encode()
+        self._dp_rank = dp_rank
+        self._ring = ReplayRing(ring_batches, ring_bytes)
+        self._replays: dict[bytes, _Replay] = {}  # by client
+        self._next_round: asyncio.Handle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._pub = open_socket(zmq.PUB, send=_QUEUED_EVENTS)
+        router = open_socket(zmq.ROUTER, send=_QUEUED_REPLAYS, max_bytes=_REQUEST_BYTES)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say when a client is gone or full, do not drop in silence
+        try:
+            self.endpoint = _bind(self._pub, bind, advertise_host)
+            self.replay_endpoint = _bind(router, replay_bind, advertise_host)
+        except ConfigError:
+            self._pub.close()
+            router.close()
+            raise
+        self._router = LoopSocket(router, self._on_request, on_wake=self._send_replays)
+
+    @property
+    def last_seq(self) -> int:
+        """Of the latest batch, -1 before the first: the number that a snapshot taken now stands for."""
+        return self._ring.next_seq - 1
+
+    def publish(self, events: Sequence[KvEvent]) -> int:
+        """Send `events` as one batch, or several if they are large; the last sequence number. Never blocks.
+
+        A subscriber whose queue is full misses the batch and finds out by the next one.
+        """
+        for part in _parts(events):
+            payload = encode_payload(part, time.time(), self._dp_rank)
+            seq = self._ring.append(payload)
+            self._pub.send_multipart((self._topic, _SEQ.pack(seq), payload), zmq.NOBLOCK)
+        return self.last_seq
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._replays.clear()
+        self._router.close()
+        self._pub.close(linger=200)  # ms, for what is on its way
+
+    def _on_request(self, frames: Frames) -> None:
+        """`[client, (b"",) start_seq]`. A new request of a client replaces its last."""
+        client, start = frames[0], frames[-1]
+        if len(frames) not in (2, 3) or len(start) != _SEQ.size:
+            log.warning("ignored a malformed replay request of %d frames", len(frames))
+            return
+        self._replays.pop(client, None)
+        self._replays[client] = _Replay(_SEQ.unpack(start)[0], self._loop.time() + _PATIENCE_S)
+        if len(self._replays) > _MAX_REPLAYS:
+            del self._replays[next(iter(self._replays))]
+        self._schedule(self._loop.call_soon(self._send_replays))
+
+    def _send_replays(self) -> None:
+        """Send every client its next slice, then come back for those that are not done."""
+        blocked = 0
+        for client, replay in list(self._replays.items()):
+            match self._send_slice(client, replay):
+                case _Sent.ALL:
+                    del self._replays[client]
+                case _Sent.BLOCKED:
+                    blocked += 1
+        if len(self._replays) > blocked:
+            self._schedule(self._loop.call_soon(self._send_replays))
+        elif blocked:
+            self._schedule(self._loop.call_later(_RETRY_S, self._send_replays))
+
+    def _schedule(self, handle: asyncio.Handle) -> None:
+        """`handle` is the next round; there is one at a time."""
+        if self._next_round is not None:
+            self._next_round.cancel()
+        self._next_round = handle
+
+    def _send_slice(self, client: bytes, replay: "_Replay") -> "_Sent":
+        now = self._loop.time()
+        try:
+            for seq, payload in self._ring.since(replay.next_seq, _REPLAY_SLICE):
+                if not self._router.send((client, b"", self._topic, _SEQ.pack(seq), payload)):
+                    return _Sent.BLOCKED if now < replay.deadline else _Sent.ALL
+                replay.next_seq, replay.deadline = seq + 1, now + _PATIENCE_S
+            if replay.next_seq < self._ring.next_seq:
+                return _Sent.SLICE
+            done = self._router.send((client, b"", b"", END_OF_REPLAY, b""))
+            return _Sent.ALL if done or now >= replay.deadline else _Sent.BLOCKED
+        except zmq.ZMQError as error:
+            log.debug("the client of a replay is gone: %s", error)
+            return _Sent.ALL
+
+
+@dataclass(slots=True)
+class _Replay:
+    next_seq: int
+    deadline: float  # loop time; moves on with every batch that the client's queue takes
+
+
+class _Sent(Enum):
+    ALL = "nothing is left to do for this client"
+    SLICE = "more is to be sent"
+    BLOCKED = "the client's queue is full"
+
+
+def _bind(socket: zmq.Socket[bytes], address: str, advertise_host: str | None) -> str:
+    """Bind, and return the address at which others reach it."""
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot publish KV events on {address}: {error}", hint="choose another port") from error
+    bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+    if advertise_host is None or not bound.startswith("tcp://"):
+        return bound
+    host = f"[{advertise_host}]" if ":" in advertise_host else advertise_host
+    return f"tcp://{host}:{bound.rpartition(':')[2]}"
+
+
+def _parts(events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:
+    """`events` in order, in parts of about _BATCH_BYTES; always at least one part."""
+    part: list[KvEvent] = []
+    size = 0
+    for event in events:
+        cost = _wire_bytes(event)
+        if part and size + cost > _BATCH_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(event)
+        size += cost
+    yield part
+
+
+def _wire_bytes(event: KvEvent) -> int:
+    """No less than the event takes on the wire, about."""
+    tokens = len(event.token_ids) if isinstance(event, Stored) else 0
+    hashes = 0 if isinstance(event, Cleared) else len(event.hashes)
+    return 256 + 5 * tokens + 10 * hashes

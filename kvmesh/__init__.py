@@ -1,0 +1,1 @@
+"""The `kvmesh` command: composes the services into a mesh that runs here."""

@@ -1,0 +1,47 @@
+"""The `kvmesh` command."""
+
+import importlib
+import sys
+
+from protocol.errors import MeshError
+
+COMMANDS = {
+    "up": ("kvmesh.up", "run a mesh on this host until Ctrl-C"),
+    "demo": ("kvmesh.demo", "start a mesh, send it real requests, show what happened"),
+    "doctor": ("kvmesh.doctor", "check this machine and say what to do"),
+}
+SERVICES = {
+    "frontend": "one frontend: OpenAI's API in, tokens out",
+    "router": "one router by itself",
+    "worker": "one worker: prefill, decode or aggregated",
+}
+
+
+def main() -> int:
+    argv = sys.argv[1:]
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    name, rest = argv[0], argv[1:]
+    try:
+        if name in COMMANDS:
+            return int(importlib.import_module(COMMANDS[name][0]).main(rest))
+        if name in SERVICES:
+            sys.argv[1:] = rest
+            module = "workers" if name == "worker" else name
+            return int(importlib.import_module(f"{module}.__main__").main())
+    except MeshError as error:
+        print(f"kvmesh {name}: {error}", file=sys.stderr)
+        return 2
+    print(f"kvmesh: no command {name!r}\n\n{usage()}", file=sys.stderr)
+    return 2
+
+
+def usage() -> str:
+    rows = [(name, text) for name, (_, text) in COMMANDS.items()] + list(SERVICES.items())
+    lines = [f"  {name:<10} {text}" for name, text in rows]
+    return "\n".join(["usage: kvmesh <command> [options]; `kvmesh <command> --help` lists them", "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""A whole mesh in processes on this host: which ones, when they are ready, how they stop."""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from kvmesh.supervisor import ProcessSpec, Supervisor
+from kvmesh.tiny_model import CHECKPOINT_DIR
+from mesh.config import to_flags
+from mesh.discovery import Discovery, Put, open_discovery
+from protocol.errors import EngineError, MeshError
+from protocol.messages import FrontendCard, Role, WorkerCard, decode
+from workers.config import WorkerConfig
+
+START_TIMEOUT_S = 180.0
+
+
+class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A flag wins over `KVMESH_UP_<NAME>`, that over the TOML file of `--config`, that over the default."""
+
+    host: Annotated[str, Meta(description="address of the HTTP API")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0: any")] = 8000
+    prefill: Annotated[int, Meta(ge=0, description="prefill workers")] = 1
+    decode: Annotated[int, Meta(ge=0, description="decode workers")] = 2
+    aggregated: Annotated[int, Meta(ge=0, description="workers that do both halves")] = 0
+    router: Annotated[Literal["embedded", "remote"], Meta(description="remote: a router process of its own")] = (
+        "embedded"
+    )
+    model_path: Annotated[str, Meta(description="Hugging Face folder; default: the tiny model")] = str(CHECKPOINT_DIR)
+    model: Annotated[str, Meta(description="name the model is served under; default: tiny, or that of its folder")] = ""
+    engine: Annotated[Literal["torch", "mock"], Meta(description="what computes")] = "torch"
+    device: Annotated[str, Meta(description="torch: cpu, cuda, cuda:<n> or auto")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], Meta(description="torch: auto is float32 on a CPU")
+    ] = "auto"
+    mock_speedup: Annotated[float, Meta(ge=0, description="mock: how much faster than modelled; 0: no delay")] = 1.0
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per KV block")] = 16
+    num_blocks: Annotated[int, Meta(ge=2, description="KV blocks of each worker")] = 2048
+    max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in one step")] = 32
+    max_step_tokens: Annotated[int, Meta(ge=1, description="tokens of one step; longer prompts are chunked")] = 512
+    kv_transfer: Annotated[
+        Literal["auto", "nixl", "shm"], Meta(description="how KV moves between workers; auto: nixl if it loads")
+    ] = "auto"
+    offer_lease_s: Annotated[float, Meta(gt=0, description="a KV offer that nobody fetches is unpinned after")] = 30.0
+    run_dir: Annotated[str, Meta(description="for discovery and logs; default: a new one, removed at the end")] = ""
+    drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
+
+
+def served_name(config: UpConfig) -> str:
+    if config.model:
+        return config.model
+    return "tiny" if Path(config.model_path) == CHECKPOINT_DIR else Path(config.model_path).resolve().name
+
+
+def process_specs(config: UpConfig, run_dir: Path) -> list[ProcessSpec]:
+    """The frontend first, then the workers, names as in the logs."""
+    discovery = f"file:{run_dir / 'discovery'}"
+    common = ["--discovery", discovery, "--log-level", config.log_level]
+    frontend = ["--host", config.host, "--port", str(config.port), "--router", config.router]
+    frontend += ["--drain-timeout-s", str(config.drain_timeout_s)]
+    specs = [ProcessSpec("frontend", ["-m", "frontend", *frontend, *common])]
+    if config.router == "remote":
+        specs.append(ProcessSpec("router", ["-m", "router", *common]))
+    counts = {Role.PREFILL: config.prefill, Role.DECODE: config.decode, Role.AGGREGATED: config.aggregated}
+    for role, count in counts.items():
+        for number in range(count):
+            worker = worker_config(config, role, f"{role.value}-{number}", discovery)
+            specs.append(ProcessSpec(worker.name, ["-m", "workers", *to_flags(worker)]))
+    return specs
+
+
+def worker_config(config: UpConfig, role: Role, name: str, discovery: str) -> WorkerConfig:
+    return WorkerConfig(
+        name=name,
+        role=role,
+        engine=config.engine,
+        model_path=config.model_path,
+        model=served_name(config),
+        device=config.device,
+        dtype=config.dtype,
+        mock_speedup=config.mock_speedup,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        kv_transfer=config.kv_transfer,
+        offer_lease_s=config.offer_lease_s,
+        discovery=discovery,
+        drain_timeout_s=config.drain_timeout_s,
+        log_level=config.log_level,
+    )
+
+
+class Cluster:
+    """A running mesh, as seen from the process that started it."""
+
+    def __init__(self, config: UpConfig, run_dir: Path, supervisor: Supervisor, discovery: Discovery) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.supervisor = supervisor
+        self._discovery = discovery
+        self.model = served_name(config)
+        self.url = ""  # of the HTTP API, known when it is ready
+        self.cards: dict[str, WorkerCard] = {}  # by name
+
+    async def until_ready(self, tell: Callable[[str], None]) -> None:
+        """Wait for every process. Raises EngineError, with the end of its log, if one cannot run."""
+        watching = asyncio.create_task(self._collect_cards(tell), name="wait for cards")
+        failing = asyncio.create_task(self.supervisor.failed.wait(), name="wait for a failure")
+        try:
+            done, _ = await asyncio.wait(
+                {watching, failing}, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for task in (watching, failing):
+                task.cancel()
+            await asyncio.wait({watching, failing})
+        if failing in done:
+            assert self.supervisor.failure is not None
+            raise self.supervisor.failure
+        if not done:
+            raise EngineError(f"the mesh was not ready after {START_TIMEOUT_S:.0f} s", hint=f"see {self.run_dir}/logs")
+
+    async def _collect_cards(self, tell: Callable[[str], None]) -> None:
+        config = self.config
+        expected = config.prefill + config.decode + config.aggregated
+        async for change in self._discovery.watch(""):
+            if isinstance(change, Put) and change.key.startswith("frontends/"):
+                self.url = decode(change.value, FrontendCard).url
+                tell(f"frontend listens on {self.url}")
+            elif isinstance(change, Put) and change.key.startswith("workers/"):
+                card = decode(change.value, WorkerCard)
+                self.cards[card.name] = card
+                tell(f"{card.name} is ready ({card.total_blocks} KV blocks of {card.block_size} tokens)")
+            if self.url and len(self.cards) == expected:
+                return
+
+    async def stop(self) -> None:
+        """The frontend first: it drains while the workers still work."""
+        timeout_s = self.config.drain_timeout_s + 5
+        await self.supervisor.stop(["frontend"], timeout_s)
+        await self.supervisor.stop_all(timeout_s)
+
+
+@asynccontextmanager
+async def running_cluster(config: UpConfig, tell: Callable[[str], None]) -> AsyncIterator[Cluster]:
+    """Start the processes; stop them and remove what they left when the block ends.
+
+    After a failure the logs stay, if the run directory is ours: its place is in the error's text.
+    """
+    run_dir = Path(config.run_dir or tempfile.mkdtemp(prefix="kvmesh-")).resolve()
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    discovery = open_discovery(f"file:{run_dir / 'discovery'}")
+    supervisor = Supervisor(run_dir / "logs", tell)
+    cluster = Cluster(config, run_dir, supervisor, discovery)
+    keep = False
+    try:
+        for spec in process_specs(config, run_dir):
+            supervisor.start(spec)
+        yield cluster
+    except MeshError:
+        keep = True
+        raise
+    finally:
+        await asyncio.shield(cluster.stop())
+        await discovery.close()
+        if not config.run_dir and not keep:
+            shutil.rmtree(run_dir, ignore_errors=True)

@@ -1,0 +1,129 @@
+"""Keep processes running: start them, start them anew when they die, stop them in order and leave none behind."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mesh.lifecycle import PARENT_PID
+from protocol.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+STABLE_S = 20.0  # who ran this long starts again at once
+MAX_QUICK_EXITS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    name: str
+    argv: Sequence[str]  # after the Python executable, e.g. ["-m", "workers", ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def restart_delay_s(run_times_s: Sequence[float]) -> float | None:
+    """How long to wait before the next start, after these runs (oldest first); None: give up."""
+    quick_exits = 0
+    for run_time_s in reversed(run_times_s):
+        if run_time_s >= STABLE_S:
+            break
+        quick_exits += 1
+    if quick_exits >= MAX_QUICK_EXITS:
+        return None
+    return 0.0 if quick_exits <= 1 else 0.25 * 2.0**quick_exits
+
+
+class Supervisor:
+    """Runs processes of this Python. Their output goes to one log file each."""
+
+    def __init__(self, log_dir: Path, tell: Callable[[str], None] = lambda line: None) -> None:
+        self._log_dir = log_dir
+        self._tell = tell
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.subprocess.Process] = {}
+        self.failed = asyncio.Event()
+        self.failure: EngineError | None = None
+
+    def start(self, spec: ProcessSpec) -> None:
+        self._keepers[spec.name] = asyncio.create_task(self._keep(spec), name=f"keep {spec.name}")
+
+    def pid(self, name: str) -> int | None:
+        process = self._running.get(name)
+        return None if process is None else process.pid
+
+    def pids(self) -> dict[str, int]:
+        return {name: process.pid for name, process in self._running.items()}
+
+    def log_file(self, name: str) -> Path:
+        return self._log_dir / f"{name}.log"
+
+    def log_tail(self, name: str, lines: int = 15) -> str:
+        try:
+            return "\n".join(self.log_file(name).read_text(errors="replace").splitlines()[-lines:])
+        except OSError:
+            return "(no log)"
+
+    async def stop(self, names: Sequence[str], timeout_s: float) -> None:
+        """SIGTERM, and after `timeout_s` SIGKILL. Returns when the processes are gone."""
+        keepers = [self._keepers.pop(name) for name in names if name in self._keepers]
+        for keeper in keepers:
+            keeper.cancel()
+        if keepers:
+            await asyncio.wait(keepers)
+        await asyncio.gather(*(self._end(name, timeout_s) for name in names))
+
+    async def stop_all(self, timeout_s: float) -> None:
+        await self.stop([*self._keepers, *self._running], timeout_s)
+
+    async def _end(self, name: str, timeout_s: float) -> None:
+        process = self._running.pop(name, None)
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), timeout_s)
+        except TimeoutError:
+            self._tell(f"{name} does not end: killed")
+            process.kill()
+            await process.wait()
+
+    async def _keep(self, spec: ProcessSpec) -> None:
+        """Run one process for as long as it can be run. Cancelled by `stop`, which then ends the process."""
+        clock = asyncio.get_running_loop().time
+        run_times_s: list[float] = []
+        while True:
+            started = clock()
+            process = await self._spawn(spec)
+            code = await process.wait()
+            self._running.pop(spec.name, None)
+            run_times_s = [*run_times_s[-MAX_QUICK_EXITS:], clock() - started]
+            delay = restart_delay_s(run_times_s)
+            if delay is None or code == 2:  # 2: bad settings, which the next start would have again
+                self.failure = EngineError(f"{spec.name} does not run:\n{self.log_tail(spec.name)}")
+                self.failed.set()
+                return
+            self._tell(f"{spec.name} ended with {describe_exit(code)}, starting it anew")
+            await asyncio.sleep(delay)
+
+    async def _spawn(self, spec: ProcessSpec) -> asyncio.subprocess.Process:
+        env = {**os.environ, **spec.env, PARENT_PID: str(os.getpid())}
+        with self.log_file(spec.name).open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=env,
+                start_new_session=True,  # a Ctrl-C in the terminal is ours; we stop them in order
+            )
+        self._running[spec.name] = process
+        return process
+
+
+def describe_exit(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,76 @@
+"""`kvmesh up`: a mesh on this host until Ctrl-C."""
+
+import asyncio
+import json
+import os
+import time
+
+from rich.console import Console
+
+from kvmesh.cluster import Cluster, UpConfig, running_cluster
+from mesh.config import load
+from mesh.lifecycle import run
+
+
+def main(argv: list[str]) -> int:
+    config = load(
+        UpConfig,
+        argv,
+        os.environ,
+        prefix="KVMESH_UP_",
+        prog="kvmesh up",
+        description="Run a mesh on this host until Ctrl-C. The router reads KVMESH_ROUTER_*.",
+        section="up",
+    )
+    console = Console(highlight=False)
+    return run(lambda stop: up(config, stop, console))
+
+
+async def up(config: UpConfig, stop: asyncio.Event, console: Console) -> None:
+    started = time.monotonic()
+
+    def tell(line: str) -> None:
+        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim]  {line}")
+
+    parts = {"prefill": config.prefill, "decode": config.decode, "aggregated": config.aggregated}
+    tell("starting a frontend and " + ", ".join(f"{n} {role}" for role, n in parts.items() if n) + " workers")
+    async with running_cluster(config, tell) as cluster:
+        ready = asyncio.create_task(cluster.until_ready(tell), name="wait until ready")
+        stopping = asyncio.create_task(stop.wait(), name="wait for Ctrl-C")
+        failing = asyncio.create_task(cluster.supervisor.failed.wait(), name="wait for a failure")
+        try:
+            await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+                show_how_to_use(cluster, console)
+                await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (ready, stopping, failing):
+                task.cancel()
+            await asyncio.wait({ready, stopping, failing})
+        if cluster.supervisor.failure is not None and not stop.is_set():
+            raise cluster.supervisor.failure
+        tell("draining")
+    tell("stopped")
+
+
+def show_how_to_use(cluster: Cluster, console: Console) -> None:
+    body = {"model": cluster.model, "stream": True, "messages": [{"role": "user", "content": "Tell me a story."}]}
+    console.print(
+        f"""
+[bold green]The mesh is up.[/bold green]  Ctrl-C stops it.
+
+  curl -N {cluster.url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{json.dumps(body)}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{cluster.url}/v1", api_key="none")
+  answer = client.chat.completions.create(
+      model="{cluster.model}", messages=[{{"role": "user", "content": "Tell me a story."}}])
+
+  logs     {cluster.run_dir}/logs
+  metrics  {cluster.url}/metrics
+""",
+        soft_wrap=True,
+        markup=True,
+    )

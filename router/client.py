@@ -1,0 +1,85 @@
+"""Ask a router that runs by itself. Offers the same `book` as the router in this process."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Protocol
+
+from mesh.discovery import Deleted, Discovery, Put
+from mesh.plane.client import PlaneClient, Stream
+from protocol.errors import DrainingError, MeshError, NoWorkerError, PeerLostError
+from protocol.ids import RequestId
+from protocol.messages import Placed, RouterCard, RouteRequest, decode
+from router.service import Booking
+
+log = logging.getLogger(__name__)
+
+
+class Router(Protocol):
+    def book(self, request: RouteRequest, timeout_s: float) -> AbstractAsyncContextManager[Booking]:
+        """Place a request; its load counts until the block is left. Raises NoWorkerError."""
+
+
+class RemoteRouter:
+    """Routers found through discovery; the first by name is asked, the next if it is gone."""
+
+    def __init__(self, plane: PlaneClient) -> None:
+        self._plane = plane
+        self._routers: dict[str, RouterCard] = {}
+
+    async def run(self, discovery: Discovery) -> None:
+        async for change in discovery.watch("routers/"):
+            match change:
+                case Put():
+                    self._routers[change.key] = decode(change.value, RouterCard)
+                case Deleted():
+                    self._routers.pop(change.key, None)
+
+    @asynccontextmanager
+    async def book(self, request: RouteRequest, timeout_s: float) -> AsyncIterator[Booking]:
+        problem: MeshError = NoWorkerError("no router is ready", hint="start one: `python -m router`")
+        for _, card in sorted(self._routers.items()):
+            async with AsyncExitStack() as call:
+                try:
+                    stream = await call.enter_async_context(self._plane.open(card.address, "place", request, timeout_s))
+                    placed = await _first(stream, card)
+                except (PeerLostError, DrainingError) as error:
+                    problem = error
+                    continue
+                booking = _RemoteBooking(self._plane, card.address, request.request_id, placed)
+                call.push_async_callback(booking.settle)
+                yield booking
+                return
+        raise problem
+
+
+class _RemoteBooking:
+    def __init__(self, plane: PlaneClient, address: str, request_id: RequestId, placed: Placed) -> None:
+        self._plane = plane
+        self._address = address
+        self._request_id = request_id
+        self._telling: asyncio.Task[None] | None = None
+        self.placed = placed
+
+    def prefill_done(self) -> None:
+        if self._telling is None:
+            self._telling = asyncio.create_task(self._tell(), name=f"prefill done {self._request_id}")
+
+    async def settle(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.wait([self._telling])
+
+    async def _tell(self) -> None:
+        try:
+            await self._plane.tell(self._address, "prefill_done", self._request_id, 5.0)
+        except MeshError as error:  # the booking's end will free what this would have
+            log.debug("the router was not told of a first token: %s", error)
+
+
+async def _first(stream: Stream, card: RouterCard) -> Placed:
+    raw = await stream.next()
+    if raw is None:
+        raise PeerLostError(f"router {card.name} ended without an answer")
+    return decode(raw, Placed)

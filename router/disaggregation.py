@@ -1,0 +1,34 @@
+"""One worker or two? Pure. The reasons stand in docs/routing.md, "Aggregate or disaggregate"."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPrefill:
+    """A decode worker computes the prompt itself when little of it is left to compute.
+
+    Both must hold: fewer than `max_tokens` uncached tokens, and less than `max_share` of the prompt. Then a
+    prefill worker would recompute, or hold, what the decode worker has, and the hand-over costs more than the
+    interference with its other streams.
+    """
+
+    max_tokens: int = 2048
+    max_share: float = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    disaggregate: bool
+    reason: str
+
+
+def decide(isl_tokens: int, cached_tokens: int, prefill_ready: bool, wish: bool | None, rule: LocalPrefill) -> Decision:
+    """`cached_tokens`: what the best decode worker holds of the prompt. `wish`: what the caller asked for."""
+    if not prefill_ready:
+        return Decision(False, "no prefill worker is ready")
+    if wish is not None:
+        return Decision(wish, "asked for by the caller")
+    uncached = max(0, isl_tokens - cached_tokens)
+    if uncached < rule.max_tokens and uncached < rule.max_share * isl_tokens:
+        return Decision(False, f"only {uncached} of {isl_tokens} prompt tokens are not cached on the decode worker")
+    return Decision(True, f"{uncached} of {isl_tokens} prompt tokens are to compute")

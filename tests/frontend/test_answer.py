@@ -1,0 +1,110 @@
+"""From deltas to parts: the tokens decide, not how they are cut."""
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frontend.answer import Answer, Part
+from frontend.detokenizer import token_decoder
+from protocol.messages import Delta, FinishReason, TokenLogprob
+from tests.frontend import tiny
+
+BACKEND = tiny.byte_level()
+DECODER = token_decoder(BACKEND, json.loads(BACKEND.to_str())["decoder"])
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(BACKEND.encode(text, add_special_tokens=False).ids)
+
+
+def logprobs(tokens: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token, -0.5) for token in tokens)
+
+
+def answer(*stops: str, min_tokens: int = 0, logprobs: bool = False) -> Answer:
+    return Answer(DECODER.stream(), stops, min_tokens, logprobs)
+
+
+def test_the_stop_token_counts_and_does_not_show() -> None:
+    for one in (answer(), answer("zz")):
+        tokens = ids("the fox")
+        end = ids("x")[0]
+        part = one.on_delta(Delta((*tokens, end), FinishReason.STOP, stop_token=end))
+        assert part == Part("the fox")
+        assert one.completion_tokens == len(tokens) + 1
+        assert one.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_string_ends_the_answer_in_the_middle_of_a_delta() -> None:
+    one = answer("quick")
+    part = one.on_delta(Delta(ids("the quick brown fox"), FinishReason.LENGTH))
+    assert part.text == "the "
+    assert one.finish_reason is FinishReason.STOP
+    assert one.completion_tokens < len(ids("the quick brown fox"))
+
+
+def test_text_held_for_a_stop_string_comes_at_the_end() -> None:
+    one = answer("fox!")
+    assert one.on_delta(Delta(ids("the fox"))).text == "the "
+    assert one.on_delta(Delta((), FinishReason.LENGTH)).text == "fox"
+
+
+def test_half_a_character_at_the_end_shows_as_replacement() -> None:
+    one = answer()
+    half = ids("🦊")[:1]
+    assert BACKEND.decode(list(half)) == "\ufffd"
+    assert one.on_delta(Delta(half)).text == ""
+    assert one.on_delta(Delta((), FinishReason.LENGTH)).text == "\ufffd"
+
+
+def test_before_min_tokens_no_text_is_a_stop_string() -> None:
+    tokens = ids("no no no")
+    one = answer("no", min_tokens=len(tokens))
+    assert one.on_delta(Delta(tokens, FinishReason.LENGTH)).text == "no no no"
+
+
+def test_logprobs_come_with_their_text_and_never_from_behind_a_stop() -> None:
+    one = answer("quick", logprobs=True)
+    first, rest = ids("the"), ids(" quick")
+    part = one.on_delta(Delta(first, logprobs=logprobs(first)))
+    assert [placed.entry.token_id for placed in part.logprobs] == list(first)
+    assert part.logprobs[0].offset_chars == 0
+    part = one.on_delta(Delta(rest, logprobs=logprobs(rest)))
+    shown = [BACKEND.decode([placed.entry.token_id]) for placed in part.logprobs]
+    assert part.text == " "
+    assert "".join(shown).startswith(" ")
+    assert len(shown) <= 1
+
+
+def test_all_logprobs_have_come_when_the_answer_ends() -> None:
+    tokens = ids("a 🦊 fox")
+    one = answer("fox!", logprobs=True)
+    placed = list(one.on_delta(Delta(tokens, logprobs=logprobs(tokens))).logprobs)
+    placed += one.on_delta(Delta((), FinishReason.LENGTH)).logprobs
+    assert [entry.token_id for entry, _ in placed] == list(tokens)
+    assert [offset for _, offset in placed] == sorted(offset for _, offset in placed)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_cutting_into_deltas_gives_the_same(data: st.DataObject) -> None:
+    tokens = tuple(data.draw(st.lists(st.integers(0, BACKEND.get_vocab_size() - 1), min_size=1, max_size=25)))
+    text = BACKEND.decode(list(tokens))
+    at = data.draw(st.integers(0, max(len(text) - 1, 0)))
+    stops = [stop] if (stop := text[at : at + data.draw(st.integers(1, 4))]) else []
+    min_tokens = data.draw(st.integers(0, 3))
+    cut = data.draw(st.integers(0, len(tokens)))
+
+    def run(*deltas: Delta) -> tuple[str, list[object], int, object]:
+        one = answer(*stops, min_tokens=min_tokens, logprobs=True)
+        parts = [one.on_delta(delta) for delta in deltas if one.finish_reason is None]
+        placed = [placed for part in parts for placed in part.logprobs]
+        return "".join([part.text for part in parts]), placed, one.completion_tokens, one.finish_reason
+
+    def delta(part: tuple[int, ...], reason: FinishReason | None = None) -> Delta:
+        return Delta(part, reason, logprobs=logprobs(part))
+
+    whole = run(delta(tokens, FinishReason.LENGTH))
+    assert run(delta(tokens[:cut]), delta(tokens[cut:], FinishReason.LENGTH)) == whole
+    assert run(*[delta((token,)) for token in tokens], delta((), FinishReason.LENGTH)) == whole

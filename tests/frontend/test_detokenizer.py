@@ -1,0 +1,87 @@
+"""Tokens to text while they come: equal to the full decode, never half a character."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from frontend.detokenizer import (
+    REPLACEMENT,
+    ByteLevelDecoder,
+    PieceDecoder,
+    WindowDecoder,
+    token_decoder,
+)
+from tests.frontend import tiny
+
+KINDS: dict[str, tuple[Callable[[], Backend], type]] = {
+    "byte level": (tiny.byte_level, ByteLevelDecoder),
+    "metaspace": (tiny.metaspace, PieceDecoder),
+    "byte fallback, stripped": (tiny.byte_fallback, PieceDecoder),
+    "byte fallback": (tiny.byte_fallback_unstripped, PieceDecoder),
+    "word piece": (tiny.word_piece, WindowDecoder),
+}
+BUILT = {name: (build(), kind) for name, (build, kind) in KINDS.items()}
+DECODERS = {
+    name: token_decoder(backend, json.loads(backend.to_str())["decoder"]) for name, (backend, _) in BUILT.items()
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_type_gets_the_decoder_that_knows_it(name: str) -> None:
+    assert type(DECODERS[name]) is BUILT[name][1]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_pieces_are_the_full_decode(name: str, data: st.DataObject) -> None:
+    backend = BUILT[name][0]
+    ids = data.draw(st.lists(st.integers(0, backend.get_vocab_size() + 2), max_size=40))
+    cut = data.draw(st.integers(0, len(ids)))
+    stream = DECODERS[name].stream()
+    text = stream.push(ids[:cut]) + "".join([stream.push([i]) for i in ids[cut:]]) + stream.flush()
+    assert text == backend.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", ["byte level", "byte fallback"])
+@given(st.text(max_size=20))
+@settings(deadline=None)
+def test_no_half_characters_in_real_text(name: str, text: str) -> None:
+    backend = BUILT[name][0]
+    ids = backend.encode(text, add_special_tokens=False).ids
+    stream = DECODERS[name].stream()
+    pieces = [stream.push([token]) for token in ids] + [stream.flush()]
+    assert "".join(pieces) == backend.decode(ids)
+    if REPLACEMENT not in text:
+        assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+def test_a_character_of_four_bytes_comes_in_one_piece() -> None:
+    ids = tiny.byte_fallback().encode("🦊a").ids
+    stream = DECODERS["byte fallback"].stream()
+    assert [stream.push([token]) for token in ids] == ["", "", "", "", "🦊a"]
+
+
+def test_special_tokens_do_not_show_but_added_ones_do() -> None:
+    backend = BUILT["byte level"][0]
+    ids = [backend.token_to_id(token) for token in ("<|im_end|>", "<think>", "two words")]
+    assert DECODERS["byte level"].stream().push(ids) == "<think>two words"
+
+
+def test_token_bytes_are_exact_for_parts_of_characters() -> None:
+    for name in ("byte level", "byte fallback"):
+        ids = BUILT[name][0].encode("🦊", add_special_tokens=False).ids
+        assert b"".join([DECODERS[name].token_bytes(token) for token in ids]).decode() == "🦊"
+        assert DECODERS[name].token_bytes(10**6) == b""
+
+
+def test_a_decoder_with_unknown_steps_goes_through_the_window() -> None:
+    backend = Backend(models.BPE())
+    backend.decoder = decoders.Sequence([decoders.Strip("_", 0, 1), decoders.ByteFallback()])
+    assert type(token_decoder(backend, json.loads(backend.to_str())["decoder"])) is WindowDecoder
+    assert type(token_decoder(backend, None)) is WindowDecoder

@@ -1,0 +1,556 @@
+"""The HTTP application, over real sockets: what clients see."""
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from aiohttp import web
+from prometheus_client import REGISTRY
+
+from frontend.generator import Hints, Trace
+from frontend.http import ADMISSION, HttpSettings, build_app
+from frontend.models import ModelRegistry
+from protocol.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    EngineError,
+    MeshError,
+    NoWorkerError,
+    OverloadedError,
+    PeerLostError,
+    TransferError,
+)
+from protocol.ids import WorkerId
+from protocol.messages import Delta, FinishReason, Role, TokenLogprob, unpack_tokens
+from tests.frontend import tiny
+from tests.support.generator import ScriptedGenerator
+
+PATIENCE_S = 5.0
+BACKEND = tiny.byte_level()
+END = BACKEND.token_to_id("<|im_end|>")
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(BACKEND.encode(text, add_special_tokens=False).ids)
+
+
+def words(*texts: str) -> list[Delta]:
+    """A script: one delta per text, then the end."""
+    return [*[Delta(ids(text)) for text in texts], Delta((END,), FinishReason.STOP, stop_token=END)]
+
+
+class Served:
+    """A running application, a client session for it and the script it plays."""
+
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        session: aiohttp.ClientSession,
+        models: ModelRegistry,
+        generator: ScriptedGenerator,
+    ) -> None:
+        self.runner = runner
+        self.app = runner.app
+        self.port: int = runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.session = session
+        self.models = models
+        self.generator = generator
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
+        """(status, headers, JSON or text)."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.session.post(self.url + path, data=data, headers=names) as reply:
+            text = await reply.text()
+            is_json = reply.content_type == "application/json"
+            return reply.status, reply.headers, json.loads(text) if is_json else text
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path) as reply:
+            text = await reply.text()
+            return reply.status, json.loads(text) if reply.content_type == "application/json" else text
+
+    async def events(self, path: str, body: dict[str, Any], **headers: str) -> list[Any]:
+        status, reply_headers, text = await self.post(path, body | {"stream": True}, **headers)
+        assert status == 200, text
+        assert reply_headers["Content-Type"] == "text/event-stream"
+        return read_events(text)
+
+    def openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
+
+
+def read_events(text: str) -> list[Any]:
+    assert text.endswith("\n\n")
+    datas = [event.removeprefix("data: ") for event in text[:-2].split("\n\n")]
+    return [data if data == "[DONE]" else json.loads(data) for data in datas]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture
+def settings() -> HttpSettings:
+    return HttpSettings(max_body_bytes=64 * 1024, max_inflight=2, max_request_timeout_s=60)
+
+
+@pytest.fixture
+async def served(model_folder: Path, settings: HttpSettings) -> AsyncIterator[Served]:
+    generator, models = ScriptedGenerator(words("Once", " upon", " a time")), ModelRegistry()
+    models.add(tiny.card("w", path=model_folder))
+    app = build_app(settings, models, generator)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)  # so that little is on its way
+    await web.SockSite(runner, listener).start()
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session:
+            yield Served(runner, session, models, generator)
+    finally:
+        await runner.cleanup()
+
+
+async def open_raw(
+    served: Served, body: dict[str, Any], header: str = "x-nothing: 1"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a chat request over a connection that the test holds in its own hands."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 * 1024)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", served.port))
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{header}\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    return reader, writer
+
+
+# --- answers ------------------------------------------------------------------------------------------
+
+
+async def test_a_chat_completion(served: Served) -> None:
+    def trace(trace: Trace) -> None:
+        trace.cached_tokens = 4
+
+    served.generator.script.insert(0, trace)
+    status, _, body = await served.post("/v1/chat/completions", CHAT)
+    assert status == 200
+    request = served.generator.requests[0]
+    prompt = unpack_tokens(request.prompt)
+    assert BACKEND.decode(prompt, skip_special_tokens=False) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    osl = len(ids("Once")) + len(ids(" upon")) + len(ids(" a time")) + 1
+    assert body == {
+        "id": request.request_id,
+        "object": "chat.completion",
+        "created": body["created"],
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Once upon a time", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": osl,
+            "total_tokens": len(prompt) + osl,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        },
+    }
+
+
+async def test_a_chat_stream_is_exactly_openais(served: Served) -> None:
+    body = CHAT | {"stream_options": {"include_usage": True}}
+    *chunks, usage, done = await served.events("/v1/chat/completions", body)
+    assert done == "[DONE]"
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": "", "refusal": None},
+        {"content": "Once"},
+        {"content": " upon"},
+        {"content": " a time"},
+        {},
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["stop"]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert {chunk["id"] for chunk in [*chunks, usage]} == {served.generator.requests[0].request_id}
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] > 3
+
+
+async def test_a_text_stream_without_usage(served: Served) -> None:
+    *chunks, done = await served.events("/v1/completions", TEXT)
+    assert done == "[DONE]"
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["Once", " upon", " a time", ""]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert all("usage" not in chunk for chunk in chunks)
+    assert served.generator.closed_early == 0
+
+
+async def test_a_text_completion_from_tokens_and_from_text(served: Served) -> None:
+    status, _, body = await served.post("/v1/completions", TEXT | {"prompt": [5, 6, 7]})
+    assert (status, body["object"], body["choices"][0]["text"]) == (200, "text_completion", "Once upon a time")
+    assert unpack_tokens(served.generator.requests[0].prompt) == [5, 6, 7]
+    await served.post("/v1/completions", TEXT)
+    assert unpack_tokens(served.generator.requests[1].prompt) == [BACKEND.token_to_id("<s>"), *ids("hi")]
+
+
+async def test_text_is_escaped_and_characters_stay_whole(served: Served) -> None:
+    text = 'say "hi"\n\\ 🦊 é \u2028'
+    served.generator.script = [*[Delta((token,)) for token in ids(text)], Delta((), FinishReason.LENGTH)]
+    *chunks, _ = await served.events("/v1/chat/completions", CHAT)
+    pieces = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert "".join(pieces) == text
+    assert "\ufffd" not in "".join(pieces)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_stop_string_ends_the_stream_and_cancels_the_generator(served: Served) -> None:
+    served.generator.script = [Delta(ids("one two ST")), Delta(ids("OP three")), asyncio.Event()]
+    *chunks, done = await served.events("/v1/chat/completions", CHAT | {"stop": "STOP"})
+    assert done == "[DONE]"
+    assert "".join([chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]) == "one two "
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert served.generator.ended.is_set()
+    assert served.generator.closed_early == 1
+
+
+async def test_logprobs_of_a_chat(served: Served) -> None:
+    tokens = ids("Once")
+    entries = tuple(TokenLogprob(token, -0.5, ((token, -0.5), (5, float("-inf")))) for token in tokens)
+    served.generator.script = [Delta(tokens, logprobs=entries), Delta((), FinishReason.LENGTH)]
+    body = CHAT | {"logprobs": True, "top_logprobs": 2}
+    _, _, whole = await served.post("/v1/chat/completions", body)
+    content = whole["choices"][0]["logprobs"]["content"]
+    assert "".join([entry["token"] for entry in content]) == "Once"
+    assert bytes(content[0]["bytes"]).decode() == content[0]["token"]
+    assert [top["logprob"] for top in content[0]["top_logprobs"]] == [-0.5, -9999.0]
+    assert served.generator.requests[0].sampling.top_logprobs == 2
+    *chunks, _ = await served.events("/v1/chat/completions", body)
+    assert chunks[1]["choices"][0]["logprobs"]["content"] == content
+
+
+async def test_logprobs_of_a_completion(served: Served) -> None:
+    tokens = ids("Once upon")
+    entries = tuple(TokenLogprob(token, -0.25) for token in tokens)
+    served.generator.script = [Delta(tokens, logprobs=entries), Delta((), FinishReason.LENGTH)]
+    _, _, body = await served.post("/v1/completions", TEXT | {"logprobs": 0})
+    logprobs = body["choices"][0]["logprobs"]
+    assert "".join(logprobs["tokens"]) == "Once upon"
+    assert logprobs["token_logprobs"] == [-0.25] * len(tokens)
+    assert logprobs["top_logprobs"] == [{token: -0.25} for token in logprobs["tokens"]]
+    assert [("Once upon" + "$")[at] for at in logprobs["text_offset"]] == [t[0] for t in logprobs["tokens"]]
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_the_trace_comes_on_request_in_the_last_chunk(served: Served, include_usage: bool) -> None:
+    def trace(trace: Trace) -> None:
+        trace.prefill_worker, trace.decode_worker, trace.transfer = "p0", "d1", "nixl"
+        trace.kv_bytes_pulled, trace.cached_tokens, trace.route_reason = 4096, 3, "cheapest"
+
+    served.generator.script.insert(1, trace)
+    body = CHAT | {"kvmesh": {"trace": True, "disaggregate": True, "worker": "d1"}}
+    body |= {"stream_options": {"include_usage": include_usage}}
+    *chunks, last, _ = await served.events("/v1/chat/completions", body)
+    assert not any("kvmesh" in chunk for chunk in chunks)
+    report = last["kvmesh"]
+    assert report.pop("ttft_ms") > 0
+    assert report.pop("itl_ms") >= 0
+    assert report == {
+        "prefill_worker": "p0", "decode_worker": "d1", "transfer": "nixl", "kv_bytes_pulled": 4096,
+        "cached_tokens": 3, "route_reason": "cheapest", "migrations": 0, "pull_error": "",
+    }  # fmt: skip
+    assert served.generator.hints == [Hints(True, "d1")]
+    del body["stream_options"]
+    _, _, whole = await served.post("/v1/chat/completions", body)
+    assert whole["kvmesh"]["prefill_worker"] == "p0"
+
+
+async def test_limits_seed_and_salt_reach_the_engine(served: Served) -> None:
+    for body in (CHAT, CHAT | {"seed": 7, "max_tokens": 3, "min_tokens": 2, "cache_salt": "a"}, CHAT):
+        await served.post("/v1/chat/completions", body | {"max_tokens": body.get("max_tokens")})
+    first, second, third = served.generator.requests
+    assert first.stop.max_tokens == 512 - len(unpack_tokens(first.prompt))
+    assert (second.stop.max_tokens, second.stop.min_tokens, second.sampling.seed) == (3, 2, 7)
+    assert second.cache_salt == "a"
+    assert first.sampling.seed != third.sampling.seed  # drawn anew for each
+    await served.post("/v1/completions", TEXT | {"prompt": [5] * 510, "max_tokens": 100})
+    assert served.generator.requests[3].stop.max_tokens == 2
+
+
+async def test_the_official_client(served: Served) -> None:
+    async with served.openai() as client:
+        whole = await client.chat.completions.create(model="tiny", messages=CHAT["messages"])
+        assert whole.choices[0].message.content == "Once upon a time"
+        assert whole.usage is not None
+        stream = await client.chat.completions.create(
+            model="tiny", messages=CHAT["messages"], stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+        assert "".join(texts) == "Once upon a time"
+        assert chunks[-1].usage == whole.usage
+        text = await client.completions.create(model="tiny", prompt="hi")
+        assert text.choices[0].text == "Once upon a time"
+        pieces = [
+            c.choices[0].text async for c in await client.completions.create(model="tiny", prompt="hi", stream=True)
+        ]
+        assert "".join(pieces) == "Once upon a time"
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.chat.completions.create(model="gpt", messages=CHAT["messages"])
+        assert missing.value.code == "model_not_found"
+        served.generator.script = [Delta(ids("Once")), PeerLostError("worker w died")]
+        stream = await client.chat.completions.create(model="tiny", messages=CHAT["messages"], stream=True)
+        with pytest.raises(openai.APIError, match="worker w died"):
+            _ = [chunk async for chunk in stream]
+
+
+# --- failures -----------------------------------------------------------------------------------------
+
+FAILURES: list[tuple[BaseException, int, str | None, str | None]] = [
+    (OverloadedError("full"), 429, "overloaded", "1"),
+    (NoWorkerError("none"), 503, "no_worker", "2"),
+    (DrainingError("bye"), 503, "draining", "2"),
+    (DeadlineExceededError("late"), 504, "deadline_exceeded", None),
+    (PeerLostError("gone"), 502, "peer_lost", None),
+    (EngineError("broken"), 502, "engine", None),
+    (TransferError("lost"), 502, "transfer", None),
+    (MeshError("odd"), 500, "internal", None),
+    (RuntimeError("a bug"), 500, "internal", None),
+    (ConnectionResetError("a bug too"), 500, "internal", None),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("error", "status", "code", "retry_after"), FAILURES, ids=lambda value: str(value)[:9])
+async def test_failures_before_the_first_token_have_a_status(
+    served: Served, error: BaseException, status: int, code: str | None, retry_after: str | None, stream: bool
+) -> None:
+    served.generator.script = [error]
+    got, headers, body = await served.post("/v1/chat/completions", CHAT | {"stream": stream})
+    assert (got, body["error"]["code"], headers.get("Retry-After")) == (status, code, retry_after)
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert "a bug" not in body["error"]["message"]
+
+
+@pytest.mark.parametrize(("error", "status", "code", "retry_after"), FAILURES, ids=lambda value: str(value)[:9])
+async def test_failures_after_the_headers_are_the_last_event(
+    served: Served, error: BaseException, status: int, code: str | None, retry_after: str | None
+) -> None:
+    served.generator.script = [Delta(ids("Once")), error]
+    *_, text, last = await served.events("/v1/chat/completions", CHAT)
+    assert text["choices"][0]["delta"] == {"content": "Once"}
+    assert last["error"]["code"] == code
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_breaks_off_never_looks_whole(served: Served, stream: bool) -> None:
+    served.generator.script = [Delta(ids("Once"))]
+    _, _, body = await served.post("/v1/chat/completions", CHAT | {"stream": stream})
+    if stream:
+        body = read_events(body)[-1]
+    assert body["error"]["code"] == "engine"
+    assert "broke off" in body["error"]["message"]
+
+
+async def test_the_clients_timeout_ends_the_request(served: Served) -> None:
+    served.generator.script = [asyncio.Event()]
+    status, _, body = await served.post("/v1/chat/completions", CHAT, x_request_timeout_s="0.05")
+    assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+    assert served.generator.closed_early == 1
+    served.generator.script.insert(0, Delta(ids("Once")))
+    events = await served.events("/v1/chat/completions", CHAT, x_request_timeout_s="0.05")
+    assert events[-1]["error"]["code"] == "deadline_exceeded"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "61", "soon", ""])
+async def test_a_bad_timeout_is_refused(served: Served, text: str) -> None:
+    status, _, body = await served.post("/v1/chat/completions", CHAT, x_request_timeout_s=text)
+    assert (status, body["error"]["param"]) == (400, "x-request-timeout-s")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "param"),
+    [
+        ("/v1/chat/completions", b"no json", 400, None, None),
+        ("/v1/chat/completions", b"", 400, None, None),
+        ("/v1/chat/completions", [], 400, None, None),
+        ("/v1/chat/completions", {"messages": CHAT["messages"]}, 400, None, "model"),
+        ("/v1/chat/completions", CHAT | {"model": "gpt"}, 404, "model_not_found", "model"),
+        ("/v1/chat/completions", CHAT | {"bogus": 1}, 400, None, "bogus"),
+        ("/v1/chat/completions", CHAT | {"n": 2}, 400, None, "n"),
+        ("/v1/chat/completions", CHAT | {"temperature": 3}, 400, None, "temperature"),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "word " * 600}]}, 400,
+         "context_length_exceeded", "messages"),
+        ("/v1/completions", {"model": "tiny", "prompt": [5] * 512}, 400, "context_length_exceeded", "prompt"),
+        ("/v1/completions", {"model": "tiny", "prompt": [10**6]}, 400, None, "prompt"),
+        ("/v1/completions", {"model": "tiny", "prompt": [[]]}, 400, None, "prompt"),
+        ("/v1/completions", b"x" * 70_000, 413, "body_too_large", None),
+        ("/v1/nothing", {}, 404, "not_found", None),
+        ("/v1/models", {}, 405, "method_not_allowed", None),
+    ],
+    ids=lambda value: str(value)[:24],
+)  # fmt: skip
+async def test_bad_requests_get_openais_error_body(
+    served: Served, path: str, body: Any, status: int, code: str | None, param: str | None
+) -> None:
+    got, _, reply = await served.post(path, body)
+    assert (got, reply["error"]["code"], reply["error"]["param"]) == (status, code, param), reply
+    assert reply["error"]["type"] == "invalid_request_error"
+    assert served.generator.requests == []
+
+
+async def test_the_context_error_names_the_numbers(served: Served) -> None:
+    _, _, reply = await served.post("/v1/completions", TEXT | {"prompt": [5] * 600})
+    assert "512" in reply["error"]["message"]
+    assert "600" in reply["error"]["message"]
+
+
+async def test_a_model_without_a_template_says_what_to_do(served: Served, tmp_path: Path) -> None:
+    served.models.add(tiny.card("b", model="base", path=tiny.save_model(tmp_path, template=None)))
+    status, _, reply = await served.post("/v1/chat/completions", CHAT | {"model": "base"})
+    assert (status, reply["error"]["param"]) == (400, "model")
+    assert "/v1/completions" in reply["error"]["message"]
+
+
+# --- leaving, limits, draining ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_its_request(served: Served, stream: bool) -> None:
+    served.generator.script = [Delta(ids("Once")), asyncio.Event()]
+    reader, writer = await open_raw(served, CHAT | {"stream": stream})
+    async with asyncio.timeout(PATIENCE_S):
+        if stream:
+            await reader.readuntil(b"Once")
+        else:
+            await served.generator.started.wait()
+        writer.close()
+        await served.generator.ended.wait()
+        await served.app[ADMISSION].wait_idle()
+    assert served.generator.closed_early == 1
+    assert served.app[ADMISSION].inflight == 0
+
+
+async def test_a_client_that_does_not_read_holds_the_generator_back(served: Served) -> None:
+    served.generator.script = [Delta(ids("fox " * 1000))] * 20_000
+    _, writer = await open_raw(served, CHAT | {"stream": True}, "x-request-timeout-s: 0.3")
+    async with asyncio.timeout(PATIENCE_S):
+        await served.generator.ended.wait()  # by the deadline: nothing is left behind
+    assert served.generator.closed_early == 1
+    assert served.generator.deltas_taken < 200  # of about 5 KiB each
+    writer.transport.abort()
+    async with asyncio.timeout(PATIENCE_S):
+        await served.app[ADMISSION].wait_idle()
+
+
+async def test_beyond_max_inflight_requests_are_refused_at_once(served: Served) -> None:
+    gate = asyncio.Event()
+    served.generator.script = [gate, *words("Once")]
+    held = [asyncio.create_task(served.post("/v1/chat/completions", CHAT)) for _ in range(2)]
+    async with asyncio.timeout(PATIENCE_S):
+        while len(served.generator.requests) < 2:  # noqa: ASYNC110 - the fake has no event for the second
+            await asyncio.sleep(0)
+    status, headers, body = await served.post("/v1/chat/completions", CHAT)
+    assert (status, headers["Retry-After"], body["error"]["code"]) == (429, "1", "overloaded")
+    gate.set()
+    assert [status for status, _, _ in await asyncio.gather(*held)] == [200, 200]
+    assert served.app[ADMISSION].inflight == 0
+
+
+async def test_draining_refuses_new_requests_and_finishes_running_ones(served: Served) -> None:
+    gate = asyncio.Event()
+    served.generator.script = [gate, *words("Once")]
+    running = asyncio.create_task(served.post("/v1/chat/completions", CHAT))
+    await served.generator.started.wait()
+    served.app[ADMISSION].drain()
+    status, headers, body = await served.post("/v1/chat/completions", CHAT)
+    assert (status, headers["Retry-After"], body["error"]["code"]) == (503, "2", "draining")
+    assert (await served.get("/health"))[0] == 503
+    assert (await served.get("/live"))[0] == 200
+    gate.set()
+    assert (await running)[0] == 200
+    await served.app[ADMISSION].wait_idle()
+
+
+# --- the rest -----------------------------------------------------------------------------------------
+
+
+async def test_models_and_health_follow_the_workers(served: Served) -> None:
+    status, body = await served.get("/v1/models")
+    assert (status, [model["id"] for model in body["data"]]) == (200, ["tiny"])
+    assert body["data"][0]["max_model_len"] == 512
+    assert (await served.get("/v1/models/tiny"))[1] == body["data"][0]
+    assert (await served.get("/v1/models/a/b"))[0] == 404
+    status, body = await served.get("/health")
+    assert (status, body["status"], body["ready_models"]) == (200, "ready", ["tiny"])
+    served.models.add(tiny.card("p", Role.PREFILL))
+    served.models.remove(WorkerId("w"))
+    status, body = await served.get("/health")
+    assert (status, body["workers"]["tiny"]["prefill"]) == (503, 1)
+    status, headers, reply = await served.post("/v1/chat/completions", CHAT)
+    assert (status, reply["error"]["code"], headers["Retry-After"]) == (503, "no_worker", "2")
+    assert (await served.get("/v1/models"))[1]["data"] == []
+
+
+async def test_request_ids_go_in_and_out(served: Served) -> None:
+    _, headers, body = await served.post("/v1/chat/completions", CHAT, x_request_id="my-1.x_Y")
+    assert headers["x-request-id"] == "my-1.x_Y"
+    assert re.fullmatch(r"chatcmpl-[0-9a-f]{24}-my-1\.x_Y", body["id"])
+    for insane in ("a b", "x" * 129, "é"):
+        _, headers, body = await served.post("/v1/chat/completions", CHAT, x_request_id=insane)
+        assert headers["x-request-id"] == body["id"]
+        assert re.fullmatch(r"chatcmpl-[0-9a-f]{24}", body["id"])
+
+
+async def test_the_deadline_is_the_loops_time(served: Served) -> None:
+    now = asyncio.get_running_loop().time()
+    await served.post("/v1/chat/completions", CHAT, x_request_timeout_s="10")
+    await served.post("/v1/chat/completions", CHAT)
+    assert now + 10 <= served.generator.deadlines[0] < now + 10 + PATIENCE_S
+    assert served.generator.deadlines[1] >= now + 600
+
+
+def counted(outcome: str) -> float:
+    labels = {"endpoint": "chat", "outcome": outcome}
+    return REGISTRY.get_sample_value("kvmesh_frontend_requests_total", labels) or 0.0
+
+
+async def test_metrics_count_by_outcome(served: Served) -> None:
+    before = {outcome: counted(outcome) for outcome in ("ok", "invalid_request", "engine")}
+    await served.post("/v1/chat/completions", CHAT)
+    await served.post("/v1/chat/completions", CHAT | {"bogus": 1})
+    served.generator.script = [Delta(ids("Once")), EngineError("broken")]
+    await served.events("/v1/chat/completions", CHAT)
+    assert {outcome: counted(outcome) - n for outcome, n in before.items()} == dict.fromkeys(before, 1.0)
+    status, text = await served.get("/metrics")
+    assert status == 200
+    for name in ("ttft_seconds", "itl_seconds", "request_duration_seconds", "inflight 0.0"):
+        assert f"kvmesh_frontend_{name}" in text
+
+
+async def test_accepted_sockets_do_not_wait_for_more(served: Served) -> None:
+    await served.events("/v1/chat/completions", CHAT)
+    assert served.runner.server is not None
+    (connection,) = served.runner.server.connections  # kept alive
+    assert connection.transport is not None
+    accepted = connection.transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1

@@ -1,0 +1,106 @@
+"""Chat templates: the same text as transformers, errors as 400."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from frontend.templates import ChatTemplate
+from protocol.errors import ConfigError, InvalidRequestError
+from tests.frontend import tiny
+
+CHECKPOINT = Path(__file__).parents[2] / "kvmesh" / "tiny_model" / "checkpoint"
+TURNS = [
+    {"role": "system", "content": "Be <brief> & 'kind'."},
+    {"role": "user", "content": "Grüße 🦊"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": "<b>"}}}]},
+    {"role": "tool", "content": "42", "tool_call_id": "c1"},
+    {"role": "user", "content": "and?"},
+]  # fmt: skip
+EXTENSIONS = """
+{{- bos_token }}
+{%- set ns = namespace(count=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}{% continue %}{% endif %}
+    {%- set ns.count = ns.count + 1 %}
+    {% generation %}[{{ message.role }}|{{ message.content }}]{% endgeneration %}
+    {%- if message.tool_calls %}{{ message.tool_calls | tojson }}{{ message | tojson(indent=2) }}{% endif %}
+{%- endfor %}
+{{ ns.count }} {{ dict(a=1) }} {{ strftime_now('%Y') }} {{ eos_token }} {{ tools is none }} {{ pad_token }}
+{% if add_generation_prompt %}go{% endif %}
+"""
+
+
+def transformers_text(folder: Path, messages: list[dict[str, object]]) -> str:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def load(folder: Path) -> ChatTemplate:
+    template = ChatTemplate.load(folder)
+    assert template is not None
+    return template
+
+
+def test_equals_transformers_with_all_extensions(tmp_path: Path) -> None:
+    folder = tiny.save_model(tmp_path, EXTENSIONS)
+    assert load(folder).render(TURNS) == transformers_text(folder, TURNS)
+
+
+@pytest.mark.skipif(not CHECKPOINT.is_dir(), reason="the tiny checkpoint is not built")
+def test_equals_transformers_on_the_tiny_model() -> None:
+    turns = [turn for turn in TURNS if turn["role"] in ("system", "user")]
+    assert load(CHECKPOINT).render(turns[:2]) == transformers_text(CHECKPOINT, turns[:2])
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["{{ eos_token }}", [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ eos_token }}"}]],
+)  # fmt: skip
+def test_the_template_may_stand_in_the_config(tmp_path: Path, value: object) -> None:
+    folder = tiny.save_model(tmp_path, template=None)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": value}))
+    assert load(folder).render(TURNS[:1]) == "</s>"
+
+
+def test_a_file_wins_over_the_config(tmp_path: Path) -> None:
+    folder = tiny.save_model(tmp_path, "from file")
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "from config"}')
+    assert load(folder).render(TURNS) == "from file"
+
+
+def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path) is None
+
+
+def test_developer_is_system_to_templates_that_do_not_know_it() -> None:
+    turn = [{"role": "developer", "content": "x"}]
+    assert ChatTemplate("{{ messages[0].role }}", {}).render(turn) == "system"
+    assert ChatTemplate("{# developer #}{{ messages[0].role }}", {}).render(turn) == "developer"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ messages[0].nothing.at_all }}", "nothing"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% set n = namespace(_x=1) %}", "_x"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_what_a_template_cannot_render_is_the_callers_error(source: str, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
+    assert caught.value.param == "messages"
+
+
+def test_a_broken_template_or_config_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="compile"):
+        ChatTemplate("{% for %}", {})
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="tokenizer_config"):
+        ChatTemplate.load(tmp_path)

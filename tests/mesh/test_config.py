@@ -1,0 +1,211 @@
+"""Settings: where a value comes from, and what is said about a wrong one."""
+
+import enum
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Meta, Struct
+
+from mesh.config import describe, load, to_flags, usage
+from protocol.errors import ConfigError
+
+
+class Mode(enum.StrEnum):
+    KV = "kv"
+    RANDOM = "random"
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    block_size: Annotated[int, Meta(ge=1, description="tokens per KV block")] = 64
+    prefill_weight: Annotated[float, Meta(ge=0, description="cache reuse against even load")] = 1.0
+    verbose: Annotated[bool, Meta(description="say more")] = False
+    name: Annotated[str, Meta(description="who I am")] = "router"
+    policy: Annotated[Literal["kv", "round-robin"], Meta(description="how to choose")] = "kv"
+    mode: Annotated[Mode, Meta(description="an enum")] = Mode.KV
+    peers: Annotated[tuple[str, ...], Meta(description="addresses")] = ()
+    ranks: Annotated[tuple[int, ...], Meta(description="numbers")] = (0,)
+    token: Annotated[str | None, Meta(description="a secret")] = None
+    limit: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="at most")] = 10
+    tri: Annotated[bool | None, Meta(description="yes, no or as you like")] = None
+
+
+class Required(Struct, frozen=True, kw_only=True):
+    model_path: Annotated[str, Meta(description="folder of the model")]
+
+
+def read(*argv: str, env: dict[str, str] | None = None, section: str | None = None) -> Settings:
+    return load(
+        Settings, argv, env or {}, prefix="KVMESH_ROUTER_", prog="python -m router", section=section,
+        foreign=("KVMESH_ROUTER_HOME",),
+    )  # fmt: skip
+
+
+def toml(folder: Path, text: str) -> str:
+    path = folder / "mesh.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults_hold_where_nothing_is_given() -> None:
+    assert read() == Settings()
+
+
+def test_a_flag_wins_over_the_environment_that_over_the_file_that_over_the_default(tmp_path: Path) -> None:
+    path = toml(tmp_path, 'block_size = 1\nname = "file"\nprefill_weight = 3')
+    got = read("--config", path, "--block-size=3", env={"KVMESH_ROUTER_BLOCK_SIZE": "2", "KVMESH_ROUTER_NAME": "env"})
+    assert (got.block_size, got.name, got.prefill_weight, got.policy) == (3, "env", 3.0, "kv")
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    assert read(env={"KVMESH_ROUTER_CONFIG": toml(tmp_path, "block_size = 7")}).block_size == 7
+
+
+def test_both_spellings_of_a_flag_are_understood() -> None:
+    assert read("--block-size", "5") == read("--block-size=5") == Settings(block_size=5)
+
+
+def test_the_last_of_repeated_flags_wins() -> None:
+    assert read("--block-size=5", "--block-size=6").block_size == 6
+
+
+def test_switches_are_turned_on_and_off() -> None:
+    assert read("--verbose").verbose
+    assert not read("--verbose", "--no-verbose").verbose
+    assert read(env={"KVMESH_ROUTER_VERBOSE": "yes"}).verbose
+
+
+def test_lists_come_with_commas_or_one_by_one() -> None:
+    assert read("--peers=a:1,b:2", "--peers", "c:3").peers == ("a:1", "b:2", "c:3")
+    assert read("--peers=[::1]:80").peers == ("[::1]:80",)
+    assert read("--ranks=").ranks == ()
+    assert read(env={"KVMESH_ROUTER_RANKS": "1, 2"}).ranks == (1, 2)
+
+
+def test_none_is_given_by_the_negated_flag() -> None:
+    assert read("--no-limit").limit is None
+    assert read("--limit=none").limit is None
+    assert read("--token=none").token == "none"
+
+
+def test_an_empty_environment_variable_counts_as_not_set() -> None:
+    assert read(env={"KVMESH_ROUTER_BLOCK_SIZE": ""}).block_size == 64
+
+
+def test_a_shared_file_has_a_table_per_service(tmp_path: Path) -> None:
+    path = toml(tmp_path, "[router]\nblock_size = 9\n[frontend]\nport = 1")
+    assert read("--config", path, section="router").block_size == 9
+    assert read("--config", path, section="planner") == Settings()
+
+
+def test_names_of_others_in_the_environment_are_left_alone() -> None:
+    assert read(env={"KVMESH_ROUTER_HOME": "x", "KVMESH_WORKER_X": "y"}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--blok-size=5"], "unknown flag --blok-size; did you mean --block-size"),
+        (["--xyzzy"], "unknown flag --xyzzy; see python -m router --help"),
+        (["--no-block-size"], "unknown flag --no-block-size"),
+        (["stray"], "unexpected argument 'stray'"),
+        (["--block-size"], "--block-size needs a value"),
+        (["--block-size", "--verbose"], "--block-size needs a value"),
+        (["--no-verbose=1"], "--no-verbose takes no value; write --verbose=1"),
+        (["--block-size=many"], "--block-size is 'many'; want INT"),
+        (["--block-size=0"], "--block-size is '0'; want INT .*>= 1"),
+        (["--policy=best"], "want {kv,round-robin}"),
+        (["--mode=best"], "want {kv,random}"),
+        (["--ranks=1,x"], "--ranks is '1,x'; want INT,..."),
+        (["--verbose=maybe"], "--verbose is 'maybe'; want BOOL"),
+        (["--config=/does/not/exist"], "cannot read --config /does/not/exist"),
+    ],
+)  # fmt: skip
+def test_a_wrong_flag_is_named_with_what_would_do(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(*argv)
+
+
+def test_a_mistyped_environment_variable_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="KVMESH_ROUTER_BLOCKSIZE; did you mean KVMESH_ROUTER_BLOCK_SIZE"):
+        read(env={"KVMESH_ROUTER_BLOCKSIZE": "1"})
+
+
+def test_a_bad_environment_variable_is_named() -> None:
+    with pytest.raises(ConfigError, match="KVMESH_ROUTER_BLOCK_SIZE is 'x'"):
+        read(env={"KVMESH_ROUTER_BLOCK_SIZE": "x"})
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "message"),
+    [
+        ("blok_size = 1", None, "unknown setting 'blok_size' in .*did you mean block_size"),
+        ("block_size = 'x'", None, "block_size in .* is 'x'; want INT"),
+        ("block_size = ", None, "cannot read --config"),
+        ("block_size = 1", "router", "is in no table; put it under .router"),
+        ("[ruoter]\nblock_size = 1", "router", r"has a table \[ruoter\]; did you mean \[router\]"),
+        ("[router]\nblok_size = 1", "router", "unknown setting 'blok_size'"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str, section: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read("--config", toml(tmp_path, text), section=section)
+
+
+def test_a_required_option_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"--model-path is required .*KVMESH_WORKER_MODEL_PATH"):
+        load(Required, [], {}, prefix="KVMESH_WORKER_", prog="python -m workers")
+
+
+def test_help_shows_every_option_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        read("--block-size=0", "--help")
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0
+    for row in describe(Settings, prefix="KVMESH_ROUTER_"):
+        assert row.flag in shown
+        assert row.env in shown
+
+
+def test_help_lines_are_aligned_and_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = usage(Settings, prefix="KVMESH_ROUTER_", prog="x", description="Route.").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("  --block-size INT ") and "tokens per KV block" in line for line in lines)
+
+
+def test_clashing_and_unusable_fields_are_a_bug_of_the_schema() -> None:
+    class Clash(Struct):
+        config: str = ""
+
+    class Nested(Struct):
+        inner: dict[str, str] = {}
+
+    for schema in (Clash, Nested):
+        with pytest.raises(TypeError):
+            load(schema, [], {}, prefix="P_", prog="p")
+
+
+texts = st.text(st.one_of(st.sampled_from(',[]" '), st.characters()))
+settings = st.builds(
+    Settings,
+    block_size=st.integers(min_value=1),
+    prefill_weight=st.floats(min_value=0, allow_nan=False),
+    verbose=st.booleans(),
+    name=st.text(),
+    policy=st.sampled_from(["kv", "round-robin"]),
+    mode=st.sampled_from(Mode),
+    peers=st.lists(texts, max_size=3).map(tuple),
+    ranks=st.lists(st.integers(), max_size=3).map(tuple),
+    token=st.none() | st.text(),
+    limit=st.none() | st.integers(min_value=1),
+    tri=st.none() | st.booleans(),
+)  # fmt: skip
+
+
+@given(settings)
+def test_to_flags_is_the_inverse_of_load(wanted: Settings) -> None:
+    env = {"KVMESH_ROUTER_BLOCK_SIZE": "77", "KVMESH_ROUTER_TOKEN": "other"}
+    assert read(*to_flags(wanted), env=env) == wanted

@@ -1,0 +1,184 @@
+"""From main(stop) to an exit code, in real processes with real signals."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mesh import lifecycle
+from protocol.errors import ConfigError, PeerLostError
+
+ROOT = Path(__file__).parents[2]
+HEAD = """
+import asyncio, os, sys
+from mesh.lifecycle import run, watch_parent
+def say(text): print(text, flush=True)
+"""
+
+
+@contextmanager
+def service(body: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs `body`, which defines `main`; it says "up" when it listens for signals."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{HEAD}\n{body}\nsys.exit(run(main))"],
+        cwd=ROOT,
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def await_line(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == line
+
+
+WAITS = """
+async def main(stop):
+    say("up")
+    await stop.wait()
+    say("stopping")
+    %s
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_main_finish(number: signal.Signals) -> None:
+    with service(WAITS % "return 7") as process:
+        await_line(process, "up")
+        process.send_signal(number)
+        await_line(process, "stopping")
+        assert process.wait(10) == 7
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_cancels_main(number: signal.Signals, code: int) -> None:
+    stuck = "\n    try: await asyncio.sleep(60)\n    finally: say('cleaned up')"
+    with service(WAITS % stuck) as process:
+        await_line(process, "up")
+        process.send_signal(number)
+        await_line(process, "stopping")
+        process.send_signal(number)
+        await_line(process, "cleaned up")
+        assert process.wait(10) == code
+
+
+def test_a_third_signal_ends_a_main_that_will_not_be_cancelled() -> None:
+    stubborn = """
+    while True:
+        try: await asyncio.sleep(60)
+        except asyncio.CancelledError: say("no")
+"""
+    with service(WAITS % stubborn) as process:
+        await_line(process, "up")
+        process.terminate()
+        await_line(process, "stopping")
+        process.terminate()
+        await_line(process, "no")
+        process.terminate()
+        assert process.wait(10) == 143
+
+
+SUPERVISOR = """
+import os, subprocess, sys
+os.environ["KVMESH_PARENT_PID"] = str(os.getpid())
+subprocess.run([sys.executable, "-c", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("kernel", ["", "del os.pidfd_open"], ids=["pidfd", "prctl"])
+def test_the_end_of_the_supervisor_stops_the_service(kernel: str) -> None:
+    main = WAITS.replace('say("up")', 'watch_parent(stop); say("up")') % "return 0"
+    code = f"{HEAD}\n{kernel}\n{main}\nsys.exit(run(main))"
+    command = [sys.executable, "-c", SUPERVISOR, code]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as supervisor:
+        await_line(supervisor, "up")
+        supervisor.kill()
+        await_line(supervisor, "stopping")  # said by the service, into the pipe it inherited
+
+
+async def test_a_parent_that_is_gone_already_stops_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = await asyncio.create_subprocess_exec("true")
+    await parent.wait()
+    monkeypatch.setenv("KVMESH_PARENT_PID", str(parent.pid))
+    stop = asyncio.Event()
+    lifecycle.watch_parent(stop)
+    assert stop.is_set()
+
+
+async def test_without_a_parent_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVMESH_PARENT_PID", raising=False)
+    stop = asyncio.Event()
+    lifecycle.watch_parent(stop)
+    assert not stop.is_set()
+
+
+def test_no_exit_code_means_0() -> None:
+    async def main(stop: asyncio.Event) -> None: ...
+
+    assert lifecycle.run(main) == 0
+
+
+def test_an_expected_failure_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main(stop: asyncio.Event) -> None:
+        raise ConfigError("port 80 is taken", hint="choose another")
+
+    assert lifecycle.run(main) == 2
+    assert capsys.readouterr().err == "error: port 80 is taken; choose another\n"
+
+
+def test_a_group_of_expected_failures_is_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main(stop: asyncio.Event) -> None:
+        inner = ExceptionGroup("inner", [PeerLostError("b")])
+        raise ExceptionGroup("outer", [ConfigError("a"), inner])
+
+    assert lifecycle.run(main) == 1
+    assert capsys.readouterr().err == "error: a\nerror: b\n"
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), ExceptionGroup("g", [ConfigError("a"), KeyError("k")])])
+def test_a_bug_shows_its_traceback(capsys: pytest.CaptureFixture[str], error: Exception) -> None:
+    async def main(stop: asyncio.Event) -> None:
+        raise error
+
+    assert lifecycle.run(main) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_tasks_left_behind_are_cancelled_and_awaited() -> None:
+    ended = []
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    async def main(stop: asyncio.Event) -> None:
+        task = asyncio.create_task(forever())
+        await asyncio.sleep(0)
+        assert not task.done()
+
+    assert lifecycle.run(main) == 0
+    assert ended == [True]
+
+
+def test_a_cancelled_main_without_a_signal_is_a_bug() -> None:
+    async def main(stop: asyncio.Event) -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        lifecycle.run(main)

@@ -1,0 +1,160 @@
+"""Log lines and the /metrics endpoint."""
+
+import asyncio
+import io
+import logging
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from mesh.telemetry import current_request_id, request_context, serve_metrics, setup_logging
+from protocol.errors import ConfigError
+
+log = logging.getLogger("router.service")
+
+
+@pytest.fixture(autouse=True)
+def _restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers[:] = []  # basicConfig(force=True) closes what it replaces
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def lines_of(stream: io.StringIO) -> list[str]:
+    return stream.getvalue().splitlines()
+
+
+def json_lines(stream: io.StringIO) -> list[dict[str, object]]:
+    return [msgspec.json.decode(line) for line in lines_of(stream)]
+
+
+def test_text_lines_have_time_level_service_logger_message_and_extras() -> None:
+    out = io.StringIO()
+    setup_logging("router", stream=out)
+    log.info("placed %d", 3, extra={"worker_id": "w 1", "blocks": 2})
+    assert lines_of(out)[0].split(" ", 1)[1] == "INFO    router router.service: placed 3 worker_id='w 1' blocks=2"
+
+
+def test_json_lines_have_one_object_per_record() -> None:
+    out = io.StringIO()
+    setup_logging("router", fmt="json", stream=out)
+    log.warning("placed", extra={"blocks": 2, "path": Path("/x")})
+    (line,) = json_lines(out)
+    assert str(line.pop("ts")).endswith("Z")
+    assert line == {
+        "level": "warning",
+        "service": "router",
+        "logger": "router.service",
+        "message": "placed",
+        "blocks": 2,
+        "path": "/x",
+    }
+
+
+async def test_the_request_id_follows_into_tasks_and_ends_with_the_context() -> None:
+    out = io.StringIO()
+    setup_logging("router", fmt="json", stream=out)
+
+    async def work() -> None:
+        log.info("inside")
+
+    with request_context("req-1"):
+        assert current_request_id() == "req-1"
+        await asyncio.create_task(work())
+    log.info("outside")
+    inside, outside = json_lines(out)
+    assert inside["request_id"] == "req-1"
+    assert "request_id" not in outside
+
+
+def test_an_explicit_request_id_wins_over_the_context() -> None:
+    out = io.StringIO()
+    setup_logging("router", fmt="json", stream=out)
+    with request_context("req-1"):
+        log.info("other", extra={"request_id": "req-2"})
+    assert json_lines(out)[0]["request_id"] == "req-2"
+
+
+def test_a_newline_from_outside_fakes_no_log_line() -> None:
+    out = io.StringIO()
+    setup_logging("router", stream=out)
+    log.info("model %s", "x\n2026 ERROR fake\x1b[2J", extra={"key": "a\nb"})
+    (line,) = lines_of(out)
+    assert line.endswith(r"model x\n2026 ERROR fake\x1b[2J key='a\nb'")
+
+
+@pytest.mark.parametrize("fmt", ["text", "json"])
+def test_exceptions_come_with_their_traceback(fmt: str) -> None:
+    out = io.StringIO()
+    setup_logging("router", fmt=fmt, stream=out)
+    try:
+        raise KeyError("gone")
+    except KeyError:
+        log.exception("failed")
+    text = "\n".join(lines_of(out)) if fmt == "text" else str(json_lines(out)[0]["exception"])
+    assert "Traceback" in text
+    assert "KeyError: 'gone'" in text
+
+
+@pytest.mark.parametrize("value", ["\ud800", 2**70, {1: object()}, {("a",): 1}])
+def test_no_value_breaks_a_json_line(value: object) -> None:
+    out = io.StringIO()
+    setup_logging("router", fmt="json", stream=out)
+    log.info("odd", extra={"value": value})
+    assert json_lines(out)[0]["value"]
+
+
+def test_levels_below_the_wanted_one_are_left_out() -> None:
+    out = io.StringIO()
+    setup_logging("router", level="warning", stream=out)
+    log.info("no")
+    log.warning("yes")
+    assert len(lines_of(out)) == 1
+
+
+def test_logs_go_to_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "router.log"
+    setup_logging("router", file=str(path))
+    log.info("kept")
+    assert "kept" in path.read_text()
+
+
+def test_a_second_setup_replaces_the_first() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    setup_logging("router", stream=first)
+    setup_logging("router", stream=second)
+    log.info("once")
+    assert (len(lines_of(first)), len(lines_of(second))) == (0, 1)
+
+
+@pytest.mark.parametrize("bad", [{"level": "loud"}, {"fmt": "xml"}, {"file": "/does/not/exist/x.log"}])
+def test_bad_log_settings_are_refused(bad: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        setup_logging("router", **bad)
+
+
+def test_metrics_are_served_on_a_free_port_until_closed() -> None:
+    registry = CollectorRegistry()
+    Counter("router_requests", "Requests answered.", registry=registry).inc(3)
+    url, close = serve_metrics("127.0.0.1", 0, registry=registry)
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        assert b"router_requests_total 3.0" in answer.read()
+    close()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url, timeout=5)
+
+
+def test_a_taken_metrics_port_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"no metrics on 127.0.0.1:{port}"):
+            serve_metrics("127.0.0.1", port, registry=CollectorRegistry())

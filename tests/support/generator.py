@@ -1,0 +1,48 @@
+"""A Generator that plays a script: what the mesh would have answered."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from frontend.generator import Hints, Trace
+from protocol.messages import Delta, GenerateRequest
+
+Step = Delta | BaseException | asyncio.Event | Callable[[Trace], None]
+"""A delta is yielded, an error raised, an event waited for, a function told the trace."""
+
+
+class ScriptedGenerator:
+    """Plays the same script for every request and remembers what it was asked."""
+
+    def __init__(self, script: Sequence[Step] = ()) -> None:
+        self.script = list(script)
+        self.requests: list[GenerateRequest] = []
+        self.hints: list[Hints] = []
+        self.deadlines: list[float] = []
+        self.started = asyncio.Event()  # a first request has come
+        self.ended = asyncio.Event()  # a generator has ended, in whatever way
+        self.deltas_taken = 0
+        self.closed_early = 0  # generators that did not come to their end: cancelled
+
+    async def generate(
+        self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float
+    ) -> AsyncGenerator[Delta, None]:
+        self.requests.append(request)
+        self.hints.append(hints)
+        self.deadlines.append(deadline)
+        self.started.set()
+        self.closed_early += 1
+        try:
+            for step in self.script:
+                match step:
+                    case Delta():
+                        self.deltas_taken += 1
+                        yield step
+                    case BaseException():
+                        raise step
+                    case asyncio.Event():
+                        await step.wait()
+                    case _:
+                        step(trace)
+            self.closed_early -= 1
+        finally:
+            self.ended.set()

@@ -1,0 +1,33 @@
+"""`python -m workers`: run one worker."""
+
+import os
+import sys
+
+from mesh.config import load
+from mesh.lifecycle import run
+from mesh.telemetry import setup_logging
+from protocol.errors import ConfigError
+from workers.config import WorkerConfig
+from workers.service import serve
+
+
+def main() -> int:
+    try:
+        config = load(
+            WorkerConfig,
+            sys.argv[1:],
+            os.environ,
+            prefix="KVMESH_WORKER_",
+            prog="python -m workers",
+            description="Run one worker: an engine that prefills, decodes, or both.",
+            section="worker",
+        )
+        setup_logging(config.name or config.role.value, level=config.log_level, fmt=config.log_format)
+    except ConfigError as error:
+        print(f"kvmesh worker: {error}", file=sys.stderr)
+        return 2
+    return run(lambda stop: serve(config, stop))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

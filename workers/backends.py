@@ -1,0 +1,54 @@
+"""From settings to an engine. Each backend is imported only when it is asked for."""
+
+from pathlib import Path
+
+from kvcache.transfer.backend import TransferBackend, choose_backend, open_backend
+from protocol.errors import ConfigError
+from workers.config import WorkerConfig
+from workers.engine import Engine
+from workers.executor import Executor
+from workers.step_engine import StepEngine, StepEngineConfig
+
+
+def open_engine(config: WorkerConfig) -> Engine:
+    """Raises ConfigError if the settings do not fit together or to this machine."""
+    step_config = StepEngineConfig(
+        model=served_name(config),
+        model_path=str(Path(config.model_path).resolve()),
+        num_blocks=config.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        offer_lease_s=config.offer_lease_s,
+        pull_timeout_s=config.pull_timeout_s,
+    )
+    return StepEngine(_open_executor(config), _open_transfer(config), step_config)
+
+
+def served_name(config: WorkerConfig) -> str:
+    return config.model or Path(config.model_path).resolve().name
+
+
+def _open_executor(config: WorkerConfig) -> Executor:
+    if config.engine == "mock":
+        from workers.mock_engine.executor import MockExecutor
+
+        return MockExecutor(block_size=config.block_size, speedup=config.mock_speedup)
+    try:
+        from workers.torch_engine.executor import TorchExecutor
+    except ImportError as error:
+        raise ConfigError(
+            f"the torch engine needs torch and safetensors: {error}",
+            hint="pip install -c constraints.txt 'kvmesh[torch]', or set --engine mock",
+        ) from error
+    return TorchExecutor(
+        config.model_path,
+        device=config.device,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        num_threads=config.num_threads,
+        random_weights=config.random_weights,
+    )
+
+
+def _open_transfer(config: WorkerConfig) -> TransferBackend:
+    return open_backend(choose_backend(config.kv_transfer))

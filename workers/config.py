@@ -1,0 +1,45 @@
+"""Settings of a worker."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from protocol.messages import Role
+
+
+class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A flag wins over `KVMESH_WORKER_<NAME>`, that over the TOML file of `--config`, that over the default."""
+
+    name: Annotated[str, Meta(description="stable name of this worker; default: its role")] = ""
+    role: Annotated[Role, Meta(description="prefill, decode, or aggregated: both halves")] = Role.AGGREGATED
+    engine: Annotated[Literal["torch", "mock"], Meta(description="what computes")] = "torch"
+    model_path: Annotated[str, Meta(description="Hugging Face folder (mock: of the tokenizer)")]
+    model: Annotated[str, Meta(description="name the model is served under; default: that of its folder")] = ""
+    random_weights: Annotated[bool, Meta(description="torch: make weights up, the folder has only config.json")] = False
+    device: Annotated[str, Meta(description="torch: cpu, cuda, cuda:<n> or auto")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], Meta(description="torch: auto is float32 on a CPU")
+    ] = "auto"
+    num_threads: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="torch: CPU threads of a step; 0: torch decides; default: 1 for small models"),
+    ] = None
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per KV block")] = 16
+    num_blocks: Annotated[int, Meta(ge=2, description="KV blocks of this worker")] = 2048
+    max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in one step")] = 32
+    max_step_tokens: Annotated[int, Meta(ge=1, description="tokens of one step; longer prompts are chunked")] = 512
+    mock_speedup: Annotated[float, Meta(ge=0, description="mock: how much faster than modelled; 0: no delay")] = 1.0
+    kv_transfer: Annotated[
+        Literal["auto", "nixl", "shm"], Meta(description="how KV moves between workers; auto: nixl if it loads")
+    ] = "auto"
+    offer_lease_s: Annotated[float, Meta(gt=0, description="a KV offer that nobody fetches is unpinned after")] = 30.0
+    pull_timeout_s: Annotated[float, Meta(gt=0, description="a KV pull that takes longer is given up")] = 10.0
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    advertise_host: Annotated[str, Meta(description="address that peers use; default: --host")] = ""
+    port: Annotated[int, Meta(ge=0, le=65535, description="port of the request plane; 0: any")] = 0
+    metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
+    discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
+    max_calls: Annotated[int, Meta(ge=1, description="calls at once, beyond that they are refused")] = 4096
+    drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
+    log_format: Annotated[Literal["text", "json"], Meta(description="form of a log line")] = "text"

@@ -1,0 +1,348 @@
+"""Which sequences run in the next step, and what its result means for them. Pure: no clock, no tensors.
+
+The torch and the mock engine share it. A step computes at most `max_step_tokens` new tokens: one for each
+sequence that decodes, the rest for prompts, in chunks where they do not fit. Sequences are admitted first come,
+first served; when blocks run out the youngest is preempted and computes again later what is not cached.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvcache.pool import BlockPool, PoolExhaustedError
+from protocol.errors import ContextLengthError, InvalidRequestError
+from protocol.hashing import block_hashes, extend_chain, hash_seed
+from protocol.ids import RequestId, SequenceHash
+from protocol.messages import Delta, FinishReason, GenerateRequest, TokenLogprob, unpack_tokens
+from workers.executor import Row, Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_num_seqs: int
+    max_step_tokens: int
+    context_tokens: int
+    max_waiting: int = 4096
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One request on its way. Positions < num_computed have their KV in `table`."""
+
+    request: GenerateRequest
+    prompt: list[int]
+    output: list[int]
+    tokens: list[int]  # prompt + output
+    stop_ids: frozenset[int]
+    seed: int  # of the block hashes
+    table: list[int] = field(default_factory=list)
+    hashes: list[SequenceHash] = field(default_factory=list)  # of full blocks, as far as they were needed
+    num_computed: int = 0
+    num_committed: int = 0  # blocks of `table` that the pool knows by name
+    cached_tokens: int | None = None  # found in the prefix cache when it was first admitted
+    told_cached: bool = False  # the first delta carries it
+    pulling: bool = False
+    pulled: bool = False  # a pull was tried: not again after a preemption
+    aborted: bool = False
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens whose KV is still to compute before the next one can be sampled; >= 1."""
+        return len(self.tokens) - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Blocks to fetch from the peer of the sequence's ticket: those from number `skip` on, into `into`."""
+
+    sequence: SequenceState
+    skip: int
+    into: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Step:
+    rows: list[Row] = field(default_factory=list)
+    sequences: list[SequenceState] = field(default_factory=list)  # of the rows
+    pulls: list[Pull] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step adds to one request. `handoff`: blocks kept for a decode worker, holding `num_tokens`."""
+
+    request_id: RequestId
+    delta: Delta
+    handoff: tuple[int, ...] = ()
+    num_tokens: int = 0
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, limits: Limits, eos_token_ids: Sequence[int]) -> None:
+        self.pool = pool
+        self._limits = limits
+        self._eos = frozenset(eos_token_ids)
+        self._waiting: deque[SequenceState] = deque()
+        self._running: list[SequenceState] = []  # oldest first; those that pull included
+        self._known: dict[RequestId, SequenceState] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request. Raises InvalidRequestError if it can never run here."""
+        if request.request_id in self._known:
+            raise InvalidRequestError(f"request {request.request_id} runs here already")
+        prompt = unpack_tokens(request.prompt)
+        output = list(request.generated)
+        self._check_size(len(prompt), len(output), request.stop.max_tokens)
+        stop_ids = frozenset(request.stop.stop_token_ids)
+        if not request.stop.ignore_eos:
+            stop_ids |= self._eos
+        sequence = SequenceState(
+            request=request,
+            prompt=prompt,
+            output=output,
+            tokens=prompt + output,
+            stop_ids=stop_ids,
+            seed=hash_seed(request.lora, request.cache_salt),
+        )
+        self._known[request.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def _check_size(self, isl_tokens: int, num_generated: int, max_tokens: int) -> None:
+        if isl_tokens == 0:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if max_tokens <= num_generated:
+            raise InvalidRequestError(f"{num_generated} of at most {max_tokens} tokens are generated already")
+        num_tokens = isl_tokens + num_generated
+        if num_tokens >= self._limits.context_tokens:
+            raise ContextLengthError(
+                f"the prompt has {num_tokens} tokens, the context of this model {self._limits.context_tokens}",
+                hint="shorten the prompt",
+            )
+        most = min(isl_tokens + max_tokens, self._limits.context_tokens)
+        if self._blocks_for(most) > self.pool.num_blocks:
+            raise ContextLengthError(
+                f"prompt and answer of up to {most} tokens need {self._blocks_for(most)} KV blocks, "
+                f"this worker has {self.pool.num_blocks}",
+                hint="lower max_tokens, or start the worker with more --num-blocks",
+            )
+
+    def is_full(self) -> bool:
+        return len(self._waiting) >= self._limits.max_waiting
+
+    def abort(self, request_id: RequestId) -> None:
+        """Give a request up and free what it holds; what pulls frees it when the pull has ended."""
+        sequence = self._known.pop(request_id, None)
+        if sequence is None:
+            return
+        sequence.aborted = True
+        if sequence.pulling:
+            return
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._free(sequence)
+
+    def plan(self) -> Step:
+        """Choose the next step. Pulls run beside it; a step without rows need not be executed."""
+        step = Step()
+        budget = self._limits.max_step_tokens
+        for sequence in sorted(self._running, key=lambda s: s.num_missing > 1):  # who decodes goes first
+            if sequence.pulling or sequence not in self._running or budget == 0:
+                continue
+            count = min(sequence.num_missing, budget)
+            if self._reserve(sequence, count, step):
+                self._add_row(step, sequence, count)
+                budget -= count
+        while self._waiting and budget > 0 and len(self._running) < self._limits.max_num_seqs:
+            sequence = self._waiting[0]
+            if not self._admit(sequence):
+                break
+            self._waiting.popleft()
+            self._running.append(sequence)
+            if self._wants_pull(sequence):
+                sequence.pulling = sequence.pulled = True
+                skip, end = sequence.num_committed, self._blocks_for(len(sequence.tokens) - 1)
+                step.pulls.append(Pull(sequence, skip, tuple(sequence.table[skip:end])))
+                continue
+            count = min(sequence.num_missing, budget)
+            self._add_row(step, sequence, count)
+            budget -= count
+        return step
+
+    def complete(self, step: Step, results: Sequence[Sampled | None]) -> list[Output]:
+        """Take the step's results in. Requests aborted meanwhile are skipped."""
+        outputs: list[Output] = []
+        for row, sequence, result in zip(step.rows, step.sequences, results, strict=True):
+            if sequence.aborted:
+                continue
+            sequence.num_computed = row.start + len(row.token_ids)
+            self._commit_full_blocks(sequence)
+            if result is not None:
+                outputs.append(self._append(sequence, result))
+        return outputs
+
+    def pull_ended(self, sequence: SequenceState, *, arrived: bool) -> None:
+        """The blocks of a pull hold the KV of all tokens but the last, or (not `arrived`) must be computed."""
+        sequence.pulling = False
+        if sequence.aborted:
+            self._running.remove(sequence)
+            self._free(sequence)
+            return
+        if arrived:
+            sequence.num_computed = len(sequence.tokens) - 1
+            self._commit_full_blocks(sequence)
+
+    def _wants_pull(self, sequence: SequenceState) -> bool:
+        ticket = sequence.request.ticket
+        return (
+            ticket is not None
+            and not sequence.pulled
+            and ticket.num_tokens == len(sequence.tokens) - 1
+            and len(ticket.block_ids) == self._blocks_for(ticket.num_tokens)
+            and sequence.num_committed < len(ticket.block_ids)
+        )
+
+    def _admit(self, sequence: SequenceState) -> bool:
+        """Give a waiting sequence the cached prefix and blocks for the rest; False if they are not there.
+
+        The last token is always computed, its logits are needed: a prompt that is cached whole is matched up
+        to the block before.
+        """
+        block_size = self.pool.block_size
+        matchable = (len(sequence.tokens) - 1) // block_size
+        self._extend_hashes(sequence, matchable)
+        matched = self.pool.match(sequence.hashes[:matchable])
+        try:
+            fresh = self.pool.allocate(self._blocks_for(len(sequence.tokens)) - len(matched))
+        except PoolExhaustedError:
+            self.pool.release(matched)
+            return False
+        sequence.table = matched + fresh
+        sequence.num_computed = len(matched) * block_size
+        sequence.num_committed = len(matched)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.num_computed, len(sequence.prompt))
+        return True
+
+    def _reserve(self, sequence: SequenceState, count: int, step: Step) -> bool:
+        """Make room for `count` more tokens, at the cost of the youngest if need be."""
+        lacking = self._blocks_for(sequence.num_computed + count) - len(sequence.table)
+        while lacking > 0:
+            try:
+                sequence.table += self.pool.allocate(lacking)
+                return True
+            except PoolExhaustedError:
+                victim = self._youngest(step)
+                if victim is None:
+                    return False
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+        return True
+
+    def _youngest(self, step: Step) -> SequenceState | None:
+        for sequence in reversed(self._running):
+            if not sequence.pulling and sequence not in step.sequences:
+                return sequence
+        return None
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        self._running.remove(sequence)
+        self._free(sequence)
+        self._waiting.appendleft(sequence)
+
+    def _add_row(self, step: Step, sequence: SequenceState, count: int) -> None:
+        start = sequence.num_computed
+        stop = sequence.request.stop
+        sample = start + count == len(sequence.tokens)
+        banned = tuple(sequence.stop_ids) if sample and len(sequence.output) < stop.min_tokens else ()
+        step.sequences.append(sequence)
+        step.rows.append(
+            Row(
+                request_id=sequence.request_id,
+                token_ids=sequence.tokens[start : start + count],
+                start=start,
+                block_table=sequence.table,
+                sample=sample,
+                sampling=sequence.request.sampling,
+                prompt=sequence.prompt,
+                output=sequence.output,
+                banned=banned,
+            )
+        )
+
+    def _append(self, sequence: SequenceState, result: Sampled) -> Output:
+        token = result.token_id
+        sequence.output.append(token)
+        sequence.tokens.append(token)
+        reason = self._finish_reason(sequence, token)
+        logprobs: tuple[TokenLogprob, ...] | None = None if result.logprob is None else (result.logprob,)
+        cached = None if sequence.told_cached else sequence.cached_tokens
+        sequence.told_cached = True
+        delta = Delta(
+            token_ids=(token,),
+            finish_reason=reason,
+            logprobs=logprobs,
+            cached_tokens=cached,
+            stop_token=token if reason is FinishReason.STOP else None,
+        )
+        if reason is None and not sequence.request.offer_kv:
+            return Output(sequence.request_id, delta)
+        self._running.remove(sequence)
+        del self._known[sequence.request_id]
+        if reason is None:  # a prefill leg: the blocks go on to the offer, with their references
+            return Output(sequence.request_id, delta, tuple(sequence.table), sequence.num_computed)
+        self._free(sequence)
+        return Output(sequence.request_id, delta)
+
+    def _finish_reason(self, sequence: SequenceState, token: int) -> FinishReason | None:
+        if token in sequence.stop_ids and len(sequence.output) > sequence.request.stop.min_tokens:
+            return FinishReason.STOP
+        if len(sequence.output) >= sequence.request.stop.max_tokens:
+            return FinishReason.LENGTH
+        if len(sequence.tokens) >= self._limits.context_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _commit_full_blocks(self, sequence: SequenceState) -> None:
+        block_size = self.pool.block_size
+        num_full = sequence.num_computed // block_size
+        self._extend_hashes(sequence, num_full)
+        for i in range(sequence.num_committed, num_full):
+            sequence.table[i] = self.pool.commit(
+                sequence.table[i],
+                sequence.hashes[i],
+                sequence.table[i - 1] if i else None,
+                sequence.tokens[i * block_size : (i + 1) * block_size],
+                lora=sequence.request.lora,
+                salt=sequence.request.cache_salt,
+            )
+        sequence.num_committed = max(num_full, sequence.num_committed)
+
+    def _extend_hashes(self, sequence: SequenceState, count: int) -> None:
+        known = len(sequence.hashes)
+        if count > known:
+            block_size = self.pool.block_size
+            blocks = block_hashes(sequence.tokens[known * block_size : count * block_size], block_size, sequence.seed)
+            sequence.hashes += extend_chain(sequence.hashes[-1] if known else None, blocks)
+
+    def _free(self, sequence: SequenceState) -> None:
+        self.pool.release(sequence.table)
+        sequence.table = []
+        sequence.num_computed = sequence.num_committed = 0
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)

@@ -1,0 +1,161 @@
+"""Run one worker: its engine, the calls it answers, its KV events and its place in the mesh."""
+
+import asyncio
+import logging
+import os
+from contextlib import AsyncExitStack, aclosing
+
+from kvevents.formats import encode_payload
+from kvevents.publisher import KvEventPublisher
+from mesh.discovery import open_discovery
+from mesh.lifecycle import watch_parent
+from mesh.plane.server import Call, Handler, PlaneServer
+from mesh.telemetry import request_context, serve_metrics
+from protocol.errors import EngineError, InvalidRequestError, MeshError
+from protocol.ids import WorkerId, new_worker_id
+from protocol.messages import GenerateRequest, KvSnapshot, ReleaseOffer, Role, WorkerCard, decode, encode
+from workers.backends import open_engine
+from workers.config import WorkerConfig
+from workers.engine import Engine, EngineInfo
+from workers.metrics import CACHED_BLOCKS, OFFERS, REQUESTS, RUNNING, USED_BLOCKS, WAITING
+
+log = logging.getLogger(__name__)
+
+HEALTH_CHECK_S = 1.0
+
+
+async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
+    """Work until `stop` is set, then leave the mesh and finish what is in flight.
+
+    Raises EngineError if the engine dies: a supervisor starts the worker anew.
+    """
+    watch_parent(stop)
+    name = config.name or config.role.value
+    worker_id = new_worker_id(name)
+    async with AsyncExitStack() as cleanup:
+        metrics_url, close_metrics = serve_metrics(config.host, config.metrics_port)
+        cleanup.push_async_callback(asyncio.to_thread, close_metrics)
+        engine = open_engine(config)
+        bind = f"tcp://{config.host}:*"
+        publisher = KvEventPublisher(bind, bind, advertise_host=config.advertise_host or None)
+        cleanup.callback(publisher.close)
+        worker = Worker(config.role, engine, publisher)
+        server = PlaneServer(worker.handlers(), max_calls=config.max_calls, even_when_draining={"release"})
+        cleanup.push_async_callback(server.close)
+        address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
+        cleanup.push_async_callback(engine.stop)
+        info = await engine.start(worker_id, address)
+        worker.info = info
+        engine.on_kv_events(publisher.publish)
+        observe_load(engine)
+        discovery = open_discovery(config.discovery)
+        cleanup.push_async_callback(discovery.close)
+        card = make_card(name, worker_id, config, info, address, publisher, metrics_url)
+        registration = await discovery.put(f"workers/{worker_id}", encode(card))
+        log.info("ready", extra={"worker": worker_id, "address": address, "model": info.model, "kv": info.transfer})
+        await until_stopped(stop, engine)
+        log.info("draining")
+        await registration.withdraw()
+        if cut_off := await server.drain(config.drain_timeout_s):
+            log.warning("stopped with %d calls unanswered after %.1f s", cut_off, config.drain_timeout_s)
+        await offers_taken(engine, config.drain_timeout_s)
+
+
+async def until_stopped(stop: asyncio.Event, engine: Engine) -> None:
+    while not stop.is_set():
+        engine.check_health()
+        try:
+            await asyncio.wait_for(stop.wait(), HEALTH_CHECK_S)
+        except TimeoutError:
+            continue
+
+
+async def offers_taken(engine: Engine, timeout_s: float) -> None:
+    """A prefill worker that leaves while decode workers still fetch from it would make them compute again."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while engine.load().offers and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)  # once in the life of a worker: not worth an event in the seam
+
+
+class Worker:
+    """The calls a worker answers."""
+
+    def __init__(self, role: Role, engine: Engine, publisher: KvEventPublisher) -> None:
+        self._role = role
+        self._engine = engine
+        self._publisher = publisher
+        self.info: EngineInfo | None = None
+
+    def handlers(self) -> dict[str, Handler]:
+        return {"generate": self.generate, "release": self.release, "kv_snapshot": self.kv_snapshot}
+
+    async def generate(self, call: Call) -> None:
+        request = decode(call.body, GenerateRequest)
+        outcome = "cancelled"
+        with request_context(request.request_id):
+            try:
+                self._check(request)
+                async with aclosing(self._engine.generate(request)) as deltas:
+                    async for delta in deltas:
+                        await call.send(delta)
+                outcome = "ok"
+            except MeshError as error:
+                outcome = error.code
+                if isinstance(error, EngineError):
+                    log.error("request failed: %s", error)
+                raise
+            finally:
+                REQUESTS.labels(outcome).inc()
+
+    async def release(self, call: Call) -> None:
+        offer = decode(call.body, ReleaseOffer)
+        self._engine.release(offer.offer_id, offer.nonce)
+
+    async def kv_snapshot(self, call: Call) -> None:
+        events = self._engine.kv_snapshot()
+        await call.send(KvSnapshot(seq=self._publisher.last_seq, payload=encode_payload(events, 0.0, 0)))
+
+    def _check(self, request: GenerateRequest) -> None:
+        if self.info is None or request.model != self.info.model:
+            raise InvalidRequestError(f"model {request.model!r} is not served here", hint="route by the worker's card")
+        if request.offer_kv and self._role is Role.DECODE:
+            raise InvalidRequestError("a decode worker offers no KV", hint="send prefill legs to prefill workers")
+        if self._role is Role.PREFILL and not request.offer_kv:
+            raise InvalidRequestError("a prefill worker only prefills", hint="send the request to a decode worker")
+
+
+def make_card(
+    name: str,
+    worker_id: WorkerId,
+    config: WorkerConfig,
+    info: EngineInfo,
+    address: str,
+    publisher: KvEventPublisher,
+    metrics_url: str,
+) -> WorkerCard:
+    return WorkerCard(
+        worker_id=worker_id,
+        name=name,
+        role=config.role,
+        model=info.model,
+        model_path=info.model_path,
+        address=address,
+        block_size=info.block_size,
+        total_blocks=info.total_blocks,
+        context_tokens=info.context_tokens,
+        max_num_seqs=info.max_num_seqs,
+        kv_events=publisher.endpoint,
+        kv_replay=publisher.replay_endpoint,
+        transfer=info.transfer,
+        pid=os.getpid(),
+        metrics_url=metrics_url,
+    )
+
+
+def observe_load(engine: Engine) -> None:
+    """The gauges read the engine when they are scraped, and cost nothing otherwise."""
+    RUNNING.set_function(lambda: engine.load().running)
+    WAITING.set_function(lambda: engine.load().waiting)
+    USED_BLOCKS.set_function(lambda: engine.load().used_blocks)
+    CACHED_BLOCKS.set_function(lambda: engine.load().cached_blocks)
+    OFFERS.set_function(lambda: engine.load().offers)

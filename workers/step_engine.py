@@ -1,0 +1,311 @@
+"""The engine of our own: drives scheduler, executor and KV transfer, one step after the other.
+
+All state lives on the event loop; only `Executor` calls run in a thread, one at a time. Blocks are handed out
+between steps alone (`Scheduler.plan`), so what a request frees during a step is not written by others before
+the step has ended.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from kvcache.pool import BlockPool
+from kvcache.transfer.backend import TransferBackend
+from protocol.errors import EngineError, MeshError, OverloadedError, TransferError
+from protocol.events import KvEvent
+from protocol.ids import RequestId, WorkerId
+from protocol.messages import Delta, GenerateRequest, PullReport, Ticket
+from workers.engine import EngineInfo, EngineLoad
+from workers.executor import Executor, ModelInfo, Sampled
+from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS, STEP_SECONDS, STEP_TOKENS
+from workers.scheduler import Limits, Output, Pull, Scheduler, Step
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepEngineConfig:
+    model: str
+    model_path: str
+    num_blocks: int
+    max_num_seqs: int
+    max_step_tokens: int
+    offer_lease_s: float  # a KV offer that nobody fetched or released by then is unpinned
+    pull_timeout_s: float
+
+
+class StepEngine:
+    """Implements workers.engine.Engine over any Executor."""
+
+    def __init__(self, executor: Executor, transfer: TransferBackend | None, config: StepEngineConfig) -> None:
+        self._executor = executor
+        self._transfer = transfer
+        self._config = config
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._wake = asyncio.Event()
+        self._outputs: dict[RequestId, _OutputQueue] = {}
+        self._offers: dict[int, _Offer] = {}
+        self._listeners: list[Callable[[Sequence[KvEvent]], None]] = []
+        self._pulls: set[asyncio.Task[None]] = set()
+        self._pull_of: dict[RequestId, asyncio.Task[None]] = {}
+        self._reports: dict[RequestId, PullReport] = {}  # told with the first delta after the pull
+        self._loop_task: asyncio.Task[None] | None = None
+        self._failure: EngineError | None = None
+        self._worker_id = WorkerId("")
+
+    async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
+        loop = asyncio.get_running_loop()
+        self._worker_id = worker_id
+        model: ModelInfo = await loop.run_in_executor(self._thread, self._executor.load)
+        num_blocks = self._config.num_blocks
+        memory = None if self._transfer is None else self._transfer.allocate(num_blocks * model.layout.block_bytes)
+        region = await loop.run_in_executor(self._thread, self._executor.allocate_kv, num_blocks, memory)
+        if self._transfer is not None:
+            await self._transfer.register(region, worker_id, address)
+        limits = Limits(self._config.max_num_seqs, self._config.max_step_tokens, model.context_tokens)
+        self._pool = BlockPool(num_blocks, model.layout.block_size)
+        self._scheduler = Scheduler(self._pool, limits, model.eos_token_ids)
+        self._loop_task = asyncio.create_task(self._run(), name="engine steps")
+        return EngineInfo(
+            model=self._config.model,
+            model_path=self._config.model_path,
+            block_size=model.layout.block_size,
+            total_blocks=num_blocks,
+            context_tokens=model.context_tokens,
+            max_num_seqs=self._config.max_num_seqs,
+            layout=model.layout,
+            transfer="" if self._transfer is None else self._transfer.name,
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        self.check_health()
+        if self._scheduler.is_full():
+            raise OverloadedError(f"{self._scheduler.num_waiting} requests wait on {self._worker_id} already")
+        self._scheduler.add(request)
+        queue = self._outputs[request.request_id] = _OutputQueue()
+        self._wake.set()
+        undelivered: Ticket | None = None
+        try:
+            while True:
+                delta = await queue.take()
+                undelivered = delta.ticket
+                yield delta
+                undelivered = None
+                if delta.finish_reason is not None or delta.ticket is not None:
+                    return
+        finally:
+            del self._outputs[request.request_id]
+            if (late := queue.ticket() or undelivered) is not None:
+                self.release(late.offer_id, late.nonce)
+            self._abort(request.request_id)
+
+    def release(self, offer_id: int, nonce: int) -> None:
+        offer = self._offers.get(offer_id)
+        if offer is None or self._transfer is None or not self._transfer.release(offer_id, nonce):
+            return
+        del self._offers[offer_id]
+        offer.expiry.cancel()
+        self._pool.release(offer.block_ids)
+        self._wake.set()
+
+    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
+        self._listeners.append(listener)
+
+    def kv_snapshot(self) -> list[KvEvent]:
+        self._publish_events()  # what is not told yet must not be told after the snapshot that contains it
+        return self._pool.snapshot()
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            used_blocks=self._pool.held_blocks,
+            cached_blocks=self._pool.cached_blocks,
+            total_blocks=self._pool.num_blocks,
+            offers=len(self._offers),
+        )
+
+    def check_health(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._loop_task is None:
+            raise EngineError("the engine has not started or has stopped")
+
+    async def stop(self) -> None:
+        loop_task, self._loop_task = self._loop_task, None
+        if loop_task is None:
+            return
+        self._fail(EngineError(f"{self._worker_id} is stopping"))
+        loop_task.cancel()
+        with suppress(asyncio.CancelledError):
+            await loop_task
+        for pull in self._pulls:
+            pull.cancel()
+        if self._pulls:
+            await asyncio.wait(self._pulls)
+        for offer in self._offers.values():
+            offer.expiry.cancel()
+        if self._transfer is not None:
+            await self._transfer.close()
+        await asyncio.to_thread(self._thread.shutdown)
+        self._executor.close()
+
+    async def _run(self) -> None:
+        """Step until cancelled. A failing executor ends the engine: its KV cache cannot be trusted any more."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                step = self._scheduler.plan()
+                for pull in step.pulls:
+                    self._start_pull(pull)
+                if not step.rows:
+                    self._wake.clear()
+                    self._publish_events()
+                    await self._wake.wait()
+                    continue
+                started = time.perf_counter()
+                # Shielded: a step that has begun writes to the cache until it ends, whoever gives up on it.
+                results = await asyncio.shield(loop.run_in_executor(self._thread, self._executor.execute, step.rows))
+                STEP_SECONDS.observe(time.perf_counter() - started)
+                self._deliver(step, results)
+        except Exception as error:
+            log.exception("the engine failed")
+            self._fail(EngineError(f"the engine of {self._worker_id} failed: {type(error).__name__}: {error}"))
+
+    def _deliver(self, step: Step, results: Sequence[Sampled | None]) -> None:
+        STEP_TOKENS.inc(sum(len(row.token_ids) for row in step.rows))
+        for output in self._scheduler.complete(step, results):
+            delta = output.delta
+            if output.handoff:
+                delta = self._offer(output)
+            if (report := self._reports.pop(output.request_id, None)) is not None:
+                delta = msgspec.structs.replace(delta, pull=report)
+            if (queue := self._outputs.get(output.request_id)) is not None:
+                queue.put(delta)
+        self._publish_events()
+
+    def _offer(self, output: Output) -> Delta:
+        """A finished prefill leg: its blocks stay pinned for the decode worker, for as long as the lease."""
+        assert self._transfer is not None, "a request with offer_kv came to a worker without transfer"
+        try:
+            ticket = self._transfer.offer(output.handoff, output.num_tokens)
+        except MeshError as error:
+            self._pool.release(output.handoff)
+            if (queue := self._outputs.get(output.request_id)) is not None:
+                queue.fail(error)
+            return output.delta
+        loop = asyncio.get_running_loop()
+        expiry = loop.call_later(self._config.offer_lease_s, self._expire, ticket.offer_id, ticket.nonce)
+        self._offers[ticket.offer_id] = _Offer(output.handoff, expiry)
+        return msgspec.structs.replace(output.delta, ticket=ticket)
+
+    def _expire(self, offer_id: int, nonce: int) -> None:
+        log.warning("KV offer %d was neither fetched nor released in time", offer_id)
+        self.release(offer_id, nonce)
+
+    def _start_pull(self, pull: Pull) -> None:
+        task = asyncio.create_task(self._pull(pull), name=f"pull {pull.sequence.request_id}")
+        self._pulls.add(task)
+        self._pull_of[pull.sequence.request_id] = task
+        task.add_done_callback(self._pulls.discard)
+
+    async def _pull(self, pull: Pull) -> None:
+        """Fetch the prompt's blocks; whatever goes wrong, the prompt is computed here instead."""
+        request = pull.sequence.request
+        ticket, transfer = request.ticket, self._transfer
+        assert ticket is not None
+        started = time.perf_counter()
+        num_bytes, problem = 0, ""
+        try:
+            if transfer is None:
+                raise TransferError("this worker has no KV transfer", hint="start it with --kv-transfer")
+            num_bytes = await transfer.fetch(ticket, pull.skip, pull.into, self._config.pull_timeout_s)
+        except MeshError as error:
+            problem = str(error)
+            log.warning("request %s computes its prompt itself: %s", request.request_id, problem)
+        except asyncio.CancelledError:
+            problem = "cancelled"
+        finally:
+            self._pull_of.pop(request.request_id, None)
+            self._scheduler.pull_ended(pull.sequence, arrived=not problem)
+            self._wake.set()
+        duration_s = time.perf_counter() - started
+        backend = ticket.backend
+        PULLS.labels(backend, "failed" if problem else "ok").inc()
+        PULL_BYTES.labels(backend).inc(num_bytes)
+        PULL_SECONDS.labels(backend).observe(duration_s)
+        if request.request_id in self._outputs:
+            num_blocks = 0 if problem else len(pull.into)
+            self._reports[request.request_id] = PullReport(backend, num_bytes, num_blocks, duration_s, problem)
+
+    def _abort(self, request_id: RequestId) -> None:
+        self._reports.pop(request_id, None)
+        self._scheduler.abort(request_id)
+        if (pull := self._pull_of.get(request_id)) is not None:
+            pull.cancel()
+        self._wake.set()
+
+    def _fail(self, failure: EngineError) -> None:
+        self._failure = failure
+        for queue in self._outputs.values():
+            queue.fail(failure)
+
+    def _publish_events(self) -> None:
+        if events := self._pool.take_events():
+            for listener in self._listeners:
+                listener(events)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    block_ids: tuple[int, ...]
+    expiry: asyncio.TimerHandle
+
+
+class _OutputQueue:
+    """Deltas on their way to one consumer. A consumer that is behind gets them merged: bounded by the answer."""
+
+    def __init__(self) -> None:
+        self._delta: Delta | None = None
+        self._failure: MeshError | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, delta: Delta) -> None:
+        self._delta = delta if self._delta is None else _merged(self._delta, delta)
+        self._ready.set()
+
+    def fail(self, failure: MeshError) -> None:
+        self._failure = failure
+        self._ready.set()
+
+    def ticket(self) -> Ticket | None:
+        """Of a delta that was never taken."""
+        return None if self._delta is None else self._delta.ticket
+
+    async def take(self) -> Delta:
+        while self._delta is None:
+            if self._failure is not None:
+                raise self._failure
+            self._ready.clear()
+            await self._ready.wait()
+        delta, self._delta = self._delta, None
+        return delta
+
+
+def _merged(first: Delta, second: Delta) -> Delta:
+    logprobs = (*(first.logprobs or ()), *(second.logprobs or ()))
+    return Delta(
+        token_ids=first.token_ids + second.token_ids,
+        finish_reason=second.finish_reason,
+        logprobs=logprobs or None,
+        cached_tokens=first.cached_tokens,
+        ticket=second.ticket,
+        pull=first.pull or second.pull,
+        stop_token=second.stop_token,
+    )
