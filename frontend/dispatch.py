@@ -69,13 +69,15 @@ class Dispatcher:
         failed: list[WorkerId] = []
         problem: MeshError | None = None
         prompt = unpack_tokens(request.prompt)
+        generated = list(request.generated)
         patience_ends = deadline
         while len(failed) < MAX_ATTEMPTS:
             try:
-                route = self._route(request, prompt, hints, failed)
-                async with aclosing(self._attempt(request, route, trace, deadline)) as deltas:
+                attempt = msgspec.structs.replace(request, generated=tuple(generated))
+                route = self._route(attempt, prompt, hints, failed)
+                async with aclosing(self._attempt(attempt, route, trace, deadline)) as deltas:
                     async for delta in deltas:
-                        request = _with_generated(request, delta)
+                        generated += delta.token_ids
                         yield delta
                         if delta.finish_reason is not None:
                             return
@@ -128,13 +130,16 @@ class Dispatcher:
                     yield msgspec.structs.replace(delta, ticket=None)
                     if ticket is None:
                         return
-                    request = msgspec.structs.replace(_with_generated(request, delta), ticket=ticket)
+                    request = msgspec.structs.replace(
+                        request, generated=request.generated + delta.token_ids, ticket=ticket
+                    )
                 trace.decode_worker = placed.decode.name
                 async with aclosing(self._decode(placed.decode, request, booking, deadline)) as deltas:
                     async for delta in deltas:
                         if ticket is not None:  # with its first delta the decode worker is done with the offer
                             self._release(ticket)
                             ticket = None
+                            delta = msgspec.structs.replace(delta, cached_tokens=None)  # what prefill said counts
                         _note(trace, delta)
                         yield delta
             finally:
@@ -183,10 +188,6 @@ class Dispatcher:
 
 def _left(deadline: float) -> float:
     return deadline - asyncio.get_running_loop().time()
-
-
-def _with_generated(request: GenerateRequest, delta: Delta) -> GenerateRequest:
-    return msgspec.structs.replace(request, generated=request.generated + delta.token_ids)
 
 
 def _note(trace: Trace, delta: Delta) -> None:

@@ -100,12 +100,22 @@ class ModelRegistry:
         served = self.find(name)
         if not served.ready:
             raise NoWorkerError(f"no worker of the model {name!r} is ready", hint="try again later")
-        task = served.loading
-        if task is None or _failed(task):
-            task = served.loading = asyncio.create_task(asyncio.to_thread(_load, served), name=f"load {name}")
+        task = self._load(served)
         if task.done():
             return task.result()
         return await asyncio.shield(task)  # the load goes on for others when this caller leaves
+
+    def load_early(self, card: WorkerCard) -> None:
+        """Load the model of a worker that has just joined, so that the first request need not wait for it."""
+        if (served := self._served.get(card.model)) is not None:
+            self._load(served)
+
+    @staticmethod
+    def _load(served: Served) -> asyncio.Task[Model]:
+        """The load under way or done; a failed one is tried again."""
+        if served.loading is None or _failed(served.loading):
+            served.loading = asyncio.create_task(asyncio.to_thread(_load, served), name=f"load {served.name}")
+        return served.loading
 
     def find(self, name: str) -> Served:
         """Raises UnknownModelError."""

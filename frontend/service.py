@@ -34,6 +34,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
         cleanup.push_async_callback(discovery.close)
         models, workers = ModelRegistry(), WorkerFeed()
         workers.listen(models.add, models.remove)
+        workers.listen(models.load_early, lambda worker_id: None)
         async with asyncio.TaskGroup() as feeds:
             follow = [feeds.create_task(workers.run(discovery), name="frontend: follow workers")]
             router: Router

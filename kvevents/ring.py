@@ -31,7 +31,7 @@ class ReplayRing:
 
     def since(self, seq: int, limit: int) -> Iterator[tuple[int, bytes]]:
         """At most `limit` batches that are kept, from `seq` on."""
-        start = max(seq - self.first_seq, 0)
+        start = min(max(seq - self.first_seq, 0), len(self._payloads))
         first = self.first_seq + start
         return enumerate(islice(self._payloads, start, start + limit), first)
 

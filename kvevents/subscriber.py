@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 import zmq
 
@@ -23,7 +24,7 @@ Sink = Callable[[WorkerId, int, Sequence[KvEvent]], None]  # worker, dp rank, wh
 _QUEUED_BATCHES = 4096  # of one worker, while the loop is busy
 _QUEUED_REPLAYS = 256
 _SEQ_BYTES = 8
-_FIRST_RECHECK_S = 1.0
+_FIRST_RECHECKS_S = (0.1, 1.0)  # for what was published before the subscription had arrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,8 @@ class _Feed:
         self._requested = asyncio.Event()
         self._heard = asyncio.Event()  # a replay goes on
         self._complained = False
+        if source.replay_endpoint:
+            _connect_dealer(source).close()  # a bad address is found now
         self._sub = LoopSocket(_connect_sub(source), self._on_live)
         self._carry_out(self._cursor.start())
 
@@ -150,13 +153,12 @@ class _Feed:
 
     async def run(self) -> None:
         """Carry out what the cursor asks for, and recheck while that is nothing. Ends by cancellation."""
-        recheck_s = _FIRST_RECHECK_S  # for what was published before the subscription had arrived
+        rechecks = chain(_FIRST_RECHECKS_S, repeat(self._patience.recheck_s))
         in_a_row = 0
         while True:
             if self._request is None:
                 in_a_row = 0
-                await self._idle(min(recheck_s, self._patience.recheck_s))
-                recheck_s = self._patience.recheck_s
+                await self._idle(min(next(rechecks), self._patience.recheck_s))
             else:
                 await asyncio.sleep(self._patience.before_try(max(in_a_row - 2, 0)))
                 in_a_row += 1
@@ -211,8 +213,9 @@ class _Feed:
             try:
                 async with self._slots, asyncio.timeout(self._patience.snapshot_s):
                     snapshot = await take()
-            except (MeshError, OSError) as error:
-                log.warning("%s gives no snapshot: %s", self._name, error or type(error).__name__)
+            except Exception as error:  # whatever it is, the feed must not stop at a gap
+                is_bug = not isinstance(error, MeshError | OSError)
+                log.warning("%s: no snapshot (%r)", self._name, error, exc_info=is_bug)
             else:
                 self._carry_out(self._cursor.on_snapshot(snapshot.seq, snapshot.events))
                 return

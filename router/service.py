@@ -135,7 +135,12 @@ class LocalRouter:
         self.state.on_kv_events(worker_id, dp_rank, events)
 
     def _join(self, card: WorkerCard) -> None:
-        self.state.add_worker(card)
+        if not self.state.add_worker(card):
+            log.warning(
+                "worker %s is not used: its block size %d is not that of the other workers of %s; "
+                "start all with the same --block-size", card.worker_id, card.block_size, card.model
+            )  # fmt: skip
+            return
         if card.kv_events:
             self._subscriber.add(
                 KvSource(

@@ -3,7 +3,7 @@
 Every backend passes tests/contracts/test_engine.py.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,7 +43,7 @@ class Engine(Protocol):
         Raises MeshError with what to do about it.
         """
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         """Compute one answer; the last delta has a finish reason or a ticket.
 
         Closing the iterator aborts the request and frees all it holds. A consumer that is slow gets the
@@ -53,7 +53,7 @@ class Engine(Protocol):
     def release(self, offer_id: int, nonce: int) -> None:
         """Unpin the blocks of an offer. Unknown offers are no error."""
 
-    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
+    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
         """Call `listener` on the event loop, once a step, with what the block pool stored and removed."""
 
     def kv_snapshot(self) -> list[KvEvent]:

@@ -8,7 +8,7 @@ the step has ended.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from kvcache.transfer.backend import TransferBackend
 from protocol.errors import EngineError, MeshError, OverloadedError, TransferError
 from protocol.events import KvEvent
 from protocol.ids import RequestId, WorkerId
-from protocol.messages import Delta, GenerateRequest, PullReport, Ticket
+from protocol.messages import Delta, GenerateRequest, PullReport, SamplingParams, Ticket
 from workers.engine import EngineInfo, EngineLoad
-from workers.executor import Executor, ModelInfo, Sampled
+from workers.executor import Executor, ModelInfo, Row, Sampled
 from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS, STEP_SECONDS, STEP_TOKENS
 from workers.scheduler import Limits, Output, Pull, Scheduler, Step
 
@@ -51,7 +51,7 @@ class StepEngine:
         self._wake = asyncio.Event()
         self._outputs: dict[RequestId, _OutputQueue] = {}
         self._offers: dict[int, _Offer] = {}
-        self._listeners: list[Callable[[Sequence[KvEvent]], None]] = []
+        self._listeners: list[Callable[[Sequence[KvEvent]], object]] = []
         self._pulls: set[asyncio.Task[None]] = set()
         self._pull_of: dict[RequestId, asyncio.Task[None]] = {}
         self._reports: dict[RequestId, PullReport] = {}  # told with the first delta after the pull
@@ -66,6 +66,7 @@ class StepEngine:
         num_blocks = self._config.num_blocks
         memory = None if self._transfer is None else self._transfer.allocate(num_blocks * model.layout.block_bytes)
         region = await loop.run_in_executor(self._thread, self._executor.allocate_kv, num_blocks, memory)
+        await loop.run_in_executor(self._thread, self._warm_up, model)
         if self._transfer is not None:
             await self._transfer.register(region, worker_id, address)
         limits = Limits(self._config.max_num_seqs, self._config.max_step_tokens, model.context_tokens)
@@ -83,7 +84,7 @@ class StepEngine:
             transfer="" if self._transfer is None else self._transfer.name,
         )
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         self.check_health()
         if self._scheduler.is_full():
             raise OverloadedError(f"{self._scheduler.num_waiting} requests wait on {self._worker_id} already")
@@ -114,7 +115,7 @@ class StepEngine:
         self._pool.release(offer.block_ids)
         self._wake.set()
 
-    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
+    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
         self._listeners.append(listener)
 
     def kv_snapshot(self) -> list[KvEvent]:
@@ -155,6 +156,15 @@ class StepEngine:
             await self._transfer.close()
         await asyncio.to_thread(self._thread.shutdown)
         self._executor.close()
+
+    def _warm_up(self, model: ModelInfo) -> None:
+        """Two steps on blocks that nobody has yet: what an executor does only once is not paid by a request."""
+        size = model.layout.block_size
+        prompt = [0] * min(size, self._config.max_step_tokens, model.context_tokens - 1)
+        for tokens, start in ((prompt, 0), ([0], len(prompt))):
+            output = [0] * (start > 0)
+            row = Row("warm-up", tokens, start, [0, 1], True, SamplingParams(temperature=0), prompt, output)
+            self._executor.execute([row])
 
     async def _run(self) -> None:
         """Step until cancelled. A failing executor ends the engine: its KV cache cannot be trusted any more."""

@@ -54,8 +54,9 @@ story in the prompt, everyday explanations, small facts, lists, greetings, and w
 ## Limits
 
 It knows a small world of words and repeats the patterns of its corpus. It confuses things outside that world, it makes
-mistakes inside it as well (sums, names, who did what), and text in other languages only passes through as bytes. Do not
-rely on anything that it says.
+mistakes inside it as well, and text in other languages only passes through as bytes. Copying from the prompt is its
+weak side: asked for a story about a fox it may tell one about a wizard, and asked about a pasted story it mostly names
+the wrong animal, colour or thing. Do not rely on anything that it says.
 
 ## Sample answers
 

@@ -1,0 +1,60 @@
+# kvmesh. `make` alone lists what there is. Everything happens in .venv, which is made when it is needed.
+
+SHELL := /bin/sh
+PY := .venv/bin/python
+# The first Python that is new enough; `make PYTHON=... install` takes another.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+# cpu, or cuda: PyPI's build with CUDA, several GB. Empty: what .venv has, else cpu.
+TORCH ?=
+ARGS ?=
+
+INPUTS := pyproject.toml constraints.txt Makefile deploy/install.py
+RUNTIME := .venv/.installed-runtime
+DEV := .venv/.installed-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help install dev up demo doctor test check fmt clean force
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(RUNTIME) ## make .venv and install what a mesh needs (TORCH=cuda: torch with CUDA)
+
+dev: $(DEV) ## the same, and the tools for tests and checks
+
+up: $(RUNTIME) ## run a mesh on this machine until Ctrl-C (ARGS=--help: its options)
+	@exec $(PY) -m kvmesh up $(ARGS)
+
+demo: $(RUNTIME) ## start a mesh, send it real requests, show what happened (ARGS=--json)
+	@exec $(PY) -m kvmesh demo $(ARGS)
+
+doctor: $(RUNTIME) ## check this machine and say what to do
+	@exec $(PY) -m kvmesh doctor $(ARGS)
+
+test: $(DEV) ## run the tests but for the long ones (ARGS='-k router': some of them)
+	$(PY) -m pytest -m "not long" --durations=10 --durations-min=1 $(ARGS)
+
+check: $(DEV) ## format, lint, types, import order
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m pytest tests/test_import_order.py
+
+fmt: $(DEV) ## format, and mend what the linter can mend
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+clean: ## remove .venv, caches and what runs have left
+	rm -rf .venv .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(RUNTIME): $(INPUTS) $(if $(TORCH),force)
+	@test -n "$(PYTHON)" || { echo "kvmesh needs Python 3.11 or newer, and there is none on the PATH." \
+		"Install one (Debian, Ubuntu: apt-get install python3 python3-venv), or say where: make PYTHON=/path/to/python3"; exit 1; } >&2
+	@$(PYTHON) deploy/install.py runtime $(if $(TORCH),--torch $(TORCH))
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	@$(PY) deploy/install.py dev
+	@touch $@

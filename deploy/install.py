@@ -1,0 +1,178 @@
+"""Make .venv and install kvmesh into it, one line per step; all that pip says goes to .venv/install.log.
+
+Called by the Makefile with a bare Python >= 3.11, so it uses nothing beyond the standard library.
+"""
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+LOG = VENV / "install.log"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+PIP = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+INSTALL = [*PIP, "install", "--progress-bar", "off", "-c", "constraints.txt"]
+LOG_TAIL_LINES = 25
+_DOING = re.compile(r"^\s*(Collecting|Downloading|Processing|Building|Installing|Obtaining)\s+(.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    title: str
+    argv: Sequence[str]
+    instead: str = ""  # what happens if it fails, where the mesh can do without; else a failure ends everything
+    hint: str = ""  # for that end
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["runtime", "dev"])
+    parser.add_argument("--torch", choices=["cpu", "cuda"], help="default: what .venv has, else cpu")
+    arguments = parser.parse_args()
+    if problem := missing_here():
+        print(problem, file=sys.stderr)
+        return 1
+    os.chdir(ROOT)
+    steps = [TOOLS] if arguments.what == "dev" else runtime_steps(arguments.torch)
+    started = time.monotonic()
+    VENV.mkdir(exist_ok=True)
+    LOG.write_bytes(b"")
+    for number, step in enumerate(steps, 1):
+        if not carry_out(step, f"[{number}/{len(steps)}] {step.title}"):
+            return 1
+    print(f"installed in {time.monotonic() - started:.0f} s", flush=True)
+    return 0
+
+
+def missing_here() -> str:
+    """What this Python lacks to make a virtual environment, and how to get it; "" if nothing."""
+    if importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip"):
+        return ""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        f"{sys.executable} cannot make virtual environments: on Debian and Ubuntu that part is a package of its own.\n"
+        f"apt-get install python{version}-venv    (or python3-venv), then run make again."
+    )
+
+
+# --- what to do ---------------------------------------------------------------------------------------
+
+
+def runtime_steps(torch: str | None) -> list[Step]:
+    steps = []
+    if not venv_works():
+        shutil.rmtree(VENV, ignore_errors=True)
+        steps.append(Step("virtual environment", [sys.executable, "-m", "venv", str(VENV)]))
+    if torch is not None or not has(*pins("torch")):
+        steps.append(torch_step(torch))
+    return [*steps, NIXL, KVMESH]
+
+
+def torch_step(torch: str | None) -> Step:
+    """torch by itself and first: on Linux the CPU build, which only PyTorch's own index has."""
+    [pin] = pins("torch")
+    if torch == "cuda":
+        return Step("torch with CUDA, several GB", [*INSTALL, "--force-reinstall", pin])
+    if sys.platform != "linux":
+        return Step("torch", [*INSTALL, pin])
+    return Step(
+        "torch for the CPU, about 200 MB",
+        [*INSTALL, "--retries", "2", "--extra-index-url", CPU_INDEX, f"{pin}+cpu"],
+        hint=f"is {CPU_INDEX} out of reach? `make install TORCH=cuda` takes PyPI's build, several GB with CUDA",
+    )
+
+
+def pins(*names: str) -> list[str]:
+    """The lines of constraints.txt for these packages."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [line for name in names for line in lines if line.startswith(f"{name}==")]
+
+
+def venv_works() -> bool:
+    try:
+        return subprocess.run([*PIP, "--version"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def has(pin: str) -> bool:
+    """Whether .venv has exactly that version, whatever build of it."""
+    name, _, version = pin.partition("==")
+    return any(VENV.glob(f"lib/python3*/site-packages/{name}-{version}[.+]*dist-info"))
+
+
+# With its dependencies nixl would bring torch with CUDA and a second CUDA build of itself: docs/decisions/0003-nixl.md
+NIXL = Step(
+    "nixl, which moves KV between workers",
+    [*INSTALL, "--no-deps", *pins("nixl", "nixl-cu12")],
+    instead="without it KV moves through shared memory, between workers on one host",
+)
+KVMESH = Step("kvmesh and its dependencies", [*INSTALL, "-e", ".[torch]"])
+TOOLS = Step("tools for tests and checks", [*INSTALL, "-e", ".[dev]"])
+
+
+# --- doing it -----------------------------------------------------------------------------------------
+
+
+def carry_out(step: Step, title: str) -> bool:
+    """Run one step under a line that says how it goes. False: everything ends here."""
+    started = time.monotonic()
+    code = watch(step, title, started)
+    took = f"{time.monotonic() - started:.0f} s"
+    if code == 0:
+        show(f"{title}: {took}", last=True)
+    elif step.instead:
+        show(f"{title}: failed, see {LOG.relative_to(ROOT)}; {step.instead}", last=True)
+    else:
+        show(f"{title}: FAILED after {took}", last=True)
+        print("\n".join(log_text().splitlines()[-LOG_TAIL_LINES:]), file=sys.stderr)
+        print(f"\nthe whole log: {LOG}{f'{chr(10)}{step.hint}' if step.hint else ''}", file=sys.stderr)
+    return code == 0 or bool(step.instead)
+
+
+def watch(step: Step, title: str, started: float) -> int:
+    """The step's exit code. Meanwhile show what goes on: each second on a terminal, else every 10 s."""
+    show(f"{title} ...")
+    with LOG.open("ab") as output:
+        output.write(f"\n{title}\n$ {' '.join(step.argv)}\n".encode())
+        output.flush()
+        process = subprocess.Popen(step.argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    while True:
+        try:
+            return process.wait(1.0 if sys.stdout.isatty() else 10.0)
+        except subprocess.TimeoutExpired:
+            show(f"{title} ... {time.monotonic() - started:.0f} s  {doing()}")
+        except KeyboardInterrupt:
+            return process.wait() or 130
+
+
+def show(line: str, last: bool = False) -> None:
+    """On a terminal each line takes the place of the one before, until the `last` one of a step."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\x1b[K{line if last else line[:width]}", end="\n" if last else "", flush=True)
+    else:
+        print(line, flush=True)
+
+
+def doing() -> str:
+    """What pip does now, from the end of its log."""
+    found = _DOING.findall(log_text())
+    return " ".join(found[-1])[:80] if found else ""
+
+
+def log_text() -> str:
+    return LOG.read_text(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

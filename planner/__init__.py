@@ -1,0 +1,1 @@
+"""How many workers of which role: not built yet. docs/architecture.md, "Tree", says what belongs here."""
