@@ -20,8 +20,10 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(RUNTIME) ## make .venv and install what a mesh needs (TORCH=cuda: torch with CUDA)
+	@echo 'kvmesh is installed in .venv; next: make demo, make up'
 
 dev: $(DEV) ## the same, and the tools for tests and checks
+	@echo 'kvmesh and its tools are installed in .venv; next: make test, make check'
 
 up: $(RUNTIME) ## run a mesh on this machine until Ctrl-C (ARGS=--help: its options)
 	@exec $(PY) -m kvmesh up $(ARGS)
@@ -50,8 +52,10 @@ clean: ## remove .venv, caches and what runs have left
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNTIME): $(INPUTS) $(if $(TORCH),force)
-	@test -n "$(PYTHON)" || { echo "kvmesh needs Python 3.11 or newer, and there is none on the PATH." \
-		"Install one (Debian, Ubuntu: apt-get install python3 python3-venv), or say where: make PYTHON=/path/to/python3"; exit 1; } >&2
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo 'kvmesh needs Python 3.11 or newer; $(if $(PYTHON),$(PYTHON) is not,there is none on the PATH).'; \
+		echo 'Install one (Debian 12, Ubuntu 24.04: apt-get install python3-venv), or name it: make PYTHON=/path/to/python3'; \
+		exit 1; } >&2
 	@$(PYTHON) deploy/install.py runtime $(if $(TORCH),--torch $(TORCH))
 	@touch $@
 

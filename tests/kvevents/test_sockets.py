@@ -1,6 +1,7 @@
 """Publisher and subscriber over real sockets on free ports."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -26,6 +27,12 @@ def block(number: int) -> Stored:
 
 def blocks(*numbers: int) -> list[KvEvent]:
     return [block(number) for number in numbers]
+
+
+def free_endpoint() -> str:
+    """An address where nobody listens yet; a ZMQ socket would give its port back only some time after close()."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 class Index:
@@ -257,9 +264,7 @@ async def test_ranks_of_one_worker_are_followed_side_by_side(index: Index, subsc
 
 
 async def test_a_source_that_starts_later_is_found(index: Index, subscriber: KvEventSubscriber) -> None:
-    probe = KvEventPublisher()
-    later = source(probe)
-    probe.close()
+    later = KvSource(W1, free_endpoint(), free_endpoint())
     subscriber.add(later)
     publisher = KvEventPublisher(later.endpoint, later.replay_endpoint)
     publisher.publish(blocks(1))
@@ -325,9 +330,9 @@ class ReplayClient:
 
     def __init__(self, endpoint: str, receive: int = 1000) -> None:
         self._answers: asyncio.Queue[list[bytes]] = asyncio.Queue()
-        socket = open_socket(zmq.DEALER, receive=receive)
-        socket.connect(endpoint)
-        self.socket = LoopSocket(socket, self._answers.put_nowait)
+        dealer = open_socket(zmq.DEALER, receive=receive)
+        dealer.connect(endpoint)
+        self.socket = LoopSocket(dealer, self._answers.put_nowait)
 
     async def ask(self, *frames: bytes) -> list[tuple[int, bytes]]:
         self.socket.send(frames)

@@ -1,0 +1,138 @@
+"""A whole mesh in processes, started by `kvmesh up` as a user would, and what a test wants to know of it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from protocol.messages import FrontendCard, WorkerCard, decode
+
+START_S = 60.0
+
+
+class Mesh:
+    """`run_dir` holds discovery and logs; workers are addressed by name."""
+
+    def __init__(self, process: subprocess.Popen[bytes], run_dir: Path) -> None:
+        self.process = process
+        self.run_dir = run_dir
+        self.url = ""
+
+    @property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60.0)
+
+    def entries(self, prefix: str) -> dict[str, bytes]:
+        found = {}
+        for path in (self.run_dir / "discovery").glob("*"):
+            key = unquote(path.name)
+            if key.startswith(prefix):
+                try:
+                    found[key] = path.read_bytes()
+                except FileNotFoundError:
+                    continue
+        return found
+
+    def workers(self) -> dict[str, WorkerCard]:
+        """By name; of a restarted worker the one that lives."""
+        cards = [decode(value, WorkerCard) for value in self.entries("workers/").values()]
+        return {card.name: card for card in cards if psutil.pid_exists(card.pid)}
+
+    def pid(self, name: str) -> int:
+        return self.workers()[name].pid
+
+    def kill(self, name: str) -> None:
+        os.kill(self.pid(name), signal.SIGKILL)
+
+    def complete(self, prompt: str | Sequence[int], **body: Any) -> dict[str, Any]:
+        """A text completion, greedy unless said otherwise."""
+        fields = {"model": "tiny", "prompt": prompt, "temperature": 0, "kvmesh": {"trace": True}}
+        with self.http as http:
+            response = http.post("/v1/completions", json={**fields, **body})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chat(self, messages: Sequence[Mapping[str, str]], **body: Any) -> dict[str, Any]:
+        fields = {"model": "tiny", "messages": list(messages), "temperature": 0, "kvmesh": {"trace": True}}
+        with self.http as http:
+            response = http.post("/v1/chat/completions", json={**fields, **body})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def metric(self, name: str, worker: str | None = None, **labels: str) -> float:
+        """The sum of a metric's samples with these labels, of the frontend or of a worker."""
+        url = f"{self.url}/metrics" if worker is None else self.workers()[worker].metrics_url
+        text = httpx.get(url, timeout=10.0).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def logs(self) -> str:
+        parts = [f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in self.run_dir.glob("logs/*")]
+        return "\n".join(parts)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 15.0, what: str = "") -> None:
+    """Wait for something that other processes do."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what or condition}"
+        time.sleep(0.02)
+
+
+@contextmanager
+def running_mesh(run_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Mesh]:
+    """`kvmesh up` on free ports until the block ends; then it must end well and by itself."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvmesh", "up", "--port", "0", "--run-dir", str(run_dir), *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **(env or {})},
+    )
+    mesh = Mesh(process, run_dir)
+    try:
+        _wait_for_banner(mesh)
+        yield mesh
+    except BaseException:
+        print(mesh.logs())
+        raise
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    assert process.returncode == 0, mesh.logs()
+
+
+def _wait_for_banner(mesh: Mesh) -> None:
+    assert mesh.process.stdout is not None
+    seen = []
+    deadline = time.monotonic() + START_S
+    for line in mesh.process.stdout:
+        seen.append(line.decode())
+        if b"The mesh is up" in line:
+            [card] = mesh.entries("frontends/").values()
+            mesh.url = decode(card, FrontendCard).url
+            return
+        assert time.monotonic() < deadline, "".join(seen)
+    raise AssertionError("kvmesh up ended: " + "".join(seen))
