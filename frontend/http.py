@@ -25,6 +25,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ADMISSION = web.AppKey("admission", Admission)  # the drain hook: app[ADMISSION].drain(), then wait_idle()
 _MODELS = web.AppKey("models", ModelRegistry)
 _SERVICE = web.AppKey("service", CompletionService)
+_ROUTER_READY: web.AppKey[Callable[[], bool]] = web.AppKey("router_ready")
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,13 +35,19 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_inflight: int = 4096  # requests in progress; more get a 429
 
 
-def build_app(settings: HttpSettings, models: ModelRegistry, generator: Generator) -> web.Application:
+def build_app(
+    settings: HttpSettings,
+    models: ModelRegistry,
+    generator: Generator,
+    router_ready: Callable[[], bool] = lambda: True,
+) -> web.Application:
     """Run it with AppRunner(app, handler_cancellation=True): a client that leaves then cancels its request."""
     app = web.Application(client_max_size=settings.max_body_bytes, middlewares=[reply_errors])
     admission = Admission(settings.max_inflight)
     limits = TimeLimits(settings.request_timeout_s, settings.max_request_timeout_s)
     app[ADMISSION] = admission
     app[_MODELS] = models
+    app[_ROUTER_READY] = router_ready
     app[_SERVICE] = CompletionService(models, generator, admission, limits)
     app.add_routes(
         [
@@ -120,7 +127,12 @@ async def health(request: web.Request) -> web.Response:
     """Whether requests can be answered: for load balancers and start-up."""
     models, admission = request.app[_MODELS], request.app[ADMISSION]
     ready = [served.name for served in models.ready()]
-    status = "draining" if admission.draining else "ready" if ready else "no model is ready"
+    if admission.draining:
+        status = "draining"
+    elif not request.app[_ROUTER_READY]():
+        status = "no router is ready"
+    else:
+        status = "ready" if ready else "no model is ready"
     report = {
         "status": status,
         "ready_models": ready,

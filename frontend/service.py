@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
@@ -38,14 +38,16 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
         async with asyncio.TaskGroup() as feeds:
             follow = [feeds.create_task(workers.run(discovery), name="frontend: follow workers")]
             router: Router
+            router_ready: Callable[[], bool] = lambda: True
             if config.router == "embedded":
                 router = local = LocalRouter(router_config, plane, workers)
                 cleanup.push_async_callback(local.close)
             else:
                 router = remote = RemoteRouter(plane)
+                router_ready = remote.is_ready
                 follow.append(feeds.create_task(remote.run(discovery), name="frontend: follow routers"))
             dispatcher = Dispatcher(router, plane, lambda model: models.find(model).block_size)
-            app = build_app(settings_of(config), models, dispatcher)
+            app = build_app(settings_of(config), models, dispatcher, router_ready)
             async with http_server(config, app) as url:
                 card = FrontendCard(name=config.name, url=url, pid=os.getpid())
                 registration = await discovery.put(f"frontends/{config.name}", encode(card))

@@ -77,7 +77,7 @@ class KvEventPublisher:
 
         A subscriber whose queue is full misses the batch and finds out by the next one.
         """
-        for part in _parts(events):
+        for part in in_parts(events):
             payload = encode_payload(part, time.time(), self._dp_rank)
             seq = self._ring.append(payload)
             self._pub.send_multipart((self._topic, _SEQ.pack(seq), payload), zmq.NOBLOCK)
@@ -162,7 +162,7 @@ def _bind(socket: zmq.Socket[bytes], address: str, advertise_host: str | None) -
     return f"tcp://{host}:{bound.rpartition(':')[2]}"
 
 
-def _parts(events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:
+def in_parts(events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:
     """`events` in order, in parts of about _BATCH_BYTES; always at least one part."""
     part: list[KvEvent] = []
     size = 0

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
+import aiohttp
 from msgspec import Meta, Struct
 
 from kvmesh.supervisor import ProcessSpec, Supervisor
@@ -19,6 +20,7 @@ from protocol.messages import FrontendCard, Role, WorkerCard, decode
 from workers.config import WorkerConfig
 
 START_TIMEOUT_S = 180.0
+HEALTH_POLL_S = 0.05
 
 
 class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,7 +142,18 @@ class Cluster:
                 self.cards[card.name] = card
                 tell(f"{card.name} is ready ({card.total_blocks} KV blocks of {card.block_size} tokens)")
             if self.url and len(self.cards) == expected:
-                return
+                break
+        await self._until_frontend_sees(expected)
+
+    async def _until_frontend_sees(self, workers: int) -> None:
+        """The cards are there; the frontend, and a router by itself, need a moment to take them in."""
+        async with aiohttp.ClientSession(base_url=self.url) as http:
+            while True:
+                async with http.get("/health") as response:
+                    health = await response.json()
+                if response.status == 200 and sum(health["workers"][self.model].values()) == workers:
+                    return
+                await asyncio.sleep(HEALTH_POLL_S)
 
     async def stop(self) -> None:
         """The frontend first: it drains while the workers still work."""

@@ -19,13 +19,12 @@ from mesh.config import load
 from mesh.lifecycle import run
 from protocol.errors import EngineError
 
-QUESTION = (
-    "Here is a story. Tim the fox lived near a quiet river. One morning he found a small red kite in the grass. "
-    "He asked the rabbit, the owl and the little bear, but nobody had lost a kite. So Tim ran up the hill and let it "
-    "fly in the wind. Everybody came to watch, and in the evening they ate warm bread and apples by the water. "
-    "Now tell me: what did Tim find, and what happened next?"
+GUIDE = (
+    "You are a friendly guide. You explain how things work in simple words, one step after the other, so that a "
+    "child can follow you. You never hurry, and you always end with a full sentence."
 )
-FOLLOW_UP = "Thank you! Tell me another short story, please."
+QUESTION = "What does the router do?"
+FOLLOW_UP = "Thank you! And what does the planner do?"
 
 
 class DemoConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,7 +108,7 @@ async def show(config: DemoConfig, console: Console) -> DemoReport:
     started = time.monotonic()
 
     def tell(line: str) -> None:
-        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim]  {line}")
+        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim]  {line}", soft_wrap=True)
 
     tell("starting a frontend with a router inside, 1 prefill worker and 2 decode workers, each a process of its own")
     up = UpConfig(port=0, engine=config.engine, kv_transfer=config.kv_transfer, device=config.device)
@@ -127,7 +126,7 @@ async def converse(config: DemoConfig, cluster: Cluster, console: Console, start
         question = [{"role": "user", "content": QUESTION}]
         console.print("\n[bold]1. A chat completion[/bold], its prompt computed on one worker, its answer on another\n")
         console.print(f"[dim]user:[/dim] {QUESTION}\n[dim]assistant:[/dim] ", end="")
-        first = await ask(http, config, cluster.model, question, {}, lambda text: console.print(text, end=""))
+        first = await ask(http, config, cluster.model, question, {}, lambda text: console.out(text, end=""))
         console.print("\n")
         console.print("[bold]2. The same, computed plainly by one worker[/bold], nothing cached, nothing transferred")
         alone = {"kvmesh": {"disaggregate": False, "trace": True}, "cache_salt": f"plain-{os.getpid()}"}
@@ -137,7 +136,7 @@ async def converse(config: DemoConfig, cluster: Cluster, console: Console, start
         console.print("[bold]3. The second turn[/bold] of the conversation\n")
         console.print(f"[dim]user:[/dim] {FOLLOW_UP}\n[dim]assistant:[/dim] ", end="")
         turn = [*question, {"role": "assistant", "content": first.text}, {"role": "user", "content": FOLLOW_UP}]
-        second = await ask(http, config, cluster.model, turn, {}, lambda text: console.print(text, end=""))
+        second = await ask(http, config, cluster.model, turn, {}, lambda text: console.out(text, end=""))
         console.print("\n")
     report = judge(cluster, first, plain, second, startup_s)
     console.print(table_of(report, first, second))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mesh.lifecycle import PARENT_PID
-from protocol.errors import EngineError
+from mesh.lifecycle import EXIT_BAD_SETTINGS, PARENT_PID
+from protocol.errors import ConfigError, EngineError, MeshError
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Supervisor:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self.failed = asyncio.Event()
-        self.failure: EngineError | None = None
+        self.failure: MeshError | None = None
 
     def start(self, spec: ProcessSpec) -> None:
         self._keepers[spec.name] = asyncio.create_task(self._keep(spec), name=f"keep {spec.name}")
@@ -102,8 +102,9 @@ class Supervisor:
             self._running.pop(spec.name, None)
             run_times_s = [*run_times_s[-MAX_QUICK_EXITS:], clock() - started]
             delay = restart_delay_s(run_times_s)
-            if delay is None or code == 2:  # 2: bad settings, which the next start would have again
-                self.failure = EngineError(f"{spec.name} does not run:\n{self.log_tail(spec.name)}")
+            if delay is None or code == EXIT_BAD_SETTINGS:
+                kind = ConfigError if code == EXIT_BAD_SETTINGS else EngineError
+                self.failure = kind(f"{spec.name} does not run:\n{self.log_tail(spec.name)}")
                 self.failed.set()
                 return
             self._tell(f"{spec.name} ended with {describe_exit(code)}, starting it anew")

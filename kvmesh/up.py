@@ -30,7 +30,7 @@ async def up(config: UpConfig, stop: asyncio.Event, console: Console) -> None:
     started = time.monotonic()
 
     def tell(line: str) -> None:
-        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim]  {line}")
+        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim]  {line}", soft_wrap=True)
 
     parts = {"prefill": config.prefill, "decode": config.decode, "aggregated": config.aggregated}
     tell("starting a frontend and " + ", ".join(f"{n} {role}" for role, n in parts.items() if n) + " workers")

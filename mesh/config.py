@@ -137,9 +137,7 @@ def _options(schema: type[msgspec.Struct]) -> dict[str, _Option]:
     options = {field.name: _option(field) for field in msgspec.structs.fields(schema)}
     names = [option.flag for option in options.values()]
     names += [option.negation for option in options.values() if option.negatable]
-    clashes = {
-        name for name in [*names, "--config", "--help"] if [*names, "--config", "--help"].count(name) > 1
-    }
+    clashes = {name for name in [*names, "--config", "--help"] if [*names, "--config", "--help"].count(name) > 1}
     if clashes:
         raise TypeError(f"{schema.__name__}: two options are called {', '.join(sorted(clashes))}")
     return options
@@ -280,9 +278,7 @@ def _unknown(what: str, name: str, known: Sequence[str], otherwise: str) -> Conf
 # --- from what was given to values --------------------------------------------------------------------
 
 
-def _build(
-    schema: type[T], options: Mapping[str, _Option], given: Mapping[str, Given], prefix: str, prog: str
-) -> T:
+def _build(schema: type[T], options: Mapping[str, _Option], given: Mapping[str, Given], prefix: str, prog: str) -> T:
     for option in options.values():
         if option.default is msgspec.NODEFAULT and option.name not in given:
             env = _env_name(prefix, option.name)

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable
 
-from protocol.errors import MeshError
+from protocol.errors import ConfigError, MeshError
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +17,8 @@ Main = Callable[[asyncio.Event], Awaitable[int | None]]
 
 PARENT_PID = "KVMESH_PARENT_PID"
 
-EXIT_CRASH = 1
-EXIT_MESH_ERROR = 2
+EXIT_FAILED = 1
+EXIT_BAD_SETTINGS = 2  # another start would fail in the same way
 _PR_SET_PDEATHSIG = 1
 
 
@@ -124,20 +124,19 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def _report(error: Exception) -> int:
     """Say on stderr why `main` failed, as briefly as the kind of failure allows."""
-    if isinstance(error, MeshError):
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_MESH_ERROR
     expected = _mesh_errors(error)
-    if expected:
-        for one in expected:
-            print(f"error: {one}", file=sys.stderr)
-    else:
+    for one in expected:
+        print(f"error: {one}", file=sys.stderr)
+    if not expected:
         traceback.print_exception(error)
-    return EXIT_CRASH
+        return EXIT_FAILED
+    return EXIT_BAD_SETTINGS if all(isinstance(one, ConfigError) for one in expected) else EXIT_FAILED
 
 
 def _mesh_errors(error: Exception) -> list[MeshError]:
-    """The leaves of a group that holds nothing but MeshErrors, else nothing."""
+    """The error, or the leaves of its group, if there is nothing but MeshErrors; else nothing."""
+    if isinstance(error, MeshError):
+        return [error]
     if not isinstance(error, ExceptionGroup):
         return []
     expected, other = error.split(MeshError)

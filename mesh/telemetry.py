@@ -60,9 +60,7 @@ def request_context(request_id: str) -> Iterator[None]:
         _request_id.reset(token)
 
 
-def serve_metrics(
-    host: str, port: int, *, registry: CollectorRegistry = REGISTRY
-) -> tuple[str, Callable[[], None]]:
+def serve_metrics(host: str, port: int, *, registry: CollectorRegistry = REGISTRY) -> tuple[str, Callable[[], None]]:
     """Serve /metrics on a thread; its URL and a function that ends it (blocks for up to 0.5 s).
 
     Port 0 takes a free one. Raises ConfigError if the address cannot be had.

@@ -206,7 +206,7 @@ class ReleaseOffer(Message, frozen=True):
 
 
 class KvSnapshot(Message, frozen=True):
-    """Worker method `kv_snapshot`: all a worker's cache holds, in the format of its KV events."""
+    """Worker method `kv_snapshot`: a part of all that a worker's cache holds, in the format of its KV events."""
 
     seq: int  # of the last batch of events that the snapshot contains; -1: none was published
     payload: bytes

@@ -28,6 +28,9 @@ class RemoteRouter:
         self._plane = plane
         self._routers: dict[str, RouterCard] = {}
 
+    def is_ready(self) -> bool:
+        return bool(self._routers)
+
     async def run(self, discovery: Discovery) -> None:
         async for change in discovery.watch("routers/"):
             match change:

@@ -13,9 +13,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A flag wins over `KVMESH_ROUTER_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     policy: Annotated[Policy, Meta(description="kv: by cached prefixes and load")] = "kv"
-    prefill_weight: Annotated[float, Meta(ge=0, description="cost of a block still to prefill: favours reuse")] = (
-        1.0
-    )
+    prefill_weight: Annotated[float, Meta(ge=0, description="cost of a block still to prefill: favours reuse")] = 1.0
     decode_weight: Annotated[float, Meta(ge=0, description="cost of a block held by running requests")] = 1.0
     request_weight: Annotated[float, Meta(ge=0, description="cost of a running request, in blocks")] = 0.0
     transfer_weight: Annotated[float, Meta(ge=0, description="cost of a block to pull from a prefill worker")] = 0.1

@@ -157,8 +157,12 @@ class LocalRouter:
 
     async def _snapshot(self, card: WorkerCard) -> Snapshot:
         """What a worker's cache holds, asked for when its event ring does not reach back far enough."""
-        reply = await self._plane.ask(card.address, "kv_snapshot", None, KvSnapshot, SNAPSHOT_TIMEOUT_S)
-        return Snapshot(reply.seq, decode_payload(reply.payload).events)
+        seq, events = -1, list[KvEvent]()
+        async with self._plane.open(card.address, "kv_snapshot", None, SNAPSHOT_TIMEOUT_S) as stream:
+            async for part in stream.messages(KvSnapshot):
+                seq = part.seq
+                events += decode_payload(part.payload).events
+        return Snapshot(seq, events)
 
 
 async def serve(config: RouterConfig, stop: asyncio.Event) -> None:

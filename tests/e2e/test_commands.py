@@ -1,0 +1,89 @@
+"""What a user starts from a shell: `kvmesh up` and `kvmesh demo`."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvcache.transfer.nixl import why_unavailable
+from tests.support.mesh import Mesh, running_mesh, until
+
+
+def kvmesh(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "kvmesh", *args], capture_output=True, text=True, timeout=120)
+
+
+def test_the_demo_shows_what_a_mesh_does_and_leaves_nothing() -> None:
+    leftovers = set(Path("/tmp").glob("kvmesh-*"))
+    done = kvmesh("demo", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["ok"]
+    assert report["prefill_worker"] == "prefill-0"
+    assert report["decode_worker"] in ("decode-0", "decode-1")
+    assert report["transfer"] == ("shm" if why_unavailable() else "nixl")
+    assert report["kv_bytes_pulled"] > 0
+    assert report["matches_aggregated"]
+    assert report["cached_tokens_second_turn"] > 0
+    assert report["ttft_ms"] > 0
+    assert report["itl_ms"] > 0
+    assert report["text"]
+    assert set(Path("/tmp").glob("kvmesh-*")) == leftovers
+
+
+def test_ctrl_c_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    with running_mesh(tmp_path, "--kv-transfer", "shm") as mesh:
+        processes = mesh.processes()
+        assert len(processes) == 5
+    assert [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert list((tmp_path / "discovery").iterdir()) == []
+
+
+def test_a_killed_supervisor_leaves_no_orphans(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError), running_mesh(tmp_path, "--kv-transfer", "shm") as mesh:
+        children = mesh.processes()[1:]
+        mesh.process.kill()
+        until(lambda: not any(p.is_running() for p in children), what="the children to end")
+
+
+def test_an_idle_mesh_costs_under_3_percent_of_a_core(nixl_mesh: Mesh) -> None:
+    nixl_mesh.complete("Once upon a time", max_tokens=8)
+    time.sleep(0.5)
+
+    def cpu_s() -> float:
+        return sum(sum(p.cpu_times()[:2]) for p in nixl_mesh.processes())
+
+    before, started = cpu_s(), time.monotonic()
+    time.sleep(4)
+    share = (cpu_s() - before) / (time.monotonic() - started)
+    assert share < 0.03, f"{100 * share:.1f} % of a core"
+
+
+def test_a_port_that_is_taken_is_said_plainly(nixl_mesh: Mesh) -> None:
+    port = nixl_mesh.url.rpartition(":")[2]
+    done = kvmesh("up", "--port", port, "--engine", "mock", "--kv-transfer", "shm")
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stdout + done.stderr
+
+
+def test_a_model_that_is_not_there_is_said_plainly() -> None:
+    done = kvmesh("up", "--port", "0", "--model-path", "/nonexistent", "--kv-transfer", "shm")
+    assert done.returncode == 2
+    assert "/nonexistent" in done.stderr
+
+
+def test_a_mistyped_option_names_the_right_one() -> None:
+    done = kvmesh("up", "--prefil", "2")
+    assert done.returncode == 2
+    assert "--prefill" in done.stderr
+
+
+def test_a_router_by_itself_serves_too(tmp_path: Path) -> None:
+    with running_mesh(tmp_path, "--router", "remote", "--engine", "mock", "--kv-transfer", "shm") as mesh:
+        answer = mesh.complete(list(range(10, 110)), max_tokens=6)
+        assert answer["usage"]["completion_tokens"] == 6
+        assert answer["kvmesh"]["prefill_worker"] == "prefill-0"

@@ -1,0 +1,117 @@
+"""What the doctor makes of a machine, and that it comes to an end on this one."""
+
+import io
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvmesh import doctor
+from kvmesh.doctor import Finding, TorchProbe
+from kvmesh.nixl_probe import NixlProbe
+
+GPU = "NVIDIA H200, 143771 MiB, 570.1"
+CPU_TORCH = TorchProbe("2.13.0+cpu")
+
+
+def test_this_machine_is_examined(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code = doctor.main(["--json", "--discovery", f"file:{tmp_path / 'discovery'}"])
+    report = msgspec.json.decode(capsys.readouterr().out)
+    by_name = {finding["name"]: finding for finding in report["findings"]}
+    assert by_name["Python"]["status"] == "ok"
+    assert by_name["KV transfer"]["status"] == "ok"
+    assert code == (0 if report["ok"] else 1)
+    assert not list(tmp_path.iterdir()), "the doctor left something behind"
+
+
+def test_every_finding_that_is_not_ok_says_what_to_do() -> None:
+    for finding in [
+        doctor.check_python((3, 10, 2)),
+        doctor.check_packages(["no-such-distribution"]),
+        doctor.check_packages(None),
+        doctor.check_uvloop(""),
+        doctor.check_torch(TorchProbe("")),
+        doctor.check_torch(TorchProbe("2.13.0", problem="OSError: libcudart.so.12")),
+        doctor.check_gpu([GPU], CPU_TORCH),
+        doctor.check_gpu([GPU], TorchProbe("2.13.0", cuda="12.9")),
+        doctor.check_nixl(NixlProbe("ModuleNotFoundError: nixl")),
+        doctor.check_shared_memory("Operation not permitted", 0),
+        doctor.check_shared_memory("", 64 * 2**20),
+        doctor.check_kv_transfer(nixl_works=False, shm_works=False),
+        doctor.check_discovery("etcd://localhost"),
+        doctor.judge_discovery("/mnt/shared", skew_s=7.5),
+        doctor.check_capacity(2, 2**29),
+    ]:
+        assert finding.status != "ok", finding
+        assert finding.advice, finding
+
+
+def test_a_missing_package_is_named() -> None:
+    finding = doctor.check_packages(["msgspec", "no-such-distribution"])
+    assert (finding.status, finding.found) == ("fail", "missing: no-such-distribution")
+
+
+def test_a_gpu_that_torch_cannot_use_leads_to_the_other_torch() -> None:
+    assert "TORCH=cuda" in doctor.check_gpu([GPU], CPU_TORCH).advice
+    assert doctor.check_gpu([GPU], TorchProbe("2.13.0", cuda="12.9", gpus=1)).status == "ok"
+
+
+def test_no_gpu_is_no_fault() -> None:
+    assert doctor.check_gpu([], CPU_TORCH).status == "ok"
+
+
+def test_without_nixl_shared_memory_moves_the_kv() -> None:
+    assert doctor.check_kv_transfer(nixl_works=False, shm_works=True).found.startswith("through shared memory")
+    assert doctor.check_kv_transfer(nixl_works=True, shm_works=False).found == "over NIXL"
+
+
+def test_the_nixl_backends_that_start_are_named() -> None:
+    finding = doctor.check_nixl(NixlProbe("", "1.5.1", usable=("POSIX", "UCX"), unusable=("GDS",)))
+    assert finding.found == "1.5.1, starts POSIX, UCX; cannot start here: GDS"
+
+
+def test_a_port_in_use_leads_to_another() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        finding = doctor.check_port("127.0.0.1", port)
+    assert finding.status == "warn"
+    assert finding.found.startswith("taken")
+    assert f"--port {port + 1}" in finding.advice
+
+
+def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
+    assert "cannot be had on 192.0.2.1" in doctor.check_port("192.0.2.1", 8000).found
+
+
+def test_a_discovery_directory_is_tried_but_not_made(tmp_path: Path) -> None:
+    assert doctor.check_discovery(f"file:{tmp_path}/a/b").status == "ok"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_discovery_directory_that_cannot_be_written_fails() -> None:
+    finding = doctor.check_discovery("file:/proc/kvmesh")  # where not even root can write
+    assert (finding.status, finding.found.partition(":")[0]) == ("fail", "cannot write to /proc")
+
+
+def test_engines_are_found_without_being_imported() -> None:
+    finding = doctor.check_engines({"msgspec": ("no-such-distribution", "msgspec"), "no_such_engine": ("x",)})
+    assert finding.found == f"msgspec {msgspec.__version__}, mock; not installed: no_such_engine"
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_only_what_a_mesh_needs_makes_the_exit_code(
+    status: doctor.Status, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda config: [Finding("thing", status, "[found]", "[do this]")])
+    assert doctor.main([]) == code
+    assert "[found]" in capsys.readouterr().out
+
+
+def test_the_table_tells_name_and_advice() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    doctor.show([Finding("NIXL", "warn", "no UCX", "make install")], console)
+    text = console.export_text()
+    assert "warn NIXL no UCX" in " ".join(text.split())
+    assert "-> make install" in text
