@@ -38,7 +38,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
         async with asyncio.TaskGroup() as feeds:
             follow = [feeds.create_task(workers.run(discovery), name="frontend: follow workers")]
             router: Router
-            router_ready: Callable[[], bool] = lambda: True
+            router_ready: Callable[[], bool] = always
             if config.router == "embedded":
                 router = local = LocalRouter(router_config, plane, workers)
                 cleanup.push_async_callback(local.close)
@@ -58,6 +58,11 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             await dispatcher.close()
             for feed in follow:
                 feed.cancel()
+
+
+def always() -> bool:
+    """The embedded router is ready when the frontend is."""
+    return True
 
 
 def settings_of(config: FrontendConfig) -> HttpSettings:

@@ -162,14 +162,19 @@ class Cluster:
         await self.supervisor.stop_all(timeout_s)
 
 
+def make_run_dir(given: str) -> Path:
+    run_dir = Path(given or tempfile.mkdtemp(prefix="kvmesh-")).resolve()
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    return run_dir
+
+
 @asynccontextmanager
 async def running_cluster(config: UpConfig, tell: Callable[[str], None]) -> AsyncIterator[Cluster]:
     """Start the processes; stop them and remove what they left when the block ends.
 
     After a failure the logs stay, if the run directory is ours: its place is in the error's text.
     """
-    run_dir = Path(config.run_dir or tempfile.mkdtemp(prefix="kvmesh-")).resolve()
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    run_dir = make_run_dir(config.run_dir)
     discovery = open_discovery(f"file:{run_dir / 'discovery'}")
     supervisor = Supervisor(run_dir / "logs", tell)
     cluster = Cluster(config, run_dir, supervisor, discovery)

@@ -173,9 +173,9 @@ async def ask(
             raise EngineError(f"the frontend answered {response.status}: {await response.text()}")
         async for raw in response.content:
             line = raw.decode().strip()
-            if line.startswith("data: ") and line != "data: [DONE]":
-                if take_chunk(answer, json.loads(line[6:]), on_text):
-                    arrivals_s.append(time.perf_counter() - sent)
+            is_chunk = line.startswith("data: ") and line != "data: [DONE]"
+            if is_chunk and take_chunk(answer, json.loads(line[6:]), on_text):
+                arrivals_s.append(time.perf_counter() - sent)
     if arrivals_s:
         answer.ttft_ms = 1000 * arrivals_s[0]
         answer.itl_ms = 1000 * (arrivals_s[-1] - arrivals_s[0]) / max(1, len(answer.tokens) - 1)

@@ -80,6 +80,9 @@ def test_32_in_flight_and_then_again_with_every_prefix_cached(
         for _ in range(2):
             answers = list(pool.map(lambda pair: ask(mesh, pair[0], salt, disaggregate), expected))
             assert [tokens_of(answer) for answer in answers] == [tokens for _, tokens in expected]
-    cached = {len(p): a["usage"]["prompt_tokens_details"]["cached_tokens"] for (p, _), a in zip(expected, answers, strict=True)}
+    cached = {
+        len(p): a["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for (p, _), a in zip(expected, answers, strict=True)
+    }
     long_prompts = [n for n in cached if n > BLOCK]
     assert sum(cached[n] for n in long_prompts) > 0.5 * sum(long_prompts), cached
