@@ -38,14 +38,19 @@ def executor(kind: str) -> Executor:
         return MockExecutor(block_size=BLOCK, speedup=0)
     from workers.torch_engine.executor import TorchExecutor
 
-    return TorchExecutor(str(CHECKPOINT_DIR), device="cpu", block_size=BLOCK)
+    return TorchExecutor(
+        str(CHECKPOINT_DIR), device="cuda" if kind == "torch-cuda" else "cpu", dtype="float32", block_size=BLOCK
+    )
 
 
-@pytest_asyncio.fixture(params=["mock", "torch"])
+@pytest_asyncio.fixture(params=["mock", "torch", pytest.param("torch-cuda", marks=pytest.mark.cuda)])
 async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
     engines: list[StepEngine] = []
+    on_gpu = request.param == "torch-cuda"
+    if on_gpu and not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("no CUDA GPU here")
 
-    async def start(transfer: str = "shm", num_blocks: int = 256, **fields: float) -> StepEngine:
+    async def start(transfer: str = "nixl" if on_gpu else "shm", num_blocks: int = 256, **fields: float) -> StepEngine:
         config = StepEngineConfig(
             model="m",
             model_path=str(CHECKPOINT_DIR),
@@ -55,6 +60,8 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
             offer_lease_s=fields.get("offer_lease_s", 30.0),
             pull_timeout_s=5.0,
         )
+        if on_gpu and transfer == "shm":
+            pytest.skip("shm moves CPU memory only")
         engine = StepEngine(executor(request.param), open_backend(transfer), config)
         engines.append(engine)
         await engine.start(new_worker_id("w"), "127.0.0.1:1")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -15,6 +15,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from protocol.errors import WireError
 from protocol.messages import FrontendCard, WorkerCard, decode
 
 START_S = 60.0
@@ -45,14 +46,27 @@ class Mesh:
 
     def workers(self) -> dict[str, WorkerCard]:
         """By name; of a restarted worker the one that lives."""
-        cards = [decode(value, WorkerCard) for value in self.entries("workers/").values()]
+        cards = []
+        for value in self.entries("workers/").values():
+            with suppress(WireError):
+                cards.append(decode(value, WorkerCard))
         return {card.name: card for card in cards if psutil.pid_exists(card.pid)}
+
+    def find_frontend(self) -> FrontendCard:
+        """The frontend that answers now; a restarted one may have another URL."""
+        [value] = self.entries("frontends/").values()
+        card = decode(value, FrontendCard)
+        self.url = card.url
+        return card
 
     def pid(self, name: str) -> int:
         return self.workers()[name].pid
 
+    def signal(self, name: str, number: signal.Signals) -> None:
+        os.kill(self.pid(name), number)
+
     def kill(self, name: str) -> None:
-        os.kill(self.pid(name), signal.SIGKILL)
+        self.signal(name, signal.SIGKILL)
 
     def complete(self, prompt: str | Sequence[int], **body: Any) -> dict[str, Any]:
         """A text completion, greedy unless said otherwise."""
@@ -98,10 +112,12 @@ def until(condition: Callable[[], bool], timeout_s: float = 15.0, what: str = ""
 
 
 @contextmanager
-def running_mesh(run_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Mesh]:
+def running_mesh(
+    run_dir: Path, *flags: str, env: Mapping[str, str] | None = None, module: str = "kvmesh"
+) -> Iterator[Mesh]:
     """`kvmesh up` on free ports until the block ends; then it must end well and by itself."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvmesh", "up", "--port", "0", "--run-dir", str(run_dir), *flags],
+        [sys.executable, "-m", module, "up", "--port", "0", "--run-dir", str(run_dir), *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, **(env or {})},
@@ -131,8 +147,7 @@ def _wait_for_banner(mesh: Mesh) -> None:
     for line in mesh.process.stdout:
         seen.append(line.decode())
         if b"The mesh is up" in line:
-            [card] = mesh.entries("frontends/").values()
-            mesh.url = decode(card, FrontendCard).url
+            mesh.find_frontend()
             return
         assert time.monotonic() < deadline, "".join(seen)
     raise AssertionError("kvmesh up ended: " + "".join(seen))
