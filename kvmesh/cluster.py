@@ -185,6 +185,7 @@ async def running_cluster(config: UpConfig, tell: Callable[[str], None]) -> Asyn
         yield cluster
     except MeshError:
         keep = True
+        tell(f"something failed; the logs stay in {run_dir / 'logs'}")
         raise
     finally:
         await asyncio.shield(cluster.stop())

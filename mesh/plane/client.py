@@ -5,13 +5,13 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
 from mesh.plane.frames import Batch, Cancel, Credit, Frame, Hello, Open
 from mesh.plane.link import Link
-from protocol.errors import DeadlineExceededError, PeerLostError, WireError, from_wire
+from protocol.errors import DeadlineExceededError, MeshError, PeerLostError, WireError, from_wire
 from protocol.messages import decode, encode
 
 log = logging.getLogger(__name__)
@@ -24,14 +24,14 @@ T = TypeVar("T")
 class Stream:
     """The answer to one call. Iterate over it; an error of the peer is raised where the answer would be."""
 
-    def __init__(self, link: "_ClientLink", stream: int) -> None:
+    def __init__(self, link: "_ClientLink", number: int) -> None:
         self._link = link
-        self._stream = stream
+        self.number = number
         self._messages: deque[msgspec.Raw] = deque()
         self._arrived = asyncio.Event()
         self._taken = 0
         self._ended = False
-        self._failure: Exception | None = None
+        self._failure: MeshError | None = None
 
     def on_message(self, message: msgspec.Raw) -> None:
         if len(self._messages) >= WINDOW_MESSAGES:
@@ -39,13 +39,10 @@ class Stream:
         self._messages.append(message)
         self._arrived.set()
 
-    def on_end(self, failure: Exception | None) -> None:
-        self._ended, self._failure = True, failure
-        self._arrived.set()
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
+    def on_end(self, failure: MeshError | None) -> None:
+        if not self._ended:
+            self._ended, self._failure = True, failure
+            self._arrived.set()
 
     async def next(self) -> msgspec.Raw | None:
         """The next message as msgpack, None at the end. Raises what the peer failed with."""
@@ -58,13 +55,29 @@ class Stream:
             await self._arrived.wait()
         self._taken += 1
         if self._taken >= WINDOW_MESSAGES // 2 and not self._ended:
-            self._link.write(Credit(self._stream, self._taken))
+            self._link.write(Credit(self.number, self._taken))
             self._taken = 0
         return self._messages.popleft()
 
-    async def messages(self, kind: type[T]) -> AsyncIterator[T]:
-        while (raw := await self.next()) is not None:
-            yield decode(raw, kind)
+    def messages(self, kind: type[T]) -> "Messages[T]":
+        return Messages(self, kind)
+
+
+class Messages(Generic[T]):
+    """Iterates over a stream. No generator: one that is left early would have to be closed by somebody."""
+
+    def __init__(self, stream: Stream, kind: type[T]) -> None:
+        self._stream = stream
+        self._kind = kind
+
+    def __aiter__(self) -> "Messages[T]":
+        return self
+
+    async def __anext__(self) -> T:
+        raw = await self._stream.next()
+        if raw is None:
+            raise StopAsyncIteration
+        return decode(raw, self._kind)
 
 
 class PlaneClient:
@@ -79,20 +92,25 @@ class PlaneClient:
 
         Raises PeerLostError if the peer cannot be reached; a passed deadline is DeadlineExceededError.
         """
+        overdue = DeadlineExceededError(f"{method} at {address} did not end in the {timeout_s:.3g} s left for it")
         if timeout_s <= 0:
-            raise DeadlineExceededError(f"no time is left to call {method} at {address}")
+            raise overdue
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
         try:
-            async with asyncio.timeout(timeout_s) as deadline:
+            async with asyncio.timeout_at(deadline):
                 link = await self._link(address)
-                stream = link.open(method, encode(body), timeout_s)
-                try:
-                    yield stream
-                finally:
-                    link.leave(stream)
         except TimeoutError:
-            if deadline.expired():
-                raise DeadlineExceededError(f"{method} at {address} did not end in {timeout_s:.3g} s") from None
-            raise
+            raise overdue from None
+        stream = link.open(method, encode(body), timeout_s)
+        # A timer that ends the stream, and no asyncio.timeout around the block: the block may be suspended in an
+        # async generator, and a timeout would then cancel whatever else its task does.
+        timer = loop.call_at(deadline, stream.on_end, overdue)
+        try:
+            yield stream
+        finally:
+            timer.cancel()
+            link.leave(stream)
 
     async def ask(self, address: str, method: str, body: object, reply: type[T], timeout_s: float) -> T:
         """A call with one message for an answer."""
@@ -166,16 +184,15 @@ class _ClientLink(Link):
         if self.closed.is_set():
             raise PeerLostError(f"the connection to {self.address} broke")
         number, self._next_stream = self._next_stream, self._next_stream + 1
-        stream = Stream(self, number)
-        self._streams[number] = stream
         self.write(Open(number, method, timeout_s, WINDOW_MESSAGES, msgspec.Raw(body)))
+        stream = self._streams[number] = Stream(self, number)
         self.watch_peer()
         return stream
 
     def leave(self, stream: Stream) -> None:
-        known = self._streams.pop(stream._stream, None)
-        if known is not None and not known.ended and not self.closed.is_set():
-            self.write(Cancel(stream._stream))
+        """The caller is done. What the peer still computes for it, as far as we know, is cancelled."""
+        if self._streams.pop(stream.number, None) is not None:
+            self.write(Cancel(stream.number))
 
     def on_frame(self, frame: Frame) -> None:
         if not isinstance(frame, Batch):

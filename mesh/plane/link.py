@@ -6,6 +6,8 @@ import socket
 from collections.abc import Callable
 from typing import cast
 
+import msgspec
+
 from mesh.plane.frames import Batch, Frame, FrameReader, Ping, Pong, encode_frame
 from protocol.errors import WireError
 
@@ -14,6 +16,7 @@ log = logging.getLogger(__name__)
 KEEPALIVE_S = 5.0  # while streams are open, a silent peer is asked this often
 KEEPALIVE_MISSES = 3  # and given up after so many unanswered questions
 HIGH_WATER_BYTES = 1 << 20
+BATCH_BYTES = 4 << 20  # a batch that grows larger is sent before its turn of the loop ends
 
 
 class Link(asyncio.Protocol):
@@ -27,6 +30,7 @@ class Link(asyncio.Protocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._batch = Batch([], [])
+        self._batch_bytes = 0
         self._flush_planned = False
         self._heard = True
         self._misses = 0
@@ -87,8 +91,18 @@ class Link(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(encode_frame(frame))
 
-    def plan_flush(self) -> Batch:
-        """The batch that is written at the end of this turn of the loop; add to it."""
+    def add_message(self, stream: int, message: bytes) -> None:
+        """Send with this turn's batch."""
+        if self._batch_bytes + len(message) > BATCH_BYTES:
+            self._flush()
+        self._batch_bytes += len(message)
+        self._plan_flush().messages.append((stream, msgspec.Raw(message)))
+
+    def add_end(self, stream: int, code: str, detail: str) -> None:
+        self._plan_flush().ends.append((stream, code, detail))
+
+    def _plan_flush(self) -> Batch:
+        """The batch that is written at the end of this turn of the loop."""
         if not self._flush_planned:
             self._flush_planned = True
             self._loop.call_soon(self._flush)
@@ -121,6 +135,7 @@ class Link(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._flush_planned = False
+        self._batch_bytes = 0
         if not (self._batch.messages or self._batch.ends):
             return
         batch, self._batch = self._batch, Batch([], [])

@@ -4,9 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-import msgspec
-
-from mesh.plane.frames import PROTOCOL_VERSION, Cancel, Credit, Frame, Hello, Open
+from mesh.plane.frames import MAX_FRAME_BYTES, PROTOCOL_VERSION, Cancel, Credit, Frame, Hello, Open
 from mesh.plane.link import Link
 from protocol.errors import (
     CancelledByPeerError,
@@ -17,10 +15,14 @@ from protocol.errors import (
     MeshError,
     OverloadedError,
     PeerLostError,
+    WireError,
 )
 from protocol.messages import encode
 
 log = logging.getLogger(__name__)
+
+MAX_TIMEOUT_S = 7 * 86400.0
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES // 2
 
 
 class Call:
@@ -51,8 +53,11 @@ class Call:
             await self._link.until_writable()
         if self._link.closed.is_set():
             raise PeerLostError(f"caller {self.peer} is gone")
+        payload = encode(message)
+        if len(payload) > MAX_MESSAGE_BYTES:
+            raise WireError(f"an answer of {len(payload)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
         self._credit -= 1
-        self._link.plan_flush().messages.append((self._stream, msgspec.Raw(encode(message))))
+        self._link.add_message(self._stream, payload)
 
     def grant(self, messages: int) -> None:
         self._credit += messages
@@ -162,6 +167,8 @@ class _ServerLink(Link):
         self.watch_peer()
 
     def _refuse(self, frame: Open) -> MeshError | None:
+        if not 0 < frame.timeout_s <= MAX_TIMEOUT_S:
+            return InvalidRequestError(f"a timeout of {frame.timeout_s} s is not between 0 and {MAX_TIMEOUT_S:.0f}")
         if self._server.draining and frame.method not in self._server.even_when_draining:
             return DrainingError(f"{self._server.address} is shutting down")
         if frame.method not in self._server.handlers:
@@ -192,4 +199,4 @@ class _ServerLink(Link):
     def _end(self, stream: int, failure: MeshError | None) -> None:
         if not self.closed.is_set():
             code, detail = (failure.code, str(failure)) if failure else ("", "")
-            self.plan_flush().ends.append((stream, code, detail))
+            self.add_end(stream, code, detail)

@@ -144,6 +144,41 @@ async def test_the_deadline_ends_a_call_on_both_sides(service: Service, client: 
     await asyncio.wait_for(service.cancelled.wait(), 2)
 
 
+async def test_a_deadline_ends_the_stream_and_nothing_else_of_its_task(service: Service, client: PlaneClient) -> None:
+    """The stream is held by a generator that is suspended while its consumer does something slow."""
+
+    async def messages() -> AsyncIterator[object]:
+        async with client.open(service.server.address, "forever", None, 0.05) as stream:
+            while (message := await stream.next()) is not None:
+                yield message
+
+    stream = messages()
+    await anext(stream)
+    await asyncio.wait_for(service.cancelled.wait(), 2)  # the slow thing: outlasts the deadline, is not cancelled
+    with pytest.raises(DeadlineExceededError):
+        await anext(stream)
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0])
+async def test_a_timeout_that_is_none_is_refused(service: Service, timeout_s: float) -> None:
+    reader, writer = await asyncio.open_connection(*service.server.address.split(":"))
+    writer.write(encode_frame(Hello()))
+    writer.write(encode_frame(Open(1, "count", timeout_s, 8, msgspec.Raw(b"\x01"))))
+    assert b"is not between 0 and" in await asyncio.wait_for(reader.read(200), 2)
+    writer.close()
+
+
+async def test_an_answer_too_large_for_a_frame_is_an_error_and_not_a_hang(
+    service: Service, client: PlaneClient
+) -> None:
+    async def huge(call: Call) -> None:
+        await call.send(bytes(40 << 20))
+
+    service.server.handlers["huge"] = huge
+    with pytest.raises(WireError, match="over the limit"):
+        await client.ask(service.server.address, "huge", None, bytes, 5)
+
+
 async def test_errors_arrive_as_what_they_are(service: Service, client: PlaneClient) -> None:
     with pytest.raises(NoWorkerError, match="no worker is ready"):
         await client.ask(service.server.address, "fail", None, int, 5)
