@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from kvcache.memory import KvRegion
-from kvcache.transfer.backend import NUM_SLOTS, OfferSlots, Run, check_fetch, plan_copy
+from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, Run, check_fetch, plan_copy
 from protocol.errors import ConfigError, TransferError
 from protocol.ids import WorkerId
 from protocol.messages import Ticket, decode, encode
@@ -72,41 +72,32 @@ class NixlBackend:
     name = "nixl"
 
     def __init__(self) -> None:
-        self._slot_words = np.zeros(NUM_SLOTS, dtype=np.uint64)
-        self._slots = OfferSlots(self._slot_words.data.cast("B").cast("Q"))
         self._region: KvRegion | None = None
-        self._worker_id = WorkerId("")
-        self._address = ""
-        self._peer = b""
         self._agent: _AgentThread | None = None
+        self._offers: Offers | None = None
 
     def allocate(self, num_bytes: int) -> memoryview | None:
         return None
 
     async def register(self, region: KvRegion, worker_id: WorkerId, address: str) -> None:
-        self._region, self._worker_id, self._address = region, worker_id, address
-        self._agent = _AgentThread(worker_id, region, self._slot_words, lambda: len(self._slots) > 0)
-        self._peer = await asyncio.wrap_future(self._agent.started)
+        slots = np.zeros(NUM_SLOTS, dtype=np.uint64)
+        self._region = region
+        self._agent = _AgentThread(worker_id, region, slots, self._has_offers)
+        peer = await asyncio.wrap_future(self._agent.started)
+        offerer = Offerer(worker_id, address, self.name, peer, region.layout)
+        self._offers = Offers(offerer, slots.data.cast("B").cast("Q"))
+
+    def _has_offers(self) -> bool:
+        return self._offers is not None and len(self._offers) > 0
 
     def offer(self, block_ids: Sequence[int], num_tokens: int) -> Ticket:
-        assert self._region is not None and self._agent is not None, "register first"
-        offer_id, slot, nonce = self._slots.open()
+        assert self._offers is not None and self._agent is not None, "register first"
+        ticket = self._offers.open(block_ids, num_tokens)
         self._agent.wake()
-        return Ticket(
-            offer_id=offer_id,
-            worker_id=self._worker_id,
-            address=self._address,
-            backend=self.name,
-            nonce=nonce,
-            slot=slot,
-            peer=self._peer,
-            layout=self._region.layout,
-            block_ids=tuple(block_ids),
-            num_tokens=num_tokens,
-        )
+        return ticket
 
     def release(self, offer_id: int, nonce: int) -> bool:
-        return self._slots.close(offer_id, nonce)
+        return self._offers is not None and self._offers.close(offer_id, nonce)
 
     async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int], timeout_s: float) -> int:
         assert self._region is not None and self._agent is not None, "register first"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvcache.memory import KvRegion
-from kvcache.transfer.backend import NUM_SLOTS, OfferSlots, check_fetch, plan_copy
+from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, check_fetch, plan_copy
 from protocol.errors import ConfigError, TransferError
 from protocol.ids import WorkerId, new_generation
 from protocol.messages import Ticket, decode, encode
@@ -40,10 +40,7 @@ class ShmBackend:
         self._map: mmap.mmap | None = None
         self._generation = new_generation()
         self._region: KvRegion | None = None
-        self._peer = b""
-        self._worker_id = WorkerId("")
-        self._address = ""
-        self._slots: OfferSlots | None = None
+        self._offers: Offers | None = None
         self._peers: OrderedDict[tuple[WorkerId, int], mmap.mmap] = OrderedDict()
 
     def allocate(self, num_bytes: int) -> memoryview | None:
@@ -52,9 +49,7 @@ class ShmBackend:
         os.ftruncate(self._fd, total)
         self._map = mmap.mmap(self._fd, total)
         whole = memoryview(self._map)
-        words = whole[:_HEADER_BYTES].cast("Q")
-        words[0] = self._generation
-        self._slots = OfferSlots(words[1:])
+        whole[:_HEADER_BYTES].cast("Q")[0] = self._generation
         return whole[_HEADER_BYTES:]
 
     async def register(self, region: KvRegion, worker_id: WorkerId, address: str) -> None:
@@ -63,27 +58,17 @@ class ShmBackend:
                 f"the shm transfer moves CPU memory that it allocated, the KV cache is on {region.device}",
                 hint="set --kv-transfer nixl",
             )
-        self._region, self._worker_id, self._address = region, worker_id, address
-        self._peer = encode(_Peer(os.getpid(), self._fd, len(self._map), self._generation))
+        self._region = region
+        peer = encode(_Peer(os.getpid(), self._fd, len(self._map), self._generation))
+        slots = memoryview(self._map)[:_HEADER_BYTES].cast("Q")[1:]
+        self._offers = Offers(Offerer(worker_id, address, self.name, peer, region.layout), slots)
 
     def offer(self, block_ids: Sequence[int], num_tokens: int) -> Ticket:
-        assert self._slots is not None and self._region is not None, "register first"
-        offer_id, slot, nonce = self._slots.open()
-        return Ticket(
-            offer_id=offer_id,
-            worker_id=self._worker_id,
-            address=self._address,
-            backend=self.name,
-            nonce=nonce,
-            slot=slot,
-            peer=self._peer,
-            layout=self._region.layout,
-            block_ids=tuple(block_ids),
-            num_tokens=num_tokens,
-        )
+        assert self._offers is not None, "register first"
+        return self._offers.open(block_ids, num_tokens)
 
     def release(self, offer_id: int, nonce: int) -> bool:
-        return self._slots is not None and self._slots.close(offer_id, nonce)
+        return self._offers is not None and self._offers.close(offer_id, nonce)
 
     async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int], timeout_s: float) -> int:
         assert self._region is not None, "register first"
@@ -102,7 +87,7 @@ class ShmBackend:
         num_bytes = 0
         for run in plan_copy(wanted, into):
             start, size = _HEADER_BYTES + run.remote * block_bytes, run.count * block_bytes
-            if start + size > len(memory):
+            if run.remote < 0 or start + size > len(memory):
                 raise TransferError(f"{ticket.worker_id} offers block {run.remote}, beyond its KV cache")
             ctypes.memmove(self._region.block_address(run.local), memory[start : start + size], size)
             num_bytes += size

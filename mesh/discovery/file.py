@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from mesh.discovery.store import Board, Change, Registration
+from mesh.discovery.board import Board, Change
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class FileDiscovery:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def put(self, key: str, value: bytes) -> Registration:
+    async def put(self, key: str, value: bytes) -> "_Registration":
         self._ensure_thread()
         await asyncio.to_thread(self._write, key, value)
         return _Registration(self, key)
@@ -135,6 +135,8 @@ class FileDiscovery:
         with os.scandir(self._directory) as entries:
             for entry in sorted(entries, key=lambda e: e.name):
                 try:
+                    if not entry.is_file(follow_symlinks=False):
+                        continue
                     status = entry.stat()
                     if status.st_mtime < oldest:
                         os.unlink(entry.path)
@@ -144,8 +146,8 @@ class FileDiscovery:
                     inode, value = cache.get(entry.name, (0, b""))
                     if inode != status.st_ino:
                         value = Path(entry.path).read_bytes()
-                except FileNotFoundError:
-                    continue  # went while we looked
+                except (FileNotFoundError, PermissionError):
+                    continue  # went while we looked, or is not for us to read
                 kept[entry.name] = (status.st_ino, value)
                 present[unquote(entry.name)] = value
         cache.clear()

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 
-from mesh.discovery.store import Board, Change, Registration
+from mesh.discovery.board import Board, Change
 
 
 class MemoryDiscovery:
@@ -12,7 +12,7 @@ class MemoryDiscovery:
         self._values: dict[str, bytes] = {}
         self._board = Board()
 
-    async def put(self, key: str, value: bytes) -> Registration:
+    async def put(self, key: str, value: bytes) -> "_Registration":
         self._values[key] = value
         self._board.show(dict(self._values))
         return _Registration(self, key)

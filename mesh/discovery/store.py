@@ -1,25 +1,10 @@
 """The discovery seam. A key lives as long as its owner renews the lease; watchers see every key come and go."""
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from typing import Protocol
 
+from mesh.discovery.board import Change
 from protocol.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    key: str
-    value: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Deleted:
-    key: str
-
-
-Change = Put | Deleted
 
 
 class Registration(Protocol):
@@ -53,45 +38,3 @@ def open_discovery(url: str) -> Discovery:
 
             return MemoryDiscovery()
     raise ConfigError(f"no discovery backend for {url!r}", hint="use file:<directory> or memory:")
-
-
-class Board:
-    """The present keys as watchers of one process see them. A watcher keeps what it has seen and yields the
-    difference, so that a slow one costs no queue."""
-
-    def __init__(self) -> None:
-        self._present: Mapping[str, bytes] = {}
-        self._watchers: set[asyncio.Event] = set()
-        self._closed = False
-
-    def show(self, present: Mapping[str, bytes]) -> None:
-        self._present = present
-        for changed in self._watchers:
-            changed.set()
-
-    def close(self) -> None:
-        self._closed = True
-        self.show({})
-
-    async def watch(self, prefix: str) -> AsyncIterator[Change]:
-        seen: dict[str, bytes] = {}
-        changed = asyncio.Event()
-        changed.set()
-        self._watchers.add(changed)
-        try:
-            while True:
-                await changed.wait()
-                changed.clear()
-                if self._closed:
-                    return
-                now = {key: value for key, value in self._present.items() if key.startswith(prefix)}
-                for change in _difference(seen, now):
-                    yield change
-                seen = now
-        finally:
-            self._watchers.discard(changed)
-
-
-def _difference(seen: Mapping[str, bytes], now: Mapping[str, bytes]) -> list[Change]:
-    gone: list[Change] = [Deleted(key) for key in seen if key not in now]
-    return gone + [Put(key, value) for key, value in now.items() if seen.get(key) != value]

@@ -163,8 +163,13 @@ class _ServerLink(Link):
         task = asyncio.get_running_loop().create_task(self._answer(call, frame.stream), name=f"call {frame.method}")
         self._calls[frame.stream] = (call, task)
         self._server.tasks.add(task)
-        task.add_done_callback(self._server.tasks.discard)
+        # A callback: a task that is cancelled before its first step runs nothing of its own.
+        task.add_done_callback(lambda task: self._forget(frame.stream, task))
         self.watch_peer()
+
+    def _forget(self, stream: int, task: asyncio.Task[None]) -> None:
+        self._server.tasks.discard(task)
+        del self._calls[stream]
 
     def _refuse(self, frame: Open) -> MeshError | None:
         if not 0 < frame.timeout_s <= MAX_TIMEOUT_S:
@@ -192,8 +197,6 @@ class _ServerLink(Link):
         except Exception as error:  # a bug met by one call must not end the others
             log.exception("call %s failed", call.method)
             failure = MeshError(f"{type(error).__name__} in {call.method}, see the log of {self._server.address}")
-        finally:
-            self._calls.pop(stream, None)
         self._end(stream, failure)
 
     def _end(self, stream: int, failure: MeshError | None) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvcache.transfer.backend import Run, TransferBackend, plan_copy
+from kvcache.transfer.backend import TransferBackend
 from kvcache.transfer.nixl import why_unavailable
+from kvcache.transfer.offers import Run, plan_copy
 from protocol.errors import TransferError
 from protocol.messages import KvLayout, Ticket, decode
 from tests.support.kv_peer import LAYOUT, open_with_region

@@ -1,0 +1,106 @@
+"""What the transfer backends share: the offers of a worker, their slots, and the plan of a copy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.errors import OverloadedError, TransferError
+from protocol.ids import WorkerId, new_generation
+from protocol.messages import KvLayout, Ticket
+
+NUM_SLOTS = 4096  # standing offers of one worker; each costs 8 bytes that peers can read
+
+
+@dataclass(frozen=True, slots=True)
+class Offerer:
+    """Who offers: what every ticket of a worker says."""
+
+    worker_id: WorkerId
+    address: str  # host:port of the request plane
+    backend: str
+    peer: bytes  # the backend's description of this worker
+    layout: KvLayout
+
+
+class Offers:
+    """The standing offers of one worker. Pure but for the slots that it writes, and peers read."""
+
+    def __init__(self, offerer: Offerer, slots: memoryview) -> None:
+        """`slots`: u64 [num_slots], all zero."""
+        self._offerer = offerer
+        self._slots = slots
+        self._free = list(range(len(slots) - 1, -1, -1))
+        self._standing: dict[int, Ticket] = {}
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        return len(self._standing)
+
+    def open(self, block_ids: Sequence[int], num_tokens: int) -> Ticket:
+        """Raises OverloadedError if every slot is taken."""
+        if not self._free:
+            raise OverloadedError(f"{len(self)} KV offers stand, none was fetched", hint="add decode workers")
+        ticket = Ticket(
+            offer_id=self._next_id,
+            worker_id=self._offerer.worker_id,
+            address=self._offerer.address,
+            backend=self._offerer.backend,
+            nonce=new_generation(),
+            slot=self._free.pop(),
+            peer=self._offerer.peer,
+            layout=self._offerer.layout,
+            block_ids=tuple(block_ids),
+            num_tokens=num_tokens,
+        )
+        self._next_id += 1
+        self._standing[ticket.offer_id] = ticket
+        self._slots[ticket.slot] = ticket.nonce
+        return ticket
+
+    def close(self, offer_id: int, nonce: int) -> bool:
+        """Zero the slot: from now on a reader finds out that it came too late. True if the offer stood."""
+        ticket = self._standing.get(offer_id)
+        if ticket is None or ticket.nonce != nonce:
+            return False
+        del self._standing[offer_id]
+        self._slots[ticket.slot] = 0
+        self._free.append(ticket.slot)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks that lie side by side at both ends, so that one copy moves them."""
+
+    remote: int
+    local: int
+    count: int
+
+
+def plan_copy(remote: Sequence[int], local: Sequence[int]) -> list[Run]:
+    """Join neighbours: the fewest copies that move remote[i] to local[i] in order."""
+    runs: list[Run] = []
+    start = 0
+    for i in range(1, len(remote) + 1):
+        together = i < len(remote) and remote[i] == remote[i - 1] + 1 and local[i] == local[i - 1] + 1
+        if not together:
+            runs.append(Run(remote[start], local[start], i - start))
+            start = i
+    return runs if remote else []
+
+
+def check_fetch(ticket: Ticket, skip: int, into: Sequence[int], backend: str, layout: KvLayout) -> list[int]:
+    """The peer's block ids to copy. Raises TransferError if ticket and local cache do not fit together."""
+    if ticket.backend != backend:
+        raise TransferError(
+            f"{ticket.worker_id} offers KV over {ticket.backend!r}, this worker fetches over {backend!r}",
+            hint="start all workers with one --kv-transfer",
+        )
+    if ticket.layout != layout:
+        raise TransferError(
+            f"KV layout is {layout} here and {ticket.layout} on {ticket.worker_id}",
+            hint="start all workers of a model with the same --block-size, dtype and model",
+        )
+    wanted = list(ticket.block_ids[skip:])
+    if len(wanted) != len(into):
+        raise TransferError(f"{len(wanted)} blocks are offered for {len(into)} places")
+    return wanted
