@@ -34,17 +34,17 @@ demo: $(RUNTIME) ## start a mesh, send it real requests, show what happened (ARG
 doctor: $(RUNTIME) ## check this machine and say what to do
 	@exec $(PY) -m kvmesh doctor $(ARGS)
 
-test: $(DEV) ## run the tests but for the long ones (ARGS='-k router': some of them)
-	$(PY) -m pytest -m "not long" --durations=10 --durations-min=1 $(ARGS)
+test: $(DEV) ## run the tests (ARGS='-k router': some of them)
+	$(PY) -m pytest --durations=10 --durations-min=1 $(ARGS)
 
 check: $(DEV) ## format, lint, types, import order
-	$(PY) -m ruff format --check .
+	$(PY) -m ruff format --check --extend-exclude '*.md' .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) -m pytest tests/test_import_order.py
 
 fmt: $(DEV) ## format, and mend what the linter can mend
-	$(PY) -m ruff format .
+	$(PY) -m ruff format --extend-exclude '*.md' .
 	$(PY) -m ruff check --fix .
 
 clean: ## remove .venv, caches and what runs have left

@@ -88,8 +88,12 @@ class Dispatcher:
                 trace.migrations += 1
                 patience_ends = asyncio.get_running_loop().time() + REPLACEMENT_S
             except NoWorkerError:
-                if problem is None or asyncio.get_running_loop().time() > min(patience_ends, deadline):
+                if problem is None:
                     raise
+                if isinstance(problem, OverloadedError) and not generated:
+                    raise problem from None  # refused early: the caller may come back, nothing was begun
+                if asyncio.get_running_loop().time() > min(patience_ends, deadline):
+                    raise problem from None
                 await asyncio.sleep(RETRY_S)
         assert problem is not None
         raise problem
@@ -122,8 +126,8 @@ class Dispatcher:
             ticket: Ticket | None = None
             try:
                 if placed.prefill is not None:
-                    trace.prefill_worker = placed.prefill.name
                     delta = await self._prefill(placed.prefill, request, deadline)
+                    trace.prefill_worker = placed.prefill.name
                     booking.prefill_done()
                     _note(trace, delta)
                     ticket = delta.ticket

@@ -124,10 +124,12 @@ class Cluster:
             for task in (watching, failing):
                 task.cancel()
             await asyncio.wait({watching, failing})
-        if failing in done:
+        if watching in done:
+            watching.result()
+        elif failing in done:
             assert self.supervisor.failure is not None
             raise self.supervisor.failure
-        if not done:
+        else:
             raise EngineError(f"the mesh was not ready after {START_TIMEOUT_S:.0f} s", hint=f"see {self.run_dir}/logs")
 
     async def _collect_cards(self, tell: Callable[[str], None]) -> None:
@@ -135,12 +137,15 @@ class Cluster:
         expected = config.prefill + config.decode + config.aggregated
         async for change in self._discovery.watch(""):
             if isinstance(change, Put) and change.key.startswith("frontends/"):
-                self.url = decode(change.value, FrontendCard).url
-                tell(f"frontend listens on {self.url}")
+                frontend = decode(change.value, FrontendCard)
+                if frontend.pid == self.supervisor.pid("frontend"):  # else it is of a mesh that was killed
+                    self.url = frontend.url
+                    tell(f"frontend listens on {self.url}")
             elif isinstance(change, Put) and change.key.startswith("workers/"):
                 card = decode(change.value, WorkerCard)
-                self.cards[card.name] = card
-                tell(f"{card.name} is ready ({card.total_blocks} KV blocks of {card.block_size} tokens)")
+                if card.pid == self.supervisor.pid(card.name):
+                    self.cards[card.name] = card
+                    tell(f"{card.name} is ready ({card.total_blocks} KV blocks of {card.block_size} tokens)")
             if self.url and len(self.cards) == expected:
                 break
         await self._until_frontend_sees(expected)
@@ -149,9 +154,13 @@ class Cluster:
         """The cards are there; the frontend, and a router by itself, need a moment to take them in."""
         async with aiohttp.ClientSession(base_url=self.url) as http:
             while True:
-                async with http.get("/health") as response:
-                    health = await response.json()
-                if response.status == 200 and sum(health["workers"][self.model].values()) == workers:
+                try:
+                    async with http.get("/health") as response:
+                        health = await response.json()
+                except aiohttp.ClientError:  # it has died; the supervisor starts it anew
+                    health = {}
+                seen = health.get("workers", {}).get(self.model, {})
+                if health.get("status") == "ready" and sum(seen.values()) >= workers:
                     return
                 await asyncio.sleep(HEALTH_POLL_S)
 

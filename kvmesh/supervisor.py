@@ -97,7 +97,12 @@ class Supervisor:
         run_times_s: list[float] = []
         while True:
             started = clock()
-            process = await self._spawn(spec)
+            try:
+                process = await self._spawn(spec)
+            except OSError as error:
+                self.failure = EngineError(f"{spec.name} cannot be started: {error}")
+                self.failed.set()
+                return
             code = await process.wait()
             self._running.pop(spec.name, None)
             run_times_s = [*run_times_s[-MAX_QUICK_EXITS:], clock() - started]
@@ -112,6 +117,7 @@ class Supervisor:
 
     async def _spawn(self, spec: ProcessSpec) -> asyncio.subprocess.Process:
         env = {**os.environ, **spec.env, PARENT_PID: str(os.getpid())}
+        self._log_dir.mkdir(parents=True, exist_ok=True)  # who removed the run directory shall not stop us
         with self.log_file(spec.name).open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,

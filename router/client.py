@@ -8,12 +8,14 @@ from typing import Protocol
 
 from mesh.discovery import Deleted, Discovery, Put
 from mesh.plane.client import PlaneClient, Stream
-from protocol.errors import DrainingError, MeshError, NoWorkerError, PeerLostError
+from protocol.errors import DrainingError, FeedLostError, MeshError, NoWorkerError, PeerLostError, WireError
 from protocol.ids import RequestId
 from protocol.messages import Placed, RouterCard, RouteRequest, decode
 from router.service import Booking
 
 log = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 3.0  # a router answers in well under a millisecond; one that hangs must not hold requests up
 
 
 class Router(Protocol):
@@ -32,29 +34,38 @@ class RemoteRouter:
         return bool(self._routers)
 
     async def run(self, discovery: Discovery) -> None:
+        """Until cancelled. Raises FeedLostError if the feed ends."""
         async for change in discovery.watch("routers/"):
             match change:
                 case Put():
-                    self._routers[change.key] = decode(change.value, RouterCard)
+                    self._join(change.key, change.value)
                 case Deleted():
                     self._routers.pop(change.key, None)
+        raise FeedLostError("the discovery watch ended", hint="check --discovery")
+
+    def _join(self, key: str, value: bytes) -> None:
+        try:
+            self._routers[key] = decode(value, RouterCard)
+        except WireError as error:
+            log.warning("ignoring %s: %s", key, error)
 
     @asynccontextmanager
     async def book(self, request: RouteRequest, timeout_s: float) -> AsyncIterator[Booking]:
-        problem: MeshError = NoWorkerError("no router is ready", hint="start one: `python -m router`")
+        """Raises NoWorkerError also if no router answers: that passes, and the request may wait or come again."""
+        problem = "there is none"
         for _, card in sorted(self._routers.items()):
             async with AsyncExitStack() as call:
                 try:
                     stream = await call.enter_async_context(self._plane.open(card.address, "place", request, timeout_s))
                     placed = await _first(stream, card)
                 except (PeerLostError, DrainingError) as error:
-                    problem = error
+                    problem = str(error)
                     continue
                 booking = _RemoteBooking(self._plane, card.address, request.request_id, placed)
                 call.push_async_callback(booking.settle)
                 yield booking
                 return
-        raise problem
+        raise NoWorkerError(f"no router is ready ({problem})", hint="start one: `python -m router`")
 
 
 class _RemoteBooking:
@@ -82,7 +93,11 @@ class _RemoteBooking:
 
 
 async def _first(stream: Stream, card: RouterCard) -> Placed:
-    raw = await stream.next()
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            raw = await stream.next()
+    except TimeoutError:
+        raise PeerLostError(f"router {card.name} did not answer in {ANSWER_TIMEOUT_S} s") from None
     if raw is None:
         raise PeerLostError(f"router {card.name} ended without an answer")
     return decode(raw, Placed)

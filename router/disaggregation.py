@@ -23,7 +23,7 @@ class Decision:
 
 
 def decide(isl_tokens: int, cached_tokens: int, prefill_ready: bool, wish: bool | None, rule: LocalPrefill) -> Decision:
-    """`cached_tokens`: what the best decode worker holds of the prompt. `wish`: what the caller asked for."""
+    """`cached_tokens`: what the decode worker that would do it alone holds. `wish`: what the caller asked for."""
     if not prefill_ready:
         return Decision(False, "no prefill worker is ready")
     if wish is not None:

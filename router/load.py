@@ -10,7 +10,8 @@ from router.index import Holder
 
 @dataclass(slots=True)
 class HolderLoad:
-    """Counts of what was placed on one holder and has not ended."""
+    """Counts of what was placed on one holder and has not ended. Of an answer only its first block is counted,
+    not how it grows."""
 
     prefill_tokens: int = 0  # still to compute
     requests: int = 0
@@ -23,6 +24,8 @@ class HolderLoad:
 
     def new_blocks(self, hashes: Sequence[SequenceHash]) -> int:
         """How many of a prompt's full blocks no running request holds yet."""
+        if not self.shared_blocks:
+            return len(hashes)
         return sum(1 for name in hashes if name not in self.shared_blocks)
 
 

@@ -19,7 +19,7 @@ class Candidate:
     holder: Holder
     overlap_blocks: int = 0  # leading blocks of the prompt in its cache; <= prompt_blocks
     active_prefill_tokens: int = 0  # placed there, still to compute
-    active_decode_blocks: int = 0  # held by running requests
+    active_decode_blocks: int = 0  # of the prompts of running requests, and one for each answer
     new_blocks: int = 0  # of this prompt, that no running request there holds
     active_requests: int = 0
     last_chosen: int = 0  # when it was chosen last, as a count of choices: breaks ties in turn

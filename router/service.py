@@ -15,7 +15,7 @@ from mesh.lifecycle import watch_parent
 from mesh.plane.client import PlaneClient
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import serve_metrics
-from protocol.errors import FeedLostError, MeshError, WireError
+from protocol.errors import ConfigError, FeedLostError, MeshError, WireError
 from protocol.events import KvEvent
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import KvSnapshot, Placed, RouterCard, RouteRequest, WorkerCard, decode, encode
@@ -142,14 +142,19 @@ class LocalRouter:
             )  # fmt: skip
             return
         if card.kv_events:
-            self._subscriber.add(
-                KvSource(
-                    worker_id=card.worker_id,
-                    endpoint=card.kv_events,
-                    replay_endpoint=card.kv_replay,
-                    snapshot=lambda: self._snapshot(card),
-                )
-            )
+            self._follow_events(card)
+
+    def _follow_events(self, card: WorkerCard) -> None:
+        source = KvSource(
+            worker_id=card.worker_id,
+            endpoint=card.kv_events,
+            replay_endpoint=card.kv_replay,
+            snapshot=lambda: self._snapshot(card),
+        )
+        try:
+            self._subscriber.add(source)
+        except ConfigError as error:  # one bad card must not end the router; it places there by load alone
+            log.warning("the KV events of worker %s are not followed: %s", card.worker_id, error)
 
     def _leave(self, worker_id: WorkerId) -> None:
         self._subscriber.remove(worker_id)
@@ -176,7 +181,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         workers = WorkerFeed()
         router = LocalRouter(config, plane, workers)
         cleanup.push_async_callback(router.close)
-        server = PlaneServer(handlers(router), even_when_draining={"prefill_done"})
+        server = PlaneServer(handlers(router), always={"prefill_done"})
         cleanup.push_async_callback(server.close)
         address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
         discovery = open_discovery(config.discovery)

@@ -22,6 +22,7 @@ class Limits:
     max_num_seqs: int
     max_step_tokens: int
     context_tokens: int
+    vocab_size: int
     max_waiting: int = 4096
 
 
@@ -105,6 +106,10 @@ class Scheduler:
         prompt = unpack_tokens(request.prompt)
         output = list(request.generated)
         self._check_size(len(prompt), len(output), request.stop.max_tokens)
+        if max(prompt) >= self._limits.vocab_size or not all(0 <= t < self._limits.vocab_size for t in output):
+            raise InvalidRequestError(
+                f"a token id is beyond the model's vocabulary of {self._limits.vocab_size}", param="prompt"
+            )
         stop_ids = frozenset(request.stop.stop_token_ids)
         if not request.stop.ignore_eos:
             stop_ids |= self._eos
@@ -142,7 +147,7 @@ class Scheduler:
         return len(self._waiting) >= self._limits.max_waiting
 
     def abort(self, request_id: RequestId) -> None:
-        """Give a request up and free what it holds; what pulls frees it when the pull has ended."""
+        """Give a request up and free what it holds. Of one that pulls, `pull_given_up` does so."""
         sequence = self._known.pop(request_id, None)
         if sequence is None:
             return
@@ -197,13 +202,26 @@ class Scheduler:
     def pull_ended(self, sequence: SequenceState, *, arrived: bool) -> None:
         """The blocks of a pull hold the KV of all tokens but the last, or (not `arrived`) must be computed."""
         sequence.pulling = False
-        if sequence.aborted:
-            self._running.remove(sequence)
-            self._free(sequence)
-            return
         if arrived:
             sequence.num_computed = len(sequence.tokens) - 1
             self._commit_full_blocks(sequence)
+
+    def pull_given_up(self, pull: Pull) -> None:
+        """Do not wait for a pull: it may never end. A request that still runs is computed in other blocks.
+
+        The pull's own blocks stay held, since it may still write into them, until `pull_let_go`.
+        """
+        sequence = pull.sequence
+        sequence.pulling = False
+        sequence.table = sequence.table[: pull.skip] + sequence.table[pull.skip + len(pull.into) :]
+        self._running.remove(sequence)
+        self._free(sequence)
+        if not sequence.aborted:
+            self._waiting.appendleft(sequence)
+
+    def pull_let_go(self, pull: Pull) -> None:
+        """A pull that was given up has ended: its blocks can be used again."""
+        self.pool.release(pull.into)
 
     def _wants_pull(self, sequence: SequenceState) -> bool:
         ticket = sequence.request.ticket

@@ -11,7 +11,7 @@ from mesh.discovery import open_discovery
 from mesh.lifecycle import watch_parent
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import request_context, serve_metrics
-from protocol.errors import EngineError, InvalidRequestError, MeshError
+from protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
 from protocol.ids import WorkerId, new_worker_id
 from protocol.messages import GenerateRequest, KvSnapshot, ReleaseOffer, Role, WorkerCard, decode, encode
 from workers.backends import open_engine
@@ -40,7 +40,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
         publisher = KvEventPublisher(bind, bind, advertise_host=config.advertise_host or None)
         cleanup.callback(publisher.close)
         worker = Worker(config.role, engine, publisher)
-        server = PlaneServer(worker.handlers(), max_calls=config.max_calls, even_when_draining={"release"})
+        server = PlaneServer(worker.handlers(), max_calls=config.max_calls, always={"release"})
         cleanup.push_async_callback(server.close)
         address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
         cleanup.push_async_callback(engine.stop)
@@ -56,9 +56,10 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
         await until_stopped(stop, engine)
         log.info("draining")
         await registration.withdraw()
+        deadline = asyncio.get_running_loop().time() + config.drain_timeout_s
         if cut_off := await server.drain(config.drain_timeout_s):
             log.warning("stopped with %d calls unanswered after %.1f s", cut_off, config.drain_timeout_s)
-        await offers_taken(engine, config.drain_timeout_s)
+        await offers_taken(engine, deadline)
 
 
 async def until_stopped(stop: asyncio.Event, engine: Engine) -> None:
@@ -70,9 +71,8 @@ async def until_stopped(stop: asyncio.Event, engine: Engine) -> None:
             continue
 
 
-async def offers_taken(engine: Engine, timeout_s: float) -> None:
+async def offers_taken(engine: Engine, deadline: float) -> None:
     """A prefill worker that leaves while decode workers still fetch from it would make them compute again."""
-    deadline = asyncio.get_running_loop().time() + timeout_s
     while engine.load().offers and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.02)  # once in the life of a worker: not worth an event in the seam
 
@@ -104,6 +104,9 @@ class Worker:
                 if isinstance(error, EngineError):
                     log.error("request failed: %s", error)
                 raise
+            except Exception:
+                outcome = "internal"
+                raise
             finally:
                 REQUESTS.labels(outcome).inc()
 
@@ -115,11 +118,14 @@ class Worker:
         """One message per part; `seq` is the same in all: parts are cut before anything else can be published."""
         events = self._engine.kv_snapshot()
         seq = self._publisher.last_seq
-        for part in in_parts(events):
-            await call.send(KvSnapshot(seq=seq, payload=encode_payload(part, 0.0, 0)))
+        payloads = await asyncio.to_thread(lambda: [encode_payload(part, 0.0, 0) for part in in_parts(events)])
+        for payload in payloads:
+            await call.send(KvSnapshot(seq=seq, payload=payload))
 
     def _check(self, request: GenerateRequest) -> None:
-        if self.info is None or request.model != self.info.model:
+        if self.info is None:
+            raise DrainingError("this worker is still starting")
+        if request.model != self.info.model:
             raise InvalidRequestError(f"model {request.model!r} is not served here", hint="route by the worker's card")
         if request.offer_kv and self._role is Role.DECODE:
             raise InvalidRequestError("a decode worker offers no KV", hint="send prefill legs to prefill workers")

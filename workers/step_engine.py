@@ -17,14 +17,15 @@ import msgspec
 
 from kvcache.pool import BlockPool
 from kvcache.transfer.backend import TransferBackend
-from protocol.errors import EngineError, MeshError, OverloadedError, TransferError
+from protocol.errors import EngineError, InvalidRequestError, MeshError, OverloadedError
 from protocol.events import KvEvent
 from protocol.ids import RequestId, WorkerId
-from protocol.messages import Delta, GenerateRequest, PullReport, SamplingParams, Ticket
+from protocol.messages import Delta, GenerateRequest, SamplingParams, Ticket
 from workers.engine import EngineInfo, EngineLoad
 from workers.executor import Executor, ModelInfo, Row, Sampled
-from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS, STEP_SECONDS, STEP_TOKENS
-from workers.scheduler import Limits, Output, Pull, Scheduler, Step
+from workers.metrics import STEP_SECONDS, STEP_TOKENS
+from workers.pulls import Pulls
+from workers.scheduler import Limits, Output, Scheduler, Step
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +53,9 @@ class StepEngine:
         self._outputs: dict[RequestId, _OutputQueue] = {}
         self._offers: dict[int, _Offer] = {}
         self._listeners: list[Callable[[Sequence[KvEvent]], object]] = []
-        self._pulls: set[asyncio.Task[None]] = set()
-        self._pull_of: dict[RequestId, asyncio.Task[None]] = {}
-        self._reports: dict[RequestId, PullReport] = {}  # told with the first delta after the pull
         self._loop_task: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
+        self._stopped = False
         self._worker_id = WorkerId("")
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
@@ -69,9 +68,12 @@ class StepEngine:
         await loop.run_in_executor(self._thread, self._warm_up, model)
         if self._transfer is not None:
             await self._transfer.register(region, worker_id, address)
-        limits = Limits(self._config.max_num_seqs, self._config.max_step_tokens, model.context_tokens)
+        limits = Limits(
+            self._config.max_num_seqs, self._config.max_step_tokens, model.context_tokens, model.vocab_size
+        )
         self._pool = BlockPool(num_blocks, model.layout.block_size)
         self._scheduler = Scheduler(self._pool, limits, model.eos_token_ids)
+        self._pulls = Pulls(self._transfer, self._scheduler, self._config.pull_timeout_s, self._wake.set)
         self._loop_task = asyncio.create_task(self._run(), name="engine steps")
         return EngineInfo(
             model=self._config.model,
@@ -86,6 +88,10 @@ class StepEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         self.check_health()
+        if request.request_id in self._outputs:
+            raise InvalidRequestError(f"request {request.request_id} runs here already")
+        if request.offer_kv and self._transfer is None:
+            raise InvalidRequestError("this worker has no KV transfer", hint="start it with --kv-transfer")
         if self._scheduler.is_full():
             raise OverloadedError(f"{self._scheduler.num_waiting} requests wait on {self._worker_id} already")
         self._scheduler.add(request)
@@ -136,20 +142,18 @@ class StepEngine:
         if self._failure is not None:
             raise self._failure
         if self._loop_task is None:
-            raise EngineError("the engine has not started or has stopped")
+            raise EngineError("the engine has not started")
 
     async def stop(self) -> None:
-        loop_task, self._loop_task = self._loop_task, None
-        if loop_task is None:
+        if self._stopped:
             return
+        self._stopped = True
         self._fail(EngineError(f"{self._worker_id} is stopping"))
-        loop_task.cancel()
-        with suppress(asyncio.CancelledError):
-            await loop_task
-        for pull in self._pulls:
-            pull.cancel()
-        if self._pulls:
-            await asyncio.wait(self._pulls)
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._loop_task
+            await self._pulls.close()
         for offer in self._offers.values():
             offer.expiry.cancel()
         if self._transfer is not None:
@@ -173,7 +177,7 @@ class StepEngine:
             while True:
                 step = self._scheduler.plan()
                 for pull in step.pulls:
-                    self._start_pull(pull)
+                    self._pulls.start(pull)
                 if not step.rows:
                     self._wake.clear()
                     self._publish_events()
@@ -194,7 +198,7 @@ class StepEngine:
             delta = output.delta
             if output.handoff:
                 delta = self._offer(output)
-            if (report := self._reports.pop(output.request_id, None)) is not None:
+            if (report := self._pulls.take_report(output.request_id)) is not None:
                 delta = msgspec.structs.replace(delta, pull=report)
             if (queue := self._outputs.get(output.request_id)) is not None:
                 queue.put(delta)
@@ -219,46 +223,9 @@ class StepEngine:
         log.warning("KV offer %d was neither fetched nor released in time", offer_id)
         self.release(offer_id, nonce)
 
-    def _start_pull(self, pull: Pull) -> None:
-        task = asyncio.create_task(self._pull(pull), name=f"pull {pull.sequence.request_id}")
-        self._pulls.add(task)
-        self._pull_of[pull.sequence.request_id] = task
-        task.add_done_callback(self._pulls.discard)
-
-    async def _pull(self, pull: Pull) -> None:
-        """Fetch the prompt's blocks; whatever goes wrong, the prompt is computed here instead."""
-        request = pull.sequence.request
-        ticket, transfer = request.ticket, self._transfer
-        assert ticket is not None
-        started = time.perf_counter()
-        num_bytes, problem = 0, ""
-        try:
-            if transfer is None:
-                raise TransferError("this worker has no KV transfer", hint="start it with --kv-transfer")
-            num_bytes = await transfer.fetch(ticket, pull.skip, pull.into, self._config.pull_timeout_s)
-        except MeshError as error:
-            problem = str(error)
-            log.warning("request %s computes its prompt itself: %s", request.request_id, problem)
-        except asyncio.CancelledError:
-            problem = "cancelled"
-        finally:
-            self._pull_of.pop(request.request_id, None)
-            self._scheduler.pull_ended(pull.sequence, arrived=not problem)
-            self._wake.set()
-        duration_s = time.perf_counter() - started
-        backend = ticket.backend
-        PULLS.labels(backend, "failed" if problem else "ok").inc()
-        PULL_BYTES.labels(backend).inc(num_bytes)
-        PULL_SECONDS.labels(backend).observe(duration_s)
-        if request.request_id in self._outputs:
-            num_blocks = 0 if problem else len(pull.into)
-            self._reports[request.request_id] = PullReport(backend, num_bytes, num_blocks, duration_s, problem)
-
     def _abort(self, request_id: RequestId) -> None:
-        self._reports.pop(request_id, None)
         self._scheduler.abort(request_id)
-        if (pull := self._pull_of.get(request_id)) is not None:
-            pull.cancel()
+        self._pulls.abandon(request_id)
         self._wake.set()
 
     def _fail(self, failure: EngineError) -> None:

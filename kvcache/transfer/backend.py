@@ -31,15 +31,13 @@ class TransferBackend(Protocol):
     def release(self, offer_id: int, nonce: int) -> bool:
         """End an offer; True if it stood. After that its blocks may be reused."""
 
-    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int], timeout_s: float) -> int:
+    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int]) -> int:
         """Copy the offered blocks from number `skip` on into local `into`, in order; returns bytes.
 
         Raises TransferError if the peer is gone, the offer has ended or the layouts differ. When it returns
-        or raises, CancelledError included, nothing writes to `into` any more.
+        or raises, CancelledError included, nothing writes to `into` any more. A copy that is under way cannot
+        be stopped: from a peer that hangs, cancelled or not, `fetch` returns when that peer goes on or dies.
         """
-
-    async def forget(self, worker_id: WorkerId) -> None:
-        """Drop what is kept about a peer that has left."""
 
     async def close(self) -> None:
         """Let go of all memory and threads. A second call does nothing."""

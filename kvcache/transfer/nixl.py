@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _FETCH_POLL_S = 0.00005  # while we read from a peer
 _OFFER_POLL_S = 0.0005  # while peers may read from us
+_END_S = 2.0
 _MAX_PEERS = 256
 
 Steps = Generator[None, None, int]  # a fetch on the agent's thread: yields while it waits for the network
@@ -99,10 +100,10 @@ class NixlBackend:
     def release(self, offer_id: int, nonce: int) -> bool:
         return self._offers is not None and self._offers.close(offer_id, nonce)
 
-    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int], timeout_s: float) -> int:
+    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int]) -> int:
         assert self._region is not None and self._agent is not None, "register first"
         wanted = check_fetch(ticket, skip, into, self.name, self._region.layout)
-        job = _Fetch(ticket, plan_copy(wanted, into), time.monotonic() + timeout_s)
+        job = _Fetch(ticket, plan_copy(wanted, into))
         self._agent.submit(job)
         done = asyncio.wrap_future(job.result)
         try:
@@ -110,11 +111,8 @@ class NixlBackend:
         except asyncio.CancelledError:
             job.aborted = True
             await asyncio.wait([done])  # until NIXL has let go of the blocks
+            done.exception()  # said to nobody: the caller has left
             raise
-
-    async def forget(self, worker_id: WorkerId) -> None:
-        if self._agent is not None:
-            self._agent.submit(worker_id)
 
     async def close(self) -> None:
         agent, self._agent = self._agent, None
@@ -124,17 +122,16 @@ class NixlBackend:
 
 
 class _Fetch:
-    def __init__(self, ticket: Ticket, runs: Sequence[Run], deadline: float) -> None:
+    def __init__(self, ticket: Ticket, runs: Sequence[Run]) -> None:
         self.ticket = ticket
         self.runs = runs
-        self.deadline = deadline  # time.monotonic
         self.aborted = False  # set by the event loop, read by the agent's thread
         self.result: Future[int] = Future()
         self.result.set_running_or_notify_cancel()
 
 
 class _AgentThread(threading.Thread):
-    """Owns the NIXL agent. Commands: a _Fetch to run, a WorkerId to forget, "" to look again, None to end."""
+    """Owns the NIXL agent. Commands: a _Fetch to run, "" to look again (an offer stands), None to end."""
 
     def __init__(
         self, worker_id: WorkerId, region: KvRegion, slots: np.ndarray[Any, Any], has_offers: Callable[[], bool]
@@ -145,7 +142,8 @@ class _AgentThread(threading.Thread):
         self._region = region
         self._slots = slots
         self._has_offers = has_offers
-        self._commands: queue.SimpleQueue[_Fetch | str | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Fetch | Literal[""] | None] = queue.SimpleQueue()
+        self._ended = False
         self._running: list[tuple[_Fetch, Steps]] = []
         self._peers: OrderedDict[WorkerId, str] = OrderedDict()  # worker -> NIXL agent name
         self._scratch = np.zeros(NUM_SLOTS, dtype=np.uint64)  # where remote slots are read to
@@ -155,8 +153,10 @@ class _AgentThread(threading.Thread):
         self._agent: Any = None
         self.start()
 
-    def submit(self, command: _Fetch | WorkerId | None) -> None:
+    def submit(self, command: _Fetch | None) -> None:
         self._commands.put(command)
+        if self._ended:  # nobody takes commands any more
+            self._refuse_the_rest()
 
     def wake(self) -> None:
         self._commands.put("")
@@ -168,14 +168,41 @@ class _AgentThread(threading.Thread):
             reason = ConfigError(f"NIXL did not start: {error}", hint="see `kvmesh doctor`")
             self.started.set_exception(reason)
             return
-        while self._serve_commands():
+        try:
+            while self._serve_commands():
+                self._step_fetches()
+                self._make_progress_for_peers()
+            self._end_fetches()
+        finally:
+            self._ended = True
+            self._refuse_the_rest()
+            self._close()
+
+    def _make_progress_for_peers(self) -> None:
+        if self._has_offers():
+            try:
+                self._agent.get_new_notifs()
+            except Exception as error:  # a peer that went away; whoever still reads from us will find out
+                log.warning("NIXL could not make progress: %s", _describe(error))
+
+    def _end_fetches(self) -> None:
+        """Give what runs a moment to end: until then NIXL may write into the KV cache."""
+        give_up = time.monotonic() + _END_S
+        for job, _ in self._running:
+            job.aborted = True
+        while self._running and time.monotonic() < give_up:
             self._step_fetches()
-            if self._has_offers():
-                self._agent.get_new_notifs()  # drives UCX for the peers that read from us
-        for job, steps in self._running:
-            steps.close()
-            job.result.set_exception(TransferError("the worker is stopping"))
-        self._close()
+            time.sleep(_FETCH_POLL_S)
+
+    def _refuse_the_rest(self) -> None:
+        jobs = [job for job, _ in self._running]
+        self._running = []
+        while not self._commands.empty():
+            command = self._commands.get()
+            if isinstance(command, _Fetch):
+                jobs.append(command)
+        for job in jobs:
+            job.result.set_exception(TransferError("the KV transfer of this worker has ended"))
 
     def _open(self) -> bytes:
         api = _import_nixl()
@@ -222,8 +249,6 @@ class _AgentThread(threading.Thread):
                 return False
             if isinstance(command, _Fetch):
                 self._running.append((command, self._fetch(command)))
-            elif command:
-                self._forget_agent(self._peers.pop(WorkerId(command), ""))
 
     def _step_fetches(self) -> None:
         still_running: list[tuple[_Fetch, Steps]] = []
@@ -243,6 +268,8 @@ class _AgentThread(threading.Thread):
         self._running = still_running
 
     def _fetch(self, job: _Fetch) -> Steps:
+        if job.aborted:
+            raise TransferError("given up by the caller")
         peer = decode(job.ticket.peer, _Peer)
         name = self._connect(job.ticket.worker_id, peer)
         block_bytes = self._region.layout.block_bytes
@@ -291,31 +318,24 @@ class _AgentThread(threading.Thread):
             "READ", agent.get_xfer_descs(local, local_memory), agent.get_xfer_descs(remote, remote_memory), name
         )
         try:
+            # Also when the caller has given up, wait: releasing a transfer does not stop UCX. Over TCP it goes
+            # on writing into our blocks for as long as the transfer is in progress.
             state = agent.transfer(handle)
             while state == "PROC":
-                if job.aborted:
-                    raise TransferError("given up by the caller")
-                if time.monotonic() > job.deadline:
-                    raise TransferError(f"{job.ticket.worker_id} did not answer in time")
                 yield
                 state = agent.check_xfer_state(handle)
-            if state != "DONE":
-                raise TransferError(f"NIXL reports {state} for a read from {job.ticket.worker_id}")
         finally:
             self._release(handle)
+        if job.aborted:
+            raise TransferError("given up by the caller")
+        if state != "DONE":
+            raise TransferError(f"NIXL reports {state} for a read from {job.ticket.worker_id}")
 
     def _release(self, handle: Any) -> None:
-        """Let go of a transfer. One that is still active must end first: it writes into our blocks."""
-        give_up = time.monotonic() + 5
-        while True:
-            try:
-                self._agent.release_xfer_handle(handle)
-                return
-            except Exception as error:
-                if time.monotonic() > give_up:
-                    log.error("NIXL does not release a transfer: %s", _describe(error))
-                    return
-                time.sleep(0.001)
+        try:
+            self._agent.release_xfer_handle(handle)
+        except Exception as error:
+            log.warning("NIXL does not release a transfer: %s", _describe(error))
 
     def _connect(self, worker_id: WorkerId, peer: _Peer) -> str:
         if (name := self._peers.get(worker_id)) is not None:

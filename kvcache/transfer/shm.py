@@ -10,10 +10,12 @@ import asyncio
 import ctypes
 import mmap
 import os
-from collections import OrderedDict
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from kvcache.memory import KvRegion
 from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, check_fetch, plan_copy
@@ -22,7 +24,7 @@ from protocol.ids import WorkerId, new_generation
 from protocol.messages import Ticket, decode, encode
 
 _HEADER_BYTES = 8 * (1 + NUM_SLOTS)
-_MAX_PEERS = 64
+Map = np.ndarray[Any, np.dtype[np.uint8]]  # the memory of a peer; it is unmapped when nobody uses it any more
 
 
 class _Peer(msgspec.Struct, frozen=True):
@@ -41,7 +43,8 @@ class ShmBackend:
         self._generation = new_generation()
         self._region: KvRegion | None = None
         self._offers: Offers | None = None
-        self._peers: OrderedDict[tuple[WorkerId, int], mmap.mmap] = OrderedDict()
+        self._peers: dict[_Peer, Map] = {}
+        self._lock = threading.Lock()
 
     def allocate(self, num_bytes: int) -> memoryview | None:
         total = _HEADER_BYTES + num_bytes
@@ -70,7 +73,7 @@ class ShmBackend:
     def release(self, offer_id: int, nonce: int) -> bool:
         return self._offers is not None and self._offers.close(offer_id, nonce)
 
-    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int], timeout_s: float) -> int:
+    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int]) -> int:
         assert self._region is not None, "register first"
         wanted = check_fetch(ticket, skip, into, self.name, self._region.layout)
         copying = asyncio.ensure_future(asyncio.to_thread(self._copy, ticket, wanted, list(into)))
@@ -84,50 +87,59 @@ class ShmBackend:
         assert self._region is not None
         block_bytes = self._region.layout.block_bytes
         memory = self._map_of(ticket)
+        source = memory.ctypes.data
         num_bytes = 0
         for run in plan_copy(wanted, into):
             start, size = _HEADER_BYTES + run.remote * block_bytes, run.count * block_bytes
             if run.remote < 0 or start + size > len(memory):
                 raise TransferError(f"{ticket.worker_id} offers block {run.remote}, beyond its KV cache")
-            ctypes.memmove(self._region.block_address(run.local), memory[start : start + size], size)
+            ctypes.memmove(self._region.block_address(run.local), source + start, size)  # lets go of the GIL
             num_bytes += size
-        slot_at = 8 * (1 + ticket.slot)
-        if int.from_bytes(memory[slot_at : slot_at + 8], "little") != ticket.nonce:
+        words = memory[:_HEADER_BYTES].view(np.uint64)
+        if not 0 <= ticket.slot < NUM_SLOTS or int(words[1 + ticket.slot]) != ticket.nonce:
             raise TransferError(f"the KV offer of {ticket.worker_id} ended before it was fetched")
         return num_bytes
 
-    def _map_of(self, ticket: Ticket) -> mmap.mmap:
+    def _map_of(self, ticket: Ticket) -> Map:
         peer = decode(ticket.peer, _Peer)
-        key = (ticket.worker_id, peer.generation)
-        if (known := self._peers.get(key)) is not None:
-            self._peers.move_to_end(key)
+        with self._lock:  # copies run in several threads
+            if (known := self._peers.get(peer)) is None:
+                self._forget_dead_peers()
+                known = self._peers[peer] = _map(peer, ticket.worker_id)
             return known
-        path = f"/proc/{peer.pid}/fd/{peer.fd}"
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                memory = mmap.mmap(fd, peer.num_bytes, prot=mmap.PROT_READ)
-            finally:
-                os.close(fd)
-        except (OSError, ValueError) as error:
-            raise TransferError(
-                f"the KV memory of {ticket.worker_id} at {path} cannot be mapped: {error}",
-                hint="shm works between processes of one user on one host; else use --kv-transfer nixl",
-            ) from error
-        if len(memory) < _HEADER_BYTES or int.from_bytes(memory[:8], "little") != peer.generation:
-            memory.close()
-            raise TransferError(f"{path} is not the memory that {ticket.worker_id} offered")
-        self._peers[key] = memory
-        if len(self._peers) > _MAX_PEERS:
-            self._peers.popitem(last=False)  # unmapped when the last copy that uses it ends
-        return memory
 
-    async def forget(self, worker_id: WorkerId) -> None:
-        for key in [key for key in self._peers if key[0] == worker_id]:
-            del self._peers[key]
+    def _forget_dead_peers(self) -> None:
+        """A map keeps the whole KV cache of its process in memory, also after that has died."""
+        for peer in list(self._peers):
+            try:
+                os.close(_open(peer))
+            except OSError:
+                del self._peers[peer]
 
     async def close(self) -> None:
         self._peers.clear()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _open(peer: _Peer) -> int:
+    """A descriptor of the peer's memory. Raises OSError if the process is gone, or not ours to look into."""
+    return os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _map(peer: _Peer, worker_id: WorkerId) -> Map:
+    try:
+        fd = _open(peer)
+        try:
+            memory = np.frombuffer(mmap.mmap(fd, peer.num_bytes, prot=mmap.PROT_READ), np.uint8)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:
+        raise TransferError(
+            f"the KV memory of {worker_id} cannot be mapped: {error}",
+            hint="shm works between processes of one user on one host; else use --kv-transfer nixl",
+        ) from error
+    if len(memory) < _HEADER_BYTES or int(memory[:8].view(np.uint64)[0]) != peer.generation:
+        raise TransferError(f"process {peer.pid} is not the one that made the KV offer of {worker_id}")
+    return memory

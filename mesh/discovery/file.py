@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 LEASE_S = 5.0
 POLL_S = 0.1  # a stat of the directory; its mtime changes when a key comes, changes or goes
 RESCAN_S = 1.0  # leases pass without touching the directory
+_KEY_SUFFIX, _NEW_SUFFIX = ".key", ".new"  # only files with these are ours to read or to remove
+
+
+_Cache = dict[str, tuple[tuple[int, int], bytes]]  # file name -> (inode, mtime), content
 
 
 class FileDiscovery:
@@ -76,7 +80,7 @@ class FileDiscovery:
             self._write_file(key, value)
 
     def _write_file(self, key: str, value: bytes) -> None:
-        beside = self._directory / f".tmp-{secrets.token_hex(8)}"
+        beside = self._directory / f"{secrets.token_hex(8)}{_NEW_SUFFIX}"
         beside.write_bytes(value)
         beside.replace(self._path(key))
 
@@ -86,14 +90,14 @@ class FileDiscovery:
                 self._path(key).unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
-        return self._directory / quote(key, safe="")
+        return self._directory / (quote(key, safe="") + _KEY_SUFFIX)
 
     def _run(self) -> None:
         """The thread: renew our leases, tell the loop what is there."""
         renew_at = scan_at = 0.0
         directory_mtime = -1
         shown: dict[str, bytes] | None = None
-        cache: dict[str, tuple[int, bytes]] = {}
+        cache: _Cache = {}
         while not self._stop.wait(POLL_S):
             now = time.monotonic()
             try:
@@ -127,29 +131,26 @@ class FileDiscovery:
                 except FileNotFoundError:  # we were stopped for longer than the lease: come back
                     self._write_file(key, value)
 
-    def _scan(self, cache: dict[str, tuple[int, bytes]]) -> dict[str, bytes]:
-        """Read the directory. `cache` (file name -> inode, value) saves reading what was not replaced."""
+    def _scan(self, cache: _Cache) -> dict[str, bytes]:
+        """Read the directory, and clear away what has expired. `cache` saves reading what has not changed."""
         present: dict[str, bytes] = {}
         oldest = time.time() - self._lease_s
-        kept: dict[str, tuple[int, bytes]] = {}
+        kept: _Cache = {}
         with os.scandir(self._directory) as entries:
-            for entry in sorted(entries, key=lambda e: e.name):
-                try:
-                    if not entry.is_file(follow_symlinks=False):
-                        continue
-                    status = entry.stat()
-                    if status.st_mtime < oldest:
-                        os.unlink(entry.path)
-                        continue
-                    if entry.name.startswith(".tmp-"):
-                        continue
-                    inode, value = cache.get(entry.name, (0, b""))
-                    if inode != status.st_ino:
-                        value = Path(entry.path).read_bytes()
-                except (FileNotFoundError, PermissionError):
-                    continue  # went while we looked, or is not for us to read
-                kept[entry.name] = (status.st_ino, value)
-                present[unquote(entry.name)] = value
+            ours = sorted(e.name for e in entries if e.name.endswith((_KEY_SUFFIX, _NEW_SUFFIX)))
+        for name in ours:
+            path = self._directory / name
+            try:
+                status = path.stat()
+                if status.st_mtime < oldest:
+                    path.unlink()
+                elif name.endswith(_KEY_SUFFIX):
+                    version = (status.st_ino, status.st_mtime_ns)
+                    known, value = cache.get(name, ((0, 0), b""))
+                    kept[name] = (version, value if known == version else path.read_bytes())
+                    present[unquote(name.removesuffix(_KEY_SUFFIX))] = kept[name][1]
+            except OSError as error:  # it went while we looked, or is no file of ours after all
+                log.debug("discovery passes over %s: %s", path, error)
         cache.clear()
         cache.update(kept)
         return present

@@ -8,7 +8,7 @@ from typing import cast
 
 import msgspec
 
-from mesh.plane.frames import Batch, Frame, FrameReader, Ping, Pong, encode_frame
+from mesh.plane.frames import MAX_FRAME_BYTES, Batch, Frame, FrameReader, Ping, Pong, encode_frame
 from protocol.errors import WireError
 
 log = logging.getLogger(__name__)
@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 KEEPALIVE_S = 5.0  # while streams are open, a silent peer is asked this often
 KEEPALIVE_MISSES = 3  # and given up after so many unanswered questions
 HIGH_WATER_BYTES = 1 << 20
+UNREAD_BYTES = 2 * MAX_FRAME_BYTES  # senders wait at HIGH_WATER_BYTES; beyond this a peer sends and never reads
 BATCH_BYTES = 4 << 20  # a batch that grows larger is sent before its turn of the loop ends
 
 
@@ -63,6 +64,8 @@ class Link(asyncio.Protocol):
         self._heard = True
         try:
             for frame in self._reader.feed(data):
+                if self.closed.is_set():
+                    return
                 match frame:
                     case Ping():
                         self.write(Pong())
@@ -88,8 +91,7 @@ class Link(asyncio.Protocol):
     def write(self, frame: Frame) -> None:
         """Send now, after what is waiting in this turn's batch."""
         self._flush()
-        if self._transport is not None:
-            self._transport.write(encode_frame(frame))
+        self._send(frame)
 
     def add_message(self, stream: int, message: bytes) -> None:
         """Send with this turn's batch."""
@@ -139,8 +141,14 @@ class Link(asyncio.Protocol):
         if not (self._batch.messages or self._batch.ends):
             return
         batch, self._batch = self._batch, Batch([], [])
-        if self._transport is not None:
-            self._transport.write(encode_frame(batch))
+        self._send(batch)
+
+    def _send(self, frame: Frame) -> None:
+        if self._transport is None:
+            return
+        self._transport.write(encode_frame(frame))
+        if self._transport.get_write_buffer_size() > UNREAD_BYTES:
+            self.abort(f"the peer has left {UNREAD_BYTES >> 20} MiB unread")
 
     def _check_peer(self) -> None:
         self._keepalive = None

@@ -71,10 +71,11 @@ class PlaneServer:
     """Listens on one port. Errors of handlers travel to the caller as their code and text."""
 
     def __init__(
-        self, handlers: Mapping[str, Handler], *, max_calls: int = 4096, even_when_draining: Collection[str] = ()
+        self, handlers: Mapping[str, Handler], *, max_calls: int = 4096, always: Collection[str] = ()
     ) -> None:
+        """`always`: methods that free what calls hold; they are answered also when draining or full."""
         self.handlers = dict(handlers)
-        self.even_when_draining = frozenset(even_when_draining)
+        self.always = frozenset(always)
         self.max_calls = max_calls
         self.draining = False
         self._server: asyncio.Server | None = None
@@ -174,10 +175,12 @@ class _ServerLink(Link):
     def _refuse(self, frame: Open) -> MeshError | None:
         if not 0 < frame.timeout_s <= MAX_TIMEOUT_S:
             return InvalidRequestError(f"a timeout of {frame.timeout_s} s is not between 0 and {MAX_TIMEOUT_S:.0f}")
-        if self._server.draining and frame.method not in self._server.even_when_draining:
-            return DrainingError(f"{self._server.address} is shutting down")
         if frame.method not in self._server.handlers:
             return InvalidRequestError(f"no method {frame.method!r}", hint="run one version everywhere")
+        if frame.method in self._server.always:
+            return None
+        if self._server.draining:
+            return DrainingError(f"{self._server.address} is shutting down")
         if len(self._server.tasks) >= self._server.max_calls:
             return OverloadedError(f"{self._server.max_calls} calls run on {self._server.address} already")
         return None

@@ -102,7 +102,7 @@ async def test_the_key_of_a_killed_process_goes_with_its_lease_and_of_a_stalled_
 async def test_a_live_lease_outlasts_its_term(tmp_path: Path) -> None:
     store = FileDiscovery(str(tmp_path), lease_s=0.3)
     await store.put("workers/a", b"1")
-    path = tmp_path / "workers%2Fa"
+    path = tmp_path / "workers%2Fa.key"
     os.utime(path, (time.time() - 0.25, time.time() - 0.25))
     changes = store.watch("")
     await take(changes, 1)

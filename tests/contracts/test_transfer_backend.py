@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 
@@ -63,7 +65,7 @@ def content(block: int) -> int:
 async def test_offered_blocks_arrive_in_order(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
     backend, cache, peer = pair
     ticket = await peer.offer(5, 6, 7, 40, 2)
-    moved = await backend.fetch(ticket, 0, [10, 11, 3, 4, 60], 10)
+    moved = await backend.fetch(ticket, 0, [10, 11, 3, 4, 60])
     assert moved == 5 * LAYOUT.block_bytes
     for remote, local in zip([5, 6, 7, 40, 2], [10, 11, 3, 4, 60], strict=True):
         assert set(cache[local]) == {content(remote)}
@@ -73,15 +75,15 @@ async def test_offered_blocks_arrive_in_order(pair: tuple[TransferBackend, np.nd
 async def test_blocks_that_are_here_already_are_skipped(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
     backend, cache, peer = pair
     ticket = await peer.offer(5, 6, 7)
-    assert await backend.fetch(ticket, 2, [1], 10) == LAYOUT.block_bytes
+    assert await backend.fetch(ticket, 2, [1]) == LAYOUT.block_bytes
     assert set(cache[1]) == {content(7)}
-    assert await backend.fetch(ticket, 3, [], 10) == 0
+    assert await backend.fetch(ticket, 3, []) == 0
 
 
 async def test_many_fetches_run_at_once(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
     backend, cache, peer = pair
     tickets = [await peer.offer(i, i + 20) for i in range(16)]
-    await asyncio.gather(*(backend.fetch(t, 0, [2 * i, 2 * i + 1], 10) for i, t in enumerate(tickets)))
+    await asyncio.gather(*(backend.fetch(t, 0, [2 * i, 2 * i + 1]) for i, t in enumerate(tickets)))
     for i in range(16):
         assert set(cache[2 * i]) == {content(i)}
         assert set(cache[2 * i + 1]) == {content(i + 20)}
@@ -94,7 +96,7 @@ async def test_a_released_offer_cannot_be_fetched(pair: tuple[TransferBackend, n
     assert await peer.say(f"release {ticket.offer_id} {ticket.nonce}") == "False"
     await peer.offer(9)  # takes the freed slot with a nonce of its own
     with pytest.raises(TransferError, match="ended before it was fetched"):
-        await backend.fetch(ticket, 0, [1], 10)
+        await backend.fetch(ticket, 0, [1])
 
 
 async def test_a_dead_peer_is_an_error_and_not_a_hang(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
@@ -102,19 +104,19 @@ async def test_a_dead_peer_is_an_error_and_not_a_hang(pair: tuple[TransferBacken
     ticket = await peer.offer(5)
     await peer.kill()
     with pytest.raises(TransferError):
-        await asyncio.wait_for(backend.fetch(ticket, 0, [1], 10), 15)
+        await asyncio.wait_for(backend.fetch(ticket, 0, [1]), 15)
 
 
 async def test_a_cancelled_fetch_lets_go_of_the_blocks(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
     backend, cache, peer = pair
     ticket = await peer.offer(*range(32))
-    fetch = asyncio.create_task(backend.fetch(ticket, 0, list(range(32)), 10))
+    fetch = asyncio.create_task(backend.fetch(ticket, 0, list(range(32))))
     await asyncio.sleep(0)
     fetch.cancel()
     with pytest.raises(asyncio.CancelledError):
         await fetch
     cache[:] = 0
-    await backend.fetch(await peer.offer(3), 0, [63], 10)  # the backend still works
+    await backend.fetch(await peer.offer(3), 0, [63])  # the backend still works
     assert not cache[:63].any(), "the cancelled fetch still wrote"
 
 
@@ -124,7 +126,7 @@ async def test_another_layout_is_refused(pair: tuple[TransferBackend, np.ndarray
     other = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=8, dtype="float32")
     backend, _ = await open_with_region(ticket.backend, "other", other)
     with pytest.raises(TransferError, match="same --block-size"):
-        await backend.fetch(ticket, 0, [1], 10)
+        await backend.fetch(ticket, 0, [1])
     await backend.close()
 
 
@@ -133,7 +135,7 @@ async def test_an_idle_backend_costs_no_cpu(pair: tuple[TransferBackend, np.ndar
 
     backend, _, peer = pair
     ticket = await peer.offer(5)
-    await backend.fetch(ticket, 0, [1], 10)
+    await backend.fetch(ticket, 0, [1])
     before = time.process_time()
     await asyncio.sleep(0.5)
     assert time.process_time() - before < 0.05
@@ -142,3 +144,16 @@ async def test_an_idle_backend_costs_no_cpu(pair: tuple[TransferBackend, np.ndar
 def test_neighbours_at_both_ends_are_copied_as_one() -> None:
     assert plan_copy([3, 4, 5, 9, 10], [7, 8, 1, 2, 3]) == [Run(3, 7, 2), Run(5, 1, 1), Run(9, 2, 2)]
     assert plan_copy([], []) == []
+
+
+@pytest.mark.skipif(bool(why_unavailable()), reason=f"NIXL: {why_unavailable()}")
+def test_over_tcp_nothing_writes_into_blocks_whose_fetch_was_cancelled() -> None:
+    """Releasing a NIXL transfer does not stop UCX: a cancelled fetch must wait for it."""
+    env = {**os.environ, "UCX_TLS": "tcp", "KV_PEER_LAYERS": "4096"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.kv_cancel"], env=env, capture_output=True, text=True, timeout=60
+    )
+    *tries, again = done.stdout.splitlines()
+    assert again == "again True", done.stderr
+    assert [int(line.split()[1]) for line in tries] == [0, 0, 0]
+    assert max(float(line.split()[0]) for line in tries) > 0.005, "no fetch was caught in the middle"

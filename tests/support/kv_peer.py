@@ -6,6 +6,7 @@ Lines out: base64 of a msgpack ticket, or `ok`.
 
 import asyncio
 import base64
+import os
 import sys
 
 import numpy as np
@@ -15,7 +16,8 @@ from kvcache.transfer.backend import TransferBackend, open_backend
 from protocol.ids import WorkerId, new_worker_id
 from protocol.messages import KvLayout, encode
 
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+NUM_LAYERS = int(os.environ.get("KV_PEER_LAYERS", "2"))  # 512 bytes a block each
+LAYOUT = KvLayout(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 64
 
 

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from protocol.errors import WireError
 from protocol.messages import FrontendCard, WorkerCard, decode
@@ -28,6 +29,7 @@ class Mesh:
         self.process = process
         self.run_dir = run_dir
         self.url = ""
+        self._scraper = httpx.Client(timeout=10.0, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     @property
     def http(self) -> httpx.Client:
@@ -35,13 +37,11 @@ class Mesh:
 
     def entries(self, prefix: str) -> dict[str, bytes]:
         found = {}
-        for path in (self.run_dir / "discovery").glob("*"):
-            key = unquote(path.name)
+        for path in (self.run_dir / "discovery").glob("*.key"):
+            key = unquote(path.stem)
             if key.startswith(prefix):
-                try:
+                with suppress(FileNotFoundError, IsADirectoryError):
                     found[key] = path.read_bytes()
-                except FileNotFoundError:
-                    continue
         return found
 
     def workers(self) -> dict[str, WorkerCard]:
@@ -65,8 +65,15 @@ class Mesh:
     def signal(self, name: str, number: signal.Signals) -> None:
         os.kill(self.pid(name), number)
 
-    def kill(self, name: str) -> None:
-        self.signal(name, signal.SIGKILL)
+    def kill(self, name: str) -> int:
+        """The pid it had."""
+        pid = self.pid(name)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def until_replaced(self, name: str, pid: int) -> None:
+        """Wait until the supervisor has started `name` again and it has rejoined."""
+        until(lambda: self.workers().get(name) is not None and self.workers()[name].pid != pid, what=f"a new {name}")
 
     def complete(self, prompt: str | Sequence[int], **body: Any) -> dict[str, Any]:
         """A text completion, greedy unless said otherwise."""
@@ -85,14 +92,14 @@ class Mesh:
 
     def metric(self, name: str, worker: str | None = None, **labels: str) -> float:
         """The sum of a metric's samples with these labels, of the frontend or of a worker."""
+        samples = self.samples(worker)
+        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+    def samples(self, worker: str | None = None) -> list[Sample]:
+        """All metrics of the frontend or of a worker."""
         url = f"{self.url}/metrics" if worker is None else self.workers()[worker].metrics_url
-        text = httpx.get(url, timeout=10.0).text
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        families = text_string_to_metric_families(self._scraper.get(url).text)
+        return [sample for family in families for sample in family.samples]
 
     def processes(self) -> list[psutil.Process]:
         root = psutil.Process(self.process.pid)

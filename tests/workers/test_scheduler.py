@@ -27,7 +27,7 @@ EOS = 2
 
 
 def make(num_blocks: int = 64, max_num_seqs: int = 8, max_step_tokens: int = 16, context: int = 256) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks, BLOCK), Limits(max_num_seqs, max_step_tokens, context), [EOS])
+    return Scheduler(BlockPool(num_blocks, BLOCK), Limits(max_num_seqs, max_step_tokens, context, vocab_size=1000), [EOS])
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> GenerateRequest:
@@ -170,14 +170,33 @@ def test_a_ticket_for_another_prompt_is_not_used() -> None:
     assert (step.pulls, len(step.rows)) == ([], 1)
 
 
-def test_an_abort_during_a_pull_frees_the_blocks_only_when_it_has_ended() -> None:
+def test_an_abort_during_a_pull_frees_its_blocks_only_when_it_has_let_go_of_them() -> None:
     scheduler = make()
     scheduler.add(request("a", range(100, 110), generated=(7,), ticket=ticket(10)))
     [pull] = scheduler.plan().pulls
     scheduler.abort(RequestId("a"))
-    assert scheduler.pool.held_blocks == 3
-    scheduler.pull_ended(pull.sequence, arrived=True)
-    assert (scheduler.pool.held_blocks, scheduler.num_running) == (0, 0)
+    scheduler.pull_given_up(pull)
+    assert (scheduler.pool.held_blocks, scheduler.num_running) == (3, 0)
+    scheduler.pull_let_go(pull)
+    assert scheduler.pool.held_blocks == 0
+
+
+def test_a_pull_that_hangs_does_not_hold_its_request_up() -> None:
+    scheduler = make()
+    scheduler.add(request("before", range(100, 106), max_tokens=1))
+    run_step(scheduler)
+    scheduler.add(request("a", range(100, 110), generated=(7,), ticket=ticket(10)))
+    [pull] = scheduler.plan().pulls
+    scheduler.pull_given_up(pull)
+    step, _ = run_step(scheduler)
+    assert (step.rows[0].start, len(step.rows[0].token_ids), step.pulls) == (4, 7, [])
+    assert not set(pull.into) & set(step.rows[0].block_table), "the hanging pull may still write into those"
+    scheduler.pull_let_go(pull)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_before_it_harms_the_engine() -> None:
+    with pytest.raises(InvalidRequestError, match="vocabulary of 1000"):
+        make().add(request("a", [5, 1000]))
 
 
 def test_an_abort_during_a_step_drops_its_result() -> None:

@@ -1,0 +1,110 @@
+"""A pull that hangs holds up neither its request nor the engine, and its blocks are not used before it lets go."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import msgspec
+import pytest_asyncio
+
+from kvcache.transfer.shm import ShmBackend
+from protocol.ids import RequestId, new_worker_id
+from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
+from tests.support.transfer import HangingBackend
+from workers.mock_engine.executor import MockExecutor, mock_token
+from workers.step_engine import StepEngine, StepEngineConfig
+
+PROMPT = list(range(10, 60))
+BLOCKS = 4  # of 16 tokens
+
+
+class Pair:
+    def __init__(self, pull_timeout_s: float) -> None:
+        self.transfer = HangingBackend()
+        config = StepEngineConfig("m", "", 64, 8, 512, offer_lease_s=30.0, pull_timeout_s=pull_timeout_s)
+        self.prefiller = StepEngine(MockExecutor(block_size=16, speedup=0), ShmBackend(), config)
+        self.decoder = StepEngine(MockExecutor(block_size=16, speedup=0), self.transfer, config)
+
+    async def start(self) -> "Pair":
+        for engine in (self.prefiller, self.decoder):
+            await engine.start(new_worker_id("w"), "127.0.0.1:1")
+        return self
+
+    async def stop(self) -> None:
+        self.transfer.go_on.set()
+        await self.decoder.stop()
+        await self.prefiller.stop()
+
+    async def decode_leg(self) -> GenerateRequest:
+        request = GenerateRequest(
+            request_id=RequestId("r"),
+            model="m",
+            prompt=pack_tokens(PROMPT),
+            sampling=SamplingParams(temperature=0),
+            stop=StopConditions(max_tokens=6, ignore_eos=True),
+            offer_kv=True,
+        )
+        [first] = [delta async for delta in self.prefiller.generate(request)]
+        return msgspec.structs.replace(request, offer_kv=False, generated=first.token_ids, ticket=first.ticket)
+
+
+@pytest_asyncio.fixture
+async def impatient() -> AsyncIterator[Pair]:
+    pair = await Pair(pull_timeout_s=0.05).start()
+    yield pair
+    await pair.stop()
+
+
+@pytest_asyncio.fixture
+async def patient() -> AsyncIterator[Pair]:
+    pair = await Pair(pull_timeout_s=30.0).start()
+    yield pair
+    await pair.stop()
+
+
+def tokens(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def test_a_pull_that_takes_too_long_is_computed_instead(impatient: Pair) -> None:
+    leg = await impatient.decode_leg()
+    async with asyncio.timeout(5):
+        deltas = [delta async for delta in impatient.decoder.generate(leg)]
+    assert tokens(deltas) == [mock_token(PROMPT, i, 2048) for i in range(1, 6)]
+    assert deltas[0].pull is not None
+    assert "longer than 0.05 s" in deltas[0].pull.error
+    assert impatient.decoder.load().used_blocks == BLOCKS, "those that the hanging pull may still write into"
+    impatient.transfer.go_on.set()
+    await all_free(impatient.decoder)
+
+
+async def test_an_aborted_request_leaves_its_place_at_once_and_its_blocks_later(patient: Pair) -> None:
+    leg = await patient.decode_leg()
+    async with aclosing(patient.decoder.generate(leg)) as deltas:
+        taking = asyncio.create_task(anext(deltas))
+        await patient.transfer.fetching.wait()
+        taking.cancel()
+        await asyncio.wait([taking])
+    assert (patient.decoder.load().running, patient.decoder.load().used_blocks) == (0, BLOCKS)
+    patient.transfer.go_on.set()
+    await all_free(patient.decoder)
+
+
+async def test_others_go_on_beside_a_pull_that_hangs(patient: Pair) -> None:
+    leg = await patient.decode_leg()
+    hanging = asyncio.create_task(anext(patient.decoder.generate(leg)))
+    await patient.transfer.fetching.wait()
+    other = msgspec.structs.replace(leg, request_id=RequestId("other"), ticket=None, generated=())
+    async with asyncio.timeout(5):
+        deltas = [delta async for delta in patient.decoder.generate(other)]
+    assert len(tokens(deltas)) == 6
+    patient.transfer.go_on.set()
+    delta = await hanging
+    assert delta.pull is not None
+    assert delta.pull.error == ""
+
+
+async def all_free(engine: StepEngine) -> None:
+    async with asyncio.timeout(5):
+        while engine.load().used_blocks:
+            await asyncio.sleep(0)

@@ -1,0 +1,128 @@
+"""KV pulls beside an engine's steps: each brings the prompt's blocks, or is given up and the prompt computed here."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from kvcache.transfer.backend import TransferBackend
+from protocol.errors import MeshError, TransferError
+from protocol.ids import RequestId
+from protocol.messages import PullReport
+from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
+from workers.scheduler import Pull, Scheduler
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    pull: Pull
+    started: float  # time.perf_counter
+    task: asyncio.Task[int]
+    timer: asyncio.TimerHandle
+    given_up: bool = False
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.pull.sequence.request_id
+
+
+class Pulls:
+    """A pull that takes too long, or whose request was aborted, is given up at once; its blocks are not used again
+    before the transfer has let go of them."""
+
+    def __init__(
+        self, transfer: TransferBackend | None, scheduler: Scheduler, timeout_s: float, wake: Callable[[], None]
+    ) -> None:
+        self._transfer = transfer
+        self._scheduler = scheduler
+        self._timeout_s = timeout_s
+        self._wake = wake  # the scheduler has something new to plan
+        self._waited_for: dict[RequestId, _Running] = {}
+        self._running: set[_Running] = set()  # those given up included
+        self._reports: dict[RequestId, PullReport] = {}
+
+    def start(self, pull: Pull) -> None:
+        loop = asyncio.get_running_loop()
+        request_id = pull.sequence.request_id
+        task = loop.create_task(self._fetch(pull), name=f"pull {request_id}")
+        timer = loop.call_later(self._timeout_s, self._on_timeout, request_id)
+        running = _Running(pull, time.perf_counter(), task, timer)
+        self._waited_for[request_id] = running
+        self._running.add(running)
+        # A callback, since a task that is cancelled before its first step runs nothing of its own.
+        task.add_done_callback(partial(self._on_done, running))
+
+    def abandon(self, request_id: RequestId) -> None:
+        """Its request has been aborted. Requests without a pull are no error."""
+        if (running := self._waited_for.get(request_id)) is not None:
+            self._give_up(running, "cancelled")
+        self._reports.pop(request_id, None)
+
+    def take_report(self, request_id: RequestId) -> PullReport | None:
+        """How the pull of this request ended; once, for its first delta."""
+        return self._reports.pop(request_id, None)
+
+    async def close(self) -> None:
+        for running in self._running:
+            running.timer.cancel()
+            running.task.cancel()
+        if self._running:
+            await asyncio.wait([running.task for running in self._running])
+
+    async def _fetch(self, pull: Pull) -> int:
+        ticket = pull.sequence.request.ticket
+        assert ticket is not None
+        if self._transfer is None:
+            raise TransferError("this worker has no KV transfer", hint="start it with --kv-transfer")
+        return await self._transfer.fetch(ticket, pull.skip, pull.into)
+
+    def _on_timeout(self, request_id: RequestId) -> None:
+        if (running := self._waited_for.get(request_id)) is not None:
+            self._give_up(running, f"the pull took longer than {self._timeout_s:g} s")
+
+    def _give_up(self, running: _Running, reason: str) -> None:
+        running.given_up = True
+        self._scheduler.pull_given_up(running.pull)
+        self._end(running, 0, reason)
+        running.task.cancel()
+
+    def _on_done(self, running: _Running, task: asyncio.Task[int]) -> None:
+        self._running.discard(running)
+        problem = _problem(running, task)
+        if running.given_up:
+            self._scheduler.pull_let_go(running.pull)
+            self._wake()
+            return
+        self._scheduler.pull_ended(running.pull.sequence, arrived=not problem)
+        self._end(running, 0 if problem else task.result(), problem)
+
+    def _end(self, running: _Running, num_bytes: int, problem: str) -> None:
+        """The request goes on, or is gone: nobody waits for this pull any more."""
+        running.timer.cancel()
+        del self._waited_for[running.request_id]
+        duration_s = time.perf_counter() - running.started
+        backend = self._transfer.name if self._transfer is not None else "none"
+        PULLS.labels(backend, "failed" if problem else "ok").inc()
+        PULL_BYTES.labels(backend).inc(num_bytes)
+        PULL_SECONDS.labels(backend).observe(duration_s)
+        num_blocks = 0 if problem else len(running.pull.into)
+        self._reports[running.request_id] = PullReport(backend, num_bytes, num_blocks, duration_s, problem)
+        if problem and not running.pull.sequence.aborted:
+            log.warning("request %s computes its prompt itself: %s", running.request_id, problem)
+        self._wake()
+
+
+def _problem(running: _Running, task: asyncio.Task[int]) -> str:
+    """Why a pull brought nothing; "" if it did."""
+    if task.cancelled():
+        return "cancelled"
+    error = task.exception()
+    if error is None or isinstance(error, MeshError):
+        return str(error or "")
+    # A bug met by one pull: what lies in the blocks is anything but the prompt's KV.
+    log.error("the pull of %s failed", running.request_id, exc_info=error)
+    return f"{type(error).__name__}: {error}"
