@@ -35,6 +35,13 @@ def test_the_demo_shows_what_a_mesh_does_and_leaves_nothing() -> None:
     assert set(Path("/tmp").glob("kvmesh-*")) == leftovers
 
 
+def test_from_start_to_the_first_token_it_takes_under_15_s(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with running_mesh(tmp_path) as mesh:
+        mesh.complete("Once upon a time", max_tokens=1)
+        assert time.monotonic() - started < 15
+
+
 def test_ctrl_c_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     with running_mesh(tmp_path, "--kv-transfer", "shm") as mesh:
         processes = mesh.processes()
