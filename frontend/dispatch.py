@@ -21,6 +21,7 @@ from protocol.errors import (
     NoWorkerError,
     OverloadedError,
     PeerLostError,
+    UnreachableError,
 )
 from protocol.hashing import hash_seed, sequence_hashes
 from protocol.ids import WorkerId
@@ -42,6 +43,7 @@ MAX_ATTEMPTS = 4
 REPLACEMENT_S = 15.0  # a request that lost its worker waits so long for another one to appear
 RETRY_S = 0.2
 RELEASE_TIMEOUT_S = 5.0
+NOT_BEGUN = (UnreachableError, DrainingError, OverloadedError)  # the worker took no part: not an attempt
 ELSEWHERE = (PeerLostError, DrainingError, EngineError, CancelledByPeerError, OverloadedError)
 
 
@@ -71,7 +73,8 @@ class Dispatcher:
         prompt = unpack_tokens(request.prompt)
         generated = list(request.generated)
         patience_ends = deadline
-        while len(failed) < MAX_ATTEMPTS:
+        attempts = 0
+        while attempts < MAX_ATTEMPTS:
             try:
                 attempt = msgspec.structs.replace(request, generated=tuple(generated))
                 route = self._route(attempt, prompt, hints, failed)
@@ -85,6 +88,7 @@ class Dispatcher:
                 log.warning("worker %s failed a request: %s", failure.worker_id, failure.reason)
                 failed.append(failure.worker_id)
                 problem = failure.reason
+                attempts += not isinstance(problem, NOT_BEGUN)
                 trace.migrations += 1
                 patience_ends = asyncio.get_running_loop().time() + REPLACEMENT_S
             except NoWorkerError:
@@ -122,6 +126,7 @@ class Dispatcher:
         """One placement, carried out. Ends early, with _LegFailedError, if a worker fails it."""
         async with self._router.book(route, _left(deadline)) as booking:
             placed = booking.placed
+            is_first = not request.generated
             trace.route_reason = placed.reason
             ticket: Ticket | None = None
             try:
@@ -129,7 +134,7 @@ class Dispatcher:
                     delta = await self._prefill(placed.prefill, request, deadline)
                     trace.prefill_worker = placed.prefill.name
                     booking.prefill_done()
-                    _note(trace, delta)
+                    _note(trace, delta, is_first)
                     ticket = delta.ticket
                     yield msgspec.structs.replace(delta, ticket=None)
                     if ticket is None:
@@ -144,7 +149,7 @@ class Dispatcher:
                             self._release(ticket)
                             ticket = None
                             delta = msgspec.structs.replace(delta, cached_tokens=None)  # what prefill said counts
-                        _note(trace, delta)
+                        _note(trace, delta, is_first)
                         yield delta
             finally:
                 if ticket is not None:
@@ -194,8 +199,9 @@ def _left(deadline: float) -> float:
     return deadline - asyncio.get_running_loop().time()
 
 
-def _note(trace: Trace, delta: Delta) -> None:
-    if delta.cached_tokens is not None and trace.migrations == 0:
+def _note(trace: Trace, delta: Delta, is_first: bool) -> None:
+    """`is_first`: no worker before has computed the prompt for this answer."""
+    if delta.cached_tokens is not None and is_first:
         trace.cached_tokens = delta.cached_tokens
     if delta.pull is not None:
         trace.transfer = delta.pull.backend

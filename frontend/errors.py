@@ -45,6 +45,7 @@ _BY_CODE = {
     "body_too_large": HttpFailure(413, _INVALID, "body_too_large"),
     "overloaded": HttpFailure(429, "rate_limit_error", "overloaded", retry_after_s=1),
     "no_worker": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),
+    "unreachable": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),
     "draining": HttpFailure(503, "server_error", "draining", retry_after_s=2),
     "cancelled": HttpFailure(503, "server_error", "cancelled", retry_after_s=2),  # the worker shuts down
     "deadline_exceeded": HttpFailure(504, "server_error", "deadline_exceeded"),

@@ -1,7 +1,6 @@
 """Which models the mesh serves, and what the frontend needs to know of each."""
 
 import asyncio
-import logging
 import time
 from dataclasses import dataclass, field
 
@@ -11,8 +10,6 @@ from frontend.tokenizer import Tokenizer
 from protocol.errors import InvalidRequestError, NoWorkerError
 from protocol.ids import WorkerId
 from protocol.messages import Role, WorkerCard
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +66,15 @@ class ModelRegistry:
         self._served: dict[str, Served] = {}
         self._model_of: dict[WorkerId, str] = {}
 
-    def add(self, card: WorkerCard) -> bool:
-        """Take a worker in. False, and a log line, if it contradicts the other workers of its model."""
-        served = self._served.get(card.model)
-        if served is not None and (served.roles.keys() - {card.worker_id}) and not served.agrees(card):
-            log.warning(
-                "worker %s ignored: block size %d and context %d, but %d and %d on the other workers of %s; "
-                "start all with the same --block-size and --context-tokens",
-                card.worker_id, card.block_size, card.context_tokens,
-                served.block_size, served.context_tokens, card.model,
-            )  # fmt: skip
-            self.remove(card.worker_id)
-            return False
+    def add(self, card: WorkerCard) -> None:
+        """Take a worker in. Those of one model agree on what is kept here: router/members.py sees to it."""
         if self._model_of.get(card.worker_id, card.model) != card.model:
             self.remove(card.worker_id)
-        if served is None or not served.agrees(card) or not served.roles:
+        served = self._served.get(card.model)
+        if served is None or not served.agrees(card):
             served = self._served[card.model] = _first_seen(card, served)
         served.roles[card.worker_id] = card.role
         self._model_of[card.worker_id] = card.model
-        return True
 
     def remove(self, worker_id: WorkerId) -> None:
         """A worker has gone. Unknown ones are no error."""

@@ -41,14 +41,9 @@ class RouterState:
     def cards(self) -> Sequence[WorkerCard]:
         return list(self._cards.values())
 
-    def add_worker(self, card: WorkerCard) -> bool:
-        """Take a worker in. False if its block size is not that of its model's other workers: overlaps, counted
-        in blocks, could not be compared."""
-        others = [c for c in self._cards.values() if c.model == card.model and c.worker_id != card.worker_id]
-        if any(other.block_size != card.block_size for other in others):
-            return False
+    def add_worker(self, card: WorkerCard) -> None:
+        """Take a worker in. Those of one model have one block size: router/members.py sees to it."""
         self._cards[card.worker_id] = card
-        return True
 
     def remove_worker(self, worker_id: WorkerId) -> None:
         card = self._cards.pop(worker_id, None)

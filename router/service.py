@@ -21,6 +21,7 @@ from protocol.ids import RequestId, WorkerId
 from protocol.messages import KvSnapshot, Placed, RouterCard, RouteRequest, WorkerCard, decode, encode
 from router.config import RouterConfig, rules_of
 from router.core import RouterState
+from router.members import Members
 from router.metrics import (
     EVENTS,
     FAILURES,
@@ -59,9 +60,13 @@ class LocalBooking:
 
 
 class WorkerFeed:
-    """Follows the workers of the mesh and tells everybody in this process who wants to know."""
+    """Follows the workers of the mesh and tells everybody in this process who wants to know.
+
+    A worker that left without having joined is told too; listeners take that for nothing.
+    """
 
     def __init__(self) -> None:
+        self._members = Members()
         self._joined: list[Callable[[WorkerCard], object]] = []
         self._left: list[Callable[[WorkerId], object]] = []
 
@@ -85,12 +90,28 @@ class WorkerFeed:
         except WireError as error:
             log.warning("ignoring %s: %s", key, error)
             return
+        if self._members.join(card):
+            self._tell_joined(card)
+            return
+        self._tell_left(card.worker_id)
+        log.warning(
+            "worker %s waits: its block size %d or context %d is not that of the other workers of %s; "
+            "start all with the same --block-size and model", card.worker_id, card.block_size, card.context_tokens,
+            card.model,
+        )  # fmt: skip
+
+    def _leave(self, worker_id: WorkerId) -> None:
+        log.info("worker left", extra={"worker": worker_id})
+        self._tell_left(worker_id)
+        for card in self._members.leave(worker_id):
+            self._tell_joined(card)
+
+    def _tell_joined(self, card: WorkerCard) -> None:
         log.info("worker joined", extra={"worker": card.worker_id, "role": card.role.value, "model": card.model})
         for joined in self._joined:
             joined(card)
 
-    def _leave(self, worker_id: WorkerId) -> None:
-        log.info("worker left", extra={"worker": worker_id})
+    def _tell_left(self, worker_id: WorkerId) -> None:
         for left in self._left:
             left(worker_id)
 
@@ -135,12 +156,7 @@ class LocalRouter:
         self.state.on_kv_events(worker_id, dp_rank, events)
 
     def _join(self, card: WorkerCard) -> None:
-        if not self.state.add_worker(card):
-            log.warning(
-                "worker %s is not used: its block size %d is not that of the other workers of %s; "
-                "start all with the same --block-size", card.worker_id, card.block_size, card.model
-            )  # fmt: skip
-            return
+        self.state.add_worker(card)
         if card.kv_events:
             self._follow_events(card)
 

@@ -1,0 +1,41 @@
+"""Which workers can be used together. Pure.
+
+The workers of one model must cut prompts into equal blocks and take equally long ones: overlaps are compared in
+blocks, KV moves in blocks, and the frontend checks a prompt before it knows where it will run. One that
+contradicts those who are there waits until they have left, as when a worker is started anew with other settings
+while the card of its predecessor still stands.
+"""
+
+from protocol.ids import WorkerId
+from protocol.messages import WorkerCard
+
+
+class Members:
+    def __init__(self) -> None:
+        self._in: dict[WorkerId, WorkerCard] = {}
+        self._waiting: dict[WorkerId, WorkerCard] = {}
+
+    def join(self, card: WorkerCard) -> bool:
+        """A worker has come, or changed its card. False: it has to wait."""
+        self._waiting.pop(card.worker_id, None)
+        if any(contradicts(card, other) for other in self._in.values()):
+            self._in.pop(card.worker_id, None)
+            self._waiting[card.worker_id] = card
+            return False
+        self._in[card.worker_id] = card
+        return True
+
+    def leave(self, worker_id: WorkerId) -> list[WorkerCard]:
+        """A worker has gone; returns those who need wait no longer."""
+        self._waiting.pop(worker_id, None)
+        if self._in.pop(worker_id, None) is None:
+            return []
+        return [card for card in list(self._waiting.values()) if self.join(card)]
+
+
+def contradicts(card: WorkerCard, other: WorkerCard) -> bool:
+    return (
+        card.model == other.model
+        and card.worker_id != other.worker_id
+        and (card.block_size, card.context_tokens) != (other.block_size, other.context_tokens)
+    )

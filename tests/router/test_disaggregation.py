@@ -1,0 +1,47 @@
+"""One worker or two."""
+
+import pytest
+
+from router.disaggregation import LocalPrefill, decide
+
+RULE = LocalPrefill(max_tokens=100, max_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("isl", "cached", "disaggregate"),
+    [
+        (1000, 0, True),  # much, and all of it
+        (1000, 899, True),  # 101 tokens are too many
+        (1000, 901, False),  # few, and a small share
+        (150, 76, False),  # 74 of 150
+        (150, 75, True),  # half is not below half
+        (10, 0, True),  # few, but all of the prompt
+        (10, 10, False),
+        (10, 16, False),  # the cache holds more than the prompt
+    ],
+)
+def test_a_decode_worker_computes_what_is_little_and_a_small_share(isl: int, cached: int, disaggregate: bool) -> None:
+    assert decide(isl, cached, True, None, RULE).disaggregate is disaggregate
+
+
+def test_without_a_prefill_worker_there_is_no_choice() -> None:
+    for wish in (None, True, False):
+        decision = decide(1000, 0, False, wish, RULE)
+        assert not decision.disaggregate
+        assert decision.reason == "no prefill worker is ready"
+
+
+def test_a_wish_is_granted_where_it_can_be() -> None:
+    assert decide(10, 10, True, True, RULE).disaggregate
+    assert not decide(1000, 0, True, False, RULE).disaggregate
+    assert decide(1000, 0, True, False, RULE).reason == "asked for by the caller"
+
+
+def test_a_limit_of_0_disaggregates_everything() -> None:
+    assert decide(10, 10, True, None, LocalPrefill(max_tokens=0)).disaggregate
+    assert decide(10, 10, True, None, LocalPrefill(max_share=0.0)).disaggregate
+
+
+def test_the_reason_names_the_numbers() -> None:
+    assert decide(1000, 100, True, None, RULE).reason == "900 of 1000 prompt tokens are to compute"
+    assert "only 50 of 1000" in decide(1000, 950, True, None, RULE).reason

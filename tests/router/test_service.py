@@ -1,0 +1,378 @@
+"""A router by itself and those who ask it, over real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kvevents.formats import encode_payload
+from kvevents.publisher import KvEventPublisher
+from mesh.discovery import Deleted, Put, open_discovery
+from mesh.discovery.memory import MemoryDiscovery
+from mesh.plane.client import PlaneClient
+from mesh.plane.server import Call, PlaneServer
+from protocol.errors import DeadlineExceededError, FeedLostError, NoWorkerError
+from protocol.events import KvEvent, Stored
+from protocol.hashing import sequence_hashes
+from protocol.ids import EngineHash, RequestId, WorkerId
+from protocol.messages import KvSnapshot, Role, RouterCard, RouteRequest, WorkerCard, decode, encode
+from router import client as client_module
+from router.client import RemoteRouter
+from router.config import RouterConfig
+from router.service import LocalRouter, WorkerFeed, handlers, serve
+
+BLOCK = 16
+TOKENS = list(range(1000, 1160))
+DECODE_1 = WorkerId("d1")
+
+
+def card(name: str, role: Role = Role.DECODE, **fields: str) -> WorkerCard:
+    return WorkerCard(
+        worker_id=WorkerId(name),
+        name=name,
+        role=role,
+        model="m",
+        model_path="/m",
+        address=fields.pop("address", f"{name}:1"),
+        block_size=BLOCK,
+        total_blocks=100,
+        context_tokens=4096,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def request(name: str = "r", **fields: object) -> RouteRequest:
+    hashes = tuple(sequence_hashes(TOKENS, BLOCK))
+    values = {"request_id": RequestId(name), "model": "m", "isl_tokens": len(TOKENS), "sequence_hashes": hashes}
+    return RouteRequest(**(values | fields))  # type: ignore[arg-type]
+
+
+def stored(blocks: int) -> list[KvEvent]:
+    names = tuple(EngineHash(i) for i in range(blocks))
+    return [Stored(names, None, tuple(TOKENS[: blocks * BLOCK]), BLOCK)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+class World:
+    """Discovery, routers that serve and one that asks."""
+
+    def __init__(self) -> None:
+        self.discovery = MemoryDiscovery()
+        self.plane = PlaneClient()  # of who asks
+        self.remote = RemoteRouter(self.plane)
+        self.routers: dict[str, LocalRouter] = {}
+        self.servers: dict[str, PlaneServer] = {}
+        self._planes: list[PlaneClient] = []
+        self._tasks = [asyncio.create_task(self.remote.run(self.discovery))]
+
+    async def start_router(self, name: str) -> LocalRouter:
+        plane, workers = PlaneClient(), WorkerFeed()
+        router = LocalRouter(RouterConfig(), plane, workers)
+        self._planes.append(plane)
+        self._tasks.append(asyncio.create_task(workers.run(self.discovery)))
+        server = PlaneServer(handlers(router), always={"prefill_done"})
+        await self.put_router(name, await server.start("127.0.0.1"))
+        self.routers[name], self.servers[name] = router, server
+        return router
+
+    async def put_router(self, name: str, address: str) -> None:
+        await self.discovery.put(f"routers/{name}", encode(RouterCard(name=name, address=address)))
+        await until(lambda: f"routers/{name}" in self.remote._routers)
+
+    async def add(self, *cards: WorkerCard) -> None:
+        for one in cards:
+            await self.discovery.put(f"workers/{one.worker_id}", encode(one))
+        await until(lambda: all(len(r.state.cards) >= len(cards) for r in self.routers.values()))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        for server in self.servers.values():
+            await server.close()
+        for router in self.routers.values():
+            await router.close()
+        for plane in [self.plane, *self._planes]:
+            await plane.close()
+        await self.discovery.close()
+
+
+@pytest_asyncio.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    yield world
+    await world.close()
+
+
+# --- bookings -----------------------------------------------------------------------------------------
+
+
+async def test_a_booking_counts_until_its_block_is_left(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"), card("p1", Role.PREFILL))
+    async with world.remote.book(request(), 5) as booking:
+        assert (booking.placed.prefill.worker_id, booking.placed.decode.worker_id) == ("p1", "d1")
+        assert len(router.state.load) == 1
+    await until(lambda: len(router.state.load) == 0)
+
+
+async def test_a_first_token_is_told_to_the_router(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"))
+    async with world.remote.book(request(), 5) as booking:
+        assert router.state.load._prefilling
+        booking.prefill_done()
+        booking.prefill_done()
+        await until(lambda: not router.state.load._prefilling)
+        assert len(router.state.load) == 1
+
+
+async def test_a_failure_in_the_block_ends_the_booking_and_is_raised(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"))
+    with pytest.raises(ZeroDivisionError):
+        async with world.remote.book(request(), 5) as booking:
+            booking.prefill_done()
+            raise ZeroDivisionError
+    await until(lambda: len(router.state.load) == 0)
+
+
+async def test_the_bookings_of_a_frontend_that_dies_end_with_its_connection(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"))
+    async with world.remote.book(request("r1"), 5), world.remote.book(request("r2"), 5):
+        assert len(router.state.load) == 2
+        for link in list(world.servers["r"]._links):
+            link.abort("as if the process had been killed")
+        await until(lambda: len(router.state.load) == 0)
+
+
+async def test_a_caller_that_is_cancelled_leaves_no_booking(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"))
+
+    async def hold() -> None:
+        async with world.remote.book(request(), 5):
+            await asyncio.Event().wait()
+
+    holding = asyncio.create_task(hold())
+    await until(lambda: len(router.state.load) == 1)
+    holding.cancel()
+    await until(lambda: len(router.state.load) == 0)
+
+
+async def test_without_a_worker_the_router_says_why(world: World) -> None:
+    await world.start_router("r")
+    await world.add(card("p1", Role.PREFILL))
+    with pytest.raises(NoWorkerError, match="there are: prefill"):
+        async with world.remote.book(request(), 5):
+            pass
+
+
+async def test_without_time_nothing_is_booked(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"))
+    with pytest.raises(DeadlineExceededError):
+        async with world.remote.book(request(), 0):
+            pass
+    assert len(router.state.load) == 0
+
+
+# --- several routers, none, and bad ones --------------------------------------------------------------
+
+
+async def test_without_a_router_the_error_says_what_to_start(world: World) -> None:
+    assert not world.remote.is_ready()
+    with pytest.raises(NoWorkerError, match="python -m router"):
+        async with world.remote.book(request(), 5):
+            pass
+
+
+async def test_a_router_that_is_gone_is_passed_over(world: World) -> None:
+    await world.put_router("a", "127.0.0.1:1")
+    await world.start_router("b")
+    await world.add(card("d1"))
+    async with world.remote.book(request(), 5) as booking:
+        assert booking.placed.decode.worker_id == "d1"
+
+
+async def test_routers_that_are_all_gone_are_a_failure_that_passes(world: World) -> None:
+    await world.put_router("a", "127.0.0.1:1")
+    with pytest.raises(NoWorkerError, match="cannot connect to 127"):
+        async with world.remote.book(request(), 5):
+            pass
+
+
+async def test_a_router_that_drains_is_passed_over(world: World) -> None:
+    await world.start_router("a")
+    second = await world.start_router("b")
+    await world.add(card("d1"))
+    world.servers["a"].draining = True
+    async with world.remote.book(request(), 5):
+        assert len(second.state.load) == 1
+
+
+async def test_a_router_that_hangs_is_passed_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "ANSWER_TIMEOUT_S", 0.05)
+
+    async def hang(call: Call) -> None:
+        await asyncio.Event().wait()
+
+    hung = PlaneServer({"place": hang})
+    await world.put_router("a", await hung.start("127.0.0.1"))
+    await world.start_router("b")
+    await world.add(card("d1"))
+    async with world.remote.book(request(), 5) as booking:
+        assert booking.placed.decode.worker_id == "d1"
+        await until(lambda: not hung.tasks)
+    await hung.close()
+
+
+async def test_a_router_that_dies_takes_no_request_with_it(world: World) -> None:
+    await world.start_router("r")
+    await world.add(card("d1"))
+    async with world.remote.book(request(), 5) as booking:
+        await world.servers["r"].close()
+        booking.prefill_done()
+
+
+async def test_a_card_that_cannot_be_read_is_ignored(world: World) -> None:
+    await world.discovery.put("routers/a", b"rubbish")
+    router = await world.start_router("b")
+    await world.discovery.put("workers/x", b"rubbish")
+    await world.add(card("d1"))
+    async with world.remote.book(request(), 5):
+        assert len(router.state.cards) == 1
+    world.discovery.remove("routers/a")
+    world.discovery.remove("workers/x")
+    await world.put_router("c", "127.0.0.1:1")
+    assert set(world.remote._routers) == {"routers/b", "routers/c"}
+
+
+async def test_the_end_of_the_feed_is_a_failure() -> None:
+    discovery = MemoryDiscovery()
+    following = asyncio.create_task(RemoteRouter(PlaneClient()).run(discovery))
+    await asyncio.sleep(0)
+    await discovery.close()
+    with pytest.raises(FeedLostError):
+        await following
+    with pytest.raises(FeedLostError):
+        await WorkerFeed().run(discovery)
+
+
+# --- what it learns of workers ------------------------------------------------------------------------
+
+
+async def test_it_follows_the_kv_events_of_workers_that_come_and_go(world: World) -> None:
+    router = await world.start_router("r")
+    publisher = KvEventPublisher()
+    publisher.publish(stored(3))
+    await world.add(card("d1", kv_events=publisher.endpoint, kv_replay=publisher.replay_endpoint), card("d2"))
+    await until(lambda: router.state.index.num_blocks == 3)
+    publisher.publish(stored(5))
+    await until(lambda: router.state.index.num_blocks == 5)
+    async with world.remote.book(request(), 5) as booking:
+        assert (booking.placed.decode.worker_id, booking.placed.decode.overlap_blocks) == ("d1", 5)
+    world.discovery.remove("workers/d1")
+    await until(lambda: router.state.index.num_blocks == 0)
+    async with world.remote.book(request(), 5) as booking:
+        assert booking.placed.decode.worker_id == "d2"
+    publisher.close()
+
+
+async def test_a_worker_that_comes_back_is_followed_anew(world: World) -> None:
+    router = await world.start_router("r")
+    publisher = KvEventPublisher()
+    one = card("d1", kv_events=publisher.endpoint, kv_replay=publisher.replay_endpoint)
+    await world.add(one)
+    publisher.publish(stored(4))
+    await until(lambda: router.state.index.num_blocks == 4)
+    world.discovery.remove("workers/d1")
+    await until(lambda: router.state.index.num_blocks == 0)
+    await world.add(one)
+    await until(lambda: router.state.index.num_blocks == 4)
+    publisher.close()
+
+
+async def test_what_the_ring_has_lost_comes_as_a_snapshot_in_parts(world: World) -> None:
+    publisher = KvEventPublisher(ring_batches=1)
+    for _ in range(5):
+        publisher.publish([])
+
+    async def kv_snapshot(call: Call) -> None:
+        for blocks in (2, 6):
+            await call.send(KvSnapshot(seq=publisher.last_seq, payload=encode_payload(stored(blocks), 0.0, 0)))
+
+    server = PlaneServer({"kv_snapshot": kv_snapshot})
+    router = await world.start_router("r")
+    address = await server.start("127.0.0.1")
+    await world.add(card("d1", address=address, kv_events=publisher.endpoint, kv_replay=publisher.replay_endpoint))
+    await until(lambda: router.state.index.num_blocks == 6)
+    await server.close()
+    publisher.close()
+
+
+async def test_events_that_cannot_be_followed_do_not_keep_a_worker_out(world: World) -> None:
+    await world.start_router("r")
+    await world.add(card("d1", kv_events="nonsense", kv_replay="nonsense"))
+    async with world.remote.book(request(), 5) as booking:
+        assert booking.placed.decode.worker_id == "d1"
+
+
+async def test_a_worker_with_another_block_size_is_left_out(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"))
+    odd = WorkerCard(
+        worker_id=WorkerId("d2"), name="d2", role=Role.DECODE, model="m", model_path="/m", address="d2:1",
+        block_size=2 * BLOCK, total_blocks=100, context_tokens=4096,
+    )  # fmt: skip
+    await world.discovery.put("workers/d2", encode(odd))
+    await world.discovery.put("workers/d3", encode(card("d3")))
+    await until(lambda: len(router.state.cards) == 2)
+    assert {c.worker_id for c in router.state.cards} == {"d1", "d3"}
+
+
+# --- the whole service --------------------------------------------------------------------------------
+
+
+async def test_it_serves_until_it_is_stopped_and_lets_requests_finish(tmp_path: Path) -> None:
+    url = f"file:{tmp_path}"
+    stop, discovery, plane = asyncio.Event(), open_discovery(url), PlaneClient()
+    await discovery.put("workers/d1", encode(card("d1")))
+    serving = asyncio.create_task(serve(RouterConfig(discovery=url, drain_timeout_s=5), stop))
+    remote = RemoteRouter(plane)
+    async with aclosing(discovery.watch("routers/")) as changes:  # type: ignore[type-var]
+        async with asyncio.timeout(5):
+            appeared = await anext(changes)
+        assert isinstance(appeared, Put)
+        found = decode(appeared.value, RouterCard)
+        assert found.name == "router"
+        remote._join(appeared.key, appeared.value)
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    async with remote.book(request(), 5):
+                        break
+                except NoWorkerError:
+                    await asyncio.sleep(0.01)  # it has not seen the worker yet
+        async with remote.book(request("late"), 5) as booking:
+            stop.set()
+            async with asyncio.timeout(5):
+                assert await anext(changes) == Deleted("routers/router")
+            with pytest.raises(NoWorkerError, match="shutting down"):
+                async with remote.book(request("refused"), 5):
+                    pass
+            booking.prefill_done()
+            assert not serving.done()
+        async with asyncio.timeout(5):
+            await serving
+    await plane.close()
+    await discovery.close()
