@@ -123,9 +123,9 @@ async def show(config: DemoConfig, console: Console) -> DemoReport:
 
 async def converse(config: DemoConfig, cluster: Cluster, console: Console, startup_s: float) -> DemoReport:
     async with aiohttp.ClientSession(base_url=cluster.url) as http:
-        question = [{"role": "user", "content": QUESTION}]
+        question = [{"role": "system", "content": GUIDE}, {"role": "user", "content": QUESTION}]
         console.print("\n[bold]1. A chat completion[/bold], its prompt computed on one worker, its answer on another\n")
-        console.print(f"[dim]user:[/dim] {QUESTION}\n[dim]assistant:[/dim] ", end="")
+        console.print(f"[dim]system:[/dim] {GUIDE}\n[dim]user:[/dim] {QUESTION}\n[dim]assistant:[/dim] ", end="")
         first = await ask(http, config, cluster.model, question, {}, lambda text: console.out(text, end=""))
         console.print("\n")
         console.print("[bold]2. The same, computed plainly by one worker[/bold], nothing cached, nothing transferred")
