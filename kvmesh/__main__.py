@@ -9,6 +9,7 @@ COMMANDS = {
     "up": ("kvmesh.up", "run a mesh on this host until Ctrl-C"),
     "demo": ("kvmesh.demo", "start a mesh, send it real requests, show what happened"),
     "doctor": ("kvmesh.doctor", "check this machine and say what to do"),
+    "bench": ("benchmarks.__main__", "measure: `kvmesh bench engine`"),
 }
 SERVICES = {
     "frontend": "one frontend: OpenAI's API in, tokens out",

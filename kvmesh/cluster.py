@@ -197,7 +197,10 @@ async def running_cluster(config: UpConfig, tell: Callable[[str], None]) -> Asyn
         tell(f"something failed; the logs stay in {run_dir / 'logs'}")
         raise
     finally:
-        await asyncio.shield(cluster.stop())
-        await discovery.close()
-        if not config.run_dir and not keep:
-            shutil.rmtree(run_dir, ignore_errors=True)
+        try:
+            await cluster.stop()
+        finally:  # also after a second Ctrl-C, which cancels the polite stop
+            await supervisor.kill_all()
+            await discovery.close()
+            if not config.run_dir and not keep:
+                shutil.rmtree(run_dir, ignore_errors=True)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,19 +78,35 @@ class Supervisor:
         await asyncio.gather(*(self._end(name, timeout_s) for name in names))
 
     async def stop_all(self, timeout_s: float) -> None:
-        await self.stop([*self._keepers, *self._running], timeout_s)
+        await self.stop(list(self._keepers | self._running), timeout_s)
+
+    async def kill_all(self) -> None:
+        """SIGKILL, for who cannot wait."""
+        keepers, self._keepers = list(self._keepers.values()), {}
+        for keeper in keepers:
+            keeper.cancel()
+        if keepers:
+            await asyncio.wait(keepers)
+        processes = list(self._running.values())
+        for process in processes:
+            with suppress(ProcessLookupError):
+                process.kill()
+        await asyncio.gather(*(process.wait() for process in processes))
+        self._running.clear()
 
     async def _end(self, name: str, timeout_s: float) -> None:
-        process = self._running.pop(name, None)
-        if process is None or process.returncode is not None:
+        process = self._running.get(name)
+        if process is None:
             return
-        process.terminate()
+        with suppress(ProcessLookupError):
+            process.terminate()
         try:
             await asyncio.wait_for(process.wait(), timeout_s)
         except TimeoutError:
             self._tell(f"{name} does not end: killed")
             process.kill()
             await process.wait()
+        self._running.pop(name, None)
 
     async def _keep(self, spec: ProcessSpec) -> None:
         """Run one process for as long as it can be run. Cancelled by `stop`, which then ends the process."""
