@@ -1,8 +1,8 @@
 """`kvmesh bench engine`: how fast the torch engine prefills and decodes, beside what the device could do.
 
 The roofline is measured on the same device in the same run, the best of ten tries: the rate of a large matrix
-product, and the rate at which memory is read. Prefill is bound by the first, decode by the second. Weights are random: speed does not
-depend on their values, and no checkpoint is needed.
+product, and the rate at which memory is read. Prefill is bound by the first, decode by the second. Weights are
+random: speed does not depend on their values, and no checkpoint is needed.
 """
 
 import json

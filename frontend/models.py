@@ -105,7 +105,9 @@ class ModelRegistry:
         return served.loading
 
     def find(self, name: str) -> Served:
-        """Raises UnknownModelError."""
+        """Raises UnknownModelError; NoWorkerError as long as none is known: we may have just been started."""
+        if not self._served:
+            raise NoWorkerError("no worker has joined yet", hint="try again later")
         if (served := self._served.get(name)) is None:
             names = ", ".join(served.name for served in self.ready()) or "none"
             raise UnknownModelError(

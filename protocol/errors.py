@@ -62,6 +62,12 @@ class PeerLostError(MeshError):
     code = "peer_lost"
 
 
+class UnreachableError(PeerLostError):
+    """No connection to the peer could be made: nothing was begun there."""
+
+    code = "unreachable"
+
+
 class DrainingError(MeshError):
     """The service takes no new work. The work may be tried elsewhere."""
 

@@ -69,7 +69,8 @@ class Pulls:
     async def close(self) -> None:
         for running in self._running:
             running.timer.cancel()
-            running.task.cancel()
+            if not running.given_up:  # it is cancelled already; twice, and it would not wait for the transfer
+                running.task.cancel()
         if self._running:
             await asyncio.wait([running.task for running in self._running])
 

@@ -11,7 +11,14 @@ import msgspec
 
 from mesh.plane.frames import Batch, Cancel, Credit, Frame, Hello, Open
 from mesh.plane.link import Link
-from protocol.errors import DeadlineExceededError, MeshError, PeerLostError, WireError, from_wire
+from protocol.errors import (
+    DeadlineExceededError,
+    MeshError,
+    PeerLostError,
+    UnreachableError,
+    WireError,
+    from_wire,
+)
 from protocol.messages import decode, encode
 
 log = logging.getLogger(__name__)
@@ -90,7 +97,7 @@ class PlaneClient:
     async def open(self, address: str, method: str, body: object, timeout_s: float) -> AsyncIterator[Stream]:
         """Call `method` at host:port. Leaving the block before the end cancels the call at the peer.
 
-        Raises PeerLostError if the peer cannot be reached; a passed deadline is DeadlineExceededError.
+        Raises UnreachableError if the peer cannot be reached; a passed deadline is DeadlineExceededError.
         """
         overdue = DeadlineExceededError(f"{method} at {address} did not end in the {timeout_s:.3g} s left for it")
         if timeout_s <= 0:
@@ -153,7 +160,7 @@ class PlaneClient:
         except (OSError, ValueError, OverflowError) as error:  # TimeoutError is an OSError
             self._links.pop(address, None)
             reason = str(error) or f"no answer in {CONNECT_TIMEOUT_S} s"
-            raise PeerLostError(f"cannot connect to {address}: {reason}") from error
+            raise UnreachableError(f"cannot connect to {address}: {reason}") from error
         link.write(Hello())
         return link
 

@@ -467,7 +467,7 @@ async def test_beyond_max_inflight_requests_are_refused_at_once(served: Served) 
     served.generator.script = [gate, *words("Once")]
     held = [asyncio.create_task(served.post("/v1/chat/completions", CHAT)) for _ in range(2)]
     async with asyncio.timeout(PATIENCE_S):
-        while len(served.generator.requests) < 2:  # noqa: ASYNC110 - the fake has no event for the second
+        while len(served.generator.requests) < 2:
             await asyncio.sleep(0)
     status, headers, body = await served.post("/v1/chat/completions", CHAT)
     assert (status, headers["Retry-After"], body["error"]["code"]) == (429, "1", "overloaded")

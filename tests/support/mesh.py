@@ -40,7 +40,7 @@ class Mesh:
         for path in (self.run_dir / "discovery").glob("*.key"):
             key = unquote(path.stem)
             if key.startswith(prefix):
-                with suppress(FileNotFoundError, IsADirectoryError):
+                with suppress(OSError):
                     found[key] = path.read_bytes()
         return found
 
@@ -73,7 +73,7 @@ class Mesh:
 
     def until_replaced(self, name: str, pid: int) -> None:
         """Wait until the supervisor has started `name` again and it has rejoined."""
-        until(lambda: self.workers().get(name) is not None and self.workers()[name].pid != pid, what=f"a new {name}")
+        until(lambda: any(c.name == name and c.pid != pid for c in self.workers().values()), what=f"a new {name}")
 
     def complete(self, prompt: str | Sequence[int], **body: Any) -> dict[str, Any]:
         """A text completion, greedy unless said otherwise."""
