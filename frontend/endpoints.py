@@ -4,8 +4,8 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from frontend.models import ModelRegistry
 from frontend.parameters import Call, Endpoint
 from frontend.pipeline import Job, Timing, parts, prepare, trace_report
 from frontend.replies import error_reply
-from protocol.errors import DeadlineExceededError, InvalidRequestError, MeshError
+from protocol.errors import InvalidRequestError, MeshError
 from protocol.ids import RequestId, new_request_id
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Exchange:
     async def run(self, parse: Callable[[bytes], Call]) -> web.StreamResponse:
         try:
             deadline = self._timing.started + timeout_s(self._request, self._service.limits)
-            async with until(deadline):
+            async with self._service.admission.until(deadline):
                 self._job = job = await self._prepare(parse)
                 response = await (self._send_stream if job.call.stream else self._send_whole)(job, deadline)
             self.outcome = "ok"
@@ -192,19 +192,6 @@ class Exchange:
             metrics.TTFT.labels(endpoint).observe(ttft_s)
         if (itl_s := self._timing.itl_s(output_tokens)) is not None:
             metrics.ITL.labels(endpoint).observe(itl_s)
-
-
-@asynccontextmanager
-async def until(deadline: float) -> AsyncIterator[None]:
-    """Raises DeadlineExceededError when the event loop's clock reaches `deadline`."""
-    timeout = asyncio.timeout_at(deadline)
-    try:
-        async with timeout:
-            yield
-    except TimeoutError as error:
-        if not timeout.expired():
-            raise
-        raise DeadlineExceededError("the request took longer than its timeout") from error
 
 
 async def read_body(request: web.Request) -> bytes:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
 
+from frontend.admission import Admission
 from frontend.config import FrontendConfig
 from frontend.dispatch import Dispatcher
 from frontend.http import ADMISSION, HttpSettings, build_app
@@ -22,6 +23,8 @@ from router.config import RouterConfig
 from router.service import LocalRouter, WorkerFeed
 
 log = logging.getLogger(__name__)
+
+CUT_OFF_S = 2.0  # for telling the clients of requests that are cut off
 
 
 async def serve(config: FrontendConfig, router_config: RouterConfig, stop: asyncio.Event) -> None:
@@ -92,11 +95,21 @@ async def http_server(config: FrontendConfig, app: web.Application) -> AsyncIter
 
 
 async def drain(app: web.Application, timeout_s: float) -> None:
-    """New requests get 503 while those in flight finish."""
+    """New requests get 503 while those in flight finish; those that take too long end with an error."""
     log.info("draining")
-    app[ADMISSION].drain()
+    admission = app[ADMISSION]
+    admission.drain()
+    if await idle_within(admission, timeout_s):
+        return
+    log.warning("cutting off %d requests after %.1f s", admission.inflight, timeout_s)
+    admission.cut_off()
+    await idle_within(admission, CUT_OFF_S)
+
+
+async def idle_within(admission: Admission, timeout_s: float) -> bool:
     try:
         async with asyncio.timeout(timeout_s):
-            await app[ADMISSION].wait_idle()
+            await admission.wait_idle()
     except TimeoutError:
-        log.warning("stopped with requests unanswered after %.1f s", timeout_s)
+        return False
+    return True

@@ -81,6 +81,7 @@ class ShmBackend:
             return await asyncio.shield(copying)
         except asyncio.CancelledError:
             await asyncio.wait([copying])  # a memcpy cannot be stopped: the blocks are ours until it ends
+            copying.exception()  # said to nobody: the caller has left
             raise
 
     def _copy(self, ticket: Ticket, wanted: Sequence[int], into: Sequence[int]) -> int:

@@ -25,7 +25,7 @@ class Stream:
     def __init__(
         self, url: str, prompt: Sequence[int], max_tokens: int, *, timeout_s: float | None = None, **body: Any
     ) -> None:
-        self.prompt, self.max_tokens = list(prompt), max_tokens
+        self.prompt, self.max_tokens, self.deadline_s = list(prompt), max_tokens, timeout_s
         self.status = 0
         self.headers: dict[str, str] = {}
         self.tokens: list[str] = []
@@ -84,6 +84,10 @@ class Stream:
             self.status = response.status
             if response.status != 200:
                 self.error = json.loads(response.read())["error"]
+                return
+            if not response.headers["content-type"].startswith("text/event-stream"):
+                self._on_event(response.read())
+                self.is_done = True
                 return
             while line := response.readline():
                 if line.startswith(b"data: "):

@@ -1,0 +1,91 @@
+"""kill -9 of decode workers in mid-stream."""
+
+import signal
+
+import pytest
+
+from tests.faults.prompts import LENGTHS, prompt_of
+from tests.support.mesh import Mesh, until
+from tests.support.streams import Stream, check_answer, check_failed_loudly, check_mock_answer
+
+
+@pytest.mark.parametrize("disaggregate", [True, False])
+def test_streams_go_on_elsewhere_without_losing_or_repeating_a_token(mesh: Mesh, disaggregate: bool) -> None:
+    how = {"kvmesh": {"trace": True, "disaggregate": disaggregate}}
+    streams = [Stream(mesh.url, prompt_of(n, n), 120, **how) for n in LENGTHS]
+    for stream in streams:
+        stream.until_tokens(5)
+    killed = mesh.kill("decode-0")
+    for stream in streams:
+        check_mock_answer(stream.join())
+    assert any(stream.trace["migrations"] for stream in streams)
+    assert {stream.trace["decode_worker"] for stream in streams} == {"decode-1"}
+    mesh.until_replaced("decode-0", killed)
+
+
+def test_a_worker_that_was_started_again_is_used_again(mesh: Mesh) -> None:
+    mesh.until_replaced("decode-1", mesh.kill("decode-1"))
+
+    def used() -> bool:
+        streams = [Stream(mesh.url, prompt_of(40, i), 4).join() for i in range(4)]
+        for stream in streams:
+            check_mock_answer(stream)
+        return mesh.metric("kvmesh_worker_requests_total", "decode-1", outcome="ok") > 0
+
+    until(used, what="a request for the new worker")
+
+
+def test_tokens_of_the_real_engine_go_on_as_they_would_have(nixl_mesh: Mesh) -> None:
+    prompts = [prompt_of(n, n) for n in LENGTHS]
+    plain = {"kvmesh": {"disaggregate": False}, "cache_salt": "plain"}
+    expected = [Stream(nixl_mesh.url, prompt, 200, **plain) for prompt in prompts]
+    answers = [stream.join().tokens for stream in expected]
+    streams = [Stream(nixl_mesh.url, prompt, 200, kvmesh={"trace": True, "disaggregate": True}) for prompt in prompts]
+    for stream in streams:
+        stream.until_tokens(5)
+    nixl_mesh.kill("decode-0")
+    for stream, answer in zip(streams, answers, strict=True):
+        check_answer(stream.join(), answer)
+    assert any(stream.trace["migrations"] for stream in streams)
+
+
+def test_without_another_worker_streams_wait_for_the_replacement(lone_mesh: Mesh) -> None:
+    streams = [Stream(lone_mesh.url, prompt_of(n, n), 120) for n in LENGTHS]
+    for stream in streams:
+        stream.until_tokens(5)
+    lone_mesh.kill("decode-0")
+    late = [Stream(lone_mesh.url, prompt_of(n, 5 + n), 10) for n in LENGTHS]
+    for stream in streams:
+        check_mock_answer(stream.join())
+    for stream in late:
+        stream.join()
+        if stream.status == 200:
+            check_mock_answer(stream)
+        else:
+            assert stream.status == 503
+            assert int(stream.headers["retry-after"]) > 0
+
+
+def test_a_killed_worker_gives_up_the_offer_it_was_to_fetch(mesh: Mesh) -> None:
+    """At once: the frontend releases it, its lease would be 30 s."""
+    mesh.signal("decode-0", signal.SIGSTOP)
+    held = [Stream(mesh.url, prompt_of(n, n), 20, kvmesh={"disaggregate": True, "worker": "decode-0"}) for n in LENGTHS]
+    until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == len(held), what="offers")
+    assert mesh.metric("kvmesh_worker_used_blocks", "prefill-0") >= sum(-(-n // 16) for n in LENGTHS[:-1])
+    mesh.kill("decode-0")
+    until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0, 3, "the offers' end")
+    assert mesh.metric("kvmesh_worker_used_blocks", "prefill-0") == 0
+    for stream in held:  # pinned by the caller: the new worker of that name answers
+        check_mock_answer(stream.join())
+
+
+def test_a_dead_worker_is_noticed_by_requests_that_did_not_begin(lone_mesh: Mesh) -> None:
+    """Its card stands until the lease has passed: a request sent there must not hang or look answered."""
+    lone_mesh.kill("decode-0")
+    streams = [Stream(lone_mesh.url, prompt_of(20, i), 5, timeout_s=8) for i in range(20)]
+    for stream in streams:
+        stream.join()
+        if stream.status == 200:
+            check_mock_answer(stream)
+        else:
+            check_failed_loudly(stream)

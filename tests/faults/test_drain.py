@@ -1,0 +1,150 @@
+"""Shutting down politely: what is in flight finishes, nothing new begins, nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.prompts import LENGTHS, prompt_of
+from tests.support.mesh import Mesh, _wait_for_banner, until
+from tests.support.streams import Stream, check_failed_loudly, check_mock_answer
+
+
+class OwnMesh:
+    """`kvmesh up` that makes its run directory itself, below `tmp`."""
+
+    def __init__(self, tmp: Path, *flags: str) -> None:
+        self.tmp = tmp
+        command = [sys.executable, "-m", "kvmesh", "up", "--port", "0", "--engine", "mock", "--kv-transfer", "shm"]
+        self.process = subprocess.Popen(
+            [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": str(tmp)}
+        )
+        until(lambda: any(tmp.glob("kvmesh-*")) or self.process.poll() is not None)
+        [run_dir] = tmp.glob("kvmesh-*")
+        self.mesh = Mesh(self.process, run_dir)
+        _wait_for_banner(self.mesh)
+        self.processes = self.mesh.processes()
+
+    def check_nothing_is_left(self) -> None:
+        assert [p for p in self.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+        assert list(self.tmp.iterdir()) == []
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[OwnMesh]:
+    own = OwnMesh(tmp_path)
+    yield own
+    if own.process.poll() is None:
+        own.process.kill()
+    own.process.wait()
+
+
+def test_ctrl_c_lets_streams_finish_and_refuses_new_ones(own: OwnMesh) -> None:
+    mesh = own.mesh
+    streams = [Stream(mesh.url, prompt_of(n, n), 150) for n in LENGTHS]
+    waiting = [Stream(mesh.url, prompt_of(n, 5 + n), 30, kvmesh={"trace": True, "disaggregate": True}) for n in LENGTHS]
+    for stream in streams:
+        stream.until_tokens(5)
+    own.process.send_signal(signal.SIGINT)
+    until(lambda: "draining" in (mesh.run_dir / "logs" / "frontend.log").read_text(), what="the drain to begin")
+    refused = Stream(mesh.url, prompt_of(20), 5).join()
+    assert (refused.status, refused.error["code"]) == (503, "draining")
+    assert int(refused.headers["retry-after"]) > 0
+    for stream in streams + waiting:
+        check_mock_answer(stream.join())
+        assert stream.trace["migrations"] == 0, "workers stay until the frontend is done"
+    assert own.process.wait(10) == 0
+    own.check_nothing_is_left()
+
+
+def test_streams_that_take_longer_than_the_drain_end_with_an_error(tmp_path: Path) -> None:
+    own = OwnMesh(tmp_path, "--drain-timeout-s", "0.3")
+    streams = [Stream(own.mesh.url, prompt_of(n, n), 5000) for n in LENGTHS]
+    for stream in streams:
+        stream.until_tokens(5)
+    started = time.monotonic()
+    own.process.send_signal(signal.SIGINT)
+    assert own.process.wait(10) == 0
+    assert time.monotonic() - started < 5
+    for stream in streams:
+        check_failed_loudly(stream.join())
+    own.check_nothing_is_left()
+
+
+def test_a_second_ctrl_c_does_not_wait(own: OwnMesh) -> None:
+    stream = Stream(own.mesh.url, prompt_of(20), 20000).until_tokens(5)
+    own.process.send_signal(signal.SIGINT)
+    until(lambda: "draining" in (own.mesh.run_dir / "logs" / "frontend.log").read_text(), what="the drain to begin")
+    own.process.send_signal(signal.SIGINT)
+    assert own.process.wait(2) == 128 + signal.SIGINT
+    assert not stream.join().is_done
+    own.check_nothing_is_left()
+
+
+def test_a_terminated_decode_worker_finishes_its_streams_and_is_replaced(mesh: Mesh) -> None:
+    streams = [Stream(mesh.url, prompt_of(n, n), 150) for n in LENGTHS]
+    for stream in streams:
+        stream.until_tokens(5)
+    old = mesh.workers()["decode-0"]
+    assert mesh.metric("kvmesh_worker_running_requests", "decode-0") > 0
+    os.kill(old.pid, signal.SIGTERM)
+    until(lambda: f"workers/{old.worker_id}" not in mesh.entries("workers/"), 2, "its card to be withdrawn")
+    new = [Stream(mesh.url, prompt_of(n, 3 + n), 20, kvmesh={"trace": True, "disaggregate": True}) for n in LENGTHS]
+    for stream in new:
+        check_mock_answer(stream.join())
+    assert psutil.pid_exists(old.pid), "it still works"
+    for stream in streams:
+        check_mock_answer(stream.join())
+        assert stream.trace["migrations"] == 0
+    assert {stream.trace["decode_worker"] for stream in streams} == {"decode-0", "decode-1"}
+    assert {stream.trace["decode_worker"] for stream in new} == {"decode-1"}
+    mesh.until_replaced("decode-0", old.pid)
+
+
+def test_a_terminated_prefill_worker_hands_over_what_it_offers(mesh: Mesh) -> None:
+    mesh.signal("decode-0", signal.SIGSTOP)
+    pinned = {"kvmesh": {"trace": True, "disaggregate": True, "worker": "decode-0"}, "cache_salt": "leaving"}
+    streams = [Stream(mesh.url, prompt_of(n, n), 20, **pinned) for n in LENGTHS]
+    until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == len(streams), what="offers")
+    old = mesh.pid("prefill-0")
+    mesh.signal("prefill-0", signal.SIGTERM)
+    until(lambda: "prefill-0" not in mesh.workers(), 2, "its card to be withdrawn")
+    mesh.signal("decode-0", signal.SIGCONT)
+    for stream in streams:
+        check_mock_answer(stream.join())
+        assert (stream.trace["pull_error"], stream.trace["migrations"]) == ("", 0)
+        assert stream.trace["kv_bytes_pulled"] > 0
+    mesh.until_replaced("prefill-0", old)
+
+
+def test_a_rolling_restart_under_load_fails_no_request(mesh: Mesh) -> None:
+    stop = threading.Event()
+    done: list[Stream] = []
+
+    def client(number: int) -> None:
+        for i in range(10**6):
+            if stop.is_set():
+                return
+            stream = Stream(mesh.url, prompt_of(20 + 10 * number, 100 * number + i), 20)
+            done.append(stream.join())
+
+    clients = [threading.Thread(target=client, args=(n,)) for n in range(4)]
+    for thread in clients:
+        thread.start()
+    for name in ("decode-0", "decode-1", "prefill-0"):
+        pid = mesh.pid(name)
+        mesh.signal(name, signal.SIGTERM)
+        mesh.until_replaced(name, pid)
+    stop.set()
+    for thread in clients:
+        thread.join()
+    assert len(done) > 10
+    for stream in done:
+        check_mock_answer(stream)

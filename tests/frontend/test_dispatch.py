@@ -1,0 +1,417 @@
+"""One request through the mesh, when workers do well, fail, vanish or are given up."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+import pytest_asyncio
+
+from frontend import dispatch
+from frontend.dispatch import Dispatcher
+from frontend.generator import Hints, Trace
+from protocol.errors import (
+    CancelledByPeerError,
+    DeadlineExceededError,
+    DrainingError,
+    EngineError,
+    InvalidRequestError,
+    MeshError,
+    NoWorkerError,
+    OverloadedError,
+    PeerLostError,
+    UnreachableError,
+    WireError,
+)
+from protocol.ids import RequestId, WorkerId
+from protocol.messages import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    PullReport,
+    Role,
+    SamplingParams,
+    StopConditions,
+    pack_tokens,
+)
+from tests.support.fake_mesh import FakeMesh, FakeWorker, Step, answer
+
+PROMPT = list(range(100, 140))
+LOST = PeerLostError("the connection broke")
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "REPLACEMENT_S", 0.2)
+    monkeypatch.setattr(dispatch, "RETRY_S", 0.005)
+
+
+def prefill(*scripts: list[Step], name: str = "p0") -> FakeWorker:
+    return FakeWorker(name, Role.PREFILL, *scripts)
+
+
+def decode(*scripts: list[Step], name: str = "d0") -> FakeWorker:
+    return FakeWorker(name, Role.DECODE, *scripts)
+
+
+class Run:
+    """One request to a mesh of fakes."""
+
+    def __init__(self, *workers: FakeWorker) -> None:
+        self.mesh = FakeMesh(*workers)
+        self.dispatcher = Dispatcher(self.mesh, self.mesh, lambda model: 16)  # type: ignore[arg-type]
+        self.trace = Trace()
+        self.deltas: list[Delta] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    async def __call__(self, max_tokens: int = 10, hints: Hints | None = None, timeout_s: float = 5.0) -> "Run":
+        async with asyncio.timeout(5), aclosing(self.generate(max_tokens, hints, timeout_s)) as deltas:
+            async for delta in deltas:
+                self.deltas.append(delta)
+        return self
+
+    def generate(
+        self, max_tokens: int = 10, hints: Hints | None = None, timeout_s: float = 5.0
+    ) -> AsyncIterator[Delta]:
+        request = GenerateRequest(
+            request_id=RequestId("r"),
+            model="m",
+            prompt=pack_tokens(PROMPT),
+            sampling=SamplingParams(temperature=0),
+            stop=StopConditions(max_tokens=max_tokens),
+        )
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        return self.dispatcher.generate(request, hints or Hints(), self.trace, deadline)
+
+    async def check_nothing_is_left(self) -> None:
+        """Bookings and calls have ended, every ticket was released exactly once."""
+        await self.dispatcher.close()
+        assert self.mesh.booked == set()
+        assert self.mesh.open_calls == 0
+        assert sorted(self.mesh.released, key=str) == sorted(self.mesh.offered, key=str)
+
+
+@pytest_asyncio.fixture
+async def checked() -> AsyncIterator[list[Run]]:
+    """Runs that a test puts here are checked for leftovers at its end."""
+    runs: list[Run] = []
+    yield runs
+    for run in runs:
+        await run.check_nothing_is_left()
+
+
+# --- the plain ways -----------------------------------------------------------------------------------
+
+
+async def test_one_worker_does_both_halves(checked: list[Run]) -> None:
+    run = await Run(decode())()
+    checked.append(run)
+    assert run.tokens == answer(PROMPT, 10)
+    assert run.deltas[-1].finish_reason is FinishReason.LENGTH
+    assert (run.trace.prefill_worker, run.trace.decode_worker, run.trace.migrations) == (None, "d0", 0)
+    assert run.trace.cached_tokens == 7
+
+
+async def test_a_prefill_worker_hands_over_to_a_decode_worker(checked: list[Run]) -> None:
+    pull = Delta((answer(PROMPT, 2)[1],), cached_tokens=3, pull=PullReport("fake", 640, 1, 0.1))
+    p, d = prefill(), decode([pull, 10])
+    run = await Run(p, d)()
+    checked.append(run)
+    assert run.tokens == answer(PROMPT, 10)
+    assert p.requests[0].offer_kv
+    assert d.requests[0].generated == (run.tokens[0],)
+    assert d.requests[0].ticket is not None
+    assert all(delta.ticket is None for delta in run.deltas), "a ticket is not for callers"
+    assert (run.trace.prefill_worker, run.trace.decode_worker) == ("p0", "d0")
+    assert (run.trace.transfer, run.trace.kv_bytes_pulled, run.trace.pull_error) == ("fake", 640, "")
+    assert run.trace.cached_tokens == 7, "what prefill said counts"
+    assert run.mesh.prefill_done >= 1
+
+
+async def test_an_answer_that_ends_with_its_first_token_needs_no_decode_worker() -> None:
+    p, d = prefill(), decode()
+    run = await Run(p, d)(max_tokens=1)
+    assert run.tokens == answer(PROMPT, 1)
+    assert d.requests == []
+    assert run.mesh.released == []
+
+
+async def test_the_offer_is_released_with_the_first_token_of_the_decode_worker() -> None:
+    go_on = asyncio.Event()
+    run = Run(prefill(), decode([1, go_on, 10]))
+    async with aclosing(run.generate()) as deltas:
+        await anext(deltas)
+        assert run.mesh.released == []
+        await anext(deltas)
+        await asyncio.sleep(0)
+        assert run.mesh.released == run.mesh.offered
+        go_on.set()
+        assert len([delta async for delta in deltas]) == 8
+    await run.check_nothing_is_left()
+
+
+async def test_hints_reach_the_router() -> None:
+    run = await Run(decode())(hints=Hints(disaggregate=False, pin="d0"))
+    assert (run.mesh.routed[0].disaggregate, run.mesh.routed[0].pin) == (False, "d0")
+
+
+# --- migration ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        LOST,
+        UnreachableError("x"),
+        DrainingError("x"),
+        EngineError("x"),
+        CancelledByPeerError("x"),
+        OverloadedError("x"),
+    ],
+    ids=lambda e: e.code,
+)
+@pytest.mark.parametrize("said", [0, 1, 5, 9])
+async def test_what_one_worker_leaves_another_ends(checked: list[Run], failure: MeshError, said: int) -> None:
+    a, b = decode([said, failure], name="a"), decode(name="b")
+    run = await Run(a, b)()
+    checked.append(run)
+    assert run.tokens == answer(PROMPT, 10)
+    assert b.requests[0].generated == tuple(run.tokens[:said])
+    assert (run.trace.decode_worker, run.trace.migrations) == ("b", 1)
+    assert run.mesh.routed[1].exclude == (WorkerId("a-id"),)
+    assert run.mesh.routed[1].isl_tokens == len(PROMPT) + said
+
+
+async def test_a_stream_that_ends_without_a_reason_goes_on_elsewhere(checked: list[Run]) -> None:
+    run = await Run(decode([4], name="a"), decode(name="b"))()
+    checked.append(run)
+    assert run.tokens == answer(PROMPT, 10)
+    assert run.trace.migrations == 1
+
+
+async def test_each_worker_is_tried_once_and_in_the_routers_order(checked: list[Run]) -> None:
+    workers = [decode([2, LOST], name=name) for name in "abc"]
+    run = await Run(*workers, decode(name="d"))()
+    checked.append(run)
+    assert run.tokens == answer(PROMPT, 10)
+    assert [len(w.requests) for w in workers] == [1, 1, 1]
+    assert [r.exclude for r in run.mesh.routed][-1] == ("a-id", "b-id", "c-id")
+    assert run.trace.migrations == 3
+
+
+async def test_after_four_workers_it_gives_up_with_what_the_last_one_said(checked: list[Run]) -> None:
+    run = Run(*[decode([1, EngineError(f"of {name}")], name=name) for name in "abcde"])
+    checked.append(run)
+    with pytest.raises(EngineError, match="of d"):
+        await run()
+    assert run.tokens == answer(PROMPT, 4), "what was sent is right as far as it goes"
+
+
+async def test_a_failed_decode_leg_is_prefilled_again_with_what_was_said(checked: list[Run]) -> None:
+    p, a, b = prefill(), decode([3, LOST], name="a"), decode(name="b")
+    run = await Run(p, a, b)()
+    checked.append(run)
+    assert run.tokens == answer(PROMPT, 10)
+    assert [request.generated for request in p.requests] == [(), tuple(run.tokens[:4])]
+    assert b.requests[0].generated == tuple(run.tokens[:5])
+    assert len(run.mesh.offered) == 2
+
+
+async def test_a_decode_worker_that_dies_before_its_first_token_costs_no_offer(checked: list[Run]) -> None:
+    run = await Run(prefill(), decode([LOST], name="a"), decode(name="b"))()
+    checked.append(run)
+    assert run.tokens == answer(PROMPT, 10)
+
+
+@pytest.mark.parametrize("script", [[LOST], [], [DrainingError("x")]], ids=["lost", "ended", "draining"])
+async def test_without_its_prefill_worker_the_decode_worker_does_both(checked: list[Run], script: list[Step]) -> None:
+    p, d = prefill(script), decode()
+    run = await Run(p, d)()
+    assert run.mesh.released == []
+    assert run.tokens == answer(PROMPT, 10)
+    assert d.requests[0].generated == ()
+    assert d.requests[0].ticket is None
+    assert (run.trace.prefill_worker, run.trace.decode_worker) == (None, "d0"), "p0 has prefilled nothing"
+
+
+async def test_workers_that_cannot_be_reached_are_no_attempts(checked: list[Run]) -> None:
+    """A node that dies takes many with it, and their cards stand until the leases have passed."""
+    gone = UnreachableError("connection refused")
+    prefillers = [prefill([gone], name=f"p{i}") for i in range(6)]
+    decoders = [decode([gone], name=f"d{i}") for i in range(6)]
+    run = await Run(*prefillers, *decoders, decode(name="alive"))()
+    assert run.tokens == answer(PROMPT, 10)
+    assert run.trace.decode_worker == "alive"
+    assert run.trace.cached_tokens == 7, "those of the one that computed the prompt"
+
+
+async def test_the_cached_tokens_of_a_migrated_answer_are_those_of_the_first_worker() -> None:
+    run = await Run(decode([Delta(tuple(answer(PROMPT, 1)), cached_tokens=3), LOST], name="a"), decode(name="b"))()
+    assert run.trace.cached_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "failure", [InvalidRequestError("x"), DeadlineExceededError("x"), WireError("x"), MeshError("x")],
+    ids=lambda e: e.code,
+)  # fmt: skip
+@pytest.mark.parametrize("with_prefill", [False, True])
+async def test_what_would_fail_everywhere_is_not_tried_elsewhere(failure: MeshError, with_prefill: bool) -> None:
+    first = prefill([failure]) if with_prefill else decode([failure], name="a")
+    other = decode(name="b")
+    run = Run(first, other)
+    with pytest.raises(type(failure)):
+        await run()
+    assert other.requests == []
+    assert (run.mesh.booked, run.mesh.open_calls) == (set(), 0)
+
+
+# --- patience -----------------------------------------------------------------------------------------
+
+
+async def test_without_any_worker_a_new_request_is_refused_at_once() -> None:
+    run = Run(prefill())
+    with pytest.raises(NoWorkerError):
+        await run()
+    assert len(run.mesh.routed) == 1
+
+
+async def test_a_request_that_lost_the_last_worker_waits_for_a_replacement(checked: list[Run]) -> None:
+    run = Run(decode([3, LOST], name="a"))
+    checked.append(run)
+    answering = asyncio.create_task(run())
+    async with asyncio.timeout(5):
+        while len(run.mesh.routed) < 4:
+            await asyncio.sleep(0.001)
+    run.mesh.workers.append(decode(name="b"))
+    await answering
+    assert run.tokens == answer(PROMPT, 10)
+    assert run.trace.migrations == 1, "waiting is no migration"
+
+
+async def test_patience_ends(checked: list[Run]) -> None:
+    run = Run(decode([3, LOST]))
+    checked.append(run)
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(PeerLostError):
+        await run()
+    assert 0.2 <= asyncio.get_running_loop().time() - started < 1
+    assert run.tokens == answer(PROMPT, 3)
+
+
+async def test_patience_ends_with_the_deadline(checked: list[Run]) -> None:
+    run = Run(decode([3, LOST]))
+    checked.append(run)
+    started = asyncio.get_running_loop().time()
+    with pytest.raises((PeerLostError, DeadlineExceededError)):
+        await run(timeout_s=0.02)
+    assert asyncio.get_running_loop().time() - started < 0.18, "long before patience would have ended"
+
+
+async def test_a_router_that_is_gone_while_a_request_migrates_is_waited_for(checked: list[Run]) -> None:
+    go_on = asyncio.Event()
+    a = decode([3, go_on, LOST], name="a")
+    run = Run(a, decode(name="b"))
+    checked.append(run)
+    answering = asyncio.create_task(run())
+    await a.reached.wait()
+    run.mesh.route_problem = NoWorkerError("no router is ready")
+    go_on.set()
+    async with asyncio.timeout(5):
+        while len(run.mesh.routed) < 4:
+            await asyncio.sleep(0.001)
+    run.mesh.route_problem = None
+    await answering
+    assert run.tokens == answer(PROMPT, 10)
+
+
+async def test_overload_of_the_only_worker_is_said_at_once() -> None:
+    run = Run(decode([OverloadedError("4096 requests wait")]))
+    with pytest.raises(OverloadedError):
+        await run()
+    assert len(run.mesh.routed) == 2, "no retries: the caller is told when to come back"
+
+
+async def test_overload_everywhere_is_said_at_once() -> None:
+    run = Run(*[decode([OverloadedError("full")], name=name) for name in "ab"])
+    with pytest.raises(OverloadedError):
+        await run()
+
+
+# --- giving up ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken", range(6))
+async def test_closing_after_any_token_frees_everything(checked: list[Run], taken: int) -> None:
+    p, d = prefill(), decode()
+    run = Run(p, d)
+    checked.append(run)
+    deltas = run.generate()
+    for _ in range(taken):
+        await anext(deltas)
+    await deltas.aclose()
+    assert (run.mesh.booked, run.mesh.open_calls) == (set(), 0)
+    assert d.cancelled == (taken > 1)
+
+
+async def cancelled_while(run: Run, worker: FakeWorker) -> None:
+    answering = asyncio.create_task(run())
+    async with asyncio.timeout(5):
+        await worker.reached.wait()
+    answering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answering
+    assert worker.cancelled == 1
+    assert (run.mesh.booked, run.mesh.open_calls) == (set(), 0)
+
+
+async def test_a_client_that_leaves_during_prefill() -> None:
+    p = prefill([asyncio.Event()])
+    run = Run(p, decode())
+    await cancelled_while(run, p)
+    assert run.mesh.released == []
+
+
+async def test_a_client_that_leaves_before_the_first_token_of_the_decode_worker(checked: list[Run]) -> None:
+    d = decode([asyncio.Event()])
+    run = Run(prefill(), d)
+    checked.append(run)
+    await cancelled_while(run, d)
+
+
+async def test_a_client_that_leaves_in_mid_stream(checked: list[Run]) -> None:
+    d = decode([4, asyncio.Event()])
+    run = Run(prefill(), d)
+    checked.append(run)
+    await cancelled_while(run, d)
+
+
+async def test_a_client_that_leaves_while_a_replacement_is_waited_for(checked: list[Run]) -> None:
+    run = Run(decode([3, LOST]))
+    checked.append(run)
+    answering = asyncio.create_task(run())
+    async with asyncio.timeout(5):
+        while len(run.mesh.routed) < 3:
+            await asyncio.sleep(0.001)
+    answering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answering
+
+
+async def test_a_prefill_worker_that_cannot_be_told_of_the_release_harms_no_answer() -> None:
+    run = Run(prefill(), decode())
+    run.mesh.release_fails = LOST
+    await run()
+    await run.dispatcher.close()
+    assert run.tokens == answer(PROMPT, 10)
+    assert len(run.mesh.released) == 1
+
+
+async def test_without_time_left_nothing_is_sent() -> None:
+    d = decode()
+    run = Run(d)
+    with pytest.raises(DeadlineExceededError):
+        await run(timeout_s=-1)
+    assert d.requests == []
