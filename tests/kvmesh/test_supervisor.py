@@ -23,7 +23,12 @@ STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', 
 class Watched:
     def __init__(self, log_dir: Path) -> None:
         self.told: list[str] = []
+        self._before = set(children())  # meshes of other tests
         self.supervisor = Supervisor(log_dir, self.told.append)
+
+    def children(self) -> list[psutil.Process]:
+        """Processes that were started since, whoever did."""
+        return [process for process in children() if process not in self._before]
 
     def start(self, code: str, name: str = "p", **env: str) -> None:
         self.supervisor.start(ProcessSpec(name, ["-c", code], env))
@@ -54,11 +59,10 @@ def children() -> list[psutil.Process]:
 
 @pytest_asyncio.fixture
 async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
-    before = set(children())
     watched = Watched(tmp_path / "logs")
     yield watched
     await watched.supervisor.stop_all(2)
-    assert set(children()) <= before
+    assert watched.children() == []
     assert watched.supervisor.pids() == {}
 
 
@@ -190,7 +194,7 @@ async def test_stopping_in_the_middle_of_a_start_leaves_no_process(watched: Watc
         await asyncio.sleep(0)
     await watched.supervisor.stop_all(2)
     assert watched.supervisor.pids() == {}
-    assert children() == []
+    assert watched.children() == []
 
 
 async def test_stopping_between_two_starts_leaves_no_process(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +202,7 @@ async def test_stopping_between_two_starts_leaves_no_process(watched: Watched, m
     watched.start("print('up', flush=True)")
     await until(lambda: bool(watched.told))
     await watched.supervisor.stop_all(1)
-    assert children() == []
+    assert watched.children() == []
 
 
 async def test_all_are_stopped_at_once(watched: Watched) -> None:
@@ -222,7 +226,7 @@ async def test_who_cannot_wait_kills_all(watched: Watched) -> None:
     polite.cancel()
     await asyncio.wait([polite])
     await watched.supervisor.kill_all()
-    assert children() == []
+    assert watched.children() == []
     assert watched.supervisor.pids() == {}
 
 

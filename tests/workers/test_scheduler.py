@@ -27,7 +27,8 @@ EOS = 2
 
 
 def make(num_blocks: int = 64, max_num_seqs: int = 8, max_step_tokens: int = 16, context: int = 256) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks, BLOCK), Limits(max_num_seqs, max_step_tokens, context, vocab_size=1000), [EOS])
+    limits = Limits(max_num_seqs, max_step_tokens, context, vocab_size=1000)
+    return Scheduler(BlockPool(num_blocks, BLOCK), limits, [EOS])
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> GenerateRequest:

@@ -1,0 +1,124 @@
+"""What a broken or hostile peer sends to a worker is refused, and harms nobody else."""
+
+import os
+import random
+import socket
+import struct
+
+import msgspec
+import pytest
+
+from mesh.plane.client import PlaneClient
+from mesh.plane.frames import Hello, encode_frame
+from protocol.errors import InvalidRequestError, WireError
+from protocol.ids import RequestId
+from protocol.messages import Delta, GenerateRequest, ReleaseOffer, SamplingParams, StopConditions, Ticket, pack_tokens
+from tests.faults.prompts import prompt_of
+from tests.support.mesh import Mesh, until
+from tests.support.streams import Stream, check_mock_answer
+
+PROMPT = prompt_of(40)
+REPLACE = msgspec.structs.replace
+
+
+def generate(name: str, **fields: object) -> GenerateRequest:
+    values = {
+        "request_id": RequestId(name),
+        "model": "tiny",
+        "prompt": pack_tokens(PROMPT),
+        "sampling": SamplingParams(temperature=0),
+        "stop": StopConditions(max_tokens=8, ignore_eos=True),
+    }
+    return GenerateRequest(**(values | fields))  # type: ignore[arg-type]
+
+
+async def ask(plane: PlaneClient, address: str, body: object) -> list[Delta]:
+    async with plane.open(address, "generate", body, 15) as stream:
+        return [delta async for delta in stream.messages(Delta)]
+
+
+REFUSED = {
+    "no prompt": {"prompt": b""},
+    "half a token": {"prompt": b"\x01\x02\x03"},
+    "a token beyond the vocabulary": {"prompt": pack_tokens([5, 2**32 - 1])},
+    "a generated token beyond the vocabulary": {"generated": (2**40,)},
+    "a negative token": {"generated": (-1,)},
+    "more generated than wanted": {"generated": tuple(range(100, 108))},
+    "nothing wanted": {"stop": StopConditions(max_tokens=-1)},
+    "another model": {"model": "other"},
+    "KV offered by a decode worker": {"offer_kv": True},
+}
+
+
+async def test_what_cannot_be_done_is_refused(mesh: Mesh) -> None:
+    plane, worker = PlaneClient(), mesh.workers()["decode-0"]
+    for name, fields in REFUSED.items():
+        with pytest.raises((InvalidRequestError, WireError)):
+            pytest.fail(f"{name}: {await ask(plane, worker.address, generate(name, **fields))}")
+    for body in (None, 7, [], {"request_id": 1}, b"x", {"request_id": "r", "model": "tiny", "prompt": "text"}):
+        with pytest.raises(WireError):
+            await ask(plane, worker.address, body)
+    await plane.close()
+    assert mesh.pid("decode-0") == worker.pid
+    check_mock_answer(Stream(mesh.url, PROMPT, 5, kvmesh={"worker": "decode-0"}).join())
+
+
+def lies(ticket: Ticket) -> dict[str, Ticket]:
+    few, many = ticket.block_ids[:-1], (*ticket.block_ids, 0)
+    return {
+        "no peer": REPLACE(ticket, peer=b""),
+        "a cut peer": REPLACE(ticket, peer=ticket.peer[: len(ticket.peer) // 2]),
+        "a garbled peer": REPLACE(ticket, peer=bytes(byte ^ 0x55 for byte in ticket.peer)),
+        "another nonce": REPLACE(ticket, nonce=ticket.nonce ^ 1),
+        "no nonce": REPLACE(ticket, nonce=0),
+        "no nonce, as in a slot that nobody uses": REPLACE(ticket, nonce=0, slot=ticket.slot + 7),
+        "a slot before the first": REPLACE(ticket, slot=-1),
+        "a slot after the last": REPLACE(ticket, slot=2**40),
+        "blocks before the first": REPLACE(ticket, block_ids=(-1, -2, -3)),
+        "blocks after the last": REPLACE(ticket, block_ids=(2047, 2048, 2**40)),
+        "blocks missing": REPLACE(ticket, block_ids=few),
+        "blocks too many": REPLACE(ticket, block_ids=many),
+        "fewer tokens": REPLACE(ticket, num_tokens=3),
+        "no tokens": REPLACE(ticket, num_tokens=-5),
+        "another layout": REPLACE(ticket, layout=REPLACE(ticket.layout, num_layers=10**9)),
+        "another backend": REPLACE(ticket, backend="carrier pigeon"),
+    }
+
+
+@pytest.mark.parametrize("transfer", ["nixl", "shm"])
+async def test_a_ticket_that_lies_costs_the_pull_and_no_more(transfer: str, request: pytest.FixtureRequest) -> None:
+    mesh: Mesh = request.getfixturevalue("nixl_mesh" if transfer == "nixl" else "mesh")
+    cards = mesh.workers()
+    plane = PlaneClient()
+    expected = await ask(plane, cards["decode-1"].address, generate("plain", cache_salt="plain"))
+    answer = [token for delta in expected for token in delta.token_ids]
+    [first] = await ask(plane, cards["prefill-0"].address, generate("offer", offer_kv=True))
+    assert first.ticket is not None
+    for name, ticket in lies(first.ticket).items():
+        leg = generate(name, generated=first.token_ids, ticket=ticket, cache_salt=name)
+        deltas = await ask(plane, cards["decode-0"].address, leg)
+        tokens = [*first.token_ids, *(token for delta in deltas for token in delta.token_ids)]
+        assert tokens == answer, name
+        assert deltas[0].pull is None or deltas[0].pull.error, name
+    offer = ReleaseOffer(offer_id=first.ticket.offer_id, nonce=first.ticket.nonce)
+    await plane.tell(cards["prefill-0"].address, "release", REPLACE(offer, nonce=offer.nonce ^ 1), 5)
+    assert mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 1, "who does not know the nonce cannot release"
+    await plane.tell(cards["prefill-0"].address, "release", offer, 5)
+    await plane.close()
+    assert {name: card.pid for name, card in mesh.workers().items()} == {name: c.pid for name, c in cards.items()}
+
+
+def test_noise_on_the_request_plane_ends_no_worker(mesh: Mesh) -> None:
+    worker = mesh.workers()["decode-0"]
+    host, _, port = worker.address.rpartition(":")
+    rng = random.Random(3)
+    stream = Stream(mesh.url, prompt_of(20), 100, kvmesh={"worker": "decode-0"})
+    for i in range(60):
+        with socket.create_connection((host, int(port))) as noisy:
+            if i % 3:
+                noisy.sendall(encode_frame(Hello()))
+            length = rng.choice([0, 1, 8, 40, 2**20, 2**32 - 1])
+            noisy.sendall(struct.pack("<I", length) + os.urandom(rng.choice([0, 1, 8, 40])))
+    check_mock_answer(stream.join())
+    assert mesh.pid("decode-0") == worker.pid
+    until(lambda: mesh.metric("kvmesh_worker_running_requests", "decode-0") == 0)

@@ -1,0 +1,74 @@
+"""kill -9 of a router that runs by itself: streams go on, and soon another one places requests."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from protocol.messages import RouterCard, decode
+from tests.faults.conftest import PATIENT
+from tests.faults.prompts import LENGTHS, prompt_of
+from tests.support.mesh import Mesh, running_mesh, until
+from tests.support.streams import Stream, check_mock_answer
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    flags = ["--engine", "mock", "--kv-transfer", "shm", "--router", "remote"]
+    with running_mesh(tmp_path_factory.mktemp("routed"), *flags, module=PATIENT) as mesh:
+        yield mesh
+
+
+def router(mesh: Mesh) -> RouterCard:
+    [value] = mesh.entries("routers/").values()
+    return decode(value, RouterCard)
+
+
+def ask(mesh: Mesh, length: int, first: int = 0, max_tokens: int = 10) -> Stream:
+    return Stream(mesh.url, prompt_of(length, first), max_tokens, kvmesh={"trace": True, "disaggregate": False})
+
+
+def answered(mesh: Mesh) -> bool:
+    stream = ask(mesh, 20).join()
+    if stream.status == 503:
+        assert (stream.error["code"], int(stream.headers["retry-after"])) == ("no_worker", 2)
+        return False
+    check_mock_answer(stream)
+    return True
+
+
+def test_streams_go_on_and_new_requests_are_told_to_come_back(routed: Mesh) -> None:
+    streams = [Stream(routed.url, prompt_of(n, n), 120) for n in LENGTHS]
+    for stream in streams:
+        stream.until_tokens(5)
+    killed = router(routed).pid
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: answered(routed), what="a request to be placed again")
+    assert router(routed).pid != killed
+    for stream in streams:
+        check_mock_answer(stream.join())
+        assert stream.trace["migrations"] == 0
+
+
+def test_the_new_router_learns_what_the_caches_hold(routed: Mesh) -> None:
+    prompt = 300
+    first = ask(routed, prompt, 7).join()
+    check_mock_answer(first)
+    os.kill(router(routed).pid, signal.SIGKILL)
+
+    def known() -> bool:
+        stream = ask(routed, prompt, 7).join()
+        return stream.status == 200 and stream.trace["cached_tokens"] == 288
+
+    until(known, what="the prefix to be found again")
+
+
+def test_a_request_that_loses_its_worker_while_there_is_no_router_waits_for_both(routed: Mesh) -> None:
+    streams = [Stream(routed.url, prompt_of(n, n), 120) for n in LENGTHS]
+    for stream in streams:
+        stream.until_tokens(5)
+    os.kill(router(routed).pid, signal.SIGKILL)
+    routed.kill("decode-0")
+    for stream in streams:
+        check_mock_answer(stream.join())
