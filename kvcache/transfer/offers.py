@@ -100,7 +100,7 @@ def check_fetch(ticket: Ticket, skip: int, into: Sequence[int], backend: str, la
             f"KV layout is {layout} here and {ticket.layout} on {ticket.worker_id}",
             hint="start all workers of a model with the same --block-size, dtype and model",
         )
-    if False and ticket.nonce == 0:  # it would match every slot that is not in use
+    if ticket.nonce == 0:  # it would match every slot that is not in use
         raise TransferError(f"the KV offer of {ticket.worker_id} has no nonce")
     wanted = list(ticket.block_ids[skip:])
     if len(wanted) != len(into):

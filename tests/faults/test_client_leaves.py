@@ -31,7 +31,7 @@ def test_in_mid_stream(mesh: Mesh, stream: bool) -> None:
 
 
 def test_during_a_disaggregated_prefill(mesh: Mesh) -> None:
-    streams = [Stream(mesh.url, prompt_of(7000, i), 10, kvmesh={"disaggregate": True}) for i in range(6)]
+    streams = [Stream(mesh.url, prompt_of(30000, i), 10, kvmesh={"disaggregate": True}) for i in range(4)]
     until(lambda: mesh.metric("kvmesh_worker_running_requests", "prefill-0") > 0)
     until(lambda: mesh.metric("kvmesh_worker_waiting_requests", "prefill-0") > 0)
     for stream in streams:

@@ -48,13 +48,13 @@ def test_workers_give_up_the_requests_of_a_dead_frontend_at_once(lone_mesh: Mesh
 
 
 def test_also_those_that_prefill_or_wait(lone_mesh: Mesh) -> None:
-    streams = [Stream(lone_mesh.url, prompt_of(7000, i), 10, kvmesh={"disaggregate": True}) for i in range(6)]
+    streams = [Stream(lone_mesh.url, prompt_of(30000, i), 10, kvmesh={"disaggregate": True}) for i in range(4)]
     until(lambda: lone_mesh.metric("kvmesh_worker_running_requests", "prefill-0") > 0)
     until(lambda: lone_mesh.metric("kvmesh_worker_waiting_requests", "prefill-0") > 0)
     pid = lone_mesh.find_frontend().pid
     kill_frontend(lone_mesh)
-    until(lambda: lone_mesh.metric("kvmesh_worker_running_requests", "prefill-0") == 0, 2)
-    assert lone_mesh.metric("kvmesh_worker_waiting_requests", "prefill-0") == 0
+    until(lambda: lone_mesh.metric("kvmesh_worker_waiting_requests", "prefill-0") == 0, 1)
+    until(lambda: lone_mesh.metric("kvmesh_worker_running_requests", "prefill-0") == 0, 1, "not after seconds of work")
     for stream in streams:
         check_broke_off(stream.join())
     until_frontend(lone_mesh, pid)
