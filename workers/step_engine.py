@@ -68,9 +68,7 @@ class StepEngine:
         await loop.run_in_executor(self._thread, self._warm_up, model)
         if self._transfer is not None:
             await self._transfer.register(region, worker_id, address)
-        limits = Limits(
-            self._config.max_num_seqs, self._config.max_step_tokens, model.context_tokens, model.vocab_size
-        )
+        limits = Limits(self._config.max_num_seqs, self._config.max_step_tokens, model.context_tokens, model.vocab_size)
         self._pool = BlockPool(num_blocks, model.layout.block_size)
         self._scheduler = Scheduler(self._pool, limits, model.eos_token_ids)
         self._pulls = Pulls(self._transfer, self._scheduler, self._config.pull_timeout_s, self._wake.set)

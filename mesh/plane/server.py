@@ -70,9 +70,7 @@ Handler = Callable[[Call], Awaitable[None]]
 class PlaneServer:
     """Listens on one port. Errors of handlers travel to the caller as their code and text."""
 
-    def __init__(
-        self, handlers: Mapping[str, Handler], *, max_calls: int = 4096, always: Collection[str] = ()
-    ) -> None:
+    def __init__(self, handlers: Mapping[str, Handler], *, max_calls: int = 4096, always: Collection[str] = ()) -> None:
         """`always`: methods that free what calls hold; they are answered also when draining or full."""
         self.handlers = dict(handlers)
         self.always = frozenset(always)

@@ -1,7 +1,5 @@
 """kill -9 of decode workers in mid-stream."""
 
-import signal
-
 import pytest
 
 from tests.faults.prompts import LENGTHS, prompt_of
@@ -69,11 +67,12 @@ def test_without_another_worker_streams_wait_for_the_replacement(lone_mesh: Mesh
 
 def test_a_killed_worker_gives_up_the_offer_it_was_to_fetch(mesh: Mesh) -> None:
     """At once: the frontend releases it, its lease would be 30 s."""
-    mesh.signal("decode-0", signal.SIGSTOP)
-    held = [Stream(mesh.url, prompt_of(n, n), 20, kvmesh={"disaggregate": True, "worker": "decode-0"}) for n in LENGTHS]
-    until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == len(held), what="offers")
-    assert mesh.metric("kvmesh_worker_used_blocks", "prefill-0") >= sum(-(-n // 16) for n in LENGTHS[:-1])
-    mesh.kill("decode-0")
+    pinned = {"disaggregate": True, "worker": "decode-0"}
+    with mesh.stopped("decode-0"):
+        held = [Stream(mesh.url, prompt_of(n, n), 20, kvmesh=pinned) for n in LENGTHS]
+        until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == len(held), what="offers")
+        assert mesh.metric("kvmesh_worker_used_blocks", "prefill-0") >= sum(-(-n // 16) for n in LENGTHS[:-1])
+        mesh.kill("decode-0")
     until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0, 3, "the offers' end")
     assert mesh.metric("kvmesh_worker_used_blocks", "prefill-0") == 0
     for stream in held:  # pinned by the caller: the new worker of that name answers

@@ -109,14 +109,13 @@ def test_a_terminated_decode_worker_finishes_its_streams_and_is_replaced(mesh: M
 
 
 def test_a_terminated_prefill_worker_hands_over_what_it_offers(mesh: Mesh) -> None:
-    mesh.signal("decode-0", signal.SIGSTOP)
     pinned = {"kvmesh": {"trace": True, "disaggregate": True, "worker": "decode-0"}, "cache_salt": "leaving"}
-    streams = [Stream(mesh.url, prompt_of(n, n), 20, **pinned) for n in LENGTHS]
-    until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == len(streams), what="offers")
-    old = mesh.pid("prefill-0")
-    mesh.signal("prefill-0", signal.SIGTERM)
-    until(lambda: "prefill-0" not in mesh.workers(), 2, "its card to be withdrawn")
-    mesh.signal("decode-0", signal.SIGCONT)
+    with mesh.stopped("decode-0"):
+        streams = [Stream(mesh.url, prompt_of(n, n), 20, **pinned) for n in LENGTHS]
+        until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == len(streams), what="offers")
+        old = mesh.pid("prefill-0")
+        mesh.signal("prefill-0", signal.SIGTERM)
+        until(lambda: "prefill-0" not in mesh.workers(), 2, "its card to be withdrawn")
     for stream in streams:
         check_mock_answer(stream.join())
         assert (stream.trace["pull_error"], stream.trace["migrations"]) == ("", 0)

@@ -61,17 +61,15 @@ def test_also_those_that_prefill_or_wait(lone_mesh: Mesh) -> None:
 
 
 def test_offers_that_nobody_will_fetch_end_with_their_lease(lone_mesh: Mesh) -> None:
-    lone_mesh.signal("decode-0", signal.SIGSTOP)
-    streams = [Stream(lone_mesh.url, prompt_of(n, n), 10, kvmesh={"disaggregate": True}) for n in LENGTHS]
-    until(lambda: lone_mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == len(streams), what="offers")
-    pid = lone_mesh.find_frontend().pid
-    kill_frontend(lone_mesh)
-    for stream in streams:
-        check_broke_off(stream.join())
-    assert lone_mesh.metric("kvmesh_worker_used_blocks", "prefill-0") > 0
-    until(lambda: lone_mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0, 2, "the lease of 1 s to end")
-    assert lone_mesh.metric("kvmesh_worker_used_blocks", "prefill-0") == 0
-    lone_mesh.signal("decode-0", signal.SIGCONT)
+    with lone_mesh.stopped("decode-0"):
+        streams = [Stream(lone_mesh.url, prompt_of(n, n), 10, kvmesh={"disaggregate": True}) for n in LENGTHS]
+        until(lambda: lone_mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == len(streams), what="offers")
+        pid = lone_mesh.find_frontend().pid
+        kill_frontend(lone_mesh)
+        for stream in streams:
+            check_broke_off(stream.join())
+        until(lambda: lone_mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0, 2, "the lease of 1 s to end")
+        assert lone_mesh.metric("kvmesh_worker_used_blocks", "prefill-0") == 0
     until_frontend(lone_mesh, pid)
 
 

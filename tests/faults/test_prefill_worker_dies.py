@@ -1,8 +1,8 @@
 """kill -9 of prefill workers: before, between and after the hand-over of the KV."""
 
 import itertools
-import signal
 
+import psutil
 import pytest
 
 from tests.faults.prompts import LENGTHS, prompt_of
@@ -13,11 +13,11 @@ DISAGGREGATE = {"trace": True, "disaggregate": True}
 
 
 def test_killed_while_it_prefills(mesh: Mesh) -> None:
-    mesh.signal("prefill-0", signal.SIGSTOP)
-    streams = [Stream(mesh.url, prompt_of(n, n), 20, kvmesh=DISAGGREGATE) for n in LENGTHS]
-    until(lambda: mesh.metric("kvmesh_router_in_flight") == len(streams))
-    assert not any(stream.is_over or stream.tokens for stream in streams)
-    killed = mesh.kill("prefill-0")
+    with mesh.stopped("prefill-0"):
+        streams = [Stream(mesh.url, prompt_of(n, n), 20, kvmesh=DISAGGREGATE) for n in LENGTHS]
+        until(lambda: mesh.metric("kvmesh_router_in_flight") == len(streams))
+        assert not any(stream.is_over or stream.tokens for stream in streams)
+        killed = mesh.kill("prefill-0")
     for stream in streams:
         check_mock_answer(stream.join())
         assert stream.trace["migrations"] >= 1
@@ -35,11 +35,11 @@ def test_killed_between_the_ticket_and_the_pull(transfer: str, connected: bool, 
     pinned = {"kvmesh": DISAGGREGATE | {"worker": "decode-0"}, "cache_salt": f"between {transfer} {connected}"}
     if connected:
         assert Stream(mesh.url, prompt_of(40, 7), 5, **pinned).join().trace["kv_bytes_pulled"] > 0
-    mesh.signal("decode-0", signal.SIGSTOP)
-    streams = [Stream(mesh.url, prompt, 20, **pinned) for prompt in prompts]
-    until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == len(streams), what="offers")
-    mesh.until_replaced("prefill-0", mesh.kill("prefill-0"))
-    mesh.signal("decode-0", signal.SIGCONT)
+    with mesh.stopped("decode-0"):
+        streams = [Stream(mesh.url, prompt, 20, **pinned) for prompt in prompts]
+        until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == len(streams), what="offers")
+        killed = mesh.kill("prefill-0")
+        until(lambda: not psutil.pid_exists(killed))
     for stream, answer in zip(streams, answers, strict=True):
         check_answer(stream.join(), answer)
         if not (connected and transfer == "shm"):  # the dead worker's memory is mapped, and holds what it held

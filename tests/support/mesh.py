@@ -65,6 +65,19 @@ class Mesh:
     def signal(self, name: str, number: signal.Signals) -> None:
         os.kill(self.pid(name), number)
 
+    @contextmanager
+    def stopped(self, *names: str) -> Iterator[None]:
+        """SIGSTOP for as long as the block runs: it hangs, its connections stay open."""
+        pids = [self.pid(name) for name in names]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
     def kill(self, name: str) -> int:
         """The pid it had."""
         pid = self.pid(name)
