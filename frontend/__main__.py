@@ -5,7 +5,7 @@ import sys
 
 from frontend.config import FrontendConfig
 from frontend.service import serve
-from mesh.config import load
+from mesh.config import config_path, load
 from mesh.lifecycle import run
 from mesh.telemetry import setup_logging
 from protocol.errors import ConfigError
@@ -23,7 +23,8 @@ def main() -> int:
             description="Run one frontend: OpenAI's API in, tokens out. The embedded router reads KVMESH_ROUTER_*.",
             section="frontend",
         )
-        router_flags = config_file_flags(sys.argv[1:])
+        file = config_path(sys.argv[1:], os.environ, "KVMESH_FRONTEND_")  # the embedded router reads its own table
+        router_flags = ["--config", file] if file else []
         router_config = load(
             RouterConfig, router_flags, os.environ, prefix="KVMESH_ROUTER_", prog="python -m router", section="router"
         )
@@ -32,16 +33,6 @@ def main() -> int:
         print(f"kvmesh frontend: {error}", file=sys.stderr)
         return 2
     return run(lambda stop: serve(config, router_config, stop))
-
-
-def config_file_flags(argv: list[str]) -> list[str]:
-    """The embedded router reads the same TOML file, its own table."""
-    for i, word in enumerate(argv):
-        if word == "--config" and i + 1 < len(argv):
-            return ["--config", argv[i + 1]]
-        if word.startswith("--config="):
-            return [word]
-    return []
 
 
 if __name__ == "__main__":

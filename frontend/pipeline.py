@@ -98,12 +98,26 @@ async def prompt_token_ids(call: Call, model: Model) -> list[int]:
             )
     elif call.messages is not None:
         text = model.chat_template().render(call.messages)
+        check_length(text, model)
         tokens = await model.tokenizer.encode(text, add_special_tokens=False)
     else:
+        check_length(call.text or "", model)
         tokens = await model.tokenizer.encode(call.text or "", add_special_tokens=True)
     if not tokens:
         raise InvalidRequestError("the prompt is empty", param=_prompt_param(call))
     return tokens
+
+
+def check_length(text: str, model: Model) -> None:
+    """Refuse what cannot fit before tokenizing it, which would take seconds and gigabytes."""
+    least_tokens = -(-len(text) // model.tokenizer.longest_token_chars)
+    if least_tokens >= model.context_tokens:
+        raise ContextLengthError(
+            f"the prompt has {len(text)} characters, at least {least_tokens} tokens; "
+            f"the context of {model.name} has {model.context_tokens}",
+            hint="shorten the prompt",
+            param="prompt",
+        )
 
 
 def generate_request(call: Call, model: Model, tokens: list[int], request_id: RequestId) -> GenerateRequest:

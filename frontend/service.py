@@ -20,7 +20,7 @@ from protocol.errors import ConfigError
 from protocol.messages import FrontendCard, encode
 from router.client import RemoteRouter, Router
 from router.config import RouterConfig
-from router.service import LocalRouter, WorkerFeed
+from router.service import LinkWatch, LocalRouter, WorkerFeed
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
         cleanup.push_async_callback(discovery.close)
         models, workers = ModelRegistry(), WorkerFeed()
         workers.listen(models.add, models.remove)
+        LinkWatch(plane, workers)
         workers.listen(models.load_early, lambda worker_id: None)
         async with asyncio.TaskGroup() as feeds:
             follow = [feeds.create_task(workers.run(discovery), name="frontend: follow workers")]
@@ -87,7 +88,8 @@ async def http_server(config: FrontendConfig, app: web.Application) -> AsyncIter
             await site.start()
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {config.host}:{config.port}: {error.strerror}", hint="choose another --port"
+                f"cannot listen on {config.host}:{config.port}: {error.strerror}",
+                hint="choose another --port, or --host",
             ) from error
         yield f"http://{config.host}:{runner.addresses[0][1]}"
     finally:

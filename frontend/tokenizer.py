@@ -11,6 +11,7 @@ from frontend.detokenizer import Detokenizer, TokenDecoder, token_decoder
 from protocol.errors import ConfigError, InvalidRequestError
 
 LONG_TEXT_CHARS = 8 * 1024  # from here on a thread costs less than the pause of the event loop would
+LONG_TEXTS_AT_ONCE = 2
 
 
 class Tokenizer:
@@ -22,6 +23,8 @@ class Tokenizer:
         self._backend = backend
         self._decoder = decoder
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), 1)
+        self.longest_token_chars: int = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        self._long_texts = asyncio.Semaphore(LONG_TEXTS_AT_ONCE)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -46,7 +49,8 @@ class Tokenizer:
         """Tokens of `text`. Rendered chats hold their special tokens already, raw prompts do not."""
         if len(text) < LONG_TEXT_CHARS:
             return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        async with self._long_texts:  # each takes a core, and some hundred bytes per character
+            return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:  # `fast`: without offsets into the text, which nobody needs

@@ -1,6 +1,7 @@
 """The `kvmesh` command."""
 
 import importlib
+import os
 import sys
 
 from protocol.errors import MeshError
@@ -19,6 +20,7 @@ SERVICES = {
 
 
 def main() -> int:
+    open_standard_streams()
     argv = sys.argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
@@ -36,6 +38,17 @@ def main() -> int:
         return 2
     print(f"kvmesh: no command {name!r}\n\n{usage()}", file=sys.stderr)
     return 2
+
+
+def open_standard_streams() -> None:
+    """A shell may start us with some closed; the next file or socket would then be taken for stdout."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process runs
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def usage() -> str:

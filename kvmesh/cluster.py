@@ -15,7 +15,7 @@ from kvmesh.supervisor import ProcessSpec, Supervisor
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from mesh.config import to_flags
 from mesh.discovery import Discovery, Put, open_discovery
-from protocol.errors import EngineError, MeshError
+from protocol.errors import ConfigError, EngineError, MeshError
 from protocol.messages import FrontendCard, Role, WorkerCard, decode
 from workers.config import WorkerConfig
 
@@ -61,10 +61,12 @@ def served_name(config: UpConfig) -> str:
     return "tiny" if Path(config.model_path) == CHECKPOINT_DIR else Path(config.model_path).resolve().name
 
 
-def process_specs(config: UpConfig, run_dir: Path) -> list[ProcessSpec]:
-    """The frontend first, then the workers, names as in the logs."""
+def process_specs(config: UpConfig, run_dir: Path, config_file: str = "") -> list[ProcessSpec]:
+    """The frontend first, then the workers, names as in the logs. Of `config_file` counts what is not set here:
+    the tables [router] and [frontend]."""
     discovery = f"file:{run_dir / 'discovery'}"
     common = ["--discovery", discovery, "--log-level", config.log_level]
+    common += ["--config", str(Path(config_file).resolve())] if config_file else []
     frontend = ["--host", config.host, "--port", str(config.port), "--router", config.router]
     frontend += ["--drain-timeout-s", str(config.drain_timeout_s)]
     specs = [ProcessSpec("frontend", ["-m", "frontend", *frontend, *common])]
@@ -178,7 +180,9 @@ def make_run_dir(given: str) -> Path:
 
 
 @asynccontextmanager
-async def running_cluster(config: UpConfig, tell: Callable[[str], None]) -> AsyncIterator[Cluster]:
+async def running_cluster(
+    config: UpConfig, tell: Callable[[str], None], config_file: str = ""
+) -> AsyncIterator[Cluster]:
     """Start the processes; stop them and remove what they left when the block ends.
 
     After a failure the logs stay, if the run directory is ours: its place is in the error's text.
@@ -189,9 +193,11 @@ async def running_cluster(config: UpConfig, tell: Callable[[str], None]) -> Asyn
     cluster = Cluster(config, run_dir, supervisor, discovery)
     keep = False
     try:
-        for spec in process_specs(config, run_dir):
+        for spec in process_specs(config, run_dir, config_file):
             supervisor.start(spec)
         yield cluster
+    except ConfigError:  # its text says it all
+        raise
     except MeshError:
         keep = True
         tell(f"something failed; the logs stay in {run_dir / 'logs'}")

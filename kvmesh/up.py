@@ -8,8 +8,9 @@ import time
 from rich.console import Console
 
 from kvmesh.cluster import Cluster, UpConfig, running_cluster
-from mesh.config import load
+from mesh.config import config_path, load
 from mesh.lifecycle import run
+from protocol.errors import ConfigError
 
 
 def main(argv: list[str]) -> int:
@@ -19,22 +20,24 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_UP_",
         prog="kvmesh up",
-        description="Run a mesh on this host until Ctrl-C. The router reads KVMESH_ROUTER_*.",
+        description="Run a mesh on this host until Ctrl-C. The router reads KVMESH_ROUTER_* and [router] of --config.",
         section="up",
     )
     console = Console(highlight=False)
-    return run(lambda stop: up(config, stop, console))
+    config_file = config_path(argv, os.environ, "KVMESH_UP_")
+    return run(lambda stop: up(config, stop, console, config_file))
 
 
-async def up(config: UpConfig, stop: asyncio.Event, console: Console) -> None:
+async def up(config: UpConfig, stop: asyncio.Event, console: Console, config_file: str = "") -> None:
     started = time.monotonic()
 
     def tell(line: str) -> None:
         console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim]  {line}", soft_wrap=True)
 
+    check_counts(config)
     parts = {"prefill": config.prefill, "decode": config.decode, "aggregated": config.aggregated}
     tell("starting a frontend and " + ", ".join(f"{n} {role}" for role, n in parts.items() if n) + " workers")
-    async with running_cluster(config, tell) as cluster:
+    async with running_cluster(config, tell, config_file) as cluster:
         ready = asyncio.create_task(cluster.until_ready(tell), name="wait until ready")
         stopping = asyncio.create_task(stop.wait(), name="wait for Ctrl-C")
         failing = asyncio.create_task(cluster.supervisor.failed.wait(), name="wait for a failure")
@@ -50,12 +53,19 @@ async def up(config: UpConfig, stop: asyncio.Event, console: Console) -> None:
             await asyncio.wait({ready, stopping, failing})
         if cluster.supervisor.failure is not None and not stop.is_set():
             raise cluster.supervisor.failure
-        tell("draining")
+        tell(f"draining: requests in progress have {config.drain_timeout_s:g} s; Ctrl-C again stops at once")
     tell("stopped")
 
 
+def check_counts(config: UpConfig) -> None:
+    """Raises ConfigError if nobody could ever answer."""
+    if config.decode + config.aggregated == 0:
+        raise ConfigError("no worker would decode", hint="set --decode or --aggregated to 1 or more")
+
+
 def show_how_to_use(cluster: Cluster, console: Console) -> None:
-    body = {"model": cluster.model, "stream": True, "messages": [{"role": "user", "content": "Tell me a story."}]}
+    messages = [{"role": "user", "content": "Tell me a story."}]
+    body = {"model": cluster.model, "stream": True, "max_tokens": 200, "messages": messages}
     console.print(
         f"""
 [bold green]The mesh is up.[/bold green]  Ctrl-C stops it.
@@ -66,9 +76,10 @@ def show_how_to_use(cluster: Cluster, console: Console) -> None:
   from openai import OpenAI
   client = OpenAI(base_url="{cluster.url}/v1", api_key="none")
   answer = client.chat.completions.create(
-      model="{cluster.model}", messages=[{{"role": "user", "content": "Tell me a story."}}])
+      model="{cluster.model}", max_tokens=200, messages=[{{"role": "user", "content": "Tell me a story."}}])
 
   logs     {cluster.run_dir}/logs
+  workers  join it with --discovery file:{cluster.run_dir}/discovery
   metrics  {cluster.url}/metrics
 """,
         soft_wrap=True,

@@ -100,6 +100,16 @@ def load(
     return _build(schema, options, file | env | flags, prefix, prog)
 
 
+def config_path(argv: Sequence[str], environ: Mapping[str, str], prefix: str) -> str:
+    """The file that `load` reads with these arguments, "" if none: for handing it on to another service."""
+    for i, word in enumerate(argv):
+        if word == "--config" and i + 1 < len(argv):
+            return argv[i + 1]
+        if word.startswith("--config="):
+            return word.removeprefix("--config=")
+    return environ.get(_env_name(prefix, "config"), "")
+
+
 def to_flags(settings: msgspec.Struct) -> list[str]:
     """Flags from which `load` builds equal settings, whatever the environment says."""
     return [_flag_for(option, getattr(settings, option.name)) for option in _options(type(settings)).values()]

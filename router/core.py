@@ -168,7 +168,9 @@ class RouterState:
     def _why_none(self, request: RouteRequest) -> str:
         roles = sorted(card.role for card in self._cards.values() if card.model == request.model)
         if request.pin is not None:
-            return f"no decode worker {request.pin!r} serves the model {request.model!r}"
+            mine = [card for card in self._cards.values() if card.model == request.model]
+            able = sorted(card.name for card in mine if card.role is not Role.PREFILL)
+            return f"no decode worker {request.pin!r} serves {request.model!r}; there are: {', '.join(able) or 'none'}"
         if request.exclude and roles:
             return f"every worker of the model {request.model!r} that could decode has failed this request"
         return f"no worker that decodes the model {request.model!r} is ready; there are: {', '.join(roles) or 'none'}"

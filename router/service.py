@@ -116,6 +116,22 @@ class WorkerFeed:
             left(worker_id)
 
 
+class LinkWatch:
+    """A worker whose lease has ended may hang: its open calls shall not wait for the keepalive to find out."""
+
+    def __init__(self, plane: PlaneClient, workers: WorkerFeed) -> None:
+        self._plane = plane
+        self._addresses: dict[WorkerId, str] = {}
+        workers.listen(self._join, self._leave)
+
+    def _join(self, card: WorkerCard) -> None:
+        self._addresses[card.worker_id] = card.address
+
+    def _leave(self, worker_id: WorkerId) -> None:
+        if (address := self._addresses.pop(worker_id, None)) is not None:
+            self._plane.suspect(address, f"worker {worker_id} has left the mesh")
+
+
 class LocalRouter:
     """The router in this process. Its place in the world: a WorkerFeed, and the workers' KV events."""
 

@@ -26,15 +26,12 @@ class Discovery(Protocol):
 
 
 def open_discovery(url: str) -> Discovery:
-    """`file:<directory>` or `memory:`; see docs/architecture.md, "Planes"."""
+    """`file:<directory>`; see docs/architecture.md, "Planes". A process that talks only to itself makes a
+    MemoryDiscovery."""
     scheme, _, rest = url.partition(":")
     match scheme:
         case "file" if rest:
             from mesh.discovery.file import FileDiscovery
 
             return FileDiscovery(rest)
-        case "memory":
-            from mesh.discovery.memory import MemoryDiscovery
-
-            return MemoryDiscovery()
-    raise ConfigError(f"no discovery backend for {url!r}", hint="use file:<directory> or memory:")
+    raise ConfigError(f"no discovery backend for {url!r}", hint="use file:<directory>")

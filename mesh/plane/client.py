@@ -133,6 +133,12 @@ class PlaneClient:
             while await stream.next() is not None:
                 pass
 
+    def suspect(self, address: str, reason: str) -> None:
+        """A peer is said to be gone. If it does not answer soon, its calls fail, long before the keepalive."""
+        task = self._links.get(address)
+        if task is not None and task.done() and not _is_dead(task):
+            task.result().suspect(reason)
+
     async def close(self) -> None:
         tasks, self._links = list(self._links.values()), {}
         for task in tasks:

@@ -14,6 +14,7 @@ from protocol.errors import WireError
 log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 5.0  # while streams are open, a silent peer is asked this often
+SUSPECT_S = 2.0  # a peer that is thought to be gone has so long to answer
 KEEPALIVE_MISSES = 3  # and given up after so many unanswered questions
 HIGH_WATER_BYTES = 1 << 20
 UNREAD_BYTES = 2 * MAX_FRAME_BYTES  # senders wait at HIGH_WATER_BYTES; beyond this a peer sends and never reads
@@ -122,6 +123,17 @@ class Link(asyncio.Protocol):
         if self._keepalive is None:
             self._heard, self._misses = True, 0
             self._keepalive = self._loop.call_later(KEEPALIVE_S, self._check_peer)
+
+    def suspect(self, reason: str) -> None:
+        """There is reason to think that the peer is gone: unless it answers soon, do not wait for the keepalive."""
+        if self._transport is not None:
+            self._heard = False
+            self.write(Ping())
+            self._loop.call_later(SUSPECT_S, self._abort_unless_heard, reason)
+
+    def _abort_unless_heard(self, reason: str) -> None:
+        if not (self._heard or self.closed.is_set()):
+            self.abort(f"{reason}, and it does not answer")
 
     def abort(self, reason: str) -> None:
         transport = self._transport

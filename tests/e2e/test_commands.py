@@ -83,6 +83,22 @@ def test_a_model_that_is_not_there_is_said_plainly() -> None:
     assert "/nonexistent" in done.stderr
 
 
+def test_the_router_reads_its_table_of_the_file_given_to_up(tmp_path: Path) -> None:
+    file = tmp_path / "mesh.toml"
+    file.write_text('[up]\nengine = "mock"\n[router]\npolicy = "nonsense"\n')
+    done = kvmesh(
+        "up", "--port", "0", "--kv-transfer", "shm", "--run-dir", str(tmp_path / "run"), "--config", str(file)
+    )
+    assert done.returncode == 2
+    assert "policy" in done.stderr
+
+
+def test_a_mesh_that_could_not_answer_is_refused() -> None:
+    done = kvmesh("up", "--decode", "0")
+    assert done.returncode == 2
+    assert "--aggregated" in done.stderr
+
+
 def test_a_mistyped_option_names_the_right_one() -> None:
     done = kvmesh("up", "--prefil", "2")
     assert done.returncode == 2

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 
 import openai
+import psutil
 import pytest
 
+from protocol.messages import FrontendCard, decode
 from tests.support.mesh import Mesh
 
 
@@ -67,3 +69,11 @@ def test_mistakes_are_explained(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt=[5] * 5000)
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_prompt_that_can_never_fit_is_refused_before_it_is_tokenized(client: openai.OpenAI, shm_mesh: Mesh) -> None:
+    frontend = psutil.Process(decode(*shm_mesh.entries("frontends/").values(), FrontendCard).pid)
+    before_mib = frontend.memory_info().rss >> 20
+    with pytest.raises(openai.BadRequestError, match="8000000 characters"):
+        client.completions.create(model="tiny", prompt="word " * 1_600_000)
+    assert (frontend.memory_info().rss >> 20) - before_mib < 150

@@ -16,7 +16,7 @@ from tests.support.mesh import Mesh
 from tests.support.streams import Stream, check_failed_loudly, check_mock_answer, mock_answer
 
 SEED = int(os.environ.get("KVMESH_FAULT_SEED", time.time_ns() % 10**6))
-ROUNDS = int(os.environ.get("KVMESH_FAULT_ROUNDS", 10))
+ROUNDS = int(os.environ.get("KVMESH_FAULT_ROUNDS", 8))
 REQUESTS_PER_ROUND = 8
 LOSSES = {"peer_lost", "engine", "no_worker", "draining", "cancelled", "deadline_exceeded"}
 

@@ -10,7 +10,7 @@ from tests.support.streams import Stream, check_answer, check_failed_loudly, che
 @pytest.mark.parametrize("disaggregate", [True, False])
 def test_streams_go_on_elsewhere_without_losing_or_repeating_a_token(mesh: Mesh, disaggregate: bool) -> None:
     how = {"kvmesh": {"trace": True, "disaggregate": disaggregate}}
-    streams = [Stream(mesh.url, prompt_of(n, n), 120, **how) for n in LENGTHS]
+    streams = [Stream(mesh.url, prompt_of(n, n), 80, **how) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)
     killed = mesh.kill("decode-0")
@@ -49,7 +49,7 @@ def test_tokens_of_the_real_engine_go_on_as_they_would_have(nixl_mesh: Mesh) -> 
 
 
 def test_without_another_worker_streams_wait_for_the_replacement(lone_mesh: Mesh) -> None:
-    streams = [Stream(lone_mesh.url, prompt_of(n, n), 120) for n in LENGTHS]
+    streams = [Stream(lone_mesh.url, prompt_of(n, n), 80) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)
     lone_mesh.kill("decode-0")

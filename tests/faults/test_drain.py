@@ -48,7 +48,7 @@ def own(tmp_path: Path) -> Iterator[OwnMesh]:
 
 def test_ctrl_c_lets_streams_finish_and_refuses_new_ones(own: OwnMesh) -> None:
     mesh = own.mesh
-    streams = [Stream(mesh.url, prompt_of(n, n), 150) for n in LENGTHS]
+    streams = [Stream(mesh.url, prompt_of(n, n), 100) for n in LENGTHS]
     waiting = [Stream(mesh.url, prompt_of(n, 5 + n), 30, kvmesh={"trace": True, "disaggregate": True}) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)
@@ -89,7 +89,7 @@ def test_a_second_ctrl_c_does_not_wait(own: OwnMesh) -> None:
 
 
 def test_a_terminated_decode_worker_finishes_its_streams_and_is_replaced(mesh: Mesh) -> None:
-    streams = [Stream(mesh.url, prompt_of(n, n), 150) for n in LENGTHS]
+    streams = [Stream(mesh.url, prompt_of(n, n), 100) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)
     old = mesh.workers()["decode-0"]

@@ -24,8 +24,7 @@ def test_killed_while_it_prefills(mesh: Mesh) -> None:
     mesh.until_replaced("prefill-0", killed)
 
 
-@pytest.mark.parametrize("connected", [False, True])
-@pytest.mark.parametrize("transfer", ["nixl", "shm"])
+@pytest.mark.parametrize(("transfer", "connected"), [("nixl", True), ("shm", False), ("shm", True)])
 def test_killed_between_the_ticket_and_the_pull(transfer: str, connected: bool, request: pytest.FixtureRequest) -> None:
     """The decode worker finds nobody to fetch from, and computes the prompt itself. `connected`: it fetched before."""
     mesh: Mesh = request.getfixturevalue("nixl_mesh" if transfer == "nixl" else "mesh")

@@ -39,7 +39,7 @@ def answered(mesh: Mesh) -> bool:
 
 
 def test_streams_go_on_and_new_requests_are_told_to_come_back(routed: Mesh) -> None:
-    streams = [Stream(routed.url, prompt_of(n, n), 120) for n in LENGTHS]
+    streams = [Stream(routed.url, prompt_of(n, n), 80) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)
     killed = router(routed).pid
@@ -65,7 +65,7 @@ def test_the_new_router_learns_what_the_caches_hold(routed: Mesh) -> None:
 
 
 def test_a_request_that_loses_its_worker_while_there_is_no_router_waits_for_both(routed: Mesh) -> None:
-    streams = [Stream(routed.url, prompt_of(n, n), 120) for n in LENGTHS]
+    streams = [Stream(routed.url, prompt_of(n, n), 80) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)
     os.kill(router(routed).pid, signal.SIGKILL)

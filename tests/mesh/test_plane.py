@@ -136,6 +136,31 @@ async def test_a_silent_peer_is_given_up(monkeypatch: pytest.MonkeyPatch, client
                 await asyncio.wait_for(stream.next(), 2)
 
 
+async def test_a_suspect_that_does_not_answer_is_given_up_before_the_keepalive(
+    monkeypatch: pytest.MonkeyPatch, client: PlaneClient
+) -> None:
+    monkeypatch.setattr(link_module, "SUSPECT_S", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with client.open(address, "forever", None, 60) as stream:
+            client.suspect(address, "its lease has ended")
+            with pytest.raises(PeerLostError, match="its lease has ended, and it does not answer"):
+                await asyncio.wait_for(stream.next(), 2)
+
+
+async def test_a_suspect_that_answers_keeps_its_streams(
+    monkeypatch: pytest.MonkeyPatch, service: Service, client: PlaneClient
+) -> None:
+    monkeypatch.setattr(link_module, "SUSPECT_S", 0.05)
+    async with client.open(service.server.address, "hold", None, 5) as stream:
+        await service.started.wait()
+        client.suspect(service.server.address, "it drains")
+        client.suspect("127.0.0.1:1", "nobody has a connection to it")
+        await asyncio.sleep(0.1)
+        service.go_on.set()
+        assert await stream.next() is not None
+
+
 async def test_the_deadline_ends_a_call_on_both_sides(service: Service, client: PlaneClient) -> None:
     with pytest.raises(DeadlineExceededError):
         async with client.open(service.server.address, "forever", None, 0.05) as stream:
