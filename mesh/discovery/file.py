@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from stat import S_ISREG
 from urllib.parse import quote, unquote
 
 from mesh.discovery.board import Board, Change
@@ -142,6 +143,8 @@ class FileDiscovery:
             path = self._directory / name
             try:
                 status = path.stat()
+                if not S_ISREG(status.st_mode):  # to read a pipe would be to wait for it
+                    continue
                 if status.st_mtime < oldest:
                     path.unlink()
                 elif name.endswith(_KEY_SUFFIX):

@@ -10,6 +10,7 @@ from kvcache.transfer.nixl import why_unavailable
 from tests.support.mesh import Mesh, running_mesh, until
 
 PATIENT = "tests.support.patient_mesh"
+LEASE_S = 4.0  # of a KV offer, where a test does not say otherwise
 PAIR = ("prefill-0", "decode-0", "decode-1")
 LONE = ("prefill-0", "decode-0")
 IN_FLIGHT = {
@@ -24,9 +25,8 @@ IN_FLIGHT = {
 
 @pytest.fixture(scope="session")
 def _mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with running_mesh(
-        tmp_path_factory.mktemp("mesh"), "--engine", "mock", "--kv-transfer", "shm", module=PATIENT
-    ) as mesh:
+    flags = ["--engine", "mock", "--kv-transfer", "shm", "--offer-lease-s", str(LEASE_S)]
+    with running_mesh(tmp_path_factory.mktemp("mesh"), *flags, module=PATIENT) as mesh:
         yield mesh
 
 
@@ -41,13 +41,15 @@ def _lone_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 def _nixl_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     if reason := why_unavailable():
         pytest.skip(f"NIXL: {reason}")
-    with running_mesh(tmp_path_factory.mktemp("nixl"), "--kv-transfer", "nixl", module=PATIENT) as mesh:
+    with running_mesh(
+        tmp_path_factory.mktemp("nixl"), "--kv-transfer", "nixl", "--offer-lease-s", str(LEASE_S), module=PATIENT
+    ) as mesh:
         yield mesh
 
 
 @pytest.fixture
 def mesh(_mesh: Mesh) -> Iterator[Mesh]:
-    """Mock engines: one prefill worker, two decode workers. Offers last for 30 s."""
+    """Mock engines: one prefill worker, two decode workers."""
     yield from watched(_mesh, PAIR)
 
 
@@ -71,7 +73,7 @@ def watched(mesh: Mesh, names: tuple[str, ...]) -> Iterator[Mesh]:
         process.send_signal(signal.SIGCONT)
     until(lambda: all_there(mesh, names), what=f"{names} to be there again")
     try:
-        until(lambda: not in_flight(mesh), 5)
+        until(lambda: not in_flight(mesh), LEASE_S + 4)
     finally:
         assert in_flight(mesh) == {}
     for path, size in said.items():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.faults.conftest import LEASE_S
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.mesh import Mesh, until
 from tests.support.streams import Stream, check_answer, check_failed_loudly, check_mock_answer
@@ -66,14 +67,14 @@ def test_without_another_worker_streams_wait_for_the_replacement(lone_mesh: Mesh
 
 
 def test_a_killed_worker_gives_up_the_offer_it_was_to_fetch(mesh: Mesh) -> None:
-    """At once: the frontend releases it, its lease would be 30 s."""
+    """At once: the frontend releases it, its lease would take longer."""
     pinned = {"disaggregate": True, "worker": "decode-0"}
     with mesh.stopped("decode-0"):
         held = [Stream(mesh.url, prompt_of(n, n), 20, kvmesh=pinned) for n in LENGTHS]
         until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == len(held), what="offers")
         assert mesh.metric("kvmesh_worker_used_blocks", "prefill-0") >= sum(-(-n // 16) for n in LENGTHS[:-1])
         mesh.kill("decode-0")
-    until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0, 3, "the offers' end")
+    until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0, LEASE_S / 2, "the offers' end")
     assert mesh.metric("kvmesh_worker_used_blocks", "prefill-0") == 0
     for stream in held:  # pinned by the caller: the new worker of that name answers
         check_mock_answer(stream.join())

@@ -50,7 +50,7 @@ def test_what_cannot_be_read_harms_nobody(mesh: Mesh) -> None:
     (directory / "workers%2Ffolder.key").mkdir()
     (directory / "workers%2Fdangling.key").symlink_to("/nonexistent/file")
     (directory / "workers%2Floop.key").symlink_to("workers%2Floop.key")
-    os.mkfifo(directory / "a pipe")
+    os.mkfifo(directory / "workers%2Fpipe.key")
     (directory / "\udcff%.key").write_bytes(b"x")
     (directory / "notes.txt").write_text("x")
     paths = [put(mesh, key, value) for key, value in RUBBISH.items()]

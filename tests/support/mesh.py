@@ -39,7 +39,7 @@ class Mesh:
         found = {}
         for path in (self.run_dir / "discovery").glob("*.key"):
             key = unquote(path.stem)
-            if key.startswith(prefix):
+            if key.startswith(prefix) and path.is_file():
                 with suppress(OSError):
                     found[key] = path.read_bytes()
         return found
