@@ -60,10 +60,13 @@ def request_context(request_id: str) -> Iterator[None]:
         _request_id.reset(token)
 
 
-def serve_metrics(host: str, port: int, *, registry: CollectorRegistry = REGISTRY) -> tuple[str, Callable[[], None]]:
+def serve_metrics(
+    host: str, port: int, *, advertise_host: str = "", registry: CollectorRegistry = REGISTRY
+) -> tuple[str, Callable[[], None]]:
     """Serve /metrics on a thread; its URL and a function that ends it (blocks for up to 0.5 s).
 
-    Port 0 takes a free one. Raises ConfigError if the address cannot be had.
+    Port 0 takes a free one. `advertise_host` replaces the host in the URL, for who scrapes from elsewhere.
+    Raises ConfigError if the address cannot be had.
     """
     try:
         server, thread = start_http_server(port, addr=host, registry=registry)
@@ -75,7 +78,8 @@ def serve_metrics(host: str, port: int, *, registry: CollectorRegistry = REGISTR
         server.server_close()
         thread.join()
 
-    shown = f"[{host}]" if ":" in host else host
+    shown = advertise_host or host
+    shown = f"[{shown}]" if ":" in shown else shown
     return f"http://{shown}:{server.server_port}/metrics", close
 
 

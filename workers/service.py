@@ -33,7 +33,9 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     name = config.name or config.role.value
     worker_id = new_worker_id(name)
     async with AsyncExitStack() as cleanup:
-        metrics_url, close_metrics = serve_metrics(config.host, config.metrics_port)
+        metrics_url, close_metrics = serve_metrics(
+            config.host, config.metrics_port, advertise_host=config.advertise_host
+        )
         cleanup.push_async_callback(asyncio.to_thread, close_metrics)
         engine = open_engine(config)
         bind = f"tcp://{config.host}:*"

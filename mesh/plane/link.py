@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import cast
 
@@ -21,7 +22,7 @@ UNREAD_BYTES = 2 * MAX_FRAME_BYTES  # senders wait at HIGH_WATER_BYTES; beyond t
 BATCH_BYTES = 4 << 20  # a batch that grows larger is sent before its turn of the loop ends
 
 
-class Link(asyncio.Protocol):
+class Link(asyncio.Protocol, ABC):
     """The subclass gives meaning to frames: `on_frame`, `on_lost`, `is_busy`."""
 
     def __init__(self, on_closed: Callable[["Link"], None]) -> None:
@@ -40,15 +41,17 @@ class Link(asyncio.Protocol):
         self.closed = asyncio.Event()
         self.peer = "?"
 
+    @abstractmethod
     def on_frame(self, frame: Frame) -> None:
-        raise NotImplementedError
+        """A frame has come; pings are answered already."""
 
+    @abstractmethod
     def on_lost(self, reason: str) -> None:
-        raise NotImplementedError
+        """The connection is over, whoever ended it. Called once."""
 
+    @abstractmethod
     def is_busy(self) -> bool:
         """Are streams open, so that a dead peer must be noticed?"""
-        raise NotImplementedError
 
     # asyncio.Protocol
 

@@ -158,3 +158,9 @@ def test_a_taken_metrics_port_says_so() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"no metrics on 127.0.0.1:{port}"):
             serve_metrics("127.0.0.1", port, registry=CollectorRegistry())
+
+
+def test_the_metrics_url_names_the_host_that_others_use() -> None:
+    url, close = serve_metrics("127.0.0.1", 0, advertise_host="prefill-0", registry=CollectorRegistry())
+    close()
+    assert url.startswith("http://prefill-0:")
