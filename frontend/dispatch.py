@@ -23,7 +23,7 @@ from protocol.errors import (
     PeerLostError,
     UnreachableError,
 )
-from protocol.hashing import hash_seed, sequence_hashes
+from protocol.hashing import hash_seed, sequence_hash_bytes
 from protocol.ids import WorkerId
 from protocol.messages import (
     Delta,
@@ -32,7 +32,7 @@ from protocol.messages import (
     RouteRequest,
     Target,
     Ticket,
-    unpack_tokens,
+    pack_tokens,
 )
 from router.client import Router
 from router.service import Booking
@@ -43,6 +43,7 @@ MAX_ATTEMPTS = 4
 REPLACEMENT_S = 15.0  # a request that lost its worker waits so long for another one to appear
 RETRY_S = 0.2
 RELEASE_TIMEOUT_S = 5.0
+PROGRESS_S = 2.0  # between reports on an answer to the router
 NOT_BEGUN = (UnreachableError, DrainingError, OverloadedError)  # the worker took no part: not an attempt
 ELSEWHERE = (PeerLostError, DrainingError, EngineError, CancelledByPeerError, OverloadedError)
 
@@ -70,14 +71,13 @@ class Dispatcher:
     ) -> AsyncGenerator[Delta, None]:
         failed: list[WorkerId] = []
         problem: MeshError | None = None
-        prompt = unpack_tokens(request.prompt)
         generated = list(request.generated)
         patience_ends = deadline
         attempts = 0
         while attempts < MAX_ATTEMPTS:
             try:
                 attempt = msgspec.structs.replace(request, generated=tuple(generated))
-                route = self._route(attempt, prompt, hints, failed)
+                route = self._route(attempt, hints, failed)
                 async with aclosing(self._attempt(attempt, route, trace, deadline)) as deltas:
                     async for delta in deltas:
                         generated += delta.token_ids
@@ -107,14 +107,15 @@ class Dispatcher:
         if self._releasing:
             await asyncio.wait(self._releasing)
 
-    def _route(self, request: GenerateRequest, prompt: list[int], hints: Hints, failed: list[WorkerId]) -> RouteRequest:
-        tokens = prompt + list(request.generated)
+    def _route(self, request: GenerateRequest, hints: Hints, failed: list[WorkerId]) -> RouteRequest:
+        tokens = request.prompt + pack_tokens(request.generated)
         block_size = self._block_size_of(request.model)
+        seed = hash_seed(request.lora, request.cache_salt)
         return RouteRequest(
             request_id=request.request_id,
             model=request.model,
-            isl_tokens=len(tokens),
-            sequence_hashes=tuple(sequence_hashes(tokens, block_size, hash_seed(request.lora, request.cache_salt))),
+            isl_tokens=len(tokens) // 4,
+            sequence_hashes=sequence_hash_bytes(tokens, block_size, seed),
             exclude=tuple(failed),
             disaggregate=hints.disaggregate,
             pin=None if hints.pin is None else WorkerId(hints.pin),
@@ -133,7 +134,7 @@ class Dispatcher:
                 if placed.prefill is not None:
                     delta = await self._prefill(placed.prefill, request, deadline)
                     trace.prefill_worker = placed.prefill.name
-                    booking.prefill_done()
+                    booking.prefill_done(delta.cached_tokens)
                     _note(trace, delta, is_first)
                     ticket = delta.ticket
                     yield msgspec.structs.replace(delta, ticket=None)
@@ -172,8 +173,14 @@ class Dispatcher:
     ) -> AsyncGenerator[Delta, None]:
         try:
             async with self._plane.open(target.address, "generate", request, _left(deadline)) as stream:
+                next_report_s = asyncio.get_running_loop().time() + PROGRESS_S
+                osl_tokens = len(request.generated)
                 async for delta in stream.messages(Delta):
-                    booking.prefill_done()
+                    booking.prefill_done(delta.cached_tokens)
+                    osl_tokens += len(delta.token_ids)
+                    if (now := asyncio.get_running_loop().time()) >= next_report_s:
+                        next_report_s = now + PROGRESS_S
+                        booking.progress(osl_tokens)
                     yield delta
                     if delta.finish_reason is not None:
                         return

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import InvalidRequestError, MeshError
+from protocol.errors import InvalidRequestError, MeshError, OverloadedError
 
 
 class UnknownModelError(InvalidRequestError):
@@ -59,6 +59,12 @@ OUTCOMES = frozenset(_BY_CODE) | {"ok", "internal", "client_gone"}  # label valu
 def http_failure(code: str) -> HttpFailure:
     """`code` is that of a MeshError; one that is not a client's business becomes a 500."""
     return _BY_CODE.get(code, _INTERNAL)
+
+
+def retry_after_s(error: MeshError) -> int | None:
+    """When to come back, in whole seconds: what the error says, else what is usual for its kind; None: do not."""
+    told = error.retry_after_s if isinstance(error, OverloadedError) else None
+    return http_failure(error.code).retry_after_s if told is None else told
 
 
 def outcome(error: MeshError) -> str:

@@ -7,15 +7,18 @@ that the next prompt may share). Invariants, checked by the property test:
 2. A prefix is cached in at most one block: `commit` merges a second one into the first.
 3. A block that is held or cached under a sequence hash has its parent's hash cached too, so what the pool
    announces is always a set of whole prefixes; eviction takes leaves only, the least recently used first.
-4. The announced events, replayed, give exactly the committed prefixes.
+4. The announced events, replayed, give exactly the committed prefixes, and `digest` is that of those.
 """
 
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from protocol.events import Cleared, KvEvent, Removed, Stored
+from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from protocol.hashing import digest_term
 from protocol.ids import EngineHash, SequenceHash
+
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class PoolExhaustedError(Exception):
@@ -49,6 +52,7 @@ class BlockPool:
         self._num_cached = 0  # committed blocks without references
         self._tick = 0
         self._events: list[KvEvent] = []
+        self._digest = 0  # sum of the terms of all in _by_hash, mod 2**64 where it is read
 
     @property
     def available_blocks(self) -> int:
@@ -62,6 +66,11 @@ class BlockPool:
     @property
     def held_blocks(self) -> int:
         return self.num_blocks - self.available_blocks
+
+    @property
+    def digest(self) -> Digest:
+        """Of all that is announced, whether it was taken by `take_events` or not."""
+        return Digest(len(self._by_hash), self._digest & _U64)
 
     def match(self, hashes: Sequence[SequenceHash]) -> list[int]:
         """Take a reference on the longest cached prefix of `hashes`; returns its blocks, in order."""
@@ -156,6 +165,7 @@ class BlockPool:
         block.hash, block.parent, block.tokens = name, parent, tuple(tokens)
         block.lora, block.salt = lora, salt
         self._by_hash[name] = block_id
+        self._digest += digest_term(name)
         self._events.append(self._stored(block))
         return block_id
 
@@ -169,6 +179,7 @@ class BlockPool:
         self._by_hash.clear()
         self._evictable.clear()
         self._num_cached = 0
+        self._digest = 0
         self._events.append(Cleared())
 
     def take_events(self) -> list[KvEvent]:
@@ -225,6 +236,7 @@ class BlockPool:
         block = self._blocks[block_id]
         assert block.hash is not None
         del self._by_hash[block.hash]
+        self._digest -= digest_term(block.hash)
         self._num_cached -= 1
         self._events.append(Removed((EngineHash(block.hash),)))
         parent = block.parent

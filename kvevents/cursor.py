@@ -4,18 +4,33 @@ Batches are numbered without gaps. What comes twice is dropped; what is missing 
 worker's replay ring, then, if that no longer reaches back, as a snapshot of all it holds now. A worker that
 offers neither is followed from where it is, with all that was known of it forgotten: an index that is too
 small costs cache hits, one that is wrong misroutes.
+
+A worker process that takes the place of another at the same address (a *generation*) numbers from 0 again. Times
+tell it apart: a batch has that of its making, and a generation's are all later than those of the one before. So
+
+- a live batch with a number that was applied already, but later than all that was applied, is of a new generation;
+- one that should be next, but is older than the last, is a straggler of an old one;
+- a replay begins with the batch that was applied last: if that is another one now, or the newest in the ring lies
+  before it, the generation is new;
+- after the connection was lost nothing is applied until a replay has found that batch unchanged.
+
+What all this does not see, the digest does: a recheck asks the worker for a hash of what it holds.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 
-from protocol.events import KvEvent
+from kvevents.audit import Audit
+from kvevents.formats import batch_ts
+from kvevents.pending import PendingBatches, PendingBudget
+from protocol.events import Digest
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Batch `seq` is next."""
+    """Batch `seq` is next. If the cursor `wants_digests`, tell it what is held then: `on_applied`."""
 
     seq: int
     payload: bytes
@@ -23,15 +38,15 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Forget all that was applied; the worker holds what `events` say, and what follows."""
+    """Forget all that was applied; the worker holds what `payloads` say, and what follows."""
 
     reason: str
-    events: tuple[KvEvent, ...] = ()
+    payloads: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RequestReplay:
-    """Ask for all batches from `start` on. `on_replay_end`, `on_replay_failed` or a RequestSnapshot end that."""
+    """Ask for all batches from `start` on. `on_replay_end`, `on_replay_failed` or another request end that."""
 
     start: int
 
@@ -42,13 +57,33 @@ class RequestSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestDigest:
+    """Ask for a hash of what the worker holds. `on_digest`, `on_digest_failed` or another request end that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diverged:
+    """What was held after the same batch is not what the worker held."""
+
+    in_a_row: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Batch `seq` has been applied before, or is of no use."""
 
     seq: int
 
 
-Action = Apply | Reset | RequestReplay | RequestSnapshot | Drop
+Action = Apply | Reset | RequestReplay | RequestSnapshot | RequestDigest | Diverged | Drop
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a follower stood: for one that has kept what it held, and goes on from there."""
+
+    next_seq: int
+    ts: float  # of the batch before that
 
 
 class Mode(Enum):
@@ -62,6 +97,9 @@ class Cursor:
 
     Begins with `start()`. Invariant: after each Reset, the batches applied have consecutive numbers, and
     `next_seq` is the one that must follow (None: whichever comes first).
+
+    `numbers_restart`: another process may take this one's place under the same name, and a replay always has the
+    newest batch. False for a transport that gives each process a name of its own and may drop all it had.
     """
 
     def __init__(
@@ -69,56 +107,105 @@ class Cursor:
         *,
         can_replay: bool = True,
         can_snapshot: bool = True,
+        can_digest: bool = False,
+        numbers_restart: bool = True,
+        resume: Position | None = None,
         max_pending: int = 4096,
         max_pending_bytes: int = 32 << 20,
+        budget: PendingBudget | None = None,
     ) -> None:
         self.mode = Mode.LIVE
         self.next_seq: int | None = None
         self._can_replay = can_replay
         self._can_snapshot = can_snapshot
-        self._max_pending = max_pending
-        self._max_pending_bytes = max_pending_bytes
-        self._pending: dict[int, bytes] = {}  # live batches that cannot be applied yet
-        self._pending_bytes = 0
-        self._highest_seq = -1  # seen so far, applied or not
-        self._replay_start = 0
-        self._incomplete = False  # a Reset without a snapshot: we know less than the worker holds
+        self._can_digest = can_digest
+        self._numbers_restart = numbers_restart
+        self._pending = PendingBatches(max_pending, max_pending_bytes, budget or PendingBudget())
+        self._audit = Audit()
+        self._highest_seq = -1  # known to be published, applied or not
+        self._last_ts = 0.0  # of batch next_seq - 1, or a time before which the next one was not made; 0: not known
+        self._has_last = False  # _last_ts is that of batch next_seq - 1
+        self._max_ts = inf  # of this generation, as far as applied; inf: not known
+        self._check: int | None = None  # the batch that a replay has to show unchanged before it counts
+        self._doubted = False  # the connection was lost: another generation may be there now
+        self._asked_in_doubt = False  # that is why a replay was asked for
+        self._ring_works = False  # it has brought a batch before
+        self._before_replay = 0
+        self._incomplete = False  # we know less than the worker holds, because nobody answered
+        self._from_oldest = False  # a replay of all there is, which replaces what was applied
+        self._resume = resume
+
+    # --- what happens ---------------------------------------------------------------------------------
 
     def start(self) -> list[Action]:
-        """Catch up with all that was published before we came."""
+        """Catch up with all that was published before we came, or since we were there."""
         if self._can_replay:
             self.next_seq = 0
+            if self._resume is not None:
+                self.next_seq, self._last_ts = self._resume.next_seq, self._resume.ts
+                self._max_ts, self._has_last = self._last_ts or inf, self.next_seq > 0
             return self._replay()
-        return self._snapshot() if self._can_snapshot else []
+        if self._can_snapshot:
+            return self._snapshot()
+        return [Reset("what was known before cannot be checked")] if self._resume is not None else []
 
     def on_live(self, seq: int, payload: bytes) -> list[Action]:
-        self._highest_seq = max(self._highest_seq, seq)
-        if self.mode is not Mode.LIVE:
-            return self._keep(seq, payload)
-        if self.next_seq is None or seq == self.next_seq:
-            return [self._apply(seq, payload)]
+        ts = batch_ts(payload)
+        if self.mode is Mode.SNAPSHOTTING or self.next_seq is None:
+            return self._keep(seq, payload) if self.mode is not Mode.LIVE else [self._apply(seq, payload)]
         if seq < self.next_seq:
-            return [Drop(seq)]
-        return [*self._keep(seq, payload), *self._recover()]
+            is_new = self._numbers_restart and ts > self._max_ts
+            return self._begin_anew(f"its batches begin again, here is {seq}", seq, payload) if is_new else [Drop(seq)]
+        if self._is_straggler(ts):
+            return [Drop(seq), *(self._recover() if self.mode is Mode.LIVE else [])]
+        if self.mode is Mode.LIVE and seq == self.next_seq and not self._doubted:
+            return [self._apply(seq, payload)]
+        kept = self._keep(seq, payload)
+        return [*kept, *self._recover()] if self.mode is Mode.LIVE else kept
+
+    def on_disconnected(self) -> list[Action]:
+        """What comes next may come from another process; then what waits is of one that is gone."""
+        if self._numbers_restart:
+            self._doubted = True
+            self._pending.clear()
+            self._highest_seq = (self.next_seq or 0) - 1
+        return []
+
+    def on_reconnected(self) -> list[Action]:
+        """What was published meanwhile has not come."""
+        is_idle = self.mode is Mode.LIVE and self.next_seq is not None
+        return self._recover() if is_idle and (self._doubted or self._can_replay) else []
 
     def on_replayed(self, seq: int, payload: bytes) -> list[Action]:
-        if self.mode is not Mode.REPLAYING or self.next_seq is None or seq < self.next_seq:
+        if self.mode is not Mode.REPLAYING or self.next_seq is None:
+            return [Drop(seq)]
+        self._ring_works = True
+        if self._from_oldest:
+            return self._begin_with_oldest(seq, payload)
+        if self._check is not None and seq <= self._check:
+            return self._on_checked(seq, payload)
+        if seq < self.next_seq:
             return [Drop(seq)]
         self._highest_seq = max(self._highest_seq, seq)
-        if seq == self.next_seq:
+        if seq == self.next_seq and self._check is None:
             return [self._apply(seq, payload), *self._drain()]
         if self._can_snapshot:  # the ring no longer reaches back to next_seq
             return self._snapshot()
-        lost = Reset(f"batches {self.next_seq} to {seq - 1} are lost")
+        self._forget_position()
+        lost = Reset(f"batches before {seq} are lost")
         return [lost, self._apply(seq, payload), *self._drain()]
 
     def on_replay_end(self) -> list[Action]:
         if self.mode is not Mode.REPLAYING:
             return []
+        misses_last = self._check is not None and (self._ring_works or self._asked_in_doubt)
+        if misses_last or self._from_oldest:
+            return self._begin_anew("its newest batch is before our last")
+        self._check = None
         if not self._is_behind():
             self.mode = Mode.LIVE
             return []
-        if self.next_seq != self._replay_start:  # it helped: what is missing came too late for it
+        if self.next_seq != self._before_replay:  # it helped: what is missing came too late for it
             return self._replay()
         return self._snapshot() if self._can_snapshot else self._give_up()
 
@@ -126,103 +213,233 @@ class Cursor:
         """Nobody answers."""
         if self.mode is not Mode.REPLAYING:
             return []
+        self._doubted = self._doubted or self._asked_in_doubt or self._check is not None
+        self._check, self._from_oldest = None, False
         if self._can_snapshot and (self._is_behind() or self.next_seq == 0):
             return self._snapshot()
         return self._give_up()
 
-    def on_snapshot(self, seq: int, events: Sequence[KvEvent]) -> list[Action]:
-        """`events` are all that the worker holds after batch `seq` (-1: before the first)."""
+    def on_snapshot(self, seq: int, payloads: Sequence[bytes]) -> list[Action]:
+        """`payloads` are all that the worker holds after batch `seq` (-1: before the first)."""
         if self.mode is not Mode.SNAPSHOTTING:
             return []
-        for old in [s for s in self._pending if s <= seq]:
-            self._forget(old)
         self.mode = Mode.LIVE
         self.next_seq = seq + 1
-        self._highest_seq = max(self._pending, default=seq)
+        self._last_ts = max(map(batch_ts, payloads), default=0.0)
+        self._max_ts, self._has_last = self._last_ts or inf, False
         self._incomplete = False
-        actions: list[Action] = [Reset("snapshot", tuple(events)), *self._drain()]
+        for old in [s for s in self._pending if s <= seq]:
+            self._pending.forget(old)
+        self._forget_stragglers()
+        self._highest_seq = max(seq, self._pending.highest or seq)
+        actions: list[Action] = [Reset("snapshot", tuple(payloads))]
+        if self._doubted:
+            return [*actions, *self._recover()]
+        actions += self._drain()
         return [*actions, *self._recover()] if self._is_behind() else actions
 
     def on_snapshot_failed(self) -> list[Action]:
         return self._give_up() if self.mode is Mode.SNAPSHOTTING else []
 
-    def on_recheck(self) -> list[Action]:
-        """Find losses that no later batch has told of, and make good what could not be had before."""
+    def on_recheck(self, own: Digest | None = None) -> list[Action]:
+        """Find losses that no later batch has told of, and make good what could not be had before.
+
+        `own`: of what was applied so far, None if that is not known.
+        """
         if self.mode is not Mode.LIVE:
             return []
-        if self._incomplete and self._can_snapshot:
-            return self._snapshot()
-        return self._replay() if self._can_replay and self.next_seq is not None else []
+        if self._incomplete and (self._can_snapshot or self._can_replay):
+            return self._snapshot() if self._can_snapshot else self._replay_from_oldest()
+        if self._doubted:
+            return self._recover()
+        if self.next_seq is None:
+            return []
+        if self._can_digest and own is not None and self._audit.is_due():
+            self._audit.ask(self.next_seq - 1, own)
+            return [RequestDigest()]
+        return self._replay() if self._can_replay else []
+
+    def on_digest(self, seq: int, theirs: Digest) -> list[Action]:
+        """`theirs` is what the worker holds after batch `seq`, its last (-1: before the first)."""
+        if self._audit.asked_at is None or self.next_seq is None:
+            return []
+        if seq < self._audit.asked_at:
+            return self._begin_anew(f"its last batch is {seq}, and we had {self._audit.asked_at}")
+        verdict = self._audit.answer(seq, theirs)
+        if verdict is None and seq >= self.next_seq:
+            self._highest_seq = max(self._highest_seq, seq)
+            return self._recover() if self.mode is Mode.LIVE else []
+        return self._judge(verdict)
+
+    def on_digest_failed(self) -> list[Action]:
+        """Nobody answers: look for lost batches the other way."""
+        if self._audit.asked_at is None:
+            return []
+        self._audit.close()
+        return self._replay() if self.mode is Mode.LIVE and self._can_replay else []
+
+    @property
+    def wants_digests(self) -> bool:
+        return self._audit.asked_at is not None
+
+    def on_applied(self, seq: int, own: Digest) -> list[Action]:
+        """`own` is what is held after batch `seq`, which has just been applied."""
+        return self._judge(self._audit.record(seq, own))
+
+    # --- what is known --------------------------------------------------------------------------------
+
+    @property
+    def replay_start(self) -> int:
+        """The first batch that the replay under way has still to bring."""
+        if self._from_oldest:
+            return 0
+        return self._check if self._check is not None else self.next_seq or 0
+
+    @property
+    def position(self) -> Position | None:
+        """For `resume`, with what was applied so far; None if that is no state to go on from."""
+        if self.next_seq is None or self._incomplete or not self._has_last:
+            return None
+        return Position(self.next_seq, self._last_ts)
+
+    def close(self) -> None:
+        """Give back what is held of the budget."""
+        self._pending.clear()
 
     def _is_behind(self) -> bool:
         """Batches are known to exist that were not applied."""
         return self.next_seq is None or self.next_seq <= self._highest_seq
 
+    def _is_straggler(self, ts: float) -> bool:
+        """A next batch that is older than the last: of an old generation, or the worker's clock was set back.
+
+        The ring, or a snapshot, knows which.
+        """
+        can_ask = self._can_replay or self._can_snapshot
+        return self._numbers_restart and can_ask and 0.0 < ts < self._last_ts
+
+    # --- what to do about it --------------------------------------------------------------------------
+
     def _recover(self) -> list[Action]:
-        """A gap lies between `next_seq` and what is pending."""
-        if self._can_replay:
+        """Something is missing, or in doubt."""
+        is_sure = self._has_last or not self._doubted or self.next_seq == 0
+        if self._can_replay and is_sure:
             return self._replay()
-        return self._snapshot() if self._can_snapshot else self._give_up()
+        if self._can_snapshot:
+            return self._snapshot()
+        return self._begin_anew("the connection was lost") if self._can_replay else self._give_up()
 
     def _replay(self) -> list[Action]:
         assert self.next_seq is not None
         self.mode = Mode.REPLAYING
-        self._replay_start = self.next_seq
-        return [RequestReplay(self.next_seq)]
+        self._before_replay = self.next_seq
+        self._check = self.next_seq - 1 if self._has_last and self._numbers_restart else None
+        self._asked_in_doubt, self._doubted = self._doubted, False
+        return [RequestReplay(self.replay_start)]
+
+    def _replay_from_oldest(self) -> list[Action]:
+        if self.next_seq is None:  # nothing is known that would have to be replaced
+            self.next_seq = 0
+        self.mode = Mode.REPLAYING
+        self._before_replay = self.next_seq
+        self._from_oldest = True
+        self._asked_in_doubt, self._doubted = self._doubted, False
+        return [RequestReplay(0)]
+
+    def _begin_with_oldest(self, seq: int, payload: bytes) -> list[Action]:
+        self._forget_position()
+        return [Reset(f"all there is, from batch {seq} on"), self._apply(seq, payload), *self._drain()]
+
+    def _on_checked(self, seq: int, payload: bytes) -> list[Action]:
+        """The replay's first batch should be the one that was applied last."""
+        if seq != self._check:
+            return [Drop(seq)]
+        self._check = None
+        if batch_ts(payload) != self._last_ts:
+            return self._begin_anew(f"its batch {seq} is another one now")
+        return []
 
     def _snapshot(self) -> list[Action]:
         """Whatever has arrived until now will be part of the snapshot, so there is no need to keep it."""
         self.mode = Mode.SNAPSHOTTING
-        for seq in list(self._pending):
-            self._forget(seq)
+        self._pending.clear()
+        self._audit.close()
+        self._check, self._from_oldest = None, False
+        self._doubted = False
         return [RequestSnapshot()]
+
+    def _begin_anew(self, reason: str, seq: int = -1, payload: bytes = b"") -> list[Action]:
+        """The numbers start again; batch `seq` is the first that has come."""
+        self._forget_position()
+        self.mode = Mode.LIVE
+        self.next_seq = 0
+        self._highest_seq = -1
+        self._pending.clear()
+        self._doubted = False
+        kept = self._keep(seq, payload) if seq >= 0 else []
+        return [Reset(reason), *kept, *self._recover()]
 
     def _give_up(self) -> list[Action]:
         """What is missing cannot be had: go on with the latest batches that follow each other."""
         self.mode = Mode.LIVE
-        actions = self._drain()
+        self._forget_stragglers()
+        actions = [] if self._doubted else self._drain()
         if not self._is_behind():
             return actions
-        self.next_seq = self._latest_run()
-        self._highest_seq = max(self._pending, default=-1)
-        self._incomplete = True
+        self.next_seq = self._pending.latest_run()
+        self._highest_seq = -1 if self._pending.highest is None else self._pending.highest
+        self._forget_position()
+        self._doubted, self._incomplete = False, True
         lost = Reset(f"batches before {'the next' if self.next_seq is None else self.next_seq} are lost")
         actions = [*actions, lost, *self._drain()]
-        for seq in list(self._pending):
-            self._forget(seq)
+        self._pending.clear()
         return actions
 
-    def _latest_run(self) -> int | None:
-        """First of the newest pending batches that follow each other."""
-        first = max(self._pending, default=None)
-        while first is not None and first - 1 in self._pending:
-            first -= 1
-        return first
+    def _forget_position(self) -> None:
+        """What was applied counts no more."""
+        self._audit.close()
+        self._check, self._from_oldest = None, False
+        self._last_ts, self._max_ts, self._has_last = 0.0, inf, False
+        self._incomplete = False
+
+    def _judge(self, equal: bool | None) -> list[Action]:
+        if equal is not False:
+            return []
+        diverged = Diverged(self._audit.mismatches)
+        return [diverged, *(self._snapshot() if self._can_snapshot else self._begin_anew("it diverged"))]
+
+    # --- batches --------------------------------------------------------------------------------------
 
     def _apply(self, seq: int, payload: bytes) -> Apply:
         self.next_seq = seq + 1
-        self._forget(seq)
+        self._highest_seq = max(self._highest_seq, seq)
+        self._last_ts, self._has_last = batch_ts(payload), True
+        self._max_ts = self._last_ts if self._max_ts == inf else max(self._max_ts, self._last_ts)
+        self._pending.forget(seq)
         return Apply(seq, payload)
 
     def _drain(self) -> list[Action]:
         """Apply what is pending and next."""
         actions: list[Action] = []
         while self.next_seq is not None and (payload := self._pending.get(self.next_seq)) is not None:
+            if self._is_straggler(batch_ts(payload)):
+                self._pending.forget(self.next_seq)
+                break
             actions.append(self._apply(self.next_seq, payload))
         return actions
 
     def _keep(self, seq: int, payload: bytes) -> list[Action]:
         """Hold a live batch back. The oldest make room: the replay under way, or the next, brings them."""
-        if seq in self._pending or (self.next_seq is not None and seq < self.next_seq):
+        self._highest_seq = max(self._highest_seq, seq)
+        known = self._pending.get(seq)
+        if known is not None and batch_ts(known) >= batch_ts(payload):
             return [Drop(seq)]
-        self._pending[seq] = payload
-        self._pending_bytes += len(payload)
-        dropped: list[Action] = []
-        while len(self._pending) > self._max_pending or self._pending_bytes > self._max_pending_bytes:
-            oldest = next(iter(self._pending))
-            self._forget(oldest)
-            dropped.append(Drop(oldest))
-        return dropped
+        return [Drop(gone) for gone in self._pending.keep(seq, payload)]
 
-    def _forget(self, seq: int) -> None:
-        self._pending_bytes -= len(self._pending.pop(seq, b""))
+    def _forget_stragglers(self) -> None:
+        """They say nothing of what is published."""
+        gone = [seq for seq in self._pending if self._is_straggler(batch_ts(self._pending.get(seq) or b""))]
+        for seq in gone:
+            self._pending.forget(seq)
+        if gone and self.next_seq is not None:
+            self._highest_seq = max(self.next_seq - 1, self._pending.highest or -1)

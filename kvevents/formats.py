@@ -2,11 +2,22 @@
 
 Payload: msgpack array `[ts, [event, ...], dp_rank | nil]`. An event is a map with the tag `type` (vLLM >= 0.20,
 SGLang) or an array whose first element is the tag (older). Unknown keys, further positions and unknown kinds
-of event are ignored. Block hashes are u64, i64 (read as u64) or bytes (the last 8, big endian).
+of event are ignored. Block hashes are u64, i64 (read as u64) or bytes (the last 8, big endian). Blocks that are stored
+in another medium may come without tokens: whoever has kept their hashes knows them.
+
+An engine whose model mixes kinds of attention has several groups of layers (`group_idx`; nil or absent: 0), each
+with blocks of its own, and calls equal prefixes in all of them by the same hash. A prefix can be taken up where the
+layers that look at all of it have it, so of `BlockStored` only those count that say they are of such a group
+(`kv_cache_spec_kind` of FULL_ATTENTION, whatever the number) or, where the kind is not said, those of group 0.
+`BlockRemoved` does not say the kind; therefore the group becomes part of the name: every hash in an event of group g,
+the parent's too, is read as `hash ^ (g * GROUP_FACTOR mod 2**64)`, and the removal of what was not counted names
+nothing. In the array form the two stand at positions 9 and 10 (removed: 3); what is no u16, or no text, is not said.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+from struct import Struct as Packed
 from typing import Annotated, cast
 
 import msgspec
@@ -19,6 +30,9 @@ from protocol.ids import EngineHash
 MAX_PAYLOAD_BYTES = 8 << 20
 MAX_EVENTS = 65_536  # of one payload
 
+FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+GROUP_FACTOR = 0x9E37_79B9_7F4A_7C15
+
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _DEVICE = "GPU"
 
@@ -29,6 +43,7 @@ _Token = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 _Tokens = tuple[_Token | list[_Token], ...]
 _BlockSize = Annotated[int, Meta(ge=1, le=1 << 20)]
 _Rank = Annotated[int, Meta(ge=0, le=0xFFFF)]
+_Group = Annotated[int, Meta(ge=0, le=0xFFFF)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +61,15 @@ class _StoredMap(Struct, tag_field="type", tag="BlockStored", gc=False):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
+    group_idx: _Group | None = None
+    kv_cache_spec_kind: str | None = None
     cache_salt: str | None = None  # ours: stock decoders ignore it
 
 
 class _RemovedMap(Struct, tag_field="type", tag="BlockRemoved", gc=False):
     block_hashes: list[_Hash]
     medium: str | None = None
+    group_idx: _Group | None = None
 
 
 class _ClearedMap(Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
@@ -66,6 +84,9 @@ class _StoredArray(Struct, array_like=True, tag="BlockStored", gc=False):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
+    extra_keys: Raw = Raw()
+    group_idx: object = None  # some producers have something else in these places
+    kv_cache_spec_kind: object = None
 
     @property
     def cache_salt(self) -> None:
@@ -75,6 +96,7 @@ class _StoredArray(Struct, array_like=True, tag="BlockStored", gc=False):
 class _RemovedArray(Struct, array_like=True, tag="BlockRemoved", gc=False):
     block_hashes: list[_Hash]
     medium: str | None = None
+    group_idx: object = None
 
 
 class _ClearedArray(Struct, array_like=True, tag="AllBlocksCleared", gc=False):
@@ -133,6 +155,8 @@ class _RemovedOut(Struct, tag_field="type", tag="BlockRemoved", omit_defaults=Tr
 
 _KINDS = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
 _ARRAY_HEADERS = {0xDC, 0xDD, *range(0x90, 0xA0)}  # first byte of a msgpack array
+_FLOAT_64 = 0xCB  # first byte of a msgpack double
+_F64 = Packed(">d")
 
 _map_batch = msgspec.msgpack.Decoder(_MapBatch)
 _any_batch = msgspec.msgpack.Decoder(_AnyBatch)
@@ -141,6 +165,14 @@ _array_event: msgspec.msgpack.Decoder[_ArrayEvent] = msgspec.msgpack.Decoder(_Ar
 _map_kind = msgspec.msgpack.Decoder(_MapKind)
 _array_kind = msgspec.msgpack.Decoder(_ArrayKind)
 _encoder = msgspec.msgpack.Encoder()
+
+
+def batch_ts(payload: bytes) -> float:
+    """When the batch was made, by the publisher's clock: `[ts, ...]`; 0.0 if that is not said as all engines do."""
+    if len(payload) < 10 or payload[1] != _FLOAT_64:
+        return 0.0
+    ts: float = _F64.unpack_from(payload, 2)[0]
+    return ts if 0.0 < ts < inf else 0.0
 
 
 def decode_payload(payload: bytes | memoryview, *, max_bytes: int = MAX_PAYLOAD_BYTES) -> EventBatch:
@@ -164,13 +196,17 @@ def _decode(payload: bytes | memoryview) -> EventBatch:
         batch = _map_batch.decode(payload)
     except msgspec.ValidationError:
         return _decode_one_by_one(payload)
-    return EventBatch(batch.ts, [_from_wire(event) for event in batch.events], batch.dp_rank)
+    return EventBatch(batch.ts, _that_count(batch.events), batch.dp_rank)
 
 
 def _decode_one_by_one(payload: bytes | memoryview) -> EventBatch:
     batch = _any_batch.decode(payload)
-    events = [_from_wire(event) for raw in batch.events if (event := _read_event(raw)) is not None]
-    return EventBatch(batch.ts, events, batch.dp_rank)
+    known = [event for raw in batch.events if (event := _read_event(raw)) is not None]
+    return EventBatch(batch.ts, _that_count(known), batch.dp_rank)
+
+
+def _that_count(events: Sequence[_MapEvent | _ArrayEvent]) -> list[KvEvent]:
+    return [event for wire in events if (event := _from_wire(wire)) is not None]
 
 
 def _read_event(raw: Raw) -> _MapEvent | _ArrayEvent | None:
@@ -180,19 +216,20 @@ def _read_event(raw: Raw) -> _MapEvent | _ArrayEvent | None:
     return _map_event.decode(raw) if _map_kind.decode(raw).type in _KINDS else None
 
 
-def _from_wire(event: _MapEvent | _ArrayEvent) -> KvEvent:
+def _from_wire(event: _MapEvent | _ArrayEvent) -> KvEvent | None:
+    """None for the blocks of a group that does not count."""
     if isinstance(event, _StoredMap | _StoredArray):
-        return _stored(event)
+        return _stored(event) if _counts(event) else None
     if isinstance(event, _RemovedMap | _RemovedArray):
-        return Removed(_hashes(event.block_hashes), event.medium or _DEVICE)
+        return Removed(_hashes(event.block_hashes, _fold(event)), event.medium or _DEVICE)
     return Cleared()
 
 
 def _stored(event: _StoredMap | _StoredArray) -> Stored:
-    parent = event.parent_block_hash
+    parent, fold = event.parent_block_hash, _fold(event)
     return Stored(
-        hashes=_hashes(event.block_hashes),
-        parent=None if parent is None else _hash(parent),
+        hashes=_hashes(event.block_hashes, fold),
+        parent=None if parent is None else _hash(parent, fold),
         token_ids=_tokens(event.token_ids, len(event.block_hashes) * event.block_size),
         block_size=event.block_size,
         lora=_lora(event.lora_name, event.lora_id),
@@ -201,21 +238,34 @@ def _stored(event: _StoredMap | _StoredArray) -> Stored:
     )
 
 
-def _hashes(hashes: Sequence[_Hash]) -> tuple[EngineHash, ...]:
-    return tuple([_hash(value) for value in hashes])
+def _counts(event: _StoredMap | _StoredArray) -> bool:
+    """The group looks at all of a prefix, or it is the first of an engine that does not say."""
+    if isinstance(event.kv_cache_spec_kind, str):
+        return event.kv_cache_spec_kind in FULL_ATTENTION
+    return _fold(event) == 0
 
 
-def _hash(value: _Hash) -> EngineHash:
+def _fold(event: _StoredMap | _StoredArray | _RemovedMap | _RemovedArray) -> int:
+    """What keeps the hashes of this event's group apart from those of the others (u64; 0: group 0)."""
+    group = event.group_idx
+    return group * GROUP_FACTOR & _U64 if type(group) is int and 0 <= group <= 0xFFFF else 0
+
+
+def _hashes(hashes: Sequence[_Hash], fold: int) -> tuple[EngineHash, ...]:
+    return tuple([_hash(value, fold) for value in hashes])
+
+
+def _hash(value: _Hash, fold: int) -> EngineHash:
     if isinstance(value, int):
-        return EngineHash(value & _U64)
+        return EngineHash((value & _U64) ^ fold)
     if not value:
         raise ValueError("a block hash of no bytes")
-    return EngineHash(int.from_bytes(value[-8:], "big"))
+    return EngineHash(int.from_bytes(value[-8:], "big") ^ fold)
 
 
 def _tokens(tokens: _Tokens, expected: int) -> tuple[int, ...]:
-    """`tokens`, as many as the blocks hold; pairs give one more, the last pair's second."""
-    if len(tokens) != expected:
+    """`tokens`, as many as the blocks hold, or none; pairs give one more, the last pair's second."""
+    if len(tokens) not in (0, expected):
         raise ValueError(f"{len(tokens)} tokens where the blocks hold {expected}")
     if list not in set(map(type, tokens)):
         return cast(tuple[int, ...], tokens)

@@ -4,24 +4,24 @@ import asyncio
 import logging
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import zmq
 
+from kvevents.batches import in_parts
 from kvevents.formats import encode_payload
 from kvevents.ring import ReplayRing
 from kvevents.sockets import Frames, LoopSocket, open_socket
 from protocol.errors import ConfigError
-from protocol.events import Cleared, KvEvent, Stored
+from protocol.events import KvEvent
 
 log = logging.getLogger(__name__)
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 _SEQ = struct.Struct(">Q")
-_BATCH_BYTES = 1 << 20  # about: a larger step becomes several batches
 _REPLAY_SLICE = 32  # batches sent to one client before the loop gets its turn
 _MAX_REPLAYS = 256  # at a time; beyond that the oldest is given up, its client will ask again
 _QUEUED_REPLAYS = 256  # batches that a slow client may leave in our memory
@@ -34,8 +34,8 @@ _PATIENCE_S = 30.0  # with a client whose queue stays full
 class KvEventPublisher:
     """Sends batches `[topic, seq u64 BE, payload]` to all subscribers and keeps the latest for replay.
 
-    Must be made on a running event loop. Ports given as `*` are free ones: see `endpoint`, `replay_endpoint`.
-    `advertise_host` replaces the host in those, for subscribers on other machines.
+    Implements kvevents.transport.Publisher. Must be made on a running event loop. Ports given as `*` are free ones:
+    see `endpoint`, `replay_endpoint`. `advertise_host` replaces the host in those, for subscribers elsewhere.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class KvEventPublisher:
             self._pub.send_multipart((self._topic, _SEQ.pack(seq), payload), zmq.NOBLOCK)
         return self.last_seq
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """A second call does nothing."""
         self._replays.clear()
         self._router.close()
@@ -160,24 +160,3 @@ def _bind(socket: zmq.Socket[bytes], address: str, advertise_host: str | None) -
         return bound
     host = f"[{advertise_host}]" if ":" in advertise_host else advertise_host
     return f"tcp://{host}:{bound.rpartition(':')[2]}"
-
-
-def in_parts(events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:
-    """`events` in order, in parts of about _BATCH_BYTES; always at least one part."""
-    part: list[KvEvent] = []
-    size = 0
-    for event in events:
-        cost = _wire_bytes(event)
-        if part and size + cost > _BATCH_BYTES:
-            yield part
-            part, size = [], 0
-        part.append(event)
-        size += cost
-    yield part
-
-
-def _wire_bytes(event: KvEvent) -> int:
-    """No less than the event takes on the wire, about."""
-    tokens = len(event.token_ids) if isinstance(event, Stored) else 0
-    hashes = 0 if isinstance(event, Cleared) else len(event.hashes)
-    return 256 + 5 * tokens + 10 * hashes

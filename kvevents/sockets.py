@@ -14,9 +14,12 @@ log = logging.getLogger(__name__)
 
 Frames = list[bytes]
 
+_SLICE_S = 0.001  # about: of one socket, then it is the turn of others
+_CLOCK_EVERY = 8  # messages
+
 
 class LoopSocket:
-    """A socket whose messages go to `on_message`, at most `budget` of them per turn of the loop.
+    """A socket whose messages go to `on_message`: per turn of the loop at most `budget`, and for about a millisecond.
 
     `on_wake` is called when the socket woke us: what could not be sent before may be sendable now. It is a
     hint, and can be missed.
@@ -28,7 +31,7 @@ class LoopSocket:
         on_message: Callable[[Frames], None],
         *,
         on_wake: Callable[[], None] | None = None,
-        budget: int = 32,
+        budget: int = 256,
     ) -> None:
         self._socket = socket
         self._on_message = on_message
@@ -80,10 +83,13 @@ class LoopSocket:
             self.look_soon()
 
     def _drain(self) -> bool:
-        """Read until nothing is left (True) or the budget is used up."""
-        for _ in range(self._budget):
+        """Read until nothing is left (True) or the turn is used up."""
+        end = self._loop.time() + _SLICE_S
+        for number in range(self._budget):
             if self.closed:  # by on_message
                 return True
+            if number % _CLOCK_EVERY == _CLOCK_EVERY - 1 and self._loop.time() > end:
+                return False
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

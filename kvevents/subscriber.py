@@ -2,61 +2,62 @@
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
+from typing import Protocol
 
-import zmq
-
-from kvevents.cursor import Action, Apply, Cursor, Drop, Mode, RequestReplay, RequestSnapshot, Reset
-from kvevents.formats import MAX_PAYLOAD_BYTES, decode_payload
-from kvevents.publisher import END_OF_REPLAY
-from kvevents.sockets import Frames, LoopSocket, open_socket
-from protocol.errors import ConfigError, MeshError, WireError
-from protocol.events import Cleared, KvEvent
+from kvevents.cursor import (
+    Action,
+    Apply,
+    Cursor,
+    Diverged,
+    Drop,
+    Mode,
+    Position,
+    RequestDigest,
+    RequestReplay,
+    RequestSnapshot,
+    Reset,
+)
+from kvevents.pending import PendingBudget
+from kvevents.transport import KvSource, Links, Snapshot
+from protocol.errors import MeshError, WireError
+from protocol.events import Digest
 from protocol.ids import WorkerId
+from protocol.messages import KvDigest
 
 log = logging.getLogger(__name__)
 
-Sink = Callable[[WorkerId, int, Sequence[KvEvent]], None]  # worker, dp rank, what happened there
-
-_QUEUED_BATCHES = 4096  # of one worker, while the loop is busy
-_QUEUED_REPLAYS = 256
-_SEQ_BYTES = 8
 _FIRST_RECHECKS_S = (0.1, 1.0)  # for what was published before the subscription had arrived
 
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All that a worker holds after batch `seq`, parents before children."""
-
-    seq: int
-    events: Sequence[KvEvent]
+Request = RequestReplay | RequestSnapshot | RequestDigest
 
 
-@dataclass(frozen=True, slots=True)
-class KvSource:
-    """Where one data-parallel rank of a worker publishes. "" and None: it does not offer that."""
+class Sink(Protocol):
+    """Keeps what the workers hold. Called on the event loop, in order; must not block."""
 
-    worker_id: WorkerId
-    endpoint: str
-    replay_endpoint: str = ""
-    dp_rank: int = 0
-    topic: str = ""  # a prefix; "" takes all
-    snapshot: Callable[[], Awaitable[Snapshot]] | None = None
+    def on_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> None:
+        """The next batch, as on the wire (kvevents/formats.py). Raises WireError if it is unreadable."""
+
+    def on_reset(self, worker_id: WorkerId, dp_rank: int, payloads: Sequence[bytes]) -> None:
+        """Forget all of that rank; it holds what `payloads` say, in order. Raises WireError if they are unreadable."""
+
+    def digest(self, worker_id: WorkerId, dp_rank: int) -> Digest | None:
+        """Of all that rank holds by what was applied so far; None: no digests are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long to wait for what, and how often."""
 
-    answer_s: float = 5.0  # of silence during a replay
+    answer_s: float = 5.0  # of silence during a replay, and for a digest
     snapshot_s: float = 30.0
     tries: int = 4  # of a replay or a snapshot
     backoff_s: float = 0.2  # before the second try, then twice as long each time
     recheck_s: float = 30.0  # between looks for losses that no later batch has told of
-    at_once: int = 16  # workers that are caught up with at the same time
+    at_once: int = 16  # workers that are asked for something at the same time
 
     def before_try(self, number: int) -> float:
         """Seconds to wait before try `number`, counted from 0."""
@@ -64,29 +65,30 @@ class Patience:
 
 
 class KvEventSubscriber:
-    """Calls `sink` with each worker's events, in order, on the event loop it was made on.
+    """Feeds `sink` with each worker's events, in order, on the event loop it was made on.
 
-    A batch of events that begins with Cleared replaces all that was said of that rank before. `stats` counts:
-    batches, dropped, unreadable, replays, snapshots, resets.
+    `stats` counts: batches, dropped, unreadable, replays, snapshots, digests, divergences, resets.
+    `durable`: see kvevents.transport.Links.
     """
 
-    def __init__(self, sink: Sink, *, patience: Patience | None = None) -> None:
-        self._sink = sink
-        self._patience = patience or Patience()
-        self._slots = asyncio.Semaphore(self._patience.at_once)
+    def __init__(self, sink: Sink, *, patience: Patience | None = None, durable: str = "") -> None:
+        self.stats: Counter[str] = Counter()
+        self._links = Links(durable)
+        self._shared = _Shared(sink, patience or Patience(), self._links, self.stats)
         self._feeds: dict[tuple[WorkerId, int], _Feed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.stats: Counter[str] = Counter()
 
     def add(self, source: KvSource) -> None:
-        """Begin to follow a source; one with the same worker and rank is replaced.
+        """Begin to follow a source; one with the same worker and rank is replaced, and what it held is forgotten.
 
         Raises ConfigError for an endpoint that is none.
         """
         key = (source.worker_id, source.dp_rank)
         if key in self._feeds:
             self._feeds.pop(key).close()
-        feed = _Feed(source, self._sink, self._patience, self._slots, self.stats)
+            if source.resume is None:
+                self._shared.sink.on_reset(*key, ())
+        feed = _Feed(source, self._shared)
         task = asyncio.create_task(feed.run(), name=f"follow kv events of {source.worker_id}/{source.dp_rank}")
         feed.task = task
         self._feeds[key] = feed
@@ -103,11 +105,21 @@ class KvEventSubscriber:
         feed = self._feeds.get((worker_id, dp_rank))
         return feed is not None and feed.is_live
 
+    def positions(self) -> Mapping[tuple[WorkerId, int], Position]:
+        """Up to where the sink was fed: with a copy of what it holds now, a follower can go on from there."""
+        return {key: position for key, feed in self._feeds.items() if (position := feed.position) is not None}
+
+    @property
+    def pending_bytes(self) -> int:
+        """Payload bytes of batches that cannot be applied yet, of all sources."""
+        return self._shared.budget.used_bytes
+
     async def close(self) -> None:
         """Follow nothing any more. A second call does nothing."""
         for worker_id in {key[0] for key in self._feeds}:
             self.remove(worker_id)
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._links.close()
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -115,40 +127,57 @@ class KvEventSubscriber:
             log.error("%s ended", task.get_name(), exc_info=error)
 
 
+class _Shared:
+    """What all feeds of a subscriber have in common."""
+
+    def __init__(self, sink: Sink, patience: Patience, links: Links, stats: Counter[str]) -> None:
+        self.sink = sink
+        self.patience = patience
+        self.links = links
+        self.stats = stats
+        self.slots = asyncio.Semaphore(patience.at_once)
+        self.budget = PendingBudget()
+
+
 class _Feed:
-    """One source: a SUB socket for what comes, a task for what has to be asked for."""
+    """One source: its link brings what comes, `run` asks for what has to be asked for.
+
+    Implements kvevents.transport.Listener.
+    """
 
     task: asyncio.Task[None]
 
-    def __init__(
-        self,
-        source: KvSource,
-        sink: Sink,
-        patience: Patience,
-        slots: asyncio.Semaphore,
-        stats: Counter[str],
-    ) -> None:
+    def __init__(self, source: KvSource, shared: _Shared) -> None:
         self._source = source
-        self._sink = sink
-        self._patience = patience
-        self._slots = slots
-        self._stats = stats
-        self._cursor = Cursor(can_replay=bool(source.replay_endpoint), can_snapshot=source.snapshot is not None)
-        self._request: RequestReplay | RequestSnapshot | None = None
+        self._sink = shared.sink
+        self._patience = shared.patience
+        self._slots = shared.slots
+        self._stats = shared.stats
+        self._request: Request | None = None
         self._requested = asyncio.Event()
-        self._heard = asyncio.Event()  # a replay goes on
         self._complained = False
-        if source.replay_endpoint:
-            _connect_dealer(source).close()  # a bad address is found now
-        self._sub = LoopSocket(_connect_sub(source), self._on_live)
+        self._link = shared.links.open(source, self)
+        self._cursor = Cursor(
+            can_replay=self._link.can_replay,
+            can_snapshot=source.snapshot is not None,
+            can_digest=source.digest is not None,
+            numbers_restart=self._link.numbers_restart,
+            resume=source.resume,
+            budget=shared.budget,
+        )
         self._carry_out(self._cursor.start())
 
     @property
     def is_live(self) -> bool:
         return self._cursor.mode is Mode.LIVE
 
+    @property
+    def position(self) -> Position | None:
+        return self._cursor.position
+
     def close(self) -> None:
-        self._sub.close()
+        self._link.close()
+        self._cursor.close()
         self.task.cancel()
 
     async def run(self) -> None:
@@ -170,41 +199,43 @@ class _Feed:
             async with asyncio.timeout(recheck_s):
                 await self._requested.wait()
         except TimeoutError:
-            self._carry_out(self._cursor.on_recheck())
+            self._carry_out(self._cursor.on_recheck(self._own_digest()))
 
     async def _answer_request(self) -> None:
         request, self._request = self._request, None
-        if isinstance(request, RequestReplay):
-            await self._replay()
-        elif self._source.snapshot is not None:
-            await self._restore(self._source.snapshot)
+        match request:
+            case RequestReplay():
+                await self._replay()
+            case RequestSnapshot() if self._source.snapshot is not None:
+                await self._restore(self._source.snapshot)
+            case RequestDigest() if self._source.digest is not None:
+                await self._compare(self._source.digest)
 
-    # --- replay and snapshot --------------------------------------------------------------------------
+    # --- what is asked for ----------------------------------------------------------------------------
 
     async def _replay(self) -> None:
         self._stats["replays"] += 1
         for number in range(self._patience.tries):
             await asyncio.sleep(self._patience.before_try(number))
-            async with self._slots:
-                if await self._replay_once():
-                    return
-        log.warning("%s does not answer at %s", self._name, self._source.replay_endpoint)
+            try:
+                async with self._slots:
+                    await self._link.replay(self._cursor.replay_start, self._on_replayed, self._patience.answer_s)
+            except (TimeoutError, MeshError, OSError) as error:
+                log.debug("%s: no replay (%r)", self._name, error)
+                continue
+            if self._wants_replay:
+                self._carry_out(self._cursor.on_replay_end())
+            return
+        log.warning("%s: %s does not replay", self._name, self._source.replay_endpoint or self._source.endpoint)
         self._carry_out(self._cursor.on_replay_failed())
 
-    async def _replay_once(self) -> bool:
-        """Ask from where we are; False if there is silence before the end."""
-        dealer = LoopSocket(_connect_dealer(self._source), self._on_replayed)
-        try:
-            dealer.send((b"", (self._cursor.next_seq or 0).to_bytes(8, "big")))
-            while self._request is None and self._cursor.mode is Mode.REPLAYING:
-                self._heard.clear()
-                async with asyncio.timeout(self._patience.answer_s):
-                    await self._heard.wait()
-        except TimeoutError:
-            return False
-        finally:
-            dealer.close()
-        return True
+    def _on_replayed(self, seq: int, payload: bytes) -> bool:
+        self._carry_out(self._cursor.on_replayed(seq, payload))
+        return self._wants_replay
+
+    @property
+    def _wants_replay(self) -> bool:
+        return self._request is None and self._cursor.mode is Mode.REPLAYING
 
     async def _restore(self, take: Callable[[], Awaitable[Snapshot]]) -> None:
         self._stats["snapshots"] += 1
@@ -217,93 +248,97 @@ class _Feed:
                 is_bug = not isinstance(error, MeshError | OSError)
                 log.warning("%s: no snapshot (%r)", self._name, error, exc_info=is_bug)
             else:
-                self._carry_out(self._cursor.on_snapshot(snapshot.seq, snapshot.events))
+                self._carry_out(self._cursor.on_snapshot(snapshot.seq, snapshot.payloads))
                 return
         self._carry_out(self._cursor.on_snapshot_failed())
 
+    async def _compare(self, ask: Callable[[], Awaitable[KvDigest]]) -> None:
+        self._stats["digests"] += 1
+        try:
+            async with self._slots, asyncio.timeout(self._patience.answer_s):
+                answer = await ask()
+        except Exception as error:  # the next recheck asks again
+            is_bug = not isinstance(error, MeshError | OSError)
+            log.log(logging.WARNING if is_bug else logging.DEBUG, "%s: no digest (%r)", self._name, error)
+            self._carry_out(self._cursor.on_digest_failed())
+        else:
+            self._carry_out(self._cursor.on_digest(answer.seq, Digest(answer.blocks, answer.value)))
+
     # --- what comes -----------------------------------------------------------------------------------
 
-    def _on_live(self, frames: Frames) -> None:
-        """`[topic, seq, payload]`."""
-        if len(frames) != 3 or len(frames[1]) != _SEQ_BYTES:
-            self._complain(f"a message of {len(frames)} frames is no batch")
-            return
-        self._carry_out(self._cursor.on_live(int.from_bytes(frames[1], "big"), frames[2]))
+    def on_live(self, seq: int, payload: bytes) -> None:
+        self._carry_out(self._cursor.on_live(seq, payload))
 
-    def _on_replayed(self, frames: Frames) -> None:
-        """`[b"", topic, seq, payload]`, without the topic from older engines; the end has seq -1."""
-        self._heard.set()
-        if len(frames) < 2 or len(frames[-2]) != _SEQ_BYTES:
-            self._complain(f"a replay of {len(frames)} frames is no batch")
-            return
-        seq, payload = frames[-2:]
-        if seq == END_OF_REPLAY:
-            self._carry_out(self._cursor.on_replay_end())
-        else:
-            self._carry_out(self._cursor.on_replayed(int.from_bytes(seq, "big"), payload))
+    def on_disconnected(self) -> None:
+        self._carry_out(self._cursor.on_disconnected())
 
-    # --- what has to be done --------------------------------------------------------------------------
+    def on_reconnected(self) -> None:
+        self._carry_out(self._cursor.on_reconnected())
 
-    def _carry_out(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            match action:
-                case Apply():
-                    self._apply(action)
-                case Reset():
-                    self._reset(action)
-                case Drop():
-                    self._stats["dropped"] += 1
-                case RequestReplay() | RequestSnapshot():
-                    self._request = action
-                    self._requested.set()
-
-    def _apply(self, action: Apply) -> None:
-        self._stats["batches"] += 1
-        try:
-            events = decode_payload(action.payload).events
-        except WireError as error:  # asking again would bring the same
-            self._complain(f"batch {action.seq}: {error}")
-            return
-        self._deliver(events)
-
-    def _reset(self, action: Reset) -> None:
-        self._stats["resets"] += 1
-        log.info("%s: begin anew (%s)", self._name, action.reason)
-        self._deliver([Cleared(), *action.events])
-
-    def _deliver(self, events: Sequence[KvEvent]) -> None:
-        try:
-            self._sink(self._source.worker_id, self._source.dp_rank, events)
-        except Exception:  # a bug met by one batch must not end the feed
-            log.exception("%s: %d events were lost", self._name, len(events))
-
-    def _complain(self, what: str) -> None:
+    def on_unreadable(self, what: str) -> None:
         """Once in the log per source, always in the statistics."""
         self._stats["unreadable"] += 1
         log.log(logging.DEBUG if self._complained else logging.WARNING, "%s: %s", self._name, what)
         self._complained = True
 
+    # --- what has to be done --------------------------------------------------------------------------
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        """In order; what follows from a batch that is applied comes after all that was asked for before."""
+        pending = deque(actions)
+        while pending:
+            match pending.popleft():
+                case Apply(seq, payload):
+                    self._apply(seq, payload)
+                    if self._cursor.wants_digests and (own := self._own_digest()) is not None:
+                        pending.extend(self._cursor.on_applied(seq, own))
+                case Reset() as reset:
+                    self._reset(reset)
+                case Drop():
+                    self._stats["dropped"] += 1
+                case Diverged(in_a_row):
+                    self._on_divergence(in_a_row)
+                case RequestReplay() | RequestSnapshot() | RequestDigest() as request:
+                    self._request = request
+                    self._requested.set()
+
+    def _apply(self, seq: int, payload: bytes) -> None:
+        self._stats["batches"] += 1
+        try:
+            self._sink.on_batch(self._source.worker_id, self._source.dp_rank, payload)
+        except WireError as error:  # asking again would bring the same
+            self.on_unreadable(f"batch {seq}: {error}")
+        except Exception:  # a bug met by one batch must not end the feed
+            log.exception("%s: batch %d was lost", self._name, seq)
+
+    def _reset(self, reset: Reset) -> None:
+        self._stats["resets"] += 1
+        log.info("%s: begin anew (%s)", self._name, reset.reason)
+        try:
+            self._sink.on_reset(self._source.worker_id, self._source.dp_rank, reset.payloads)
+        except WireError as error:
+            self.on_unreadable(f"a snapshot: {error}")
+        except Exception:
+            log.exception("%s: a snapshot was lost", self._name)
+
+    def _own_digest(self) -> Digest | None:
+        try:
+            return self._sink.digest(self._source.worker_id, self._source.dp_rank)
+        except Exception:
+            log.exception("%s: no digest of what is held", self._name)
+            return None
+
+    def _on_divergence(self, in_a_row: int) -> None:
+        """Said once, and once more if that did not help; then only counted."""
+        self._stats["divergences"] += 1
+        if in_a_row == 1:
+            log.warning("%s: what is known of it is not what it holds; it is taken over anew", self._name)
+        elif in_a_row == 2:
+            log.warning(
+                "%s: taken over anew, it differed again: the index is full, or there is a bug; asking less often",
+                self._name,
+            )
+
     @property
     def _name(self) -> str:
         return f"kv events of {self._source.worker_id}/{self._source.dp_rank}"
-
-
-def _connect_sub(source: KvSource) -> zmq.Socket[bytes]:
-    socket = open_socket(zmq.SUB, receive=_QUEUED_BATCHES, max_bytes=MAX_PAYLOAD_BYTES)
-    socket.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
-    return _connect(socket, source.endpoint)
-
-
-def _connect_dealer(source: KvSource) -> zmq.Socket[bytes]:
-    socket = open_socket(zmq.DEALER, receive=_QUEUED_REPLAYS, max_bytes=MAX_PAYLOAD_BYTES)
-    return _connect(socket, source.replay_endpoint)
-
-
-def _connect(socket: zmq.Socket[bytes], endpoint: str) -> zmq.Socket[bytes]:
-    try:
-        socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        socket.close()
-        hint = "give it as tcp://host:port"
-        raise ConfigError(f"cannot follow KV events at {endpoint!r}: {error}", hint=hint) from error
-    return socket

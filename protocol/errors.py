@@ -1,5 +1,9 @@
 """Expected failures. The code travels on the wire and comes back as the same class on the other side."""
 
+import math
+import re
+from typing import Self
+
 
 class MeshError(Exception):
     """An expected failure. `code` travels on the wire; `hint` says what to do next."""
@@ -8,6 +12,11 @@ class MeshError(Exception):
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(f"{message}; {hint}" if hint else message)
+
+    @classmethod
+    def from_detail(cls, detail: str) -> Self:
+        """The error whose text a peer sent."""
+        return cls(detail)
 
 
 class ConfigError(MeshError):
@@ -40,10 +49,25 @@ class NoWorkerError(MeshError):
     code = "no_worker"
 
 
+_RETRY_AFTER = re.compile(r"; retry after (\d{1,5}) s$")
+
+
 class OverloadedError(MeshError):
-    """Refused early because queues are full; the caller may retry later."""
+    """Refused early because queues are full; the caller may retry later: after `retry_after_s` if that is known."""
 
     code = "overloaded"
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float | None = None) -> None:
+        self.retry_after_s = None if retry_after_s is None else max(1, math.ceil(retry_after_s))
+        told = "" if self.retry_after_s is None else f"retry after {self.retry_after_s} s"
+        super().__init__(message, hint="; ".join(part for part in (hint, told) if part))
+
+    @classmethod
+    def from_detail(cls, detail: str) -> Self:
+        """An error crosses the wire as its code and its text, so the time is read from there."""
+        if (told := _RETRY_AFTER.search(detail)) is None:
+            return cls(detail)
+        return cls(detail[: told.start()], retry_after_s=int(told[1]))
 
 
 class DeadlineExceededError(MeshError):
@@ -104,4 +128,4 @@ _BY_CODE = _subclasses(MeshError)
 
 def from_wire(code: str, detail: str) -> MeshError:
     """Rebuild the error that a peer reported; an unknown code becomes a plain MeshError."""
-    return _BY_CODE.get(code, MeshError)(detail)
+    return _BY_CODE.get(code, MeshError).from_detail(detail)

@@ -1,6 +1,7 @@
 """What a block pool tells the world: which prefixes it now holds, and which no longer."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from protocol.ids import EngineHash
 
@@ -30,3 +31,10 @@ class Cleared:
 
 
 KvEvent = Stored | Removed | Cleared
+
+
+class Digest(NamedTuple):
+    """Tells two sets of prefixes apart without listing them: see `protocol.hashing.digest_term`."""
+
+    blocks: int
+    value: int  # u64

@@ -3,19 +3,26 @@
 The values equal those of the field's other KV routers, so indices can be compared entry by entry:
 only full blocks; tokens as little-endian u32; `seed = 1337`, plus xxh3(lora, 0) and xxh3(salt, 1) where given;
 `sequence[0] = block[0]`, `sequence[i] = xxh3(LE64(sequence[i-1]) + LE64(block[i]), 1337)`.
+
+Many of them travel packed, as little-endian u64 bytes.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from struct import Struct
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from xxhash import xxh3_64_intdigest
 
+from protocol import native
 from protocol.ids import BlockHash, SequenceHash
 
 CHAIN_SEED = 1337
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _PAIR = Struct("<QQ")
+_TIER_MARK = 0x9E37_79B9_7F4A_7C15  # odd, so that marks of different tiers differ
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview | array[int]"  # whatever gives its memory; numpy arrays do too
 
 
 def hash_seed(lora: str | None = None, salt: str | None = None) -> int:
@@ -36,9 +43,22 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+def pack_hashes(hashes: Iterable[int]) -> bytes:
+    """`hashes` as little-endian u64. Raises OverflowError outside u64."""
+    return array("Q", hashes).tobytes()
+
+
+def unpack_hashes(packed: Buffer) -> memoryview:
+    """A view of packed u64 as integers. Raises ValueError if it is not made of 8-byte integers."""
+    return _integers(packed, 8, "Q")
+
+
 def block_hashes(tokens: Sequence[int], block_size: int, seed: int = CHAIN_SEED) -> list[BlockHash]:
-    """Hash each full block of `block_size` tokens by itself; a trailing partial block has no hash."""
-    data = memoryview(token_bytes(tokens))
+    """Hash each full block of `block_size` tokens by itself; a trailing partial block has no hash.
+
+    `tokens` are integers, or bytes as of `token_bytes`.
+    """
+    data = memoryview(tokens if isinstance(tokens, bytes | bytearray | memoryview) else token_bytes(tokens)).cast("B")
     stride = 4 * block_size
     full_bytes = len(data) - len(data) % stride
     return [BlockHash(xxh3_64_intdigest(data[start : start + stride], seed)) for start in range(0, full_bytes, stride)]
@@ -60,3 +80,49 @@ def extend_chain(parent: SequenceHash | None, blocks: Sequence[BlockHash]) -> li
 def sequence_hashes(tokens: Sequence[int], block_size: int, seed: int = CHAIN_SEED) -> list[SequenceHash]:
     """Sequence hash of every full block of `tokens`, in order."""
     return extend_chain(None, block_hashes(tokens, block_size, seed))
+
+
+def plain_sequence_hash_bytes(tokens: Buffer, block_size: int, seed: int = CHAIN_SEED) -> bytes:
+    """The same, packed. `tokens`: u32, or bytes as of `token_bytes`. Raises ValueError for other integers."""
+    if block_size < 1:
+        raise ValueError(f"block size {block_size}; it is at least 1")
+    return pack_hashes(sequence_hashes(u32_bytes(tokens), block_size, seed))
+
+
+if TYPE_CHECKING or not native.WANTED:
+    sequence_hash_bytes = plain_sequence_hash_bytes
+else:
+    try:
+        from protocol._native import sequence_hash_bytes
+    except ImportError:
+        sequence_hash_bytes = plain_sequence_hash_bytes
+
+
+def u32_bytes(tokens: Buffer) -> memoryview:
+    """The bytes of a buffer of u32. Raises ValueError if it is not made of 4-byte integers."""
+    return _integers(tokens, 4, "I").cast("B")
+
+
+def mix64(value: int) -> int:
+    """Spread a u64 over all its bits (the finaliser of splitmix64)."""
+    value = ((value & _U64) ^ (value >> 30)) * 0xBF58_476D_1CE4_E5B9 & _U64
+    value = (value ^ (value >> 27)) * 0x94D0_49BB_1331_11EB & _U64
+    return value ^ (value >> 31)
+
+
+def digest_term(sequence_hash: int, tier: int = 0) -> int:
+    """What one prefix in one tier (0: the device) adds to the digest of a cache.
+
+    A digest is the sum of these mod 2**64: it does not depend on the order, and taking away is subtracting.
+    """
+    return mix64((sequence_hash + (tier + 1) * _TIER_MARK) & _U64)
+
+
+def _integers(buffer: Buffer, size: int, code: Literal["I", "Q"]) -> memoryview:
+    view = memoryview(buffer)
+    if not view.nbytes:
+        return memoryview(b"").cast(code)
+    if view.itemsize not in (1, size) or view.nbytes % size or not view.c_contiguous:
+        found = f"{view.nbytes} bytes in items of {view.itemsize}"
+        raise ValueError(f"{found} are not contiguous integers of {size} bytes; pass array({code!r}) or packed bytes")
+    return view.cast("B").cast(code)

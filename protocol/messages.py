@@ -6,13 +6,14 @@ Token ids travel as little-endian u32 bytes (`pack_tokens`): an 8k prompt is one
 from array import array
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from protocol.errors import WireError
 from protocol.hashing import token_bytes
-from protocol.ids import RequestId, SequenceHash, WorkerId
+from protocol.ids import RequestId, WorkerId
 
 
 class Role(StrEnum):
@@ -146,19 +147,22 @@ class WorkerCard(Message, frozen=True):
     total_blocks: int
     context_tokens: int
     max_num_seqs: int = 64
-    kv_events: str = ""  # ZMQ endpoint; "" if the worker publishes none
-    kv_replay: str = ""
+    kv_events: str = ""  # tcp://host:port (ZMQ) or nats://host:port/subject; "" if the worker publishes none
+    kv_replay: str = ""  # ZMQ alone
     transfer: str = ""  # backend that can move its KV; prefill and decode must agree
     dp_size: int = 1
+    capacity: float = 1.0  # speed against the other workers of its role: one of 2.0 is given twice the work
     pid: int = 0
     metrics_url: str = ""
 
 
 class RouterCard(Message, frozen=True):
-    """A standalone router, under `routers/<name>`."""
+    """A router, alone or inside a frontend, under `routers/<name>`."""
 
     name: str
-    address: str
+    address: str = ""  # host:port of its request plane; "": it answers nobody but its own process
+    gossip: str = ""  # ZMQ endpoint where it publishes the load it has placed; "": it does not
+    http_url: str = ""
     pid: int = 0
 
 
@@ -176,10 +180,16 @@ class RouteRequest(Message, frozen=True):
     request_id: RequestId
     model: str
     isl_tokens: int
-    sequence_hashes: tuple[SequenceHash, ...] = ()  # one per full block of the prompt, in order
+    sequence_hashes: bytes = b""  # u64 little endian, one per full block of the prompt, in order: see pack_hashes
     exclude: tuple[WorkerId, ...] = ()  # workers that just failed this request
     disaggregate: bool | None = None  # None: the router decides
-    pin: WorkerId | None = None  # decode there, or fail
+    pin: WorkerId | None = None  # decode there, or fail; a worker's id or name
+    pin_rank: int | None = None  # ... in this data-parallel rank
+    pin_prefill: WorkerId | None = None  # prefill there, or fail
+    session: str = ""  # requests of one session go to one worker while that can take them; "": none
+    tenant: str = ""  # who shares the queue with whom, fairly
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # the higher goes first
+    explain: bool = False  # answer with the reasons
 
 
 class Target(Message, frozen=True):
@@ -190,12 +200,49 @@ class Target(Message, frozen=True):
     overlap_blocks: int = 0  # of the prompt, already in this worker's cache by the router's index
 
 
+class CandidateReport(Message, frozen=True):
+    """One (worker, dp rank) as the router saw it when it chose. Blocks are KV blocks, costs are in blocks."""
+
+    leg: str  # "whole", "prefill" or "decode": what it was to compute
+    worker: str
+    dp_rank: int
+    overlap_blocks: tuple[int, int, int, int]  # leading blocks held on the device, there or in host memory, ... disk, any
+    queued_tokens: int  # placed there, still to prefill
+    held_blocks: int  # by what runs there
+    requests: int
+    capacity: float
+    cost: float
+    terms: dict[str, float]  # what the cost is made of, before it is divided by the capacity
+    note: str = ""  # "chosen", or why it could not be
+
+
+class Explanation(Message, frozen=True):
+    """Why a request runs where it does. The cheapest candidates first, at most 64 of each leg."""
+
+    policy: str
+    why: str
+    recompute_price: float  # what a block to compute counts against a block in the queue
+    busy_share: float  # of the workers' time, spent on prefill lately
+    asked_before: float  # requests of the last minutes whose cached prefix ended where this one's does
+    waited_s: float = 0.0  # in the router's queue
+    candidates: tuple[CandidateReport, ...] = ()
+
+
 class Placed(Message, frozen=True):
     """`prefill` is None when one worker does both halves."""
 
     decode: Target
     prefill: Target | None = None
     reason: str = ""
+    explanation: Explanation | None = None  # where the request asked for it
+
+
+class Progress(Message, frozen=True):
+    """Router method `progress`: a booking lives, and holds this much of an answer by now."""
+
+    request_id: RequestId
+    osl_tokens: int = 0
+    reused_tokens: int | None = None  # of the prompt, found in the worker's cache: told with the first token
 
 
 class ReleaseOffer(Message, frozen=True):
@@ -210,6 +257,14 @@ class KvSnapshot(Message, frozen=True):
 
     seq: int  # of the last batch of events that the snapshot contains; -1: none was published
     payload: bytes
+
+
+class KvDigest(Message, frozen=True):
+    """Worker method `kv_digest`: what its cache holds after batch `seq` of its KV events, as a hash of the set."""
+
+    seq: int  # -1: before the first
+    blocks: int
+    value: int  # u64, see protocol.hashing.digest_term
 
 
 T = TypeVar("T")

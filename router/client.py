@@ -6,14 +6,18 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
+import msgspec
+
 from mesh.discovery import Deleted, Discovery, Put
 from mesh.plane.client import PlaneClient, Stream
 from protocol.errors import DrainingError, FeedLostError, MeshError, NoWorkerError, PeerLostError, WireError
 from protocol.ids import RequestId
-from protocol.messages import Placed, RouterCard, RouteRequest, decode
+from protocol.messages import Placed, Progress, RouterCard, RouteRequest, decode, encode
 from router.service import Booking
 
 log = logging.getLogger(__name__)
+
+STILL_WAITING = encode(None)  # what a router says while a request waits in its queue
 
 ANSWER_TIMEOUT_S = 3.0  # a router answers in well under a millisecond; one that hangs must not hold requests up
 
@@ -69,35 +73,53 @@ class RemoteRouter:
 
 
 class _RemoteBooking:
+    """Tells the router of progress, one message at a time: the latest of what is to be told."""
+
     def __init__(self, plane: PlaneClient, address: str, request_id: RequestId, placed: Placed) -> None:
         self._plane = plane
         self._address = address
-        self._request_id = request_id
+        self._news = Progress(request_id=request_id)
+        self._began = False
+        self._to_tell = False
         self._telling: asyncio.Task[None] | None = None
         self.placed = placed
 
-    def prefill_done(self) -> None:
-        if self._telling is None:
-            self._telling = asyncio.create_task(self._tell(), name=f"prefill done {self._request_id}")
+    def prefill_done(self, reused_tokens: int | None = None) -> None:
+        if not self._began:
+            self._began = True
+            self._tell_soon(msgspec.structs.replace(self._news, reused_tokens=reused_tokens))
+
+    def progress(self, osl_tokens: int) -> None:
+        self._tell_soon(msgspec.structs.replace(self._news, osl_tokens=osl_tokens))
 
     async def settle(self) -> None:
         if self._telling is not None:
             self._telling.cancel()
             await asyncio.wait([self._telling])
 
+    def _tell_soon(self, news: Progress) -> None:
+        self._news, self._to_tell = news, True
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell(), name=f"progress of {news.request_id}")
+
     async def _tell(self) -> None:
-        try:
-            await self._plane.tell(self._address, "prefill_done", self._request_id, 5.0)
-        except MeshError as error:  # the booking's end will free what this would have
-            log.debug("the router was not told of a first token: %s", error)
+        while self._to_tell:
+            self._to_tell = False
+            try:
+                await self._plane.tell(self._address, "progress", self._news, 5.0)
+            except MeshError as error:  # the booking's end will free what this would have
+                log.debug("the router was not told of progress: %s", error)
 
 
 async def _first(stream: Stream, card: RouterCard) -> Placed:
-    try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            raw = await stream.next()
-    except TimeoutError:
-        raise PeerLostError(f"router {card.name} did not answer in {ANSWER_TIMEOUT_S} s") from None
-    if raw is None:
-        raise PeerLostError(f"router {card.name} ended without an answer")
-    return decode(raw, Placed)
+    """The placement; before it a router that lets the request wait says so again and again."""
+    while True:
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                raw = await stream.next()
+        except TimeoutError:
+            raise PeerLostError(f"router {card.name} did not answer in {ANSWER_TIMEOUT_S} s") from None
+        if raw is None:
+            raise PeerLostError(f"router {card.name} ended without an answer")
+        if raw != STILL_WAITING:
+            return decode(raw, Placed)

@@ -1,176 +1,596 @@
 """The router itself, as a pure state machine: cards, KV events and requests in, placements out.
 
-The live service, a replayed trace and the tests drive this same object; time is a parameter.
+The live service, a replayed trace and the tests drive this same object; time is a parameter. A request is submitted;
+`dispatch` then places all that can be placed, in the order of the queue. It is to be called after anything that may let
+a waiting request go: a submission, a first token, an end, a worker that came or left.
 """
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from protocol.errors import NoWorkerError
+from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError
 from protocol.events import KvEvent
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import Placed, Role, RouteRequest, Target, WorkerCard
-from router.disaggregation import LocalPrefill, decide
-from router.index import Holder, PrefixIndex
-from router.load import ActiveLoad
-from router.selection import Candidate, Cost, Policy, Weights, decode_cost, place, prefill_cost, whole_cost
+from router.affinity import SessionAffinity, session_key
+from router.disaggregation import Backlog, LocalPrefill, decide
+from router.explain import Leg, Reasons, explain
+from router.index import Depths, Digest, Holder, PrefixIndex
+from router.load import ActiveLoad, Change, Share
+from router.prediction import APPROXIMATE_TTL_S, ON_ROUTE_TTL_S, PredictedPrefixes
+from router.pressure import BusyShare, PrefixDemand, recompute_price
+from router.queue import Pending, PendingQueue, QueueRules
+from router.selection import NOWHERE, Candidate, Policy, Prompt, Weights, choose
+from router.warmup import WarmUp
+
+MAX_PASSED_OVER = 32  # waiting requests looked at in vain in one dispatch
+_HASH_BYTES = 8
+_FOREVER = float("inf")
+_PATIENT: frozenset[Policy] = frozenset(("kv", "least-loaded", "power-of-two"))  # those that look at load
+
+
+@dataclass(frozen=True, slots=True)
+class Saturation:
+    """When a worker is given nothing more, and who comes waits in the router: there it can still be re-ordered, go to
+    another worker, or be refused. Enough is left with the worker to keep it busy until the next one comes."""
+
+    queued_tokens: int = 4096  # prompt tokens placed there, still to compute, for a capacity of 1
+    requests_share: float = 1.0  # of the sequences that the worker runs at once
+    blocks_share: float = 1.0  # of its KV blocks
 
 
 @dataclass(frozen=True, slots=True)
 class RouterRules:
     policy: Policy = "kv"
     weights: Weights = field(default_factory=Weights)
+    recompute_price: float = 0.0  # 0: worked out from load and demand
     temperature: float = 0.0
     local_prefill: LocalPrefill = field(default_factory=LocalPrefill)
+    saturation: Saturation | None = field(default_factory=Saturation)  # None: nobody waits in the router
+    queue: QueueRules = field(default_factory=lambda: QueueRules(order="wspt"))
+    affinity_ttl_s: float = 0.0  # 0: sessions are not bound to workers
+    predict_ttl_s: float = ON_ROUTE_TTL_S  # 0: only what events tell is believed
+    approximate_ttl_s: float = APPROXIMATE_TTL_S  # of predictions for workers without events
+    lease_s: float = 120.0  # a booking of which nothing is heard ends
+    ramp_s: float = 10.0
     suspect_s: float = 2.0  # a worker that failed a request is avoided for so long
+
+
+class Outcome(NamedTuple):
+    """What became of a request that was submitted: placed and booked, or failed."""
+
+    request_id: RequestId
+    result: Placed | MeshError
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One (worker, dp rank): a place where a request can run."""
+
+    holder: Holder
+    card: WorkerCard
+    last_chosen: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """All workers of one model."""
+
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    queue: PendingQueue["_Waiting"] = field(default_factory=PendingQueue)
+    slots: dict[Role, list[Slot]] = field(default_factory=lambda: {role: [] for role in Role})
+    busy: dict[bool, BusyShare] = field(default_factory=lambda: {True: BusyShare(), False: BusyShare()})
+
+    @property
+    def decoders(self) -> list[Slot]:
+        return (
+            self.slots[Role.DECODE] + self.slots[Role.AGGREGATED]
+            if self.slots[Role.DECODE]
+            else self.slots[Role.AGGREGATED]
+        )
+
+
+@dataclass(slots=True)
+class _Waiting:
+    request: RouteRequest
+    arrived_s: float
+
+
+@dataclass(slots=True)
+class _View:
+    """What all candidates of one request are seen by."""
+
+    request: RouteRequest
+    block_size: int
+    overlaps: dict[Holder, Depths]
+    active: dict[Holder, int]
+    ahead: Mapping[Holder, int]  # tokens that requests before this one wait to compute there
+    price: float
+    busy_share: float
+    asked_before: float
+
+
+@dataclass(slots=True)
+class _Plan:
+    decode: Candidate
+    prefill: Candidate | None
+    reason: str
+    is_full: bool  # nobody can take it now: it waits for these
+    view: _View
+    legs: list[Leg]
+
+    @property
+    def computes(self) -> Candidate:
+        return self.prefill or self.decode
 
 
 class RouterState:
     def __init__(self, rules: RouterRules, seed: int = 0) -> None:
-        self._rules = rules
+        self.rules = rules
         self._rng = random.Random(seed)
         self._cards: dict[WorkerId, WorkerCard] = {}
+        self._slots: dict[Holder, Slot] = {}
+        self._pools: dict[str, _Pool] = {}
         self._suspect_until: dict[WorkerId, float] = {}
-        self._last_chosen: dict[Holder, int] = {}
         self._choices = 0
-        self.index = PrefixIndex()
-        self.load = ActiveLoad()
+        self._demand = PrefixDemand()
+        self._affinity = SessionAffinity(ttl_s=rules.affinity_ttl_s)
+        self._predicted = PredictedPrefixes(ttl_s=rules.predict_ttl_s)
+        self._approximate = PredictedPrefixes(ttl_s=rules.approximate_ttl_s)
+        self._warm_up = WarmUp(ramp_s=rules.ramp_s)
+        self.load = ActiveLoad(rules.lease_s)
+        self.stats: Counter[str] = Counter()  # expired: bookings that nobody freed
+
+    # --- workers and what they tell ---------------------------------------------------------------
 
     @property
     def cards(self) -> Sequence[WorkerCard]:
         return list(self._cards.values())
 
-    def add_worker(self, card: WorkerCard) -> None:
+    @property
+    def waiting(self) -> int:
+        return sum(len(pool.queue) for pool in self._pools.values())
+
+    @property
+    def indexes(self) -> Mapping[str, PrefixIndex]:
+        """By model."""
+        return {model: pool.index for model, pool in self._pools.items()}
+
+    def block_size_of(self, model: str) -> int:
+        """1 for a model that nobody serves."""
+        pool = self._pools.get(model)
+        return next((slot.card.block_size for slots in pool.slots.values() for slot in slots), 1) if pool else 1
+
+    def add_worker(self, card: WorkerCard, now: float = 0.0) -> None:
         """Take a worker in. Those of one model have one block size: router/members.py sees to it."""
+        known = self._cards.get(card.worker_id)
+        if known is not None and (known.model, known.role, known.dp_size) != (card.model, card.role, card.dp_size):
+            self.remove_worker(card.worker_id, now)
+            known = None
         self._cards[card.worker_id] = card
+        pool = self._pool(card.model)
+        for dp_rank in range(card.dp_size):
+            holder = Holder(card.worker_id, dp_rank)
+            if holder in self._slots:
+                self._slots[holder].card = card
+                continue
+            self._slots[holder] = slot = Slot(holder, card)
+            self.load.join(holder)
+            slots = pool.slots[card.role]
+            slots.append(slot)
+            slots.sort(key=lambda s: s.holder)
+        if known is None:
+            self._warm_up.joined(card.worker_id, now)
 
-    def remove_worker(self, worker_id: WorkerId) -> None:
+    def remove_worker(self, worker_id: WorkerId, now: float = 0.0) -> None:
+        """Forget a worker with its blocks and its bookings. Unknown ones are no error."""
         card = self._cards.pop(worker_id, None)
+        if card is None:
+            return
+        pool = self._pools[card.model]
+        for dp_rank in range(card.dp_size):
+            holder = Holder(worker_id, dp_rank)
+            self._count_busy(self.load.leave(holder), now)
+            pool.slots[card.role].remove(self._slots.pop(holder))
+        pool.index.drop_worker(worker_id)
         self._suspect_until.pop(worker_id, None)
-        self.index.drop_worker(worker_id)
-        for dp_rank in range(card.dp_size if card else 0):
-            self._last_chosen.pop(Holder(worker_id, dp_rank), None)
+        self._affinity.forget_worker(worker_id)
+        self._predicted.forget_worker(worker_id)
+        self._approximate.forget_worker(worker_id)
+        self._warm_up.left(worker_id)
+        if not any(pool.slots.values()) and not pool.queue:
+            del self._pools[card.model]
 
-    def on_kv_events(self, worker_id: WorkerId, dp_rank: int, events: Sequence[KvEvent]) -> None:
-        if worker_id in self._cards:  # what arrives after a worker has left must not bring it back
-            self.index.apply(Holder(worker_id, dp_rank), events)
+    def on_kv_events(self, worker_id: WorkerId, dp_rank: int, events: Iterable[KvEvent]) -> None:
+        """What arrives after a worker has left must not bring it back."""
+        if (card := self._cards.get(worker_id)) is not None:
+            self._pools[card.model].index.apply(Holder(worker_id, dp_rank), events)
+
+    def on_kv_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> int:
+        """The same from a batch as on the wire; the number of events. Raises WireError."""
+        if (card := self._cards.get(worker_id)) is None:
+            return 0
+        return self._pools[card.model].index.apply_payload(Holder(worker_id, dp_rank), payload)
+
+    def forget_kv(self, worker_id: WorkerId, dp_rank: int) -> None:
+        """Whatever this holder was said to have: it is told anew."""
+        if (card := self._cards.get(worker_id)) is not None:
+            self._pools[card.model].index.drop(Holder(worker_id, dp_rank))
+
+    def digest(self, worker_id: WorkerId, dp_rank: int) -> Digest | None:
+        card = self._cards.get(worker_id)
+        return None if card is None else self._pools[card.model].index.digest(Holder(worker_id, dp_rank))
+
+    def overlaps(self, model: str, hashes: bytes, now: float) -> dict[Holder, Depths]:
+        """How much of a prompt each holder has, or is about to have."""
+        pool = self._pools.get(model)
+        if pool is None or not hashes:
+            return {}
+        return self._overlaps(pool, hashes, self.load.chains.match(hashes), now)
+
+    def _overlaps(self, pool: _Pool, hashes: bytes, active: Mapping[Holder, int], now: float) -> dict[Holder, Depths]:
+        """What a holder has, what requests in flight there will have made, and what events are still to tell of."""
+        found = pool.index.match(hashes)
+        if self.rules.predict_ttl_s:
+            _deepen(found, active)
+            if self.load.prefilling.num_blocks:
+                _deepen(found, self.load.prefilling.match(hashes))
+        for predictions in (self._predicted, self._approximate):
+            if len(predictions):
+                _deepen(found, predictions.match(hashes, now))
+        return found
+
+    # --- requests ----------------------------------------------------------------------------------
+
+    def submit(self, request: RouteRequest, now: float, deadline_s: float = _FOREVER) -> Sequence[Outcome]:
+        """Let a request wait for `dispatch`. Returns those that it displaced from the queue.
+
+        Raises NoWorkerError if there is no worker for it, OverloadedError if the queue is full.
+        """
+        self._suspect(request.exclude, now)
+        pool = self._pools.get(request.model)
+        slots = [] if pool is None else self._eligible(pool.decoders, request, now, pin=request.pin)
+        if pool is None or not slots:
+            raise NoWorkerError(self._why_none(request), hint="start one: `kvmesh up`, or `python -m workers`")
+        overlaps = self.overlaps(request.model, request.sequence_hashes, now)
+        deepest = max((depths[-1] for depths in overlaps.values()), default=0)
+        cached = deepest * slots[0].card.block_size
+        pending = Pending(
+            request_id=request.request_id,
+            tenant=request.tenant,
+            priority=request.priority,
+            arrived_s=now,
+            deadline_s=deadline_s,
+            isl_tokens=request.isl_tokens,
+            uncached_tokens=max(0, request.isl_tokens - cached),
+            payload=_Waiting(request, now),
+            lane=request.pin or request.pin_prefill or _lane(overlaps, deepest),
+        )
+        displaced = pool.queue.push(pending, now)
+        return [Outcome(other.request_id, pool.queue.refusal(now)) for other in displaced]
+
+    def dispatch(self, now: float) -> list[Outcome]:
+        """Place what can be placed now, and fail what can no longer be served in time."""
+        outcomes: list[Outcome] = []
+        for pool in list(self._pools.values()):
+            if pool.queue:
+                outcomes += self._dispatch(pool, now)
+        return outcomes
+
+    def next_deadline(self) -> float | None:
+        """When `dispatch` is to be called at the latest."""
+        deadlines = [deadline for pool in self._pools.values() if (deadline := pool.queue.next_deadline()) is not None]
+        return min(deadlines, default=None)
 
     def place(self, request: RouteRequest, now: float) -> Placed:
-        """Choose and book. The booking stands until `free`. Raises NoWorkerError."""
+        """Place and book at once, whoever waits and however full the workers are. Raises NoWorkerError."""
         self._suspect(request.exclude, now)
-        decoders = self._eligible(request, now, {Role.DECODE, Role.AGGREGATED}, pin=request.pin)
-        if not decoders:
+        return self._book(self._plan(request, now, {}), now, waited_s=0.0)
+
+    def prefill_done(self, request_id: RequestId, now: float = 0.0) -> None:
+        """Its first token is there. Its blocks are too, of which events will soon tell."""
+        hashes = self.load.hashes_of(request_id) if self.rules.predict_ttl_s else b""
+        for holder in self.load.holders_of(request_id) if hashes else ():
+            card = self._slots[holder].card
+            if card.kv_events:
+                self._predicted.placed(request_id, holder, hashes, now, card.total_blocks)
+        self._count_busy(self.load.prefill_done(request_id, now), now)
+
+    def progress(self, request_id: RequestId, osl_tokens: int, now: float) -> None:
+        """It lives, and has so many tokens by now."""
+        holders = self.load.holders_of(request_id)
+        if holders:
+            block_size = self._slots[holders[0]].card.block_size
+            self.load.progress(request_id, 1 + osl_tokens // block_size, now)
+
+    def free(self, request_id: RequestId, now: float = 0.0, *, ok: bool = True) -> None:
+        """It has ended, wherever it was; `ok`: well. A second call does nothing."""
+        for pool in self._pools.values():
+            pool.queue.cancel(request_id)
+        for holder in self.load.holders_of(request_id):
+            if ok:
+                self._warm_up.completed(holder.worker_id)
+        if not ok:
+            self._predicted.forget(request_id)
+            self._approximate.forget(request_id)
+        self._count_busy(self.load.free(request_id), now)
+
+    def expire(self, now: float) -> list[RequestId]:
+        """End bookings of which nothing was heard for too long: whoever held them is gone."""
+        expired = self.load.expired(now)
+        for request_id in expired:
+            self.free(request_id, now, ok=False)
+        self.stats["expired"] += len(expired)
+        return expired
+
+    def set_elsewhere(self, router: str, shares: Mapping[Holder, Share]) -> None:
+        """All the load that another router has placed."""
+        self.load.set_elsewhere(router, shares)
+
+    # --- how it is decided -------------------------------------------------------------------------
+
+    def _dispatch(self, pool: _Pool, now: float) -> list[Outcome]:
+        late = [Outcome(p.request_id, _too_late(p.payload, now)) for p in pool.queue.expire(now)]
+        ahead: Counter[Holder] = Counter()
+        plans: dict[RequestId, _Plan | MeshError] = {}
+        passed_over = 0
+
+        def fits(item: Pending[_Waiting]) -> bool:
+            nonlocal passed_over
+            if passed_over >= MAX_PASSED_OVER:
+                return False
+            plan = self._try_plan(item.payload.request, now, ahead)
+            plans[item.request_id] = plan
+            if isinstance(plan, MeshError) or not plan.is_full:
+                return True
+            ahead[plan.computes.holder] += item.uncached_tokens
+            passed_over += 1
+            return False
+
+        outcomes = late
+        while (item := pool.queue.pop_next(now, fits)) is not None:
+            plan = plans[item.request_id]
+            if isinstance(plan, MeshError):
+                outcomes.append(Outcome(item.request_id, plan))
+            else:
+                outcomes.append(Outcome(item.request_id, self._book(plan, now, now - item.payload.arrived_s)))
+            if not pool.queue:
+                break
+            ahead.clear()
+        return outcomes
+
+    def _try_plan(self, request: RouteRequest, now: float, ahead: Mapping[Holder, int]) -> _Plan | MeshError:
+        try:
+            return self._plan(request, now, ahead)
+        except MeshError as error:
+            return error
+
+    def _plan(self, request: RouteRequest, now: float, ahead: Mapping[Holder, int]) -> _Plan:
+        """Where a request would run if it were placed now. Raises NoWorkerError."""
+        pool = self._pools.get(request.model)
+        decoders = [] if pool is None else self._eligible(pool.decoders, request, now, pin=request.pin)
+        if pool is None or not decoders:
             raise NoWorkerError(self._why_none(request), hint="start one: `kvmesh up`, or `python -m workers`")
-        overlaps = self.index.match(request.sequence_hashes)
-        block_size = decoders[0].block_size
-        whole = whole_cost(request.isl_tokens, block_size, self._rules.weights)
-        local = self._choose(decoders, request, overlaps, whole)
-        prefillers = self._eligible(request, now, {Role.PREFILL})
+        prefillers = self._eligible(pool.slots[Role.PREFILL], request, now, pin=request.pin_prefill)
+        if request.pin_prefill is not None and not prefillers:
+            raise NoWorkerError(f"no prefill worker {request.pin_prefill!r} is ready", hint="see `GET /workers`")
+        view = self._view(pool, request, prefillers or decoders, now, ahead)
+        local = self._choose("whole", decoders, view, now)
+        first = self._choose("prefill", prefillers, view, now) if prefillers else None
         decision = decide(
             request.isl_tokens,
-            local.overlap_blocks * block_size,
-            bool(prefillers),
-            request.disaggregate,
-            self._rules.local_prefill,
+            local.chosen.overlap[0] * view.block_size,
+            first is not None,
+            True if request.pin_prefill is not None else request.disaggregate,
+            self.rules.local_prefill,
+            None if first is None else self._backlog(first, local, view),
         )
-        if not decision.disaggregate:
-            return self._book(request, local, None, block_size, decision.reason)
-        first = self._choose(
-            prefillers, request, overlaps, prefill_cost(request.isl_tokens, block_size, self._rules.weights)
-        )
-        transfer = self._cards[first.holder.worker_id].transfer
-        compatible = [card for card in decoders if card.transfer == transfer]
+        if first is None or not decision.disaggregate:
+            return self._one(local, decision.reason, view)
+        transfer = self._slots[first.chosen.holder].card.transfer
+        compatible = [slot for slot in decoders if slot.card.transfer == transfer]
         if not compatible:
-            return self._book(request, local, None, block_size, f"no decode worker can pull KV over {transfer!r}")
-        second = self._choose(
-            compatible, request, overlaps, decode_cost(len(request.sequence_hashes), self._rules.weights)
-        )
-        return self._book(request, second, first, block_size, decision.reason)
+            return self._one(local, f"no decode worker can pull KV over {transfer!r}", view)
+        second = self._choose("decode", compatible, view, now)
+        is_full = first.is_full or second.is_full
+        return _Plan(second.chosen, first.chosen, decision.reason, is_full, view, [first, second])
 
-    def prefill_done(self, request_id: RequestId) -> None:
-        self.load.prefill_done(request_id)
+    def _one(self, local: Leg, reason: str, view: _View) -> _Plan:
+        return _Plan(local.chosen, None, reason, local.is_full, view, [local])
 
-    def free(self, request_id: RequestId) -> None:
-        self.load.free(request_id)
+    def _backlog(self, first: Leg, local: Leg, view: _View) -> Backlog:
+        missing = max(0, view.request.isl_tokens - first.chosen.overlap[0] * view.block_size)
+        return Backlog(first.chosen.queued_tokens + missing, local.chosen.queued_tokens, first.is_full)
 
-    def _suspect(self, workers: Sequence[WorkerId], now: float) -> None:
-        for worker_id in workers:
-            if worker_id in self._cards:
-                self._suspect_until[worker_id] = now + self._rules.suspect_s
+    def _view(
+        self, pool: _Pool, request: RouteRequest, computing: Sequence[Slot], now: float, ahead: Mapping[Holder, int]
+    ) -> _View:
+        hashes = request.sequence_hashes
+        active = self.load.chains.match(hashes) if hashes else {}
+        overlaps = self._overlaps(pool, hashes, active, now) if hashes else {}
+        busy = pool.busy[computing[0].card.role is Role.PREFILL].of(len(computing), now)
+        asked, price = 0.0, self.rules.recompute_price
+        deepest = max((overlaps[s.holder][-1] for s in computing if s.holder in overlaps), default=0)
+        if deepest:
+            asked = self._demand.of(_prefix(hashes, deepest), now)
+        if not price:
+            holders = sum(overlaps.get(slot.holder, NOWHERE)[-1] == deepest for slot in computing) if deepest else 0
+            price = recompute_price(busy, asked, holders)
+        return _View(request, computing[0].card.block_size, overlaps, active, ahead, price, busy, asked)
+
+    def _choose(self, leg: str, slots: Sequence[Slot], view: _View, now: float) -> Leg:
+        """The best of `slots`, be it full or not: a full one is worth waiting for if the others cost more."""
+        rules, request = self.rules, view.request
+        prompt = Prompt(request.isl_tokens, view.block_size, leg, rules.weights, view.price)  # type: ignore[arg-type]
+        candidates = self._candidates(slots, view)
+        bound = self._bound(request, candidates, now)
+        held_back = self._warm_up.held_back({c.holder: c.requests for c in candidates}, now)
+        allowed = [c for c in candidates if c.holder not in held_back] if held_back else candidates
+        if bound is not None and not self._is_full(bound, leg):
+            chosen, cost, why = bound, prompt.cost(bound), "its session runs there"
+        else:
+            chosen, cost = choose(allowed, prompt, rules.policy, rules.temperature, self._rng)
+            why = ""
+        is_full = rules.policy in _PATIENT and self._is_full(chosen, leg)
+        return Leg(leg, chosen, cost, is_full, why, prompt, candidates, held_back)
+
+    def _candidates(self, slots: Sequence[Slot], view: _View) -> list[Candidate]:
+        overlaps, active, ahead = view.overlaps, view.active, view.ahead
+        num_blocks = len(view.request.sequence_hashes) // _HASH_BYTES
+        total = self.load.total
+        found: list[Candidate] = []
+        for slot in slots:
+            holder = slot.holder
+            queued, held, requests = total(holder)
+            found.append(
+                Candidate(
+                    holder,
+                    overlaps.get(holder, NOWHERE),
+                    queued + ahead.get(holder, 0) if ahead else queued,
+                    held,
+                    num_blocks - active.get(holder, 0),
+                    requests,
+                    slot.card.capacity,
+                    slot.last_chosen,
+                )
+            )
+        return found
+
+    def _is_full(self, c: Candidate, leg: str) -> bool:
+        limits = self.rules.saturation
+        if limits is None:
+            return False
+        card = self._slots[c.holder].card
+        if leg != "decode" and c.queued_tokens >= limits.queued_tokens * c.capacity:
+            return True
+        if leg == "prefill" or not c.requests:
+            return False
+        if c.requests >= limits.requests_share * card.max_num_seqs:
+            return True
+        return c.held_blocks + c.new_blocks > limits.blocks_share * card.total_blocks
+
+    def _bound(self, request: RouteRequest, candidates: Sequence[Candidate], now: float) -> Candidate | None:
+        if not request.session or not self.rules.affinity_ttl_s:
+            return None
+        holder = self._affinity.get(session_key(request.model, request.tenant, request.session), now)
+        return next((c for c in candidates if c.holder == holder), None)
 
     def _eligible(
-        self, request: RouteRequest, now: float, roles: set[Role], pin: str | None = None
-    ) -> list[WorkerCard]:
-        """Workers of the model that may take this request. Suspects only if there is nobody else."""
-        cards = [
-            card
-            for card in self._cards.values()
-            if card.model == request.model
-            and card.role in roles
-            and card.worker_id not in request.exclude
-            and (pin is None or pin in (card.worker_id, card.name))
-        ]
-        trusted = [card for card in cards if self._suspect_until.get(card.worker_id, 0.0) <= now]
-        return trusted or cards
+        self, slots: Sequence[Slot], request: RouteRequest, now: float, pin: str | None = None
+    ) -> Sequence[Slot]:
+        """Where this request may go. To suspects only if there is nobody else."""
+        if request.exclude or pin is not None or request.pin_rank is not None:
+            slots = [
+                slot
+                for slot in slots
+                if slot.card.worker_id not in request.exclude
+                and (pin is None or pin in (slot.card.worker_id, slot.card.name))
+                and (pin is None or request.pin_rank is None or slot.holder.dp_rank == request.pin_rank)
+            ]
+        if not self._suspect_until:
+            return slots
+        trusted = [slot for slot in slots if self._suspect_until.get(slot.card.worker_id, 0.0) <= now]
+        return trusted or slots
 
-    def _choose(
-        self, cards: Sequence[WorkerCard], request: RouteRequest, overlaps: dict[Holder, int], cost: Cost
-    ) -> Candidate:
-        candidates = [
-            self._candidate(Holder(card.worker_id, dp_rank), request, overlaps)
-            for card in cards
-            for dp_rank in range(card.dp_size)
-        ]
-        return place(candidates, cost, self._rules.policy, self._rules.temperature, self._rng)
+    def _suspect(self, workers: Sequence[WorkerId], now: float) -> None:
+        for worker_id in [known for known, until in self._suspect_until.items() if until <= now]:
+            del self._suspect_until[worker_id]
+        for worker_id in workers:
+            if worker_id in self._cards:
+                self._suspect_until[worker_id] = now + self.rules.suspect_s
 
-    def _candidate(self, holder: Holder, request: RouteRequest, overlaps: dict[Holder, int]) -> Candidate:
-        load = self.load.of(holder)
-        return Candidate(
-            holder=holder,
-            overlap_blocks=overlaps.get(holder, 0),
-            active_prefill_tokens=load.prefill_tokens,
-            active_decode_blocks=load.decode_blocks,
-            new_blocks=load.new_blocks(request.sequence_hashes),
-            active_requests=load.requests,
-            last_chosen=self._last_chosen.get(holder, 0),
-        )
+    # --- booking -----------------------------------------------------------------------------------
 
-    def _book(
-        self, request: RouteRequest, decode: Candidate, prefill: Candidate | None, block_size: int, reason: str
-    ) -> Placed:
-        computes = prefill or decode
-        self.load.book(
+    def _book(self, plan: _Plan, now: float, waited_s: float) -> Placed:
+        request, view, computes = plan.view.request, plan.view, plan.computes
+        uncached = max(0, request.isl_tokens - computes.overlap[-1] * view.block_size)
+        changes = self.load.book(
             request.request_id,
-            decode=decode.holder,
+            decode=plan.decode.holder,
             prefill=computes.holder,
-            prefill_tokens=max(0, request.isl_tokens - computes.overlap_blocks * block_size),
+            prefill_tokens=uncached,
             hashes=request.sequence_hashes,
+            now=now,
         )
-        for chosen in (decode, prefill):
-            if chosen is not None:
-                self._choices += 1
-                self._last_chosen[chosen.holder] = self._choices
-        return Placed(
-            decode=self._target(decode), prefill=None if prefill is None else self._target(prefill), reason=reason
-        )
+        self._count_busy(changes, now)
+        chosen = [plan.decode] if plan.prefill is None else [plan.decode, plan.prefill]
+        for candidate in chosen:
+            self._choices += 1
+            self._slots[candidate.holder].last_chosen = self._choices
+            card = self._slots[candidate.holder].card
+            if not card.kv_events and self.rules.approximate_ttl_s:
+                self._approximate.placed(
+                    request.request_id, candidate.holder, request.sequence_hashes, now, card.total_blocks
+                )
+        self._remember(request, plan, now)
+        explanation = None
+        if request.explain:
+            reasons = Reasons(
+                self.rules.policy, plan.reason, view.price, view.busy_share, view.asked_before, waited_s, plan.legs
+            )
+            explanation = explain(reasons, lambda holder: self._slots[holder].card.name)
+        prefill = None if plan.prefill is None else self._target(plan.prefill)
+        return Placed(decode=self._target(plan.decode), prefill=prefill, reason=plan.reason, explanation=explanation)
+
+    def _remember(self, request: RouteRequest, plan: _Plan, now: float) -> None:
+        if request.session and self.rules.affinity_ttl_s:
+            self._affinity.bind(session_key(request.model, request.tenant, request.session), plan.decode.holder, now)
+        computing = plan.legs[0].candidates
+        deepest = max((c.overlap[-1] for c in computing), default=0)
+        if deepest and not request.exclude:
+            self._demand.asked(_prefix(request.sequence_hashes, deepest), now)
+
+    def _count_busy(self, changes: Sequence[Change], now: float) -> None:
+        for change in changes:
+            card = self._cards.get(change.holder.worker_id) or self._slots[change.holder].card
+            self._pools[card.model].busy[card.role is Role.PREFILL].change(1 if change.is_busy else -1, now)
+
+    def _pool(self, model: str) -> _Pool:
+        if (pool := self._pools.get(model)) is None:
+            pool = self._pools[model] = _Pool(queue=PendingQueue(self.rules.queue))
+        return pool
 
     def _target(self, chosen: Candidate) -> Target:
-        card = self._cards[chosen.holder.worker_id]
+        card = self._slots[chosen.holder].card
         return Target(
             worker_id=card.worker_id,
             name=card.name,
             address=card.address,
             dp_rank=chosen.holder.dp_rank,
-            overlap_blocks=chosen.overlap_blocks,
+            overlap_blocks=chosen.overlap[0],
         )
 
     def _why_none(self, request: RouteRequest) -> str:
-        roles = sorted(card.role for card in self._cards.values() if card.model == request.model)
+        mine = [card for card in self._cards.values() if card.model == request.model]
+        roles = sorted(card.role for card in mine)
         if request.pin is not None:
-            mine = [card for card in self._cards.values() if card.model == request.model]
             able = sorted(card.name for card in mine if card.role is not Role.PREFILL)
             return f"no decode worker {request.pin!r} serves {request.model!r}; there are: {', '.join(able) or 'none'}"
         if request.exclude and roles:
             return f"every worker of the model {request.model!r} that could decode has failed this request"
         return f"no worker that decodes the model {request.model!r} is ready; there are: {', '.join(roles) or 'none'}"
+
+
+def _lane(overlaps: Mapping[Holder, Depths], deepest: int) -> Hashable:
+    """Requests that would rather wait for the same workers. Those that have nothing anywhere are one lane."""
+    return frozenset(holder for holder, depths in overlaps.items() if depths[-1] == deepest) if deepest else None
+
+
+def _prefix(hashes: bytes, blocks: int) -> bytes:
+    """The name of the prefix that ends with that block."""
+    return hashes[(blocks - 1) * _HASH_BYTES : blocks * _HASH_BYTES]
+
+
+def _deepen(found: dict[Holder, Depths], predicted: Mapping[Holder, int]) -> None:
+    """What is about to be on a device counts as if it were there."""
+    for holder, depth in predicted.items():
+        known = found.get(holder)
+        if known is None or known[0] < depth:
+            found[holder] = (depth, depth, depth, depth) if known is None else tuple(max(d, depth) for d in known)  # type: ignore[assignment]
+
+
+def _too_late(waiting: _Waiting, now: float) -> DeadlineExceededError:
+    return DeadlineExceededError(f"no worker was free in time: the request waited {now - waiting.arrived_s:.1f} s")

@@ -17,12 +17,29 @@ class LocalPrefill:
 
 
 @dataclass(frozen=True, slots=True)
+class Backlog:
+    """Prompt tokens that would be computed before this request's: on the best prefill worker, and on the decode
+    worker that would do all by itself. `is_full`: that prefill worker should be given nothing more now."""
+
+    prefill_tokens: float = 0.0
+    local_tokens: float = 0.0
+    is_full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     disaggregate: bool
     reason: str
 
 
-def decide(isl_tokens: int, cached_tokens: int, prefill_ready: bool, wish: bool | None, rule: LocalPrefill) -> Decision:
+def decide(
+    isl_tokens: int,
+    cached_tokens: int,
+    prefill_ready: bool,
+    wish: bool | None,
+    rule: LocalPrefill,
+    backlog: Backlog | None = None,
+) -> Decision:
     """`cached_tokens`: what the decode worker that would do it alone holds. `wish`: what the caller asked for."""
     if not prefill_ready:
         return Decision(False, "no prefill worker is ready")
@@ -31,4 +48,7 @@ def decide(isl_tokens: int, cached_tokens: int, prefill_ready: bool, wish: bool 
     uncached = max(0, isl_tokens - cached_tokens)
     if uncached < rule.max_tokens and uncached < rule.max_share * isl_tokens:
         return Decision(False, f"only {uncached} of {isl_tokens} prompt tokens are not cached on the decode worker")
+    if backlog is not None and backlog.is_full and backlog.local_tokens + uncached < backlog.prefill_tokens:
+        ahead = f"{backlog.prefill_tokens:.0f} tokens wait before it there, {backlog.local_tokens:.0f} here"
+        return Decision(False, f"prefill workers are the bottleneck: {ahead}")
     return Decision(True, f"{uncached} of {isl_tokens} prompt tokens are to compute")

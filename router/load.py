@@ -1,53 +1,117 @@
-"""What is in flight where: every placement is a booking, freed when its request has ended however it ended."""
+"""What is in flight where. Every placement is a booking: a lease, freed when its request has ended however it ended.
 
-from collections import Counter
-from collections.abc import Sequence
+A booking ends with `free`, with the worker it stands on, or `lease_s` after the last sign of its request's life. What
+other routers have placed comes as sums per holder, each replacing the last of its router: a sum that was lost is made
+good by the next, and nothing has to be freed twice.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from protocol.ids import RequestId, SequenceHash
+from protocol.ids import RequestId
+from router.chains import ChainCounts
 from router.index import Holder
+
+LEASE_S = 120.0
+
+
+class Share(NamedTuple):
+    """Load that one router has placed on one holder."""
+
+    queued_tokens: int = 0  # still to prefill
+    held_blocks: int = 0
+    requests: int = 0
+
+
+NOTHING = Share()
 
 
 @dataclass(slots=True)
 class HolderLoad:
-    """Counts of what was placed on one holder and has not ended. Of an answer only its first block is counted,
-    not how it grows."""
+    """What is placed on one holder and has not ended. The first three are this router's own."""
 
-    prefill_tokens: int = 0  # still to compute
-    requests: int = 0
-    shared_blocks: Counter[SequenceHash] = field(default_factory=Counter)  # prompt blocks, once each
-    private_blocks: int = 0  # partly filled ones
-
-    @property
-    def decode_blocks(self) -> int:
-        return len(self.shared_blocks) + self.private_blocks
-
-    def new_blocks(self, hashes: Sequence[SequenceHash]) -> int:
-        """How many of a prompt's full blocks no running request holds yet."""
-        if not self.shared_blocks:
-            return len(hashes)
-        return sum(1 for name in hashes if name not in self.shared_blocks)
+    queued_tokens: int = 0
+    private_blocks: int = 0  # not shared: those of answers, and partly filled ones
+    requests: int = 0  # that decode there
+    elsewhere: dict[str, Share] = field(default_factory=dict)  # by router
 
 
-@dataclass(frozen=True, slots=True)
+class Change(NamedTuple):
+    """A holder that has begun, or ceased, to have prompts of ours to compute."""
+
+    holder: Holder
+    is_busy: bool
+
+
+@dataclass(slots=True)
 class _Booking:
     decode: Holder
     prefill: Holder
     prefill_tokens: int
-    hashes: tuple[SequenceHash, ...]
+    hashes: bytes
+    answer_blocks: int
+    ends_s: float
+    is_prefilling: bool = True
 
 
 class ActiveLoad:
-    def __init__(self) -> None:
+    """Knows holders between `join` and `leave`; load is booked on known ones alone."""
+
+    def __init__(self, lease_s: float = LEASE_S) -> None:
+        self._lease_s = lease_s
         self._loads: dict[Holder, HolderLoad] = {}
-        self._bookings: dict[RequestId, _Booking] = {}
-        self._prefilling: set[RequestId] = set()
+        self._bookings: OrderedDict[RequestId, _Booking] = OrderedDict()  # by end
+        self._of_holder: dict[Holder, set[RequestId]] = {}
+        self.chains = ChainCounts()  # prompts of requests in flight, where they decode
+        self.prefilling = ChainCounts()  # where another worker prefills them, until it has
 
     def __len__(self) -> int:
         return len(self._bookings)
 
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._bookings
+
+    def join(self, holder: Holder) -> None:
+        if holder not in self._loads:
+            self._loads[holder] = HolderLoad()
+            self._of_holder[holder] = set()
+
+    def leave(self, holder: Holder) -> list[Change]:
+        """The holder is gone: its bookings end. Unknown ones are no error."""
+        changes = [change for request_id in list(self._of_holder.get(holder, ())) for change in self.free(request_id)]
+        self._loads.pop(holder, None)
+        self._of_holder.pop(holder, None)
+        self.chains.drop(holder)
+        self.prefilling.drop(holder)
+        return changes
+
     def of(self, holder: Holder) -> HolderLoad:
-        return self._loads.get(holder) or HolderLoad()
+        return self._loads[holder]
+
+    def total(self, holder: Holder) -> Share:
+        """Of all routers."""
+        load = self._loads[holder]
+        own = Share(load.queued_tokens, self.chains.blocks_of(holder) + load.private_blocks, load.requests)
+        return own if not load.elsewhere else _sum([own, *load.elsewhere.values()])
+
+    def shares(self) -> dict[Holder, Share]:
+        """What this router has placed, where it has placed anything: for the other routers."""
+        found = {
+            holder: Share(load.queued_tokens, self.chains.blocks_of(holder) + load.private_blocks, load.requests)
+            for holder, load in self._loads.items()
+        }
+        return {holder: share for holder, share in found.items() if share != NOTHING}
+
+    def set_elsewhere(self, router: str, shares: Mapping[Holder, Share]) -> None:
+        """All that another router has placed; an empty mapping when it has left."""
+        for holder, load in self._loads.items():
+            share = shares.get(holder, NOTHING)
+            if share == NOTHING:
+                load.elsewhere.pop(router, None)
+            else:
+                load.elsewhere[router] = share
 
     def book(
         self,
@@ -56,46 +120,92 @@ class ActiveLoad:
         decode: Holder,
         prefill: Holder,
         prefill_tokens: int,
-        hashes: Sequence[SequenceHash],
-    ) -> None:
-        """`prefill` computes `prefill_tokens` (it is `decode` where one worker does both halves)."""
-        self.free(request_id)
-        self._bookings[request_id] = _Booking(decode, prefill, prefill_tokens, tuple(hashes))
-        self._prefilling.add(request_id)
-        self._load(prefill).prefill_tokens += prefill_tokens
-        load = self._load(decode)
+        hashes: bytes,
+        now: float,
+    ) -> list[Change]:
+        """`prefill` computes `prefill_tokens` (it is `decode` where one worker does both halves).
+
+        hashes: the prompt's sequence hashes, packed u64 [n].
+        """
+        changes = self.free(request_id)
+        booking = _Booking(decode, prefill, prefill_tokens, hashes, 1, now + self._lease_s)
+        self._bookings[request_id] = booking
+        for holder in {decode, prefill}:
+            self._of_holder[holder].add(request_id)
+        load = self._loads[decode]
         load.requests += 1
         load.private_blocks += 1
-        load.shared_blocks.update(hashes)
+        self.chains.add(decode, hashes)
+        if prefill != decode:
+            self.prefilling.add(prefill, hashes)
+        return changes + self._queue(prefill, prefill_tokens)
 
-    def prefill_done(self, request_id: RequestId) -> None:
+    def prefill_done(self, request_id: RequestId, now: float) -> list[Change]:
         """The first token is there. Unknown requests and second calls are no error."""
-        if request_id in self._prefilling:
-            self._prefilling.discard(request_id)
-            booking = self._bookings[request_id]
-            self._load(booking.prefill).prefill_tokens -= booking.prefill_tokens
-            self._tidy(booking.prefill)
+        booking = self._bookings.get(request_id)
+        if booking is None or not booking.is_prefilling:
+            return []
+        self._renew(request_id, booking, now)
+        return self._end_prefill(booking)
 
-    def free(self, request_id: RequestId) -> None:
+    def progress(self, request_id: RequestId, answer_blocks: int, now: float) -> None:
+        """The request lives, and its answer takes so many blocks by now. Unknown requests are no error."""
+        if (booking := self._bookings.get(request_id)) is not None:
+            self._loads[booking.decode].private_blocks += answer_blocks - booking.answer_blocks
+            booking.answer_blocks = answer_blocks
+            self._renew(request_id, booking, now)
+
+    def free(self, request_id: RequestId) -> list[Change]:
         """The request has ended. A second call does nothing."""
-        if request_id not in self._bookings:
-            return
-        self.prefill_done(request_id)
-        booking = self._bookings.pop(request_id)
-        load = self._load(booking.decode)
+        booking = self._bookings.pop(request_id, None)
+        if booking is None:
+            return []
+        for holder in {booking.decode, booking.prefill}:
+            self._of_holder[holder].discard(request_id)
+        load = self._loads[booking.decode]
         load.requests -= 1
-        load.private_blocks -= 1
-        load.shared_blocks.subtract(booking.hashes)
-        for name in booking.hashes:
-            if load.shared_blocks[name] <= 0:
-                del load.shared_blocks[name]
-        self._tidy(booking.decode)
+        load.private_blocks -= booking.answer_blocks
+        self.chains.discard(booking.decode, booking.hashes)
+        return self._end_prefill(booking) if booking.is_prefilling else []
 
-    def _load(self, holder: Holder) -> HolderLoad:
-        return self._loads.setdefault(holder, HolderLoad())
+    def expired(self, now: float) -> list[RequestId]:
+        """Bookings of which nothing was heard for too long; the caller frees them."""
+        found: list[RequestId] = []
+        for request_id, booking in self._bookings.items():
+            if booking.ends_s > now:
+                break
+            found.append(request_id)
+        return found
 
-    def _tidy(self, holder: Holder) -> None:
-        """A holder without load is not remembered: workers come and go."""
+    def holders_of(self, request_id: RequestId) -> Sequence[Holder]:
+        """Where a booking stands: where it decodes first."""
+        booking = self._bookings.get(request_id)
+        if booking is None:
+            return ()
+        return (booking.decode,) if booking.decode == booking.prefill else (booking.decode, booking.prefill)
+
+    def hashes_of(self, request_id: RequestId) -> bytes:
+        """Of the prompt of a booking; none if there is no such booking."""
+        booking = self._bookings.get(request_id)
+        return b"" if booking is None else booking.hashes
+
+    def _renew(self, request_id: RequestId, booking: _Booking, now: float) -> None:
+        booking.ends_s = now + self._lease_s
+        self._bookings.move_to_end(request_id)
+
+    def _end_prefill(self, booking: _Booking) -> list[Change]:
+        booking.is_prefilling = False
+        if booking.prefill != booking.decode:
+            self.prefilling.discard(booking.prefill, booking.hashes)
+        return self._queue(booking.prefill, -booking.prefill_tokens)
+
+    def _queue(self, holder: Holder, tokens: int) -> list[Change]:
         load = self._loads[holder]
-        if not (load.prefill_tokens or load.requests):
-            del self._loads[holder]
+        was_busy = load.queued_tokens > 0
+        load.queued_tokens += tokens
+        is_busy = load.queued_tokens > 0
+        return [] if is_busy == was_busy else [Change(holder, is_busy)]
+
+
+def _sum(shares: Sequence[Share]) -> Share:
+    return Share(*(sum(values) for values in zip(*shares, strict=True)))

@@ -5,8 +5,14 @@ from prometheus_client import Counter, Gauge, Histogram
 PLACEMENTS = Counter("kvmesh_router_placements_total", "Requests placed.", ["kind"])  # aggregated, disaggregated
 FAILURES = Counter("kvmesh_router_failures_total", "Requests that could not be placed.", ["code"])
 PLACE_SECONDS = Histogram("kvmesh_router_place_seconds", "Time to choose workers.", buckets=(1e-5, 1e-4, 1e-3, 1e-2))
-PROMPT_BLOCKS = Counter("kvmesh_router_prompt_blocks_total", "Full prompt blocks of placed requests.")
-OVERLAP_BLOCKS = Counter("kvmesh_router_overlap_blocks_total", "Of those, cached where the prompt is computed.")
+WAIT_SECONDS = Histogram(
+    "kvmesh_router_wait_seconds", "Time until a request was placed.", buckets=(1e-4, 1e-3, 1e-2, 0.1, 1, 10, 60)
+)
+PROMPT_TOKENS = Counter("kvmesh_router_prompt_tokens_total", "Prompt tokens of requests that have begun.")
+PREDICTED_TOKENS = Counter("kvmesh_router_predicted_reuse_tokens_total", "Of those, believed to be cached.")
+REUSED_TOKENS = Counter("kvmesh_router_reused_tokens_total", "Of those, found in the cache by the worker.")
+WAITING = Gauge("kvmesh_router_waiting", "Requests that wait because every worker is saturated.")
+EXPIRED = Gauge("kvmesh_router_expired_bookings", "Bookings that ended because nothing was heard of them.")
 IN_FLIGHT = Gauge("kvmesh_router_in_flight", "Bookings that stand.")
 INDEX_BLOCKS = Gauge("kvmesh_router_index_blocks", "Distinct prefixes in the index.")
 ORPHAN_BLOCKS = Gauge("kvmesh_router_index_orphan_blocks", "Blocks dropped because their parent is not known.")

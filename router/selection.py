@@ -2,26 +2,29 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from protocol.errors import NoWorkerError
-from router.index import Holder
+from router.index import Depths, Holder
 
-Policy = Literal["kv", "round-robin", "random"]
+Policy = Literal["kv", "least-loaded", "power-of-two", "round-robin", "random"]
+Leg = Literal["whole", "prefill", "decode"]
+NOWHERE: Depths = (0, 0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
     """One (worker, dp rank) as the router sees it now."""
 
     holder: Holder
-    overlap_blocks: int = 0  # leading blocks of the prompt in its cache; <= prompt_blocks
-    active_prefill_tokens: int = 0  # placed there, still to compute
-    active_decode_blocks: int = 0  # of the prompts of running requests, and one for each answer
+    overlap: Depths = NOWHERE  # leading blocks of the prompt: on its device, there or in host memory, ... anywhere
+    queued_tokens: float = 0.0  # placed there, still to compute
+    held_blocks: float = 0.0  # of the prompts of running requests, and of their answers
     new_blocks: int = 0  # of this prompt, that no running request there holds
-    active_requests: int = 0
+    requests: int = 0
+    capacity: float = 1.0  # > 0; speed against the others
     last_chosen: int = 0  # when it was chosen last, as a count of choices: breaks ties in turn
 
 
@@ -29,66 +32,105 @@ class Candidate:
 class Weights:
     """What a placement costs, in KV blocks. Source: docs/routing.md, "Cost of a placement"."""
 
-    prefill: float = 1.0  # per block still to prefill: favours cache reuse and so TTFT
-    decode: float = 1.0  # per block held by running requests: evens load and so ITL
+    prefill: float = 1.0  # per block to compute or queued: favours TTFT
+    decode: float = 0.2  # per block held by running requests: evens load and so ITL
     request: float = 0.0  # per running request
     transfer: float = 0.1  # per block that must be pulled from a prefill worker
+    host: float = 0.75  # share of a block's work that is saved where it lies in host memory
+    disk: float = 0.25
+    object: float = 0.1
 
 
-Cost = Callable[[Candidate], float]
+class Terms(NamedTuple):
+    """What a cost is made of, in blocks."""
+
+    compute: float
+    queue: float
+    held: float
+    requests: float
+    transfer: float
 
 
-def whole_cost(isl_tokens: int, block_size: int, weights: Weights) -> Cost:
-    """Cost of computing prompt and answer on one worker."""
+@dataclass(slots=True)
+class Prompt:
+    """What is to be placed, and what computing it is worth."""
 
-    def cost(c: Candidate) -> float:
-        to_prefill = max(0.0, (c.active_prefill_tokens + isl_tokens) / block_size - c.overlap_blocks)
-        decode = c.active_decode_blocks + c.new_blocks
-        return weights.prefill * to_prefill + weights.decode * decode + weights.request * c.active_requests
+    isl_tokens: int
+    block_size: int
+    leg: Leg
+    weights: Weights
+    recompute_price: float = 1.0
 
-    return cost
+    def terms(self, c: Candidate) -> Terms:
+        weights = self.weights
+        device, host, disk, anywhere = c.overlap
+        reused: float = device
+        if anywhere != device:
+            reused += weights.host * (host - device) + weights.disk * (disk - host) + weights.object * (anywhere - disk)
+        compute = queue = held = requests = transfer = 0.0
+        missing = max(0.0, self.isl_tokens / self.block_size - reused)
+        if self.leg == "decode":
+            transfer = weights.transfer * missing
+        else:
+            compute = weights.prefill * self.recompute_price * missing
+            queue = weights.prefill * c.queued_tokens / self.block_size
+        if self.leg != "prefill":
+            held = weights.decode * (c.held_blocks + c.new_blocks)
+            requests = weights.request * c.requests
+        return Terms(compute, queue, held, requests, transfer)
+
+    def cost(self, c: Candidate) -> float:
+        return sum(self.terms(c)) / c.capacity
+
+    def load(self, c: Candidate) -> float:
+        """The cost, had it nothing cached: what policies that know of no cache go by."""
+        _, queue, held, requests, _ = self.terms(c)
+        return (queue + held + requests + c.requests) / c.capacity
 
 
-def prefill_cost(isl_tokens: int, block_size: int, weights: Weights) -> Cost:
-    """Cost of computing the prompt alone."""
+def choose(
+    candidates: Sequence[Candidate], prompt: Prompt, policy: Policy, temperature: float, rng: random.Random
+) -> tuple[Candidate, float]:
+    """The candidate to run on, and its cost. Raises NoWorkerError if there is none.
 
-    def cost(c: Candidate) -> float:
-        to_prefill = max(0.0, (c.active_prefill_tokens + isl_tokens) / block_size - c.overlap_blocks)
-        return weights.prefill * to_prefill
-
-    return cost
-
-
-def decode_cost(prompt_blocks: int, weights: Weights) -> Cost:
-    """Cost of the answer alone: blocks that are there already need not be pulled."""
-
-    def cost(c: Candidate) -> float:
-        decode = weights.decode * (c.active_decode_blocks + c.new_blocks) + weights.request * c.active_requests
-        return decode + weights.transfer * (prompt_blocks - c.overlap_blocks)
-
-    return cost
-
-
-def place(
-    candidates: Sequence[Candidate], cost: Cost, policy: Policy, temperature: float, rng: random.Random
-) -> Candidate:
-    """The candidate to run on. Raises NoWorkerError if there is none.
-
-    kv: the cheapest; equal costs go to who was chosen longest ago, then to the lowest holder. A `temperature`
-    above 0 draws instead, with p ~ exp(-(cost - cheapest) / (spread * temperature)): spread herds at the price
-    of reuse. round-robin and random do not look at the cost.
+    kv: the cheapest; equal costs go to who was chosen longest ago, then to the first. A `temperature` above 0 draws
+    instead, with p ~ exp(-(cost - cheapest) / (spread * temperature)): spread herds at the price of reuse.
+    least-loaded and power-of-two (the less loaded of two drawn ones) look at load alone, round-robin and random at
+    nothing.
     """
     if not candidates:
         raise NoWorkerError("no worker is ready", hint="start one: `kvmesh up`, or `python -m workers --role decode`")
-    in_turn = sorted(candidates, key=lambda c: (c.last_chosen, c.holder))
     match policy:
+        case "kv":
+            if temperature > 0:
+                return _draw(candidates, prompt, temperature, rng)
+            return _least(candidates, [prompt.cost(c) for c in candidates])
+        case "least-loaded":
+            return _least(candidates, [prompt.load(c) for c in candidates])
+        case "power-of-two":
+            two = rng.sample(candidates, min(2, len(candidates)))
+            return _least(two, [prompt.load(c) for c in two])
         case "round-robin":
-            return in_turn[0]
+            return _least(candidates, [0.0] * len(candidates))
         case "random":
-            return rng.choice(in_turn)
-    costs = [cost(c) for c in in_turn]
-    cheapest, spread = min(costs), max(costs) - min(costs)
-    if temperature <= 0 or spread == 0:
-        return in_turn[costs.index(cheapest)]
-    weights = [math.exp(-(c - cheapest) / (spread * temperature)) for c in costs]
-    return rng.choices(in_turn, weights)[0]
+            return rng.choice(candidates), 0.0
+
+
+def _least(candidates: Sequence[Candidate], costs: Sequence[float]) -> tuple[Candidate, float]:
+    least = min(costs)
+    if costs.count(least) == 1:
+        return candidates[costs.index(least)], least
+    equal = (c for c, cost in zip(candidates, costs, strict=True) if cost == least)
+    return min(equal, key=lambda c: c.last_chosen), least
+
+
+def _draw(
+    candidates: Sequence[Candidate], prompt: Prompt, temperature: float, rng: random.Random
+) -> tuple[Candidate, float]:
+    costs = [prompt.cost(c) for c in candidates]
+    least, spread = min(costs), max(costs) - min(costs)
+    if spread == 0:
+        return _least(candidates, costs)
+    odds = [math.exp(-(cost - least) / (spread * temperature)) for cost in costs]
+    [drawn] = rng.choices(range(len(costs)), odds)
+    return candidates[drawn], costs[drawn]

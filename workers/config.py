@@ -37,6 +37,12 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     advertise_host: Annotated[str, Meta(description="address that peers use; default: --host")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the request plane; 0: any")] = 0
+    kv_events_transport: Annotated[Literal["zmq", "nats"], Meta(description="what carries KV events to routers")] = (
+        "zmq"
+    )
+    nats_url: Annotated[str, Meta(description="NATS server with JetStream, for --kv-events-transport nats")] = (
+        "nats://127.0.0.1:4222"
+    )
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
     discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
     max_calls: Annotated[int, Meta(ge=1, description="calls at once, beyond that they are refused")] = 4096

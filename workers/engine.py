@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from protocol.events import KvEvent
+from protocol.events import Digest, KvEvent
 from protocol.ids import WorkerId
 from protocol.messages import Delta, GenerateRequest, KvLayout
 
@@ -58,6 +58,9 @@ class Engine(Protocol):
 
     def kv_snapshot(self) -> list[KvEvent]:
         """Events that rebuild the pool's present content, parents before children."""
+
+    def kv_digest(self) -> Digest:
+        """Of the pool's present content; all that changed it has been told to the listeners before this returns."""
 
     def load(self) -> EngineLoad: ...
 

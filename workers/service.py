@@ -3,17 +3,19 @@
 import asyncio
 import logging
 import os
+import time
 from contextlib import AsyncExitStack, aclosing
 
+from kvevents.batches import in_parts
 from kvevents.formats import encode_payload
-from kvevents.publisher import KvEventPublisher, in_parts
+from kvevents.transport import Publisher, open_publisher
 from mesh.discovery import open_discovery
 from mesh.lifecycle import watch_parent
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import request_context, serve_metrics
 from protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
 from protocol.ids import WorkerId, new_worker_id
-from protocol.messages import GenerateRequest, KvSnapshot, ReleaseOffer, Role, WorkerCard, decode, encode
+from protocol.messages import GenerateRequest, KvDigest, KvSnapshot, ReleaseOffer, Role, WorkerCard, decode, encode
 from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.engine import Engine, EngineInfo
@@ -38,9 +40,14 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
         )
         cleanup.push_async_callback(asyncio.to_thread, close_metrics)
         engine = open_engine(config)
-        bind = f"tcp://{config.host}:*"
-        publisher = KvEventPublisher(bind, bind, advertise_host=config.advertise_host or None)
-        cleanup.callback(publisher.close)
+        publisher = open_publisher(
+            config.kv_events_transport,
+            worker_id,
+            bind=f"tcp://{config.host}:*",
+            advertise_host=config.advertise_host,
+            nats_url=config.nats_url,
+        )
+        cleanup.push_async_callback(publisher.close)
         worker = Worker(config.role, engine, publisher)
         server = PlaneServer(worker.handlers(), max_calls=config.max_calls, always={"release"})
         cleanup.push_async_callback(server.close)
@@ -82,14 +89,19 @@ async def offers_taken(engine: Engine, deadline: float) -> None:
 class Worker:
     """The calls a worker answers."""
 
-    def __init__(self, role: Role, engine: Engine, publisher: KvEventPublisher) -> None:
+    def __init__(self, role: Role, engine: Engine, publisher: Publisher) -> None:
         self._role = role
         self._engine = engine
         self._publisher = publisher
         self.info: EngineInfo | None = None
 
     def handlers(self) -> dict[str, Handler]:
-        return {"generate": self.generate, "release": self.release, "kv_snapshot": self.kv_snapshot}
+        return {
+            "generate": self.generate,
+            "release": self.release,
+            "kv_snapshot": self.kv_snapshot,
+            "kv_digest": self.kv_digest,
+        }
 
     async def generate(self, call: Call) -> None:
         request = decode(call.body, GenerateRequest)
@@ -119,10 +131,15 @@ class Worker:
     async def kv_snapshot(self, call: Call) -> None:
         """One message per part; `seq` is the same in all: parts are cut before anything else can be published."""
         events = self._engine.kv_snapshot()
-        seq = self._publisher.last_seq
-        payloads = await asyncio.to_thread(lambda: [encode_payload(part, 0.0, 0) for part in in_parts(events)])
+        seq, ts = self._publisher.last_seq, time.time()
+        payloads = await asyncio.to_thread(lambda: [encode_payload(part, ts, 0) for part in in_parts(events)])
         for payload in payloads:
             await call.send(KvSnapshot(seq=seq, payload=payload))
+
+    async def kv_digest(self, call: Call) -> None:
+        """Of exactly what was published up to `seq`: between these two lines nothing can be."""
+        digest = self._engine.kv_digest()
+        await call.send(KvDigest(seq=self._publisher.last_seq, blocks=digest.blocks, value=digest.value))
 
     def _check(self, request: GenerateRequest) -> None:
         if self.info is None:
@@ -141,7 +158,7 @@ def make_card(
     config: WorkerConfig,
     info: EngineInfo,
     address: str,
-    publisher: KvEventPublisher,
+    publisher: Publisher,
     metrics_url: str,
 ) -> WorkerCard:
     return WorkerCard(

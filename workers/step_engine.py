@@ -18,7 +18,7 @@ import msgspec
 from kvcache.pool import BlockPool
 from kvcache.transfer.backend import TransferBackend
 from protocol.errors import EngineError, InvalidRequestError, MeshError, OverloadedError
-from protocol.events import KvEvent
+from protocol.events import Digest, KvEvent
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import Delta, GenerateRequest, SamplingParams, Ticket
 from workers.engine import EngineInfo, EngineLoad
@@ -125,6 +125,10 @@ class StepEngine:
     def kv_snapshot(self) -> list[KvEvent]:
         self._publish_events()  # what is not told yet must not be told after the snapshot that contains it
         return self._pool.snapshot()
+
+    def kv_digest(self) -> Digest:
+        self._publish_events()
+        return self._pool.digest
 
     def load(self) -> EngineLoad:
         return EngineLoad(

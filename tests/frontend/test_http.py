@@ -327,6 +327,7 @@ async def test_the_official_client(served: Served) -> None:
 
 FAILURES: list[tuple[BaseException, int, str | None, str | None]] = [
     (OverloadedError("full"), 429, "overloaded", "1"),
+    (OverloadedError("busy", retry_after_s=6.2), 429, "overloaded", "7"),
     (NoWorkerError("none"), 503, "no_worker", "2"),
     (DrainingError("bye"), 503, "draining", "2"),
     (DeadlineExceededError("late"), 504, "deadline_exceeded", None),

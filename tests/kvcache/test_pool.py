@@ -1,13 +1,15 @@
 """Which blocks are shared, kept and evicted, and what the pool announces about it."""
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcache.pool import BlockPool, PoolExhaustedError
-from protocol.events import Cleared, Removed, Stored
-from protocol.hashing import sequence_hashes
+from protocol.events import Cleared, Digest, Removed, Stored
+from protocol.hashing import digest_term, sequence_hashes
 
 BLOCK = 2
 
@@ -104,6 +106,34 @@ def test_after_a_clear_in_mid_sequence_the_rest_stays_private() -> None:
     assert (pool.cached_blocks, pool.available_blocks) == (0, 4)
 
 
+def digest_of(names: Iterable[int]) -> Digest:
+    terms = [digest_term(name) for name in names]
+    return Digest(len(terms), sum(terms) % 2**64)
+
+
+def test_the_digest_is_that_of_what_is_shared() -> None:
+    pool = BlockPool(3, BLOCK)
+    names = sequence_hashes([1, 1, 2, 2, 3, 3], BLOCK)
+    assert pool.digest == Digest(0, 0)
+    table = fill(pool, [1, 1, 2, 2, 3, 3])
+    assert pool.digest == digest_of(names)
+    pool.release(table)
+    pool.release(pool.allocate(2))
+    assert pool.digest == digest_of(names[:1])
+    pool.clear()
+    assert pool.digest == Digest(0, 0)
+
+
+def test_the_digest_does_not_depend_on_the_order_nor_on_what_was_computed_twice() -> None:
+    one, other = BlockPool(8, BLOCK), BlockPool(8, BLOCK)
+    for pool, prompts in ((one, ([1, 1, 2, 2], [3, 3])), (other, ([3, 3], [1, 1, 2, 2], [3, 3]))):
+        for prompt in prompts:
+            fill(pool, prompt)
+    a = other.allocate(1)
+    other.commit(a[0], sequence_hashes([3, 3], BLOCK)[0], None, [3, 3])
+    assert one.digest == other.digest
+
+
 def replay(events: list) -> dict[int, tuple[int | None, tuple[int, ...]]]:
     """What a follower of the events believes: hash -> (parent, tokens)."""
     held: dict[int, tuple[int | None, tuple[int, ...]]] = {}
@@ -172,6 +202,7 @@ class PoolMachine(RuleBasedStateMachine):
         followed = replay(self.events)
         assert followed == replay(self.pool.snapshot())
         assert all(self.pool.peek([name]) == 1 for name in followed)
+        assert self.pool.digest == digest_of(followed)
 
 
 TestPoolMachine = PoolMachine.TestCase

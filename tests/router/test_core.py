@@ -4,7 +4,7 @@ import pytest
 
 from protocol.errors import NoWorkerError
 from protocol.events import Stored
-from protocol.hashing import sequence_hashes
+from protocol.hashing import pack_hashes, sequence_hashes
 from protocol.ids import EngineHash, RequestId, WorkerId
 from protocol.messages import Placed, Role, RouteRequest, WorkerCard
 from router.core import RouterRules, RouterState
@@ -38,7 +38,7 @@ def request(name: str = "r", tokens: list[int] = TOKENS, **fields: object) -> Ro
         request_id=RequestId(name),
         model="m",
         isl_tokens=len(tokens),
-        sequence_hashes=tuple(sequence_hashes(tokens, BLOCK)),
+        sequence_hashes=pack_hashes(sequence_hashes(tokens, BLOCK)),
         **fields,  # type: ignore[arg-type]
     )
 

@@ -16,7 +16,7 @@ from mesh.plane.client import PlaneClient
 from mesh.plane.server import Call, PlaneServer
 from protocol.errors import DeadlineExceededError, FeedLostError, NoWorkerError
 from protocol.events import KvEvent, Stored
-from protocol.hashing import sequence_hashes
+from protocol.hashing import pack_hashes, sequence_hashes
 from protocol.ids import EngineHash, RequestId, WorkerId
 from protocol.messages import KvSnapshot, Role, RouterCard, RouteRequest, WorkerCard, decode, encode
 from router import client as client_module
@@ -45,7 +45,7 @@ def card(name: str, role: Role = Role.DECODE, **fields: str) -> WorkerCard:
 
 
 def request(name: str = "r", **fields: object) -> RouteRequest:
-    hashes = tuple(sequence_hashes(TOKENS, BLOCK))
+    hashes = pack_hashes(sequence_hashes(TOKENS, BLOCK))
     values = {"request_id": RequestId(name), "model": "m", "isl_tokens": len(TOKENS), "sequence_hashes": hashes}
     return RouteRequest(**(values | fields))  # type: ignore[arg-type]
 
@@ -285,7 +285,7 @@ async def test_it_follows_the_kv_events_of_workers_that_come_and_go(world: World
     await until(lambda: router.state.index.num_blocks == 0)
     async with world.remote.book(request(), 5) as booking:
         assert booking.placed.decode.worker_id == "d2"
-    publisher.close()
+    await publisher.close()
 
 
 async def test_a_worker_that_comes_back_is_followed_anew(world: World) -> None:
@@ -299,7 +299,7 @@ async def test_a_worker_that_comes_back_is_followed_anew(world: World) -> None:
     await until(lambda: router.state.index.num_blocks == 0)
     await world.add(one)
     await until(lambda: router.state.index.num_blocks == 4)
-    publisher.close()
+    await publisher.close()
 
 
 async def test_what_the_ring_has_lost_comes_as_a_snapshot_in_parts(world: World) -> None:
@@ -317,7 +317,7 @@ async def test_what_the_ring_has_lost_comes_as_a_snapshot_in_parts(world: World)
     await world.add(card("d1", address=address, kv_events=publisher.endpoint, kv_replay=publisher.replay_endpoint))
     await until(lambda: router.state.index.num_blocks == 6)
     await server.close()
-    publisher.close()
+    await publisher.close()
 
 
 async def test_events_that_cannot_be_followed_do_not_keep_a_worker_out(world: World) -> None:

@@ -1,0 +1,316 @@
+"""KV events over NATS JetStream: one stream for the mesh, in it a subject for every publisher's process.
+
+The stream keeps what was published for an hour, within a gigabyte, through restarts of the server. A batch is one
+message: the payload as over ZMQ, its number in the message id. A follower has one consumer for all subjects; what
+that does not bring it reads from the stream.
+"""
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import quote, urlsplit
+
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy
+
+from kvevents import jetstream
+from kvevents.batches import in_parts
+from kvevents.formats import MAX_PAYLOAD_BYTES, encode_payload
+from kvevents.transport import Listener, Take
+from protocol.errors import ConfigError, PeerLostError
+from protocol.events import KvEvent
+from protocol.ids import WorkerId
+
+log = logging.getLogger(__name__)
+
+_BATCH_BYTES = 512 << 10  # a NATS server takes messages of 1 MB
+_ACK_S = 2.0
+_CLOSE_S = 1.0
+_MAX_UNACKNOWLEDGED = 1024
+_FORGET_DURABLE_S = 3600.0  # a follower that was away for longer begins anew
+_FORGET_FOLLOWER_S = 30.0
+
+
+class NatsKvEventPublisher:
+    """Implements kvevents.transport.Publisher.
+
+    Batches wait here until the server has stored them, in order, also while it is away. When too many wait, the
+    oldest are given up (`lost`), and followers find the gap in the numbers.
+    """
+
+    replay_endpoint = ""
+
+    def __init__(
+        self,
+        url: str,
+        worker_id: WorkerId,
+        *,
+        dp_rank: int = 0,
+        max_queued_batches: int = 10_000,
+        max_queued_bytes: int = 64 << 20,
+    ) -> None:
+        """`url`: nats://host:port of the server, which need not be up yet. Raises ConfigError for another."""
+        self._id = secrets.token_hex(6)  # of this process: the numbers under it are its own
+        self._subject = f"{jetstream.SUBJECTS}.{_token(worker_id)}.{dp_rank}.{self._id}"
+        self.endpoint = f"{_without_password(url)}/{self._subject}"
+        self.lost = 0
+        self._url = url
+        self._dp_rank = dp_rank
+        self._max_batches = max_queued_batches
+        self._max_bytes = max_queued_bytes
+        self._next_seq = 0
+        self._queue: deque[_Batch] = deque()
+        self._queued_bytes = 0
+        self._queued = asyncio.Event()
+        self._all_stored = asyncio.Event()
+        self._all_stored.set()
+        self._task = _begin(self._run(), f"publish kv events of {worker_id}/{dp_rank}")
+
+    @property
+    def last_seq(self) -> int:
+        return self._next_seq - 1
+
+    def publish(self, events: Sequence[KvEvent]) -> int:
+        for part in in_parts(events, _BATCH_BYTES):
+            self._put(_Batch(self._next_seq, encode_payload(part, time.time(), self._dp_rank)))
+            self._next_seq += 1
+        return self.last_seq
+
+    async def close(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._all_stored.wait()
+        await _end(self._task)
+
+    def _put(self, batch: "_Batch") -> None:
+        self._queue.append(batch)
+        self._queued_bytes += len(batch.payload)
+        while len(self._queue) > self._max_batches or self._queued_bytes > self._max_bytes:
+            self._count_loss("it has not stored them in time")
+            self._drop_first()
+        self._queued.set()
+        self._all_stored.clear()
+
+    def _drop_first(self) -> None:
+        self._queued_bytes -= len(self._queue.popleft().payload)
+
+    def _count_loss(self, reason: str) -> None:
+        if not self.lost:
+            log.warning("KV events to %s are lost: %s; routers take snapshots instead", self.endpoint, reason)
+        self.lost += 1
+
+    async def _run(self) -> None:
+        client = Client()
+        try:
+            stream = await jetstream.connect(client, self._url)
+            await jetstream.until_it_works(lambda: jetstream.make_stream(stream), "no stream for KV events")
+            while True:
+                while self._queue:
+                    await self._send(stream, self._queue[0])
+                self._all_stored.set()
+                self._queued.clear()
+                await self._queued.wait()
+        finally:
+            await jetstream.disconnect(client)
+
+    async def _send(self, stream: JetStreamContext, batch: "_Batch") -> None:
+        """Until the server has it: one after the other, so that the stream has them in order."""
+        try:
+            await jetstream.until_it_works(lambda: self._store(stream, batch), f"{self.endpoint} stores no KV events")
+        except nats.errors.MaxPayloadError:
+            self._count_loss(f"{len(batch.payload)} bytes are more than its max_payload")
+        if self._queue and self._queue[0] is batch:  # else it was given up meanwhile
+            self._drop_first()
+
+    async def _store(self, stream: JetStreamContext, batch: "_Batch") -> None:
+        headers = {jetstream.NUMBER_HEADER: f"{self._id}-{batch.seq}"}
+        try:
+            await stream.publish(self._subject, batch.payload, timeout=_ACK_S, headers=headers)
+        except nats.js.errors.NoStreamResponseError:  # the server has lost its store
+            await jetstream.make_stream(stream)
+            raise
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch:
+    seq: int
+    payload: bytes
+
+
+class NatsLink:
+    """Implements kvevents.transport.Link."""
+
+    can_replay = True
+    numbers_restart = False  # a subject belongs to one process
+
+    def __init__(self, server: "NatsServer", subject: str, listener: Listener) -> None:
+        self._server = server
+        self._subject = subject
+        self._listener = listener
+        server.listeners[subject] = listener
+
+    async def replay(self, start: int, take: Take, silence_s: float) -> None:
+        await self._server.replay(self._subject, start, take, silence_s)
+
+    def close(self) -> None:
+        if self._server.listeners.get(self._subject) is self._listener:
+            del self._server.listeners[self._subject]
+
+
+class NatsServer:
+    """One follower's connection to one server: a consumer for all subjects, and replays."""
+
+    def __init__(self, url: str, durable: str) -> None:
+        self.listeners: dict[str, Listener] = {}  # by subject
+        self._url = url
+        self._durable = _token(durable)
+        self._client = Client()
+        self._connected: asyncio.Future[JetStreamContext] = asyncio.get_running_loop().create_future()
+        self._pull: jetstream.Pull | None = None
+        self._unacknowledged: Msg | None = None  # the last one: it stands for all before it
+        self._task = _begin(self._run(), f"follow kv events of {url}")
+
+    async def replay(self, subject: str, start: int, take: Take, silence_s: float) -> None:
+        """See kvevents.transport.Link."""
+
+        def on_message(message: Msg) -> bool:
+            seq = jetstream.number_of(message)
+            return seq is None or take(seq, message.data)
+
+        try:
+            async with asyncio.timeout(silence_s):
+                stream = await asyncio.shield(self._connected)
+                first = await jetstream.find(stream, subject, start)
+            if first is not None:
+                await jetstream.read(self._client, stream, subject, first, on_message, silence_s)
+        except nats.errors.Error as error:
+            raise PeerLostError(f"{self._url} does not replay: {error!r}") from error
+
+    async def close(self) -> None:
+        self._connected.cancel()
+        await _end(self._task)
+
+    async def _run(self) -> None:
+        try:
+            stream = await jetstream.connect(self._client, self._url, self._on_reconnected)
+            self._connected.set_result(stream)
+            while True:
+                consumer = await jetstream.until_it_works(lambda: self._consumer(stream), f"no events from {self._url}")
+                for listener in list(self.listeners.values()):
+                    listener.on_reconnected()
+                await self._follow(consumer.name)
+        finally:
+            await jetstream.disconnect(self._client)
+
+    async def _follow(self, consumer: str) -> None:
+        """Until that fails."""
+        self._pull = jetstream.Pull(self._client, consumer, self._on_message, self._acknowledge)
+        try:
+            await self._pull.follow()
+        except jetstream.FAILURES as error:
+            log.warning("the KV events of %s were interrupted (%r)", self._url, error)
+        finally:
+            self._pull = None
+
+    async def _on_reconnected(self) -> None:
+        """The server has forgotten what it was asked for."""
+        if self._pull is not None:
+            self._pull.fail("reconnected")
+
+    def _on_message(self, message: Msg) -> None:
+        self._unacknowledged = message if self._durable else None
+        listener = self.listeners.get(message.subject)
+        if listener is None:
+            return
+        seq = jetstream.number_of(message)
+        if seq is None or len(message.data) > MAX_PAYLOAD_BYTES:
+            listener.on_unreadable(f"a message of {len(message.data)} bytes is no batch")
+        else:
+            listener.on_live(seq, message.data)
+
+    async def _acknowledge(self) -> None:
+        message, self._unacknowledged = self._unacknowledged, None
+        if message is not None:
+            await self._client.publish(message.reply, b"+ACK")
+
+    async def _consumer(self, stream: JetStreamContext) -> ConsumerInfo:
+        """That of our name, if nobody else uses it; else one that is forgotten with us."""
+        await jetstream.make_stream(stream)
+        if self._durable:
+            info = await self._durable_consumer(stream)
+            if not info.num_waiting:
+                return info
+            log.warning("somebody else follows KV events as %r; give each router a name of its own", self._durable)
+            self._durable = ""
+        config = ConsumerConfig(
+            deliver_policy=DeliverPolicy.NEW,
+            ack_policy=AckPolicy.NONE,
+            inactive_threshold=_FORGET_FOLLOWER_S,
+            mem_storage=True,
+        )
+        return await stream.add_consumer(jetstream.STREAM, config)
+
+    async def _durable_consumer(self, stream: JetStreamContext) -> ConsumerInfo:
+        with suppress(nats.js.errors.NotFoundError):
+            known: ConsumerInfo = await stream.consumer_info(jetstream.STREAM, self._durable)
+            return known
+        config = ConsumerConfig(
+            durable_name=self._durable,
+            deliver_policy=DeliverPolicy.NEW,
+            ack_policy=AckPolicy.ALL,
+            max_ack_pending=_MAX_UNACKNOWLEDGED,
+            inactive_threshold=_FORGET_DURABLE_S,
+        )
+        return await stream.add_consumer(jetstream.STREAM, config)
+
+
+def split_endpoint(endpoint: str) -> tuple[str, str]:
+    """(server, subject) of nats://host:port/subject. Raises ConfigError."""
+    server, _, subject = endpoint.removeprefix("nats://").partition("/")
+    _without_password(f"nats://{server}")
+    if not re.fullmatch(r"[^\s*>/]+", subject) or not subject.startswith(f"{jetstream.SUBJECTS}."):
+        raise ConfigError(f"cannot follow KV events at {endpoint!r}", hint="give it as nats://host:port/subject")
+    return f"nats://{server}", subject
+
+
+def _without_password(url: str) -> str:
+    """nats://host:port, which others may know. Raises ConfigError if `url` is none."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or 4222
+    except ValueError:
+        host, port = None, 0
+    if not host or parts.scheme != "nats" or parts.path not in ("", "/"):
+        raise ConfigError(f"no NATS server {url!r}", hint="give it as nats://host:port")
+    return f"nats://[{host}]:{port}" if ":" in host else f"nats://{host}:{port}"
+
+
+def _token(name: str) -> str:
+    """`name` as one part of a subject, or as a consumer's name."""
+    return quote(name, safe="").replace(".", "%2E")
+
+
+def _begin(work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_on_end)
+    return task
+
+
+def _on_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        log.error("%s ended", task.get_name(), exc_info=error)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})

@@ -1,0 +1,107 @@
+"""Follow one publisher over ZMQ: a SUB socket for what comes, a DEALER for each replay."""
+
+import asyncio
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvevents.formats import MAX_PAYLOAD_BYTES
+from kvevents.publisher import END_OF_REPLAY
+from kvevents.sockets import Frames, LoopSocket, open_socket
+from kvevents.transport import KvSource, Listener, Take
+from protocol.errors import ConfigError
+
+_QUEUED_BATCHES = 4096  # of one worker, while the loop is busy
+_QUEUED_REPLAYS = 256
+_SEQ_BYTES = 8
+
+
+class ZmqLink:
+    """Implements kvevents.transport.Link."""
+
+    numbers_restart = True
+
+    def __init__(self, source: KvSource, listener: Listener) -> None:
+        self._source = source
+        self._listener = listener
+        self._was_cut = False
+        self.can_replay = bool(source.replay_endpoint)
+        if self.can_replay:
+            _connect_dealer(source).close()  # a bad address is found now
+        sub = open_socket(zmq.SUB, receive=_QUEUED_BATCHES, max_bytes=MAX_PAYLOAD_BYTES)
+        watch = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        sub.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
+        try:
+            _connect(sub, source.endpoint)
+        except ConfigError:
+            watch.close()
+            raise
+        self._watch = LoopSocket(watch, self._on_connection)
+        self._sub = LoopSocket(sub, self._on_batch)
+
+    async def replay(self, start: int, take: Take, silence_s: float) -> None:
+        replay = _Replay(take, self._listener)
+        dealer = LoopSocket(_connect_dealer(self._source), replay.on_message)
+        try:
+            dealer.send((b"", start.to_bytes(_SEQ_BYTES, "big")))
+            while not replay.ended:
+                replay.heard.clear()
+                async with asyncio.timeout(silence_s):
+                    await replay.heard.wait()
+        finally:
+            dealer.close()
+
+    def close(self) -> None:
+        self._watch.close()
+        self._sub.close()
+
+    def _on_batch(self, frames: Frames) -> None:
+        """`[topic, seq, payload]`."""
+        if len(frames) != 3 or len(frames[1]) != _SEQ_BYTES:
+            self._listener.on_unreadable(f"a message of {len(frames)} frames is no batch")
+            return
+        self._listener.on_live(int.from_bytes(frames[1], "big"), frames[2])
+
+    def _on_connection(self, frames: Frames) -> None:
+        """ZMQ connects again by itself, and tells nobody but who watches."""
+        event = parse_monitor_message(frames)["event"]
+        if event == zmq.EVENT_DISCONNECTED:
+            self._was_cut = True
+            self._listener.on_disconnected()
+        elif self._was_cut:
+            self._was_cut = False
+            self._listener.on_reconnected()
+
+
+class _Replay:
+    def __init__(self, take: Take, listener: Listener) -> None:
+        self._take = take
+        self._listener = listener
+        self.heard = asyncio.Event()
+        self.ended = False
+
+    def on_message(self, frames: Frames) -> None:
+        """`[b"", topic, seq, payload]`, without the topic from older engines; the end has seq -1."""
+        self.heard.set()
+        if self.ended:
+            return
+        if len(frames) < 2 or len(frames[-2]) != _SEQ_BYTES:
+            self._listener.on_unreadable(f"a replay of {len(frames)} frames is no batch")
+            return
+        seq, payload = frames[-2:]
+        self.ended = seq == END_OF_REPLAY or not self._take(int.from_bytes(seq, "big"), payload)
+
+
+def _connect_dealer(source: KvSource) -> zmq.Socket[bytes]:
+    socket = open_socket(zmq.DEALER, receive=_QUEUED_REPLAYS, max_bytes=MAX_PAYLOAD_BYTES)
+    return _connect(socket, source.replay_endpoint)
+
+
+def _connect(socket: zmq.Socket[bytes], endpoint: str) -> zmq.Socket[bytes]:
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close()
+        hint = "give it as tcp://host:port"
+        raise ConfigError(f"cannot follow KV events at {endpoint!r}: {error}", hint=hint) from error
+    return socket

@@ -1,0 +1,73 @@
+"""Which worker a session was served by last. A preference: the placement gives it up where that worker is saturated
+or may not serve the request. Pure; the time is a parameter."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NewType
+
+from xxhash import xxh3_128_digest
+
+from protocol.ids import WorkerId
+from router.index import Holder
+
+SessionKey = NewType("SessionKey", bytes)
+
+
+def session_key(model: str, tenant: str, session: str) -> SessionKey:
+    """16 bytes, however long the client's name for its session. Tenants and models have sessions of their own."""
+    return SessionKey(xxh3_128_digest(repr((model, tenant, session)).encode()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    holder: Holder
+    ends_s: float
+
+
+class SessionAffinity:
+    """At most `max_sessions`, the least recently used go first; each ends `ttl_s` after its last use. All O(1)."""
+
+    def __init__(self, ttl_s: float = 600.0, max_sessions: int = 100_000) -> None:
+        self._ttl_s = ttl_s
+        self._max_sessions = max_sessions
+        self._bindings: OrderedDict[SessionKey, _Binding] = OrderedDict()  # by last use, and so by end
+        self._of_worker: dict[WorkerId, dict[SessionKey, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._bindings)
+
+    def get(self, key: SessionKey, now: float) -> Holder | None:
+        """Asking is using: the session lives on from `now`."""
+        self._expire(now)
+        if (binding := self._bindings.get(key)) is None:
+            return None
+        self._bindings[key] = _Binding(binding.holder, now + self._ttl_s)
+        self._bindings.move_to_end(key)
+        return binding.holder
+
+    def bind(self, key: SessionKey, holder: Holder, now: float) -> None:
+        """The session is served there from now on."""
+        self._expire(now)
+        self._drop(key)
+        if self._max_sessions <= 0:
+            return
+        if len(self._bindings) >= self._max_sessions:
+            self._drop(next(iter(self._bindings)))
+        self._bindings[key] = _Binding(holder, now + self._ttl_s)
+        self._of_worker.setdefault(holder.worker_id, {})[key] = None
+
+    def forget_worker(self, worker_id: WorkerId) -> None:
+        for key in self._of_worker.pop(worker_id, {}):
+            del self._bindings[key]
+
+    def _expire(self, now: float) -> None:
+        while self._bindings and next(iter(self._bindings.values())).ends_s <= now:
+            self._drop(next(iter(self._bindings)))
+
+    def _drop(self, key: SessionKey) -> None:
+        if (binding := self._bindings.pop(key, None)) is None:
+            return
+        sessions = self._of_worker[binding.holder.worker_id]
+        del sessions[key]
+        if not sessions:
+            del self._of_worker[binding.holder.worker_id]

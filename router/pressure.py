@@ -1,0 +1,78 @@
+"""What a block that has to be computed is worth, against one that waits. Pure; the time is a parameter.
+
+A request waits for what was placed before it, and others will wait for what it has to compute. How much the second
+counts depends on how busy the workers are: on idle ones nobody waits, near saturation a block computed twice is paid
+for several times over. And a prefix that many ask for is worth a copy: its price is shared by those who will use it.
+"""
+
+import math
+from collections import OrderedDict
+
+BUSY_WINDOW_S = 60.0
+DEMAND_WINDOW_S = 100.0
+MAX_BUSY_SHARE = 0.95  # above it the estimate of the wait has no meaning
+DELAY_PER_LOAD = 1.7  # fitted once, on traces of several kinds: see docs/routing.md
+
+
+def recompute_price(busy_share: float, asked_before: float, holders: int) -> float:
+    """Blocks in a queue that one block to compute weighs as much as; > 0.
+
+    In a queue the wait grows with load / (1 - load), so a block more of work delays those who come by about that much.
+    `asked_before`: recent requests whose cached prefix ended at the same block, `holders` of which have it: so many a
+    copy would serve.
+    """
+    load = min(busy_share, MAX_BUSY_SHARE)
+    return (1.0 + DELAY_PER_LOAD * load / (1.0 - load)) / (1.0 + asked_before / max(1, holders))
+
+
+class BusyShare:
+    """How many of a pool's workers have had prompts to compute lately, on average over about BUSY_WINDOW_S."""
+
+    def __init__(self) -> None:
+        self._busy = 0
+        self._average = 0.0
+        self._weight = 0.0  # grows to 1 as the window fills
+        self._at: float | None = None
+
+    def change(self, by: int, now: float) -> None:
+        """So many workers have begun (> 0) or ended (< 0) to have work."""
+        self._advance(now)
+        self._busy += by
+
+    def of(self, num_workers: int, now: float) -> float:
+        self._advance(now)
+        if not self._weight or not num_workers:
+            return 0.0
+        return min(1.0, self._average / self._weight / num_workers)
+
+    def _advance(self, now: float) -> None:
+        if self._at is None:
+            self._at = now
+        elapsed_s = now - self._at
+        if elapsed_s > 0:
+            kept = math.exp(-elapsed_s / BUSY_WINDOW_S)
+            self._average = self._average * kept + self._busy * (1 - kept)
+            self._weight = self._weight * kept + (1 - kept)
+            self._at = now
+
+
+class PrefixDemand:
+    """How often the prefix that ends at a block was asked for, decaying over DEMAND_WINDOW_S. The latest stay."""
+
+    def __init__(self, max_prefixes: int = 65_536) -> None:
+        self._max_prefixes = max_prefixes
+        self._counts: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # by sequence hash: count, when
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def of(self, prefix: bytes, now: float) -> float:
+        """prefix: the sequence hash of its last block, 8 bytes."""
+        count, at = self._counts.get(prefix, (0.0, now))
+        return count * math.exp((at - now) / DEMAND_WINDOW_S)
+
+    def asked(self, prefix: bytes, now: float) -> None:
+        self._counts[prefix] = (self.of(prefix, now) + 1.0, now)
+        self._counts.move_to_end(prefix)
+        if len(self._counts) > self._max_prefixes:
+            self._counts.popitem(last=False)

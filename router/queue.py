@@ -1,0 +1,366 @@
+"""Requests that wait because every worker that could take them is saturated. Pure; the time is a parameter.
+
+Who is next: the highest priority; in it the tenant that was served the fewest tokens (a virtual token counter); of its
+requests the first by the order of the rules. A request that meets a queue that is not empty is pushed as well: who may
+overtake whom is decided here alone. One queue per model, because those that wait shall compete for the same workers.
+
+All is kept in sorted lists: a binary search, then a memmove of at most `max_requests` pointers, which is the smaller
+part up to ten thousands of them. So what is cancelled leaves at once, where a heap would keep its place.
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, Generic, Literal, TypeVar
+
+from protocol.errors import InvalidRequestError, OverloadedError
+from protocol.ids import RequestId
+
+DRAIN_WINDOW_S = 10.0  # the drain rate is that of about so long
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+IDLE_TENANTS = 256  # remembered in each priority, those furthest ahead
+
+Order = Literal["fcfs", "wspt"]
+Lane = Hashable
+P = TypeVar("P")
+T = TypeVar("T", bound=tuple[Any, ...])
+_Place = tuple[float, int, RequestId]  # in a line: the rules' key, then who came first
+_Turn = tuple[float, int, str]  # of a tenant: its counter, then who was served longest ago
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRules:
+    """A request takes the larger of 1 / `max_requests` and isl / `max_tokens` of the queue: both bounds hold.
+
+    wspt (weighted shortest prefill time) serves a request as if it had come uncached / `aging_tokens_per_s` later than
+    it did: short prompts go first, and a prompt of u uncached tokens is overtaken only by those of its tenant and
+    priority that come within u / `aging_tokens_per_s` seconds after it.
+    """
+
+    order: Order = "fcfs"
+    max_requests: int = 1024  # >= 1
+    max_tokens: int = 8_000_000  # >= 1, of prompts that wait
+    aging_tokens_per_s: float = 8192.0  # > 0; smaller: short prompts wait less, long ones more
+    output_weight: float = 2.0  # what a token of an answer counts for fairness; a prompt's uncached token counts 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pending(Generic[P]):
+    """A request that waits. Times are those of the router's clock."""
+
+    request_id: RequestId
+    tenant: str
+    priority: int  # strict: the higher goes first. From a small range
+    arrived_s: float  # at its first try, so that a retry keeps its place
+    deadline_s: float
+    isl_tokens: int
+    uncached_tokens: int  # of the prompt, by the best estimate: see `update`
+    payload: P  # the router's
+    lane: Lane = None  # equal for requests that the same workers can take: differs where one is pinned
+    min_run_s: float = 0.0  # from its start to its first token, at the least; 0: not known
+
+    @property
+    def latest_start_s(self) -> float:
+        return self.deadline_s - self.min_run_s
+
+
+class PendingQueue(Generic[P]):
+    """Bounded by the rules; empty, it remembers no tenant."""
+
+    def __init__(self, rules: QueueRules | None = None) -> None:
+        self._rules = rules or QueueRules()
+        self._waiting: dict[RequestId, _Waiting[P]] = {}
+        self._classes: dict[int, _Class] = {}
+        self._latest_starts: list[_Place] = []
+        self._drain = _Drain()
+        self._ticks = count()
+        self._held = 0
+        self.isl_tokens = 0
+        self.uncached_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, item: Pending[P], now: float) -> Sequence[Pending[P]]:
+        """Let a request wait. Returns those it displaced: fail them with `refusal`.
+
+        A full queue makes room at the cost of lower priorities, the lowest first, then of a tenant that holds more of
+        the queue in this priority than this one would; of the fattest tenant that leaves which would be served last.
+        Raises OverloadedError if that gives no room, InvalidRequestError if the request waits already.
+        """
+        if item.request_id in self._waiting:
+            raise InvalidRequestError(f"request {item.request_id} waits in the queue already")
+        if not self._waiting:
+            self._drain.begin(now)
+        displaced = self._make_room(item, now)
+        tick = next(self._ticks)
+        waiting = _Waiting(item, (self._key(item), tick, item.request_id), self._room(item))
+        self._waiting[item.request_id] = waiting
+        insort(self._latest_starts, waiting.latest_start)
+        self._classes.setdefault(item.priority, _Class(self._ticks)).add(item, waiting.place, waiting.room)
+        self._count(waiting, +1)
+        return displaced
+
+    def pop_next(self, now: float, fits: Callable[[Pending[P]], bool]) -> Pending[P] | None:
+        """Take out who is next among those that fit somewhere now, or None; its prompt is charged to its tenant.
+
+        `fits` is asked at most once for each lane and priority. If the first of a lane does not fit, nothing behind it
+        in that lane is taken (else large prompts would starve), but the other lanes go on. What `expire` would return
+        is passed over.
+        """
+        blocked: set[Lane] = set()
+        for priority in sorted(self._classes, reverse=True):
+            for request_id in self._classes[priority].heads(blocked, lambda name: self._is_live(name, now)):
+                item = self._waiting[request_id].item
+                if fits(item):
+                    self._classes[priority].serve(item.tenant, max(1, item.uncached_tokens))
+                    self._drain.served(now)
+                    return self._take(request_id)
+                blocked.add(item.lane)
+        return None
+
+    def update(self, request_id: RequestId, uncached_tokens: int, min_run_s: float | None = None) -> None:
+        """A better estimate. Unknown requests are no error."""
+        if (waiting := self._waiting.get(request_id)) is None:
+            return
+        self._count(waiting, -1)
+        _discard(self._latest_starts, waiting.latest_start)
+        old = waiting.item
+        min_run_s = old.min_run_s if min_run_s is None else min_run_s
+        waiting.item = item = replace(old, uncached_tokens=uncached_tokens, min_run_s=min_run_s)
+        place = (self._key(item), waiting.place[1], request_id)
+        self._classes[item.priority].move(item, waiting.place, place)
+        waiting.place = place
+        insort(self._latest_starts, waiting.latest_start)
+        self._count(waiting, +1)
+
+    def expire(self, now: float) -> Sequence[Pending[P]]:
+        """Take out what can no longer meet its deadline, were it started now."""
+        expired: list[Pending[P]] = []
+        while self._latest_starts and self._latest_starts[0][0] <= now:
+            expired.append(self._take(self._latest_starts[0][2]))
+        return expired
+
+    def next_deadline(self) -> float | None:
+        """When to call `expire` next."""
+        return self._latest_starts[0][0] if self._latest_starts else None
+
+    def cancel(self, request_id: RequestId) -> Pending[P] | None:
+        """Take a request out. Unknown requests are no error."""
+        return self._take(request_id) if request_id in self._waiting else None
+
+    def charge(self, tenant: str, output_tokens: int, priority: int = 0) -> None:
+        """A request that has been served was given so many tokens of its answer."""
+        if priority in self._classes and output_tokens > 0:
+            self._classes[priority].charge(tenant, output_tokens * self._rules.output_weight)
+
+    def retry_after_s(self, now: float) -> float:
+        """When what waits now will have been served, at the rate of the last seconds; from 1 to 60 s."""
+        return min(max(self._drain.time_for(len(self), now), MIN_RETRY_S), MAX_RETRY_S)
+
+    def refusal(self, now: float) -> OverloadedError:
+        """For a request that may not wait, or no longer."""
+        what = f"{len(self)} requests with {self.isl_tokens} prompt tokens wait for a worker already"
+        return OverloadedError(what, retry_after_s=self.retry_after_s(now))
+
+    def _make_room(self, item: Pending[P], now: float) -> list[Pending[P]]:
+        rules = self._rules
+        capacity, room = rules.max_requests * rules.max_tokens, self._room(item)
+        needed = self._held + room - capacity
+        below = sum(other.held for priority, other in self._classes.items() if priority < item.priority)
+        mine = self._classes.get(item.priority)
+        if needed > below and (mine is None or not mine.has_fatter(item.tenant, room)):
+            raise self.refusal(now)
+        displaced: list[Pending[P]] = []
+        while self._held + room > capacity:
+            displaced.append(self._take(self._classes[min(self._classes)].last_of_fattest()))
+        return displaced
+
+    def _take(self, request_id: RequestId) -> Pending[P]:
+        waiting = self._waiting.pop(request_id)
+        item = waiting.item
+        _discard(self._latest_starts, waiting.latest_start)
+        self._classes[item.priority].remove(item, waiting.place, waiting.room)
+        if not self._classes[item.priority].turns:
+            del self._classes[item.priority]
+        self._count(waiting, -1)
+        return item
+
+    def _count(self, waiting: "_Waiting[P]", sign: int) -> None:
+        self._held += sign * waiting.room
+        self.isl_tokens += sign * waiting.item.isl_tokens
+        self.uncached_tokens += sign * waiting.item.uncached_tokens
+
+    def _key(self, item: Pending[P]) -> float:
+        aged = item.uncached_tokens / self._rules.aging_tokens_per_s if self._rules.order == "wspt" else 0.0
+        return item.arrived_s + aged
+
+    def _room(self, item: Pending[P]) -> int:
+        """What an item takes of max_requests * max_tokens: whole numbers, so that sums stay exact."""
+        return max(item.isl_tokens * self._rules.max_requests, self._rules.max_tokens)
+
+    def _is_live(self, request_id: RequestId, now: float) -> bool:
+        return self._waiting[request_id].item.latest_start_s > now
+
+
+@dataclass(slots=True)
+class _Waiting(Generic[P]):
+    item: Pending[P]
+    place: _Place
+    room: int
+
+    @property
+    def latest_start(self) -> _Place:
+        return (self.item.latest_start_s, self.place[1], self.item.request_id)
+
+
+@dataclass(slots=True)
+class _Tenant:
+    turn: _Turn
+    lines: dict[Lane, list[_Place]] = field(default_factory=dict)  # none is empty
+    held: int = 0
+
+
+class _Class:
+    """What waits with one priority. Tenants take turns: who was served the fewest tokens is next.
+
+    A tenant that comes, or comes back, starts no lower than the least of those that wait, nor than who was served last
+    (`_reached`): neither idle time nor a turn in a lane that was blocked is saved up. A tenant that has nothing here
+    is remembered as long as it is ahead of that: it shall not shed what it was served by leaving for a moment.
+    """
+
+    def __init__(self, ticks: Iterator[int]) -> None:
+        self.turns: dict[Lane, list[_Turn]] = {}  # of the tenants with a line in the lane; none is empty
+        self.held = 0
+        self._ticks = ticks
+        self._tenants: dict[str, _Tenant] = {}
+        self._idle: list[_Turn] = []
+        self._holdings: list[tuple[int, str]] = []
+        self._reached = 0.0
+
+    def add(self, item: Pending[P], place: _Place, room: int) -> None:
+        tenant = self._join(item.tenant)
+        if item.lane not in tenant.lines:
+            tenant.lines[item.lane] = []
+            insort(self.turns.setdefault(item.lane, []), tenant.turn)
+        insort(tenant.lines[item.lane], place)
+        self._hold(item.tenant, room)
+
+    def move(self, item: Pending[P], place: _Place, new: _Place) -> None:
+        line = self._tenants[item.tenant].lines[item.lane]
+        _discard(line, place)
+        insort(line, new)
+
+    def remove(self, item: Pending[P], place: _Place, room: int) -> None:
+        tenant = self._tenants[item.tenant]
+        _discard(tenant.lines[item.lane], place)
+        self._hold(item.tenant, -room)
+        if not tenant.lines[item.lane]:
+            del tenant.lines[item.lane]
+            _discard(self.turns[item.lane], tenant.turn)
+            if not self.turns[item.lane]:
+                del self.turns[item.lane]
+        if not tenant.lines:
+            insort(self._idle, tenant.turn)
+        self._forget_idle()
+
+    def heads(self, blocked: set[Lane], is_live: Callable[[RequestId], bool]) -> Iterator[RequestId]:
+        """The next of each lane that is not blocked, who is next of them all first."""
+        found = [head for lane in self.turns if lane not in blocked and (head := self._head(lane, is_live))]
+        for _, place in sorted(found):
+            yield place[2]
+
+    def serve(self, name: str, tokens: float) -> None:
+        tenant = self._tenants[name]
+        self._reached = max(self._reached, tenant.turn[0])
+        self._advance(tenant, self._reached + tokens)
+
+    def charge(self, name: str, tokens: float) -> None:
+        if name not in self._tenants:
+            self._tenants[name] = _Tenant((self._floor(), next(self._ticks), name))
+            insort(self._idle, self._tenants[name].turn)
+        tenant = self._tenants[name]
+        self._advance(tenant, tenant.turn[0] + tokens)
+        self._forget_idle()
+
+    def has_fatter(self, name: str, room: int) -> bool:
+        """Whether someone holds more than `name` would with `room` added."""
+        held = self._tenants[name].held if name in self._tenants else 0
+        return self._holdings[-1][0] > held + room
+
+    def last_of_fattest(self) -> RequestId:
+        lines = self._tenants[self._holdings[-1][1]].lines.values()
+        return max(line[-1] for line in lines)[2]
+
+    def _join(self, name: str) -> _Tenant:
+        """A tenant that has, or is about to have, something here."""
+        floor = self._floor()
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant((floor, next(self._ticks), name))
+        elif not tenant.lines:  # ahead of the floor: it would have been forgotten else
+            _discard(self._idle, tenant.turn)
+        return tenant
+
+    def _head(self, lane: Lane, is_live: Callable[[RequestId], bool]) -> tuple[_Turn, _Place] | None:
+        for turn in self.turns[lane]:
+            for place in self._tenants[turn[2]].lines[lane]:
+                if is_live(place[2]):
+                    return turn, place
+        return None
+
+    def _advance(self, tenant: _Tenant, counter: float) -> None:
+        lists = [self.turns[lane] for lane in tenant.lines] or [self._idle]
+        for turns in lists:
+            _discard(turns, tenant.turn)
+        tenant.turn = (counter, next(self._ticks), tenant.turn[2])
+        for turns in lists:
+            insort(turns, tenant.turn)
+
+    def _floor(self) -> float:
+        return max(self._reached, min((turns[0][0] for turns in self.turns.values()), default=0.0))
+
+    def _forget_idle(self) -> None:
+        floor = self._floor()
+        while self._idle and (self._idle[0][0] <= floor or len(self._idle) > IDLE_TENANTS):
+            del self._tenants[self._idle.pop(0)[2]]
+
+    def _hold(self, name: str, room: int) -> None:
+        tenant = self._tenants[name]
+        if tenant.held:
+            _discard(self._holdings, (tenant.held, name))
+        tenant.held += room
+        self.held += room
+        if tenant.held:
+            insort(self._holdings, (tenant.held, name))
+
+
+class _Drain:
+    """How fast the queue empties since it was last empty; what is older than DRAIN_WINDOW_S counts ever less."""
+
+    def __init__(self) -> None:
+        self._requests = 0.0
+        self._seconds = 0.0
+        self._at = 0.0
+
+    def begin(self, now: float) -> None:
+        self._requests, self._seconds, self._at = 0.0, 0.0, now
+
+    def served(self, now: float) -> None:
+        requests, self._seconds = self._aged(now)
+        self._requests, self._at = requests + 1, now
+
+    def time_for(self, requests: int, now: float) -> float:
+        """As if one was served, if none was: so the answer grows with the time that passes in vain."""
+        served, seconds = self._aged(now)
+        return requests * seconds / max(served, 1.0)
+
+    def _aged(self, now: float) -> tuple[float, float]:
+        kept = math.exp((self._at - now) / DRAIN_WINDOW_S)
+        return self._requests * kept, self._seconds * kept + DRAIN_WINDOW_S * (1 - kept)
+
+
+def _discard(ordered: list[T], item: T) -> None:
+    del ordered[bisect_left(ordered, item)]

@@ -1,0 +1,99 @@
+"""A newcomer is not stampeded, and not starved either."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.ids import WorkerId
+from router.index import Holder
+from router.warmup import WarmUp
+
+OLD, OLDER, NEW = (Holder(WorkerId(name), 0) for name in ("old", "older", "new"))
+
+
+def warm_up(joined: float = 0.0) -> WarmUp:
+    """With one newcomer."""
+    warmup = WarmUp(ramp_s=10.0, ramp_requests=20)
+    warmup.joined(NEW.worker_id, joined)
+    return warmup
+
+
+def test_the_share_of_a_newcomer_grows_with_time() -> None:
+    warmup = warm_up(joined=100.0)
+    assert [warmup.share(NEW.worker_id, now) for now in (100.0, 102.5, 105.0, 110.0, 200.0)] == [0, 0.25, 0.5, 1, 1]
+
+
+def test_or_with_the_requests_it_completed_whichever_is_further() -> None:
+    warmup = warm_up()
+    for _ in range(10):
+        warmup.completed(NEW.worker_id)
+    assert [warmup.share(NEW.worker_id, now) for now in (0.0, 2.0, 7.0)] == [0.5, 0.5, 0.7]
+    for _ in range(10):
+        warmup.completed(NEW.worker_id)
+    assert warmup.share(NEW.worker_id, 7.0) == 1
+
+
+def test_a_settled_worker_is_no_longer_remembered_and_stays_settled() -> None:
+    warmup = warm_up()
+    assert warmup.share(NEW.worker_id, 10.0) == 1
+    assert warmup._ramps == {}
+    warmup.completed(NEW.worker_id)
+    assert warmup.share(NEW.worker_id, 10.0) == 1
+
+
+def test_a_newcomer_may_always_have_one_request() -> None:
+    assert warm_up().held_back({OLD: 30, NEW: 0}, 0.0) == set()
+    assert warm_up().held_back({OLD: 30, NEW: 1}, 0.0) == {NEW}
+
+
+def test_it_may_have_its_share_of_what_the_busiest_settled_worker_has() -> None:
+    warmup = warm_up()
+    assert warmup.held_back({OLD: 30, OLDER: 8, NEW: 14}, 5.0) == set()
+    assert warmup.held_back({OLD: 30, OLDER: 8, NEW: 15}, 5.0) == {NEW}
+    assert warmup.held_back({OLD: 30, OLDER: 8, NEW: 99}, 10.0) == set()
+
+
+def test_beside_idle_workers_one_request_at_a_time_finds_out_whether_it_works() -> None:
+    assert warm_up().held_back({OLD: 0, NEW: 1}, 9.9) == {NEW}
+
+
+def test_where_all_candidates_are_new_none_is_held_back() -> None:
+    warmup = warm_up()
+    warmup.joined(OLD.worker_id, 1.0)
+    assert warmup.held_back({OLD: 5, NEW: 50}, 2.0) == set()
+    assert warmup.held_back({}, 2.0) == set()
+
+
+def test_each_rank_of_a_newcomer_may_have_its_share() -> None:
+    rank = Holder(NEW.worker_id, 1)
+    assert warm_up().held_back({OLD: 30, NEW: 1, rank: 0}, 0.0) == {NEW}
+
+
+def test_a_worker_that_left_is_forgotten() -> None:
+    warmup = warm_up()
+    warmup.left(NEW.worker_id)
+    warmup.left(NEW.worker_id)
+    assert warmup._ramps == {}
+
+
+def test_a_ramp_of_nothing_is_no_ramp() -> None:
+    for warmup in (WarmUp(ramp_s=0.0), WarmUp(ramp_requests=0)):
+        warmup.joined(NEW.worker_id, 0.0)
+        assert warmup.held_back({OLD: 9, NEW: 9}, 0.0) == set()
+
+
+loads = st.dictionaries(st.sampled_from([OLD, OLDER, NEW]), st.integers(0, 40), min_size=1)
+
+
+@given(loads, st.sets(st.sampled_from([OLD, OLDER, NEW])), st.floats(0, 20), st.integers(0, 25))
+def test_somebody_may_always_take_a_request(
+    in_flight: dict[Holder, int], new: set[Holder], now: float, completed: int
+) -> None:
+    warmup = WarmUp(ramp_s=10.0, ramp_requests=20)
+    for holder in sorted(new):
+        warmup.joined(holder.worker_id, 0.0)
+        for _ in range(completed):
+            warmup.completed(holder.worker_id)
+    held_back = warmup.held_back(in_flight, now)
+    assert held_back < set(in_flight)
+    assert held_back <= new
+    assert all(in_flight[holder] >= 1 for holder in held_back)
