@@ -9,7 +9,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 TORCH ?=
 ARGS ?=
 
-INPUTS := pyproject.toml constraints.txt Makefile deploy/install.py
+NATIVE := setup.py $(wildcard protocol/*.cpp protocol/*.h router/*.cpp router/native/*.h)
+INPUTS := pyproject.toml constraints.txt Makefile deploy/install.py $(NATIVE)
 RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 
@@ -50,6 +51,7 @@ fmt: $(DEV) ## format, and mend what the linter can mend
 clean: ## remove .venv, caches and what runs have left
 	rm -rf .venv .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f protocol/_native.*.so router/_native.*.so
 
 $(RUNTIME): $(INPUTS) $(if $(TORCH),force)
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

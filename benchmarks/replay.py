@@ -1,8 +1,9 @@
 """`kvmesh replay`: drive the real router core and real block pools through a trace, in simulated time.
 
-Each worker is a FIFO that computes the uncached tokens of one prompt at a time, at a fixed rate; its block pool decides
-what is cached, and tells the router by the same events as a live worker. TTFT is the time from the arrival to the end of
-the prompt's computation; nothing else is modelled: no decode, no network, no step overhead.
+The workers are prefill workers: each is a FIFO that computes the uncached tokens of one prompt at a time, at a fixed
+rate. Its block pool decides what is cached, and tells the router by the same events as a live worker. TTFT is the time
+from the arrival to the end of the prompt's computation; nothing else is modelled: no decode (one worker that is never
+full takes all answers), no network, no step overhead.
 """
 
 import heapq
@@ -55,7 +56,7 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = 0.0
     saturation_tokens: Annotated[
         int, Meta(ge=0, description="a worker with so many tokens to compute gets no more; 0: all go at once")
-    ] = 4096
+    ] = 2048
     routers: Annotated[int, Meta(ge=1, description="routers that share the requests")] = 1
     gossip_lag_s: Annotated[float, Meta(ge=0, description="how old what a router knows of the others' load is")] = 0.005
     event_lag_s: Annotated[float, Meta(ge=0, description="from a cache's change until the routers know")] = 0.005
@@ -144,6 +145,7 @@ class Simulation:
         self._routers = [RouterState(rules, seed=config.seed + number) for number in range(config.routers)]
         self._workers = {worker.card.worker_id: worker for worker in map(self._worker, range(config.workers))}
         for router in self._routers:
+            router.add_worker(self._card("decode", Role.DECODE, 1 << 40))
             for worker in self._workers.values():
                 router.add_worker(worker.card)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -189,20 +191,25 @@ class Simulation:
         )
 
     def _worker(self, number: int) -> _Worker:
-        card = WorkerCard(
-            worker_id=WorkerId(f"worker-{number:04d}"),
-            name=f"worker-{number}",
-            role=Role.AGGREGATED,
+        blocks = self._config.blocks_per_worker
+        card = self._card(f"worker-{number:04d}", Role.PREFILL, blocks)
+        return _Worker(card, BlockPool(blocks, self._config.block_size))
+
+    def _card(self, name: str, role: Role, blocks: int) -> WorkerCard:
+        return WorkerCard(
+            worker_id=WorkerId(name),
+            name=name,
+            role=role,
             model=MODEL,
             model_path="",
             address="",
             block_size=self._config.block_size,
-            total_blocks=self._config.blocks_per_worker,
+            total_blocks=blocks,
             context_tokens=1 << 30,
-            max_num_seqs=1 << 20,
+            max_num_seqs=1 << 40,
             kv_events="simulated",
+            transfer="simulated",
         )
-        return _Worker(card, BlockPool(self._config.blocks_per_worker, self._config.block_size))
 
     def _arrivals(self, requests: Iterator[TraceRequest]) -> Iterator[_Request]:
         late = _jittered(requests, self._config) if self._config.jitter_s else requests
@@ -213,6 +220,7 @@ class Simulation:
                 model=MODEL,
                 isl_tokens=request.isl_tokens,
                 sequence_hashes=hashes,
+                disaggregate=True,
             )
             yield _Request(route, request.tokens, request.arrival_s, number % len(self._routers))
 
@@ -244,7 +252,8 @@ class Simulation:
         if not isinstance(outcome.result, Placed):
             self._fail(request)
             return
-        target = outcome.result.decode
+        target = outcome.result.prefill
+        assert target is not None
         request.placed_s = self._now
         request.predicted_tokens = target.overlap_blocks * self._config.block_size
         worker = self._workers[target.worker_id]

@@ -4,12 +4,12 @@ One JSON object a line: `timestamp` (ms from the start), `input_length` and `out
 per block of the trace; equal ids mean equal prefix blocks). There is no text: an id is expanded into tokens of its own.
 """
 
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
 
 from protocol.errors import ConfigError
@@ -73,4 +73,4 @@ def expand(rows: list[TraceRow], block_size: int) -> Iterator[TraceRequest]:
 
 def _tokens_of(block_id: int, block_size: int) -> bytes:
     first = block_id * block_size
-    return array("I", (token % VOCABULARY for token in range(first, first + block_size))).tobytes()
+    return (np.arange(first, first + block_size) % VOCABULARY).astype("<u4").tobytes()

@@ -50,6 +50,8 @@ def main() -> int:
         if not carry_out(step, f"[{number}/{len(steps)}] {step.title}"):
             return 1
     print(f"installed in {time.monotonic() - started:.0f} s", flush=True)
+    if not list((ROOT / "router").glob("_native.*.so")):
+        print(NO_NATIVE_CODE, flush=True)
     return 0
 
 
@@ -117,6 +119,9 @@ NIXL = Step(
     instead="without it KV moves through shared memory, between workers on one host",
 )
 KVMESH = Step("kvmesh and its dependencies", [*INSTALL, "-e", ".[torch]"])
+NO_NATIVE_CODE = """\
+The KV index could not be built and runs in plain Python, many times slower: see .venv/install.log.
+It takes a C++17 compiler and Python.h (Debian, Ubuntu: apt-get install g++ python3-dev), then `make -B install`."""
 TOOLS = Step("tools for tests and checks", [*INSTALL, "-e", ".[dev]"])
 
 

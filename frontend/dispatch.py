@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 import msgspec
 
@@ -23,11 +24,12 @@ from protocol.errors import (
     PeerLostError,
     UnreachableError,
 )
-from protocol.hashing import hash_seed, sequence_hash_bytes
+from protocol.hashing import hash_seed, plain_sequence_hash_bytes, sequence_hash_bytes
 from protocol.ids import WorkerId
 from protocol.messages import (
     Delta,
     GenerateRequest,
+    Placed,
     ReleaseOffer,
     RouteRequest,
     Target,
@@ -40,10 +42,12 @@ from router.service import Booking
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
+MAX_ENGINE_FAILURES = 2  # a request that breaks engines shall not go round the mesh
 REPLACEMENT_S = 15.0  # a request that lost its worker waits so long for another one to appear
 RETRY_S = 0.2
 RELEASE_TIMEOUT_S = 5.0
 PROGRESS_S = 2.0  # between reports on an answer to the router
+SLOW_HASH_BYTES = 4 * 32_768  # of prompt; without native code a longer one would hold up the event loop for over 1 ms
 NOT_BEGUN = (UnreachableError, DrainingError, OverloadedError)  # the worker took no part: not an attempt
 ELSEWHERE = (PeerLostError, DrainingError, EngineError, CancelledByPeerError, OverloadedError)
 
@@ -73,11 +77,11 @@ class Dispatcher:
         problem: MeshError | None = None
         generated = list(request.generated)
         patience_ends = deadline
-        attempts = 0
-        while attempts < MAX_ATTEMPTS:
+        attempts = engine_failures = 0
+        while attempts < MAX_ATTEMPTS and engine_failures < MAX_ENGINE_FAILURES:
             try:
                 attempt = msgspec.structs.replace(request, generated=tuple(generated))
-                route = self._route(attempt, hints, failed)
+                route = await self._route(attempt, hints, failed)
                 async with aclosing(self._attempt(attempt, route, trace, deadline)) as deltas:
                     async for delta in deltas:
                         generated += delta.token_ids
@@ -89,52 +93,67 @@ class Dispatcher:
                 failed.append(failure.worker_id)
                 problem = failure.reason
                 attempts += not isinstance(problem, NOT_BEGUN)
+                engine_failures += isinstance(problem, EngineError)
                 trace.migrations += 1
                 patience_ends = asyncio.get_running_loop().time() + REPLACEMENT_S
-            except NoWorkerError:
+            except (NoWorkerError, OverloadedError) as refusal:  # of the router
                 if problem is None:
                     raise
-                if isinstance(problem, OverloadedError) and not generated:
-                    raise problem from None  # refused early: the caller may come back, nothing was begun
+                for error in (problem, refusal):
+                    if isinstance(error, OverloadedError) and not generated:
+                        raise error from None  # refused early: the caller may come back, nothing was begun
                 if asyncio.get_running_loop().time() > min(patience_ends, deadline):
                     raise problem from None
                 await asyncio.sleep(RETRY_S)
         assert problem is not None
         raise problem
 
+    async def preview(self, request: GenerateRequest, hints: Hints, deadline: float) -> Placed:
+        """Implements frontend.generator.Generator."""
+        route = await self._route(request, replace(hints, explain=True), [])
+        return await self._router.preview(route, _left(deadline))
+
     async def close(self) -> None:
         """Wait for the releases that are on their way."""
         if self._releasing:
             await asyncio.wait(self._releasing)
 
-    def _route(self, request: GenerateRequest, hints: Hints, failed: list[WorkerId]) -> RouteRequest:
+    async def _route(self, request: GenerateRequest, hints: Hints, failed: list[WorkerId]) -> RouteRequest:
         tokens = request.prompt + pack_tokens(request.generated)
         block_size = self._block_size_of(request.model)
-        seed = hash_seed(request.lora, request.cache_salt)
         return RouteRequest(
             request_id=request.request_id,
             model=request.model,
             isl_tokens=len(tokens) // 4,
-            sequence_hashes=sequence_hash_bytes(tokens, block_size, seed),
+            sequence_hashes=await _hashes(tokens, block_size, hash_seed(request.lora, request.cache_salt)),
             exclude=tuple(failed),
             disaggregate=hints.disaggregate,
             pin=None if hints.pin is None else WorkerId(hints.pin),
+            pin_rank=hints.pin_rank,
+            pin_prefill=None if hints.pin_prefill is None else WorkerId(hints.pin_prefill),
+            session=hints.session,
+            tenant=hints.tenant,
+            priority=hints.priority,
+            explain=hints.explain,
         )
 
     async def _attempt(
         self, request: GenerateRequest, route: RouteRequest, trace: Trace, deadline: float
     ) -> AsyncGenerator[Delta, None]:
         """One placement, carried out. Ends early, with _LegFailedError, if a worker fails it."""
+        asked = asyncio.get_running_loop().time()
         async with self._router.book(route, _left(deadline)) as booking:
             placed = booking.placed
             is_first = not request.generated
-            trace.route_reason = placed.reason
+            trace.waited_s += asyncio.get_running_loop().time() - asked
+            _note_placement(trace, placed, is_first, route.isl_tokens, self._block_size_of(request.model))
+            news = _News(booking)
             ticket: Ticket | None = None
             try:
                 if placed.prefill is not None:
                     delta = await self._prefill(placed.prefill, request, deadline)
                     trace.prefill_worker = placed.prefill.name
-                    booking.prefill_done(delta.cached_tokens)
+                    news.on_delta(delta)
                     _note(trace, delta, is_first)
                     ticket = delta.ticket
                     yield msgspec.structs.replace(delta, ticket=None)
@@ -144,8 +163,9 @@ class Dispatcher:
                         request, generated=request.generated + delta.token_ids, ticket=ticket
                     )
                 trace.decode_worker = placed.decode.name
-                async with aclosing(self._decode(placed.decode, request, booking, deadline)) as deltas:
+                async with aclosing(self._decode(placed.decode, request, deadline)) as deltas:
                     async for delta in deltas:
+                        news.on_delta(delta)
                         if ticket is not None:  # with its first delta the decode worker is done with the offer
                             self._release(ticket)
                             ticket = None
@@ -153,6 +173,7 @@ class Dispatcher:
                         _note(trace, delta, is_first)
                         yield delta
             finally:
+                news.close()
                 if ticket is not None:
                     self._release(ticket)
 
@@ -168,19 +189,10 @@ class Dispatcher:
         except ELSEWHERE as error:
             raise _LegFailedError(target.worker_id, error) from error
 
-    async def _decode(
-        self, target: Target, request: GenerateRequest, booking: Booking, deadline: float
-    ) -> AsyncGenerator[Delta, None]:
+    async def _decode(self, target: Target, request: GenerateRequest, deadline: float) -> AsyncGenerator[Delta, None]:
         try:
             async with self._plane.open(target.address, "generate", request, _left(deadline)) as stream:
-                next_report_s = asyncio.get_running_loop().time() + PROGRESS_S
-                osl_tokens = len(request.generated)
                 async for delta in stream.messages(Delta):
-                    booking.prefill_done(delta.cached_tokens)
-                    osl_tokens += len(delta.token_ids)
-                    if (now := asyncio.get_running_loop().time()) >= next_report_s:
-                        next_report_s = now + PROGRESS_S
-                        booking.progress(osl_tokens)
                     yield delta
                     if delta.finish_reason is not None:
                         return
@@ -202,8 +214,50 @@ class Dispatcher:
             log.info("a KV offer of %s was left to its lease: %s", ticket.worker_id, error)
 
 
+class _News:
+    """What a booking is told of its request: the first token, once, and every PROGRESS_S that it lives.
+
+    That it lives is told before the first token as well: a long prompt may take longer than the booking's lease.
+    """
+
+    def __init__(self, booking: Booking) -> None:
+        self._booking = booking
+        self._began = False
+        self._osl_tokens = 0  # since the placement: what was generated before is part of the prompt
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(PROGRESS_S, self._tell)
+
+    def on_delta(self, delta: Delta) -> None:
+        if not self._began:
+            self._began = True
+            self._booking.prefill_done(delta.cached_tokens)
+        self._osl_tokens += len(delta.token_ids)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _tell(self) -> None:
+        self._booking.progress(self._osl_tokens)
+        self._timer = self._loop.call_later(PROGRESS_S, self._tell)
+
+
+async def _hashes(tokens: bytes, block_size: int, seed: int) -> bytes:
+    if sequence_hash_bytes is plain_sequence_hash_bytes and len(tokens) > SLOW_HASH_BYTES:
+        return await asyncio.to_thread(sequence_hash_bytes, tokens, block_size, seed)
+    return sequence_hash_bytes(tokens, block_size, seed)
+
+
 def _left(deadline: float) -> float:
     return deadline - asyncio.get_running_loop().time()
+
+
+def _note_placement(trace: Trace, placed: Placed, is_first: bool, isl_tokens: int, block_size: int) -> None:
+    """`is_first`: as for `_note`."""
+    trace.placed = placed
+    if is_first:
+        trace.overlap_tokens = min(isl_tokens, (placed.prefill or placed.decode).overlap_blocks * block_size)
+    if placed.explanation is not None:
+        trace.explanations.append(placed.explanation)
 
 
 def _note(trace: Trace, delta: Delta, is_first: bool) -> None:

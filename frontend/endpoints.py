@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
@@ -17,10 +17,12 @@ from frontend.answer import PlacedLogprob
 from frontend.chunks import DONE, ChunkWriter, logprobs_of, whole_body
 from frontend.errors import BodyTooLargeError, error_event, outcome
 from frontend.generator import Generator
+from frontend.hints import with_headers
 from frontend.models import ModelRegistry
-from frontend.parameters import Call, Endpoint
+from frontend.parameters import Call, Endpoint, parse_either
 from frontend.pipeline import Job, Timing, parts, prepare, trace_report
-from frontend.replies import error_reply
+from frontend.placements import placement_headers, preview_of
+from frontend.replies import error_reply, json_reply
 from protocol.errors import InvalidRequestError, MeshError
 from protocol.ids import RequestId, new_request_id
 
@@ -65,6 +67,17 @@ class CompletionService:
         finally:
             exchange.count()
 
+    async def preview(self, request: web.Request) -> web.Response:
+        """Say where a request would run. Raises MeshError."""
+        deadline = asyncio.get_running_loop().time() + timeout_s(request, self.limits)
+        with self.admission.enter():
+            async with self.admission.until(deadline):
+                call = await read_call(request, parse_either)
+                model = await self.models.get(call.model)
+                job = await prepare(call, model, new_id(request, call.endpoint))
+                placed = await self.generator.preview(job.request, call.hints, deadline)
+        return json_reply(preview_of(placed, model.name, job.prompt_tokens, model.block_size))
+
 
 class Exchange:
     """One request and its reply."""
@@ -98,7 +111,7 @@ class Exchange:
             return await self._fail(MeshError("the frontend failed", hint="see its log"))
 
     async def _prepare(self, parse: Callable[[bytes], Call]) -> Job:
-        call = parse(await read_body(self._request))
+        call = await read_call(self._request, parse)
         model = await self._service.models.get(call.model)
         return await prepare(call, model, self._request_id)
 
@@ -119,7 +132,11 @@ class Exchange:
             job.usage(),
             trace_report(job, self._timing),
         )
-        return web.Response(body=body, content_type="application/json", headers=self._headers)
+        return web.Response(body=body, content_type="application/json", headers=self._placement(job))
+
+    def _placement(self, job: Job) -> dict[str, str]:
+        """The reply's headers; with where it ran, if the caller wants to know."""
+        return self._headers | (placement_headers(job.trace) if job.call.hints.explain else {})
 
     def _logprobs(self, job: Job, placed: list[PlacedLogprob]) -> Any:
         if job.call.sampling.top_logprobs is None:
@@ -136,7 +153,7 @@ class Exchange:
                 self._timing.on_tokens(self._loop.time())
                 chunk = chunks.part(part)
                 if stream is None:
-                    stream = await self._open_stream()
+                    stream = await self._open_stream(job)
                     chunk = chunks.opening() + chunk
                 if chunk and job.answer.finish_reason is None:
                     await stream.write(chunk)
@@ -145,8 +162,8 @@ class Exchange:
         await stream.write_eof()
         return stream
 
-    async def _open_stream(self) -> web.StreamResponse:
-        self._stream = stream = web.StreamResponse(headers=_SSE_HEADERS | self._headers)
+    async def _open_stream(self, job: Job) -> web.StreamResponse:
+        self._stream = stream = web.StreamResponse(headers=_SSE_HEADERS | self._placement(job))
         await stream.prepare(self._request)
         return stream
 
@@ -192,6 +209,12 @@ class Exchange:
             metrics.TTFT.labels(endpoint).observe(ttft_s)
         if (itl_s := self._timing.itl_s(output_tokens)) is not None:
             metrics.ITL.labels(endpoint).observe(itl_s)
+
+
+async def read_call(request: web.Request, parse: Callable[[bytes], Call]) -> Call:
+    """What body and headers ask for. Raises InvalidRequestError."""
+    call = parse(await read_body(request))
+    return replace(call, hints=with_headers(call.hints, request.headers.items()))
 
 
 async def read_body(request: web.Request) -> bytes:

@@ -1,32 +1,44 @@
 """The seam between the HTTP side and what computes answers: a dispatcher over workers, or a script in tests."""
 
+from collections import deque
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from protocol.messages import Delta, GenerateRequest
+from protocol.messages import Delta, Explanation, GenerateRequest, Placed
+
+MAX_EXPLANATIONS = 8  # of one request, the latest: it may be placed again and again
 
 
 @dataclass(slots=True)
 class Trace:
     """What happened to one request on its way; filled while it runs."""
 
-    prefill_worker: str | None = None  # worker names
+    placed: Placed | None = None  # the last placement
+    prefill_worker: str | None = None  # names of those that did their part
     decode_worker: str | None = None
-    route_reason: str = ""
     transfer: str | None = None  # backend of the KV pull
     kv_bytes_pulled: int = 0
+    overlap_tokens: int = 0  # of the prompt, that the router expected in the cache where it was first computed
     cached_tokens: int = 0  # prompt tokens that no worker had to compute; what `usage` reports
+    waited_s: float = 0.0  # for the router, most of it in its queue
     migrations: int = 0
     pull_error: str = ""
+    explanations: deque[Explanation] = field(default_factory=lambda: deque(maxlen=MAX_EXPLANATIONS))
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What the caller asks of the mesh, beside the answer."""
+    """What the caller asks of the mesh, beside the answer. The names are those of protocol.messages.RouteRequest."""
 
     disaggregate: bool | None = None  # None: the router decides
     pin: str | None = None  # the worker that has to decode
+    pin_prefill: str | None = None
+    pin_rank: int | None = None
+    session: str = ""
+    tenant: str = ""
+    priority: int = 0
+    explain: bool = False
 
 
 class Generator(Protocol):
@@ -38,4 +50,8 @@ class Generator(Protocol):
         Closing the generator cancels the request everywhere; it is not closed early if it ends by itself, which
         it does right after the delta with the finish reason. Raises MeshError.
         """
+        ...
+
+    async def preview(self, request: GenerateRequest, hints: Hints, deadline: float) -> Placed:
+        """Where it would run if it came now, with the explanation; nothing is booked or sent. Raises MeshError."""
         ...

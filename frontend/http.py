@@ -53,6 +53,7 @@ def build_app(
         [
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/completions", completions),
+            web.post("/kvmesh/route", route),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{name:.+}", show_model),  # names may contain slashes
             web.get("/health", health),
@@ -69,6 +70,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 async def completions(request: web.Request) -> web.StreamResponse:
     return await request.app[_SERVICE].answer(request, Endpoint.COMPLETIONS, parse_completion)
+
+
+async def route(request: web.Request) -> web.StreamResponse:
+    """Where a request would run, and why. It is not run."""
+    return await request.app[_SERVICE].preview(request)
 
 
 # --- errors -------------------------------------------------------------------------------------------

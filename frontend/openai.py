@@ -11,6 +11,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1024  # bounds what a stop string costs per token
+MAX_USER_CHARS = 512
 MAX_U32 = 2**32 - 1
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -38,6 +39,7 @@ class KvmeshOptions(Strict, frozen=True):
     disaggregate: bool | None = None  # null: the router decides
     worker: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # decode there
     trace: bool | None = None  # report under `kvmesh` what happened to the request
+    explain: bool | None = None  # ... and why it was placed where it was
 
 
 class RequestBase(Strict, frozen=True):
@@ -61,7 +63,7 @@ class RequestBase(Strict, frozen=True):
     ignore_eos: bool | None = None
     cache_salt: Salt | None = None
     kvmesh: KvmeshOptions | None = None
-    user: str | None = None  # accepted and not used, like the others that tell who asks
+    user: Annotated[str, Meta(max_length=MAX_USER_CHARS)] | None = None  # names the session
     # supported for their default only
     n: Annotated[int, Meta(ge=1)] | None = None
     logit_bias: dict[str, Any] | None = None
@@ -169,12 +171,15 @@ class TraceReport(Struct, frozen=True, kw_only=True):
     decode_worker: str | None
     transfer: str | None
     kv_bytes_pulled: int
+    overlap_tokens: int  # of the prompt, that the router expected to be cached; cached_tokens: that were
     cached_tokens: int
+    waited_ms: float  # for the router, part of ttft_ms
     ttft_ms: float | None
     itl_ms: float | None  # mean; null for answers of one token
     route_reason: str
     migrations: int
     pull_error: str
+    explanations: list[dict[str, Any]] | UnsetType = UNSET  # see placements.explained; one per placement
 
 
 class TopLogprob(Struct, frozen=True):

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from frontend.generator import Hints
-from frontend.openai import ChatRequest, CompletionRequest, Message, RequestBase, TextPart
+from frontend.openai import ChatRequest, CompletionRequest, KvmeshOptions, Message, RequestBase, TextPart
 from frontend.templates import ChatMessage
 from protocol.errors import InvalidRequestError
 from protocol.messages import SamplingParams
@@ -46,9 +46,14 @@ class Call:
     trace: bool
 
 
+class _MaybeMessages(msgspec.Struct):
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
-RequestT = TypeVar("RequestT", bound=RequestBase)
+_messages_decoder = msgspec.json.Decoder(_MaybeMessages)
+BodyT = TypeVar("BodyT")
 
 
 def parse_chat(body: bytes) -> Call:
@@ -79,6 +84,12 @@ def parse_completion(body: bytes) -> Call:
     )
 
 
+def parse_either(body: bytes) -> Call:
+    """A body of either endpoint: that of a chat has `messages`. Raises InvalidRequestError."""
+    is_chat = decode_body(body, _messages_decoder).messages is not msgspec.UNSET
+    return parse_chat(body) if is_chat else parse_completion(body)
+
+
 def _call(
     request: RequestBase,
     endpoint: Endpoint,
@@ -94,7 +105,6 @@ def _call(
         _refuse("min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
     if request.stream_options is not None and not request.stream:
         _refuse("stream_options", "only allowed when stream is true")
-    options = request.kvmesh
     return Call(
         endpoint=endpoint,
         model=request.model,
@@ -111,8 +121,18 @@ def _call(
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         cache_salt=request.cache_salt,
-        hints=Hints() if options is None else Hints(options.disaggregate, options.worker),
-        trace=bool(options and options.trace),
+        hints=_hints(request),
+        trace=bool(request.kvmesh and request.kvmesh.trace),
+    )
+
+
+def _hints(request: RequestBase) -> Hints:
+    options = request.kvmesh or KvmeshOptions()
+    return Hints(
+        disaggregate=options.disaggregate,
+        pin=options.worker,
+        session=request.user or "",
+        explain=bool(options.explain),
     )
 
 
@@ -123,7 +143,7 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `([^`]*)`")
 _PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 
-def decode_body(body: bytes, decoder: msgspec.json.Decoder[RequestT]) -> RequestT:
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

@@ -17,6 +17,7 @@ from frontend.generator import Generator, Trace
 from frontend.models import Model
 from frontend.openai import PromptTokensDetails, TraceReport, Usage
 from frontend.parameters import Call, Endpoint
+from frontend.placements import explained
 from protocol.errors import ContextLengthError, EngineError, InvalidRequestError
 from protocol.ids import RequestId
 from protocol.messages import GenerateRequest, StopConditions, pack_tokens
@@ -187,7 +188,8 @@ async def parts(job: Job, generator: Generator, deadline: float) -> AsyncGenerat
 
 def trace_report(job: Job, timing: Timing) -> TraceReport | None:
     """What happened to the request, if the caller wants to know."""
-    if not job.call.trace:
+    explain = job.call.hints.explain
+    if not (job.call.trace or explain):
         return None
     trace = job.trace
     return TraceReport(
@@ -195,12 +197,15 @@ def trace_report(job: Job, timing: Timing) -> TraceReport | None:
         decode_worker=trace.decode_worker,
         transfer=trace.transfer,
         kv_bytes_pulled=trace.kv_bytes_pulled,
+        overlap_tokens=trace.overlap_tokens,
         cached_tokens=trace.cached_tokens,
+        waited_ms=round(trace.waited_s * 1000, 3),
         ttft_ms=_ms(timing.ttft_s),
         itl_ms=_ms(timing.itl_s(job.answer.completion_tokens)),
-        route_reason=trace.route_reason,
+        route_reason=trace.placed.reason if trace.placed else "",
         migrations=trace.migrations,
         pull_error=trace.pull_error,
+        explanations=[explained(e) for e in trace.explanations] if explain else msgspec.UNSET,
     )
 
 

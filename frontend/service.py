@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import msgspec
 from aiohttp import web
 
 from frontend.admission import Admission
@@ -17,6 +18,7 @@ from mesh.discovery import open_discovery
 from mesh.lifecycle import watch_parent
 from mesh.plane.client import PlaneClient
 from protocol.errors import ConfigError
+from protocol.ids import new_generation
 from protocol.messages import FrontendCard, encode
 from router.client import RemoteRouter, Router
 from router.config import RouterConfig
@@ -44,8 +46,11 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             router: Router
             router_ready: Callable[[], bool] = always
             if config.router == "embedded":
-                router = local = LocalRouter(router_config, plane, workers)
+                router = local = LocalRouter(named_for(config, router_config), plane, workers)
                 cleanup.push_async_callback(local.close)
+                if local.gossip is not None:
+                    follow.append(feeds.create_task(local.gossip.run(discovery), name="frontend: follow routers"))
+                    await discovery.put(f"routers/{local.name}", encode(local.card()))
             else:
                 router = remote = RemoteRouter(plane)
                 router_ready = remote.is_ready
@@ -67,6 +72,11 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
 def always() -> bool:
     """The embedded router is ready when the frontend is."""
     return True
+
+
+def named_for(config: FrontendConfig, router_config: RouterConfig) -> RouterConfig:
+    """Other routers tell it from those in other frontends, and from that in the process before this one."""
+    return msgspec.structs.replace(router_config, name=f"{config.name}-{new_generation():x}")
 
 
 def settings_of(config: FrontendConfig) -> HttpSettings:

@@ -13,6 +13,7 @@ that the next prompt may share). Invariants, checked by the property test:
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.hashing import digest_term
@@ -266,7 +267,7 @@ def _merge(events: Sequence[KvEvent]) -> list[KvEvent]:
                 Stored(
                     hashes=tuple(s.hashes[0] for s in run),
                     parent=run[0].parent,
-                    token_ids=tuple(t for s in run for t in s.token_ids),
+                    token_ids=tuple(chain.from_iterable(s.token_ids for s in run)),
                     block_size=run[0].block_size,
                     lora=run[0].lora,
                     salt=run[0].salt,

@@ -129,6 +129,7 @@ class Cursor:
         self._check: int | None = None  # the batch that a replay has to show unchanged before it counts
         self._doubted = False  # the connection was lost: another generation may be there now
         self._asked_in_doubt = False  # that is why a replay was asked for
+        self._asked_before = False  # the connection came back while an answer was awaited: it may not tell all
         self._ring_works = False  # it has brought a batch before
         self._before_replay = 0
         self._incomplete = False  # we know less than the worker holds, because nobody answered
@@ -173,8 +174,10 @@ class Cursor:
 
     def on_reconnected(self) -> list[Action]:
         """What was published meanwhile has not come."""
-        is_idle = self.mode is Mode.LIVE and self.next_seq is not None
-        return self._recover() if is_idle and (self._doubted or self._can_replay) else []
+        if self.mode is not Mode.LIVE:
+            self._asked_before = True
+            return []
+        return self._recover() if self.next_seq is not None and (self._doubted or self._can_replay) else []
 
     def on_replayed(self, seq: int, payload: bytes) -> list[Action]:
         if self.mode is not Mode.REPLAYING or self.next_seq is None:
@@ -202,6 +205,8 @@ class Cursor:
         if misses_last or self._from_oldest:
             return self._begin_anew("its newest batch is before our last")
         self._check = None
+        if self._asked_before:
+            return self._replay()
         if not self._is_behind():
             self.mode = Mode.LIVE
             return []
@@ -233,10 +238,10 @@ class Cursor:
         self._forget_stragglers()
         self._highest_seq = max(seq, self._pending.highest or seq)
         actions: list[Action] = [Reset("snapshot", tuple(payloads))]
-        if self._doubted:
-            return [*actions, *self._recover()]
-        actions += self._drain()
-        return [*actions, *self._recover()] if self._is_behind() else actions
+        if not self._doubted:
+            actions += self._drain()
+        is_late = self._asked_before and self._can_replay
+        return [*actions, *self._recover()] if self._doubted or is_late or self._is_behind() else actions
 
     def on_snapshot_failed(self) -> list[Action]:
         return self._give_up() if self.mode is Mode.SNAPSHOTTING else []
@@ -333,6 +338,7 @@ class Cursor:
         assert self.next_seq is not None
         self.mode = Mode.REPLAYING
         self._before_replay = self.next_seq
+        self._asked_before = False
         self._check = self.next_seq - 1 if self._has_last and self._numbers_restart else None
         self._asked_in_doubt, self._doubted = self._doubted, False
         return [RequestReplay(self.replay_start)]
@@ -342,7 +348,7 @@ class Cursor:
             self.next_seq = 0
         self.mode = Mode.REPLAYING
         self._before_replay = self.next_seq
-        self._from_oldest = True
+        self._from_oldest, self._asked_before = True, False
         self._asked_in_doubt, self._doubted = self._doubted, False
         return [RequestReplay(0)]
 
@@ -365,7 +371,7 @@ class Cursor:
         self._pending.clear()
         self._audit.close()
         self._check, self._from_oldest = None, False
-        self._doubted = False
+        self._doubted = self._asked_before = False
         return [RequestSnapshot()]
 
     def _begin_anew(self, reason: str, seq: int = -1, payload: bytes = b"") -> list[Action]:

@@ -29,6 +29,7 @@ _MAX_BYTES = 1 << 30
 _SEEN_S = 120.0
 _TIMEOUT_S = 2.0  # of a question to the server
 _RETRY_S = (0.1, 2.0)  # first and longest wait for a server
+_RECONNECT_S = 0.5
 _EXPIRES_S = 20.0  # of a request for messages
 _HEARTBEAT_S = 1.0
 _SILENCE_S = 3.0  # of a server that owes heartbeats
@@ -61,7 +62,7 @@ async def connect(client: Client, url: str, on_reconnected: Reconnected | None =
         error_cb=on_error,
         reconnected_cb=reconnected,
         max_reconnect_attempts=-1,
-        reconnect_time_wait=0.5,  # type: ignore[arg-type]  # seconds, also parts of one
+        reconnect_time_wait=_RECONNECT_S,  # type: ignore[arg-type]  # parts of a second do work
         ping_interval=5,
     )
     return client.jetstream(timeout=_TIMEOUT_S)
@@ -225,8 +226,8 @@ async def read(
     except _EnoughError:
         pass
     finally:
-        with suppress(*FAILURES):
-            await stream.delete_consumer(STREAM, consumer.name)
+        with suppress(*FAILURES):  # the server forgets it by itself, only later
+            await client.publish(f"$JS.API.CONSUMER.DELETE.{STREAM}.{consumer.name}")
     if reading.has_hole:
         raise PeerLostError(f"messages of {subject} were lost on the way")
 

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _BATCH_BYTES = 512 << 10  # a NATS server takes messages of 1 MB
 _ACK_S = 2.0
 _CLOSE_S = 1.0
+_CANCEL_AGAIN_S = 0.5
 _MAX_UNACKNOWLEDGED = 1024
 _FORGET_DURABLE_S = 3600.0  # a follower that was away for longer begins anew
 _FORGET_FOLLOWER_S = 30.0
@@ -312,5 +313,7 @@ def _on_end(task: asyncio.Task[None]) -> None:
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
+    """Again and again: before Python 3.12 `wait_for`, which the client uses, can swallow a cancellation."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=_CANCEL_AGAIN_S)

@@ -13,7 +13,7 @@ import zmq
 from kvevents.batches import in_parts
 from kvevents.formats import encode_payload
 from kvevents.ring import ReplayRing
-from kvevents.sockets import Frames, LoopSocket, open_socket
+from kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
 from protocol.errors import ConfigError
 from protocol.events import KvEvent
 
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
+_PURPOSE = "publish KV events"
 _SEQ = struct.Struct(">Q")
 _REPLAY_SLICE = 32  # batches sent to one client before the loop gets its turn
 _MAX_REPLAYS = 256  # at a time; beyond that the oldest is given up, its client will ask again
@@ -59,8 +60,8 @@ class KvEventPublisher:
         router = open_socket(zmq.ROUTER, send=_QUEUED_REPLAYS, max_bytes=_REQUEST_BYTES)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say when a client is gone or full, do not drop in silence
         try:
-            self.endpoint = _bind(self._pub, bind, advertise_host)
-            self.replay_endpoint = _bind(router, replay_bind, advertise_host)
+            self.endpoint = bind_socket(self._pub, bind, advertise_host, to=_PURPOSE)
+            self.replay_endpoint = bind_socket(router, replay_bind, advertise_host, to=_PURPOSE)
         except ConfigError:
             self._pub.close()
             router.close()
@@ -147,16 +148,3 @@ class _Sent(Enum):
     ALL = "nothing is left to do for this client"
     SLICE = "more is to be sent"
     BLOCKED = "the client's queue is full"
-
-
-def _bind(socket: zmq.Socket[bytes], address: str, advertise_host: str | None) -> str:
-    """Bind, and return the address at which others reach it."""
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        raise ConfigError(f"cannot publish KV events on {address}: {error}", hint="choose another port") from error
-    bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-    if advertise_host is None or not bound.startswith("tcp://"):
-        return bound
-    host = f"[{advertise_host}]" if ":" in advertise_host else advertise_host
-    return f"tcp://{host}:{bound.rpartition(':')[2]}"

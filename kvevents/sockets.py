@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from protocol.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 Frames = list[bytes]
@@ -116,3 +118,16 @@ def open_socket(kind: int, *, receive: int = 1000, send: int = 1000, max_bytes: 
     socket.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
     return socket
+
+
+def bind_socket(socket: zmq.Socket[bytes], address: str, advertise_host: str | None, *, to: str) -> str:
+    """Bind, and return the address at which others reach it. `to`: what for. Raises ConfigError."""
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot {to} on {address}: {error}", hint="choose another port") from error
+    bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+    if advertise_host is None or not bound.startswith("tcp://"):
+        return bound
+    host = f"[{advertise_host}]" if ":" in advertise_host else advertise_host
+    return f"tcp://{host}:{bound.rpartition(':')[2]}"

@@ -68,12 +68,12 @@ class KvEventSubscriber:
     """Feeds `sink` with each worker's events, in order, on the event loop it was made on.
 
     `stats` counts: batches, dropped, unreadable, replays, snapshots, digests, divergences, resets.
-    `durable`: see kvevents.transport.Links.
     """
 
-    def __init__(self, sink: Sink, *, patience: Patience | None = None, durable: str = "") -> None:
+    def __init__(self, sink: Sink, *, patience: Patience | None = None, links: Links | None = None) -> None:
+        """`links` are closed with the subscriber."""
         self.stats: Counter[str] = Counter()
-        self._links = Links(durable)
+        self._links = links or Links()
         self._shared = _Shared(sink, patience or Patience(), self._links, self.stats)
         self._feeds: dict[tuple[WorkerId, int], _Feed] = {}
         self._tasks: set[asyncio.Task[None]] = set()

@@ -10,6 +10,7 @@ COMMANDS = {
     "up": ("kvmesh.up", "run a mesh on this host until Ctrl-C"),
     "demo": ("kvmesh.demo", "start a mesh, send it real requests, show what happened"),
     "doctor": ("kvmesh.doctor", "check this machine and say what to do"),
+    "explain": ("kvmesh.explain", "ask a running mesh where a prompt would run, and why"),
     "replay": ("benchmarks.replay", "drive the router through a request trace, in simulated time"),
     "bench": ("benchmarks.__main__", "measure: `kvmesh bench engine`"),
 }

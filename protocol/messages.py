@@ -206,7 +206,7 @@ class CandidateReport(Message, frozen=True):
     leg: str  # "whole", "prefill" or "decode": what it was to compute
     worker: str
     dp_rank: int
-    overlap_blocks: tuple[int, int, int, int]  # leading blocks held on the device, there or in host memory, ... disk, any
+    overlap_blocks: tuple[int, int, int, int]  # leading blocks on the device, there or in host memory, ... disk, any
     queued_tokens: int  # placed there, still to prefill
     held_blocks: int  # by what runs there
     requests: int
@@ -225,6 +225,7 @@ class Explanation(Message, frozen=True):
     busy_share: float  # of the workers' time, spent on prefill lately
     asked_before: float  # requests of the last minutes whose cached prefix ended where this one's does
     waited_s: float = 0.0  # in the router's queue
+    would_wait: bool = False  # a preview: there, because the workers are saturated
     candidates: tuple[CandidateReport, ...] = ()
 
 
@@ -242,7 +243,16 @@ class Progress(Message, frozen=True):
 
     request_id: RequestId
     osl_tokens: int = 0
+    has_begun: bool = False  # the first token is there
     reused_tokens: int | None = None  # of the prompt, found in the worker's cache: told with the first token
+
+
+class Resume(Message, frozen=True):
+    """Router method `resume`: another router placed this and is gone; it runs. Answered like `place`."""
+
+    request: RouteRequest
+    placed: Placed
+    progress: Progress
 
 
 class ReleaseOffer(Message, frozen=True):

@@ -237,6 +237,7 @@ inline void hash_chain(const Xxh3& hash, const u8* tokens, std::size_t block_byt
     u64 name = parent ? follow(*parent, block) : block;
     out[0] = name;
     for (std::size_t i = 1; i < count; i++) {
+        __builtin_prefetch(tokens + (i + 8) * block_bytes);
         name = follow(name, hash(tokens + i * block_bytes, block_bytes));
         out[i] = name;
     }

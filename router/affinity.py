@@ -37,13 +37,10 @@ class SessionAffinity:
         return len(self._bindings)
 
     def get(self, key: SessionKey, now: float) -> Holder | None:
-        """Asking is using: the session lives on from `now`."""
+        """Asking is not using: the session lives on with `bind`."""
         self._expire(now)
-        if (binding := self._bindings.get(key)) is None:
-            return None
-        self._bindings[key] = _Binding(binding.holder, now + self._ttl_s)
-        self._bindings.move_to_end(key)
-        return binding.holder
+        binding = self._bindings.get(key)
+        return None if binding is None else binding.holder
 
     def bind(self, key: SessionKey, holder: Holder, now: float) -> None:
         """The session is served there from now on."""

@@ -1,8 +1,8 @@
-"""Ask a router that runs by itself. Offers the same `book` as the router in this process."""
+"""Ask routers that run by themselves. Offers the same `book` and `preview` as the router in this process."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
@@ -11,8 +11,7 @@ import msgspec
 from mesh.discovery import Deleted, Discovery, Put
 from mesh.plane.client import PlaneClient, Stream
 from protocol.errors import DrainingError, FeedLostError, MeshError, NoWorkerError, PeerLostError, WireError
-from protocol.ids import RequestId
-from protocol.messages import Placed, Progress, RouterCard, RouteRequest, decode, encode
+from protocol.messages import Placed, Progress, Resume, RouterCard, RouteRequest, decode, encode
 from router.service import Booking
 
 log = logging.getLogger(__name__)
@@ -20,11 +19,20 @@ log = logging.getLogger(__name__)
 STILL_WAITING = encode(None)  # what a router says while a request waits in its queue
 
 ANSWER_TIMEOUT_S = 3.0  # a router answers in well under a millisecond; one that hangs must not hold requests up
+TELL_TIMEOUT_S = 5.0
+RESUME_S = 0.5  # between tries to find a booking another router
+ELSEWHERE = (PeerLostError, DrainingError)  # another router may do it
 
 
 class Router(Protocol):
     def book(self, request: RouteRequest, timeout_s: float) -> AbstractAsyncContextManager[Booking]:
-        """Place a request; its load counts until the block is left. Raises NoWorkerError."""
+        """Place a request; its load counts until the block is left.
+
+        Raises NoWorkerError, OverloadedError, DeadlineExceededError.
+        """
+
+    async def preview(self, request: RouteRequest, timeout_s: float) -> Placed:
+        """Where it would run if it came now, with the explanation. Raises NoWorkerError, DeadlineExceededError."""
 
 
 class RemoteRouter:
@@ -37,6 +45,10 @@ class RemoteRouter:
     def is_ready(self) -> bool:
         return bool(self._routers)
 
+    def routers(self) -> Sequence[RouterCard]:
+        """In the order in which they are to be asked."""
+        return [card for _, card in sorted(self._routers.items())]
+
     async def run(self, discovery: Discovery) -> None:
         """Until cancelled. Raises FeedLostError if the feed ends."""
         async for change in discovery.watch("routers/"):
@@ -48,65 +60,118 @@ class RemoteRouter:
         raise FeedLostError("the discovery watch ended", hint="check --discovery")
 
     def _join(self, key: str, value: bytes) -> None:
+        self._routers.pop(key, None)
         try:
-            self._routers[key] = decode(value, RouterCard)
+            card = decode(value, RouterCard)
         except WireError as error:
             log.warning("ignoring %s: %s", key, error)
+            return
+        if card.address:  # else: it is inside a frontend, or takes no more requests
+            self._routers[key] = card
 
     @asynccontextmanager
     async def book(self, request: RouteRequest, timeout_s: float) -> AsyncIterator[Booking]:
         """Raises NoWorkerError also if no router answers: that passes, and the request may wait or come again."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
         problem = "there is none"
-        for _, card in sorted(self._routers.items()):
+        for card in self.routers():
             async with AsyncExitStack() as call:
                 try:
-                    stream = await call.enter_async_context(self._plane.open(card.address, "place", request, timeout_s))
+                    opening = self._plane.open(card.address, "place", request, _left(deadline))
+                    stream = await call.enter_async_context(opening)
                     placed = await _first(stream, card)
-                except (PeerLostError, DrainingError) as error:
+                except ELSEWHERE as error:
                     problem = str(error)
                     continue
-                booking = _RemoteBooking(self._plane, card.address, request.request_id, placed)
+                booking = _RemoteBooking(self, self._plane, request, placed, deadline)
+                booking.hold(stream, card.address)
                 call.push_async_callback(booking.settle)
                 yield booking
                 return
-        raise NoWorkerError(f"no router is ready ({problem})", hint="start one: `python -m router`")
+        raise _no_router(problem)
+
+    async def preview(self, request: RouteRequest, timeout_s: float) -> Placed:
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        problem = "there is none"
+        for card in self.routers():
+            try:
+                async with self._plane.open(card.address, "preview", request, _left(deadline)) as stream:
+                    return await _first(stream, card)
+            except ELSEWHERE as error:
+                problem = str(error)
+        raise _no_router(problem)
 
 
 class _RemoteBooking:
-    """Tells the router of progress, one message at a time: the latest of what is to be told."""
+    """A booking at a router. When that one is gone, the next is told of it: the request runs, and counts.
 
-    def __init__(self, plane: PlaneClient, address: str, request_id: RequestId, placed: Placed) -> None:
+    Progress is told one message at a time: the latest of what is to be told.
+    """
+
+    def __init__(
+        self, routers: RemoteRouter, plane: PlaneClient, request: RouteRequest, placed: Placed, deadline: float
+    ) -> None:
+        self._routers = routers
         self._plane = plane
-        self._address = address
-        self._news = Progress(request_id=request_id)
-        self._began = False
+        self._request = request
+        self._deadline = deadline
+        self._news = Progress(request_id=request.request_id)
+        self._address = ""  # of the router that has the booking; "": none, just now
         self._to_tell = False
         self._telling: asyncio.Task[None] | None = None
+        self._holding: asyncio.Task[None] | None = None
         self.placed = placed
 
     def prefill_done(self, reused_tokens: int | None = None) -> None:
-        if not self._began:
-            self._began = True
-            self._tell_soon(msgspec.structs.replace(self._news, reused_tokens=reused_tokens))
+        if not self._news.has_begun:
+            self._tell_soon(msgspec.structs.replace(self._news, has_begun=True, reused_tokens=reused_tokens))
 
     def progress(self, osl_tokens: int) -> None:
         self._tell_soon(msgspec.structs.replace(self._news, osl_tokens=osl_tokens))
 
+    def hold(self, stream: Stream, address: str) -> None:
+        """`stream` is the booking's lease at the router there."""
+        self._address = address
+        self._holding = asyncio.create_task(self._hold(stream), name=f"hold {self._request.request_id}")
+
     async def settle(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            await asyncio.wait([self._telling])
+        tasks = [task for task in (self._telling, self._holding) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    async def _hold(self, stream: Stream) -> None:
+        await _ended(stream)
+        while _left(self._deadline) > 0:
+            for card in self._routers.routers():
+                await self._resume_at(card)
+            await asyncio.sleep(RESUME_S)
+
+    async def _resume_at(self, card: RouterCard) -> None:
+        """Returns when that router does not have the booking, or no longer."""
+        self._address = ""
+        held = Resume(request=self._request, placed=self.placed, progress=self._news)
+        try:
+            async with self._plane.open(card.address, "resume", held, _left(self._deadline)) as stream:
+                await _first(stream, card)
+                self._address = card.address
+                if self._news != held.progress:
+                    self._tell_soon(self._news)
+                await _ended(stream)
+        except MeshError as error:  # the request does without
+            log.debug("router %s did not take a booking over: %s", card.name, error)
+        self._address = ""
 
     def _tell_soon(self, news: Progress) -> None:
         self._news, self._to_tell = news, True
-        if self._telling is None or self._telling.done():
+        if self._address and (self._telling is None or self._telling.done()):
             self._telling = asyncio.create_task(self._tell(), name=f"progress of {news.request_id}")
 
     async def _tell(self) -> None:
-        while self._to_tell:
+        while self._to_tell and self._address:
             self._to_tell = False
             try:
-                await self._plane.tell(self._address, "progress", self._news, 5.0)
+                await self._plane.tell(self._address, "progress", self._news, TELL_TIMEOUT_S)
             except MeshError as error:  # the booking's end will free what this would have
                 log.debug("the router was not told of progress: %s", error)
 
@@ -121,5 +186,22 @@ async def _first(stream: Stream, card: RouterCard) -> Placed:
             raise PeerLostError(f"router {card.name} did not answer in {ANSWER_TIMEOUT_S} s") from None
         if raw is None:
             raise PeerLostError(f"router {card.name} ended without an answer")
-        if raw != STILL_WAITING:
+        if bytes(raw) != STILL_WAITING:
             return decode(raw, Placed)
+
+
+async def _ended(stream: Stream) -> None:
+    """Wait until it has, however."""
+    try:
+        while await stream.next() is not None:
+            pass
+    except MeshError:
+        pass
+
+
+def _left(deadline: float) -> float:
+    return deadline - asyncio.get_running_loop().time()
+
+
+def _no_router(problem: str) -> NoWorkerError:
+    return NoWorkerError(f"no router is ready ({problem})", hint="start one: `python -m router`")

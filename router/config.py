@@ -1,34 +1,104 @@
 """Settings of the router, wherever it runs: in a frontend or by itself."""
 
+import math
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from router.core import RouterRules
+from router.core import RouterRules, Saturation
 from router.disaggregation import LocalPrefill
+from router.queue import Order, QueueRules
 from router.selection import Policy, Weights
+
+_RULES = RouterRules()  # the defaults stand there
+_SATURATION = Saturation()
+_NEVER = 1 << 62
 
 
 class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_ROUTER_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    policy: Annotated[Policy, Meta(description="kv: by cached prefixes and load")] = "kv"
-    prefill_weight: Annotated[float, Meta(ge=0, description="cost of a block still to prefill: favours reuse")] = 1.0
-    decode_weight: Annotated[float, Meta(ge=0, description="cost of a block held by running requests")] = 1.0
-    request_weight: Annotated[float, Meta(ge=0, description="cost of a running request, in blocks")] = 0.0
-    transfer_weight: Annotated[float, Meta(ge=0, description="cost of a block to pull from a prefill worker")] = 0.1
-    temperature: Annotated[float, Meta(ge=0, description="0: the cheapest worker; above: spread")] = 0.0
+    policy: Annotated[
+        Policy,
+        Meta(description="kv: by cached prefixes and load; least-loaded, power-of-two: by load; round-robin, random"),
+    ] = _RULES.policy
+    recompute_price: Annotated[
+        float, Meta(ge=0, description="of a block to prefill, in blocks that wait; 0: worked out from the traffic")
+    ] = _RULES.recompute_price
+    prefill_weight: Annotated[float, Meta(ge=0, description="cost of a block still to prefill: favours reuse")] = (
+        _RULES.weights.prefill
+    )
+    decode_weight: Annotated[float, Meta(ge=0, description="cost of a block held by running requests")] = (
+        _RULES.weights.decode
+    )
+    request_weight: Annotated[float, Meta(ge=0, description="cost of a running request, in blocks")] = (
+        _RULES.weights.request
+    )
+    transfer_weight: Annotated[float, Meta(ge=0, description="cost of a block to pull from a prefill worker")] = (
+        _RULES.weights.transfer
+    )
+    host_weight: Annotated[float, Meta(ge=0, le=1, description="share of a block's work that host memory saves")] = (
+        _RULES.weights.host
+    )
+    disk_weight: Annotated[float, Meta(ge=0, le=1, description="... that a disk saves")] = _RULES.weights.disk
+    object_weight: Annotated[float, Meta(ge=0, le=1, description="... that an object store saves")] = (
+        _RULES.weights.object
+    )
+    temperature: Annotated[float, Meta(ge=0, description="0: the cheapest worker; above: spread")] = _RULES.temperature
     local_prefill_max_tokens: Annotated[
         int, Meta(ge=0, description="a decode worker prefills itself below so many uncached tokens")
-    ] = 2048
+    ] = _RULES.local_prefill.max_tokens
     local_prefill_max_share: Annotated[
         float, Meta(ge=0, le=1, description="... and below this uncached share of the prompt")
-    ] = 0.7
-    name: Annotated[str, Meta(description="name of this router")] = "router"
+    ] = _RULES.local_prefill.max_share
+    saturation_tokens: Annotated[
+        int, Meta(ge=0, description="requests wait while a worker has so many prompt tokens to compute; 0: never")
+    ] = _SATURATION.queued_tokens
+    saturation_requests_share: Annotated[
+        float, Meta(ge=0, description="... or this share of the sequences that it runs at once; 0: never")
+    ] = _SATURATION.requests_share
+    saturation_blocks_share: Annotated[
+        float, Meta(ge=0, description="... or would have this share of its KV blocks in use; 0: never")
+    ] = _SATURATION.blocks_share
+    queue_order: Annotated[Order, Meta(description="fcfs: by arrival; wspt: short uncached prompts first")] = (
+        _RULES.queue.order
+    )
+    queue_max_requests: Annotated[int, Meta(ge=1, description="requests that wait for one model; more get a 429")] = (
+        _RULES.queue.max_requests
+    )
+    queue_max_tokens: Annotated[int, Meta(ge=1, description="... and tokens of their prompts")] = (
+        _RULES.queue.max_tokens
+    )
+    queue_aging_tokens_per_s: Annotated[
+        float, Meta(gt=0, description="wspt: a prompt is overtaken for its uncached tokens divided by this, in s")
+    ] = _RULES.queue.aging_tokens_per_s
+    affinity_ttl_s: Annotated[
+        float, Meta(ge=0, description="a session keeps to its worker for so long after its last request; 0: not")
+    ] = _RULES.affinity_ttl_s
+    predict_ttl_s: Annotated[
+        float, Meta(ge=0, description="a placement counts as cached until its KV events come, so long at most; 0: not")
+    ] = _RULES.predict_ttl_s
+    approximate_ttl_s: Annotated[
+        float, Meta(ge=0, description="... so long where a worker publishes no KV events; 0: not")
+    ] = _RULES.approximate_ttl_s
+    lease_s: Annotated[float, Meta(gt=0, description="a booking ends when nothing was heard of it for so long")] = (
+        _RULES.lease_s
+    )
+    ramp_s: Annotated[float, Meta(ge=0, description="a worker that has joined gets its full share after so long")] = (
+        _RULES.ramp_s
+    )
+    name: Annotated[str, Meta(min_length=1, description="name of this router, unlike those of the others")] = "router"
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     advertise_host: Annotated[str, Meta(description="address that peers use; default: --host")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the request plane; 0: any")] = 0
-    metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
+    http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API and /metrics; 0: any")] = 0
+    metrics_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="a port for /metrics alone, besides; 0: any")
+    ] = None
+    gossip: Annotated[bool, Meta(description="tell other routers of the load placed here, and listen to theirs")] = True
+    gossip_port: Annotated[int, Meta(ge=0, le=65535, description="port of the gossip; 0: any")] = 0
+    max_body_mib: Annotated[float, Meta(gt=0, description="larger HTTP bodies are refused")] = 8.0
+    max_bookings: Annotated[int, Meta(ge=1, description="bookings made over HTTP that stand at once")] = 4096
     discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
@@ -43,7 +113,35 @@ def rules_of(config: RouterConfig) -> RouterRules:
             decode=config.decode_weight,
             request=config.request_weight,
             transfer=config.transfer_weight,
+            host=config.host_weight,
+            disk=config.disk_weight,
+            object=config.object_weight,
         ),
+        recompute_price=config.recompute_price,
         temperature=config.temperature,
         local_prefill=LocalPrefill(config.local_prefill_max_tokens, config.local_prefill_max_share),
+        saturation=saturation_of(config),
+        queue=QueueRules(
+            order=config.queue_order,
+            max_requests=config.queue_max_requests,
+            max_tokens=config.queue_max_tokens,
+            aging_tokens_per_s=config.queue_aging_tokens_per_s,
+        ),
+        affinity_ttl_s=config.affinity_ttl_s,
+        predict_ttl_s=config.predict_ttl_s,
+        approximate_ttl_s=config.approximate_ttl_s,
+        lease_s=config.lease_s,
+        ramp_s=config.ramp_s,
+    )
+
+
+def saturation_of(config: RouterConfig) -> Saturation | None:
+    """None: nobody waits in the router."""
+    limits = (config.saturation_tokens, config.saturation_requests_share, config.saturation_blocks_share)
+    if not any(limits):
+        return None
+    return Saturation(
+        queued_tokens=config.saturation_tokens or _NEVER,
+        requests_share=config.saturation_requests_share or math.inf,
+        blocks_share=config.saturation_blocks_share or math.inf,
     )

@@ -7,26 +7,29 @@ a waiting request go: a submission, a first token, an end, a worker that came or
 
 import random
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError
 from protocol.events import KvEvent
 from protocol.ids import RequestId, WorkerId
-from protocol.messages import Placed, Role, RouteRequest, Target, WorkerCard
+from protocol.messages import Explanation, Placed, Role, RouteRequest, Target, WorkerCard
 from router.affinity import SessionAffinity, session_key
 from router.disaggregation import Backlog, LocalPrefill, decide
 from router.explain import Leg, Reasons, explain
 from router.index import Depths, Digest, Holder, PrefixIndex
-from router.load import ActiveLoad, Change, Share
+from router.load import ActiveLoad, Change, HolderLoad, Share
 from router.prediction import APPROXIMATE_TTL_S, ON_ROUTE_TTL_S, PredictedPrefixes
 from router.pressure import BusyShare, PrefixDemand, recompute_price
 from router.queue import Pending, PendingQueue, QueueRules
 from router.selection import NOWHERE, Candidate, Policy, Prompt, Weights, choose
 from router.warmup import WarmUp
 
-MAX_PASSED_OVER = 32  # waiting requests looked at in vain in one dispatch
+RESERVE_AFTER_S = 5.0  # who has waited so long for a worker gets it before those who need less of it
+RESERVED = 1 << 40  # prompt tokens that no worker ever has
 _HASH_BYTES = 8
 _FOREVER = float("inf")
 _PATIENT: frozenset[Policy] = frozenset(("kv", "least-loaded", "power-of-two"))  # those that look at load
@@ -37,7 +40,7 @@ class Saturation:
     """When a worker is given nothing more, and who comes waits in the router: there it can still be re-ordered, go to
     another worker, or be refused. Enough is left with the worker to keep it busy until the next one comes."""
 
-    queued_tokens: int = 4096  # prompt tokens placed there, still to compute, for a capacity of 1
+    queued_tokens: int = 2048  # prompt tokens placed there, still to compute, for a capacity of 1
     requests_share: float = 1.0  # of the sequences that the worker runs at once
     blocks_share: float = 1.0  # of its KV blocks
 
@@ -72,6 +75,7 @@ class Slot:
 
     holder: Holder
     card: WorkerCard
+    load: HolderLoad
     last_chosen: int = 0
 
 
@@ -83,14 +87,15 @@ class _Pool:
     queue: PendingQueue["_Waiting"] = field(default_factory=PendingQueue)
     slots: dict[Role, list[Slot]] = field(default_factory=lambda: {role: [] for role in Role})
     busy: dict[bool, BusyShare] = field(default_factory=lambda: {True: BusyShare(), False: BusyShare()})
+    demand: PrefixDemand = field(default_factory=PrefixDemand)
 
     @property
-    def decoders(self) -> list[Slot]:
-        return (
-            self.slots[Role.DECODE] + self.slots[Role.AGGREGATED]
-            if self.slots[Role.DECODE]
-            else self.slots[Role.AGGREGATED]
-        )
+    def prefillers(self) -> Sequence[Slot]:
+        return self.slots[Role.PREFILL]
+
+    @property
+    def decoders(self) -> Sequence[Slot]:
+        return self.slots[Role.DECODE] + self.slots[Role.AGGREGATED]
 
 
 @dataclass(slots=True)
@@ -105,8 +110,8 @@ class _View:
 
     request: RouteRequest
     block_size: int
-    overlaps: dict[Holder, Depths]
-    active: dict[Holder, int]
+    overlaps: Mapping[Holder, Depths]
+    active: Mapping[Holder, int]
     ahead: Mapping[Holder, int]  # tokens that requests before this one wait to compute there
     price: float
     busy_share: float
@@ -136,7 +141,6 @@ class RouterState:
         self._pools: dict[str, _Pool] = {}
         self._suspect_until: dict[WorkerId, float] = {}
         self._choices = 0
-        self._demand = PrefixDemand()
         self._affinity = SessionAffinity(ttl_s=rules.affinity_ttl_s)
         self._predicted = PredictedPrefixes(ttl_s=rules.predict_ttl_s)
         self._approximate = PredictedPrefixes(ttl_s=rules.approximate_ttl_s)
@@ -177,8 +181,7 @@ class RouterState:
             if holder in self._slots:
                 self._slots[holder].card = card
                 continue
-            self._slots[holder] = slot = Slot(holder, card)
-            self.load.join(holder)
+            self._slots[holder] = slot = Slot(holder, card, self.load.join(holder))
             slots = pool.slots[card.role]
             slots.append(slot)
             slots.sort(key=lambda s: s.holder)
@@ -193,7 +196,7 @@ class RouterState:
         pool = self._pools[card.model]
         for dp_rank in range(card.dp_size):
             holder = Holder(worker_id, dp_rank)
-            self._count_busy(self.load.leave(holder), now)
+            self._count_busy(self.load.leave(holder, now), now)
             pool.slots[card.role].remove(self._slots.pop(holder))
         pool.index.drop_worker(worker_id)
         self._suspect_until.pop(worker_id, None)
@@ -201,8 +204,7 @@ class RouterState:
         self._predicted.forget_worker(worker_id)
         self._approximate.forget_worker(worker_id)
         self._warm_up.left(worker_id)
-        if not any(pool.slots.values()) and not pool.queue:
-            del self._pools[card.model]
+        self._tidy(card.model)
 
     def on_kv_events(self, worker_id: WorkerId, dp_rank: int, events: Iterable[KvEvent]) -> None:
         """What arrives after a worker has left must not bring it back."""
@@ -224,24 +226,10 @@ class RouterState:
         card = self._cards.get(worker_id)
         return None if card is None else self._pools[card.model].index.digest(Holder(worker_id, dp_rank))
 
-    def overlaps(self, model: str, hashes: bytes, now: float) -> dict[Holder, Depths]:
+    def overlaps(self, model: str, hashes: bytes, now: float) -> Mapping[Holder, Depths]:
         """How much of a prompt each holder has, or is about to have."""
         pool = self._pools.get(model)
-        if pool is None or not hashes:
-            return {}
-        return self._overlaps(pool, hashes, self.load.chains.match(hashes), now)
-
-    def _overlaps(self, pool: _Pool, hashes: bytes, active: Mapping[Holder, int], now: float) -> dict[Holder, Depths]:
-        """What a holder has, what requests in flight there will have made, and what events are still to tell of."""
-        found = pool.index.match(hashes)
-        if self.rules.predict_ttl_s:
-            _deepen(found, active)
-            if self.load.prefilling.num_blocks:
-                _deepen(found, self.load.prefilling.match(hashes))
-        for predictions in (self._predicted, self._approximate):
-            if len(predictions):
-                _deepen(found, predictions.match(hashes, now))
-        return found
+        return {} if pool is None else self._overlaps(pool, hashes, now)[0]
 
     # --- requests ----------------------------------------------------------------------------------
 
@@ -251,13 +239,10 @@ class RouterState:
         Raises NoWorkerError if there is no worker for it, OverloadedError if the queue is full.
         """
         self._suspect(request.exclude, now)
-        pool = self._pools.get(request.model)
-        slots = [] if pool is None else self._eligible(pool.decoders, request, now, pin=request.pin)
-        if pool is None or not slots:
-            raise NoWorkerError(self._why_none(request), hint="start one: `kvmesh up`, or `python -m workers`")
-        overlaps = self.overlaps(request.model, request.sequence_hashes, now)
-        deepest = max((depths[-1] for depths in overlaps.values()), default=0)
-        cached = deepest * slots[0].card.block_size
+        pool, decoders, prefillers = self._who_may(request, now)
+        overlaps, _ = self._overlaps(pool, request.sequence_hashes, now)
+        deepest = max(overlaps.get(slot.holder, NOWHERE)[-1] for slot in prefillers or decoders)
+        cached = deepest * decoders[0].card.block_size
         pending = Pending(
             request_id=request.request_id,
             tenant=request.tenant,
@@ -267,7 +252,6 @@ class RouterState:
             isl_tokens=request.isl_tokens,
             uncached_tokens=max(0, request.isl_tokens - cached),
             payload=_Waiting(request, now),
-            lane=request.pin or request.pin_prefill or _lane(overlaps, deepest),
         )
         displaced = pool.queue.push(pending, now)
         return [Outcome(other.request_id, pool.queue.refusal(now)) for other in displaced]
@@ -275,28 +259,69 @@ class RouterState:
     def dispatch(self, now: float) -> list[Outcome]:
         """Place what can be placed now, and fail what can no longer be served in time."""
         outcomes: list[Outcome] = []
-        for pool in list(self._pools.values()):
+        self._forgive(now)
+        for model, pool in list(self._pools.items()):
             if pool.queue:
                 outcomes += self._dispatch(pool, now)
+            self._tidy(model)
         return outcomes
 
     def next_deadline(self) -> float | None:
-        """When `dispatch` is to be called at the latest."""
+        """When `dispatch` is to be called at the latest: somebody gives up, or may go to who is trusted again."""
         deadlines = [deadline for pool in self._pools.values() if (deadline := pool.queue.next_deadline()) is not None]
-        return min(deadlines, default=None)
+        return min([*deadlines, *self._suspect_until.values()]) if deadlines else None
 
     def place(self, request: RouteRequest, now: float) -> Placed:
         """Place and book at once, whoever waits and however full the workers are. Raises NoWorkerError."""
         self._suspect(request.exclude, now)
         return self._book(self._plan(request, now, {}), now, waited_s=0.0)
 
+    def preview(self, request: RouteRequest, now: float) -> Placed:
+        """Where it would run if it came now, with the explanation; nothing is booked or remembered.
+
+        Raises NoWorkerError.
+        """
+        draws = self._rng.getstate()
+        try:
+            plan = self._plan(request, now, {})
+        finally:
+            self._rng.setstate(draws)
+        waits = plan.is_full or bool(self._pools[request.model].queue)
+        return self._placed(plan, replace(self._explain(plan), would_wait=waits))
+
+    def resume(self, request: RouteRequest, placed: Placed, now: float, *, is_prefilling: bool) -> None:
+        """Book again what a router placed that is gone: the request runs where that one said.
+
+        Raises NoWorkerError if its workers are not known here, or not yet.
+        """
+        prefill = (placed.prefill if is_prefilling else None) or placed.decode
+        holders = [Holder(target.worker_id, target.dp_rank) for target in (placed.decode, prefill)]
+        for holder in holders:
+            if holder not in self._slots:
+                raise NoWorkerError(f"no worker {holder.worker_id!r} with a rank {holder.dp_rank} is known here")
+        cached = prefill.overlap_blocks * self._slots[holders[1]].card.block_size
+        changes = self.load.book(
+            request.request_id,
+            decode=holders[0],
+            prefill=holders[1],
+            prefill_tokens=max(0, request.isl_tokens - cached) if is_prefilling else 0,
+            hashes=request.sequence_hashes,
+            now=now,
+        )
+        self._count_busy(changes, now)
+        self._approximate_all(request, holders, now)
+        if not is_prefilling:
+            self.prefill_done(request.request_id, now)
+
     def prefill_done(self, request_id: RequestId, now: float = 0.0) -> None:
         """Its first token is there. Its blocks are too, of which events will soon tell."""
-        hashes = self.load.hashes_of(request_id) if self.rules.predict_ttl_s else b""
-        for holder in self.load.holders_of(request_id) if hashes else ():
+        holders, hashes = self.load.holders_of(request_id), self.load.hashes_of(request_id)
+        for holder in holders if self.rules.predict_ttl_s else ():
             card = self._slots[holder].card
             if card.kv_events:
                 self._predicted.placed(request_id, holder, hashes, now, card.total_blocks)
+        for holder in holders[1:]:  # the prefill worker is done with it
+            self._warm_up.completed(holder.worker_id)
         self._count_busy(self.load.prefill_done(request_id, now), now)
 
     def progress(self, request_id: RequestId, osl_tokens: int, now: float) -> None:
@@ -316,7 +341,7 @@ class RouterState:
         if not ok:
             self._predicted.forget(request_id)
             self._approximate.forget(request_id)
-        self._count_busy(self.load.free(request_id), now)
+        self._count_busy(self.load.free(request_id, now), now)
 
     def expire(self, now: float) -> list[RequestId]:
         """End bookings of which nothing was heard for too long: whoever held them is gone."""
@@ -333,24 +358,24 @@ class RouterState:
     # --- how it is decided -------------------------------------------------------------------------
 
     def _dispatch(self, pool: _Pool, now: float) -> list[Outcome]:
-        late = [Outcome(p.request_id, _too_late(p.payload, now)) for p in pool.queue.expire(now)]
+        outcomes = [Outcome(p.request_id, _too_late(p.payload, now)) for p in pool.queue.expire(now)]
         ahead: Counter[Holder] = Counter()
         plans: dict[RequestId, _Plan | MeshError] = {}
-        passed_over = 0
+        has_room = self._has_room(pool, now)
 
         def fits(item: Pending[_Waiting]) -> bool:
-            nonlocal passed_over
-            if passed_over >= MAX_PASSED_OVER:
+            plan = self._try_plan(item.payload.request, now, ahead, has_room)
+            if plan is None:
                 return False
-            plan = self._try_plan(item.payload.request, now, ahead)
             plans[item.request_id] = plan
             if isinstance(plan, MeshError) or not plan.is_full:
                 return True
-            ahead[plan.computes.holder] += item.uncached_tokens
-            passed_over += 1
+            if plan.legs[0].is_full:
+                ahead[plan.computes.holder] += item.uncached_tokens
+            if now - item.payload.arrived_s > RESERVE_AFTER_S:
+                ahead[plan.decode.holder] += RESERVED
             return False
 
-        outcomes = late
         while (item := pool.queue.pop_next(now, fits)) is not None:
             plan = plans[item.request_id]
             if isinstance(plan, MeshError):
@@ -360,23 +385,46 @@ class RouterState:
             if not pool.queue:
                 break
             ahead.clear()
+            has_room = self._has_room(pool, now)
         return outcomes
 
-    def _try_plan(self, request: RouteRequest, now: float, ahead: Mapping[Holder, int]) -> _Plan | MeshError:
+    def _has_room(self, pool: _Pool, now: float) -> bool:
+        """Whether anybody may be given a prompt to compute: if not, no plan has to be made."""
+        limits = self.rules.saturation
+        if limits is None or self.rules.policy not in _PATIENT:
+            return True
+        return any(
+            slot.load.total.queued_tokens - slot.load.done_tokens(now) < limits.queued_tokens * slot.card.capacity
+            for slots in (pool.decoders, pool.prefillers)
+            for slot in slots
+        )
+
+    def _try_plan(
+        self, request: RouteRequest, now: float, ahead: Mapping[Holder, int], has_room: bool
+    ) -> _Plan | MeshError | None:
+        """None: it waits. Who can never be served is told so, however full the workers are."""
         try:
-            return self._plan(request, now, ahead)
+            if has_room:
+                return self._plan(request, now, ahead)
+            self._who_may(request, now)
+            return None
         except MeshError as error:
             return error
 
-    def _plan(self, request: RouteRequest, now: float, ahead: Mapping[Holder, int]) -> _Plan:
-        """Where a request would run if it were placed now. Raises NoWorkerError."""
+    def _who_may(self, request: RouteRequest, now: float) -> tuple[_Pool, Sequence[Slot], Sequence[Slot]]:
+        """Those that may decode it, at least one, and those that may prefill it. Raises NoWorkerError."""
         pool = self._pools.get(request.model)
-        decoders = [] if pool is None else self._eligible(pool.decoders, request, now, pin=request.pin)
+        decoders = [] if pool is None else self._eligible(pool.decoders, request, now, request.pin, request.pin_rank)
         if pool is None or not decoders:
             raise NoWorkerError(self._why_none(request), hint="start one: `kvmesh up`, or `python -m workers`")
-        prefillers = self._eligible(pool.slots[Role.PREFILL], request, now, pin=request.pin_prefill)
+        prefillers = self._eligible(pool.prefillers, request, now, request.pin_prefill)
         if request.pin_prefill is not None and not prefillers:
             raise NoWorkerError(f"no prefill worker {request.pin_prefill!r} is ready", hint="see `GET /workers`")
+        return pool, decoders, prefillers
+
+    def _plan(self, request: RouteRequest, now: float, ahead: Mapping[Holder, int]) -> _Plan:
+        """Where a request would run if it were placed now. Raises NoWorkerError."""
+        pool, decoders, prefillers = self._who_may(request, now)
         view = self._view(pool, request, prefillers or decoders, now, ahead)
         local = self._choose("whole", decoders, view, now)
         first = self._choose("prefill", prefillers, view, now) if prefillers else None
@@ -391,9 +439,12 @@ class RouterState:
         if first is None or not decision.disaggregate:
             return self._one(local, decision.reason, view)
         transfer = self._slots[first.chosen.holder].card.transfer
-        compatible = [slot for slot in decoders if slot.card.transfer == transfer]
+        compatible = [slot for slot in decoders if transfer and slot.card.transfer == transfer]
         if not compatible:
-            return self._one(local, f"no decode worker can pull KV over {transfer!r}", view)
+            problem = f"no decode worker can pull KV over {transfer!r}"
+            if request.pin_prefill is not None:
+                raise NoWorkerError(f"{problem} from {request.pin_prefill!r}", hint="start both with one --kv-transfer")
+            return self._one(local, problem, view)
         second = self._choose("decode", compatible, view, now)
         is_full = first.is_full or second.is_full
         return _Plan(second.chosen, first.chosen, decision.reason, is_full, view, [first, second])
@@ -402,54 +453,86 @@ class RouterState:
         return _Plan(local.chosen, None, reason, local.is_full, view, [local])
 
     def _backlog(self, first: Leg, local: Leg, view: _View) -> Backlog:
-        missing = max(0, view.request.isl_tokens - first.chosen.overlap[0] * view.block_size)
-        return Backlog(first.chosen.queued_tokens + missing, local.chosen.queued_tokens, first.is_full)
+        there, here = (
+            leg.chosen.queued_tokens + max(0, view.request.isl_tokens - leg.chosen.overlap[0] * view.block_size)
+            for leg in (first, local)
+        )
+        return Backlog(there, here, first.is_full)
 
     def _view(
         self, pool: _Pool, request: RouteRequest, computing: Sequence[Slot], now: float, ahead: Mapping[Holder, int]
     ) -> _View:
         hashes = request.sequence_hashes
-        active = self.load.chains.match(hashes) if hashes else {}
-        overlaps = self._overlaps(pool, hashes, active, now) if hashes else {}
-        busy = pool.busy[computing[0].card.role is Role.PREFILL].of(len(computing), now)
-        asked, price = 0.0, self.rules.recompute_price
-        deepest = max((overlaps[s.holder][-1] for s in computing if s.holder in overlaps), default=0)
-        if deepest:
-            asked = self._demand.of(_prefix(hashes, deepest), now)
-        if not price:
-            holders = sum(overlaps.get(slot.holder, NOWHERE)[-1] == deepest for slot in computing) if deepest else 0
-            price = recompute_price(busy, asked, holders)
+        overlaps, active = self._overlaps(pool, hashes, now)
+        is_prefill = computing[0].card.role is Role.PREFILL
+        busy = pool.busy[is_prefill].of(len(pool.prefillers if is_prefill else pool.decoders), now)
+        depths = [overlaps.get(slot.holder, NOWHERE)[-1] for slot in computing]
+        deepest = max(depths)
+        asked = pool.demand.of(_prefix(hashes, deepest), now) if deepest else 0.0
+        price = self.rules.recompute_price or recompute_price(busy, asked, depths.count(deepest) if deepest else 0)
         return _View(request, computing[0].card.block_size, overlaps, active, ahead, price, busy, asked)
 
+    def _overlaps(self, pool: _Pool, hashes: bytes, now: float) -> tuple[Mapping[Holder, Depths], Mapping[Holder, int]]:
+        """What a holder has, what requests in flight there will have made, and what events are still to tell of; and
+        of these the second alone. Workers of other models may be among them."""
+        if not hashes:
+            return {}, {}
+        found, active = pool.index.match(hashes), self.load.chains.match(hashes)
+        if self.rules.predict_ttl_s:
+            _deepen(found, active)
+            if self.load.prefilling.num_blocks:
+                _deepen(found, self.load.prefilling.match(hashes))
+        for predictions in (self._predicted, self._approximate):
+            if len(predictions):
+                _deepen(found, predictions.match(hashes, now))
+        return found, active
+
     def _choose(self, leg: str, slots: Sequence[Slot], view: _View, now: float) -> Leg:
-        """The best of `slots`, be it full or not: a full one is worth waiting for if the others cost more."""
+        """Who is to take it; if that one is full, the request waits for it.
+
+        A worker that has more of the prompt than the others is worth waiting for until it has computed what is queued
+        there, if the others cost more. Else nobody waits while someone has room.
+        """
         rules, request = self.rules, view.request
         prompt = Prompt(request.isl_tokens, view.block_size, leg, rules.weights, view.price)  # type: ignore[arg-type]
-        candidates = self._candidates(slots, view)
+        candidates = self._candidates(slots, view, now)
+        passed_over = self._held_back(candidates, now)
         bound = self._bound(request, candidates, now)
-        held_back = self._warm_up.held_back({c.holder: c.requests for c in candidates}, now)
-        allowed = [c for c in candidates if c.holder not in held_back] if held_back else candidates
         if bound is not None and not self._is_full(bound, leg):
-            chosen, cost, why = bound, prompt.cost(bound), "its session runs there"
-        else:
-            chosen, cost = choose(allowed, prompt, rules.policy, rules.temperature, self._rng)
-            why = ""
+            return Leg(leg, bound, False, "its session runs there", prompt, candidates, passed_over)
+        allowed = [c for c in candidates if c.holder not in passed_over] if passed_over else candidates
+        chosen = choose(allowed, prompt, rules.policy, rules.temperature, self._rng)
         is_full = rules.policy in _PATIENT and self._is_full(chosen, leg)
-        return Leg(leg, chosen, cost, is_full, why, prompt, candidates, held_back)
+        if is_full and (others := [c for c in allowed if not self._is_full(c, leg)]):
+            other = choose(others, prompt, rules.policy, rules.temperature, self._rng)
+            if rules.policy != "kv" or self._is_packed(chosen, leg) or chosen.overlap[-1] <= other.overlap[-1]:
+                open_now = {c.holder for c in others}
+                passed_over |= {c.holder: "full" for c in allowed if c.holder not in open_now}
+                chosen, is_full = other, False
+        return Leg(leg, chosen, is_full, "", prompt, candidates, passed_over)
 
-    def _candidates(self, slots: Sequence[Slot], view: _View) -> list[Candidate]:
+    def _held_back(self, candidates: Sequence[Candidate], now: float) -> dict[Holder, str]:
+        if not len(self._warm_up):
+            return {}
+        in_flight = {c.holder: c.requests or len(self._slots[c.holder].load.prefilling) for c in candidates}
+        return dict.fromkeys(self._warm_up.held_back(in_flight, now), "new: held back")
+
+    def _candidates(self, slots: Sequence[Slot], view: _View, now: float) -> list[Candidate]:
         overlaps, active, ahead = view.overlaps, view.active, view.ahead
         num_blocks = len(view.request.sequence_hashes) // _HASH_BYTES
-        total = self.load.total
         found: list[Candidate] = []
         for slot in slots:
-            holder = slot.holder
-            queued, held, requests = total(holder)
+            holder, load = slot.holder, slot.load
+            queued, held, requests = load.total
+            if load.prefilling:
+                queued -= load.done_tokens(now)
+            if ahead:
+                queued += ahead.get(holder, 0)
             found.append(
                 Candidate(
                     holder,
                     overlaps.get(holder, NOWHERE),
-                    queued + ahead.get(holder, 0) if ahead else queued,
+                    queued,
                     held,
                     num_blocks - active.get(holder, 0),
                     requests,
@@ -463,11 +546,16 @@ class RouterState:
         limits = self.rules.saturation
         if limits is None:
             return False
-        card = self._slots[c.holder].card
         if leg != "decode" and c.queued_tokens >= limits.queued_tokens * c.capacity:
             return True
-        if leg == "prefill" or not c.requests:
+        return self._is_packed(c, leg)
+
+    def _is_packed(self, c: Candidate, leg: str) -> bool:
+        """It has no sequence or no blocks left: until an answer ends, which may be far off."""
+        limits = self.rules.saturation
+        if limits is None or leg == "prefill" or not c.requests:
             return False
+        card = self._slots[c.holder].card
         if c.requests >= limits.requests_share * card.max_num_seqs:
             return True
         return c.held_blocks + c.new_blocks > limits.blocks_share * card.total_blocks
@@ -479,16 +567,16 @@ class RouterState:
         return next((c for c in candidates if c.holder == holder), None)
 
     def _eligible(
-        self, slots: Sequence[Slot], request: RouteRequest, now: float, pin: str | None = None
+        self, slots: Sequence[Slot], request: RouteRequest, now: float, pin: str | None, pin_rank: int | None = None
     ) -> Sequence[Slot]:
         """Where this request may go. To suspects only if there is nobody else."""
-        if request.exclude or pin is not None or request.pin_rank is not None:
+        if request.exclude or pin is not None:
             slots = [
                 slot
                 for slot in slots
                 if slot.card.worker_id not in request.exclude
                 and (pin is None or pin in (slot.card.worker_id, slot.card.name))
-                and (pin is None or request.pin_rank is None or slot.holder.dp_rank == request.pin_rank)
+                and (pin is None or pin_rank is None or slot.holder.dp_rank == pin_rank)
             ]
         if not self._suspect_until:
             return slots
@@ -496,11 +584,14 @@ class RouterState:
         return trusted or slots
 
     def _suspect(self, workers: Sequence[WorkerId], now: float) -> None:
-        for worker_id in [known for known, until in self._suspect_until.items() if until <= now]:
-            del self._suspect_until[worker_id]
+        self._forgive(now)
         for worker_id in workers:
             if worker_id in self._cards:
                 self._suspect_until[worker_id] = now + self.rules.suspect_s
+
+    def _forgive(self, now: float) -> None:
+        for worker_id in [known for known, until in self._suspect_until.items() if until <= now]:
+            del self._suspect_until[worker_id]
 
     # --- booking -----------------------------------------------------------------------------------
 
@@ -520,28 +611,43 @@ class RouterState:
         for candidate in chosen:
             self._choices += 1
             self._slots[candidate.holder].last_chosen = self._choices
-            card = self._slots[candidate.holder].card
-            if not card.kv_events and self.rules.approximate_ttl_s:
-                self._approximate.placed(
-                    request.request_id, candidate.holder, request.sequence_hashes, now, card.total_blocks
-                )
+        self._approximate_all(request, [candidate.holder for candidate in chosen], now)
         self._remember(request, plan, now)
-        explanation = None
-        if request.explain:
-            reasons = Reasons(
-                self.rules.policy, plan.reason, view.price, view.busy_share, view.asked_before, waited_s, plan.legs
-            )
-            explanation = explain(reasons, lambda holder: self._slots[holder].card.name)
+        return self._placed(plan, self._explain(plan, waited_s) if request.explain else None)
+
+    def _placed(self, plan: _Plan, explanation: Explanation | None) -> Placed:
         prefill = None if plan.prefill is None else self._target(plan.prefill)
         return Placed(decode=self._target(plan.decode), prefill=prefill, reason=plan.reason, explanation=explanation)
+
+    def _explain(self, plan: _Plan, waited_s: float = 0.0) -> Explanation:
+        view = plan.view
+        reasons = Reasons(
+            self.rules.policy,
+            self.rules.temperature,
+            plan.reason,
+            view.price,
+            view.busy_share,
+            view.asked_before,
+            waited_s,
+            plan.legs,
+        )
+        return explain(reasons, lambda holder: self._slots[holder].card.name)
+
+    def _approximate_all(self, request: RouteRequest, holders: Iterable[Holder], now: float) -> None:
+        """Remember what those workers will cache that do not tell it themselves."""
+        for holder in holders:
+            card = self._slots[holder].card
+            if not card.kv_events and self.rules.approximate_ttl_s:
+                hashes = request.sequence_hashes
+                self._approximate.placed(request.request_id, holder, hashes, now, card.total_blocks)
 
     def _remember(self, request: RouteRequest, plan: _Plan, now: float) -> None:
         if request.session and self.rules.affinity_ttl_s:
             self._affinity.bind(session_key(request.model, request.tenant, request.session), plan.decode.holder, now)
         computing = plan.legs[0].candidates
-        deepest = max((c.overlap[-1] for c in computing), default=0)
+        deepest = max([c.overlap[-1] for c in computing])
         if deepest and not request.exclude:
-            self._demand.asked(_prefix(request.sequence_hashes, deepest), now)
+            self._pools[request.model].demand.asked(_prefix(request.sequence_hashes, deepest), now)
 
     def _count_busy(self, changes: Sequence[Change], now: float) -> None:
         for change in changes:
@@ -552,6 +658,12 @@ class RouterState:
         if (pool := self._pools.get(model)) is None:
             pool = self._pools[model] = _Pool(queue=PendingQueue(self.rules.queue))
         return pool
+
+    def _tidy(self, model: str) -> None:
+        """A model that nobody serves, and nobody waits for, is not remembered."""
+        pool = self._pools[model]
+        if not any(pool.slots.values()) and not pool.queue:
+            del self._pools[model]
 
     def _target(self, chosen: Candidate) -> Target:
         card = self._slots[chosen.holder].card
@@ -572,11 +684,6 @@ class RouterState:
         if request.exclude and roles:
             return f"every worker of the model {request.model!r} that could decode has failed this request"
         return f"no worker that decodes the model {request.model!r} is ready; there are: {', '.join(roles) or 'none'}"
-
-
-def _lane(overlaps: Mapping[Holder, Depths], deepest: int) -> Hashable:
-    """Requests that would rather wait for the same workers. Those that have nothing anywhere are one lane."""
-    return frozenset(holder for holder, depths in overlaps.items() if depths[-1] == deepest) if deepest else None
 
 
 def _prefix(hashes: bytes, blocks: int) -> bytes:

@@ -18,7 +18,7 @@ class LocalPrefill:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Prompt tokens that would be computed before this request's: on the best prefill worker, and on the decode
+    """Prompt tokens that would be computed until this request's are: on the best prefill worker, and on the decode
     worker that would do all by itself. `is_full`: that prefill worker should be given nothing more now."""
 
     prefill_tokens: float = 0.0
@@ -48,7 +48,9 @@ def decide(
     uncached = max(0, isl_tokens - cached_tokens)
     if uncached < rule.max_tokens and uncached < rule.max_share * isl_tokens:
         return Decision(False, f"only {uncached} of {isl_tokens} prompt tokens are not cached on the decode worker")
-    if backlog is not None and backlog.is_full and backlog.local_tokens + uncached < backlog.prefill_tokens:
-        ahead = f"{backlog.prefill_tokens:.0f} tokens wait before it there, {backlog.local_tokens:.0f} here"
-        return Decision(False, f"prefill workers are the bottleneck: {ahead}")
+    if backlog is not None and backlog.is_full and backlog.local_tokens < backlog.prefill_tokens:
+        until_done = (
+            f"{backlog.prefill_tokens:.0f} tokens to compute there until it is done, {backlog.local_tokens:.0f} here"
+        )
+        return Decision(False, f"prefill workers are the bottleneck: {until_done}")
     return Decision(True, f"{uncached} of {isl_tokens} prompt tokens are to compute")

@@ -1,11 +1,11 @@
 """Why a request runs where it does: the reasons of a decision as plain data. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.messages import CandidateReport, Explanation
 from router.index import Holder
-from router.selection import Candidate, Prompt
+from router.selection import Candidate, Policy, Prompt, Terms
 
 MAX_CANDIDATES = 64  # told of, for each leg
 
@@ -16,17 +16,17 @@ class Leg:
 
     name: str  # "whole", "prefill" or "decode"
     chosen: Candidate
-    cost: float
     is_full: bool
     why: str  # "": by the policy
     prompt: Prompt
     candidates: Sequence[Candidate]
-    held_back: frozenset[Holder]
+    passed_over: Mapping[Holder, str]  # those that the policy was not asked about, and why
 
 
 @dataclass(frozen=True, slots=True)
 class Reasons:
-    policy: str
+    policy: Policy
+    temperature: float
     reason: str  # why one worker, or two
     recompute_price: float
     busy_share: float
@@ -35,9 +35,17 @@ class Reasons:
     legs: Sequence[Leg]
 
 
+_WHYS: Mapping[Policy, str] = {
+    "least-loaded": "the least loaded",
+    "power-of-two": "the less loaded of two that were drawn",
+    "round-robin": "whose turn it is",
+    "random": "drawn",
+}
+
+
 def explain(reasons: Reasons, name_of: Callable[[Holder], str]) -> Explanation:
     reports = [report for leg in reasons.legs for report in _reports(leg, name_of)]
-    whys = [f"{leg.name}: {name_of(leg.chosen.holder)}, {leg.why or _why(leg)}" for leg in reasons.legs]
+    whys = [f"{leg.name}: {name_of(leg.chosen.holder)}, {leg.why or _why(leg, reasons)}" for leg in reasons.legs]
     return Explanation(
         policy=reasons.policy,
         why="; ".join([reasons.reason, *whys]),
@@ -50,12 +58,16 @@ def explain(reasons: Reasons, name_of: Callable[[Holder], str]) -> Explanation:
 
 
 def _reports(leg: Leg, name_of: Callable[[Holder], str]) -> list[CandidateReport]:
+    """The chosen one is told of in any case."""
     costed = sorted(((leg.prompt.cost(c), c) for c in leg.candidates), key=lambda pair: (pair[0], pair[1].holder))
-    return [_report(leg, c, cost, name_of(c.holder)) for cost, c in costed[:MAX_CANDIDATES]]
+    told = costed[:MAX_CANDIDATES]
+    if all(c is not leg.chosen for _, c in told):
+        told[-1] = (leg.prompt.cost(leg.chosen), leg.chosen)
+    return [_report(leg, c, cost, name_of(c.holder)) for cost, c in told]
 
 
 def _report(leg: Leg, c: Candidate, cost: float, name: str) -> CandidateReport:
-    note = "chosen" if c is leg.chosen else "new: held back" if c.holder in leg.held_back else ""
+    terms = Terms(*leg.prompt.terms(c))
     return CandidateReport(
         leg=leg.name,
         worker=name,
@@ -66,18 +78,20 @@ def _report(leg: Leg, c: Candidate, cost: float, name: str) -> CandidateReport:
         requests=c.requests,
         capacity=c.capacity,
         cost=round(cost, 3),
-        terms={term: round(value, 3) for term, value in leg.prompt.terms(c)._asdict().items() if value},
-        note=note,
+        terms={term: round(value, 3) for term, value in terms._asdict().items() if value},
+        note="chosen" if c is leg.chosen else leg.passed_over.get(c.holder, ""),
     )
 
 
-def _why(leg: Leg) -> str:
-    if len(leg.candidates) == 1:
-        return "the only one that may take it"
-    others = [leg.prompt.cost(c) for c in leg.candidates if c is not leg.chosen]
-    cheapest = min(others)
-    if leg.cost == cheapest:
-        return f"of equal cost ({leg.cost:.1f}), chosen longest ago"
-    if leg.cost > cheapest:
-        return f"cost {leg.cost:.1f}, the cheapest {cheapest:.1f}: the policy does not go by cost alone"
-    return f"cost {leg.cost:.1f}, the next {cheapest:.1f}"
+def _why(leg: Leg, reasons: Reasons) -> str:
+    rivals = [c for c in leg.candidates if c is not leg.chosen and c.holder not in leg.passed_over]
+    if not rivals:
+        return "the only one that may take it now" if leg.passed_over else "the only one that may take it"
+    if reasons.policy != "kv":
+        return _WHYS[reasons.policy]
+    cost, next_cost = leg.prompt.cost(leg.chosen), min(leg.prompt.cost(c) for c in rivals)
+    if reasons.temperature > 0:
+        return f"cost {cost:.1f}, drawn; the others cost {next_cost:.1f} and more"
+    if cost == next_cost:
+        return f"of equal cost ({cost:.1f}), chosen longest ago"
+    return f"cost {cost:.1f}, the next {next_cost:.1f}"

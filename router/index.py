@@ -169,6 +169,9 @@ class PlainIndex:
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES, max_entries_per_holder: int = MAX_ENTRIES_PER_HOLDER) -> None:
+        for limit in (max_entries, max_entries_per_holder):
+            if not 0 <= limit <= _MOST_ENTRIES:
+                raise ValueError(f"a limit of {limit} entries; from 0 to {_MOST_ENTRIES} can be kept")
         self._max_entries = max_entries
         self._max_per_holder = max_entries_per_holder
         self._nodes: dict[SequenceHash, _Node] = {}  # parents before children

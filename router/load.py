@@ -15,12 +15,13 @@ from router.chains import ChainCounts
 from router.index import Holder
 
 LEASE_S = 120.0
+SPEED_MEMORY = 0.9  # what the speed of a worker's last prompts counts after one more
 
 
 class Share(NamedTuple):
     """Load that one router has placed on one holder."""
 
-    queued_tokens: int = 0  # still to prefill
+    queued_tokens: float = 0  # still to prefill
     held_blocks: int = 0
     requests: int = 0
 
@@ -35,7 +36,19 @@ class HolderLoad:
     queued_tokens: int = 0
     private_blocks: int = 0  # not shared: those of answers, and partly filled ones
     requests: int = 0  # that decode there
+    own: Share = NOTHING  # the sum of that, with the blocks of prompts
     elsewhere: dict[str, Share] = field(default_factory=dict)  # by router
+    total: Share = NOTHING  # of all routers
+    prefilling: dict[RequestId, int] = field(default_factory=dict)  # tokens of each, in the order of placement
+    computes_since_s: float = 0.0  # the first of these: when it was placed, or the one before it was done
+    computed_tokens: float = 0.0  # and the time that took, of late
+    computed_s: float = 0.0
+    speed: float = 0.0  # tokens/s by these; 0: not known
+
+    def done_tokens(self, now: float) -> float:
+        """What must have been computed by now of the first of `prefilling`, by the worker's speed so far."""
+        done, all_of_it = (now - self.computes_since_s) * self.speed, next(iter(self.prefilling.values()), 0)
+        return done if done < all_of_it else all_of_it
 
 
 class Change(NamedTuple):
@@ -64,6 +77,7 @@ class ActiveLoad:
         self._loads: dict[Holder, HolderLoad] = {}
         self._bookings: OrderedDict[RequestId, _Booking] = OrderedDict()  # by end
         self._of_holder: dict[Holder, set[RequestId]] = {}
+        self._changed: set[Holder] = set()  # since the others were told
         self.chains = ChainCounts()  # prompts of requests in flight, where they decode
         self.prefilling = ChainCounts()  # where another worker prefills them, until it has
 
@@ -73,16 +87,20 @@ class ActiveLoad:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._bookings
 
-    def join(self, holder: Holder) -> None:
+    def join(self, holder: Holder) -> HolderLoad:
+        """What is placed there from now on, to be read alone."""
         if holder not in self._loads:
             self._loads[holder] = HolderLoad()
             self._of_holder[holder] = set()
+        return self._loads[holder]
 
-    def leave(self, holder: Holder) -> list[Change]:
+    def leave(self, holder: Holder, now: float) -> list[Change]:
         """The holder is gone: its bookings end. Unknown ones are no error."""
-        changes = [change for request_id in list(self._of_holder.get(holder, ())) for change in self.free(request_id)]
+        ended = list(self._of_holder.get(holder, ()))
+        changes = [change for request_id in ended for change in self.free(request_id, now)]
         self._loads.pop(holder, None)
         self._of_holder.pop(holder, None)
+        self._changed.discard(holder)
         self.chains.drop(holder)
         self.prefilling.drop(holder)
         return changes
@@ -90,28 +108,28 @@ class ActiveLoad:
     def of(self, holder: Holder) -> HolderLoad:
         return self._loads[holder]
 
-    def total(self, holder: Holder) -> Share:
-        """Of all routers."""
-        load = self._loads[holder]
-        own = Share(load.queued_tokens, self.chains.blocks_of(holder) + load.private_blocks, load.requests)
-        return own if not load.elsewhere else _sum([own, *load.elsewhere.values()])
-
     def shares(self) -> dict[Holder, Share]:
         """What this router has placed, where it has placed anything: for the other routers."""
-        found = {
-            holder: Share(load.queued_tokens, self.chains.blocks_of(holder) + load.private_blocks, load.requests)
-            for holder, load in self._loads.items()
-        }
-        return {holder: share for holder, share in found.items() if share != NOTHING}
+        return {holder: load.own for holder, load in self._loads.items() if load.own != NOTHING}
+
+    def take_changed(self) -> dict[Holder, Share]:
+        """The same where it has changed since the last call; NOTHING where nothing is left."""
+        changed, self._changed = self._changed, set()
+        return {holder: self._loads[holder].own for holder in changed}
 
     def set_elsewhere(self, router: str, shares: Mapping[Holder, Share]) -> None:
         """All that another router has placed; an empty mapping when it has left."""
-        for holder, load in self._loads.items():
-            share = shares.get(holder, NOTHING)
-            if share == NOTHING:
+        gone = {holder: NOTHING for holder, load in self._loads.items() if router in load.elsewhere}
+        self.update_elsewhere(router, gone | dict(shares))
+
+    def update_elsewhere(self, router: str, shares: Mapping[Holder, Share]) -> None:
+        """What another router has placed on some holders. Of unknown holders nothing is kept."""
+        for holder, share in shares.items():
+            if (load := self._loads.get(holder)) is not None:
                 load.elsewhere.pop(router, None)
-            else:
-                load.elsewhere[router] = share
+                if share != NOTHING:
+                    load.elsewhere[router] = share
+                load.total = _sum([load.own, *load.elsewhere.values()])
 
     def book(
         self,
@@ -127,7 +145,7 @@ class ActiveLoad:
 
         hashes: the prompt's sequence hashes, packed u64 [n].
         """
-        changes = self.free(request_id)
+        changes = self.free(request_id, now)
         booking = _Booking(decode, prefill, prefill_tokens, hashes, 1, now + self._lease_s)
         self._bookings[request_id] = booking
         for holder in {decode, prefill}:
@@ -136,9 +154,10 @@ class ActiveLoad:
         load.requests += 1
         load.private_blocks += 1
         self.chains.add(decode, hashes)
+        self._sum_up(decode)
         if prefill != decode:
             self.prefilling.add(prefill, hashes)
-        return changes + self._queue(prefill, prefill_tokens)
+        return changes + self._begin_prefill(request_id, booking, now)
 
     def prefill_done(self, request_id: RequestId, now: float) -> list[Change]:
         """The first token is there. Unknown requests and second calls are no error."""
@@ -146,27 +165,30 @@ class ActiveLoad:
         if booking is None or not booking.is_prefilling:
             return []
         self._renew(request_id, booking, now)
-        return self._end_prefill(booking)
+        self._learn(request_id, booking, now)
+        return self._end_prefill(request_id, booking, now)
 
     def progress(self, request_id: RequestId, answer_blocks: int, now: float) -> None:
         """The request lives, and its answer takes so many blocks by now. Unknown requests are no error."""
         if (booking := self._bookings.get(request_id)) is not None:
             self._loads[booking.decode].private_blocks += answer_blocks - booking.answer_blocks
-            booking.answer_blocks = answer_blocks
+            if answer_blocks != booking.answer_blocks:
+                booking.answer_blocks = answer_blocks
+                self._sum_up(booking.decode)
             self._renew(request_id, booking, now)
 
-    def free(self, request_id: RequestId) -> list[Change]:
+    def free(self, request_id: RequestId, now: float) -> list[Change]:
         """The request has ended. A second call does nothing."""
         booking = self._bookings.pop(request_id, None)
         if booking is None:
             return []
-        for holder in {booking.decode, booking.prefill}:
-            self._of_holder[holder].discard(request_id)
+        self._of_holder[booking.decode].discard(request_id)
         load = self._loads[booking.decode]
         load.requests -= 1
         load.private_blocks -= booking.answer_blocks
         self.chains.discard(booking.decode, booking.hashes)
-        return self._end_prefill(booking) if booking.is_prefilling else []
+        self._sum_up(booking.decode)
+        return self._end_prefill(request_id, booking, now) if booking.is_prefilling else []
 
     def expired(self, now: float) -> list[RequestId]:
         """Bookings of which nothing was heard for too long; the caller frees them."""
@@ -178,11 +200,12 @@ class ActiveLoad:
         return found
 
     def holders_of(self, request_id: RequestId) -> Sequence[Holder]:
-        """Where a booking stands: where it decodes first."""
+        """Where a booking stands: where it decodes, and until its first token where another worker prefills it."""
         booking = self._bookings.get(request_id)
         if booking is None:
             return ()
-        return (booking.decode,) if booking.decode == booking.prefill else (booking.decode, booking.prefill)
+        is_one = booking.decode == booking.prefill or not booking.is_prefilling
+        return (booking.decode,) if is_one else (booking.decode, booking.prefill)
 
     def hashes_of(self, request_id: RequestId) -> bytes:
         """Of the prompt of a booking; none if there is no such booking."""
@@ -193,9 +216,29 @@ class ActiveLoad:
         booking.ends_s = now + self._lease_s
         self._bookings.move_to_end(request_id)
 
-    def _end_prefill(self, booking: _Booking) -> list[Change]:
+    def _begin_prefill(self, request_id: RequestId, booking: _Booking, now: float) -> list[Change]:
+        load = self._loads[booking.prefill]
+        if not load.prefilling:
+            load.computes_since_s = now
+        load.prefilling[request_id] = booking.prefill_tokens
+        return self._queue(booking.prefill, booking.prefill_tokens)
+
+    def _learn(self, request_id: RequestId, booking: _Booking, now: float) -> None:
+        """How fast the worker is, from the time that the first in its queue took."""
+        load = self._loads[booking.prefill]
+        if next(iter(load.prefilling)) == request_id:
+            load.computed_tokens = SPEED_MEMORY * load.computed_tokens + booking.prefill_tokens
+            load.computed_s = SPEED_MEMORY * load.computed_s + (now - load.computes_since_s)
+            load.speed = load.computed_tokens / load.computed_s if load.computed_s > 0 else 0.0
+
+    def _end_prefill(self, request_id: RequestId, booking: _Booking, now: float) -> list[Change]:
         booking.is_prefilling = False
+        load = self._loads[booking.prefill]
+        if next(iter(load.prefilling)) == request_id:
+            load.computes_since_s = max(load.computes_since_s, now)  # the next one's turn
+        del load.prefilling[request_id]
         if booking.prefill != booking.decode:
+            self._of_holder[booking.prefill].discard(request_id)
             self.prefilling.discard(booking.prefill, booking.hashes)
         return self._queue(booking.prefill, -booking.prefill_tokens)
 
@@ -203,8 +246,16 @@ class ActiveLoad:
         load = self._loads[holder]
         was_busy = load.queued_tokens > 0
         load.queued_tokens += tokens
+        self._sum_up(holder)
         is_busy = load.queued_tokens > 0
         return [] if is_busy == was_busy else [Change(holder, is_busy)]
+
+    def _sum_up(self, holder: Holder) -> None:
+        """Once for each change, so that placements only have to read."""
+        load = self._loads[holder]
+        load.own = Share(load.queued_tokens, self.chains.blocks_of(holder) + load.private_blocks, load.requests)
+        load.total = _sum([load.own, *load.elsewhere.values()]) if load.elsewhere else load.own
+        self._changed.add(holder)
 
 
 def _sum(shares: Sequence[Share]) -> Share:

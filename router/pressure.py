@@ -11,18 +11,18 @@ from collections import OrderedDict
 BUSY_WINDOW_S = 60.0
 DEMAND_WINDOW_S = 100.0
 MAX_BUSY_SHARE = 0.95  # above it the estimate of the wait has no meaning
-DELAY_PER_LOAD = 1.7  # fitted once, on traces of several kinds: see docs/routing.md
 
 
 def recompute_price(busy_share: float, asked_before: float, holders: int) -> float:
     """Blocks in a queue that one block to compute weighs as much as; > 0.
 
-    In a queue the wait grows with load / (1 - load), so a block more of work delays those who come by about that much.
-    `asked_before`: recent requests whose cached prefix ended at the same block, `holders` of which have it: so many a
-    copy would serve.
+    One for the request itself. And all who come by wait longer: in a queue the wait grows with load / (1 - load), whose
+    slope is 1 / (1 - load)**2, and load / (1 - load)**2 of it falls on those who come while the worker is busy.
+    `asked_before`: recent requests whose cached prefix ended at the same block. `holders` have it: a copy would
+    serve so many of them, and they share its price.
     """
     load = min(busy_share, MAX_BUSY_SHARE)
-    return (1.0 + DELAY_PER_LOAD * load / (1.0 - load)) / (1.0 + asked_before / max(1, holders))
+    return (1.0 + load / (1.0 - load) ** 2) / (1.0 + asked_before / max(1, holders))
 
 
 class BusyShare:

@@ -10,7 +10,7 @@ part up to ten thousands of them. So what is cancelled leaves at once, where a h
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Generic, Literal, TypeVar
@@ -20,10 +20,10 @@ from protocol.ids import RequestId
 
 DRAIN_WINDOW_S = 10.0  # the drain rate is that of about so long
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+MAX_ASKED = 32  # requests that are offered a worker in vain before the others have to wait too
 IDLE_TENANTS = 256  # remembered in each priority, those furthest ahead
 
 Order = Literal["fcfs", "wspt"]
-Lane = Hashable
 P = TypeVar("P")
 T = TypeVar("T", bound=tuple[Any, ...])
 _Place = tuple[float, int, RequestId]  # in a line: the rules' key, then who came first
@@ -58,7 +58,6 @@ class Pending(Generic[P]):
     isl_tokens: int
     uncached_tokens: int  # of the prompt, by the best estimate: see `update`
     payload: P  # the router's
-    lane: Lane = None  # equal for requests that the same workers can take: differs where one is pinned
     min_run_s: float = 0.0  # from its start to its first token, at the least; 0: not known
 
     @property
@@ -106,19 +105,23 @@ class PendingQueue(Generic[P]):
     def pop_next(self, now: float, fits: Callable[[Pending[P]], bool]) -> Pending[P] | None:
         """Take out who is next among those that fit somewhere now, or None; its prompt is charged to its tenant.
 
-        `fits` is asked at most once for each lane and priority. If the first of a lane does not fit, nothing behind it
-        in that lane is taken (else large prompts would starve), but the other lanes go on. What `expire` would return
-        is passed over.
+        Those that do not fit, or would rather wait for the worker that has their prefix, do not hold up the others:
+        `fits` is asked in order until it says yes, at most MAX_ASKED times. The first requests of all tenants are asked
+        before any second one. What `expire` would return is passed over.
         """
-        blocked: set[Lane] = set()
+        asked = 0
         for priority in sorted(self._classes, reverse=True):
-            for request_id in self._classes[priority].heads(blocked, lambda name: self._is_live(name, now)):
+            for request_id in self._classes[priority].in_order():
                 item = self._waiting[request_id].item
+                if item.latest_start_s <= now:
+                    continue
                 if fits(item):
                     self._classes[priority].serve(item.tenant, max(1, item.uncached_tokens))
                     self._drain.served(now)
                     return self._take(request_id)
-                blocked.add(item.lane)
+                asked += 1
+                if asked == MAX_ASKED:
+                    return None
         return None
 
     def update(self, request_id: RequestId, uncached_tokens: int, min_run_s: float | None = None) -> None:
@@ -201,9 +204,6 @@ class PendingQueue(Generic[P]):
         """What an item takes of max_requests * max_tokens: whole numbers, so that sums stay exact."""
         return max(item.isl_tokens * self._rules.max_requests, self._rules.max_tokens)
 
-    def _is_live(self, request_id: RequestId, now: float) -> bool:
-        return self._waiting[request_id].item.latest_start_s > now
-
 
 @dataclass(slots=True)
 class _Waiting(Generic[P]):
@@ -219,7 +219,7 @@ class _Waiting(Generic[P]):
 @dataclass(slots=True)
 class _Tenant:
     turn: _Turn
-    lines: dict[Lane, list[_Place]] = field(default_factory=dict)  # none is empty
+    line: list[_Place] = field(default_factory=list)
     held: int = 0
 
 
@@ -227,12 +227,12 @@ class _Class:
     """What waits with one priority. Tenants take turns: who was served the fewest tokens is next.
 
     A tenant that comes, or comes back, starts no lower than the least of those that wait, nor than who was served last
-    (`_reached`): neither idle time nor a turn in a lane that was blocked is saved up. A tenant that has nothing here
-    is remembered as long as it is ahead of that: it shall not shed what it was served by leaving for a moment.
+    (`_reached`): neither idle time nor a turn that it could not use is saved up. A tenant that has nothing here is
+    remembered as long as it is ahead of that: it shall not shed what it was served by leaving for a moment.
     """
 
     def __init__(self, ticks: Iterator[int]) -> None:
-        self.turns: dict[Lane, list[_Turn]] = {}  # of the tenants with a line in the lane; none is empty
+        self.turns: list[_Turn] = []  # of the tenants with a line
         self.held = 0
         self._ticks = ticks
         self._tenants: dict[str, _Tenant] = {}
@@ -242,35 +242,34 @@ class _Class:
 
     def add(self, item: Pending[P], place: _Place, room: int) -> None:
         tenant = self._join(item.tenant)
-        if item.lane not in tenant.lines:
-            tenant.lines[item.lane] = []
-            insort(self.turns.setdefault(item.lane, []), tenant.turn)
-        insort(tenant.lines[item.lane], place)
+        if not tenant.line:
+            insort(self.turns, tenant.turn)
+        insort(tenant.line, place)
         self._hold(item.tenant, room)
 
     def move(self, item: Pending[P], place: _Place, new: _Place) -> None:
-        line = self._tenants[item.tenant].lines[item.lane]
+        line = self._tenants[item.tenant].line
         _discard(line, place)
         insort(line, new)
 
     def remove(self, item: Pending[P], place: _Place, room: int) -> None:
         tenant = self._tenants[item.tenant]
-        _discard(tenant.lines[item.lane], place)
+        _discard(tenant.line, place)
         self._hold(item.tenant, -room)
-        if not tenant.lines[item.lane]:
-            del tenant.lines[item.lane]
-            _discard(self.turns[item.lane], tenant.turn)
-            if not self.turns[item.lane]:
-                del self.turns[item.lane]
-        if not tenant.lines:
+        if not tenant.line:
+            _discard(self.turns, tenant.turn)
             insort(self._idle, tenant.turn)
         self._forget_idle()
 
-    def heads(self, blocked: set[Lane], is_live: Callable[[RequestId], bool]) -> Iterator[RequestId]:
-        """The next of each lane that is not blocked, who is next of them all first."""
-        found = [head for lane in self.turns if lane not in blocked and (head := self._head(lane, is_live))]
-        for _, place in sorted(found):
-            yield place[2]
+    def in_order(self) -> Iterator[RequestId]:
+        """The first of every tenant, by turn, then the second of each, ... Ends with any change."""
+        lines = [self._tenants[turn[2]].line for turn in self.turns]
+        depth = 0
+        while lines:
+            for line in lines:
+                yield line[depth][2]
+            depth += 1
+            lines = [line for line in lines if len(line) > depth]
 
     def serve(self, name: str, tokens: float) -> None:
         tenant = self._tenants[name]
@@ -291,36 +290,25 @@ class _Class:
         return self._holdings[-1][0] > held + room
 
     def last_of_fattest(self) -> RequestId:
-        lines = self._tenants[self._holdings[-1][1]].lines.values()
-        return max(line[-1] for line in lines)[2]
+        return self._tenants[self._holdings[-1][1]].line[-1][2]
 
     def _join(self, name: str) -> _Tenant:
         """A tenant that has, or is about to have, something here."""
-        floor = self._floor()
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = _Tenant((floor, next(self._ticks), name))
-        elif not tenant.lines:  # ahead of the floor: it would have been forgotten else
+            tenant = self._tenants[name] = _Tenant((self._floor(), next(self._ticks), name))
+        elif not tenant.line:  # ahead of the floor: it would have been forgotten else
             _discard(self._idle, tenant.turn)
         return tenant
 
-    def _head(self, lane: Lane, is_live: Callable[[RequestId], bool]) -> tuple[_Turn, _Place] | None:
-        for turn in self.turns[lane]:
-            for place in self._tenants[turn[2]].lines[lane]:
-                if is_live(place[2]):
-                    return turn, place
-        return None
-
     def _advance(self, tenant: _Tenant, counter: float) -> None:
-        lists = [self.turns[lane] for lane in tenant.lines] or [self._idle]
-        for turns in lists:
-            _discard(turns, tenant.turn)
+        turns = self.turns if tenant.line else self._idle
+        _discard(turns, tenant.turn)
         tenant.turn = (counter, next(self._ticks), tenant.turn[2])
-        for turns in lists:
-            insort(turns, tenant.turn)
+        insort(turns, tenant.turn)
 
     def _floor(self) -> float:
-        return max(self._reached, min((turns[0][0] for turns in self.turns.values()), default=0.0))
+        return max(self._reached, self.turns[0][0] if self.turns else 0.0)
 
     def _forget_idle(self) -> None:
         floor = self._floor()

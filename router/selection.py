@@ -51,47 +51,57 @@ class Terms(NamedTuple):
     transfer: float
 
 
-@dataclass(slots=True)
 class Prompt:
-    """What is to be placed, and what computing it is worth."""
+    """What is to be placed, and what each part of a cost counts for it."""
 
-    isl_tokens: int
-    block_size: int
-    leg: Leg
-    weights: Weights
-    recompute_price: float = 1.0
+    __slots__ = ("_isl_blocks", "_rates", "_weights")
 
-    def terms(self, c: Candidate) -> Terms:
-        weights = self.weights
+    def __init__(
+        self, isl_tokens: int, block_size: int, leg: Leg, weights: Weights, recompute_price: float = 1.0
+    ) -> None:
+        computes, decodes = leg != "decode", leg != "prefill"
+        self._isl_blocks = isl_tokens / block_size
+        self._weights = weights
+        self._rates = (
+            weights.prefill * recompute_price * computes,  # per block to compute
+            weights.prefill / block_size * computes,  # per queued token
+            weights.decode * decodes,  # per block held
+            weights.request * decodes,  # per request
+            weights.transfer * (not computes),  # per block to pull
+        )
+
+    def terms(self, c: Candidate) -> tuple[float, float, float, float, float]:
+        """As in `Terms`."""
+        compute, queue, held, request, transfer = self._rates
         device, host, disk, anywhere = c.overlap
-        reused: float = device
-        if anywhere != device:
-            reused += weights.host * (host - device) + weights.disk * (disk - host) + weights.object * (anywhere - disk)
-        compute = queue = held = requests = transfer = 0.0
-        missing = max(0.0, self.isl_tokens / self.block_size - reused)
-        if self.leg == "decode":
-            transfer = weights.transfer * missing
-        else:
-            compute = weights.prefill * self.recompute_price * missing
-            queue = weights.prefill * c.queued_tokens / self.block_size
-        if self.leg != "prefill":
-            held = weights.decode * (c.held_blocks + c.new_blocks)
-            requests = weights.request * c.requests
-        return Terms(compute, queue, held, requests, transfer)
+        missing = self._isl_blocks - device
+        if anywhere != device:  # a block in a slower tier saves a share of its work
+            tier = self._weights
+            missing -= tier.host * (host - device) + tier.disk * (disk - host) + tier.object * (anywhere - disk)
+        if missing < 0.0:
+            missing = 0.0
+        return (
+            compute * missing,
+            queue * c.queued_tokens,
+            held * (c.held_blocks + c.new_blocks),
+            request * c.requests,
+            transfer * missing,
+        )
 
     def cost(self, c: Candidate) -> float:
-        return sum(self.terms(c)) / c.capacity
+        compute, queue, held, requests, transfer = self.terms(c)
+        return (compute + queue + held + requests + transfer) / c.capacity
 
     def load(self, c: Candidate) -> float:
-        """The cost, had it nothing cached: what policies that know of no cache go by."""
-        _, queue, held, requests, _ = self.terms(c)
-        return (queue + held + requests + c.requests) / c.capacity
+        """What runs and waits there: what policies that know of no cache go by."""
+        _, queue, held, request, _ = self._rates
+        return (queue * c.queued_tokens + held * c.held_blocks + (request + 1) * c.requests) / c.capacity
 
 
 def choose(
     candidates: Sequence[Candidate], prompt: Prompt, policy: Policy, temperature: float, rng: random.Random
-) -> tuple[Candidate, float]:
-    """The candidate to run on, and its cost. Raises NoWorkerError if there is none.
+) -> Candidate:
+    """The candidate to run on. Raises NoWorkerError if there is none.
 
     kv: the cheapest; equal costs go to who was chosen longest ago, then to the first. A `temperature` above 0 draws
     instead, with p ~ exp(-(cost - cheapest) / (spread * temperature)): spread herds at the price of reuse.
@@ -102,35 +112,31 @@ def choose(
         raise NoWorkerError("no worker is ready", hint="start one: `kvmesh up`, or `python -m workers --role decode`")
     match policy:
         case "kv":
-            if temperature > 0:
-                return _draw(candidates, prompt, temperature, rng)
-            return _least(candidates, [prompt.cost(c) for c in candidates])
+            costs = [prompt.cost(c) for c in candidates]
+            return _draw(candidates, costs, temperature, rng) if temperature > 0 else _least(candidates, costs)
         case "least-loaded":
             return _least(candidates, [prompt.load(c) for c in candidates])
         case "power-of-two":
             two = rng.sample(candidates, min(2, len(candidates)))
             return _least(two, [prompt.load(c) for c in two])
         case "round-robin":
-            return _least(candidates, [0.0] * len(candidates))
+            return min(candidates, key=lambda c: c.last_chosen)
         case "random":
-            return rng.choice(candidates), 0.0
+            return rng.choice(candidates)
 
 
-def _least(candidates: Sequence[Candidate], costs: Sequence[float]) -> tuple[Candidate, float]:
+def _least(candidates: Sequence[Candidate], costs: Sequence[float]) -> Candidate:
     least = min(costs)
     if costs.count(least) == 1:
-        return candidates[costs.index(least)], least
+        return candidates[costs.index(least)]
     equal = (c for c, cost in zip(candidates, costs, strict=True) if cost == least)
-    return min(equal, key=lambda c: c.last_chosen), least
+    return min(equal, key=lambda c: c.last_chosen)
 
 
-def _draw(
-    candidates: Sequence[Candidate], prompt: Prompt, temperature: float, rng: random.Random
-) -> tuple[Candidate, float]:
-    costs = [prompt.cost(c) for c in candidates]
+def _draw(candidates: Sequence[Candidate], costs: Sequence[float], temperature: float, rng: random.Random) -> Candidate:
     least, spread = min(costs), max(costs) - min(costs)
     if spread == 0:
         return _least(candidates, costs)
     odds = [math.exp(-(cost - least) / (spread * temperature)) for cost in costs]
-    [drawn] = rng.choices(range(len(costs)), odds)
-    return candidates[drawn], costs[drawn]
+    [drawn] = rng.choices(candidates, odds)
+    return drawn

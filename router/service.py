@@ -11,6 +11,7 @@ from typing import Protocol
 from kvevents.subscriber import KvEventSubscriber
 from kvevents.transport import KvSource, Snapshot
 from mesh.discovery import Deleted, Discovery, Put, open_discovery
+from mesh.http import listening
 from mesh.lifecycle import watch_parent
 from mesh.plane.client import PlaneClient
 from mesh.plane.server import Call, Handler, PlaneServer
@@ -23,6 +24,7 @@ from protocol.messages import (
     KvSnapshot,
     Placed,
     Progress,
+    Resume,
     RouterCard,
     RouteRequest,
     WorkerCard,
@@ -31,6 +33,9 @@ from protocol.messages import (
 )
 from router.config import RouterConfig, rules_of
 from router.core import Outcome, RouterState
+from router.gossip_link import Gossip
+from router.http import RouterApi
+from router.load import ActiveLoad
 from router.members import Members
 from router.metrics import (
     EVENTS,
@@ -39,10 +44,12 @@ from router.metrics import (
     IN_FLIGHT,
     INDEX_BLOCKS,
     ORPHAN_BLOCKS,
+    PEERS,
     PLACE_SECONDS,
     PLACEMENTS,
     PREDICTED_TOKENS,
     PROMPT_TOKENS,
+    RESUMED,
     REUSED_TOKENS,
     WAIT_SECONDS,
     WAITING,
@@ -65,23 +72,35 @@ class Booking(Protocol):
         """The first token has arrived; so many tokens of the prompt were in the worker's cache, if it says so."""
 
     def progress(self, osl_tokens: int) -> None:
-        """The answer goes on. To be told every few seconds: a booking of which nothing is heard ends."""
+        """It lives, and has so many tokens. To be told every few seconds: a booking of which nothing is heard ends."""
 
 
 class LocalBooking:
+    """It counts until `end`, or until its lease passes or its worker leaves."""
+
     def __init__(self, router: "LocalRouter", request: RouteRequest, placed: Placed) -> None:
         self._router = router
-        self._request = request
-        self._began = False
+        self._osl_tokens = 0
+        self.request_id = request.request_id
+        self.model = request.model
+        self.isl_tokens = request.isl_tokens
+        self.has_begun = False
         self.placed = placed
 
     def prefill_done(self, reused_tokens: int | None = None) -> None:
-        if not self._began:
-            self._began = True
-            self._router.prefill_done(self._request, self.placed, reused_tokens)
+        if not self.has_begun:
+            self.has_begun = True
+            self._router.on_prefill_done(self, reused_tokens)
 
-    def progress(self, osl_tokens: int) -> None:
-        self._router.state.progress(self._request.request_id, osl_tokens, time.monotonic())
+    def progress(self, osl_tokens: int | None = None) -> None:
+        """None: it lives, and that is all that is known."""
+        if osl_tokens is not None:
+            self._osl_tokens = osl_tokens
+        self._router.on_progress(self, self._osl_tokens)
+
+    def end(self, *, ok: bool) -> None:
+        """A second call does nothing."""
+        self._router.on_end(self, ok=ok)
 
 
 class WorkerFeed:
@@ -94,6 +113,7 @@ class WorkerFeed:
         self._members = Members()
         self._joined: list[Callable[[WorkerCard], object]] = []
         self._left: list[Callable[[WorkerId], object]] = []
+        self.has_seen = False  # discovery has told of workers
 
     def listen(self, joined: Callable[[WorkerCard], object], left: Callable[[WorkerId], object]) -> None:
         self._joined.append(joined)
@@ -102,6 +122,7 @@ class WorkerFeed:
     async def run(self, discovery: Discovery) -> None:
         """Until cancelled. Raises FeedLostError if the feed ends: stale routing would go wrong in silence."""
         async for change in discovery.watch("workers/"):
+            self.has_seen = True
             match change:
                 case Put():
                     self._join(change.key, change.value)
@@ -158,66 +179,136 @@ class LinkWatch:
 
 
 class LocalRouter:
-    """The router in this process. Its place in the world: a WorkerFeed, and the workers' KV events."""
+    """The router in this process. Its place in the world: a WorkerFeed, the workers' KV events, and other routers.
+
+    Raises ConfigError if it cannot listen for gossip.
+    """
 
     def __init__(self, config: RouterConfig, plane: PlaneClient, workers: WorkerFeed) -> None:
+        self.name = config.name
         self.state = RouterState(rules_of(config))
+        self.lease_s = config.lease_s
+        self.gossip = open_gossip(config, self.state.load, self._wake) if config.gossip else None
         self._plane = plane
         self._loop = asyncio.get_running_loop()
         self._subscriber = KvEventSubscriber(KvSink(self.state))
+        self._unfollowed: set[WorkerId] = set()
         self._placing: dict[RequestId, asyncio.Future[Placed]] = {}
+        self._bookings: dict[RequestId, LocalBooking] = {}
         self._dispatching: asyncio.Handle | None = None
         self._next_deadline: asyncio.TimerHandle | None = None
         self._next_sweep: asyncio.TimerHandle | None = None
         workers.listen(self._join, self._leave)
-        observe(self.state)
+        observe(self)
 
-    @asynccontextmanager
-    async def book(self, request: RouteRequest, timeout_s: float) -> AsyncIterator[Booking]:
-        """Place a request; its load counts until the block is left.
+    async def place(self, request: RouteRequest, timeout_s: float) -> LocalBooking:
+        """Place a request; it counts until the booking's `end`.
 
         Waits while every worker is saturated, at most `timeout_s`. Raises NoWorkerError, OverloadedError if the queue
-        is full, DeadlineExceededError.
+        is full, DeadlineExceededError, InvalidRequestError if a request of this name waits already.
         """
+        started = time.monotonic()
+        try:
+            displaced = self.state.submit(request, started, started + timeout_s)
+        except MeshError as error:
+            FAILURES.labels(error.code).inc()
+            raise
+        placing = self._placing[request.request_id] = self._loop.create_future()
+        self._settle(displaced)
+        self._wake()
+        try:
+            return self._booked(request, await placing)
+        except BaseException:  # it may have been placed when its caller left
+            self.state.free(request.request_id, time.monotonic(), ok=False)
+            self._on_change()
+            raise
+        finally:
+            if self._placing.get(request.request_id) is placing:
+                del self._placing[request.request_id]
+            WAIT_SECONDS.observe(time.monotonic() - started)
+
+    @asynccontextmanager
+    async def book(self, request: RouteRequest, timeout_s: float) -> AsyncIterator[LocalBooking]:
+        """The same; it counts until the block is left."""
+        booking = await self.place(request, timeout_s)
         ok = False
         try:
-            placed = await self._placed(request, timeout_s)
-            yield LocalBooking(self, request, placed)
+            yield booking
             ok = True
         finally:
-            self._placing.pop(request.request_id, None)
-            self.state.free(request.request_id, time.monotonic(), ok=ok)
-            self._wake()
+            booking.end(ok=ok)
 
-    def prefill_done(self, request: RouteRequest, placed: Placed, reused_tokens: int | None) -> None:
-        self.state.prefill_done(request.request_id, time.monotonic())
-        self._wake()
-        if reused_tokens is not None:
-            count_reuse(request, placed, reused_tokens, self.state.block_size_of(request.model))
+    async def preview(self, request: RouteRequest, timeout_s: float) -> Placed:
+        """Where it would run if it came now, with the explanation. Raises NoWorkerError."""
+        return self.state.preview(request, time.monotonic())
+
+    def resume(self, request: RouteRequest, placed: Placed, progress: Progress) -> LocalBooking:
+        """Take over a booking from a router that is gone. Raises NoWorkerError if its workers are not known yet."""
+        self.state.resume(request, placed, time.monotonic(), is_prefilling=not progress.has_begun)
+        RESUMED.inc()
+        booking = self._booked(request, placed)
+        booking.has_begun = progress.has_begun
+        booking.progress(progress.osl_tokens)
+        self._on_change()
+        self._schedule()
+        return booking
+
+    def booking(self, request_id: RequestId) -> LocalBooking | None:
+        """None once its lease has passed, its worker has left or it has ended."""
+        return self._bookings.get(request_id) if request_id in self.state.load else None
+
+    def feed_of(self, card: WorkerCard) -> str:
+        """How the worker's KV events are followed."""
+        if not card.kv_events:
+            return "none"
+        if card.worker_id in self._unfollowed:
+            return "broken"
+        return "live" if self._subscriber.is_live(card.worker_id) else "recovering"
+
+    def card(self, address: str = "", http_url: str = "") -> RouterCard:
+        """`address`: where placements are asked for; "": nowhere."""
+        gossip = self.gossip.endpoint if self.gossip is not None else ""
+        return RouterCard(name=self.name, address=address, gossip=gossip, http_url=http_url, pid=os.getpid())
 
     async def close(self) -> None:
         for handle in (self._dispatching, self._next_deadline, self._next_sweep):
             if handle is not None:
                 handle.cancel()
+        if self.gossip is not None:
+            self.gossip.close()
         await self._subscriber.close()
+
+    # --- bookings ------------------------------------------------------------------------------------
+
+    def _booked(self, request: RouteRequest, placed: Placed) -> LocalBooking:
+        booking = self._bookings[request.request_id] = LocalBooking(self, request, placed)
+        return booking
+
+    def on_prefill_done(self, booking: LocalBooking, reused_tokens: int | None) -> None:
+        if self.booking(booking.request_id) is booking:
+            self.state.prefill_done(booking.request_id, time.monotonic())
+            self._on_change()
+        if reused_tokens is not None:
+            count_reuse(booking, reused_tokens, self.state.block_size_of(booking.model))
+
+    def on_progress(self, booking: LocalBooking, osl_tokens: int) -> None:
+        if self.booking(booking.request_id) is booking:
+            self.state.progress(booking.request_id, osl_tokens, time.monotonic())
+            self._on_change()
+
+    def on_end(self, booking: LocalBooking, *, ok: bool) -> None:
+        if self._bookings.get(booking.request_id) is booking:  # else: another one has taken its place
+            del self._bookings[booking.request_id]
+            self.state.free(booking.request_id, time.monotonic(), ok=ok)
+            self._on_change()
 
     # --- the queue -----------------------------------------------------------------------------------
 
-    async def _placed(self, request: RouteRequest, timeout_s: float) -> Placed:
-        now = time.monotonic()
-        placing = self._placing[request.request_id] = self._loop.create_future()
-        try:
-            displaced = self.state.submit(request, now, now + timeout_s)
-        except MeshError as error:
-            FAILURES.labels(error.code).inc()
-            raise
-        self._settle(displaced)
+    def _on_change(self) -> None:
+        """The load has changed: somebody may fit now, and others will want to know."""
         self._wake()
-        try:
-            placed: Placed = await placing
-            return placed
-        finally:
-            WAIT_SECONDS.observe(time.monotonic() - now)
+        if self.gossip is not None:
+            self.gossip.on_change()
 
     def _wake(self) -> None:
         """Dispatch in the next turn of the loop: what arrives in one turn is placed together."""
@@ -232,6 +323,8 @@ class LocalRouter:
             PLACE_SECONDS.observe((time.perf_counter() - started) / len(outcomes))
         self._settle(outcomes)
         self._schedule()
+        if outcomes and self.gossip is not None:
+            self.gossip.on_change()
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
         for request_id, result in outcomes:
@@ -254,13 +347,15 @@ class LocalRouter:
         if (deadline_s := self.state.next_deadline()) is not None:
             self._next_deadline = self._loop.call_later(max(0.0, deadline_s - time.monotonic()), self._dispatch)
         if self._next_sweep is None and len(self.state.load):
-            self._next_sweep = self._loop.call_later(SWEEP_S, self._sweep)
+            self._next_sweep = self._loop.call_later(min(SWEEP_S, self.lease_s / 4), self._sweep)
 
     def _sweep(self) -> None:
         self._next_sweep = None
         if expired := self.state.expire(time.monotonic()):
             log.warning("%d bookings ended because nothing was heard of them", len(expired))
-        self._wake()
+        for request_id in [name for name in self._bookings if name not in self.state.load]:
+            del self._bookings[request_id]
+        self._on_change()
         self._schedule()
 
     # --- workers -------------------------------------------------------------------------------------
@@ -282,12 +377,14 @@ class LocalRouter:
         try:
             self._subscriber.add(source)
         except ConfigError as error:  # one bad card must not end the router; it places there by load alone
+            self._unfollowed.add(card.worker_id)
             log.warning("the KV events of worker %s are not followed: %s", card.worker_id, error)
 
     def _leave(self, worker_id: WorkerId) -> None:
         self._subscriber.remove(worker_id)
+        self._unfollowed.discard(worker_id)
         self.state.remove_worker(worker_id, time.monotonic())
-        self._wake()
+        self._on_change()
 
     async def _snapshot(self, card: WorkerCard) -> Snapshot:
         """What a worker's cache holds, asked for when its event ring does not reach back far enough."""
@@ -320,12 +417,18 @@ class KvSink:
         return self._state.digest(worker_id, dp_rank)
 
 
+def open_gossip(config: RouterConfig, load: ActiveLoad, on_news: Callable[[], None]) -> Gossip:
+    bind = f"tcp://{config.host}:{config.gossip_port or '*'}"
+    return Gossip(load, config.name, on_news, bind=bind, advertise_host=config.advertise_host or config.host)
+
+
 async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
-    """A router by itself: frontends ask it over the request plane."""
+    """A router by itself: frontends ask it over the request plane, gateways over HTTP."""
     watch_parent(stop)
     async with AsyncExitStack() as cleanup:
-        _, close_metrics = serve_metrics(config.host, config.metrics_port)
-        cleanup.push_async_callback(asyncio.to_thread, close_metrics)
+        if config.metrics_port is not None:
+            _, close_metrics = serve_metrics(config.host, config.metrics_port, advertise_host=config.advertise_host)
+            cleanup.push_async_callback(asyncio.to_thread, close_metrics)
         plane = PlaneClient()
         cleanup.push_async_callback(plane.close)
         workers = WorkerFeed()
@@ -334,18 +437,31 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         server = PlaneServer(handlers(router), always={"progress"})
         cleanup.push_async_callback(server.close)
         address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
+        api = RouterApi(router, workers, int(config.max_body_mib * 2**20), config.max_bookings)
+        url = await cleanup.enter_async_context(
+            listening(api.app, config.host, config.http_port, advertise_host=config.advertise_host)
+        )
         discovery = open_discovery(config.discovery)
         cleanup.push_async_callback(discovery.close)
         async with asyncio.TaskGroup() as feeds:
-            follow = feeds.create_task(workers.run(discovery), name="router: follow workers")
-            card = RouterCard(name=config.name, address=address, pid=os.getpid())
-            registration = await discovery.put(f"routers/{config.name}", encode(card))
-            log.info("ready", extra={"address": address})
+            follow = [feeds.create_task(workers.run(discovery), name="router: follow workers")]
+            if router.gossip is not None:
+                follow.append(feeds.create_task(router.gossip.run(discovery), name="router: follow routers"))
+            await discovery.put(f"routers/{config.name}", encode(router.card(address, url)))
+            log.info("ready", extra={"address": address, "url": url})
             await stop.wait()
-            await registration.withdraw()
-            if cut_off := await server.drain(config.drain_timeout_s):
-                log.warning("stopped with %d bookings open after %.1f s", cut_off, config.drain_timeout_s)
-            follow.cancel()
+            # no new placements; what runs still counts, and the others are to know of it
+            await discovery.put(f"routers/{config.name}", encode(router.card()))
+            await drain(server, api, config.drain_timeout_s)
+            for feed in follow:
+                feed.cancel()
+
+
+async def drain(server: PlaneServer, api: RouterApi, timeout_s: float) -> None:
+    log.info("draining")
+    cut_off, _ = await asyncio.gather(server.drain(timeout_s), api.drain(timeout_s))
+    if cut_off:
+        log.warning("stopped with %d bookings open after %.1f s", cut_off, timeout_s)
 
 
 def handlers(router: LocalRouter) -> dict[str, Handler]:
@@ -353,43 +469,62 @@ def handlers(router: LocalRouter) -> dict[str, Handler]:
         """The answer stays open: it is the booking's lease, and ends with the caller. It begins with one None for each
         STILL_WAITING_S that the request waits: a router that says nothing is taken for dead."""
         request = decode(call.body, RouteRequest)
-        async with AsyncExitStack() as lease:
-            booked = asyncio.ensure_future(lease.enter_async_context(router.book(request, call.timeout_s)))
-            try:
-                while not (await asyncio.wait([booked], timeout=STILL_WAITING_S))[0]:
-                    await call.send(None)
-                bookings[request.request_id] = booking = booked.result()
-            except BaseException:
-                booked.cancel()
-                await asyncio.wait([booked])
-                raise
-            lease.callback(bookings.pop, request.request_id, None)
+        placing = asyncio.create_task(router.place(request, call.timeout_s), name=f"place {request.request_id}")
+        try:
+            while not (await asyncio.wait([placing], timeout=STILL_WAITING_S))[0]:
+                await call.send(None)
+        except BaseException:
+            placing.add_done_callback(end_if_placed)
+            placing.cancel()
+            raise
+        await hold(call, placing.result())
+
+    async def resume(call: Call) -> None:
+        held = decode(call.body, Resume)
+        await hold(call, router.resume(held.request, held.placed, held.progress))
+
+    async def hold(call: Call, booking: LocalBooking) -> None:
+        """Until the caller leaves: how its request ended is not said. Once it has begun, its prompt was computed."""
+        try:
             await call.send(booking.placed)
             await asyncio.Event().wait()
+        finally:
+            booking.end(ok=booking.has_begun)
 
     async def progress(call: Call) -> None:
         told = decode(call.body, Progress)
-        if (booking := bookings.get(told.request_id)) is not None:
-            booking.prefill_done(told.reused_tokens)
+        if (booking := router.booking(told.request_id)) is not None:
+            if told.has_begun:
+                booking.prefill_done(told.reused_tokens)
             booking.progress(told.osl_tokens)
 
-    bookings: dict[RequestId, Booking] = {}
-    return {"place": place, "progress": progress}
+    async def preview(call: Call) -> None:
+        await call.send(await router.preview(decode(call.body, RouteRequest), call.timeout_s))
+
+    return {"place": place, "resume": resume, "progress": progress, "preview": preview}
 
 
-def count_reuse(request: RouteRequest, placed: Placed, reused_tokens: int, block_size: int) -> None:
+def end_if_placed(placing: asyncio.Task[LocalBooking]) -> None:
+    """Its caller left while it was placed."""
+    if not placing.cancelled() and placing.exception() is None:
+        placing.result().end(ok=False)
+
+
+def count_reuse(booking: LocalBooking, reused_tokens: int, block_size: int) -> None:
     """What the router believed a worker to have cached, and what that worker then found."""
-    computes = placed.prefill or placed.decode
-    PROMPT_TOKENS.inc(request.isl_tokens)
-    PREDICTED_TOKENS.inc(min(request.isl_tokens, computes.overlap_blocks * block_size))
-    REUSED_TOKENS.inc(min(request.isl_tokens, reused_tokens))
+    computes = booking.placed.prefill or booking.placed.decode
+    PROMPT_TOKENS.inc(booking.isl_tokens)
+    PREDICTED_TOKENS.inc(min(booking.isl_tokens, computes.overlap_blocks * block_size))
+    REUSED_TOKENS.inc(min(booking.isl_tokens, reused_tokens))
 
 
-def observe(state: RouterState) -> None:
+def observe(router: LocalRouter) -> None:
     """The gauges read the state when they are scraped."""
+    state, gossip = router.state, router.gossip
     IN_FLIGHT.set_function(lambda: len(state.load))
     WAITING.set_function(lambda: state.waiting)
     INDEX_BLOCKS.set_function(lambda: sum(index.num_blocks for index in state.indexes.values()))
     ORPHAN_BLOCKS.set_function(lambda: sum(index.stats.orphan_blocks for index in state.indexes.values()))
     EXPIRED.set_function(lambda: state.stats["expired"])
     WORKERS.set_function(lambda: len(state.cards))
+    PEERS.set_function(lambda: gossip.peers if gossip is not None else 0)

@@ -36,6 +36,10 @@ class WarmUp:
         self._ramp_requests = ramp_requests
         self._ramps: dict[WorkerId, _Ramp] = {}
 
+    def __len__(self) -> int:
+        """Workers that were not settled when they were asked about last."""
+        return len(self._ramps)
+
     def joined(self, worker_id: WorkerId, now: float) -> None:
         self._ramps[worker_id] = _Ramp(now)
 

@@ -51,9 +51,11 @@ struct Users {
     }
 };
 
+constexpr std::size_t MOST_PREFIXES = 1 << 26;
+
 class Chains {
    public:
-    Chains() = default;
+    Chains() : nodes_(MOST_PREFIXES) {}
     Chains(const Chains&) = delete;
     Chains& operator=(const Chains&) = delete;
     ~Chains() {
@@ -80,9 +82,10 @@ class Chains {
 
     void add(u32 holder, const u8* hashes, std::size_t count) {
         each(hashes, count, [&](u64 hash, u64 scattered, bool is_last) {
-            u32 number = nodes_.find(hash, scattered);
+            Slots::Place place;
+            u32 number = nodes_.find(hash, scattered, place);
             if (number == NONE) {
-                number = nodes_.add({static_cast<u32>(hash), static_cast<u32>(hash >> 32), 0, 0, {}}, scattered);
+                number = nodes_.add({static_cast<u32>(hash), static_cast<u32>(hash >> 32), 0, 0, {}}, scattered, place);
             }
             Use& use = insert(nodes_[number], holder);
             use.passing++;

@@ -43,19 +43,25 @@ class Names {
     void drop_tier(u32 at, u32 tier) { values_[at] &= ~(1u << tier); }
 
     PREFETCHES void prefetch(u64 scattered) const { slots_.prefetch(scattered); }
-    PREFETCHES void prefetch_name(u64 scattered) const {
-        u32 at = slots_.guess(scattered);
-        if (at == NONE) return;
-        __builtin_prefetch(keys_.data() + at);
-        __builtin_prefetch(values_.data() + at, 1);
+    u32 find(u64 key, u64 scattered, Slots::Place& place) const {
+        return slots_.find(scattered, [this, key](u32 at) { return keys_[at] == key; }, place);
     }
     u32 find(u64 key, u64 scattered) const {
-        return slots_.find(scattered, [this, key](u32 at) { return keys_[at] == key; });
+        Slots::Place place;
+        return find(key, scattered, place);
     }
-    void add(u64 key, u64 scattered, u32 node, u32 tier) {
-        if (end() == keys_.capacity()) make_room();
-        if (slots_.is_full_for(end())) rebuild(1);
-        slots_.insert(scattered, end());
+    /// Add a name that is not there; at the place that `find` told, unless that is NONE.
+    void add(u64 key, u64 scattered, Slots::Place place, u32 node, u32 tier) {
+        if (end() == keys_.capacity() && make_room()) place = NONE;
+        if (slots_.is_full_for(end())) {
+            rebuild(1);
+            place = NONE;
+        }
+        if (place == NONE) {
+            slots_.insert(scattered, end());
+        } else {
+            slots_.put(place, scattered, end());
+        }
         keys_.push(key);
         values_.push(node << 4 | 1u << tier);
     }
@@ -80,14 +86,16 @@ class Names {
    private:
     static constexpr u32 TIERS_MASK = 15;
 
-    void make_room() {
+    /// Whether names were numbered anew.
+    bool make_room() {
         if (end() > 64 && end() - live() >= end() / 8) {
             compact();
             rebuild(1);
-            return;
+            return true;
         }
-        keys_.set_capacity(end() + end() / 8 + 8);
+        keys_.reserve(8);
         values_.set_capacity(keys_.capacity());
+        return false;
     }
     void compact() {
         u32 to = 0;
@@ -100,7 +108,7 @@ class Names {
         values_.truncate(to);
     }
     void rebuild(u32 more) {
-        slots_.rebuild(more, static_cast<u32>(keys_.capacity()) + 1, [this](auto add) {
+        slots_.rebuild((u64{live()} + more) * 9 / 4, static_cast<u32>(keys_.capacity()) + 1, [this](auto add) {
             for (u32 at = 0; at < end(); at++) {
                 if (is_live(at)) add(scatter(keys_[at]), at);
             }
@@ -114,20 +122,27 @@ class Names {
 
 /// A prefix that somebody has, or that precedes one (then it is hollow: `word` is 0).
 struct PrefixNode {
-    u32 hash_low, hash_high;
-    u32 parent;    // NONE: it starts a sequence
-    u32 children;  // nodes whose parent this is
-    u32 word;      // who has it: holders.h
+    u64 name;   // its sequence hash
+    u32 links;  // the node of the parent, or NO_PARENT; above that the number of children, at most MANY
+    u32 word;   // who has it: holders.h
 
-    u64 hash() const { return hash_low | static_cast<u64>(hash_high) << 32; }
+    static constexpr u32 PARENT_BITS = 28, NO_PARENT = (1u << PARENT_BITS) - 1, MANY = 15;  // MANY: Index::families_
+
+    u64 hash() const { return name; }
+    u32 parent() const {
+        const u32 number = links & NO_PARENT;
+        return number == NO_PARENT ? NONE : number;
+    }
+    u32 children() const { return links >> PARENT_BITS; }
+    void set_children(u32 count) { links = (links & NO_PARENT) | count << PARENT_BITS; }
     bool is_free() const { return word == NONE; }
-    u32 next_free() const { return parent; }
+    u32 next_free() const { return parent(); }
     void set_free(u32 next) {
         word = NONE;
-        parent = next;
+        links = next & NO_PARENT;
     }
 };
-static_assert(sizeof(PrefixNode) == 20);
+static_assert(sizeof(PrefixNode) == 16);
 
 /// Counts per fastest tier.
 using PerTier = std::array<u32, TIERS>;
@@ -145,7 +160,7 @@ struct HolderState {
 
 class Index {
    public:
-    Index(u32 max_entries, u32 max_per_holder) : max_entries_(max_entries), max_per_holder_(max_per_holder) {}
+    Index(u32 max_entries, u32 max_per_holder) : max_entries_(max_entries), max_per_holder_(max_per_holder), nodes_(max_entries_ + 1) {}
 
     Stats stats;
 
@@ -268,6 +283,7 @@ class Index {
     }
 
     u32 num_blocks() const { return nodes_.live() - hollow_; }
+    u64 max_entries() const { return max_entries_; }
     u32 num_entries() const { return entries_; }
     std::size_t bytes() const {
         std::size_t total = sizeof *this + nodes_.bytes() + lists_.bytes();
@@ -289,13 +305,21 @@ class Index {
     u32 num_nodes() const { return nodes_.live(); }
     u32 end_of_nodes() const { return nodes_.end(); }
     const PrefixNode& node(u32 number) const { return nodes_[number]; }
-    u32 find_prefix(u64 hash) const { return nodes_.find(hash, scatter(hash)); }
-    u32 restore_node(u64 hash, u32 parent) { return add_node(hash, scatter(hash), parent); }
+    bool restore_node(u64 hash, u32 parent) {  // false: it is there
+        const u64 scattered = scatter(hash);
+        Slots::Place place;
+        if (nodes_.find(hash, scattered, place) != NONE) return false;
+        add_node(hash, scattered, place, parent);
+        return true;
+    }
     bool has_name(u32 holder, u64 name) const { return holders_[holder].names.find(name, scatter(name)) != NONE; }
     void restore_name(u32 holder, u64 name, u32 node, u32 tiers) {
         u64 scattered = scatter(name);
         for (u32 tier = 0; tier < TIERS; tier++) {
-            if (tiers >> tier & 1) add_copy(holder, holders_[holder].names.find(name, scattered), name, scattered, node, tier);
+            if (!(tiers >> tier & 1)) continue;
+            Slots::Place place;
+            const u32 at = holders_[holder].names.find(name, scattered, place);
+            add_copy(holder, at, name, scattered, place, node, tier);
         }
     }
     bool fits() const {
@@ -335,23 +359,36 @@ class Index {
 
     // --- storing ---
 
-    /// No name comes twice, and none is the parent's.
+    /// No name comes twice, and none is the parent's. Keeps their places in `scattered_`.
     bool are_sound(const u8* names, std::size_t count, const u64* parent) {
-        u32 bits = 4;
-        while (count * 2 > 1ull << bits) bits++;
-        seen_.assign(std::size_t{1} << bits, 0);
+        u32 bits = 7;
+        while (count * 32 > 1ull << bits) bits++;
+        seen_.assign(std::size_t{1} << (bits - 6), 0);
+        scattered_.resize(count);
+        bool is_doubtful = false;
         for (std::size_t i = 0; i < count; i++) {
-            u64 name = read64(names + 8 * i);
+            const u64 name = read64(names + 8 * i), place = scatter(name);
+            u64& seen = seen_[place >> (70 - bits)];
             if (parent && name == *parent) return false;
-            for (u64 at = scatter(name) >> (64 - bits);; at = (at + 1) & ((1ull << bits) - 1)) {
-                if (!seen_[at]) {
-                    seen_[at] = static_cast<u32>(i + 1);
-                    break;
+            if (seen >> (place & 63) & 1) {
+                if (count > 1024) {
+                    is_doubtful = true;
+                } else {
+                    for (std::size_t k = 0; k < i; k++) is_doubtful |= read64(names + 8 * k) == name;
+                    if (is_doubtful) return false;
                 }
-                if (read64(names + 8 * (seen_[at] - 1)) == name) return false;
             }
+            seen |= 1ull << (place & 63);
+            scattered_[i].name = place;
         }
-        return true;
+        return !is_doubtful || are_different(names, count);
+    }
+
+    bool are_different(const u8* names, std::size_t count) {
+        sorted_.resize(count);
+        std::memcpy(sorted_.data(), names, 8 * count);
+        std::sort(sorted_.begin(), sorted_.end());
+        return std::adjacent_find(sorted_.begin(), sorted_.end()) == sorted_.end();
     }
 
     u32 node_of(u32 holder, u64 name) const {
@@ -371,7 +408,7 @@ class Index {
                 stats.duplicate++;
             } else {
                 stats.stored++;
-                add_copy(holder, at, name, scattered, held.node(at), tier);
+                add_copy(holder, at, name, scattered, NONE, held.node(at), tier);
             }
         }
     }
@@ -379,23 +416,19 @@ class Index {
     void store_chain(u32 holder, const u8* names, std::size_t count, u32 above, u32 tier) {
         constexpr std::size_t FAR = 16, NEAR = 8;  // blocks ahead: their slots, then what the slots point to
         const Names& held = holders_[holder].names;
-        scattered_.resize(count);
-        for (std::size_t i = 0; i < count; i++) {
-            scattered_[i] = {scatter(read64(names + 8 * i)), scatter(prefixes_[i])};
-        }
-        nodes_.reserve(count);
+        for (std::size_t i = 0; i < count; i++) scattered_[i].prefix = scatter(prefixes_[i]);
         auto look_at = [&](std::size_t i) __attribute__((always_inline)) {
             held.prefetch(scattered_[i].name);
             nodes_.prefetch(scattered_[i].prefix);
         };
         for (std::size_t i = 0; i < std::min(FAR, count); i++) look_at(i);
+        bool is_new = false;
         for (std::size_t i = 0; i < count; i++) {
             if (i + FAR < count) look_at(i + FAR);
-            if (i + NEAR < count) {
-                held.prefetch_name(scattered_[i + NEAR].name);
-                nodes_.prefetch_node(scattered_[i + NEAR].prefix);
-            }
+            if (!is_new && i + NEAR < count) nodes_.prefetch_node(scattered_[i + NEAR].prefix);
+            const u32 nodes = nodes_.live();
             above = store_block(holder, read64(names + 8 * i), prefixes_[i], scattered_[i], above, tier);
+            is_new = nodes_.live() > nodes;  // then so is what follows, almost surely
         }
     }
 
@@ -406,14 +439,15 @@ class Index {
     /// The node of the block.
     u32 store_block(u32 holder, u64 name, u64 prefix, Scattered scattered, u32 above, u32 tier) {
         Names& held = holders_[holder].names;
-        u32 at = held.find(name, scattered.name);
+        Slots::Place place, node_place;
+        u32 at = held.find(name, scattered.name, place);
         if (at != NONE && nodes_[held.node(at)].hash() == prefix) {
             u32 node = held.node(at);
             if (held.tiers(at) >> tier & 1) {
                 stats.duplicate++;
             } else {
                 stats.stored++;
-                add_copy(holder, at, name, scattered.name, node, tier);
+                add_copy(holder, at, name, scattered.name, NONE, node, tier);
             }
             return node;
         }
@@ -422,9 +456,10 @@ class Index {
             drop_name(holder, at);
         }
         stats.stored++;
-        u32 node = nodes_.find(prefix, scattered.prefix);
-        if (node == NONE) node = add_node(prefix, scattered.prefix, above);
-        add_copy(holder, NONE, name, scattered.name, node, tier);
+        if (at != NONE) place = NONE;  // the table has changed
+        const u32 node = nodes_.find(prefix, scattered.prefix, node_place);
+        if (node == NONE) return add_first(holder, name, scattered, place, prefix, node_place, above, tier);
+        add_copy(holder, NONE, name, scattered.name, place, node, tier);
         return node;
     }
 
@@ -476,7 +511,7 @@ class Index {
         for (u32 at = names.end(); at-- > 0;) {
             if (!names.is_live(at)) continue;
             branches.push(static_cast<u32>(order.size()));
-            for (u32 node = names.node(at); node != NONE && !seen[node]; node = nodes_[node].parent) {
+            for (u32 node = names.node(at); node != NONE && !seen[node]; node = nodes_[node].parent()) {
                 seen[node] = true;
                 order.push(node);
             }
@@ -501,34 +536,54 @@ class Index {
 
     // --- the one place where nodes, words and digests change ---
 
-    u32 add_node(u64 hash, u64 scattered, u32 parent) {
-        u32 number = nodes_.add({static_cast<u32>(hash), static_cast<u32>(hash >> 32), parent, 0, 0}, scattered);
+    void add_node(u64 hash, u64 scattered, Slots::Place place, u32 parent) {
+        nodes_.add({hash, parent & PrefixNode::NO_PARENT, 0}, scattered, place);
         hollow_++;
-        if (parent != NONE) nodes_[parent].children++;
-        return number;
+        if (parent != NONE) add_child(parent);
     }
 
-    /// `at`: the name's place, NONE for a new name.
-    void add_copy(u32 holder, u32 at, u64 name, u64 scattered, u32 node, u32 tier) {
+    /// A new name for a prefix that nobody had: what add_node and add_copy do, without the questions.
+    u32 add_first(u32 holder, u64 name, Scattered scattered, Slots::Place place, u64 prefix, Slots::Place node_place,
+                  u32 above, u32 tier) {
+        HolderState& state = holders_[holder];
+        const u32 node = nodes_.add({prefix, above & PrefixNode::NO_PARENT, word::make(holder, 1u << tier)},
+                                    scattered.prefix, node_place);
+        add_name(state, name, scattered.name, place, node, tier);
+        state.prefixes++;
+        state.slow_prefixes += tier > 0;
+        add_term(state, prefix, tier);
+        if (above != NONE) {
+            add_child(above);
+            link(state, holder, above, TIERS, tier);
+        }
+        return node;
+    }
+
+    void add_name(HolderState& state, u64 name, u64 scattered, Slots::Place place, u32 node, u32 tier) {
+        if (state.begins) {
+            state.begins = false;
+            state.serial = ++serials_;
+        }
+        state.names.add(name, scattered, place, node, tier);
+        entries_++;
+    }
+
+    /// `at`: the name's number, NONE for a new name, which goes to `place`.
+    void add_copy(u32 holder, u32 at, u64 name, u64 scattered, Slots::Place place, u32 node, u32 tier) {
         HolderState& state = holders_[holder];
         const bool is_new = at == NONE;
         if (is_new) {
-            if (state.begins) {
-                state.begins = false;
-                state.serial = ++serials_;
-            }
-            state.names.add(name, scattered, node, tier);
-            entries_++;
+            add_name(state, name, scattered, place, node, tier);
         } else {
             state.names.add_tier(at, tier);
         }
-        PrefixNode& place = nodes_[node];
-        u32* word = lists_.find(place.word, holder);
+        PrefixNode& prefix = nodes_[node];
+        u32* word = lists_.find(prefix.word, holder);
         if (!word) {
-            hollow_ -= !place.word;
-            lists_.insert(place.word, word::make(holder, 1u << tier));
+            hollow_ -= !prefix.word;
+            lists_.insert(prefix.word, word::make(holder, 1u << tier));
             state.prefixes++;
-            add_term(state, place.hash(), tier);
+            add_term(state, prefix.hash(), tier);
             on_level(holder, node, TIERS, tier);
             return;
         }
@@ -536,7 +591,7 @@ class Index {
         if (is_new || *word & word::SEVERAL_NAMES) count_name(holder, node, *word, is_new, tier);
         if (before >> tier & 1) return;
         *word |= 1u << (tier + word::TIER_SHIFT);
-        add_term(state, place.hash(), tier);
+        add_term(state, prefix.hash(), tier);
         on_level(holder, node, word::fastest(before), word::fastest(before | 1u << tier));
     }
 
@@ -558,33 +613,52 @@ class Index {
             state.names.erase(at, scattered);
             entries_--;
         }
-        PrefixNode& place = nodes_[node];
-        u32* word = lists_.find(place.word, holder);
+        PrefixNode& prefix = nodes_[node];
+        u32* word = lists_.find(prefix.word, holder);
         const u32 before = word::tiers(*word);
         if (*word & word::SEVERAL_NAMES && uncount_name(holder, node, *word, is_gone, tier)) return;
-        drop_term(state, place.hash(), tier);
+        drop_term(state, prefix.hash(), tier);
         if (const u32 after = before & ~(1u << tier)) {
             *word &= ~(1u << (tier + word::TIER_SHIFT));
             on_level(holder, node, word::fastest(before), word::fastest(after));
             return;
         }
         on_level(holder, node, word::fastest(before), TIERS);
-        lists_.erase(place.word, lists_.find(place.word, holder));
+        lists_.erase(prefix.word, lists_.find(prefix.word, holder));
         state.prefixes--;
-        if (!place.word) {
+        if (!prefix.word) {
             hollow_++;
             drop_hollow(node);
         }
     }
 
     void drop_hollow(u32 node) {
-        while (node != NONE && !nodes_[node].word && !nodes_[node].children) {
-            u32 parent = nodes_[node].parent;
+        while (node != NONE && !nodes_[node].word && !nodes_[node].children()) {
+            const u32 parent = nodes_[node].parent();
             nodes_.remove(node);
             hollow_--;
-            if (parent != NONE) nodes_[parent].children--;
+            if (parent != NONE) drop_child(parent);
             node = parent;
         }
+    }
+
+    void add_child(u32 parent) {
+        PrefixNode& node = nodes_[parent];
+        const u32 children = node.children();
+        if (children < PrefixNode::MANY) {
+            node.set_children(children + 1);
+            if (children + 1 < PrefixNode::MANY) return;
+        }
+        families_[parent]++;
+    }
+    void drop_child(u32 parent) {
+        PrefixNode& node = nodes_[parent];
+        if (node.children() == PrefixNode::MANY) {
+            auto found = families_.find(parent);
+            if (--found->second) return;
+            families_.erase(found);
+        }
+        node.set_children(node.children() - 1);
     }
 
     static void add_term(HolderState& state, u64 prefix, u32 tier) {
@@ -643,8 +717,12 @@ class Index {
         state.slow_prefixes += static_cast<u32>(to > 0 && to < TIERS) - static_cast<u32>(from > 0 && from < TIERS);
         u32* word = lists_.find(nodes_[node].word, holder);
         move_children(state, holder, node, *word, from, to);
-        const u32 parent = nodes_[node].parent;
-        if (parent == NONE) return;
+        const u32 parent = nodes_[node].parent();
+        if (parent != NONE) link(state, holder, parent, from, to);
+    }
+
+    /// The same for the parent of that prefix.
+    void link(HolderState& state, u32 holder, u32 parent, u32 from, u32 to) {
         u32* above = lists_.find(nodes_[parent].word, holder);
         const u32 level = above ? word::fastest(word::tiers(*above)) : TIERS;
         for (u32 tier = 0; tier < level; tier++) {
@@ -713,6 +791,7 @@ class Index {
     WordLists lists_;
     std::vector<HolderState> holders_;
     std::vector<u32> free_holders_, emptied_;
+    std::unordered_map<u32, u32> families_;  // of nodes with MANY children: how many beyond the last that was counted
     std::unordered_map<u64, PerTier> children_;
     std::unordered_map<u64, Copies> copies_;
     u32 entries_ = 0;
@@ -723,7 +802,7 @@ class Index {
     Xxh3 hash_{CHAIN_SEED};
     std::vector<u64> prefixes_;
     std::vector<Scattered> scattered_;
-    std::vector<u32> seen_;
+    std::vector<u64> seen_, sorted_;
     std::vector<Reach> reaches_;
     std::vector<Asked> closed_, gapped_;
 };

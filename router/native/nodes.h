@@ -7,10 +7,14 @@ namespace kvmesh {
 
 /// A table of `Node`s (plain, with `hash()`, `set_free()` and `next_free()`), by hash. Numbers of nodes that are gone are used again.
 ///
-/// The slots are in 256 parts that grow one by one, so that no single insertion has to move all of them.
+/// The slots are in 256 parts that double one by one, each at sizes of its own, so that no single insertion has to
+/// move many of them and the memory grows evenly.
 template <class Node>
 class Nodes {
    public:
+    /// There are never more than `most` nodes.
+    explicit Nodes(std::size_t most) : nodes_(most) {}
+
     Node& operator[](u32 number) { return nodes_[number]; }
     const Node& operator[](u32 number) const { return nodes_[number]; }
     u32 live() const { return live_; }
@@ -22,28 +26,34 @@ class Nodes {
         u32 number = parts_[scattered >> 56].guess(scattered);
         if (number != NONE) prefetch_number(number);
     }
-    PREFETCHES void prefetch_number(u32 number) const {
-        const char* at = reinterpret_cast<const char*>(nodes_.data() + number);
-        __builtin_prefetch(at, 1);
-        __builtin_prefetch(at + sizeof(Node) - 1, 1);
-    }
+    PREFETCHES void prefetch_number(u32 number) const { __builtin_prefetch(nodes_.data() + number, 1); }
 
+    u32 find(u64 hash, u64 scattered, Slots::Place& place) const {
+        auto same = [this, hash](u32 number) { return nodes_[number].hash() == hash; };
+        return parts_[scattered >> 56].find(scattered, same, place);
+    }
     u32 find(u64 hash, u64 scattered) const {
-        return parts_[scattered >> 56].find(scattered, [this, hash](u32 number) { return nodes_[number].hash() == hash; });
+        Slots::Place place;
+        return find(hash, scattered, place);
     }
 
-    /// Add a node whose hash is not there.
-    u32 add(const Node& node, u64 scattered) {
+    /// Add a node whose hash is not there, at the place that `find` told.
+    u32 add(const Node& node, u64 scattered, Slots::Place place) {
         u32 number = free_ != NONE ? free_ : end();
         Slots& part = parts_[scattered >> 56];
-        if (part.is_full_for(number)) grow(part);
+        const bool is_full = part.is_full_for(number);
+        if (is_full) grow(part, scattered >> 56);
         if (free_ != NONE) {
             free_ = nodes_[number].next_free();
             nodes_[number] = node;
         } else {
             nodes_.push(node);
         }
-        part.insert(scattered, number);
+        if (is_full) {
+            part.insert(scattered, number);
+        } else {
+            part.put(place, scattered, number);
+        }
         live_++;
         return number;
     }
@@ -57,20 +67,20 @@ class Nodes {
         live_--;
     }
 
-    void reserve(std::size_t more) { nodes_.reserve(more); }
-
     std::size_t bytes() const {
-        std::size_t total = nodes_.capacity() * sizeof(Node);
+        std::size_t total = nodes_.size() * sizeof(Node);
         for (const Slots& part : parts_) total += part.bytes();
         return total;
     }
 
    private:
-    void grow(Slots& part) {
+    void grow(Slots& part, u64 number_of_part) {
+        u64 slots = 16 + (number_of_part >> 4);  // times a power of two: 16 sequences of sizes
+        while (slots * 3 < u64{part.live()} * 4 + 4) slots *= 2;
         Array<u32> numbers;
         numbers.reserve(part.live());
         part.each([&numbers](u32 number) { numbers.push(number); });
-        part.rebuild(1, static_cast<u32>(nodes_.capacity()) + 1, [&](auto add) {
+        part.rebuild(slots, end() + end() / 2, [&](auto add) {
             constexpr std::size_t AHEAD = 16;
             for (std::size_t i = 0; i < numbers.size(); i++) {
                 if (i + AHEAD < numbers.size()) prefetch_number(numbers[i + AHEAD]);
@@ -79,7 +89,7 @@ class Nodes {
         });
     }
 
-    Array<Node> nodes_;
+    Reserved<Node> nodes_;
     Slots parts_[256];
     u32 free_ = NONE;
     u32 live_ = 0;

@@ -207,7 +207,6 @@ class Payload {
     }
 
     bool read_event() {
-        const u8* start = at_;
         u64 count;
         Text tag;
         if (at_ == end_) return false;
@@ -222,17 +221,12 @@ class Payload {
         if (tag == "BlockRemoved") {
             return (is_map ? read_map(count, fields, false) : read_removed(count, fields)) && removed(fields);
         }
-        if (tag == "AllBlocksCleared") {
-            events.push_back({WireEvent::CLEARED});
-            return is_map ? read_map_of_nothing(count) : skip_all(count - 1, 0);
-        }
-        at_ = start;  // a kind that we do not know
-        return skip(0);
+        if (tag == "AllBlocksCleared") events.push_back({WireEvent::CLEARED});
+        return is_map ? skip_fields(count) : skip_all(count - 1, 0);  // other kinds mean nothing to us
     }
 
-    bool read_map_of_nothing(u64 count) {
-        Text key;
-        for (; count > 1; count--) {
+    bool skip_fields(u64 count) {
+        for (Text key; count > 1; count--) {
             if (!read_text(key) || key == "type" || !skip(0)) return false;
         }
         return true;

@@ -67,7 +67,7 @@ inline std::string dump(const Index& index, const std::vector<HolderName>& names
     std::vector<u32> path;
     for (u32 start = 0; start < place.size(); start++) {
         if (index.node(start).is_free()) continue;
-        for (u32 node = start; node != NONE && place[node] == NONE; node = index.node(node).parent) path.push_back(node);
+        for (u32 node = start; node != NONE && place[node] == NONE; node = index.node(node).parent()) path.push_back(node);
         for (; !path.empty(); path.pop_back()) {
             place[path.back()] = static_cast<u32>(order.size());
             order.push(path.back());
@@ -82,7 +82,7 @@ inline std::string dump(const Index& index, const std::vector<HolderName>& names
     out.put(static_cast<u64>(order.size()));
     for (std::size_t i = 0; i < order.size(); i++) out.put(index.node(order[i]).hash());
     for (std::size_t i = 0; i < order.size(); i++) {
-        u32 parent = index.node(order[i]).parent;
+        u32 parent = index.node(order[i]).parent();
         out.put(parent == NONE ? NONE : place[parent]);
     }
     for (std::size_t i = 0; i < holders.size(); i++) {
@@ -110,13 +110,12 @@ inline std::string load(Index& index, std::vector<HolderName>& names, const u8* 
     Reader in(data + HEADER_BYTES, bytes - HEADER_BYTES - CHECK_BYTES);
     const u8* hashes = in.take(num_nodes, 8);
     const u8* parents = hashes ? in.take(num_nodes, 4) : nullptr;
-    if (!parents || num_nodes > MAX_ENTRIES) return "fewer prefixes than it says, or too many";
+    if (!parents || num_nodes > index.max_entries()) return "fewer prefixes than it says, or too many";
     for (u32 i = 0; i < num_nodes; i++) {
         const u32 parent = read32(parents + 4 * std::size_t{i});
         const u64 hash = read64(hashes + 8 * std::size_t{i});
         if (parent != NONE && parent >= i) return "a prefix before the one it follows";
-        if (index.find_prefix(hash) != NONE) return "a prefix that comes twice";
-        index.restore_node(hash, parent);  // numbered in order, as the index was empty
+        if (!index.restore_node(hash, parent)) return "a prefix that comes twice";  // numbered in order from 0
     }
     for (u32 i = 0; i < num_holders; i++) {
         const u8* head = in.take(1, 14);
@@ -140,7 +139,7 @@ inline std::string load(Index& index, std::vector<HolderName>& names, const u8* 
         }
     }
     for (u32 i = 0; i < num_nodes; i++) {
-        if (!index.node(i).word && !index.node(i).children) return "a prefix that nobody has";
+        if (!index.node(i).word && !index.node(i).children()) return "a prefix that nobody has";
     }
     if (in.left()) return "more bytes than it says";
     return index.fits() ? "" : std::to_string(index.num_entries()) + " entries, more than are allowed here";

@@ -13,7 +13,8 @@ from kvcache.transfer.backend import open_backend
 from kvcache.transfer.nixl import why_unavailable
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.errors import EngineError, InvalidRequestError
-from protocol.events import Cleared, KvEvent, Removed, Stored
+from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from protocol.hashing import digest_term
 from protocol.ids import RequestId, new_worker_id
 from protocol.messages import (
     Delta,
@@ -224,7 +225,9 @@ async def test_events_tell_what_the_pool_holds_through_evictions(make: Make) -> 
     engine.on_kv_events(followed.extend)
     for i in range(6):
         await run(engine, ask(prompt_of(100, 31 * i)))
+    digest = engine.kv_digest()
     snapshot = engine.kv_snapshot()
+    assert digest == Digest(len(names(followed)), sum(map(digest_term, names(followed))) % 2**64)
     assert any(isinstance(event, Removed) for event in followed)
     assert names(followed) == names(snapshot)
     assert names(snapshot)

@@ -16,6 +16,7 @@ LONE = ("prefill-0", "decode-0")
 IN_FLIGHT = {
     "kvmesh_frontend_inflight",
     "kvmesh_router_in_flight",
+    "kvmesh_router_waiting",
     "kvmesh_worker_running_requests",
     "kvmesh_worker_waiting_requests",
     "kvmesh_worker_used_blocks",

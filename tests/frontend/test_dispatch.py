@@ -1,7 +1,7 @@
 """One request through the mesh, when workers do well, fail, vanish or are given up."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
 import pytest
@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from frontend import dispatch
 from frontend.dispatch import Dispatcher
-from frontend.generator import Hints, Trace
+from frontend.generator import MAX_EXPLANATIONS, Hints, Trace
 from protocol.errors import (
     CancelledByPeerError,
     DeadlineExceededError,
@@ -23,6 +23,7 @@ from protocol.errors import (
     UnreachableError,
     WireError,
 )
+from protocol.hashing import plain_sequence_hash_bytes
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
     Delta,
@@ -46,12 +47,28 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "RETRY_S", 0.005)
 
 
-def prefill(*scripts: list[Step], name: str = "p0") -> FakeWorker:
-    return FakeWorker(name, Role.PREFILL, *scripts)
+def prefill(*scripts: list[Step], name: str = "p0", overlap_blocks: int = 0) -> FakeWorker:
+    return FakeWorker(name, Role.PREFILL, *scripts, overlap_blocks=overlap_blocks)
 
 
-def decode(*scripts: list[Step], name: str = "d0") -> FakeWorker:
-    return FakeWorker(name, Role.DECODE, *scripts)
+def decode(*scripts: list[Step], name: str = "d0", overlap_blocks: int = 0) -> FakeWorker:
+    return FakeWorker(name, Role.DECODE, *scripts, overlap_blocks=overlap_blocks)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def request_of(max_tokens: int = 10) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId("r"),
+        model="m",
+        prompt=pack_tokens(PROMPT),
+        sampling=SamplingParams(temperature=0),
+        stop=StopConditions(max_tokens=max_tokens),
+    )
 
 
 class Run:
@@ -76,15 +93,8 @@ class Run:
     def generate(
         self, max_tokens: int = 10, hints: Hints | None = None, timeout_s: float = 5.0
     ) -> AsyncIterator[Delta]:
-        request = GenerateRequest(
-            request_id=RequestId("r"),
-            model="m",
-            prompt=pack_tokens(PROMPT),
-            sampling=SamplingParams(temperature=0),
-            stop=StopConditions(max_tokens=max_tokens),
-        )
         deadline = asyncio.get_running_loop().time() + timeout_s
-        return self.dispatcher.generate(request, hints or Hints(), self.trace, deadline)
+        return self.dispatcher.generate(request_of(max_tokens), hints or Hints(), self.trace, deadline)
 
     async def check_nothing_is_left(self) -> None:
         """Bookings and calls have ended, every ticket was released exactly once."""
@@ -128,7 +138,6 @@ async def test_a_prefill_worker_hands_over_to_a_decode_worker(checked: list[Run]
     assert (run.trace.prefill_worker, run.trace.decode_worker) == ("p0", "d0")
     assert (run.trace.transfer, run.trace.kv_bytes_pulled, run.trace.pull_error) == ("fake", 640, "")
     assert run.trace.cached_tokens == 7, "what prefill said counts"
-    assert run.mesh.prefill_done >= 1
 
 
 async def test_an_answer_that_ends_with_its_first_token_needs_no_decode_worker() -> None:
@@ -154,8 +163,121 @@ async def test_the_offer_is_released_with_the_first_token_of_the_decode_worker()
 
 
 async def test_hints_reach_the_router() -> None:
-    run = await Run(decode())(hints=Hints(disaggregate=False, pin="d0"))
-    assert (run.mesh.routed[0].disaggregate, run.mesh.routed[0].pin) == (False, "d0")
+    hints = Hints(False, "d0", "p7", 3, session="s", tenant="t", priority=-5, explain=True)
+    [routed] = (await Run(decode())(hints=hints)).mesh.routed
+    assert (routed.disaggregate, routed.pin, routed.pin_prefill, routed.pin_rank) == (False, "d0", "p7", 3)
+    assert (routed.session, routed.tenant, routed.priority, routed.explain) == ("s", "t", -5, True)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+async def test_long_prompts_are_hashed_as_short_ones(monkeypatch: pytest.MonkeyPatch, is_native: bool) -> None:
+    if not is_native:
+        monkeypatch.setattr(dispatch, "sequence_hash_bytes", plain_sequence_hash_bytes)
+    monkeypatch.setattr(dispatch, "SLOW_HASH_BYTES", 4 * len(PROMPT) - 1)
+    [routed] = (await Run(decode())()).mesh.routed
+    assert routed.sequence_hashes == plain_sequence_hash_bytes(pack_tokens(PROMPT), 16)
+
+
+# --- what the router is told --------------------------------------------------------------------------
+
+
+async def test_the_first_token_is_told_once_with_what_was_reused() -> None:
+    assert (await Run(decode())()).mesh.reused == [7]
+
+
+async def test_of_a_disaggregated_request_the_prefill_worker_says_what_was_reused() -> None:
+    pull = Delta((answer(PROMPT, 2)[1],), cached_tokens=3, pull=PullReport("fake", 640, 1, 0.1))
+    run = await Run(prefill(), decode([pull, 10]))()
+    assert run.mesh.reused == [7]
+
+
+async def test_each_placement_of_a_migrated_answer_is_told_of_its_first_token() -> None:
+    run = await Run(decode([2, LOST], name="a"), decode([LOST], name="b"), decode(name="c"))()
+    assert run.mesh.reused == [7, 7], "b has said nothing"
+
+
+async def test_progress_is_told_as_long_as_the_request_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before its first token: a booking of which nothing is heard ends, and the load would be forgotten."""
+    monkeypatch.setattr(dispatch, "PROGRESS_S", 0.002)
+    begin, go_on = asyncio.Event(), asyncio.Event()
+    run = Run(decode([begin, 4, go_on, 10]))
+    answering = asyncio.create_task(run())
+    await until(lambda: len(run.mesh.progress) > 1)
+    assert set(run.mesh.progress) == {0}
+    begin.set()
+    await until(lambda: run.mesh.progress[-1] == 4)
+    go_on.set()
+    await answering
+    told = len(run.mesh.progress)
+    await asyncio.sleep(0.01)
+    assert len(run.mesh.progress) == told, "not after its end"
+
+
+async def test_progress_counts_from_the_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was generated before is part of the prompt that was placed."""
+    monkeypatch.setattr(dispatch, "PROGRESS_S", 0.002)
+    hold = asyncio.Event()
+    run = Run(decode([6, LOST], name="a"), decode([3, hold, 10], name="b"))
+    answering = asyncio.create_task(run())
+    await until(lambda: len(run.tokens) == 9)
+    run.mesh.progress.clear()
+    await until(lambda: bool(run.mesh.progress))
+    assert run.mesh.progress[-1] == 3
+    hold.set()
+    await answering
+
+
+async def test_what_was_expected_to_be_cached_is_that_of_the_worker_that_computes_the_prompt() -> None:
+    whole = await Run(decode(overlap_blocks=1))()
+    assert whole.trace.overlap_tokens == 16
+    halves = await Run(prefill(overlap_blocks=2), decode(overlap_blocks=1))()
+    assert halves.trace.overlap_tokens == 32
+    moved = await Run(decode([3, LOST], name="a", overlap_blocks=1), decode(name="b", overlap_blocks=2))()
+    assert moved.trace.overlap_tokens == 16, "as for cached tokens, the first worker counts"
+
+
+async def test_the_wait_in_the_routers_queue_is_traced() -> None:
+    run = Run(decode())
+    run.mesh.has_room = asyncio.Event()
+    answering = asyncio.create_task(run())
+    await until(lambda: bool(run.mesh.routed))
+    waited_from = asyncio.get_running_loop().time()
+    await asyncio.sleep(0.01)
+    run.mesh.has_room.set()
+    least_s = asyncio.get_running_loop().time() - waited_from
+    await answering
+    assert run.trace.waited_s >= least_s
+
+
+# --- explanations -------------------------------------------------------------------------------------
+
+
+async def test_without_being_asked_nothing_is_explained() -> None:
+    assert not (await Run(decode())()).trace.explanations
+
+
+async def test_every_placement_of_a_migrated_answer_is_explained() -> None:
+    run = await Run(decode([2, LOST], name="a"), decode(name="b"))(hints=Hints(explain=True))
+    assert [e.why for e in run.trace.explanations] == ["a it is", "b it is"]
+    assert run.trace.placed is not None
+    assert run.trace.placed.decode.name == "b"
+
+
+async def test_of_many_placements_the_last_are_explained() -> None:
+    gone = [decode([UnreachableError("x")], name=f"d{i}") for i in range(12)]
+    run = await Run(*gone, decode(name="alive"))(hints=Hints(explain=True))
+    whys = [e.why for e in run.trace.explanations]
+    assert (len(whys), whys[-1]) == (MAX_EXPLANATIONS, "alive it is")
+
+
+async def test_a_preview_is_explained_and_touches_no_worker() -> None:
+    run = Run(prefill(), decode())
+    placed = await run.dispatcher.preview(request_of(), Hints(tenant="t"), asyncio.get_running_loop().time() + 5)
+    assert (placed.decode.name, placed.prefill and placed.prefill.name) == ("d0", "p0")
+    assert placed.explanation is not None
+    [asked] = run.mesh.previewed
+    assert (asked.tenant, asked.explain, asked.isl_tokens) == ("t", True, len(PROMPT))
+    assert (run.mesh.routed, run.mesh.booked, run.mesh.open_calls) == ([], set(), 0)
 
 
 # --- migration ----------------------------------------------------------------------------------------
@@ -203,11 +325,29 @@ async def test_each_worker_is_tried_once_and_in_the_routers_order(checked: list[
 
 
 async def test_after_four_workers_it_gives_up_with_what_the_last_one_said(checked: list[Run]) -> None:
-    run = Run(*[decode([1, EngineError(f"of {name}")], name=name) for name in "abcde"])
+    run = Run(*[decode([1, PeerLostError(f"lost {name}")], name=name) for name in "abcde"])
     checked.append(run)
-    with pytest.raises(EngineError, match="of d"):
+    with pytest.raises(PeerLostError, match="lost d"):
         await run()
     assert run.tokens == answer(PROMPT, 4), "what was sent is right as far as it goes"
+
+
+async def test_a_request_that_breaks_engines_breaks_two_at_most(checked: list[Run]) -> None:
+    workers = [decode([1, EngineError(f"of {name}")], name=name) for name in "abc"]
+    run = Run(*workers)
+    checked.append(run)
+    with pytest.raises(EngineError, match="of b"):
+        await run()
+    assert [len(w.requests) for w in workers] == [1, 1, 0]
+
+
+async def test_engines_that_break_are_counted_over_all_attempts() -> None:
+    p = prefill([EngineError("of p")])
+    a, b, c = decode([1, LOST], name="a"), decode([1, EngineError("of b")], name="b"), decode(name="c")
+    run = Run(p, a, b, c)
+    with pytest.raises(EngineError, match="of b"):
+        await run()
+    assert (c.requests, run.mesh.booked, run.mesh.open_calls) == ([], set(), 0)
 
 
 async def test_a_failed_decode_leg_is_prefilled_again_with_what_was_said(checked: list[Run]) -> None:
@@ -282,9 +422,7 @@ async def test_a_request_that_lost_the_last_worker_waits_for_a_replacement(check
     run = Run(decode([3, LOST], name="a"))
     checked.append(run)
     answering = asyncio.create_task(run())
-    async with asyncio.timeout(5):
-        while len(run.mesh.routed) < 4:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(run.mesh.routed) >= 4)
     run.mesh.workers.append(decode(name="b"))
     await answering
     assert run.tokens == answer(PROMPT, 10)
@@ -319,9 +457,7 @@ async def test_a_router_that_is_gone_while_a_request_migrates_is_waited_for(chec
     await a.reached.wait()
     run.mesh.route_problem = NoWorkerError("no router is ready")
     go_on.set()
-    async with asyncio.timeout(5):
-        while len(run.mesh.routed) < 4:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(run.mesh.routed) >= 4)
     run.mesh.route_problem = None
     await answering
     assert run.tokens == answer(PROMPT, 10)
@@ -332,6 +468,43 @@ async def test_overload_of_the_only_worker_is_said_at_once() -> None:
     with pytest.raises(OverloadedError):
         await run()
     assert len(run.mesh.routed) == 2, "no retries: the caller is told when to come back"
+
+
+async def test_a_full_queue_is_said_at_once_with_when_to_come_back() -> None:
+    run = Run(decode())
+    run.mesh.route_problem = OverloadedError("the queue is full", retry_after_s=7)
+    with pytest.raises(OverloadedError) as refused:
+        await run()
+    assert refused.value.retry_after_s == 7
+    assert len(run.mesh.routed) == 1
+
+
+async def test_a_full_queue_ends_a_request_whose_worker_could_not_be_reached() -> None:
+    """Nothing was begun, so that the caller may as well come back."""
+    go_on = asyncio.Event()
+    a = decode([go_on, UnreachableError("x")], name="a")
+    run = Run(a, decode(name="b"))
+    answering = asyncio.create_task(run())
+    await a.reached.wait()
+    run.mesh.route_problem = OverloadedError("the queue is full", retry_after_s=7)
+    go_on.set()
+    with pytest.raises(OverloadedError, match="queue"):
+        await answering
+
+
+async def test_a_full_queue_does_not_cut_off_an_answer_that_has_begun(checked: list[Run]) -> None:
+    go_on = asyncio.Event()
+    a = decode([3, go_on, LOST], name="a")
+    run = Run(a, decode(name="b"))
+    checked.append(run)
+    answering = asyncio.create_task(run())
+    await a.reached.wait()
+    run.mesh.route_problem = OverloadedError("the queue is full", retry_after_s=7)
+    go_on.set()
+    await until(lambda: len(run.mesh.routed) >= 4)
+    run.mesh.route_problem = None
+    await answering
+    assert run.tokens == answer(PROMPT, 10)
 
 
 async def test_overload_everywhere_is_said_at_once() -> None:
@@ -367,6 +540,18 @@ async def cancelled_while(run: Run, worker: FakeWorker) -> None:
     assert (run.mesh.booked, run.mesh.open_calls) == (set(), 0)
 
 
+async def test_a_client_that_leaves_while_its_request_waits_in_the_queue() -> None:
+    d = decode()
+    run = Run(d)
+    run.mesh.has_room = asyncio.Event()
+    answering = asyncio.create_task(run())
+    await until(lambda: bool(run.mesh.routed))
+    answering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answering
+    assert (run.mesh.booked, d.requests) == (set(), [])
+
+
 async def test_a_client_that_leaves_during_prefill() -> None:
     p = prefill([asyncio.Event()])
     run = Run(p, decode())
@@ -392,9 +577,7 @@ async def test_a_client_that_leaves_while_a_replacement_is_waited_for(checked: l
     run = Run(decode([3, LOST]))
     checked.append(run)
     answering = asyncio.create_task(run())
-    async with asyncio.timeout(5):
-        while len(run.mesh.routed) < 3:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(run.mesh.routed) >= 3)
     answering.cancel()
     with pytest.raises(asyncio.CancelledError):
         await answering

@@ -12,6 +12,7 @@ import aiohttp
 import openai
 import pytest
 from aiohttp import web
+from msgspec.structs import asdict, replace
 from prometheus_client import REGISTRY
 
 from frontend.generator import Hints, Trace
@@ -28,8 +29,9 @@ from protocol.errors import (
     TransferError,
 )
 from protocol.ids import WorkerId
-from protocol.messages import Delta, FinishReason, Role, TokenLogprob, unpack_tokens
+from protocol.messages import Delta, FinishReason, Placed, Role, Target, TokenLogprob, unpack_tokens
 from tests.frontend import tiny
+from tests.support.fake_mesh import explanation_of
 from tests.support.generator import ScriptedGenerator
 
 PATIENCE_S = 5.0
@@ -37,6 +39,15 @@ BACKEND = tiny.byte_level()
 END = BACKEND.token_to_id("<|im_end|>")
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
+PLACED = Placed(
+    decode=Target(worker_id=WorkerId("d1-id"), name="d1", address="a:1"),
+    prefill=Target(worker_id=WorkerId("p0-id"), name="p0", address="a:2", dp_rank=1, overlap_blocks=1),
+    reason="cheapest é\n",
+)
+CANDIDATE = {
+    "leg": "whole", "worker": "d1", "dp_rank": 0, "overlap_blocks": [1, 1, 1, 1], "queued_tokens": 0,
+    "held_blocks": 2, "requests": 1, "capacity": 1.0, "cost": 1.5, "terms": {"compute": 1.5}, "note": "chosen",
+}  # fmt: skip
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -262,8 +273,8 @@ async def test_logprobs_of_a_completion(served: Served) -> None:
 @pytest.mark.parametrize("include_usage", [False, True])
 async def test_the_trace_comes_on_request_in_the_last_chunk(served: Served, include_usage: bool) -> None:
     def trace(trace: Trace) -> None:
-        trace.prefill_worker, trace.decode_worker, trace.transfer = "p0", "d1", "nixl"
-        trace.kv_bytes_pulled, trace.cached_tokens, trace.route_reason = 4096, 3, "cheapest"
+        trace.prefill_worker, trace.decode_worker, trace.transfer, trace.placed = "p0", "d1", "nixl", PLACED
+        trace.kv_bytes_pulled, trace.overlap_tokens, trace.cached_tokens, trace.waited_s = 4096, 4, 3, 0.25
 
     served.generator.script.insert(1, trace)
     body = CHAT | {"kvmesh": {"trace": True, "disaggregate": True, "worker": "d1"}}
@@ -275,12 +286,118 @@ async def test_the_trace_comes_on_request_in_the_last_chunk(served: Served, incl
     assert report.pop("itl_ms") >= 0
     assert report == {
         "prefill_worker": "p0", "decode_worker": "d1", "transfer": "nixl", "kv_bytes_pulled": 4096,
-        "cached_tokens": 3, "route_reason": "cheapest", "migrations": 0, "pull_error": "",
+        "overlap_tokens": 4, "cached_tokens": 3, "waited_ms": 250, "route_reason": "cheapest é\n",
+        "migrations": 0, "pull_error": "",
     }  # fmt: skip
     assert served.generator.hints == [Hints(True, "d1")]
     del body["stream_options"]
     _, _, whole = await served.post("/v1/chat/completions", body)
     assert whole["kvmesh"]["prefill_worker"] == "p0"
+
+
+def explain(trace: Trace) -> None:
+    trace.placed, trace.overlap_tokens = PLACED, 4
+    trace.explanations.append(explanation_of("d1"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_with_explain_the_answer_says_where_it_ran_and_why(served: Served, stream: bool) -> None:
+    served.generator.script.insert(0, explain)
+    body = CHAT | {"kvmesh": {"explain": True}, "stream": stream}
+    for asked, headers in ((body, {}), (CHAT | {"stream": stream}, {"x_kvmesh_explain": "1"})):
+        _, got, reply = await served.post("/v1/chat/completions", asked, **headers)
+        assert {name: got[name] for name in got if name.startswith("x-kvmesh-")} == {
+            "x-kvmesh-worker": "d1",
+            "x-kvmesh-prefill-worker": "p0",
+            "x-kvmesh-overlap-tokens": "4",
+            "x-kvmesh-route-reason": "cheapest ??",
+        }
+        report = (read_events(reply)[-2] if stream else reply)["kvmesh"]
+        assert report["migrations"] == 0, "explain is a trace with reasons"
+        [explanation] = report["explanations"]
+        assert explanation == asdict(explanation_of("d1")) | {"candidates": [CANDIDATE]}
+        assert (explanation["waited_s"], CANDIDATE["note"]) == (0.0, "chosen"), "all fields are there"
+
+
+async def test_without_explain_nothing_of_it_is_sent(served: Served) -> None:
+    served.generator.script.insert(0, explain)
+    for body in (CHAT, CHAT | {"kvmesh": {"trace": True}}):
+        _, headers, reply = await served.post("/v1/chat/completions", body, x_kvmesh_explain="0")
+        assert not [name for name in headers if name.startswith("x-kvmesh-")]
+        assert "explanations" not in reply.get("kvmesh", {})
+
+
+async def test_headers_reach_the_router(served: Served) -> None:
+    headers = {"worker": "d1", "prefill-worker": "p1", "dp-rank": "2", "session": "s", "tenant": "t", "priority": "-7"}
+    given = {f"X-KVMESH-{name}": value for name, value in headers.items()}
+    await served.post("/v1/chat/completions", CHAT, **given)
+    assert served.generator.hints == [Hints(None, "d1", "p1", 2, "s", "t", -7)]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/kvmesh/route"])
+async def test_bad_headers_are_refused_by_name(served: Served, path: str) -> None:
+    status, _, body = await served.post(path, CHAT, x_kvmesh_priority="101")
+    assert (status, body["error"]["param"]) == (400, "x-kvmesh-priority")
+    assert served.generator.requests == []
+
+
+# --- where would it run -------------------------------------------------------------------------------
+
+
+async def test_a_preview_goes_through_template_and_tokenizer_and_runs_nothing(served: Served) -> None:
+    served.generator.placed = replace(PLACED, explanation=explanation_of("d1"))
+    status, _, body = await served.post("/kvmesh/route", CHAT | {"user": "me"}, x_kvmesh_tenant="t")
+    assert status == 200
+    [(request, hints)] = served.generator.previewed
+    await served.post("/v1/chat/completions", CHAT)
+    assert request.prompt == served.generator.requests[0].prompt
+    assert (hints.session, hints.tenant) == ("me", "t")
+    explanation = body.pop("explanation")
+    assert explanation["candidates"] == [CANDIDATE]
+    assert body == {
+        "model": "tiny",
+        "prompt_tokens": len(unpack_tokens(request.prompt)),
+        "block_size": 16,
+        "decode": {"worker": "d1", "worker_id": "d1-id", "dp_rank": 0, "overlap_tokens": 0},
+        "prefill": {"worker": "p0", "worker_id": "p0-id", "dp_rank": 1, "overlap_tokens": 16},
+        "reason": "cheapest é\n",
+    }
+
+
+async def test_a_preview_of_a_text_and_of_tokens(served: Served) -> None:
+    served.generator.placed = PLACED
+    for prompt in ("hi", [5, 6, 7] * 20):
+        status, _, body = await served.post("/kvmesh/route", TEXT | {"prompt": prompt, "stream": True})
+        assert (status, body["explanation"]) == (200, None)
+    assert served.generator.requests == []
+    assert served.app[ADMISSION].inflight == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        (CHAT | {"model": "gpt"}, 404, "model"),
+        (CHAT | {"prompt": "hi"}, 400, "prompt"),
+        (TEXT | {"prompt": [5] * 512}, 400, "prompt"),
+        (TEXT, 503, None),
+        (b"[]", 400, None),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+async def test_a_preview_fails_as_the_request_would(served: Served, body: Any, status: int, param: str | None) -> None:
+    got, _, reply = await served.post("/kvmesh/route", body)
+    assert (got, reply["error"]["param"]) == (status, param), reply
+    assert served.app[ADMISSION].inflight == 0
+
+
+async def test_a_frontend_that_drains_previews_nothing(served: Served) -> None:
+    served.generator.placed = PLACED
+    served.app[ADMISSION].drain()
+    status, _, body = await served.post("/kvmesh/route", CHAT)
+    assert (status, body["error"]["code"]) == (503, "draining")
+
+
+# --- what the engine gets -----------------------------------------------------------------------------
 
 
 async def test_limits_seed_and_salt_reach_the_engine(served: Served) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from frontend.generator import Hints
-from frontend.parameters import Call, parse_chat, parse_completion
+from frontend.parameters import Call, parse_chat, parse_completion, parse_either
 from protocol.errors import InvalidRequestError
 
 USER = [{"role": "user", "content": "hi"}]
@@ -45,6 +45,20 @@ def test_every_parameter_arrives() -> None:
     assert (call.stop_token_ids, call.ignore_eos, call.cache_salt) == ((7,), True, "tenant")
     assert (call.stream, call.include_usage, call.trace) == (True, True, True)
     assert call.hints == Hints(True, "w1")
+    call = chat(kvmesh={"explain": True}, user="me")
+    assert call.hints == Hints(session="me", explain=True)
+    assert completion(user="me").hints == Hints(session="me")
+
+
+def test_a_body_of_either_endpoint_is_known_by_its_messages() -> None:
+    assert parse_either(json.dumps(CHAT).encode()).messages is not None
+    assert parse_either(json.dumps(TEXT).encode()).text == "hi"
+    for body, param in ((CHAT | TEXT, "prompt"), ({"model": "tiny"}, "prompt"), (CHAT | {"bogus": 1}, "bogus")):
+        with pytest.raises(InvalidRequestError) as refused:
+            parse_either(json.dumps(body).encode())
+        assert refused.value.param == param
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        parse_either(b'{"messages":')
 
 
 @pytest.mark.parametrize(
@@ -160,6 +174,9 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"kvmesh": {"disaggregate": "yes"}}, "kvmesh.disaggregate"),
     ({"kvmesh": {"nothing": 1}}, "kvmesh.nothing"),
     ({"kvmesh": {"worker": ""}}, "kvmesh.worker"),
+    ({"kvmesh": {"explain": 1}}, "kvmesh.explain"),
+    ({"user": 7}, "user"),
+    ({"user": "x" * 513}, "user"),
     ({"bogus": 1}, "bogus"),
     ({"prompt": "hi"}, "prompt"),
     ({"best_of": 1}, "best_of"),

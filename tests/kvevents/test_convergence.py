@@ -33,7 +33,8 @@ from kvevents.ring import ReplayRing
 from protocol.events import Digest, Stored
 from protocol.hashing import sequence_hashes
 from protocol.ids import WorkerId
-from router.index import Holder, PrefixIndex
+from router.index import Holder
+from router.index import PlainIndex as PrefixIndex
 
 BLOCK = 2
 Batch = tuple[int, bytes]
@@ -333,7 +334,9 @@ STEPS = (
 )
 steps = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 3), st.integers(0, 255)), max_size=60)
 kinds = pytest.mark.parametrize(
-    "kind", [OURS, WITHOUT_DIGEST, WITHOUT_REPLAY, STOCK, NATS], ids=["ours", "digestless", "replayless", "stock", "nats"]
+    "kind",
+    [OURS, WITHOUT_DIGEST, WITHOUT_REPLAY, STOCK, NATS],
+    ids=["ours", "digestless", "replayless", "stock", "nats"],
 )
 
 

@@ -1,18 +1,40 @@
-"""Gaps, replay and snapshots of one event stream, without a network."""
+"""Gaps, replay, snapshots, digests and restarts of one event stream, without a network."""
 
+import struct
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.cursor import Action, Apply, Cursor, Drop, Mode, RequestReplay, RequestSnapshot, Reset
-from protocol.events import Stored
-from protocol.ids import EngineHash
+from kvevents.cursor import (
+    Action,
+    Apply,
+    Cursor,
+    Diverged,
+    Drop,
+    Mode,
+    Position,
+    RequestDigest,
+    RequestReplay,
+    RequestSnapshot,
+    Reset,
+)
+from kvevents.pending import PendingBudget
+from protocol.events import Digest
+
+LATER = 1000.0  # when a second generation publishes
+SAME, OTHER = Digest(3, 77), Digest(2, 5)
 
 
-def b(seq: int) -> bytes:
-    return b"%d" % seq
+def b(seq: int, ts: float = 0.0) -> bytes:
+    """The beginning of a payload: batch `seq` was made `seq` seconds after the first, if no time is given."""
+    return b"\x93\xcb" + struct.pack(">d", ts or 100.0 + seq)
+
+
+def new(seq: int) -> bytes:
+    """A batch of the next generation."""
+    return b(seq, LATER + seq)
 
 
 def applied(actions: Iterable[Action]) -> list[int]:
@@ -62,9 +84,10 @@ def test_batches_in_order_are_applied_and_duplicates_dropped() -> None:
     assert cursor.on_live(1, b(1)) == [Drop(1)]
 
 
-def test_a_gap_is_filled_by_replay() -> None:
+def test_a_gap_is_filled_by_replay_which_begins_with_what_is_known() -> None:
     cursor = live_cursor(3)
-    assert cursor.on_live(5, b(5)) == [RequestReplay(3)]
+    assert cursor.on_live(5, b(5)) == [RequestReplay(2)]
+    assert cursor.on_replayed(2, b(2)) == []
     assert applied(cursor.on_replayed(3, b(3))) == [3]
     assert applied(cursor.on_replayed(4, b(4))) == [4, 5]
     assert cursor.on_replay_end() == []
@@ -74,9 +97,9 @@ def test_a_second_gap_behind_the_first_is_asked_for_when_the_replay_ends() -> No
     cursor = live_cursor(3)
     cursor.on_live(5, b(5))
     cursor.on_live(8, b(8))
-    for seq in (3, 4, 5):
+    for seq in (2, 3, 4, 5):
         cursor.on_replayed(seq, b(seq))
-    assert cursor.on_replay_end() == [RequestReplay(6)]
+    assert cursor.on_replay_end() == [RequestReplay(5)]
 
 
 def test_a_ring_that_no_longer_reaches_back_leads_to_a_snapshot() -> None:
@@ -86,7 +109,7 @@ def test_a_ring_that_no_longer_reaches_back_leads_to_a_snapshot() -> None:
     assert cursor.on_replayed(8, b(8)) == [Drop(8)]
     assert cursor.on_live(10, b(10)) == []
     assert cursor.on_live(11, b(11)) == []
-    assert cursor.on_snapshot(10, []) == [Reset("snapshot"), Apply(11, b(11))]
+    assert cursor.on_snapshot(10, [b(10)]) == [Reset("snapshot", (b(10),)), Apply(11, b(11))]
     assert cursor.on_live(12, b(12)) == [Apply(12, b(12))]
 
 
@@ -101,13 +124,15 @@ def test_a_gap_behind_the_snapshot_is_filled_by_replay() -> None:
 def test_a_replay_that_brings_nothing_leads_to_a_snapshot() -> None:
     cursor = live_cursor(3)
     cursor.on_live(9, b(9))
+    cursor.on_replayed(2, b(2))
     assert cursor.on_replay_end() == [RequestSnapshot()]
 
 
 def test_a_number_that_no_worker_reached_is_forgotten_with_the_snapshot() -> None:
     cursor = live_cursor(3)
-    cursor.on_live(2**63, b"mad")
-    cursor.on_replay_end()
+    cursor.on_live(2**63, b(9))
+    cursor.on_replayed(2, b(2))
+    assert cursor.on_replay_end() == [RequestSnapshot()]
     assert cursor.on_snapshot(2, []) == [Reset("snapshot")]
     assert applied(cursor.on_live(3, b(3))) == [3]
 
@@ -115,7 +140,7 @@ def test_a_number_that_no_worker_reached_is_forgotten_with_the_snapshot() -> Non
 def test_a_ring_too_short_without_snapshots_forgets_and_goes_on() -> None:
     cursor = Cursor(can_snapshot=False)
     cursor.start()
-    assert cursor.on_replayed(4, b(4)) == [Reset("batches 0 to 3 are lost"), Apply(4, b(4))]
+    assert cursor.on_replayed(4, b(4)) == [Reset("batches before 4 are lost"), Apply(4, b(4))]
     assert cursor.on_replayed(5, b(5)) == [Apply(5, b(5))]
     assert cursor.on_replay_end() == []
 
@@ -146,9 +171,21 @@ def test_a_failed_snapshot_forgets_and_is_tried_again_at_the_recheck() -> None:
     assert cursor.on_recheck() == [RequestReplay(12)]
 
 
+def test_what_nobody_answered_for_is_asked_for_again_where_there_are_no_snapshots() -> None:
+    cursor = live_cursor(3, can_snapshot=False)
+    cursor.on_live(5, b(5))
+    assert cursor.on_replay_failed() == [Reset("batches before 5 are lost"), Apply(5, b(5))]
+    assert cursor.on_recheck() == [RequestReplay(0)]
+    assert cursor.on_live(6, b(6)) == []
+    assert cursor.on_replayed(1, b(1)) == [Reset("all there is, from batch 1 on"), Apply(1, b(1))]
+    assert applied(action for seq in (2, 3, 4, 5) for action in cursor.on_replayed(seq, b(seq))) == [2, 3, 4, 5, 6]
+    assert cursor.on_replay_end() == []
+    assert cursor.on_recheck() == [RequestReplay(6)]
+
+
 def test_a_failed_recheck_forgets_nothing() -> None:
     cursor = live_cursor(3)
-    assert cursor.on_recheck() == [RequestReplay(3)]
+    assert cursor.on_recheck() == [RequestReplay(2)]
     cursor.on_live(3, b(3))
     assert cursor.on_replay_failed() == [RequestSnapshot()]
     cursor = live_cursor(3)
@@ -157,127 +194,271 @@ def test_a_failed_recheck_forgets_nothing() -> None:
     assert cursor.mode is Mode.LIVE
 
 
-@pytest.mark.parametrize("bounds", [{"max_pending": 2}, {"max_pending_bytes": 2}])
-def test_what_waits_is_bounded_and_comes_by_another_replay(bounds: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "bounds", [{"max_pending": 2}, {"max_pending_bytes": 20}, {"budget": PendingBudget(20)}], ids=str
+)
+def test_what_waits_is_bounded_and_comes_by_another_replay(bounds: dict[str, object]) -> None:
     cursor = live_cursor(1, **bounds)
-    assert cursor.on_live(2, b(2)) == [RequestReplay(1)]
+    assert cursor.on_live(2, b(2)) == [RequestReplay(0)]
     assert cursor.on_live(3, b(3)) == []
     assert cursor.on_live(4, b(4)) == [Drop(2)]
+    cursor.on_replayed(0, b(0))
     assert applied(cursor.on_replayed(1, b(1))) == [1]
-    assert cursor.on_replay_end() == [RequestReplay(2)]
+    assert cursor.on_replay_end() == [RequestReplay(1)]
+    cursor.on_replayed(1, b(1))
     assert applied(cursor.on_replayed(2, b(2))) == [2, 3, 4]
 
 
-class Worker:
-    """Publishes additions and removals, and keeps the latest batches in a ring."""
-
-    def __init__(self, ring_batches: int) -> None:
-        self.log: list[tuple[EngineHash, bool]] = []
-        self.ring_batches = ring_batches
-
-    def publish(self, block: int) -> int:
-        held = block in self.state(len(self.log))
-        self.log.append((EngineHash(block), not held))
-        return len(self.log) - 1
-
-    def state(self, count: int) -> set[int]:
-        held: set[int] = set()
-        for block, added in self.log[:count]:
-            (held.add if added else held.remove)(block)
-        return held
-
-    def ring(self, start: int) -> range:
-        return range(max(start, len(self.log) - self.ring_batches), len(self.log))
+# --- another process takes the worker's place ---------------------------------------------------------
 
 
-class Follower:
-    """Carries a cursor's actions out; replays and snapshots happen when the test lets them."""
-
-    def __init__(self, worker: Worker, cursor: Cursor) -> None:
-        self.worker = worker
-        self.cursor = cursor
-        self.held: set[int] = set()
-        self.request: RequestReplay | RequestSnapshot | None = None
-        self.carry_out(cursor.start())
-
-    def carry_out(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case Apply(seq):
-                    block, added = self.worker.log[seq]
-                    (self.held.add if added else self.held.discard)(block)
-                case Reset(_, events):
-                    self.held = {h for event in events if isinstance(event, Stored) for h in event.hashes}
-                case RequestReplay() | RequestSnapshot():
-                    self.request = action
-
-    def live(self, seq: int) -> None:
-        self.carry_out(self.cursor.on_live(seq, b(seq)))
-
-    def answer(self, *, fail: bool = False, during: Iterable[int] = ()) -> None:
-        """Answer the standing request; the batches `during` arrive in the middle of that."""
-        request, self.request = self.request, None
-        if isinstance(request, RequestReplay):
-            for seq in self.worker.ring(request.start):
-                self.carry_out(self.cursor.on_replayed(seq, b(seq)))
-                if self.request is not None:
-                    return
-            for seq in during:
-                self.live(seq)
-            self.carry_out(self.cursor.on_replay_failed() if fail else self.cursor.on_replay_end())
-        elif fail:
-            self.carry_out(self.cursor.on_snapshot_failed())
-        elif request is not None:
-            count = len(self.worker.log)
-            events = [Stored((EngineHash(h),), None, (0,), 1) for h in self.worker.state(count)]
-            for seq in during:
-                self.live(seq)
-            self.carry_out(self.cursor.on_snapshot(count - 1, events))
+def test_a_number_that_was_applied_but_with_a_later_time_is_a_new_generation() -> None:
+    cursor = live_cursor(5)
+    reset, request = cursor.on_live(2, new(2))
+    assert (reset, request) == (Reset("its batches begin again, here is 2"), RequestReplay(0))
+    assert applied(cursor.on_replayed(0, new(0)) + cursor.on_replayed(1, new(1))) == [0, 1, 2]
+    assert cursor.on_replay_end() == []
 
 
-@settings(max_examples=300)
-@given(st.data())
-def test_any_loss_duplication_and_delay_ends_with_the_workers_state(data: st.DataObject) -> None:
-    worker = Worker(ring_batches=data.draw(st.integers(1, 8), "ring"))
-    for _ in range(data.draw(st.integers(0, 10), "history")):
-        worker.publish(data.draw(st.integers(0, 3)))
-    follower = Follower(worker, Cursor(max_pending=data.draw(st.integers(1, 5), "pending")))
-    in_flight: list[int] = []
-    steps = st.sampled_from(["publish", "publish", "lose", "deliver", "twice", "answer", "fail", "recheck"])
-    for step in data.draw(st.lists(steps, max_size=40), "steps"):
-        match step:
-            case "publish":
-                in_flight.append(worker.publish(data.draw(st.integers(0, 3))))
-            case "lose" if in_flight:
-                in_flight.pop(data.draw(st.integers(0, len(in_flight) - 1)))
-            case "deliver" if in_flight:
-                follower.live(in_flight.pop(data.draw(st.integers(0, len(in_flight) - 1))))
-            case "twice" if in_flight:
-                follower.live(in_flight[data.draw(st.integers(0, len(in_flight) - 1))])
-            case "answer":
-                follower.answer(during=in_flight[: data.draw(st.integers(0, 3))])
-            case "fail":
-                follower.answer(fail=True)
-            case "recheck":
-                follower.carry_out(follower.cursor.on_recheck())
-    settle(follower)
-    assert follower.held == worker.state(len(worker.log))
+def test_a_late_or_repeated_batch_is_no_new_generation() -> None:
+    cursor = live_cursor(5)
+    assert [cursor.on_live(seq, b(seq)) for seq in (4, 0, 4)] == [[Drop(4)], [Drop(0)], [Drop(4)]]
 
 
-def settle(follower: Follower) -> None:
-    """The worker is quiet and reachable: answer until nothing is asked, recheck, and again.
+def test_late_batches_of_before_a_snapshot_are_no_new_generation() -> None:
+    cursor = live_cursor(3)
+    cursor.on_live(9, b(9))
+    cursor.on_replayed(7, b(7))
+    cursor.on_snapshot(10, [b(10)])
+    assert cursor.on_live(6, b(6)) == [Drop(6)]
+    assert cursor.on_live(6, new(6))[0] == Reset("its batches begin again, here is 6")
 
-    Two rechecks: one makes good a snapshot that failed, one finds a loss that nothing told of.
-    """
-    for _ in range(3):
-        for _ in range(20):
-            follower.answer()
-            if follower.request is None:
-                break
-        assert follower.request is None
-        assert follower.cursor.mode is Mode.LIVE
-        follower.carry_out(follower.cursor.on_recheck())
-    follower.answer()
+
+def test_a_replay_that_shows_another_batch_where_the_last_was_begins_anew() -> None:
+    cursor = live_cursor(5)
+    assert cursor.on_recheck() == [RequestReplay(4)]
+    assert cursor.on_replayed(4, new(4)) == [Reset("its batch 4 is another one now"), RequestReplay(0)]
+
+
+def test_a_replay_that_ends_before_the_last_batch_begins_anew() -> None:
+    cursor = live_cursor(5)
+    cursor.on_recheck()
+    assert cursor.on_replay_end() == [Reset("its newest batch is before our last"), RequestReplay(0)]
+    assert cursor.on_replay_end() == []
+    assert cursor.next_seq == 0
+
+
+def test_a_ring_that_never_holds_anything_says_nothing_of_restarts() -> None:
+    cursor = Cursor(can_snapshot=False)
+    cursor.start()
+    cursor.on_replay_end()
+    assert applied(cursor.on_live(0, b(0))) == [0]
+    assert cursor.on_recheck() == [RequestReplay(0)]
+    assert cursor.on_replay_end() == []
+
+
+def test_after_a_lost_connection_nothing_is_applied_unchecked() -> None:
+    cursor = live_cursor(5)
+    assert cursor.on_disconnected() == []
+    assert cursor.on_live(5, new(5)) == [RequestReplay(4)]  # it has exactly the number that should be next
+    assert cursor.on_replayed(4, new(4))[0] == Reset("its batch 4 is another one now")
+
+
+def test_a_connection_that_comes_back_to_the_same_process_goes_on() -> None:
+    cursor = live_cursor(5)
+    cursor.on_disconnected()
+    assert cursor.on_reconnected() == [RequestReplay(4)]
+    assert cursor.on_replayed(4, b(4)) == []
+    assert applied(cursor.on_replayed(5, b(5))) == [5]
+    assert cursor.on_replay_end() == []
+    assert applied(cursor.on_live(6, b(6))) == [6]
+
+
+def test_a_connection_that_comes_back_during_a_replay_needs_another() -> None:
+    cursor = live_cursor(5)
+    cursor.on_recheck()
+    cursor.on_replayed(4, b(4))
+    cursor.on_disconnected()
+    assert cursor.on_reconnected() == []
+    assert cursor.on_replay_end() == [RequestReplay(4)]
+    cursor.on_replayed(4, b(4))
+    assert cursor.on_replay_end() == []
+
+
+def test_a_process_that_cannot_be_asked_is_not_forgotten_and_not_trusted() -> None:
+    cursor = live_cursor(5)
+    cursor.on_disconnected()
+    cursor.on_reconnected()
+    assert cursor.on_replay_failed() == []
+    assert cursor.on_recheck() == [RequestReplay(4)]
+    cursor.on_live(5, new(5))
+    assert cursor.on_replay_failed() == [RequestSnapshot()]
+
+
+def test_a_connection_lost_right_after_a_snapshot_needs_another() -> None:
+    cursor = Cursor(can_replay=False)
+    cursor.start()
+    cursor.on_snapshot(7, [b(7)])
+    cursor.on_disconnected()
+    assert cursor.on_live(8, new(8)) == [RequestSnapshot()]
+
+
+def test_without_a_way_to_ask_a_lost_connection_forgets_all() -> None:
+    cursor = Cursor(can_replay=False, can_snapshot=False)
+    cursor.on_live(1, b(1))
+    cursor.on_disconnected()
+    assert cursor.on_live(2, b(2)) == [Reset("batches before 2 are lost"), Apply(2, b(2))]
+
+
+def test_a_straggler_of_an_old_generation_is_not_applied_but_looked_up() -> None:
+    cursor = live_cursor(5)
+    cursor.on_live(0, new(0))
+    cursor.on_replayed(0, new(0))
+    cursor.on_replay_end()
+    assert cursor.on_live(1, b(1)) == [Drop(1), RequestReplay(0)]
+    cursor.on_replayed(0, new(0))
+    assert cursor.on_replay_end() == []
+
+
+def test_a_clock_that_was_set_back_costs_a_replay() -> None:
+    cursor = live_cursor(5)
+    assert cursor.on_live(5, b(5, 50.0)) == [Drop(5), RequestReplay(4)]
+    cursor.on_replayed(4, b(4))
+    assert applied(cursor.on_replayed(5, b(5, 50.0))) == [5]
+    assert cursor.on_replay_end() == []
+    assert applied(cursor.on_live(6, b(6, 51.0))) == [6]
+    assert cursor.on_live(4, b(4)) == [Drop(4)]
+
+
+def test_engines_that_write_times_in_another_way_are_followed_all_the_same() -> None:
+    cursor = live_cursor(2)
+    assert applied(cursor.on_live(2, b"\x93\x01")) == [2]
+    assert cursor.on_live(1, b"\x93\x01") == [Drop(1)]
+    assert cursor.on_recheck() == [RequestReplay(2)]
+    assert cursor.on_replayed(2, b"\x93\x01") == []
+
+
+def test_where_each_process_has_its_own_name_an_empty_replay_says_nothing() -> None:
+    cursor = live_cursor(5, numbers_restart=False)
+    cursor.on_disconnected()
+    assert applied(cursor.on_live(5, b(5))) == [5]
+    assert cursor.on_recheck() == [RequestReplay(6)]
+    assert cursor.on_replay_end() == []
+
+
+# --- digests ------------------------------------------------------------------------------------------
+
+
+def asked_cursor(next_seq: int = 3, **options: object) -> Cursor:
+    cursor = live_cursor(next_seq, can_digest=True, **options)
+    assert cursor.on_recheck(SAME) == [RequestDigest()]
+    return cursor
+
+
+def test_equal_digests_say_that_nothing_is_missing() -> None:
+    assert asked_cursor().on_digest(2, SAME) == []
+
+
+def test_a_digest_that_differs_leads_to_a_snapshot() -> None:
+    cursor = asked_cursor()
+    assert cursor.on_digest(2, OTHER) == [Diverged(1), RequestSnapshot()]
+
+
+def test_a_digest_is_compared_at_its_batch_though_others_came_meanwhile() -> None:
+    cursor = asked_cursor()
+    cursor.on_live(3, b(3))
+    assert cursor.wants_digests
+    assert cursor.on_applied(3, OTHER) == []
+    assert cursor.on_digest(2, SAME) == []
+    assert not cursor.wants_digests
+
+
+def test_a_digest_of_a_batch_that_has_not_come_is_compared_when_it_has() -> None:
+    cursor = asked_cursor()
+    assert cursor.on_digest(4, SAME) == [RequestReplay(2)]
+    cursor.on_replayed(2, b(2))
+    for seq in (3, 4):
+        assert applied(cursor.on_replayed(seq, b(seq))) == [seq]
+        last = cursor.on_applied(seq, OTHER)
+    assert last == [Diverged(1), RequestSnapshot()]
+
+
+def test_a_digest_of_a_lower_number_is_of_a_new_generation() -> None:
+    cursor = asked_cursor()
+    assert cursor.on_digest(1, SAME) == [Reset("its last batch is 1, and we had 2"), RequestReplay(0)]
+
+
+def test_a_worker_that_says_no_digest_is_asked_for_lost_batches() -> None:
+    cursor = asked_cursor()
+    assert cursor.on_digest_failed() == [RequestReplay(2)]
+    assert cursor.on_digest(2, OTHER) == []
+
+
+def test_a_reset_ends_a_comparison() -> None:
+    cursor = asked_cursor()
+    cursor.on_live(9, b(9))
+    cursor.on_replayed(7, b(7))
+    cursor.on_snapshot(9, [])
+    assert cursor.on_digest(9, OTHER) == []
+
+
+def test_a_worker_that_always_differs_is_asked_less_and_less_often() -> None:
+    cursor = live_cursor(3, can_digest=True)
+    divergences = 0
+    for _ in range(1000):
+        if cursor.on_recheck(SAME) == [RequestDigest()]:
+            divergences += len(cursor.on_digest(cursor.next_seq - 1, OTHER)) // 2  # type: ignore[operator]
+            cursor.on_snapshot(2, [])
+        else:
+            cursor.on_replay_end()
+    assert divergences == 21  # 7 until every 64th time, then that
+    cursor.on_recheck(SAME)
+
+
+def test_without_snapshots_a_divergence_begins_anew() -> None:
+    cursor = asked_cursor(can_snapshot=False)
+    assert cursor.on_digest(2, OTHER) == [Diverged(1), Reset("it diverged"), RequestReplay(0)]
+
+
+# --- going on -----------------------------------------------------------------------------------------
+
+
+def test_a_follower_that_kept_what_it_held_goes_on_where_it_was() -> None:
+    position = live_cursor(5).position
+    cursor = Cursor(resume=position)
+    assert cursor.start() == [RequestReplay(4)]
+    assert cursor.on_replayed(4, b(4)) == []
+    assert applied(cursor.on_replayed(5, b(5))) == [5]
+
+
+def test_it_does_not_go_on_with_another_generation() -> None:
+    cursor = Cursor(resume=Position(5, 104.0))
+    cursor.start()
+    assert cursor.on_replayed(4, new(4)) == [Reset("its batch 4 is another one now"), RequestReplay(0)]
+
+
+def test_what_cannot_be_checked_is_forgotten() -> None:
+    assert Cursor(can_replay=False, can_snapshot=False, resume=Position(5, 104.0)).start() == [
+        Reset("what was known before cannot be checked")
+    ]
+
+
+def test_there_is_nothing_to_go_on_from_before_the_first_batch_and_after_losses() -> None:
+    assert Cursor().position is None
+    cursor = live_cursor(3, can_snapshot=False)
+    cursor.on_live(5, b(5))
+    cursor.on_replay_failed()
+    assert cursor.position is None
+
+
+def test_a_cursor_that_is_closed_gives_back_its_budget() -> None:
+    budget = PendingBudget()
+    cursor = Cursor(budget=budget)
+    cursor.start()
+    cursor.on_live(5, b(5))
+    assert budget.used_bytes == 10
+    cursor.close()
+    assert budget.used_bytes == 0
 
 
 @given(st.lists(st.integers(0, 30), max_size=60), st.booleans(), st.booleans())

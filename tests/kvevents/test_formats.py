@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvevents.formats import MAX_EVENTS, decode_payload, encode_payload
+from kvevents.formats import GROUP_FACTOR, MAX_EVENTS, batch_ts, decode_payload, encode_payload
 from protocol.errors import WireError
 from protocol.events import Cleared, KvEvent, Removed, Stored
 from protocol.ids import EngineHash
@@ -91,6 +91,71 @@ def test_block_hashes_are_read_as_u64(sent: int | bytes, want: int) -> None:
     (event,) = decode(stored_map(block_hashes=[sent, sent], parent_block_hash=sent))
     assert isinstance(event, Stored)
     assert (event.hashes, event.parent) == ((want, want), want)
+
+
+FULL = {"kv_cache_spec_kind": "full_attention"}
+SLIDING = {"kv_cache_spec_kind": "sliding_window"}
+
+
+@pytest.mark.parametrize(
+    ("said", "counts"),
+    [
+        ({"group_idx": 0} | FULL, True),
+        ({"group_idx": 3} | FULL, True),
+        ({"group_idx": 1, "kv_cache_spec_kind": "mla_attention"}, True),
+        ({"group_idx": 0} | SLIDING, False),
+        ({"group_idx": 1, "kv_cache_spec_kind": "mamba"}, False),
+        ({"group_idx": 0, "kv_cache_spec_kind": None}, True),
+        ({"group_idx": None, "kv_cache_spec_kind": None}, True),
+        ({"group_idx": 1, "kv_cache_spec_kind": None}, False),
+    ],
+)
+def test_blocks_count_where_a_group_of_layers_looks_at_all_of_a_prefix(said: dict[str, object], counts: bool) -> None:
+    assert len(decode(stored_map(**said))) == counts
+
+
+def test_groups_call_equal_prefixes_the_same_and_are_kept_apart() -> None:
+    events = [stored_map(group_idx=group, **FULL) for group in (0, 2)]
+    removed = [{"type": "BlockRemoved", "block_hashes": [1, HIGH], "group_idx": group} for group in (2, 1, 0)]
+    first, third, gone_third, gone_second, gone_first = decode(*events, *removed)
+    assert isinstance(first, Stored)
+    assert isinstance(third, Stored)
+    assert first.hashes == (1, HIGH)
+    assert third.parent == 7 ^ (2 * GROUP_FACTOR % 2**64)
+    assert gone_third == Removed(third.hashes)
+    assert gone_first == Removed(first.hashes)
+    assert not {*third.hashes, *first.hashes} & {*gone_second.hashes}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("positions", "count"),
+    [([1, "full_attention"], 1), ([0, "sliding_window"], 0), ([1], 0), ([1, 9], 0), ([[{"mm": 1}], 4], 1), ([-1], 1)],
+)
+def test_groups_in_the_array_form(positions: list[object], count: int) -> None:
+    assert len(decode(["BlockStored", [1], None, [0, 1], 2, None, None, None, [None], *positions])) == count
+    (removed,) = decode(["BlockRemoved", [1], "GPU", 1])
+    assert removed == Removed((EngineHash(1 ^ GROUP_FACTOR),))
+
+
+def test_blocks_in_another_medium_may_come_without_tokens() -> None:
+    (event,) = decode(stored_map(token_ids=[], medium="CPU", parent_block_hash=None))
+    assert event == stored(1, HIGH, token_ids=(), medium="CPU")
+
+
+@pytest.mark.parametrize(
+    ("payload", "ts"),
+    [
+        (encode_payload([Cleared()], 1.5), 1.5),
+        (msgspec.msgpack.encode([1, [], 0]), 0.0),
+        (msgspec.msgpack.encode([float("nan"), [], 0]), 0.0),
+        (msgspec.msgpack.encode([float("inf"), [], 0]), 0.0),
+        (msgspec.msgpack.encode([-1.5, [], 0]), 0.0),
+        (b"\x93\xcb", 0.0),
+        (b"", 0.0),
+    ],
+)
+def test_the_time_of_a_batch_is_read_without_reading_it(payload: bytes, ts: float) -> None:
+    assert batch_ts(payload) == ts
 
 
 def test_pairs_of_tokens_become_tokens_and_the_one_after_the_last() -> None:

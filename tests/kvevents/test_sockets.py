@@ -1,69 +1,32 @@
-"""Publisher and subscriber over real sockets on free ports."""
+"""Publisher and subscriber over real ZMQ sockets on free ports: what tests/contracts/test_kv_events.py does not ask."""
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 import zmq
 
-from kvevents.formats import decode_payload, encode_payload
+from kvevents.formats import decode_payload
 from kvevents.publisher import KvEventPublisher
 from kvevents.sockets import LoopSocket, open_socket
-from kvevents.subscriber import KvEventSubscriber, KvSource, Patience, Snapshot
+from kvevents.subscriber import KvEventSubscriber, Patience
+from kvevents.transport import KvSource, Snapshot
 from protocol.errors import ConfigError, PeerLostError
-from protocol.events import Cleared, KvEvent, Removed, Stored
+from protocol.events import Digest, Stored
 from protocol.ids import EngineHash, WorkerId
+from tests.support.kv_events import Index, blocks, payload
 
 W1, W2 = WorkerId("w1"), WorkerId("w2")
 PATIENCE = Patience(answer_s=0.2, tries=2, backoff_s=0.01)
-
-
-def block(number: int) -> Stored:
-    return Stored((EngineHash(number),), None, (number, number), 2)
-
-
-def blocks(*numbers: int) -> list[KvEvent]:
-    return [block(number) for number in numbers]
 
 
 def free_endpoint() -> str:
     """An address where nobody listens yet; a ZMQ socket would give its port back only some time after close()."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
-class Index:
-    """What a router would keep: the blocks of each worker; a test waits for what it expects to see."""
-
-    def __init__(self) -> None:
-        self.held: dict[tuple[WorkerId, int], set[int]] = {}
-        self.resets = 0
-        self._changed = asyncio.Event()
-
-    def on_events(self, worker_id: WorkerId, dp_rank: int, events: Sequence[KvEvent]) -> None:
-        held = self.held.setdefault((worker_id, dp_rank), set())
-        for event in events:
-            match event:
-                case Stored():
-                    held.update(event.hashes)
-                case Removed():
-                    held.difference_update(event.hashes)
-                case Cleared():
-                    held.clear()
-                    self.resets += 1
-        self._changed.set()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
-
-    async def holds(self, *numbers: int, worker_id: WorkerId = W1, dp_rank: int = 0) -> None:
-        await self.until(lambda: self.held.get((worker_id, dp_rank)) == set(numbers))
 
 
 @pytest.fixture
@@ -73,7 +36,7 @@ async def index() -> Index:
 
 @pytest.fixture
 async def subscriber(index: Index) -> AsyncIterator[KvEventSubscriber]:
-    subscriber = KvEventSubscriber(index.on_events, patience=PATIENCE)
+    subscriber = KvEventSubscriber(index, patience=PATIENCE)
     yield subscriber
     await subscriber.close()
 
@@ -82,7 +45,7 @@ async def subscriber(index: Index) -> AsyncIterator[KvEventSubscriber]:
 async def publisher() -> AsyncIterator[KvEventPublisher]:
     publisher = KvEventPublisher()
     yield publisher
-    publisher.close()
+    await publisher.close()
 
 
 def source(
@@ -131,67 +94,20 @@ async def relayed(
         relay.close()
 
 
-def payload(*numbers: int) -> bytes:
-    return encode_payload(blocks(*numbers), 1.0)
-
-
-async def test_events_arrive_in_order(index: Index, subscriber: KvEventSubscriber, publisher: KvEventPublisher) -> None:
-    subscriber.add(source(publisher))
-    assert publisher.publish(blocks(1, 2)) == 0
-    await index.holds(1, 2)
-    assert publisher.publish([Removed((EngineHash(1),)), block(3)]) == 1
-    await index.holds(2, 3)
-    publisher.publish([Cleared()])
-    await index.holds()
-
-
-async def test_a_late_joiner_gets_the_history(
-    index: Index, subscriber: KvEventSubscriber, publisher: KvEventPublisher
-) -> None:
-    for number in range(300):
-        publisher.publish(blocks(number))
-    subscriber.add(source(publisher))
-    await index.holds(*range(300))
-    await index.until(lambda: subscriber.is_live(W1))
-
-
-async def test_lost_batches_are_recovered_by_replay(
-    index: Index, subscriber: KvEventSubscriber, publisher: KvEventPublisher
-) -> None:
-    async with relayed(subscriber, publisher) as relay:
-        relay.send(publisher.publish(blocks(0)), payload(0))
-        await index.holds(0)
-        publisher.publish(blocks(1))
-        publisher.publish(blocks(2))
-        relay.send(publisher.publish(blocks(3)), payload(3))
-        await index.holds(0, 1, 2, 3)
-        assert index.resets == 0
-
-
-async def test_a_lost_last_batch_is_found_by_the_recheck(index: Index, publisher: KvEventPublisher) -> None:
-    subscriber = KvEventSubscriber(index.on_events, patience=Patience(recheck_s=0.05))
-    async with relayed(subscriber, publisher) as relay:
-        relay.send(publisher.publish(blocks(0)), payload(0))
-        await index.holds(0)
-        publisher.publish(blocks(1))
-        await index.holds(0, 1)
-    await subscriber.close()
-
-
 async def test_a_ring_too_short_leads_to_a_snapshot(index: Index, subscriber: KvEventSubscriber) -> None:
     publisher = KvEventPublisher(ring_batches=2)
     for number in range(5):
         publisher.publish(blocks(number))
 
     async def snapshot() -> Snapshot:
-        return Snapshot(publisher.last_seq, blocks(*range(5)))
+        return Snapshot(publisher.last_seq, [payload(*range(5))])
 
     subscriber.add(source(publisher, snapshot=snapshot))
     await index.holds(0, 1, 2, 3, 4)
     assert subscriber.stats["snapshots"] == 1
     publisher.publish(blocks(5))
     await index.holds(0, 1, 2, 3, 4, 5)
-    publisher.close()
+    await publisher.close()
 
 
 async def test_a_ring_too_short_without_snapshots_gives_what_it_has(
@@ -202,7 +118,7 @@ async def test_a_ring_too_short_without_snapshots_gives_what_it_has(
         publisher.publish(blocks(number))
     subscriber.add(source(publisher))
     await index.holds(3, 4)
-    publisher.close()
+    await publisher.close()
 
 
 async def test_a_silent_replay_socket_leads_to_a_snapshot(index: Index, subscriber: KvEventSubscriber) -> None:
@@ -211,13 +127,13 @@ async def test_a_silent_replay_socket_leads_to_a_snapshot(index: Index, subscrib
     publisher = KvEventPublisher()
 
     async def snapshot() -> Snapshot:
-        return Snapshot(-1, blocks(8))
+        return Snapshot(-1, [payload(8)])
 
     endpoint = silent.getsockopt_string(zmq.LAST_ENDPOINT)
     subscriber.add(KvSource(W1, publisher.endpoint, endpoint, snapshot=snapshot))
     await index.holds(8)
     silent.close()
-    publisher.close()
+    await publisher.close()
 
 
 async def test_a_snapshot_that_fails_is_tried_again(index: Index, subscriber: KvEventSubscriber) -> None:
@@ -227,12 +143,12 @@ async def test_a_snapshot_that_fails_is_tried_again(index: Index, subscriber: Kv
     async def snapshot() -> Snapshot:
         if error := next(answers, None):
             raise error
-        return Snapshot(-1, blocks(1))
+        return Snapshot(-1, [payload(1)])
 
     subscriber.add(KvSource(W1, publisher.endpoint, snapshot=snapshot))
     await index.until(lambda: index.resets == 1)  # given up after two tries
     await index.holds()
-    publisher.close()
+    await publisher.close()
 
 
 async def test_a_restarted_worker_is_a_new_one(index: Index, subscriber: KvEventSubscriber) -> None:
@@ -240,27 +156,68 @@ async def test_a_restarted_worker_is_a_new_one(index: Index, subscriber: KvEvent
     subscriber.add(source(first))
     first.publish(blocks(1))
     await index.holds(1)
-    first.close()
+    await first.close()
     subscriber.remove(W1)
     second = KvEventPublisher()
     subscriber.add(source(second, W2))
     second.publish(blocks(2))
     await index.holds(2, worker_id=W2)
     await index.holds(1)
-    second.close()
+    await second.close()
 
 
-async def test_ranks_of_one_worker_are_followed_side_by_side(index: Index, subscriber: KvEventSubscriber) -> None:
-    ranks = [KvEventPublisher(dp_rank=rank) for rank in range(2)]
-    for rank, publisher in enumerate(ranks):
-        subscriber.add(KvSource(W1, publisher.endpoint, publisher.replay_endpoint, dp_rank=rank))
-        publisher.publish(blocks(rank))
-    await index.holds(0, dp_rank=0)
-    await index.holds(1, dp_rank=1)
-    subscriber.remove(W1)
-    assert not subscriber.is_live(W1, 0)
-    for publisher in ranks:
-        publisher.close()
+@asynccontextmanager
+async def publishing(endpoints: tuple[str, str], *numbers: int) -> AsyncIterator[KvEventPublisher]:
+    """A publisher that has published those blocks, one by one; its address may have just been used by another."""
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                publisher = KvEventPublisher(*endpoints)
+                break
+            except ConfigError:
+                await asyncio.sleep(0.01)
+    for number in numbers:
+        publisher.publish(blocks(number))
+    yield publisher
+    await publisher.close()
+
+
+@pytest.mark.parametrize("published", [0, 3, 4, 5, 6, 20])
+async def test_another_process_at_the_same_address_is_followed_from_its_beginning(
+    index: Index, subscriber: KvEventSubscriber, published: int
+) -> None:
+    endpoints = free_endpoint(), free_endpoint()
+    async with publishing(endpoints, 0, 1, 2, 3, 4):
+        subscriber.add(KvSource(W1, *endpoints))
+        await index.holds(0, 1, 2, 3, 4)
+    async with publishing(endpoints, *range(100, 100 + published)):
+        await index.holds(*range(100, 100 + published))
+
+
+async def test_another_process_whose_next_number_is_the_expected_one_is_noticed(
+    index: Index, subscriber: KvEventSubscriber
+) -> None:
+    endpoints = free_endpoint(), free_endpoint()
+    async with publishing(endpoints, 0, 1, 2):
+        subscriber.add(KvSource(W1, *endpoints))
+        await index.holds(0, 1, 2)
+    async with publishing(endpoints, 100, 101, 102) as second:
+        while not index.resets:  # its first batches were for nobody
+            second.publish(blocks(100 + second.last_seq + 1))
+            await asyncio.sleep(0.05)
+        await index.holds(*range(100, 100 + second.last_seq + 1))
+
+
+async def test_a_source_that_is_replaced_forgets_what_it_held(index: Index, subscriber: KvEventSubscriber) -> None:
+    first, second = KvEventPublisher(), KvEventPublisher()
+    first.publish(blocks(1))
+    subscriber.add(source(first))
+    await index.holds(1)
+    second.publish(blocks(2))
+    subscriber.add(source(second))
+    await index.holds(2)
+    await first.close()
+    await second.close()
 
 
 async def test_a_source_that_starts_later_is_found(index: Index, subscriber: KvEventSubscriber) -> None:
@@ -269,7 +226,7 @@ async def test_a_source_that_starts_later_is_found(index: Index, subscriber: KvE
     publisher = KvEventPublisher(later.endpoint, later.replay_endpoint)
     publisher.publish(blocks(1))
     await index.holds(1)
-    publisher.close()
+    await publisher.close()
 
 
 async def test_an_unreadable_batch_is_counted_and_passed_over(
@@ -285,20 +242,25 @@ async def test_an_unreadable_batch_is_counted_and_passed_over(
 async def test_a_sink_that_fails_gets_the_next_batch(
     publisher: KvEventPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    got: asyncio.Queue[int] = asyncio.Queue()
+    class Buggy(Index):
+        def on_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> None:
+            super().on_batch(worker_id, dp_rank, payload)
+            if len(self.batches) == 1:
+                raise KeyError("bug")
 
-    def sink(worker_id: WorkerId, dp_rank: int, events: Sequence[KvEvent]) -> None:
-        got.put_nowait(len(events))
-        if len(events) == 1:
-            raise KeyError("bug")
+        def digest(self, worker_id: WorkerId, dp_rank: int) -> Digest | None:
+            raise KeyError("another")
 
-    subscriber = KvEventSubscriber(sink, patience=PATIENCE)
+    index = Buggy()
+    subscriber = KvEventSubscriber(index, patience=PATIENCE)
     subscriber.add(source(publisher))
     publisher.publish(blocks(1))
     publisher.publish(blocks(1, 2))
-    async with asyncio.timeout(5):
-        assert [await got.get(), await got.get()] == [1, 2]
-    assert "events were lost" in caplog.text
+    await index.holds(1, 2)
+    await asyncio.sleep(0.15)  # the first recheck asks for the digest
+    publisher.publish(blocks(3))
+    await index.holds(1, 2, 3)
+    assert "batch 0 was lost" in caplog.text
     await subscriber.close()
 
 
@@ -315,14 +277,8 @@ async def test_the_advertised_host_replaces_the_bound_one() -> None:
     publisher = KvEventPublisher("tcp://127.0.0.1:*", advertise_host="node-7")
     assert publisher.endpoint.startswith("tcp://node-7:")
     assert publisher.replay_endpoint.startswith("tcp://node-7:")
-    publisher.close()
-    publisher.close()
-
-
-async def test_a_large_step_becomes_several_batches(publisher: KvEventPublisher) -> None:
-    event = Stored((EngineHash(1),), None, tuple(range(100_000)), 100_000)
-    assert publisher.publish([event] * 4) == 1
-    assert publisher.publish([]) == 2
+    await publisher.close()
+    await publisher.close()
 
 
 class ReplayClient:

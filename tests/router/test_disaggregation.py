@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.disaggregation import LocalPrefill, decide
+from router.disaggregation import Backlog, LocalPrefill, decide
 
 RULE = LocalPrefill(max_tokens=100, max_share=0.5)
 
@@ -12,6 +12,7 @@ RULE = LocalPrefill(max_tokens=100, max_share=0.5)
     [
         (1000, 0, True),  # much, and all of it
         (1000, 899, True),  # 101 tokens are too many
+        (1000, 900, True),  # 100 are not fewer than 100
         (1000, 901, False),  # few, and a small share
         (150, 76, False),  # 74 of 150
         (150, 75, True),  # half is not below half
@@ -37,11 +38,33 @@ def test_a_wish_is_granted_where_it_can_be() -> None:
     assert decide(1000, 0, True, False, RULE).reason == "asked for by the caller"
 
 
+def test_a_wish_outweighs_a_backlog() -> None:
+    assert decide(1000, 0, True, True, RULE, Backlog(10**6, 0, is_full=True)).disaggregate
+
+
 def test_a_limit_of_0_disaggregates_everything() -> None:
     assert decide(10, 10, True, None, LocalPrefill(max_tokens=0)).disaggregate
     assert decide(10, 10, True, None, LocalPrefill(max_share=0.0)).disaggregate
 
 
+@pytest.mark.parametrize(
+    ("there", "here", "is_full", "disaggregate"),
+    [
+        (6000, 1000, True, False),  # prefill workers are the bottleneck
+        (6000, 1000, False, True),  # they can still take it: its streams are not to be disturbed
+        (6000, 6000, True, True),  # it is no sooner here
+        (6000, 9000, True, True),
+    ],
+)
+def test_a_decode_worker_helps_out_where_prefill_workers_are_full_and_it_is_sooner_done(
+    there: float, here: float, is_full: bool, disaggregate: bool
+) -> None:
+    assert decide(1000, 0, True, None, RULE, Backlog(there, here, is_full)).disaggregate is disaggregate
+
+
 def test_the_reason_names_the_numbers() -> None:
     assert decide(1000, 100, True, None, RULE).reason == "900 of 1000 prompt tokens are to compute"
     assert "only 50 of 1000" in decide(1000, 950, True, None, RULE).reason
+    reason = decide(1000, 0, True, None, RULE, Backlog(6000.4, 1000, is_full=True)).reason
+    assert "6000 tokens to compute there" in reason
+    assert "1000 here" in reason

@@ -1,116 +1,411 @@
-"""Bookings, and what they add up to."""
+"""Bookings, what they add up to, and that each of them ends."""
 
-from collections import Counter
-
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.ids import RequestId, SequenceHash, WorkerId
+from protocol.hashing import pack_hashes
+from protocol.ids import RequestId, WorkerId
 from router.index import Holder
-from router.load import ActiveLoad
+from router.load import LEASE_S, NOTHING, ActiveLoad, Change, HolderLoad, Share
 
-A, B, P = Holder(WorkerId("a"), 0), Holder(WorkerId("b"), 0), Holder(WorkerId("p"), 0)
-
-
-def hashes(*numbers: int) -> list[SequenceHash]:
-    return [SequenceHash(n) for n in numbers]
+A, B, P = (Holder(WorkerId(name), 0) for name in "abp")
+R, S = RequestId("r"), RequestId("s")
 
 
-def book(load: ActiveLoad, name: str, decode: Holder = A, prefill: Holder | None = None, tokens: int = 40,
-         blocks: tuple[int, ...] = (1, 2)) -> RequestId:  # fmt: skip
-    request_id = RequestId(name)
-    load.book(request_id, decode=decode, prefill=prefill or decode, prefill_tokens=tokens, hashes=hashes(*blocks))
-    return request_id
+def new_load(*holders: Holder, lease_s: float = LEASE_S) -> ActiveLoad:
+    load = ActiveLoad(lease_s)
+    for holder in holders or (A, B, P):
+        load.join(holder)
+    return load
+
+
+def book(
+    load: ActiveLoad,
+    request_id: RequestId = R,
+    decode: Holder = A,
+    prefill: Holder | None = None,
+    tokens: int = 40,
+    blocks: tuple[int, ...] = (1, 2),
+    now: float = 0.0,
+) -> list[Change]:
+    hashes = pack_hashes(blocks)
+    return load.book(
+        request_id, decode=decode, prefill=prefill or decode, prefill_tokens=tokens, hashes=hashes, now=now
+    )
+
+
+def share(load: ActiveLoad, holder: Holder) -> Share:
+    return load.shares().get(holder, NOTHING)
+
+
+def is_empty(load: ActiveLoad) -> bool:
+    """Nothing is left of any request."""
+    counts = (len(load), load.chains.num_blocks, load.prefilling.num_blocks, sum(map(len, load._of_holder.values())))
+    return counts == (0, 0, 0, 0) and load.shares() == {} and not any(one.prefilling for one in load._loads.values())
+
+
+# --- where a request counts ----------------------------------------------------------------------------------------
 
 
 def test_a_request_counts_where_it_prefills_and_where_it_decodes() -> None:
-    load = ActiveLoad()
-    book(load, "r", decode=A, prefill=P)
-    assert (load.of(P).prefill_tokens, load.of(P).decode_blocks, load.of(P).requests) == (40, 0, 0)
-    assert (load.of(A).prefill_tokens, load.of(A).decode_blocks, load.of(A).requests) == (0, 3, 1)
+    load = new_load()
+    book(load, decode=A, prefill=P)
+    assert share(load, P) == Share(queued_tokens=40)
+    assert share(load, A) == Share(held_blocks=2 + 1, requests=1)
+
+
+def test_one_worker_may_do_both_halves() -> None:
+    load = new_load()
+    book(load)
+    assert load.shares() == {A: Share(40, 2 + 1, 1)}
 
 
 def test_prefill_work_ends_with_the_first_token_and_only_once() -> None:
-    load = ActiveLoad()
-    first, _ = book(load, "r", prefill=P), book(load, "s", prefill=P)
-    load.prefill_done(first)
-    load.prefill_done(first)
-    assert load.of(P).prefill_tokens == 40
-    assert load.of(A).requests == 2
+    load = new_load()
+    book(load, R, prefill=P)
+    book(load, S, prefill=P, tokens=7)
+    load.prefill_done(R, 0.0)
+    load.prefill_done(R, 0.0)
+    assert share(load, P).queued_tokens == 7
+    assert share(load, A).requests == 2
 
 
 def test_blocks_that_requests_share_count_once() -> None:
-    load = ActiveLoad()
-    first = book(load, "r", blocks=(1, 2, 3))
-    book(load, "s", blocks=(1, 2, 4))
-    assert load.of(A).decode_blocks == 4 + 2
-    assert load.of(A).new_blocks(hashes(1, 2, 5)) == 1
-    load.free(first)
-    assert load.of(A).decode_blocks == 3 + 1
-    assert load.of(A).new_blocks(hashes(1, 2, 3)) == 1
+    load = new_load()
+    book(load, R, blocks=(1, 2, 3))
+    book(load, S, blocks=(1, 2, 4))
+    assert share(load, A).held_blocks == 4 + 2
+    load.free(R, 0.0)
+    assert share(load, A).held_blocks == 3 + 1
 
 
-def test_a_request_that_ends_leaves_nothing() -> None:
-    load = ActiveLoad()
-    request = book(load, "r", prefill=P)
-    assert len(load) == 1
-    load.free(request)
-    load.free(request)
-    load.prefill_done(request)
-    assert len(load) == 0
-    assert load._loads == {}
-    assert load._prefilling == set()
+def test_an_answer_takes_more_blocks_as_it_grows() -> None:
+    load = new_load()
+    book(load)
+    load.progress(R, 5, 1.0)
+    assert share(load, A).held_blocks == 2 + 5
+    load.free(R, 2.0)
+    assert is_empty(load)
+
+
+def test_where_a_booking_stands_and_what_it_is_about_can_be_asked() -> None:
+    load = new_load()
+    book(load, R, decode=A, prefill=P, blocks=(1, 2))
+    book(load, S, decode=B)
+    assert load.holders_of(R) == (A, P)
+    assert load.holders_of(S) == (B,)
+    assert load.hashes_of(R) == pack_hashes((1, 2))
+    assert R in load
+    load.prefill_done(R, 0.0)
+    assert load.holders_of(R) == (A,)
+    load.free(R, 0.0)
+    assert (load.holders_of(R), load.hashes_of(R), R in load) == ((), b"", False)
+
+
+# --- how a booking ends --------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_ends_leaves_nothing_whenever_it_ends() -> None:
+    for is_begun in (False, True):
+        load = new_load()
+        book(load, prefill=P)
+        if is_begun:
+            load.prefill_done(R, 0.0)
+        load.free(R, 0.0)
+        load.free(R, 0.0)
+        load.prefill_done(R, 0.0)
+        load.progress(R, 9, 0.0)
+        assert is_empty(load)
 
 
 def test_booking_again_replaces() -> None:
     """A request that migrates has one booking, at its new place."""
-    load = ActiveLoad()
-    book(load, "r", decode=A, prefill=P)
-    request = book(load, "r", decode=B, prefill=P, tokens=7)
-    assert (len(load), load.of(A).requests, load.of(B).requests, load.of(P).prefill_tokens) == (1, 0, 1, 7)
-    load.free(request)
-    assert load._loads == {}
+    load = new_load()
+    book(load, decode=A, prefill=P)
+    book(load, decode=B, prefill=P, tokens=7)
+    assert load.shares() == {B: Share(held_blocks=3, requests=1), P: Share(queued_tokens=7)}
+    load.free(R, 0.0)
+    assert is_empty(load)
 
 
-operations = st.lists(
+def test_a_worker_that_leaves_ends_the_bookings_of_which_it_has_either_half() -> None:
+    for gone in (A, P):
+        load = new_load()
+        book(load, R, decode=A, prefill=P)
+        book(load, S, decode=B)
+        load.leave(gone, 0.0)
+        assert R not in load
+        assert load.shares() == {B: Share(40, 3, 1)}
+        load.free(R, 0.0)
+        load.free(S, 0.0)
+        assert is_empty(load)
+
+
+def test_a_prefill_worker_that_leaves_when_it_is_done_takes_no_stream_with_it() -> None:
+    load = new_load()
+    book(load, decode=A, prefill=P)
+    load.prefill_done(R, 0.0)
+    load.leave(P, 0.0)
+    load.prefill_done(R, 0.0)
+    load.progress(R, 4, 0.0)
+    assert load.shares() == {A: Share(held_blocks=2 + 4, requests=1)}
+    load.free(R, 0.0)
+    assert is_empty(load)
+
+
+def test_a_worker_that_leaves_twice_or_was_never_there_is_no_error() -> None:
+    load = new_load(A)
+    for holder in (A, A, B):
+        assert load.leave(holder, 0.0) == []
+
+
+def test_joining_twice_keeps_what_is_booked() -> None:
+    load = new_load()
+    book(load)
+    load.join(A)
+    assert share(load, A).requests == 1
+
+
+def test_a_booking_of_which_nothing_is_heard_expires() -> None:
+    load = new_load(lease_s=10.0)
+    book(load, R, now=0.0)
+    book(load, S, now=5.0)
+    assert load.expired(9.9) == []
+    assert load.expired(10.0) == [R]
+    assert load.expired(15.0) == [R, S]
+
+
+@pytest.mark.parametrize("sign_of_life", ["first token", "progress", "booked again"])
+def test_any_sign_of_life_renews_the_lease(sign_of_life: str) -> None:
+    load = new_load(lease_s=10.0)
+    book(load, R, now=0.0)
+    book(load, S, now=1.0)
+    match sign_of_life:
+        case "first token":
+            load.prefill_done(R, 9.0)
+        case "progress":
+            load.progress(R, 1, 9.0)
+        case _:
+            book(load, R, now=9.0)
+    assert load.expired(18.0) == [S]
+    assert load.expired(19.0) == [S, R]
+
+
+# --- who has work --------------------------------------------------------------------------------------------------
+
+
+def test_a_holder_is_busy_from_its_first_prompt_to_its_last() -> None:
+    load = new_load()
+    assert book(load, R, prefill=P) == [Change(P, True)]
+    assert book(load, S, prefill=P) == []
+    assert load.prefill_done(R, 0.0) == []
+    assert load.free(R, 0.0) == []
+    assert load.prefill_done(S, 0.0) == [Change(P, False)]
+
+
+def test_a_prompt_that_is_cached_whole_makes_nobody_busy() -> None:
+    load = new_load()
+    assert book(load, tokens=0) == []
+    assert load.free(R, 0.0) == []
+
+
+def test_who_leaves_or_loses_its_only_request_is_no_longer_busy() -> None:
+    load = new_load()
+    book(load, R, prefill=P)
+    assert load.leave(A, 0.0) == [Change(P, False)]
+    book(load, S, decode=B)
+    assert load.leave(B, 0.0) == [Change(B, False)]
+
+
+def test_moving_a_booking_tells_of_both_ends() -> None:
+    load = new_load()
+    book(load, decode=A)
+    assert book(load, decode=B) == [Change(A, False), Change(B, True)]
+
+
+# --- what is done of it by now -------------------------------------------------------------------------------------
+
+
+def computing(load: ActiveLoad, tokens: int, from_s: float, to_s: float) -> HolderLoad:
+    """One prompt has been computed in that time, so the worker's speed is known."""
+    book(load, RequestId("before"), tokens=tokens, now=from_s)
+    load.prefill_done(RequestId("before"), to_s)
+    load.free(RequestId("before"), to_s)
+    return load.of(A)
+
+
+def test_a_worker_of_unknown_speed_has_done_nothing_yet() -> None:
+    load = new_load()
+    book(load, tokens=1000)
+    assert load.of(A).done_tokens(100.0) == 0
+
+
+def test_what_is_computed_is_estimated_by_the_time_that_prompts_took() -> None:
+    load = new_load()
+    holder = computing(load, 1000, 0.0, 10.0)
+    book(load, R, tokens=500, now=20.0)
+    assert holder.done_tokens(22.0) == pytest.approx(200)
+    assert holder.done_tokens(1000.0) == 500, "not more than the prompt that is being computed"
+
+
+def test_the_next_in_line_starts_when_the_one_before_it_is_done() -> None:
+    load = new_load()
+    holder = computing(load, 1000, 0.0, 10.0)
+    book(load, R, tokens=500, now=20.0)
+    book(load, S, tokens=300, now=21.0)
+    load.prefill_done(R, 25.0)
+    assert holder.done_tokens(25.0) == 0
+    assert holder.done_tokens(26.0) == pytest.approx(100)
+
+
+def test_the_next_in_line_has_done_nothing_of_the_time_of_one_that_was_cancelled() -> None:
+    load = new_load()
+    holder = computing(load, 1000, 0.0, 10.0)
+    book(load, R, tokens=5000, now=20.0)
+    book(load, S, tokens=300, now=21.0)
+    load.free(R, 60.0)
+    assert holder.done_tokens(60.0) == 0
+    assert holder.done_tokens(61.0) == pytest.approx(100)
+
+
+def test_one_that_overtakes_in_the_worker_does_not_end_the_turn_of_the_first() -> None:
+    load = new_load()
+    holder = computing(load, 1000, 0.0, 10.0)
+    book(load, R, tokens=500, now=20.0)
+    book(load, S, tokens=10, now=20.0)
+    load.prefill_done(S, 21.0)
+    assert holder.done_tokens(22.0) == pytest.approx(200)
+
+
+def test_speed_is_that_of_the_last_prompts() -> None:
+    load = new_load()
+    holder = computing(load, 1000, 0.0, 1.0)
+    for number in range(50):
+        computing(load, 1000, 10.0 * number, 10.0 * number + 10.0)
+    assert holder.speed == pytest.approx(100, rel=0.05)
+
+
+# --- what other routers have placed --------------------------------------------------------------------------------
+
+
+def test_what_others_have_placed_adds_to_the_total_and_is_not_told_on() -> None:
+    load = new_load()
+    book(load, decode=A)
+    load.set_elsewhere("two", {A: Share(10, 4, 2)})
+    load.set_elsewhere("three", {A: Share(1, 1, 1), B: Share(5, 0, 0)})
+    assert load.of(A).total == Share(40 + 10 + 1, 3 + 4 + 1, 1 + 2 + 1)
+    assert load.of(B).total == Share(5, 0, 0)
+    assert load.shares() == {A: Share(40, 3, 1)}
+    load.free(R, 0.0)
+    assert load.of(A).total == Share(10 + 1, 4 + 1, 2 + 1)
+
+
+def test_what_another_router_says_replaces_all_it_said_before() -> None:
+    load = new_load()
+    load.set_elsewhere("two", {A: Share(10, 4, 2), B: Share(5, 1, 1)})
+    load.set_elsewhere("two", {B: Share(6, 2, 1)})
+    assert (load.of(A).total, load.of(B).total) == (NOTHING, Share(6, 2, 1))
+
+
+def test_what_another_router_says_of_some_workers_leaves_the_others_as_they_were() -> None:
+    load = new_load()
+    load.set_elsewhere("two", {A: Share(10, 4, 2), B: Share(5, 1, 1)})
+    load.update_elsewhere("two", {B: NOTHING})
+    assert (load.of(A).total, load.of(B).total) == (Share(10, 4, 2), NOTHING)
+
+
+def test_a_router_that_left_is_forgotten() -> None:
+    load = new_load()
+    load.set_elsewhere("two", {A: Share(10, 4, 2)})
+    load.set_elsewhere("two", {})
+    assert load.of(A).total == NOTHING
+    assert load.of(A).elsewhere == {}
+
+
+def test_of_unknown_workers_nothing_is_kept() -> None:
+    load = new_load(A)
+    load.set_elsewhere("two", {B: Share(10, 4, 2)})
+    load.join(B)
+    assert load.of(B).total == NOTHING
+
+
+def test_others_are_told_what_has_changed_and_once() -> None:
+    load = new_load()
+    book(load, decode=A, prefill=P)
+    assert load.take_changed() == {A: Share(0, 3, 1), P: Share(40, 0, 0)}
+    assert load.take_changed() == {}
+    load.progress(R, 1, 0.0)
+    assert load.take_changed() == {}, "it lives; nothing has changed"
+    load.progress(R, 2, 0.0)
+    load.prefill_done(R, 0.0)
+    assert load.take_changed() == {A: Share(0, 4, 1), P: NOTHING}
+    load.free(R, 0.0)
+    load.set_elsewhere("two", {B: Share(1, 1, 1)})
+    assert load.take_changed() == {A: NOTHING}
+
+
+def test_nothing_is_told_of_a_worker_that_left() -> None:
+    load = new_load()
+    book(load, decode=A, prefill=P)
+    load.leave(A, 0.0)
+    assert load.take_changed() == {P: NOTHING}
+
+
+# --- against a model -----------------------------------------------------------------------------------------------
+
+steps = st.lists(
     st.tuples(
-        st.sampled_from(["book", "prefill_done", "free"]),
+        st.sampled_from(["book", "book", "prefill_done", "progress", "free", "leave", "elsewhere"]),
         st.integers(0, 4),
         st.sampled_from([A, B]),
         st.sampled_from([A, B, P]),
         st.integers(0, 50),
-        st.lists(st.integers(0, 5), max_size=6),
+        st.integers(0, 5),
     ),
     max_size=60,
 )
 
 
-@given(operations)
+@given(steps)
 def test_the_sums_are_those_of_the_bookings_that_stand(steps: list) -> None:
-    load = ActiveLoad()
+    load = new_load()
     standing: dict[str, dict] = {}
-    for operation, number, decode, prefill, tokens, blocks in steps:
-        name = RequestId(f"r{number}")
-        match operation:
+    elsewhere = dict.fromkeys((A, B, P), 0)
+    told = dict.fromkeys((A, B, P), NOTHING)
+    for now, (what, number, decode, prefill, tokens, depth) in enumerate(steps):
+        name, blocks = RequestId(f"r{number}"), tuple(range(depth))
+        match what:
             case "book":
-                load.book(name, decode=decode, prefill=prefill, prefill_tokens=tokens, hashes=hashes(*blocks))
-                standing[name] = {"decode": decode, "prefill": prefill, "tokens": tokens, "blocks": blocks}
+                book(load, name, decode, prefill, tokens, blocks, now)
+                standing[name] = {"at": decode, "prefill": prefill, "tokens": tokens, "blocks": depth, "answer": 1}
             case "prefill_done":
-                load.prefill_done(name)
+                load.prefill_done(name, now)
                 if name in standing:
-                    standing[name]["tokens"] = 0
-            case _:
-                load.free(name)
+                    standing[name] |= {"tokens": 0, "prefill": None}
+            case "progress":
+                load.progress(name, depth, now)
+                if name in standing:
+                    standing[name]["answer"] = depth
+            case "free":
+                load.free(name, now)
                 standing.pop(name, None)
+            case "leave":
+                load.leave(prefill, now)
+                load.join(prefill)
+                standing = {n: b for n, b in standing.items() if prefill not in (b["at"], b["prefill"])}
+                elsewhere[prefill], told[prefill] = 0, NOTHING
+            case _:
+                load.set_elsewhere("two", {prefill: Share(tokens, 0, 0)})
+                elsewhere = dict.fromkeys((A, B, P), 0) | {prefill: tokens}
+        told |= load.take_changed()
         assert len(load) == len(standing)
         for holder in (A, B, P):
-            mine = [b for b in standing.values() if b["decode"] == holder]
-            shared = Counter(block for b in mine for block in b["blocks"])
-            assert load.of(holder).requests == len(mine)
-            assert load.of(holder).decode_blocks == len(shared) + len(mine)
-            assert load.of(holder).prefill_tokens == sum(
-                b["tokens"] for b in standing.values() if b["prefill"] == holder
-            )
+            mine = [b for b in standing.values() if b["at"] == holder]
+            queued = sum(b["tokens"] for b in standing.values() if b["prefill"] == holder)
+            held = max((b["blocks"] for b in mine), default=0) + sum(b["answer"] for b in mine)
+            assert share(load, holder) == told[holder] == Share(queued, held, len(mine))
+            assert load.of(holder).total == Share(queued + elsewhere[holder], held, len(mine))
     for name in list(standing):
-        load.free(RequestId(name))
-    assert load._loads == {}
+        load.free(RequestId(name), len(steps))
+    assert is_empty(load)

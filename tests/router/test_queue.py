@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequestError, OverloadedError
 from protocol.ids import RequestId
-from router.queue import IDLE_TENANTS, MAX_RETRY_S, MIN_RETRY_S, Lane, Pending, PendingQueue, QueueRules
+from router.queue import IDLE_TENANTS, MAX_ASKED, MAX_RETRY_S, MIN_RETRY_S, Pending, PendingQueue, QueueRules
 
 
 def item(name: str, tenant: str = "t", priority: int = 0, arrived: float = 0.0, deadline: float = 1e9, isl: int = 100,
-         uncached: int | None = None, lane: Lane = None, min_run: float = 0.0) -> Pending[str]:  # fmt: skip
+         uncached: int | None = None, only: str = "", min_run: float = 0.0) -> Pending[str]:  # fmt: skip
     return Pending(
         request_id=RequestId(name),
         tenant=tenant,
@@ -24,8 +24,7 @@ def item(name: str, tenant: str = "t", priority: int = 0, arrived: float = 0.0, 
         deadline_s=deadline,
         isl_tokens=isl,
         uncached_tokens=isl if uncached is None else uncached,
-        payload=name.upper(),
-        lane=lane,
+        payload=only or name.upper(),
         min_run_s=min_run,
     )
 
@@ -124,36 +123,28 @@ def test_nothing_leaves_while_nothing_fits() -> None:
 
 
 def test_a_pinned_request_does_not_block_the_others() -> None:
-    queue = queue_of(item("pinned", lane="w3"), item("free", arrived=1), item("pinned-too", lane="w3", arrived=2))
-    assert pop(queue, lambda one: one.lane != "w3") == "free"
+    queue = queue_of(item("pinned", only="w3"), item("free", arrived=1), item("pinned-too", only="w3", arrived=2))
+    assert pop(queue, lambda one: one.payload != "w3") == "free"
     assert pop_all(queue) == "pinned pinned-too"
 
 
-def test_who_waits_longest_goes_first_whatever_the_lane() -> None:
-    queue = queue_of(item("b", arrived=2), item("a", lane="w3", arrived=1), item("c", lane="w4", arrived=3))
-    assert pop_all(queue) == "a b c"
+def test_where_the_first_does_not_fit_the_next_in_order_goes() -> None:
+    queue = queue_of(item("large", priority=1, isl=9000), item("b", arrived=2), item("a", arrived=1))
+    assert pop(queue, lambda one: one.isl_tokens < 1000) == "a"
 
 
-def test_a_large_prompt_that_does_not_fit_is_not_passed_by_small_ones_behind_it() -> None:
-    queue = queue_of(item("large", isl=9000), item("small", arrived=1))
-    assert pop(queue, lambda one: one.isl_tokens < 1000) is None
-
-
-def test_a_lower_priority_does_not_take_the_place_that_a_higher_one_waits_for() -> None:
-    queue = queue_of(item("large", priority=1, isl=9000), item("small"))
-    assert pop(queue, lambda one: one.isl_tokens < 1000) is None
-
-
-def test_each_lane_is_asked_about_only_once() -> None:
+def test_the_first_of_all_tenants_are_asked_before_any_second_one() -> None:
     asked: list[str] = []
-    queue = queue_of(*(item(f"r{i}", tenant=f"t{i % 7}", priority=i % 3, lane=i % 2) for i in range(40)))
+    queue = queue_of(*(item(f"{tenant}{i}", tenant) for tenant in "ab" for i in range(2)))
+    assert pop(queue, lambda one: bool(asked.append(one.request_id))) is None
+    assert asked == ["a0", "b0", "a1", "b1"]
 
-    def fits(one: Pending[str]) -> bool:
-        asked.append(str(one.lane))
-        return False
 
-    assert pop(queue, fits) is None
-    assert sorted(asked) == ["0", "1"]
+def test_only_so_many_are_asked() -> None:
+    asked: list[str] = []
+    queue = queue_of(*(item(f"r{i}", f"t{i % 7}", i % 3) for i in range(3 * MAX_ASKED)))
+    assert pop(queue, lambda one: bool(asked.append(one.request_id))) is None
+    assert len(asked) == len(set(asked)) == MAX_ASKED
 
 
 def test_a_fits_that_fails_changes_nothing() -> None:
@@ -217,9 +208,9 @@ def test_who_leaves_for_a_moment_has_shed_nothing() -> None:
 
 def test_a_turn_that_could_not_be_used_is_not_saved() -> None:
     """A tenant whose pinned requests wait for one worker must not have the whole mesh for it later."""
-    queue = queue_of(item("pinned", "pins", lane="w3"), *(item(f"o{i}", "other") for i in range(20)))
+    queue = queue_of(item("pinned", "pins", only="w3"), *(item(f"o{i}", "other") for i in range(20)))
     for _ in range(10):
-        pop(queue, lambda one: one.lane is None)
+        pop(queue, lambda one: one.payload != "w3")
     for i in range(3):
         queue.push(item(f"p{i}", "pins"), 0.0)
     assert pop_all(queue).split()[:5] == ["pinned", "o10", "p0", "o11", "p1"]
@@ -288,8 +279,8 @@ def test_who_holds_the_most_tokens_is_the_fattest() -> None:
     assert [gone.request_id for gone in queue.push(item("c0", "c", isl=300), 0.0)] == ["a0"]
 
 
-def test_of_the_fattest_tenant_the_last_goes_whatever_its_lane() -> None:
-    queue = queue_of(item("a0", "a", lane="w3"), item("a2", "a", arrived=2), item("a1", "a", arrived=1), max_requests=3)
+def test_of_the_fattest_tenant_the_last_goes() -> None:
+    queue = queue_of(item("a0", "a"), item("a2", "a", arrived=2), item("a1", "a", arrived=1), max_requests=3)
     assert [gone.request_id for gone in queue.push(item("b0", "b"), 0.0)] == ["a2"]
 
 
@@ -442,15 +433,21 @@ class Model:
         self.items.append((self.tick(), new))
         return displaced
 
-    def pop(self, now: float, blocked: set[Lane]) -> Pending[str] | None:
-        live = [e for e in self.items if e[1].latest_start_s > now and e[1].lane not in blocked]
+    def pop(self, now: float, blocked: set[str]) -> Pending[str] | None:
+        live = [e for e in self.items if e[1].latest_start_s > now and e[1].payload not in blocked]
         if not live:
             return None
-        entry = min(live, key=lambda e: (-e[1].priority, self.counters[e[1].priority, e[1].tenant], self.place(e)))
+        entry = min(live, key=self.turn)
         priority, key = entry[1].priority, (entry[1].priority, entry[1].tenant)
         self.reached[priority] = max(self.reached.get(priority, 0.0), self.counters[key][0])
         self.counters[key] = (self.reached[priority] + max(1, entry[1].uncached_tokens), self.tick())
         return self.take(entry)
+
+    def turn(self, entry: tuple[int, Pending[str]]) -> tuple[Any, ...]:
+        """When it is asked: the first of each tenant before all second ones."""
+        kind = (entry[1].priority, entry[1].tenant)
+        ahead = [e for e in self.items if (e[1].priority, e[1].tenant) == kind and self.place(e) < self.place(entry)]
+        return (-entry[1].priority, len(ahead), self.counters[kind])
 
     def charge(self, tenant: str, tokens: int, priority: int) -> None:
         if not self.waiting(priority):
@@ -461,11 +458,11 @@ class Model:
         self.counters[key] = (self.counters[key][0] + tokens * self.rules.output_weight, self.tick())
 
 
-tenants, priorities, lanes = st.sampled_from("abc"), st.integers(0, 2), st.sampled_from([None, None, "w1", "w2"])
+tenants, priorities, places = st.sampled_from("abc"), st.integers(0, 2), st.sampled_from(["", "", "w1", "w2"])
 steps = st.one_of(
-    st.tuples(st.just("push"), tenants, priorities, lanes, st.integers(1, 60), st.integers(0, 60), st.integers(0, 40)),
-    st.tuples(st.just("push"), tenants, priorities, lanes, st.integers(1, 60), st.integers(0, 60), st.integers(0, 40)),
-    st.tuples(st.just("pop"), st.sets(lanes, max_size=2)),
+    st.tuples(st.just("push"), tenants, priorities, places, st.integers(1, 60), st.integers(0, 60), st.integers(0, 40)),
+    st.tuples(st.just("push"), tenants, priorities, places, st.integers(1, 60), st.integers(0, 60), st.integers(0, 40)),
+    st.tuples(st.just("pop"), st.sets(st.sampled_from(["w1", "w2"]))),
     st.tuples(st.just("pop"), st.just(set())),
     st.tuples(st.just("expire")),
     st.tuples(st.just("cancel"), st.integers(0, 60)),
@@ -489,8 +486,8 @@ def test_the_queue_does_what_the_model_does_and_ends_empty(rules: QueueRules, st
     for now, (what, *args) in enumerate(steps):
         match what:
             case "push":
-                tenant, priority, lane, isl, uncached, patience = args
-                new = item(f"r{now}", tenant, priority, now, now + patience, isl, min(isl, uncached), lane)
+                tenant, priority, only, isl, uncached, patience = args
+                new = item(f"r{now}", tenant, priority, now, now + patience, isl, min(isl, uncached), only)
                 expected = model.push(new)
                 try:
                     displaced = list(queue.push(new, now))
@@ -501,8 +498,8 @@ def test_the_queue_does_what_the_model_does_and_ends_empty(rules: QueueRules, st
                     assert expected is None
             case "pop":
                 (blocked,) = args
-                got = queue.pop_next(now, lambda one, blocked=blocked: one.lane not in blocked)
-                higher = [one for _, one in model.items if one.latest_start_s > now and one.lane not in blocked]
+                got = queue.pop_next(now, lambda one, blocked=blocked: one.payload not in blocked)
+                higher = [one for _, one in model.items if one.latest_start_s > now and one.payload not in blocked]
                 assert got is None or all(one.priority <= got.priority for one in higher), "priority is strict"
                 assert got == model.pop(now, blocked)
                 went.update([got.request_id] if got else [])

@@ -40,6 +40,7 @@ def card(name: str, role: Role = Role.DECODE, **fields: str) -> WorkerCard:
         block_size=BLOCK,
         total_blocks=100,
         context_tokens=4096,
+        transfer="shm",
         **fields,  # type: ignore[arg-type]
     )
 
@@ -53,6 +54,19 @@ def request(name: str = "r", **fields: object) -> RouteRequest:
 def stored(blocks: int) -> list[KvEvent]:
     names = tuple(EngineHash(i) for i in range(blocks))
     return [Stored(names, None, tuple(TOKENS[: blocks * BLOCK]), BLOCK)]
+
+
+def blocks(router: LocalRouter) -> int:
+    return sum(index.num_blocks for index in router.state.indexes.values())
+
+
+def queued(router: LocalRouter, worker: str = "d1") -> float:
+    return router.state.load.of(Holder(WorkerId(worker), 0)).own.queued_tokens
+
+
+def answered(router: LocalRouter, worker: str = "d1") -> int:
+    """Blocks of answers that the router counts there."""
+    return router.state.load.of(Holder(WorkerId(worker), 0)).private_blocks
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -73,18 +87,30 @@ class World:
         self._planes: list[PlaneClient] = []
         self._tasks = [asyncio.create_task(self.remote.run(self.discovery))]
 
-    async def start_router(self, name: str) -> LocalRouter:
+    async def start_router(self, name: str, **settings: object) -> LocalRouter:
         plane, workers = PlaneClient(), WorkerFeed()
-        router = LocalRouter(RouterConfig(), plane, workers)
+        router = LocalRouter(RouterConfig(name=name, **settings), plane, workers)  # type: ignore[arg-type]
         self._planes.append(plane)
         self._tasks.append(asyncio.create_task(workers.run(self.discovery)))
-        server = PlaneServer(handlers(router), always={"prefill_done"})
-        await self.put_router(name, await server.start("127.0.0.1"))
+        server = PlaneServer(handlers(router), always={"progress"})
+        address = await server.start("127.0.0.1")
+        if router.gossip is not None:
+            self._tasks.append(asyncio.create_task(router.gossip.run(self.discovery)))
+        await self.put_router(name, address, router.card().gossip)
         self.routers[name], self.servers[name] = router, server
         return router
 
-    async def put_router(self, name: str, address: str) -> None:
-        await self.discovery.put(f"routers/{name}", encode(RouterCard(name=name, address=address)))
+    async def kill_router(self, name: str) -> None:
+        """As others see it: its connections break, its card goes with its lease."""
+        server, router = self.servers.pop(name), self.routers.pop(name)
+        for link in list(server._links):
+            link.abort("as if the process had been killed")
+        await server.close()
+        await router.close()
+        self.discovery.remove(f"routers/{name}")
+
+    async def put_router(self, name: str, address: str, gossip: str = "") -> None:
+        await self.discovery.put(f"routers/{name}", encode(RouterCard(name=name, address=address, gossip=gossip)))
         await until(lambda: f"routers/{name}" in self.remote._routers)
 
     async def add(self, *cards: WorkerCard) -> None:
@@ -128,11 +154,46 @@ async def test_a_first_token_is_told_to_the_router(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"))
     async with world.remote.book(request(), 5) as booking:
-        assert router.state.load._prefilling
+        assert queued(router) == len(TOKENS)
         booking.prefill_done()
         booking.prefill_done()
-        await until(lambda: not router.state.load._prefilling)
+        await until(lambda: queued(router) == 0)
         assert len(router.state.load) == 1
+
+
+async def test_the_router_is_told_how_long_the_answer_is(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"))
+    async with world.remote.book(request(), 5) as booking:
+        booking.prefill_done(32)
+        booking.progress(5 * BLOCK)
+        await until(lambda: answered(router) == 6)
+    await until(lambda: answered(router) == 0)
+
+
+async def test_that_a_request_lives_does_not_say_that_it_has_begun(world: World) -> None:
+    router = await world.start_router("r", lease_s=5)
+    await world.add(card("d1"))
+    async with world.remote.book(request(), 5) as booking:
+        ends_s = router.state.load._bookings[RequestId("r")].ends_s
+        booking.progress(0)
+        await until(lambda: router.state.load._bookings[RequestId("r")].ends_s > ends_s)
+        assert queued(router) == len(TOKENS)
+
+
+async def test_what_workers_reused_counts_once_for_each_request(world: World) -> None:
+    def reused() -> float:
+        return REUSED_TOKENS._value.get()
+
+    await world.start_router("r")
+    await world.add(card("d1"))
+    before = reused()
+    async with world.remote.book(request(), 5) as booking:
+        booking.prefill_done(48)
+        await until(lambda: reused() == before + 48)
+        booking.progress(20)
+        booking.prefill_done(7)
+    assert reused() == before + 48
 
 
 async def test_a_failure_in_the_block_ends_the_booking_and_is_raised(world: World) -> None:
@@ -148,8 +209,9 @@ async def test_a_failure_in_the_block_ends_the_booking_and_is_raised(world: Worl
 async def test_the_bookings_of_a_frontend_that_dies_end_with_its_connection(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"))
-    async with world.remote.book(request("r1"), 5), world.remote.book(request("r2"), 5):
-        assert len(router.state.load) == 2
+    address, plane = world.servers["r"].address, world.plane
+    async with plane.open(address, "place", request("r1"), 5), plane.open(address, "place", request("r2"), 5):
+        await until(lambda: len(router.state.load) == 2)
         for link in list(world.servers["r"]._links):
             link.abort("as if the process had been killed")
         await until(lambda: len(router.state.load) == 0)
@@ -276,13 +338,13 @@ async def test_it_follows_the_kv_events_of_workers_that_come_and_go(world: World
     publisher = KvEventPublisher()
     publisher.publish(stored(3))
     await world.add(card("d1", kv_events=publisher.endpoint, kv_replay=publisher.replay_endpoint), card("d2"))
-    await until(lambda: router.state.index.num_blocks == 3)
+    await until(lambda: blocks(router) == 3)
     publisher.publish(stored(5))
-    await until(lambda: router.state.index.num_blocks == 5)
+    await until(lambda: blocks(router) == 5)
     async with world.remote.book(request(), 5) as booking:
         assert (booking.placed.decode.worker_id, booking.placed.decode.overlap_blocks) == ("d1", 5)
     world.discovery.remove("workers/d1")
-    await until(lambda: router.state.index.num_blocks == 0)
+    await until(lambda: blocks(router) == 0)
     async with world.remote.book(request(), 5) as booking:
         assert booking.placed.decode.worker_id == "d2"
     await publisher.close()
@@ -294,11 +356,11 @@ async def test_a_worker_that_comes_back_is_followed_anew(world: World) -> None:
     one = card("d1", kv_events=publisher.endpoint, kv_replay=publisher.replay_endpoint)
     await world.add(one)
     publisher.publish(stored(4))
-    await until(lambda: router.state.index.num_blocks == 4)
+    await until(lambda: blocks(router) == 4)
     world.discovery.remove("workers/d1")
-    await until(lambda: router.state.index.num_blocks == 0)
+    await until(lambda: blocks(router) == 0)
     await world.add(one)
-    await until(lambda: router.state.index.num_blocks == 4)
+    await until(lambda: blocks(router) == 4)
     await publisher.close()
 
 
@@ -315,7 +377,7 @@ async def test_what_the_ring_has_lost_comes_as_a_snapshot_in_parts(world: World)
     router = await world.start_router("r")
     address = await server.start("127.0.0.1")
     await world.add(card("d1", address=address, kv_events=publisher.endpoint, kv_replay=publisher.replay_endpoint))
-    await until(lambda: router.state.index.num_blocks == 6)
+    await until(lambda: blocks(router) == 6)
     await server.close()
     await publisher.close()
 

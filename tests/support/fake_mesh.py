@@ -7,7 +7,9 @@ from contextlib import asynccontextmanager
 from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
+    CandidateReport,
     Delta,
+    Explanation,
     FinishReason,
     GenerateRequest,
     KvLayout,
@@ -36,8 +38,9 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
 class FakeWorker:
     """One script per call; the last is played again and again. Without a script it answers to the end."""
 
-    def __init__(self, name: str, role: Role, *scripts: Sequence[Step]) -> None:
-        self.target = Target(worker_id=WorkerId(f"{name}-id"), name=name, address=f"{name}:1")
+    def __init__(self, name: str, role: Role, *scripts: Sequence[Step], overlap_blocks: int = 0) -> None:
+        worker_id = WorkerId(f"{name}-id")
+        self.target = Target(worker_id=worker_id, name=name, address=f"{name}:1", overlap_blocks=overlap_blocks)
         self.role = role
         self.scripts = list(scripts)
         self.requests: list[GenerateRequest] = []
@@ -98,8 +101,11 @@ class FakeMesh:
     def __init__(self, *workers: FakeWorker) -> None:
         self.workers = list(workers)
         self.routed: list[RouteRequest] = []
+        self.previewed: list[RouteRequest] = []
         self.booked: set[RequestId] = set()
-        self.prefill_done = 0
+        self.reused: list[int | None] = []  # what each booking was told with its first token
+        self.progress: list[int] = []  # tokens of answers, as bookings were told
+        self.has_room: asyncio.Event | None = None  # requests wait in the router's queue for it
         self.open_calls = 0
         self.released: list[tuple[str, ReleaseOffer]] = []
         self.release_fails: MeshError | None = None
@@ -108,6 +114,21 @@ class FakeMesh:
     @asynccontextmanager
     async def book(self, request: RouteRequest, timeout_s: float) -> AsyncIterator["_FakeBooking"]:
         self.routed.append(request)
+        if self.has_room is not None:
+            await self.has_room.wait()
+        placed = self._place(request)
+        assert request.request_id not in self.booked, "booked twice"
+        self.booked.add(request.request_id)
+        try:
+            yield _FakeBooking(self, placed)
+        finally:
+            self.booked.remove(request.request_id)
+
+    async def preview(self, request: RouteRequest, timeout_s: float) -> Placed:
+        self.previewed.append(request)
+        return self._place(request)
+
+    def _place(self, request: RouteRequest) -> Placed:
         if self.route_problem is not None:
             raise self.route_problem
         allowed = [w for w in self.workers if w.target.worker_id not in request.exclude]
@@ -116,12 +137,8 @@ class FakeMesh:
         if not decoders:
             raise NoWorkerError("no worker is ready")
         prefill = prefillers[0].target if prefillers else None
-        assert request.request_id not in self.booked, "booked twice"
-        self.booked.add(request.request_id)
-        try:
-            yield _FakeBooking(self, Placed(decode=decoders[0].target, prefill=prefill, reason="a script"))
-        finally:
-            self.booked.remove(request.request_id)
+        explanation = explanation_of(decoders[0].target.name) if request.explain else None
+        return Placed(decode=decoders[0].target, prefill=prefill, reason="a script", explanation=explanation)
 
     @asynccontextmanager
     async def open(self, address: str, method: str, body: object, timeout_s: float) -> AsyncIterator["_FakeStream"]:
@@ -157,13 +174,28 @@ class FakeMesh:
         ]
 
 
+def explanation_of(worker: str) -> Explanation:
+    """An explanation by which that worker was chosen."""
+    candidate = CandidateReport(
+        leg="whole", worker=worker, dp_rank=0, overlap_blocks=(1, 1, 1, 1), queued_tokens=0, held_blocks=2,
+        requests=1, capacity=1.0, cost=1.5, terms={"compute": 1.5}, note="chosen",
+    )  # fmt: skip
+    return Explanation(
+        policy="kv", why=f"{worker} it is", recompute_price=1.0, busy_share=0.5, asked_before=2.0,
+        candidates=(candidate,),
+    )  # fmt: skip
+
+
 class _FakeBooking:
     def __init__(self, mesh: FakeMesh, placed: Placed) -> None:
         self._mesh = mesh
         self.placed = placed
 
-    def prefill_done(self) -> None:
-        self._mesh.prefill_done += 1
+    def prefill_done(self, reused_tokens: int | None = None) -> None:
+        self._mesh.reused.append(reused_tokens)
+
+    def progress(self, osl_tokens: int) -> None:
+        self._mesh.progress.append(osl_tokens)
 
 
 class _FakeStream:

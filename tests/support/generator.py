@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from frontend.generator import Hints, Trace
-from protocol.messages import Delta, GenerateRequest
+from protocol.errors import NoWorkerError
+from protocol.messages import Delta, GenerateRequest, Placed
 
 Step = Delta | BaseException | asyncio.Event | Callable[[Trace], None]
 """A delta is yielded, an error raised, an event waited for, a function told the trace."""
@@ -18,10 +19,18 @@ class ScriptedGenerator:
         self.requests: list[GenerateRequest] = []
         self.hints: list[Hints] = []
         self.deadlines: list[float] = []
+        self.placed: Placed | None = None  # the answer to a preview
+        self.previewed: list[tuple[GenerateRequest, Hints]] = []
         self.started = asyncio.Event()  # a first request has come
         self.ended = asyncio.Event()  # a generator has ended, in whatever way
         self.deltas_taken = 0
         self.closed_early = 0  # generators that did not come to their end: cancelled
+
+    async def preview(self, request: GenerateRequest, hints: Hints, deadline: float) -> Placed:
+        self.previewed.append((request, hints))
+        if self.placed is None:
+            raise NoWorkerError("no worker is ready")
+        return self.placed
 
     async def generate(
         self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float

@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -23,7 +23,14 @@ class Stream:
     """One streamed text completion, greedy unless said otherwise."""
 
     def __init__(
-        self, url: str, prompt: Sequence[int], max_tokens: int, *, timeout_s: float | None = None, **body: Any
+        self,
+        url: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+        **body: Any,
     ) -> None:
         self.prompt, self.max_tokens, self.deadline_s = list(prompt), max_tokens, timeout_s
         self.status = 0
@@ -37,10 +44,11 @@ class Stream:
         self.broken = ""  # how the connection broke
         self.began = time.monotonic()
         self.took_s = 0.0
+        self.ended_s = 0.0  # when
         fields = {"model": "tiny", "prompt": self.prompt, "max_tokens": max_tokens, "temperature": 0}
         fields |= {"ignore_eos": True, "logprobs": 0, "stream": True, "kvmesh": {"trace": True}}
         self._body = json.dumps(fields | body)
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
         if timeout_s is not None:
             self._headers["x-request-timeout-s"] = str(timeout_s)
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
@@ -95,7 +103,8 @@ class Stream:
         except (OSError, http.client.HTTPException) as error:
             self.broken = repr(error)
         finally:
-            self.took_s = time.monotonic() - self.began
+            self.ended_s = time.monotonic()
+            self.took_s = self.ended_s - self.began
             self._connection.close()
 
     def _on_event(self, data: bytes) -> None:

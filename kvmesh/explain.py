@@ -1,0 +1,152 @@
+"""`kvmesh explain "prompt"`: ask a running mesh where a prompt would run, and why. Nothing is generated."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Annotated
+
+import aiohttp
+import msgspec
+from msgspec import Meta, Struct
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from frontend.placements import Preview
+from mesh.config import load
+from protocol.errors import ConfigError, MeshError, UnreachableError
+from protocol.messages import CandidateReport, Explanation
+
+TIMEOUT_S = 30.0
+LEGS = {"whole": "prompt and answer", "prefill": "the prompt", "decode": "the answer"}
+TIERS = ("device", "host", "disk", "elsewhere")
+
+
+class ExplainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A flag wins over `KVMESH_EXPLAIN_<NAME>`, that over the TOML file of `--config`, that over the default."""
+
+    url: Annotated[str, Meta(description="the mesh's HTTP API")] = "http://127.0.0.1:8000"
+    model: Annotated[str, Meta(description="whose workers; default: the only model that is served")] = ""
+    raw: Annotated[bool, Meta(description="as a text completion, without the chat template")] = False
+    json: Annotated[bool, Meta(description="print one JSON object")] = False
+
+
+def main(argv: list[str]) -> int:
+    has_prompt = bool(argv) and (argv[-1] == "-" or not argv[-1].startswith("-"))
+    config = load(
+        ExplainConfig,
+        argv[:-1] if has_prompt else argv,
+        os.environ,
+        prefix="KVMESH_EXPLAIN_",
+        prog="kvmesh explain",
+        description="Ask a running mesh where a prompt would run, and why; nothing is generated. The prompt is the "
+        'last argument: kvmesh explain [options] "Tell me a story."; - reads it from the standard input.',
+        section="explain",
+    )
+    if not has_prompt:
+        raise ConfigError("there is no prompt", hint='write it last: kvmesh explain "Tell me a story."')
+    body = asyncio.run(ask(config, sys.stdin.read() if argv[-1] == "-" else argv[-1]))
+    if config.json:
+        print(body.decode())
+    else:
+        show(msgspec.json.decode(body, type=Preview), Console(highlight=False))
+    return 0
+
+
+async def ask(config: ExplainConfig, prompt: str) -> bytes:
+    """The mesh's answer, JSON of a Preview. Raises MeshError."""
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as http:
+            model = config.model or only_model(await fetch(http, "GET", f"{config.url}/v1/models"))
+            content = {"prompt": prompt} if config.raw else {"messages": [{"role": "user", "content": prompt}]}
+            return await fetch(http, "POST", f"{config.url}/kvmesh/route", {"model": model} | content)
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise UnreachableError(
+            f"no mesh answers at {config.url}: {error or 'it took too long'}",
+            hint="start one with `kvmesh up`, or set --url",
+        ) from error
+
+
+async def fetch(http: aiohttp.ClientSession, method: str, url: str, body: object = None) -> bytes:
+    async with http.request(method, url, json=body) as response:
+        content = await response.read()
+    if response.status != 200:
+        raise MeshError(f"{url} answered {response.status}: {message_of(content)}")
+    return content
+
+
+def message_of(content: bytes) -> str:
+    """What an error body says, as far as it is one of ours."""
+    try:
+        return str(msgspec.json.decode(content)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return content[:200].decode(errors="replace")
+
+
+def only_model(content: bytes) -> str:
+    names: list[str] = [model["id"] for model in msgspec.json.decode(content)["data"]]
+    if len(names) != 1:
+        raise ConfigError(f"models served here: {', '.join(names) or 'none'}", hint="choose one with --model")
+    return names[0]
+
+
+# --- for people ---------------------------------------------------------------------------------------
+
+
+def show(preview: Preview, console: Console) -> None:
+    console.print(f"{preview.prompt_tokens} prompt tokens for {preview.model}, in blocks of {preview.block_size}")
+    console.print(Text(where(preview), "bold"))
+    if preview.explanation is None:
+        return
+    explanation = msgspec.convert(preview.explanation, Explanation)
+    for leg, candidates in groupby(explanation.candidates, key=lambda c: c.leg):
+        console.print(table_of(leg, list(candidates)))
+    console.print(Text(f"\nwhy     {explanation.why}"))
+    if explanation.would_wait:
+        console.print("wait    it would wait in the router: those that could take it are saturated")
+    console.print(f"policy  {explanation.policy}")
+    console.print(f"price   {explanation.recompute_price:g}: what a block to compute counts against one in a queue")
+    console.print(f"busy    {explanation.busy_share:.0%} of the workers' time has gone into prompts lately")
+    console.print(
+        f"demand  {explanation.asked_before:g} recent requests whose cached prefix ended where this one's does"
+    )
+
+
+def where(preview: Preview) -> str:
+    decode, prefill = preview.decode, preview.prefill
+    if prefill is None:
+        return f"{decode.worker} would compute prompt and answer; {decode.overlap_tokens} tokens are cached there"
+    cached = f"{prefill.overlap_tokens} tokens are cached there"
+    return f"{prefill.worker} would compute the prompt ({cached}), {decode.worker} the answer"
+
+
+def table_of(leg: str, candidates: Sequence[CandidateReport]) -> Table:
+    title = f"\nWho could compute {LEGS.get(leg, leg)}; costs are in blocks"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("worker", no_wrap=True)
+    for name in ("cached blocks", "queued tokens", "held blocks", "requests"):
+        table.add_column(name, justify="right")
+    table.add_column("cost, made of", min_width=24)
+    table.add_column("cost", justify="right")
+    table.add_column("")
+    for c in candidates:
+        worker = f"{c.worker}/{c.dp_rank}" if c.dp_rank else c.worker
+        counts = [f"{value:g}" for value in (c.queued_tokens, c.held_blocks, c.requests)]
+        row = [worker, cached(c.overlap_blocks), *counts, terms(c), f"{c.cost:g}", c.note]
+        table.add_row(*map(Text, row), style="bold green" if c.note == "chosen" else "")
+    return table
+
+
+def cached(overlap_blocks: Sequence[int]) -> str:
+    """Blocks by tier. `overlap_blocks` counts each tier with those above it."""
+    device, *_ = overlap_blocks
+    below = [deeper - above for above, deeper in pairwise(overlap_blocks)]
+    return " ".join([str(device), *(f"+{n} {tier}" for n, tier in zip(below, TIERS[1:], strict=True) if n)])
+
+
+def terms(c: CandidateReport) -> str:
+    total = " + ".join(f"{name} {value:g}" for name, value in c.terms.items()) or "nothing"
+    return total if c.capacity == 1 else f"({total}) / {c.capacity:g}"

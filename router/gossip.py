@@ -1,0 +1,184 @@
+"""What routers tell each other: how much each has placed where. Pure; the time is a parameter.
+
+State, not events. A message holds sums for the holders where they have changed, or for all; they take the place of what
+was known of that router. So a message that is lost is made good by the next that tells of the same holder, at the
+latest by the next that tells of all, and nothing can leak. Who has nothing in flight has said so, and is silent.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import WireError
+from protocol.ids import WorkerId
+from protocol.messages import Message, decode
+from router.index import Holder
+from router.load import NOTHING, ActiveLoad, Share
+
+COALESCE_S = 0.002  # changes wait so long for others to go with them
+REPEAT_S = 1.0  # between messages with all sums, as long as there are any
+LAST_WORDS = 2  # messages that there are none any more
+SILENCE_S = 5.0  # what a router has placed is forgotten when it has said nothing for so long
+
+_Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class HolderShare(msgspec.Struct, frozen=True, array_like=True):
+    """router.load.Share of one holder."""
+
+    worker_id: WorkerId
+    dp_rank: int
+    queued_tokens: _Count
+    held_blocks: _Count
+    requests: _Count
+
+
+class LoadNews(Message, frozen=True):
+    """What one router has placed."""
+
+    router: str
+    generation: int  # of its process: a later one has a greater one
+    seq: int
+    is_whole: bool  # holders that are not in it have nothing; else: are as they were
+    shares: tuple[HolderShare, ...]
+
+
+def decode_news(data: bytes) -> LoadNews:
+    """Raises WireError."""
+    try:
+        return decode(data, LoadNews)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"unreadable LoadNews: {error}") from error
+
+
+class Teller:
+    """When this router is to tell the others, and what. To be asked at `next_s`, and whenever the load has changed."""
+
+    def __init__(self, load: ActiveLoad, router: str, generation: int) -> None:
+        self._load = load
+        self._router = router
+        self._generation = generation
+        self._seq = 0
+        self._changes_at: float | None = None
+        self._all_at: float | None = None
+        self._last_words = 0
+
+    def next_s(self) -> float | None:
+        """When something is to be told, as far as that is known."""
+        return min((at for at in (self._changes_at, self._all_at) if at is not None), default=None)
+
+    def on_change(self, now: float) -> None:
+        """The load may have changed."""
+        if self._changes_at is None:
+            self._changes_at = now + COALESCE_S
+
+    def on_listener(self, now: float) -> None:
+        """Somebody listens who knows nothing yet."""
+        self._all_at = now
+        self._last_words = max(self._last_words, 1)
+
+    def on_alone(self) -> None:
+        """Nobody listens any more."""
+        self._changes_at = self._all_at = None
+
+    def tell(self, now: float) -> LoadNews | None:
+        """What is due."""
+        if self._all_at is not None and self._all_at <= now:
+            return self._tell_all(now)
+        if self._changes_at is None or self._changes_at > now:
+            return None
+        self._changes_at = None
+        if not (changed := self._load.take_changed()):
+            return None
+        self._last_words = LAST_WORDS
+        if self._all_at is None:
+            self._all_at = now + REPEAT_S
+        return self._news(changed, is_whole=False)
+
+    def _tell_all(self, now: float) -> LoadNews:
+        self._changes_at = None
+        self._load.take_changed()
+        shares = self._load.shares()
+        self._last_words = LAST_WORDS if shares else self._last_words - 1
+        self._all_at = now + REPEAT_S if self._last_words > 0 else None
+        return self._news(shares, is_whole=True)
+
+    def _news(self, shares: Mapping[Holder, Share], is_whole: bool) -> LoadNews:
+        self._seq += 1
+        rows = tuple(
+            HolderShare(holder.worker_id, holder.dp_rank, int(share.queued_tokens), share.held_blocks, share.requests)
+            for holder, share in shares.items()
+        )
+        return LoadNews(router=self._router, generation=self._generation, seq=self._seq, is_whole=is_whole, shares=rows)
+
+
+@dataclass(slots=True)
+class _Known:
+    generation: int
+    seq: int
+    heard_s: float
+    loaded: set[Holder] = field(default_factory=set)
+
+
+class Listener:
+    """Keeps in `load` what the others have placed, as far as they have told.
+
+    The caller sees to it that news come only of routers that exist: that bounds what is remembered.
+    """
+
+    def __init__(self, load: ActiveLoad) -> None:
+        self._load = load
+        self._known: dict[str, _Known] = {}
+
+    @property
+    def loaded_routers(self) -> int:
+        """Others that have something in flight."""
+        return sum(bool(known.loaded) for known in self._known.values())
+
+    def on_news(self, news: LoadNews, now: float) -> bool:
+        """Whether it was new. What a process says that was replaced, or what was overtaken, is not."""
+        known = self._known.get(news.router)
+        if known is not None and (news.generation, news.seq) <= (known.generation, known.seq):
+            return False
+        if known is None or known.generation != news.generation:
+            known = self._known[news.router] = _Known(news.generation, news.seq, now)
+            replaces_all = True
+        else:
+            known.seq, known.heard_s = news.seq, now
+            replaces_all = news.is_whole
+        shares = _by_holder(news.shares)
+        if replaces_all:
+            self._load.set_elsewhere(news.router, shares)
+            known.loaded = set()
+        else:
+            self._load.update_elsewhere(news.router, shares)
+        known.loaded -= shares.keys()
+        known.loaded |= {holder for holder, share in shares.items() if share != NOTHING}
+        return True
+
+    def forget(self, router: str) -> bool:
+        """It has left. Whether it had something in flight."""
+        known = self._known.pop(router, None)
+        if known is None or not known.loaded:
+            return False
+        self._load.set_elsewhere(router, {})
+        return True
+
+    def expire(self, now: float) -> list[str]:
+        """Forget who has something in flight, as far as is known, but has been silent for too long."""
+        silent = [router for router, known in self._known.items() if known.loaded and known.heard_s + SILENCE_S <= now]
+        for router in silent:
+            self.forget(router)
+        return silent
+
+    def next_s(self) -> float | None:
+        """When `expire` is to be called next."""
+        heard = (known.heard_s for known in self._known.values() if known.loaded)
+        return min((at + SILENCE_S for at in heard), default=None)
+
+
+def _by_holder(rows: Iterable[HolderShare]) -> dict[Holder, Share]:
+    return {Holder(row.worker_id, row.dp_rank): Share(row.queued_tokens, row.held_blocks, row.requests) for row in rows}

@@ -1,0 +1,174 @@
+"""Carry gossip: a ZMQ publisher for what this router tells, a subscription to every other router in discovery."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import zmq
+
+from kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
+from mesh.discovery import Deleted, Discovery, Put
+from protocol.errors import FeedLostError, WireError
+from protocol.messages import RouterCard, decode, encode
+from router.gossip import Listener, Teller, decode_news
+from router.load import ActiveLoad
+from router.metrics import GOSSIP_RECEIVED, GOSSIP_SENT
+
+log = logging.getLogger(__name__)
+
+MAX_NEWS_BYTES = 16 << 20
+_QUEUED_NEWS = 256  # of one router, while a loop is busy; what does not fit is made good by what follows
+
+
+class Gossip:
+    """Keeps the `load` of a router complete with what the others have placed. Needs a running event loop.
+
+    `on_news` is called when that has changed: requests that wait may fit now. As long as nobody listens nothing is
+    sent, and no timer runs. Raises ConfigError if `bind` cannot be had.
+    """
+
+    def __init__(
+        self, load: ActiveLoad, name: str, on_news: Callable[[], None], *, bind: str, advertise_host: str = ""
+    ) -> None:
+        self._name = name
+        self._on_news = on_news
+        self._loop = asyncio.get_running_loop()
+        self._teller = Teller(load, name, generation=time.time_ns())
+        self._listener = Listener(load)
+        self._listeners = 0
+        self._tell_timer: asyncio.TimerHandle | None = None
+        self._tell_at = 0.0
+        self._expiry_timer: asyncio.TimerHandle | None = None
+        self._endpoints: dict[str, str] = {}  # by router
+        self._complained = False
+        # XPUB: it says who comes to listen, who has to be told everything, and when the last has gone
+        pub = open_socket(zmq.XPUB, send=_QUEUED_NEWS, max_bytes=64)
+        pub.setsockopt(zmq.XPUB_VERBOSER, 1)
+        try:
+            self.endpoint = bind_socket(pub, bind, advertise_host or None, to="gossip")
+        except BaseException:
+            pub.close()
+            raise
+        self._sub = open_socket(zmq.SUB, receive=_QUEUED_NEWS, max_bytes=MAX_NEWS_BYTES)
+        self._sub.setsockopt(zmq.SUBSCRIBE, b"")
+        self._telling = LoopSocket(pub, self._on_subscription)
+        self._listening = LoopSocket(self._sub, self._on_message)
+
+    @property
+    def peers(self) -> int:
+        """Other routers that gossip."""
+        return len(self._endpoints)
+
+    def on_change(self) -> None:
+        """The router's own load may have changed."""
+        if self._listeners:
+            self._teller.on_change(time.monotonic())
+            self._plan_tell()
+
+    async def run(self, discovery: Discovery) -> None:
+        """Listen to all other routers until cancelled. Raises FeedLostError if the feed ends."""
+        async for change in discovery.watch("routers/"):
+            name = change.key.removeprefix("routers/")
+            match change:
+                case Put():
+                    self._follow(name, self._endpoint_of(name, change.value))
+                case Deleted():
+                    self._follow(name, "")
+        raise FeedLostError("the discovery watch ended", hint="check --discovery")
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        for timer in (self._tell_timer, self._expiry_timer):
+            if timer is not None:
+                timer.cancel()
+        self._telling.close()
+        self._listening.close()
+
+    # --- telling ---------------------------------------------------------------------------------------
+
+    def _on_subscription(self, frames: Frames) -> None:
+        """`[1 topic]` from who begins to listen, `[0 topic]` from who ends."""
+        if len(frames) != 1 or frames[0] not in (b"\0", b"\1"):
+            return
+        if frames[0] == b"\1":
+            self._listeners += 1
+            self._teller.on_listener(time.monotonic())
+        else:
+            self._listeners = max(0, self._listeners - 1)
+            if not self._listeners:
+                self._teller.on_alone()
+        self._plan_tell()
+
+    def _plan_tell(self) -> None:
+        due_s = self._teller.next_s()
+        if self._tell_timer is not None:
+            if due_s is not None and due_s >= self._tell_at:
+                return
+            self._tell_timer.cancel()
+            self._tell_timer = None
+        if due_s is not None:
+            self._tell_at = due_s
+            self._tell_timer = self._loop.call_later(max(0.0, due_s - time.monotonic()), self._tell)
+
+    def _tell(self) -> None:
+        self._tell_timer = None
+        if (news := self._teller.tell(time.monotonic())) is not None:
+            self._telling.send([encode(news)])
+            GOSSIP_SENT.inc()
+        self._plan_tell()
+
+    # --- listening -------------------------------------------------------------------------------------
+
+    def _endpoint_of(self, name: str, card: bytes) -> str:
+        """Empty if it does not gossip, or is this router."""
+        if name == self._name:
+            return ""
+        try:
+            return decode(card, RouterCard).gossip
+        except WireError as error:
+            log.warning("ignoring routers/%s: %s", name, error)
+            return ""
+
+    def _follow(self, name: str, endpoint: str) -> None:
+        """Listen to a router there; "": not any more."""
+        if not endpoint and self._listener.forget(name):
+            self._on_news()
+        before = set(self._endpoints.values())
+        self._endpoints.pop(name, None)
+        if endpoint:
+            self._endpoints[name] = endpoint
+        after = set(self._endpoints.values())
+        try:
+            for lost in before - after:
+                self._sub.disconnect(lost)
+            for new in after - before:
+                self._sub.connect(new)
+        except zmq.ZMQError as error:
+            self._endpoints.pop(name, None)
+            log.warning("cannot listen to router %s at %r: %s", name, endpoint, error)
+        self._listening.look_soon()
+
+    def _on_message(self, frames: Frames) -> None:
+        GOSSIP_RECEIVED.inc()
+        try:
+            news = decode_news(b"".join(frames))
+        except WireError as error:
+            log.log(logging.DEBUG if self._complained else logging.WARNING, "gossip: %s", error)
+            self._complained = True
+            return
+        if news.router in self._endpoints and self._listener.on_news(news, time.monotonic()):
+            self._plan_expiry()
+            self._on_news()
+
+    def _plan_expiry(self) -> None:
+        """Once a router has something in flight; then it has to be heard of."""
+        if self._expiry_timer is None and (due_s := self._listener.next_s()) is not None:
+            self._expiry_timer = self._loop.call_later(max(0.0, due_s - time.monotonic()), self._expire)
+
+    def _expire(self) -> None:
+        self._expiry_timer = None
+        if silent := self._listener.expire(time.monotonic()):
+            log.warning("forgot the load of routers that fell silent: %s", ", ".join(sorted(silent)))
+            self._on_news()
+        self._plan_expiry()

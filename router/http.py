@@ -1,0 +1,188 @@
+"""The router's HTTP API, for gateways and people: placements, bookings, what the index holds, health and metrics."""
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from aiohttp import web
+
+from mesh.http import Handler, NotFoundError, json_reply, live, read_body, reply_errors, show_metrics
+from protocol.errors import DrainingError, InvalidRequestError, NoWorkerError, OverloadedError
+from protocol.ids import RequestId, new_request_id
+from protocol.messages import WorkerCard
+from router import api
+from router.index import Holder
+from router.metrics import HTTP_BOOKINGS, HTTP_REQUESTS
+from router.selection import NOWHERE
+
+if TYPE_CHECKING:
+    from router.service import LocalBooking, LocalRouter, WorkerFeed
+
+log = logging.getLogger(__name__)
+
+_ID_PREFIX = "http"
+
+
+class RouterApi:
+    """`app` serves it. Bookings made here end by `DELETE`, or with their lease."""
+
+    def __init__(
+        self, router: "LocalRouter", workers: "WorkerFeed", max_body_bytes: int = 8 << 20, max_bookings: int = 4096
+    ) -> None:
+        self._router = router
+        self._workers = workers
+        self._max_bookings = max_bookings
+        self._bookings: WeakSet[LocalBooking] = WeakSet()  # the router holds them, and lets go of those that have ended
+        self._placing: set[asyncio.Task[Any]] = set()
+        self._draining = False
+        HTTP_BOOKINGS.set_function(lambda: len(self._bookings))
+        self.app = web.Application(client_max_size=max_body_bytes, middlewares=[count_requests, reply_errors])
+        self.app.add_routes(
+            [
+                web.post("/place", self.place),
+                web.post("/bookings/{id}", self.progress),
+                web.delete("/bookings/{id}", self.end),
+                web.post("/overlap", self.overlap),
+                web.get("/workers", self.list_workers),
+                web.get("/snapshot", self.snapshot),
+                web.get("/health", self.health),
+                web.get("/live", live),
+                web.get("/metrics", show_metrics),
+            ]
+        )
+
+    async def drain(self, timeout_s: float) -> None:
+        """Place nothing more; those that wait have `timeout_s`."""
+        self._draining = True
+        if self._placing:
+            await asyncio.wait(self._placing, timeout=timeout_s)
+
+    # --- placements ------------------------------------------------------------------------------------
+
+    async def place(self, request: web.Request) -> web.Response:
+        body = api.read(await read_body(request), api.PlaceBody)
+        if self._draining:
+            raise DrainingError("this router is shutting down", hint="ask another one")
+        block_size = self._block_size(body.model)
+        route = api.route_request(body, new_request_id(_ID_PREFIX), *api.prompt_of(body, block_size))
+        if not body.book:
+            placed = await self._router.preview(route, body.timeout_s)
+            return json_reply(api.place_reply(route, placed, block_size, None))
+        if len(self._bookings) + len(self._placing) >= self._max_bookings:
+            raise OverloadedError(f"{self._max_bookings} bookings stand or wait here", hint="end some")
+        task = asyncio.current_task()
+        assert task is not None
+        self._placing.add(task)
+        try:
+            booking = await self._router.place(route, body.timeout_s)
+        finally:
+            self._placing.discard(task)
+        self._bookings.add(booking)
+        return json_reply(api.place_reply(route, booking.placed, block_size, self._router.lease_s))
+
+    async def progress(self, request: web.Request) -> web.Response:
+        body = api.read(await read_body(request), api.ProgressBody)
+        booking = self._booking(request)
+        if body.first_token or body.reused_tokens is not None:
+            booking.prefill_done(body.reused_tokens)
+        booking.progress(body.osl_tokens)
+        return json_reply({"booking": booking.request_id, "lease_s": self._router.lease_s})
+
+    async def end(self, request: web.Request) -> web.Response:
+        """`?failed=1`: what it was to leave in the worker's cache is not there."""
+        failed = {"": False, "0": False, "1": True}.get(request.query.get("failed", ""))
+        if failed is None:
+            raise InvalidRequestError("failed is neither 0 nor 1", param="failed")
+        self._booking(request).end(ok=not failed)
+        return web.Response(status=204)
+
+    def _booking(self, request: web.Request) -> "LocalBooking":
+        """Raises NotFoundError."""
+        name = RequestId(request.match_info["id"])
+        booking = self._router.booking(name)
+        if booking is None or booking not in self._bookings:
+            raise NotFoundError(
+                f"there is no booking {name[:80]!r}", hint="its lease has passed, its worker has left, or it has ended"
+            )
+        return booking
+
+    def _block_size(self, model: str) -> int:
+        """Raises NoWorkerError."""
+        if model not in self._router.state.indexes:
+            served = ", ".join(self._router.state.indexes) or "none"
+            raise NoWorkerError(f"no worker of the model {model!r} is known; there are: {served}")
+        return self._router.state.block_size_of(model)
+
+    # --- what is known ---------------------------------------------------------------------------------
+
+    async def overlap(self, request: web.Request) -> web.Response:
+        body = api.read(await read_body(request), api.OverlapBody)
+        block_size = self._block_size(body.model)
+        isl_tokens, hashes = api.prompt_of(body, block_size)
+        state = self._router.state
+        depths = state.overlaps(body.model, hashes, time.monotonic())
+        rows = [
+            api.overlap_row(card, holder, depths.get(holder, NOWHERE), state.load.of(holder).total)
+            for card in state.cards
+            if card.model == body.model
+            for holder in holders_of(card)
+        ]
+        return json_reply(
+            {
+                "model": body.model,
+                "block_size": block_size,
+                "isl_tokens": isl_tokens,
+                "prompt_blocks": len(hashes) // 8,
+                "workers": rows,
+            }
+        )
+
+    async def list_workers(self, request: web.Request) -> web.Response:
+        state = self._router.state
+        rows = []
+        for card in state.cards:
+            index = state.indexes[card.model]
+            ranks = [
+                api.rank_row(holder.dp_rank, index.blocks_of(holder), state.load.of(holder).total)
+                for holder in holders_of(card)
+            ]
+            rows.append(api.worker_row(card, self._router.feed_of(card), ranks))
+        return json_reply({"workers": rows})
+
+    async def snapshot(self, request: web.Request) -> web.Response:
+        """The index of one model as bytes. Holds the router up while it is made: for debugging."""
+        indexes = self._router.state.indexes
+        model = request.query.get("model", next(iter(indexes), "") if len(indexes) == 1 else "")
+        if model not in indexes:
+            raise NotFoundError(
+                f"there is no index of the model {model!r}", hint=f"send ?model=; there are: {', '.join(indexes)}"
+            )
+        return web.Response(body=indexes[model].dump(), content_type="application/octet-stream")
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Whether placements can be asked for."""
+        state = self._router.state
+        feeds = [self._router.feed_of(card) for card in state.cards]
+        status = "draining" if self._draining else "ready" if self._workers.has_seen else "no worker is known yet"
+        report = {
+            "status": status,
+            "workers": len(feeds),
+            "recovering": feeds.count("recovering"),  # their caches are not known fully yet
+            "waiting": state.waiting,
+            "in_flight": len(state.load),
+        }
+        return json_reply(report, status=200 if status == "ready" else 503)
+
+
+def holders_of(card: WorkerCard) -> list[Holder]:
+    return [Holder(card.worker_id, dp_rank) for dp_rank in range(card.dp_size)]
+
+
+@web.middleware
+async def count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    reply = await handler(request)
+    resource = request.match_info.route.resource
+    HTTP_REQUESTS.labels(resource.canonical if resource is not None else "other", str(reply.status)).inc()
+    return reply

@@ -1,0 +1,158 @@
+"""What `kvmesh explain` asks a frontend, and what it makes of the answer."""
+
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from msgspec.structs import replace
+from rich.console import Console
+
+from frontend.http import HttpSettings, build_app
+from frontend.models import ModelRegistry
+from frontend.placements import Preview, preview_of
+from kvmesh import explain
+from kvmesh.explain import ExplainConfig
+from protocol.errors import ConfigError, MeshError, UnreachableError
+from protocol.ids import WorkerId
+from protocol.messages import CandidateReport, Placed, Target, unpack_tokens
+from tests.frontend import tiny
+from tests.support.fake_mesh import explanation_of
+from tests.support.generator import ScriptedGenerator
+
+DECODE = Target(worker_id=WorkerId("d1-id"), name="d1", address="a:1", overlap_blocks=1)
+PREFILL = Target(worker_id=WorkerId("p0-id"), name="p0", address="a:2")
+PLACED = Placed(decode=DECODE, reason="cheapest", explanation=explanation_of("d1"))
+
+
+class Frontend:
+    def __init__(self, url: str, models: ModelRegistry, generator: ScriptedGenerator, folder: Path) -> None:
+        self.url, self.models, self.generator, self.folder = url, models, generator, folder
+
+
+@pytest_asyncio.fixture
+async def frontend(tmp_path: Path) -> AsyncIterator[Frontend]:
+    generator, models = ScriptedGenerator(), ModelRegistry()
+    generator.placed = PLACED
+    folder = tiny.save_model(tmp_path)
+    models.add(tiny.card("w", path=folder))
+    runner = web.AppRunner(build_app(HttpSettings(), models, generator), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield Frontend(f"http://127.0.0.1:{runner.addresses[0][1]}", models, generator, folder)
+    await runner.cleanup()
+
+
+def shown(preview: Preview) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    explain.show(preview, console)
+    return console.export_text()
+
+
+async def test_the_only_model_is_asked_and_nothing_is_generated(frontend: Frontend) -> None:
+    answer = await explain.ask(ExplainConfig(url=frontend.url), "Tell me [bold]a story.")
+    preview = msgspec.json.decode(answer, type=Preview)
+    assert (preview.model, preview.decode.worker, preview.prefill) == ("tiny", "d1", None)
+    [(request, _)] = frontend.generator.previewed
+    text = tiny.byte_level().decode(unpack_tokens(request.prompt), skip_special_tokens=False)
+    assert text == "<|im_start|>user\nTell me [bold]a story.<|im_end|>\n<|im_start|>assistant\n"
+    assert frontend.generator.requests == []
+
+
+async def test_a_raw_prompt_has_no_template(frontend: Frontend) -> None:
+    await explain.ask(ExplainConfig(url=frontend.url, raw=True), "a story")
+    [(request, _)] = frontend.generator.previewed
+    assert tiny.byte_level().decode(unpack_tokens(request.prompt), skip_special_tokens=False) == "<s>a story"
+
+
+async def test_of_several_models_one_has_to_be_chosen(frontend: Frontend) -> None:
+    frontend.models.add(tiny.card("b", model="big", path=frontend.folder))
+    with pytest.raises(ConfigError, match="tiny, big; choose one with --model"):
+        await explain.ask(ExplainConfig(url=frontend.url), "hi")
+    await explain.ask(ExplainConfig(url=frontend.url, model="big"), "hi")
+
+
+async def test_what_the_mesh_says_against_it_is_shown(frontend: Frontend) -> None:
+    frontend.generator.placed = None
+    with pytest.raises(MeshError, match="answered 503: no worker is ready"):
+        await explain.ask(ExplainConfig(url=frontend.url), "hi")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nonsense", "http://"])
+async def test_without_a_mesh_it_says_what_to_do(url: str) -> None:
+    with pytest.raises(UnreachableError, match="kvmesh up"):
+        await explain.ask(ExplainConfig(url=url), "hi")
+
+
+@pytest.mark.parametrize("argv", [[], ["--json"], ["tell me", "--json"], ["--bogus", "tell me"]])
+def test_the_prompt_is_the_last_argument(argv: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        explain.main(argv)
+
+
+def test_the_help_shows_where_the_prompt_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        explain.main(["--help"])
+    assert "kvmesh explain [options] " in " ".join(capsys.readouterr().out.split())
+
+
+# --- the table ----------------------------------------------------------------------------------------
+
+
+def preview_by(*candidates: CandidateReport, prefill: bool = False, would_wait: bool = False) -> Preview:
+    explanation = replace(explanation_of("d1"), candidates=candidates, would_wait=would_wait)
+    placed = replace(PLACED, explanation=explanation, prefill=PREFILL if prefill else None)
+    return preview_of(placed, "tiny", 40, 16)
+
+
+def report(worker: str, leg: str = "whole", **fields: object) -> CandidateReport:
+    values = {"overlap_blocks": (1, 1, 1, 1), "queued_tokens": 32, "held_blocks": 7, "requests": 3, "capacity": 1.0}
+    values |= {"cost": 2.5, "terms": {"compute": 1.5, "queue": 1.0}, "dp_rank": 0}
+    return CandidateReport(leg=leg, worker=worker, **(values | fields))  # type: ignore[arg-type]
+
+
+def test_the_table_names_the_chosen_one_and_what_its_cost_is_made_of() -> None:
+    text = shown(preview_by(report("d1", note="chosen"), report("d2", dp_rank=3, capacity=2.0, note="new: held back")))
+    assert "d1 would compute prompt and answer; 16 tokens are cached there" in text
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "d1 1 32 7 3 compute 1.5 + queue 1 2.5 chosen" in rows
+    assert "d2/3 1 32 7 3 (compute 1.5 + queue 1) / 2 2.5 new: held back" in rows
+
+
+def test_each_leg_has_a_table() -> None:
+    text = shown(preview_by(report("p0", "prefill", note="chosen"), report("d1", "decode"), prefill=True))
+    assert "p0 would compute the prompt (0 tokens are cached there), d1 the answer" in text
+    assert text.index("Who could compute the prompt;") < text.index("Who could compute the answer;")
+
+
+def test_price_load_and_demand_are_told() -> None:
+    words = " ".join(shown(preview_by(report("d1"))).split())
+    for fact in ("policy kv", "price 1:", "busy 50%", "demand 2 ", "why d1 it is"):
+        assert fact in words
+    assert "it would wait" not in words
+    assert "it would wait" in shown(preview_by(report("d1"), would_wait=True))
+
+
+@pytest.mark.parametrize(
+    ("overlap", "text"),
+    [
+        ((0, 0, 0, 0), "0"),
+        ((8, 8, 8, 8), "8"),
+        ((2, 5, 5, 5), "2 +3 host"),
+        ((0, 0, 1, 4), "0 +1 disk +3 elsewhere"),
+    ],
+)
+def test_what_lies_in_lower_tiers_is_told_apart(overlap: tuple[int, int, int, int], text: str) -> None:
+    assert explain.cached(overlap) == text
+
+
+def test_names_are_no_markup() -> None:
+    assert "[bold]" in shown(preview_by(report("[bold]")))
+
+
+def test_without_an_explanation_the_place_is_told() -> None:
+    text = shown(preview_of(replace(PLACED, explanation=None), "tiny", 40, 16))
+    assert "d1 would compute" in text

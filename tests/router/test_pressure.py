@@ -1,0 +1,163 @@
+"""What a block to compute is worth against one that waits."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.pressure import (
+    BUSY_WINDOW_S,
+    DEMAND_WINDOW_S,
+    MAX_BUSY_SHARE,
+    BusyShare,
+    PrefixDemand,
+    recompute_price,
+)
+
+A, B = b"aaaaaaaa", b"bbbbbbbb"
+
+# --- the price -----------------------------------------------------------------------------------------------------
+
+
+def test_on_idle_workers_a_block_to_compute_weighs_as_much_as_one_that_waits() -> None:
+    assert recompute_price(0.0, 0.0, 0) == 1.0
+
+
+def test_on_busy_workers_it_delays_all_who_come_by_and_ever_more_near_saturation() -> None:
+    idle, some, half, most, near = (recompute_price(busy, 0.0, 1) for busy in (0.0, 0.25, 0.5, 0.75, 0.9))
+    assert 0 < some - idle < half - some < most - half < near - most
+
+
+def test_those_who_would_use_a_copy_share_its_price() -> None:
+    assert recompute_price(0.5, 3.0, 1) == pytest.approx(recompute_price(0.5, 0.0, 1) / 4)
+
+
+def test_what_counts_is_the_demand_for_each_copy_there_is() -> None:
+    assert recompute_price(0.5, 6.0, 3) == recompute_price(0.5, 2.0, 1)
+
+
+def test_demand_for_what_nobody_holds_is_that_for_one_copy() -> None:
+    assert recompute_price(0.5, 2.0, 0) == recompute_price(0.5, 2.0, 1)
+
+
+def test_above_a_share_the_estimate_has_no_meaning_and_stays() -> None:
+    assert recompute_price(1.0, 0.0, 1) == recompute_price(MAX_BUSY_SHARE, 0.0, 1)
+
+
+shares, demands = st.floats(0, 1), st.floats(0, 1e6)
+
+
+@given(shares, shares, demands, demands, st.integers(0, 1000))
+def test_it_grows_with_the_busy_share_falls_with_the_demand_and_is_bounded(
+    busy: float, more_busy: float, asked: float, asked_more: float, holders: int
+) -> None:
+    busy, more_busy = sorted((busy, more_busy))
+    asked, asked_more = sorted((asked, asked_more))
+    price = recompute_price(busy, asked, holders)
+    assert 0 < price <= recompute_price(more_busy, asked, holders)
+    assert price >= recompute_price(busy, asked_more, holders)
+    assert price <= recompute_price(busy, asked, holders + 1) <= recompute_price(1.0, 0.0, 1)
+
+
+# --- how busy the workers are --------------------------------------------------------------------------------------
+
+
+def test_where_nothing_has_been_placed_nobody_is_busy() -> None:
+    assert BusyShare().of(4, 100.0) == 0.0
+    assert BusyShare().of(0, 100.0) == 0.0
+
+
+def test_from_the_start_it_is_the_share_so_far() -> None:
+    """It does not take a window until the first figure means something."""
+    busy = BusyShare()
+    busy.change(+1, 100.0)
+    assert busy.of(2, 100.5) == pytest.approx(0.5)
+    busy.change(-1, 101.0)
+    assert busy.of(2, 102.0) == pytest.approx(0.25, rel=0.02)
+
+
+def test_workers_that_are_busy_without_end_are_busy_all_the_time() -> None:
+    busy = BusyShare()
+    busy.change(+3, 0.0)
+    assert busy.of(4, 1e5) == pytest.approx(0.75)
+
+
+def test_what_was_fades_over_the_window() -> None:
+    busy = BusyShare()
+    busy.change(+1, 0.0)
+    busy.change(-1, 1e5)
+    assert busy.of(1, 1e5 + BUSY_WINDOW_S) == pytest.approx(math.exp(-1), rel=0.01)
+    assert busy.of(1, 1e5 + 20 * BUSY_WINDOW_S) < 1e-8
+
+
+def test_how_often_one_asks_does_not_matter() -> None:
+    asked, unasked = BusyShare(), BusyShare()
+    for busy in (asked, unasked):
+        busy.change(+1, 0.0)
+        busy.change(-1, 10.0)
+    for second in range(300):
+        asked.of(1, second / 10)
+    assert asked.of(1, 30.0) == pytest.approx(unasked.of(1, 30.0))
+
+
+def test_a_pool_that_shrinks_is_busy_at_most_wholly() -> None:
+    busy = BusyShare()
+    busy.change(+4, 0.0)
+    assert busy.of(2, 10.0) == 1.0
+
+
+def test_time_that_goes_back_changes_nothing() -> None:
+    busy = BusyShare()
+    busy.change(+1, 100.0)
+    before = busy.of(2, 110.0)
+    assert busy.of(2, 50.0) == before
+    assert busy.of(2, 110.0) == before
+
+
+changes = st.lists(st.tuples(st.floats(0, 1000), st.sampled_from([0, 1, 2])), max_size=30)
+
+
+@given(changes, st.floats(0, 10_000))
+def test_it_is_a_share_whatever_happens(changes: list[tuple[float, int]], pause_s: float) -> None:
+    busy, now, count = BusyShare(), 0.0, 0
+    for elapsed_s, target in changes:
+        now += elapsed_s
+        busy.change(target - count, now)
+        count = target
+        assert 0.0 <= busy.of(2, now) <= 1.0
+    assert 0.0 <= busy.of(2, now + pause_s) <= 1.0
+
+
+# --- how often a prefix is asked for -------------------------------------------------------------------------------
+
+
+def test_each_request_counts_once_and_fades() -> None:
+    demand = PrefixDemand()
+    assert demand.of(A, 0.0) == 0.0
+    demand.asked(A, 0.0)
+    demand.asked(A, 0.0)
+    assert demand.of(A, 0.0) == 2.0
+    assert demand.of(A, DEMAND_WINDOW_S) == pytest.approx(2 / math.e)
+    assert demand.of(B, 0.0) == 0.0
+
+
+def test_a_steady_demand_is_what_comes_in_a_window() -> None:
+    demand = PrefixDemand()
+    for second in range(1000):
+        demand.asked(A, float(second))
+    assert demand.of(A, 999.0) == pytest.approx(DEMAND_WINDOW_S, rel=0.01)
+
+
+def test_reading_it_is_not_asking_for_it() -> None:
+    demand = PrefixDemand()
+    demand.of(A, 0.0)
+    assert len(demand) == 0
+
+
+def test_of_too_many_prefixes_those_are_kept_that_were_asked_for_last() -> None:
+    demand = PrefixDemand(max_prefixes=2)
+    for prefix in (A, B, A, b"cccccccc"):
+        demand.asked(prefix, 0.0)
+    assert len(demand) == 2
+    assert (demand.of(A, 0.0), demand.of(B, 0.0)) == (2.0, 0.0)

@@ -1,0 +1,20 @@
+"""The index and the chain counts, as specified and as built: what holds for one has to hold for the other."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from router import chains, index
+
+NOT_BUILT = "the native code was not built here, or KVMESH_NATIVE=0"
+
+needs_native = pytest.mark.skipif(not index.NATIVE, reason=NOT_BUILT)
+
+
+def _both(plain: Callable[..., Any], native: Callable[..., Any] | None) -> list[Any]:
+    return [pytest.param(plain, id="plain"), pytest.param(native, id="native", marks=needs_native)]
+
+
+INDEXES = _both(index.PlainIndex, getattr(index, "NativeIndex", None))
+CHAINS = _both(chains.PlainChainCounts, chains.ChainCounts)
