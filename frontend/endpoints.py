@@ -15,16 +15,17 @@ from frontend import metrics
 from frontend.admission import Admission
 from frontend.answer import PlacedLogprob
 from frontend.chunks import DONE, ChunkWriter, logprobs_of, whole_body
-from frontend.errors import BodyTooLargeError, error_event, outcome
+from frontend.errors import error_event, outcome
 from frontend.generator import Generator
 from frontend.hints import with_headers
 from frontend.models import ModelRegistry
 from frontend.parameters import Call, Endpoint, parse_either
-from frontend.pipeline import Job, Timing, parts, prepare, trace_report
-from frontend.placements import placement_headers, preview_of
-from frontend.replies import error_reply, json_reply
+from frontend.pipeline import Job, Timing, parts, placement_headers, prepare, trace_report
+from mesh.http import error_reply, json_reply, read_body
 from protocol.errors import InvalidRequestError, MeshError
 from protocol.ids import RequestId, new_request_id
+from protocol.messages import RouteRequest
+from router.api import place_reply
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,8 @@ class CompletionService:
                 model = await self.models.get(call.model)
                 job = await prepare(call, model, new_id(request, call.endpoint))
                 placed = await self.generator.preview(job.request, call.hints, deadline)
-        return json_reply(preview_of(placed, model.name, job.prompt_tokens, model.block_size))
+        route = RouteRequest(request_id=job.request.request_id, model=model.name, isl_tokens=job.prompt_tokens)
+        return json_reply(place_reply(route, placed, model.block_size, None))
 
 
 class Exchange:
@@ -215,18 +217,6 @@ async def read_call(request: web.Request, parse: Callable[[bytes], Call]) -> Cal
     """What body and headers ask for. Raises InvalidRequestError."""
     call = parse(await read_body(request))
     return replace(call, hints=with_headers(call.hints, request.headers.items()))
-
-
-async def read_body(request: web.Request) -> bytes:
-    """Raises BodyTooLargeError, without reading on, and InvalidRequestError."""
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise BodyTooLargeError(
-            f"the request body is larger than {request.client_max_size} bytes", hint="send less"
-        ) from error
-    except web.RequestPayloadError as error:
-        raise InvalidRequestError(f"the request body cannot be read: {error}") from error
 
 
 def timeout_s(request: web.Request, limits: TimeLimits) -> float:

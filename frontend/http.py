@@ -1,26 +1,20 @@
 """The frontend's HTTP application: routes, error replies, health and metrics."""
 
-import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import msgspec
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from frontend import metrics
 from frontend.admission import Admission
 from frontend.endpoints import CompletionService, TimeLimits
-from frontend.errors import MethodNotAllowedError, NotFoundError
 from frontend.generator import Generator
 from frontend.models import ModelRegistry, Served
 from frontend.openai import ModelList, ModelObject
 from frontend.parameters import Endpoint, parse_chat, parse_completion
-from frontend.replies import error_reply, json_reply
-from protocol.errors import InvalidRequestError, MeshError, NoWorkerError
-
-log = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from mesh import http
+from mesh.http import json_reply, live, reply_errors
+from protocol.errors import NoWorkerError
 
 ADMISSION = web.AppKey("admission", Admission)  # the drain hook: app[ADMISSION].drain(), then wait_idle()
 _MODELS = web.AppKey("models", ModelRegistry)
@@ -41,7 +35,7 @@ def build_app(
     generator: Generator,
     router_ready: Callable[[], bool] = lambda: True,
 ) -> web.Application:
-    """Run it with AppRunner(app, handler_cancellation=True): a client that leaves then cancels its request."""
+    """Run it with mesh.http.listening: a client that leaves then cancels its request."""
     app = web.Application(client_max_size=settings.max_body_bytes, middlewares=[reply_errors])
     admission = Admission(settings.max_inflight)
     limits = TimeLimits(settings.request_timeout_s, settings.max_request_timeout_s)
@@ -75,34 +69,6 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def route(request: web.Request) -> web.StreamResponse:
     """Where a request would run, and why. It is not run."""
     return await request.app[_SERVICE].preview(request)
-
-
-# --- errors -------------------------------------------------------------------------------------------
-
-
-@web.middleware
-async def reply_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Failures outside the completion endpoints, which answer for their own."""
-    try:
-        return await handler(request)
-    except MeshError as error:
-        return error_reply(error)
-    except web.HTTPException as error:
-        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        return error_reply(of_http(request, error), allow)
-    except Exception:
-        log.exception("%s %s failed", request.method, request.path)
-        return error_reply(MeshError("the frontend failed", hint="see its log"))
-
-
-def of_http(request: web.Request, error: web.HTTPException) -> MeshError:
-    """aiohttp's own refusals in our words."""
-    match error:
-        case web.HTTPMethodNotAllowed():
-            return MethodNotAllowedError(f"{request.path} does not take {request.method}")
-        case web.HTTPNotFound():
-            return NotFoundError(f"there is no {request.path} here", hint="the API is under /v1/")
-    return InvalidRequestError(f"bad request: {error.reason}")
 
 
 # --- the rest -----------------------------------------------------------------------------------------
@@ -148,11 +114,6 @@ async def health(request: web.Request) -> web.Response:
     return json_reply(report, status=200 if status == "ready" else 503)
 
 
-async def live(request: web.Request) -> web.Response:
-    """Whether the process runs at all."""
-    return json_reply({"status": "live"})
-
-
 async def show_metrics(request: web.Request) -> web.Response:
     metrics.MODELS_READY.set(len(request.app[_MODELS].ready()))
-    return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return await http.show_metrics(request)

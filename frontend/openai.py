@@ -179,7 +179,7 @@ class TraceReport(Struct, frozen=True, kw_only=True):
     route_reason: str
     migrations: int
     pull_error: str
-    explanations: list[dict[str, Any]] | UnsetType = UNSET  # see placements.explained; one per placement
+    explanations: list[dict[str, Any]] | UnsetType = UNSET  # see router.api.explained; one per placement
 
 
 class TopLogprob(Struct, frozen=True):

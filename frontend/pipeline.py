@@ -3,6 +3,7 @@
 A parsed `Call` becomes a `Job` (`prepare`); `parts` runs it. What is sent, and how, is `endpoints`' business.
 """
 
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -17,10 +18,13 @@ from frontend.generator import Generator, Trace
 from frontend.models import Model
 from frontend.openai import PromptTokensDetails, TraceReport, Usage
 from frontend.parameters import Call, Endpoint
-from frontend.placements import explained
 from protocol.errors import ContextLengthError, EngineError, InvalidRequestError
 from protocol.ids import RequestId
 from protocol.messages import GenerateRequest, StopConditions, pack_tokens
+from router.api import explained
+
+MAX_HEADER_CHARS = 512
+_NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]")
 
 
 @dataclass(slots=True)
@@ -207,6 +211,20 @@ def trace_report(job: Job, timing: Timing) -> TraceReport | None:
         pull_error=trace.pull_error,
         explanations=[explained(e) for e in trace.explanations] if explain else msgspec.UNSET,
     )
+
+
+def placement_headers(trace: Trace) -> dict[str, str]:
+    """The last placement, as headers of the reply."""
+    if (placed := trace.placed) is None:
+        return {}
+    headers = {
+        "x-kvmesh-worker": placed.decode.name,
+        "x-kvmesh-overlap-tokens": str(trace.overlap_tokens),
+        "x-kvmesh-route-reason": placed.reason,
+    }
+    if placed.prefill is not None:
+        headers["x-kvmesh-prefill-worker"] = placed.prefill.name
+    return {name: _NOT_PRINTABLE.sub("?", text)[:MAX_HEADER_CHARS] for name, text in headers.items()}
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import msgspec
 from aiohttp import web
@@ -15,9 +15,9 @@ from frontend.dispatch import Dispatcher
 from frontend.http import ADMISSION, HttpSettings, build_app
 from frontend.models import ModelRegistry
 from mesh.discovery import open_discovery
+from mesh.http import listening
 from mesh.lifecycle import watch_parent
 from mesh.plane.client import PlaneClient
-from protocol.errors import ConfigError
 from protocol.ids import new_generation
 from protocol.messages import FrontendCard, encode
 from router.client import RemoteRouter, Router
@@ -57,7 +57,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
                 follow.append(feeds.create_task(remote.run(discovery), name="frontend: follow routers"))
             dispatcher = Dispatcher(router, plane, lambda model: models.find(model).block_size)
             app = build_app(settings_of(config), models, dispatcher, router_ready)
-            async with http_server(config, app) as url:
+            async with listening(app, config.host, config.port) as url:
                 card = FrontendCard(name=config.name, url=url, pid=os.getpid())
                 registration = await discovery.put(f"frontends/{config.name}", encode(card))
                 log.info("ready", extra={"url": url})
@@ -85,25 +85,6 @@ def settings_of(config: FrontendConfig) -> HttpSettings:
         request_timeout_s=config.request_timeout_s,
         max_inflight=config.max_inflight,
     )
-
-
-@asynccontextmanager
-async def http_server(config: FrontendConfig, app: web.Application) -> AsyncIterator[str]:
-    """Listen as long as the block runs; gives the URL."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, config.host, config.port, backlog=1024)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {config.host}:{config.port}: {error.strerror}",
-                hint="choose another --port, or --host",
-            ) from error
-        yield f"http://{config.host}:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 async def drain(app: web.Application, timeout_s: float) -> None:

@@ -196,6 +196,8 @@ class NatsServer:
                 await jetstream.read(self._client, stream, subject, first, on_message, silence_s)
         except nats.errors.Error as error:
             raise PeerLostError(f"{self._url} does not replay: {error!r}") from error
+        finally:
+            _heed_cancellation()
 
     async def close(self) -> None:
         self._connected.cancel()
@@ -312,8 +314,15 @@ def _on_end(task: asyncio.Task[None]) -> None:
         log.error("%s ended", task.get_name(), exc_info=error)
 
 
+def _heed_cancellation() -> None:
+    """Before Python 3.12 `asyncio.wait_for`, which the client uses, can swallow one."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 async def _end(task: asyncio.Task[None]) -> None:
-    """Again and again: before Python 3.12 `wait_for`, which the client uses, can swallow a cancellation."""
+    """Cancel it until it heeds that, see `_heed_cancellation`."""
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=_CANCEL_AGAIN_S)

@@ -153,6 +153,7 @@ class _Feed:
         self._patience = shared.patience
         self._slots = shared.slots
         self._stats = shared.stats
+        self._is_closed = False
         self._request: Request | None = None
         self._requested = asyncio.Event()
         self._complained = False
@@ -176,15 +177,19 @@ class _Feed:
         return self._cursor.position
 
     def close(self) -> None:
+        self._is_closed = True
         self._link.close()
         self._cursor.close()
         self.task.cancel()
 
     async def run(self) -> None:
-        """Carry out what the cursor asks for, and recheck while that is nothing. Ends by cancellation."""
+        """Carry out what the cursor asks for, and recheck while that is nothing.
+
+        Ends by cancellation, which `asyncio.wait_for` can swallow before Python 3.12; then by `_is_closed`.
+        """
         rechecks = chain(_FIRST_RECHECKS_S, repeat(self._patience.recheck_s))
         in_a_row = 0
-        while True:
+        while not self._is_closed:
             if self._request is None:
                 in_a_row = 0
                 await self._idle(min(next(rechecks), self._patience.recheck_s))
@@ -235,7 +240,7 @@ class _Feed:
 
     @property
     def _wants_replay(self) -> bool:
-        return self._request is None and self._cursor.mode is Mode.REPLAYING
+        return self._request is None and self._cursor.mode is Mode.REPLAYING and not self._is_closed
 
     async def _restore(self, take: Callable[[], Awaitable[Snapshot]]) -> None:
         self._stats["snapshots"] += 1
@@ -286,7 +291,7 @@ class _Feed:
     def _carry_out(self, actions: Sequence[Action]) -> None:
         """In order; what follows from a batch that is applied comes after all that was asked for before."""
         pending = deque(actions)
-        while pending:
+        while pending and not self._is_closed:
             match pending.popleft():
                 case Apply(seq, payload):
                     self._apply(seq, payload)

@@ -15,10 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from frontend.placements import Preview
+from frontend.models import Model
+from frontend.parameters import parse_either
+from frontend.pipeline import prompt_token_ids
+from frontend.templates import ChatTemplate
+from frontend.tokenizer import Tokenizer
 from mesh.config import load
 from protocol.errors import ConfigError, MeshError, UnreachableError
-from protocol.messages import CandidateReport, Explanation
+from protocol.messages import CandidateReport, Explanation, Target, WorkerCard
 
 TIMEOUT_S = 30.0
 LEGS = {"whole": "prompt and answer", "prefill": "the prompt", "decode": "the answer"}
@@ -28,10 +32,32 @@ TIERS = ("device", "host", "disk", "elsewhere")
 class ExplainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_EXPLAIN_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    url: Annotated[str, Meta(description="the mesh's HTTP API")] = "http://127.0.0.1:8000"
+    url: Annotated[str, Meta(description="HTTP API of a frontend: it knows tokenizer and template")] = (
+        "http://127.0.0.1:8000"
+    )
+    router: Annotated[
+        str, Meta(description="HTTP API of a router, to be asked itself; the model's folder has to be readable here")
+    ] = ""
     model: Annotated[str, Meta(description="whose workers; default: the only model that is served")] = ""
     raw: Annotated[bool, Meta(description="as a text completion, without the chat template")] = False
     json: Annotated[bool, Meta(description="print one JSON object")] = False
+
+
+class Reply(Struct, frozen=True):
+    """What a frontend or a router answers, as far as it is shown here: see router.api.PlaceReply."""
+
+    model: str
+    block_size: int
+    isl_tokens: int
+    decode: Target
+    prefill: Target | None
+    explanation: Explanation | None
+
+
+class _Workers(Struct, frozen=True):
+    """The answer of a router to GET /workers."""
+
+    workers: list[WorkerCard]
 
 
 def main(argv: list[str]) -> int:
@@ -52,22 +78,51 @@ def main(argv: list[str]) -> int:
     if config.json:
         print(body.decode())
     else:
-        show(msgspec.json.decode(body, type=Preview), Console(highlight=False))
+        show(msgspec.json.decode(body, type=Reply), Console(highlight=False))
     return 0
 
 
+# --- asking -------------------------------------------------------------------------------------------
+
+
 async def ask(config: ExplainConfig, prompt: str) -> bytes:
-    """The mesh's answer, JSON of a Preview. Raises MeshError."""
+    """The mesh's answer, JSON of a Reply. Raises MeshError."""
+    chat = [{"role": "user", "content": prompt}]
+    content: dict[str, object] = {"prompt": prompt} if config.raw else {"messages": chat}
+    asked = config.router or config.url
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as http:
-            model = config.model or only_model(await fetch(http, "GET", f"{config.url}/v1/models"))
-            content = {"prompt": prompt} if config.raw else {"messages": [{"role": "user", "content": prompt}]}
-            return await fetch(http, "POST", f"{config.url}/kvmesh/route", {"model": model} | content)
+            return await (ask_router if config.router else ask_frontend)(http, asked, config.model, content)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise UnreachableError(
-            f"no mesh answers at {config.url}: {error or 'it took too long'}",
-            hint="start one with `kvmesh up`, or set --url",
-        ) from error
+        reason = str(error) or f"it took more than {TIMEOUT_S:g} s"
+        hint = "start a mesh with `kvmesh up`, or set --url"
+        raise UnreachableError(f"nobody answers at {asked}: {reason}", hint=hint) from error
+
+
+async def ask_frontend(http: aiohttp.ClientSession, url: str, model: str, content: dict[str, object]) -> bytes:
+    if not model:
+        served = msgspec.json.decode(await fetch(http, "GET", f"{url}/v1/models"))
+        model = only([entry["id"] for entry in served["data"]])
+    return await fetch(http, "POST", f"{url}/kvmesh/route", {"model": model} | content)
+
+
+async def ask_router(http: aiohttp.ClientSession, url: str, model: str, content: dict[str, object]) -> bytes:
+    """A router knows tokens alone: they are made here."""
+    cards = msgspec.json.decode(await fetch(http, "GET", f"{url}/workers"), type=_Workers).workers
+    model = model or only(sorted({card.model for card in cards}))
+    card = next((card for card in cards if card.model == model), None)
+    if card is None:
+        raise ConfigError(f"no worker of the model {model!r} is known at {url}", hint="see --model")
+    call = parse_either(msgspec.json.encode({"model": model} | content))
+    tokens = await prompt_token_ids(call, await asyncio.to_thread(load_model, card))
+    fields = {"model": model, "prompt_tokens": tokens, "book": False, "explain": True}
+    return await fetch(http, "POST", f"{url}/place", fields)
+
+
+def load_model(card: WorkerCard) -> Model:
+    """Raises ConfigError if the model's folder cannot be read."""
+    tokenizer, template = Tokenizer.load(card.model_path), ChatTemplate.load(card.model_path)
+    return Model(card.model, tokenizer, template, card.context_tokens, card.block_size, created=0)
 
 
 async def fetch(http: aiohttp.ClientSession, method: str, url: str, body: object = None) -> bytes:
@@ -86,8 +141,7 @@ def message_of(content: bytes) -> str:
         return content[:200].decode(errors="replace")
 
 
-def only_model(content: bytes) -> str:
-    names: list[str] = [model["id"] for model in msgspec.json.decode(content)["data"]]
+def only(names: Sequence[str]) -> str:
     if len(names) != 1:
         raise ConfigError(f"models served here: {', '.join(names) or 'none'}", hint="choose one with --model")
     return names[0]
@@ -96,12 +150,11 @@ def only_model(content: bytes) -> str:
 # --- for people ---------------------------------------------------------------------------------------
 
 
-def show(preview: Preview, console: Console) -> None:
-    console.print(f"{preview.prompt_tokens} prompt tokens for {preview.model}, in blocks of {preview.block_size}")
-    console.print(Text(where(preview), "bold"))
-    if preview.explanation is None:
+def show(reply: Reply, console: Console) -> None:
+    console.print(f"{reply.isl_tokens} prompt tokens for {reply.model}, in blocks of {reply.block_size}")
+    console.print(Text(where(reply), "bold"))
+    if (explanation := reply.explanation) is None:
         return
-    explanation = msgspec.convert(preview.explanation, Explanation)
     for leg, candidates in groupby(explanation.candidates, key=lambda c: c.leg):
         console.print(table_of(leg, list(candidates)))
     console.print(Text(f"\nwhy     {explanation.why}"))
@@ -115,12 +168,12 @@ def show(preview: Preview, console: Console) -> None:
     )
 
 
-def where(preview: Preview) -> str:
-    decode, prefill = preview.decode, preview.prefill
+def where(reply: Reply) -> str:
+    decode, prefill = reply.decode, reply.prefill
+    known = f"{(prefill or decode).overlap_blocks * reply.block_size} tokens are cached there"
     if prefill is None:
-        return f"{decode.worker} would compute prompt and answer; {decode.overlap_tokens} tokens are cached there"
-    cached = f"{prefill.overlap_tokens} tokens are cached there"
-    return f"{prefill.worker} would compute the prompt ({cached}), {decode.worker} the answer"
+        return f"{decode.name} would compute prompt and answer; {known}"
+    return f"{prefill.name} would compute the prompt ({known}), {decode.name} the answer"
 
 
 def table_of(leg: str, candidates: Sequence[CandidateReport]) -> Table:

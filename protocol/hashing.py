@@ -105,7 +105,8 @@ def u32_bytes(tokens: Buffer) -> memoryview:
 
 def mix64(value: int) -> int:
     """Spread a u64 over all its bits (the finaliser of splitmix64)."""
-    value = ((value & _U64) ^ (value >> 30)) * 0xBF58_476D_1CE4_E5B9 & _U64
+    value &= _U64
+    value = (value ^ (value >> 30)) * 0xBF58_476D_1CE4_E5B9 & _U64
     value = (value ^ (value >> 27)) * 0x94D0_49BB_1331_11EB & _U64
     return value ^ (value >> 31)
 

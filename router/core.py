@@ -23,7 +23,7 @@ from router.explain import Leg, Reasons, explain
 from router.index import Depths, Digest, Holder, PrefixIndex
 from router.load import ActiveLoad, Change, HolderLoad, Share
 from router.prediction import APPROXIMATE_TTL_S, ON_ROUTE_TTL_S, PredictedPrefixes
-from router.pressure import BusyShare, PrefixDemand, recompute_price
+from router.pressure import BusyShare, PrefixDemand, WorkSpread, recompute_price
 from router.queue import Pending, PendingQueue, QueueRules
 from router.selection import NOWHERE, Candidate, Policy, Prompt, Weights, choose
 from router.warmup import WarmUp
@@ -86,6 +86,7 @@ class _Pool:
     index: PrefixIndex = field(default_factory=PrefixIndex)
     queue: PendingQueue["_Waiting"] = field(default_factory=PendingQueue)
     slots: dict[Role, list[Slot]] = field(default_factory=lambda: {role: [] for role in Role})
+    spread: WorkSpread = field(default_factory=WorkSpread)
     busy: dict[bool, BusyShare] = field(default_factory=lambda: {True: BusyShare(), False: BusyShare()})
     demand: PrefixDemand = field(default_factory=PrefixDemand)
 
@@ -210,12 +211,16 @@ class RouterState:
         """What arrives after a worker has left must not bring it back."""
         if (card := self._cards.get(worker_id)) is not None:
             self._pools[card.model].index.apply(Holder(worker_id, dp_rank), events)
+            self._predicted.forget_holder(Holder(worker_id, dp_rank))
 
     def on_kv_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> int:
         """The same from a batch as on the wire; the number of events. Raises WireError."""
         if (card := self._cards.get(worker_id)) is None:
             return 0
-        return self._pools[card.model].index.apply_payload(Holder(worker_id, dp_rank), payload)
+        holder = Holder(worker_id, dp_rank)
+        num_events = self._pools[card.model].index.apply_payload(holder, payload)
+        self._predicted.forget_holder(holder)  # the events of what it has computed are among them
+        return num_events
 
     def forget_kv(self, worker_id: WorkerId, dp_rank: int) -> None:
         """Whatever this holder was said to have: it is told anew."""
@@ -229,7 +234,11 @@ class RouterState:
     def overlaps(self, model: str, hashes: bytes, now: float) -> Mapping[Holder, Depths]:
         """How much of a prompt each holder has, or is about to have."""
         pool = self._pools.get(model)
-        return {} if pool is None else self._overlaps(pool, hashes, now)[0]
+        if pool is None:
+            return {}
+        found, _ = self._overlaps(pool, hashes, now)
+        slots = (slot for slots in pool.slots.values() for slot in slots)
+        return {slot.holder: found[slot.holder] for slot in slots if slot.holder in found}
 
     # --- requests ----------------------------------------------------------------------------------
 
@@ -333,8 +342,9 @@ class RouterState:
 
     def free(self, request_id: RequestId, now: float = 0.0, *, ok: bool = True) -> None:
         """It has ended, wherever it was; `ok`: well. A second call does nothing."""
-        for pool in self._pools.values():
-            pool.queue.cancel(request_id)
+        for model, pool in list(self._pools.items()):
+            if pool.queue.cancel(request_id) is not None:
+                self._tidy(model)
         for holder in self.load.holders_of(request_id):
             if ok:
                 self._warm_up.completed(holder.worker_id)
@@ -469,7 +479,9 @@ class RouterState:
         depths = [overlaps.get(slot.holder, NOWHERE)[-1] for slot in computing]
         deepest = max(depths)
         asked = pool.demand.of(_prefix(hashes, deepest), now) if deepest else 0.0
-        price = self.rules.recompute_price or recompute_price(busy, asked, depths.count(deepest) if deepest else 0)
+        price = self.rules.recompute_price or recompute_price(
+            busy, pool.spread.value, asked, depths.count(deepest) if deepest else 0
+        )
         return _View(request, computing[0].card.block_size, overlaps, active, ahead, price, busy, asked)
 
     def _overlaps(self, pool: _Pool, hashes: bytes, now: float) -> tuple[Mapping[Holder, Depths], Mapping[Holder, int]]:
@@ -607,6 +619,7 @@ class RouterState:
             now=now,
         )
         self._count_busy(changes, now)
+        self._pools[request.model].spread.add(uncached)
         chosen = [plan.decode] if plan.prefill is None else [plan.decode, plan.prefill]
         for candidate in chosen:
             self._choices += 1

@@ -79,10 +79,14 @@ class PredictedPrefixes:
         for holder in list(self._of_request.get(request_id, ())):
             self._drop((request_id, holder))
 
+    def forget_holder(self, holder: Holder) -> None:
+        """What was predicted of it is known better now."""
+        for request_id in list(self._of_holder.get(holder, ())):
+            self._drop((request_id, holder))
+
     def forget_worker(self, worker_id: WorkerId) -> None:
         for holder in [holder for holder in self._of_holder if holder.worker_id == worker_id]:
-            for request_id in list(self._of_holder[holder]):
-                self._drop((request_id, holder))
+            self.forget_holder(holder)
 
     def blocks_of(self, holder: Holder) -> int:
         """Distinct blocks that are predicted there; those that have expired since the last call count too."""

@@ -10,19 +10,46 @@ from collections import OrderedDict
 
 BUSY_WINDOW_S = 60.0
 DEMAND_WINDOW_S = 100.0
+SPREAD_MEMORY = 0.997  # what a request counts after one more
+MIN_SAMPLES = 16
+MAX_SPREAD = 8.0
 MAX_BUSY_SHARE = 0.95  # above it the estimate of the wait has no meaning
 
 
-def recompute_price(busy_share: float, asked_before: float, holders: int) -> float:
+def recompute_price(busy_share: float, spread: float, asked_before: float, holders: int) -> float:
     """Blocks in a queue that one block to compute weighs as much as; > 0.
 
-    One for the request itself. And all who come by wait longer: in a queue the wait grows with load / (1 - load), whose
-    slope is 1 / (1 - load)**2, and load / (1 - load)**2 of it falls on those who come while the worker is busy.
-    `asked_before`: recent requests whose cached prefix ended at the same block. `holders` have it: a copy would
-    serve so many of them, and they share its price.
+    One for the request itself. And all who come by wait longer: in a queue the wait is (1 + spread) / 2 * load /
+    (1 - load) (Pollaczek and Khinchine), its slope (1 + spread) / 2 / (1 - load)**2, and the share `load` of it falls on
+    those who come while the worker is busy. `spread`: see WorkSpread. `asked_before`: recent requests whose cached
+    prefix ended at the same block. `holders` have it: a copy would serve so many of them, and they share its price.
     """
     load = min(busy_share, MAX_BUSY_SHARE)
-    return (1.0 + load / (1.0 - load) ** 2) / (1.0 + asked_before / max(1, holders))
+    others = (1.0 + spread) / 2 * load / (1.0 - load) ** 2
+    return (1.0 + others) / (1.0 + asked_before / max(1, holders))
+
+
+class WorkSpread:
+    """How unequal the work of requests is: variance / mean**2 of the tokens they had to compute, over the last few
+    hundred. 0: all equal, 1: as if exponentially distributed, 3 and more: a few long prompts among many short ones."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._mean = 0.0
+        self._mean_square = 0.0
+
+    def add(self, tokens: int) -> None:
+        self._weight = SPREAD_MEMORY * self._weight + 1.0
+        share = 1.0 / self._weight
+        self._mean += share * (tokens - self._mean)
+        self._mean_square += share * (tokens * tokens - self._mean_square)
+
+    @property
+    def value(self) -> float:
+        """1 while little is known."""
+        if self._weight < MIN_SAMPLES or not self._mean:
+            return 1.0
+        return min(MAX_SPREAD, max(0.0, self._mean_square / self._mean**2 - 1.0))
 
 
 class BusyShare:

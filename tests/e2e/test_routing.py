@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from protocol.messages import RouterCard, decode
 from tests.faults.conftest import in_flight
 from tests.faults.prompts import prompt_of
 from tests.support.mesh import Mesh, running_mesh, until
@@ -38,9 +39,9 @@ def any_router(request: pytest.FixtureRequest, wide: Mesh, tmp_path_factory: pyt
             yield stack.enter_context(running_mesh(folder, *MOCK, "--router", "remote"))
 
 
-@pytest.fixture(scope="module")
-def _narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    flags = ["--prefill", "0", "--decode", "0", "--aggregated", "1", "--max-num-seqs", "1"]
+@pytest.fixture(scope="module", params=["embedded", "remote"])
+def _narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    flags = ["--prefill", "0", "--decode", "0", "--aggregated", "1", "--max-num-seqs", "1", "--router", request.param]
     env = {"KVMESH_ROUTER_QUEUE_MAX_REQUESTS": str(QUEUE)}
     with running_mesh(tmp_path_factory.mktemp("narrow"), *MOCK, *flags, env=env) as mesh:
         yield mesh
@@ -50,7 +51,7 @@ def _narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 def narrow(_narrow: Mesh) -> Iterator[Mesh]:
     """One worker that runs one request at a time, and a queue for QUEUE. After each test nothing is left in flight."""
     yield _narrow
-    until(lambda: not in_flight(_narrow), what="nothing in flight")
+    until(lambda: not in_flight(_narrow) and not bookings(_narrow), what="nothing in flight")
 
 
 def complete(mesh: Mesh, prompt: list[int], headers: Mapping[str, str] | None = None, **body: Any) -> httpx.Response:
@@ -131,11 +132,11 @@ def test_what_is_predicted_is_what_is_found(any_router: Mesh) -> None:
     mesh, prompt = any_router, prompt_of(150, 11)
     complete(mesh, prompt)
     expected = len(prompt) // 16 * 16
-    until(lambda: preview(mesh, prompt)["decode"]["overlap_tokens"] == expected, what="KV events")
+    until(lambda: preview(mesh, prompt)["decode"]["overlap_blocks"] == expected // 16, what="KV events")
     told = preview(mesh, prompt)
     second = complete(mesh, prompt, {"x-kvmesh-explain": "1"})
     report = second.json()["kvmesh"]
-    assert told["decode"]["worker"] == second.headers["x-kvmesh-worker"] == report["decode_worker"]
+    assert told["decode"]["name"] == second.headers["x-kvmesh-worker"] == report["decode_worker"]
     assert told["prefill"] is report["prefill_worker"] is None
     assert report["overlap_tokens"] == report["cached_tokens"] == expected
     assert second.headers["x-kvmesh-overlap-tokens"] == str(expected)
@@ -151,7 +152,7 @@ def test_a_stream_is_explained_as_well(wide: Mesh) -> None:
 
 def test_a_preview_changes_nothing(wide: Mesh) -> None:
     before = wide.metric("kvmesh_router_placements_total")
-    asked = [preview(wide, prompt_of(90, 23), session="s")["decode"]["worker"] for _ in range(4)]
+    asked = [preview(wide, prompt_of(90, 23), session="s")["decode"]["name"] for _ in range(4)]
     assert len(set(asked)) == 1, "nobody was chosen, so nobody's turn has passed"
     assert wide.metric("kvmesh_router_placements_total") == before
     assert wide.metric("kvmesh_router_in_flight") == 0
@@ -165,7 +166,7 @@ def test_predictions_are_counted_beside_what_was_found(wide: Mesh) -> None:
 
     prompt = prompt_of(160, 29)
     complete(wide, prompt)
-    until(lambda: preview(wide, prompt)["decode"]["overlap_tokens"] == 160, what="KV events")
+    until(lambda: preview(wide, prompt)["decode"]["overlap_blocks"] == 10, what="KV events")
     before = count()
     answer = complete(wide, prompt).json()
     found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -190,8 +191,18 @@ def test_kvmesh_explain_asks_a_running_mesh(wide: Mesh) -> None:
 # --- where there is no room ---------------------------------------------------------------------------
 
 
+def of_router(mesh: Mesh, name: str) -> float:
+    """A metric of the router, wherever it runs."""
+    urls = [decode(card, RouterCard).http_url for card in mesh.entries("routers/").values()]
+    return sum(mesh.metric(name, url=f"{url}/metrics" if url else None) for url in urls)
+
+
+def bookings(mesh: Mesh) -> float:
+    return of_router(mesh, "kvmesh_router_waiting") + of_router(mesh, "kvmesh_router_in_flight")
+
+
 def waiting(mesh: Mesh, count: int) -> None:
-    until(lambda: mesh.metric("kvmesh_router_waiting") == count, what=f"{count} to wait")
+    until(lambda: of_router(mesh, "kvmesh_router_waiting") == count, what=f"{count} to wait")
 
 
 def test_who_finds_no_room_waits_and_the_wait_counts_as_ttft(narrow: Mesh) -> None:

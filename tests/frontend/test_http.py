@@ -355,11 +355,13 @@ async def test_a_preview_goes_through_template_and_tokenizer_and_runs_nothing(se
     explanation = body.pop("explanation")
     assert explanation["candidates"] == [CANDIDATE]
     assert body == {
+        "booking": None,
+        "lease_s": None,
         "model": "tiny",
-        "prompt_tokens": len(unpack_tokens(request.prompt)),
         "block_size": 16,
-        "decode": {"worker": "d1", "worker_id": "d1-id", "dp_rank": 0, "overlap_tokens": 0},
-        "prefill": {"worker": "p0", "worker_id": "p0-id", "dp_rank": 1, "overlap_tokens": 16},
+        "isl_tokens": len(unpack_tokens(request.prompt)),
+        "decode": asdict(PLACED.decode),
+        "prefill": asdict(PLACED.prefill),
         "reason": "cheapest é\n",
     }
 

@@ -150,6 +150,7 @@ async def test_what_does_not_fit_the_queue_is_found_by_the_gap(
     subscriber.add(KvSource(W1, publisher.endpoint, snapshot=snapshot))
     publisher.publish(blocks(0))
     await index.holds(0)
+    await publisher._all_stored.wait()
     own_server.kill()
     for number in range(1, 20):
         publisher.publish(blocks(number))

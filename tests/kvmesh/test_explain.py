@@ -7,18 +7,21 @@ from pathlib import Path
 import msgspec
 import pytest
 import pytest_asyncio
-from aiohttp import web
 from msgspec.structs import replace
 from rich.console import Console
 
 from frontend.http import HttpSettings, build_app
 from frontend.models import ModelRegistry
-from frontend.placements import Preview, preview_of
 from kvmesh import explain
-from kvmesh.explain import ExplainConfig
+from kvmesh.explain import ExplainConfig, Reply
+from mesh.http import listening
+from mesh.plane.client import PlaneClient
 from protocol.errors import ConfigError, MeshError, UnreachableError
 from protocol.ids import WorkerId
 from protocol.messages import CandidateReport, Placed, Target, unpack_tokens
+from router.config import RouterConfig
+from router.http import RouterApi
+from router.service import LocalRouter, WorkerFeed
 from tests.frontend import tiny
 from tests.support.fake_mesh import explanation_of
 from tests.support.generator import ScriptedGenerator
@@ -39,23 +42,33 @@ async def frontend(tmp_path: Path) -> AsyncIterator[Frontend]:
     generator.placed = PLACED
     folder = tiny.save_model(tmp_path)
     models.add(tiny.card("w", path=folder))
-    runner = web.AppRunner(build_app(HttpSettings(), models, generator), access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield Frontend(f"http://127.0.0.1:{runner.addresses[0][1]}", models, generator, folder)
-    await runner.cleanup()
+    async with listening(build_app(HttpSettings(), models, generator), "127.0.0.1", 0) as url:
+        yield Frontend(url, models, generator, folder)
 
 
-def shown(preview: Preview) -> str:
+@pytest_asyncio.fixture
+async def router_url(tmp_path: Path) -> AsyncIterator[str]:
+    """A router that knows one worker."""
+    plane, workers = PlaneClient(), WorkerFeed()
+    router = LocalRouter(RouterConfig(gossip=False), plane, workers)
+    router.state.add_worker(tiny.card("w", path=tiny.save_model(tmp_path)), 0.0)
+    async with listening(RouterApi(router, workers).app, "127.0.0.1", 0) as url:
+        yield url
+    await router.close()
+    await plane.close()
+
+
+def shown(reply: Reply) -> str:
     console = Console(width=160, record=True, file=io.StringIO())
-    explain.show(preview, console)
+    explain.show(reply, console)
     return console.export_text()
 
 
 async def test_the_only_model_is_asked_and_nothing_is_generated(frontend: Frontend) -> None:
     answer = await explain.ask(ExplainConfig(url=frontend.url), "Tell me [bold]a story.")
-    preview = msgspec.json.decode(answer, type=Preview)
-    assert (preview.model, preview.decode.worker, preview.prefill) == ("tiny", "d1", None)
+    reply = msgspec.json.decode(answer, type=Reply)
+    assert (reply.model, reply.decode, reply.prefill) == ("tiny", DECODE, None)
+    assert reply.explanation == explanation_of("d1")
     [(request, _)] = frontend.generator.previewed
     text = tiny.byte_level().decode(unpack_tokens(request.prompt), skip_special_tokens=False)
     assert text == "<|im_start|>user\nTell me [bold]a story.<|im_end|>\n<|im_start|>assistant\n"
@@ -81,6 +94,25 @@ async def test_what_the_mesh_says_against_it_is_shown(frontend: Frontend) -> Non
         await explain.ask(ExplainConfig(url=frontend.url), "hi")
 
 
+async def test_a_router_is_asked_itself_with_the_tokens_that_a_frontend_would_make(
+    frontend: Frontend, router_url: str
+) -> None:
+    for raw in (False, True):
+        await explain.ask(ExplainConfig(url=frontend.url, raw=raw), "Tell me a story.")
+        request, _ = frontend.generator.previewed[-1]
+        answer = await explain.ask(ExplainConfig(router=router_url, raw=raw), "Tell me a story.")
+        reply = msgspec.json.decode(answer, type=Reply)
+        assert reply.isl_tokens == len(unpack_tokens(request.prompt))
+        assert reply.decode.name == "w"
+        assert reply.explanation is not None
+        assert "w would compute prompt and answer" in shown(reply)
+
+
+async def test_a_router_without_workers_of_the_model_says_so(router_url: str) -> None:
+    with pytest.raises(ConfigError, match="no worker of the model 'big'"):
+        await explain.ask(ExplainConfig(router=router_url, model="big"), "hi")
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nonsense", "http://"])
 async def test_without_a_mesh_it_says_what_to_do(url: str) -> None:
     with pytest.raises(UnreachableError, match="kvmesh up"):
@@ -102,10 +134,9 @@ def test_the_help_shows_where_the_prompt_stands(capsys: pytest.CaptureFixture[st
 # --- the table ----------------------------------------------------------------------------------------
 
 
-def preview_by(*candidates: CandidateReport, prefill: bool = False, would_wait: bool = False) -> Preview:
+def reply_with(*candidates: CandidateReport, prefill: bool = False, would_wait: bool = False) -> Reply:
     explanation = replace(explanation_of("d1"), candidates=candidates, would_wait=would_wait)
-    placed = replace(PLACED, explanation=explanation, prefill=PREFILL if prefill else None)
-    return preview_of(placed, "tiny", 40, 16)
+    return Reply("tiny", 16, 40, DECODE, PREFILL if prefill else None, explanation)
 
 
 def report(worker: str, leg: str = "whole", **fields: object) -> CandidateReport:
@@ -115,7 +146,7 @@ def report(worker: str, leg: str = "whole", **fields: object) -> CandidateReport
 
 
 def test_the_table_names_the_chosen_one_and_what_its_cost_is_made_of() -> None:
-    text = shown(preview_by(report("d1", note="chosen"), report("d2", dp_rank=3, capacity=2.0, note="new: held back")))
+    text = shown(reply_with(report("d1", note="chosen"), report("d2", dp_rank=3, capacity=2.0, note="new: held back")))
     assert "d1 would compute prompt and answer; 16 tokens are cached there" in text
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "d1 1 32 7 3 compute 1.5 + queue 1 2.5 chosen" in rows
@@ -123,17 +154,17 @@ def test_the_table_names_the_chosen_one_and_what_its_cost_is_made_of() -> None:
 
 
 def test_each_leg_has_a_table() -> None:
-    text = shown(preview_by(report("p0", "prefill", note="chosen"), report("d1", "decode"), prefill=True))
+    text = shown(reply_with(report("p0", "prefill", note="chosen"), report("d1", "decode"), prefill=True))
     assert "p0 would compute the prompt (0 tokens are cached there), d1 the answer" in text
     assert text.index("Who could compute the prompt;") < text.index("Who could compute the answer;")
 
 
 def test_price_load_and_demand_are_told() -> None:
-    words = " ".join(shown(preview_by(report("d1"))).split())
+    words = " ".join(shown(reply_with(report("d1"))).split())
     for fact in ("policy kv", "price 1:", "busy 50%", "demand 2 ", "why d1 it is"):
         assert fact in words
     assert "it would wait" not in words
-    assert "it would wait" in shown(preview_by(report("d1"), would_wait=True))
+    assert "it would wait" in shown(reply_with(report("d1"), would_wait=True))
 
 
 @pytest.mark.parametrize(
@@ -150,9 +181,8 @@ def test_what_lies_in_lower_tiers_is_told_apart(overlap: tuple[int, int, int, in
 
 
 def test_names_are_no_markup() -> None:
-    assert "[bold]" in shown(preview_by(report("[bold]")))
+    assert "[bold]" in shown(reply_with(report("[bold]")))
 
 
 def test_without_an_explanation_the_place_is_told() -> None:
-    text = shown(preview_of(replace(PLACED, explanation=None), "tiny", 40, 16))
-    assert "d1 would compute" in text
+    assert "d1 would compute" in shown(Reply("tiny", 16, 40, DECODE, None, None))

@@ -40,6 +40,16 @@ def test_a_request_may_be_placed_on_two_workers() -> None:
     assert is_forgotten(predicted)
 
 
+def test_a_holder_that_has_told_what_it_has_is_predicted_nothing_of() -> None:
+    predicted = PredictedPrefixes()
+    predicted.placed(R, A, chain(1, 2), 0.0)
+    predicted.placed(R, B, chain(1, 2), 0.0)
+    predicted.forget_holder(A)
+    assert predicted.match(chain(1, 2), 0.0) == {B: 2}
+    predicted.forget_holder(B)
+    assert is_forgotten(predicted)
+
+
 def test_a_prediction_ends_after_its_time() -> None:
     predicted = PredictedPrefixes(ttl_s=5.0)
     predicted.placed(R, A, chain(1, 2), 0.0)

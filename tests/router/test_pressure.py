@@ -21,28 +21,28 @@ A, B = b"aaaaaaaa", b"bbbbbbbb"
 
 
 def test_on_idle_workers_a_block_to_compute_weighs_as_much_as_one_that_waits() -> None:
-    assert recompute_price(0.0, 0.0, 0) == 1.0
+    assert recompute_price(0.0, 1.0, 0.0, 0) == 1.0
 
 
 def test_on_busy_workers_it_delays_all_who_come_by_and_ever_more_near_saturation() -> None:
-    idle, some, half, most, near = (recompute_price(busy, 0.0, 1) for busy in (0.0, 0.25, 0.5, 0.75, 0.9))
+    idle, some, half, most, near = (recompute_price(busy, 1.0, 0.0, 1) for busy in (0.0, 0.25, 0.5, 0.75, 0.9))
     assert 0 < some - idle < half - some < most - half < near - most
 
 
 def test_those_who_would_use_a_copy_share_its_price() -> None:
-    assert recompute_price(0.5, 3.0, 1) == pytest.approx(recompute_price(0.5, 0.0, 1) / 4)
+    assert recompute_price(0.5, 1.0, 3.0, 1) == pytest.approx(recompute_price(0.5, 1.0, 0.0, 1) / 4)
 
 
 def test_what_counts_is_the_demand_for_each_copy_there_is() -> None:
-    assert recompute_price(0.5, 6.0, 3) == recompute_price(0.5, 2.0, 1)
+    assert recompute_price(0.5, 1.0, 6.0, 3) == recompute_price(0.5, 1.0, 2.0, 1)
 
 
 def test_demand_for_what_nobody_holds_is_that_for_one_copy() -> None:
-    assert recompute_price(0.5, 2.0, 0) == recompute_price(0.5, 2.0, 1)
+    assert recompute_price(0.5, 1.0, 2.0, 0) == recompute_price(0.5, 1.0, 2.0, 1)
 
 
 def test_above_a_share_the_estimate_has_no_meaning_and_stays() -> None:
-    assert recompute_price(1.0, 0.0, 1) == recompute_price(MAX_BUSY_SHARE, 0.0, 1)
+    assert recompute_price(1.0, 1.0, 0.0, 1) == recompute_price(MAX_BUSY_SHARE, 1.0, 0.0, 1)
 
 
 shares, demands = st.floats(0, 1), st.floats(0, 1e6)
@@ -54,10 +54,10 @@ def test_it_grows_with_the_busy_share_falls_with_the_demand_and_is_bounded(
 ) -> None:
     busy, more_busy = sorted((busy, more_busy))
     asked, asked_more = sorted((asked, asked_more))
-    price = recompute_price(busy, asked, holders)
-    assert 0 < price <= recompute_price(more_busy, asked, holders)
-    assert price >= recompute_price(busy, asked_more, holders)
-    assert price <= recompute_price(busy, asked, holders + 1) <= recompute_price(1.0, 0.0, 1)
+    price = recompute_price(busy, 1.0, asked, holders)
+    assert 0 < price <= recompute_price(more_busy, 1.0, asked, holders)
+    assert price >= recompute_price(busy, 1.0, asked_more, holders)
+    assert price <= recompute_price(busy, 1.0, asked, holders + 1) <= recompute_price(1.0, 1.0, 0.0, 1)
 
 
 # --- how busy the workers are --------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """A router by itself and those who ask it, over real sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -14,14 +16,24 @@ from mesh.discovery import Deleted, Put, open_discovery
 from mesh.discovery.memory import MemoryDiscovery
 from mesh.plane.client import PlaneClient
 from mesh.plane.server import Call, PlaneServer
-from protocol.errors import DeadlineExceededError, FeedLostError, NoWorkerError
+from protocol.errors import (
+    DeadlineExceededError,
+    FeedLostError,
+    InvalidRequestError,
+    NoWorkerError,
+    OverloadedError,
+)
 from protocol.events import KvEvent, Stored
 from protocol.hashing import pack_hashes, sequence_hashes
 from protocol.ids import EngineHash, RequestId, WorkerId
 from protocol.messages import KvSnapshot, Role, RouterCard, RouteRequest, WorkerCard, decode, encode
 from router import client as client_module
+from router import service as service_module
 from router.client import RemoteRouter
 from router.config import RouterConfig
+from router.core import Outcome
+from router.index import Holder
+from router.metrics import REUSED_TOKENS
 from router.service import LocalRouter, WorkerFeed, handlers, serve
 
 BLOCK = 16
@@ -29,20 +41,10 @@ TOKENS = list(range(1000, 1160))
 DECODE_1 = WorkerId("d1")
 
 
-def card(name: str, role: Role = Role.DECODE, **fields: str) -> WorkerCard:
-    return WorkerCard(
-        worker_id=WorkerId(name),
-        name=name,
-        role=role,
-        model="m",
-        model_path="/m",
-        address=fields.pop("address", f"{name}:1"),
-        block_size=BLOCK,
-        total_blocks=100,
-        context_tokens=4096,
-        transfer="shm",
-        **fields,  # type: ignore[arg-type]
-    )
+def card(name: str, role: Role = Role.DECODE, **fields: object) -> WorkerCard:
+    values: dict[str, object] = {"model": "m", "model_path": "/m", "address": f"{name}:1", "block_size": BLOCK}
+    values |= {"total_blocks": 100, "context_tokens": 4096, "transfer": "shm"}
+    return WorkerCard(worker_id=WorkerId(name), name=name, role=role, **(values | fields))  # type: ignore[arg-type]
 
 
 def request(name: str = "r", **fields: object) -> RouteRequest:
@@ -138,6 +140,12 @@ async def world() -> AsyncIterator[World]:
     await world.close()
 
 
+async def hold(world: World, route: RouteRequest) -> None:
+    """A booking, until cancelled."""
+    async with world.remote.book(route, 5):
+        await asyncio.Event().wait()
+
+
 # --- bookings -----------------------------------------------------------------------------------------
 
 
@@ -221,11 +229,7 @@ async def test_a_caller_that_is_cancelled_leaves_no_booking(world: World) -> Non
     router = await world.start_router("r")
     await world.add(card("d1"))
 
-    async def hold() -> None:
-        async with world.remote.book(request(), 5):
-            await asyncio.Event().wait()
-
-    holding = asyncio.create_task(hold())
+    holding = asyncio.create_task(hold(world, request()))
     await until(lambda: len(router.state.load) == 1)
     holding.cancel()
     await until(lambda: len(router.state.load) == 0)
@@ -246,6 +250,166 @@ async def test_without_time_nothing_is_booked(world: World) -> None:
         async with world.remote.book(request(), 0):
             pass
     assert len(router.state.load) == 0
+
+
+# --- bookings of the router in this process ----------------------------------------------------------
+
+
+class FakeTime:
+    """In the place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.perf_counter = time.perf_counter
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def test_a_booking_of_which_nothing_is_heard_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeTime()
+    monkeypatch.setattr(service_module, "time", clock)
+    router = await world.start_router("r", lease_s=60)
+    await world.add(card("d1"))
+    booking, silent = await router.place(request("told"), 1000), await router.place(request("silent"), 1000)
+    for _ in range(10):
+        clock.now += 30
+        booking.progress(40)
+        router._sweep()
+    assert (router.booking(RequestId("told")), router.booking(RequestId("silent"))) == (booking, None)
+    assert set(router._bookings) == {"told"}
+    for ended in (silent, booking, booking):
+        ended.prefill_done()
+        ended.progress(100)
+        ended.end(ok=True)
+    assert (len(router.state.load), router._bookings, answered(router)) == (0, {}, 0)
+
+
+async def test_the_bookings_of_a_worker_that_leaves_end(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"), card("d2"))
+    bookings = [await router.place(request(f"r{i}", pin=WorkerId(f"d{i}")), 5) for i in (1, 2)]
+    world.discovery.remove("workers/d1")
+    await until(lambda: len(router.state.load) == 1)
+    assert [router.booking(booking.request_id) is booking for booking in bookings] == [False, True]
+    for booking in bookings:
+        booking.progress(10)
+        booking.end(ok=False)
+    assert (len(router.state.load), router._bookings) == (0, {})
+
+
+async def test_a_request_that_is_placed_anew_is_not_ended_by_its_first_booking(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"), card("d2"))
+    first = await router.place(request(pin=WorkerId("d1")), 5)
+    second = await router.place(request(pin=WorkerId("d2")), 5)
+    first.progress(1000)
+    first.end(ok=False)
+    assert (router.booking(RequestId("r")), answered(router, "d1"), answered(router, "d2")) == (second, 0, 1)
+    second.end(ok=True)
+    assert (len(router.state.load), router._bookings) == (0, {})
+
+
+# --- the queue ----------------------------------------------------------------------------------------
+
+
+async def test_a_request_waits_until_there_is_room(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1", max_num_seqs=1))
+    async with world.remote.book(request("first"), 5):
+        waiting = asyncio.create_task(hold(world, request("second")))
+        await until(lambda: router.state.waiting == 1)
+        assert set(router.state.load._bookings) == {"first"}
+    await until(lambda: set(router.state.load._bookings) == {"second"})
+    waiting.cancel()
+    await until(lambda: len(router.state.load) == 0)
+
+
+async def test_a_router_that_lets_a_request_wait_is_not_taken_for_dead(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "STILL_WAITING_S", 0.01)
+    monkeypatch.setattr(client_module, "ANSWER_TIMEOUT_S", 1.0)
+    router = await world.start_router("a")
+    await world.start_router("b")
+    await world.add(card("d1", max_num_seqs=1))
+    async with world.remote.book(request("first"), 5):
+        waiting = asyncio.create_task(hold(world, request("second")))
+        async with world.plane.open(world.servers["a"].address, "place", request("third"), 5) as stream:
+            for _ in range(150):  # more than a caller's credit, and longer than its patience
+                assert bytes(await stream.next()) == encode(None)
+        await until(lambda: router.state.waiting == 1)
+    await until(lambda: "second" in router.state.load)
+    waiting.cancel()
+    await until(lambda: len(router.state.load) == 0 and router.state.waiting == 0)
+
+
+async def test_who_waits_too_long_is_told_and_leaves_nothing(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1", max_num_seqs=1))
+    async with world.remote.book(request("first"), 5):
+        with pytest.raises(DeadlineExceededError):
+            async with world.remote.book(request("second"), 0.05):
+                pass
+        await until(lambda: router.state.waiting == 0)
+        with pytest.raises(DeadlineExceededError, match="no worker was free in time"):
+            await router.place(request("third"), 0.05)
+        assert (router._placing, len(router.state.load)) == ({}, 1)
+
+
+async def test_a_full_queue_says_when_to_come_back(world: World) -> None:
+    router = await world.start_router("r", queue_max_requests=1)
+    await world.add(card("d1", max_num_seqs=1))
+    async with world.remote.book(request("first"), 5):
+        waiting = asyncio.create_task(hold(world, request("second")))
+        await until(lambda: router.state.waiting == 1)
+        with pytest.raises(OverloadedError) as refused:
+            async with world.remote.book(request("third"), 5):
+                pass
+        assert refused.value.retry_after_s is not None
+        waiting.cancel()
+        await until(lambda: router.state.waiting == 0)
+
+
+async def test_a_caller_that_leaves_the_queue_is_forgotten(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1", max_num_seqs=1))
+    async with world.remote.book(request("first"), 5):
+        waiting = asyncio.create_task(hold(world, request("second")))
+        await until(lambda: router.state.waiting == 1)
+        waiting.cancel()
+        await until(lambda: router.state.waiting == 0)
+    await until(lambda: len(router.state.load) == 0 and not router._placing)
+
+
+async def test_a_caller_that_leaves_in_the_turn_in_which_it_is_placed_leaves_nothing(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"))
+    settle = router._settle
+
+    def leave_then(outcomes: Sequence[Outcome]) -> None:
+        settle(outcomes)
+        if outcomes:
+            placing.cancel()
+
+    router._settle = leave_then  # type: ignore[method-assign]
+    placing = asyncio.create_task(router.place(request(), 5))
+    await asyncio.wait([placing])
+    assert placing.cancelled()
+    assert (len(router.state.load), router._placing, router._bookings) == (0, {}, {})
+
+
+async def test_a_second_request_of_the_same_name_does_not_disturb_the_first(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1", max_num_seqs=1))
+    running = await router.place(request("running"), 5)
+    waiting = asyncio.create_task(router.place(request("twice"), 5))
+    await until(lambda: router.state.waiting == 1)
+    with pytest.raises(InvalidRequestError, match="waits in the queue already"):
+        await router.place(request("twice"), 5)
+    running.end(ok=True)
+    (await waiting).end(ok=True)
+    assert (len(router.state.load), router._placing) == (0, {})
 
 
 # --- several routers, none, and bad ones --------------------------------------------------------------
@@ -304,6 +468,121 @@ async def test_a_router_that_dies_takes_no_request_with_it(world: World) -> None
     async with world.remote.book(request(), 5) as booking:
         await world.servers["r"].close()
         booking.prefill_done()
+
+
+async def test_a_router_that_answers_nobody_else_is_not_asked(world: World) -> None:
+    await world.discovery.put("routers/a", encode(RouterCard(name="a", gossip="tcp://127.0.0.1:1")))
+    await asyncio.sleep(0.01)
+    assert not world.remote.is_ready()
+    await world.start_router("b")
+    await world.add(card("d1"))
+    async with world.remote.book(request(), 5) as booking:
+        assert booking.placed.decode.worker_id == "d1"
+    await world.discovery.put("routers/b", encode(RouterCard(name="b")))  # as while it drains
+    await until(lambda: not world.remote.is_ready())
+
+
+async def test_a_preview_says_where_and_why_and_books_nothing(world: World) -> None:
+    await world.put_router("a", "127.0.0.1:1")
+    router = await world.start_router("b")
+    await world.add(card("d1"))
+    placed = await world.remote.preview(request(), 5)
+    assert placed.decode.worker_id == "d1"
+    assert placed.explanation is not None
+    assert [candidate.note for candidate in placed.explanation.candidates] == ["chosen"]
+    assert (len(router.state.load), router.state.waiting) == (0, 0)
+    with pytest.raises(NoWorkerError, match="'x'"):
+        await world.remote.preview(request(pin=WorkerId("x")), 5)
+    await world.kill_router("b")
+    with pytest.raises(NoWorkerError, match="no router is ready"):
+        await world.remote.preview(request(), 5)
+
+
+# --- a router that is lost ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers look for another router at once."""
+    monkeypatch.setattr(client_module, "RESUME_S", 0.005)
+
+
+@pytest.mark.usefixtures("eager")
+async def test_the_next_router_is_told_of_what_runs(world: World) -> None:
+    await world.start_router("a")
+    second = await world.start_router("b")
+    await world.add(card("d1"), card("p1", Role.PREFILL))
+    async with world.remote.book(request("new"), 5), world.remote.book(request("old"), 5) as old:
+        old.prefill_done(32)
+        old.progress(5 * BLOCK)
+        await world.kill_router("a")
+        await until(lambda: set(second.state.load._bookings) == {"new", "old"} and answered(second) == 1 + 6)
+        assert second.state.load.of(Holder(WorkerId("d1"), 0)).requests == 2
+        assert queued(second, "p1") == len(TOKENS)
+    await until(lambda: len(second.state.load) == 0 and not second._bookings)
+
+
+@pytest.mark.usefixtures("eager")
+async def test_a_router_that_is_started_anew_is_right_again(world: World) -> None:
+    """Its index comes from the workers, its load from those whose requests run."""
+    publisher = KvEventPublisher()
+    publisher.publish(stored(5))
+    await world.start_router("r")
+    await world.add(card("d1", kv_events=publisher.endpoint, kv_replay=publisher.replay_endpoint), card("d2"))
+    other = request("running", pin=WorkerId("d2"), sequence_hashes=b"")
+    async with world.remote.book(other, 5) as running:
+        await world.kill_router("r")
+        running.prefill_done()  # while there is none
+        router = await world.start_router("r")
+        await until(lambda: blocks(router) == 5 and len(router.state.load) == 1)
+        await until(lambda: queued(router, "d2") == 0)
+        running.progress(3 * BLOCK)
+        await until(lambda: answered(router, "d2") == 4)
+        async with world.remote.book(request("known"), 5) as known:
+            assert (known.placed.decode.worker_id, known.placed.decode.overlap_blocks) == ("d1", 5)
+    await until(lambda: len(router.state.load) == 0)
+    await publisher.close()
+
+
+@pytest.mark.usefixtures("eager")
+async def test_a_router_that_does_not_know_the_worker_yet_is_told_again(world: World) -> None:
+    await world.start_router("r")
+    await world.add(card("d1"))
+    async with world.remote.book(request(), 5):
+        await world.kill_router("r")
+        world.discovery.remove("workers/d1")
+        router = await world.start_router("r")
+        await asyncio.sleep(0.05)
+        assert len(router.state.load) == 0
+        await world.add(card("d1"))
+        await until(lambda: len(router.state.load) == 1)
+    await until(lambda: len(router.state.load) == 0)
+
+
+@pytest.mark.usefixtures("eager")
+async def test_a_booking_of_a_router_that_was_only_cut_off_is_not_ended_by_the_old_connection(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"))
+    async with world.remote.book(request(), 5) as booking:
+        before = router.booking(RequestId("r"))
+        for link in list(world.servers["r"]._links):
+            link.abort("the network")
+        await until(lambda: router.booking(RequestId("r")) not in (None, before))
+        booking.prefill_done()
+        await until(lambda: queued(router) == 0)
+    await until(lambda: len(router.state.load) == 0)
+
+
+@pytest.mark.usefixtures("eager")
+async def test_nobody_is_told_after_the_deadline(world: World) -> None:
+    await world.start_router("r")
+    await world.add(card("d1"))
+    async with world.remote.book(request(), 0.05):
+        await world.kill_router("r")
+        await asyncio.sleep(0.06)
+        router = await world.start_router("r")
+        await asyncio.sleep(0.05)
+        assert len(router.state.load) == 0
 
 
 async def test_a_card_that_cannot_be_read_is_ignored(world: World) -> None:
@@ -392,11 +671,7 @@ async def test_events_that_cannot_be_followed_do_not_keep_a_worker_out(world: Wo
 async def test_a_worker_with_another_block_size_is_left_out(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"))
-    odd = WorkerCard(
-        worker_id=WorkerId("d2"), name="d2", role=Role.DECODE, model="m", model_path="/m", address="d2:1",
-        block_size=2 * BLOCK, total_blocks=100, context_tokens=4096,
-    )  # fmt: skip
-    await world.discovery.put("workers/d2", encode(odd))
+    await world.discovery.put("workers/d2", encode(card("d2", block_size=2 * BLOCK)))
     await world.discovery.put("workers/d3", encode(card("d3")))
     await until(lambda: len(router.state.cards) == 2)
     assert {c.worker_id for c in router.state.cards} == {"d1", "d3"}
@@ -428,13 +703,18 @@ async def test_it_serves_until_it_is_stopped_and_lets_requests_finish(tmp_path: 
         async with remote.book(request("late"), 5) as booking:
             stop.set()
             async with asyncio.timeout(5):
-                assert await anext(changes) == Deleted("routers/router")
+                changed = await anext(changes)
+            assert isinstance(changed, Put)
+            assert decode(changed.value, RouterCard).address == ""
             with pytest.raises(NoWorkerError, match="shutting down"):
                 async with remote.book(request("refused"), 5):
                     pass
+            async with aiohttp.ClientSession() as http, http.get(found.http_url + "/health") as reply:
+                assert (reply.status, (await reply.json())["status"]) == (503, "draining")
             booking.prefill_done()
             assert not serving.done()
         async with asyncio.timeout(5):
             await serving
+            assert await anext(changes) == Deleted("routers/router")
     await plane.close()
     await discovery.close()

@@ -103,14 +103,15 @@ class Mesh:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def metric(self, name: str, worker: str | None = None, **labels: str) -> float:
-        """The sum of a metric's samples with these labels, of the frontend or of a worker."""
-        samples = self.samples(worker)
+    def metric(self, name: str, worker: str | None = None, *, url: str | None = None, **labels: str) -> float:
+        """The sum of a metric's samples with these labels, of the frontend, of a worker or of whoever is at `url`."""
+        samples = self.samples(worker, url)
         return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
-    def samples(self, worker: str | None = None) -> list[Sample]:
+    def samples(self, worker: str | None = None, url: str | None = None) -> list[Sample]:
         """All metrics of the frontend or of a worker."""
-        url = f"{self.url}/metrics" if worker is None else self.workers()[worker].metrics_url
+        if url is None:
+            url = f"{self.url}/metrics" if worker is None else self.workers()[worker].metrics_url
         families = text_string_to_metric_families(self._scraper.get(url).text)
         return [sample for family in families for sample in family.samples]
 
