@@ -5,7 +5,7 @@ import sys
 
 from protocol.errors import ConfigError
 
-BENCHMARKS = {"engine": "benchmarks.engine"}
+BENCHMARKS = {"engine": "benchmarks.engine", "index": "benchmarks.index"}
 
 
 def main(argv: list[str]) -> int:

@@ -36,12 +36,15 @@ _SILENCE_S = 3.0  # of a server that owes heartbeats
 _SLICE = 256  # messages asked for at a time
 _FORGET_READER_S = 30.0
 
-Reconnected = Callable[[], Awaitable[None]]
+Interruption = Callable[[bool], None]
 T = TypeVar("T")
 
 
-async def connect(client: Client, url: str, on_reconnected: Reconnected | None = None) -> JetStreamContext:
-    """Waits for the server; from then on `client` connects again by itself, for as long as it takes."""
+async def connect(client: Client, url: str, on_interruption: Interruption | None = None) -> JetStreamContext:
+    """Waits for the server; from then on `client` connects again by itself, for as long as it takes.
+
+    `on_interruption` is called with False when the connection is lost, and with True when it is there again.
+    """
     failures = 0
 
     async def on_error(error: Exception) -> None:
@@ -49,17 +52,22 @@ async def connect(client: Client, url: str, on_reconnected: Reconnected | None =
         failures += 1
         log.log(logging.DEBUG if failures > 1 else logging.WARNING, "NATS at %s: %r", url, error)
 
+    async def disconnected() -> None:
+        if on_interruption is not None:
+            on_interruption(False)
+
     async def reconnected() -> None:
         nonlocal failures
         failures = 0
         log.info("connected to NATS at %s again", url)
-        if on_reconnected is not None:
-            await on_reconnected()
+        if on_interruption is not None:
+            on_interruption(True)
 
     await client.connect(
         url,
         name="kvmesh kv events",
         error_cb=on_error,
+        disconnected_cb=disconnected,
         reconnected_cb=reconnected,
         max_reconnect_attempts=-1,
         reconnect_time_wait=_RECONNECT_S,  # type: ignore[arg-type]  # parts of a second do work
@@ -114,7 +122,8 @@ def number_of(message: Msg | RawStreamMsg) -> int | None:
 async def find(stream: JetStreamContext, subject: str, start: int) -> int | None:
     """Where in the stream the batches of `subject` from number `start` on begin; None: there are none.
 
-    Numbers grow along the stream, so this needs some twenty questions at most.
+    Numbers grow along the stream, so this needs some twenty questions at most. Not to be asked while the stream is
+    being made: that kills a server of version 2.9.
     """
     try:
         last = await stream.get_last_msg(STREAM, subject)

@@ -176,7 +176,8 @@ class NatsServer:
         self._url = url
         self._durable = _token(durable)
         self._client = Client()
-        self._connected: asyncio.Future[JetStreamContext] = asyncio.get_running_loop().create_future()
+        self._stream = self._client.jetstream()
+        self._is_ready = asyncio.Event()  # the stream is there, and a consumer
         self._pull: jetstream.Pull | None = None
         self._unacknowledged: Msg | None = None  # the last one: it stands for all before it
         self._task = _begin(self._run(), f"follow kv events of {url}")
@@ -190,25 +191,24 @@ class NatsServer:
 
         try:
             async with asyncio.timeout(silence_s):
-                stream = await asyncio.shield(self._connected)
-                first = await jetstream.find(stream, subject, start)
+                await self._is_ready.wait()
+                first = await jetstream.find(self._stream, subject, start)
             if first is not None:
-                await jetstream.read(self._client, stream, subject, first, on_message, silence_s)
+                await jetstream.read(self._client, self._stream, subject, first, on_message, silence_s)
         except nats.errors.Error as error:
             raise PeerLostError(f"{self._url} does not replay: {error!r}") from error
         finally:
             _heed_cancellation()
 
     async def close(self) -> None:
-        self._connected.cancel()
         await _end(self._task)
 
     async def _run(self) -> None:
         try:
-            stream = await jetstream.connect(self._client, self._url, self._on_reconnected)
-            self._connected.set_result(stream)
+            self._stream = await jetstream.connect(self._client, self._url, self._on_interruption)
             while True:
-                consumer = await jetstream.until_it_works(lambda: self._consumer(stream), f"no events from {self._url}")
+                consumer = await jetstream.until_it_works(self._consumer, f"no events from {self._url}")
+                self._is_ready.set()
                 for listener in list(self.listeners.values()):
                     listener.on_reconnected()
                 await self._follow(consumer.name)
@@ -225,9 +225,10 @@ class NatsServer:
         finally:
             self._pull = None
 
-    async def _on_reconnected(self) -> None:
-        """The server has forgotten what it was asked for."""
-        if self._pull is not None:
+    def _on_interruption(self, is_over: bool) -> None:
+        """The server has forgotten what it was asked for, and perhaps its stream."""
+        self._is_ready.clear()
+        if is_over and self._pull is not None:
             self._pull.fail("reconnected")
 
     def _on_message(self, message: Msg) -> None:
@@ -246,11 +247,11 @@ class NatsServer:
         if message is not None:
             await self._client.publish(message.reply, b"+ACK")
 
-    async def _consumer(self, stream: JetStreamContext) -> ConsumerInfo:
+    async def _consumer(self) -> ConsumerInfo:
         """That of our name, if nobody else uses it; else one that is forgotten with us."""
-        await jetstream.make_stream(stream)
+        await jetstream.make_stream(self._stream)
         if self._durable:
-            info = await self._durable_consumer(stream)
+            info = await self._durable_consumer()
             if not info.num_waiting:
                 return info
             log.warning("somebody else follows KV events as %r; give each router a name of its own", self._durable)
@@ -261,11 +262,11 @@ class NatsServer:
             inactive_threshold=_FORGET_FOLLOWER_S,
             mem_storage=True,
         )
-        return await stream.add_consumer(jetstream.STREAM, config)
+        return await self._stream.add_consumer(jetstream.STREAM, config)
 
-    async def _durable_consumer(self, stream: JetStreamContext) -> ConsumerInfo:
+    async def _durable_consumer(self) -> ConsumerInfo:
         with suppress(nats.js.errors.NotFoundError):
-            known: ConsumerInfo = await stream.consumer_info(jetstream.STREAM, self._durable)
+            known: ConsumerInfo = await self._stream.consumer_info(jetstream.STREAM, self._durable)
             return known
         config = ConsumerConfig(
             durable_name=self._durable,
@@ -274,7 +275,7 @@ class NatsServer:
             max_ack_pending=_MAX_UNACKNOWLEDGED,
             inactive_threshold=_FORGET_DURABLE_S,
         )
-        return await stream.add_consumer(jetstream.STREAM, config)
+        return await self._stream.add_consumer(jetstream.STREAM, config)
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:

@@ -36,6 +36,7 @@ class ZmqLink:
         except ConfigError:
             watch.close()
             raise
+        self._watched = sub
         self._watch = LoopSocket(watch, self._on_connection)
         self._sub = LoopSocket(sub, self._on_batch)
 
@@ -52,6 +53,8 @@ class ZmqLink:
             dealer.close()
 
     def close(self) -> None:
+        if not self._sub.closed:  # telling of an event that nobody takes would block the thread of all sockets
+            self._watched.disable_monitor()
         self._watch.close()
         self._sub.close()
 

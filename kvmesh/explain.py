@@ -178,17 +178,17 @@ def where(reply: Reply) -> str:
 
 def table_of(leg: str, candidates: Sequence[CandidateReport]) -> Table:
     title = f"\nWho could compute {LEGS.get(leg, leg)}; costs are in blocks"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("worker", no_wrap=True)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("worker")
+    table.add_column("cost", justify="right", no_wrap=True)
     for name in ("cached blocks", "queued tokens", "held blocks", "requests"):
         table.add_column(name, justify="right")
-    table.add_column("cost, made of", min_width=24)
-    table.add_column("cost", justify="right")
+    table.add_column("cost is made of")
     table.add_column("")
     for c in candidates:
         worker = f"{c.worker}/{c.dp_rank}" if c.dp_rank else c.worker
         counts = [f"{value:g}" for value in (c.queued_tokens, c.held_blocks, c.requests)]
-        row = [worker, cached(c.overlap_blocks), *counts, terms(c), f"{c.cost:g}", c.note]
+        row = [worker, f"{c.cost:g}", cached(c.overlap_blocks), *counts, terms(c), c.note]
         table.add_row(*map(Text, row), style="bold green" if c.note == "chosen" else "")
     return table
 

@@ -73,6 +73,10 @@ inline u64 avalanche_64(u64 h) {
     return h ^ h >> 32;
 }
 
+/// `secret` is the one derived from the seed, or it is shifted and the seed has to be given.
+inline u64 mix_16(const u8* in, const u8* secret) {
+    return fold(read64(in) ^ read64(secret), read64(in + 8) ^ read64(secret + 8));
+}
 inline u64 mix_16(const u8* in, const u8* secret, u64 seed) {
     return fold(read64(in) ^ (read64(secret) + seed), read64(in + 8) ^ (read64(secret + 8) - seed));
 }
@@ -100,19 +104,19 @@ inline u64 hash_9_to_16(const u8* in, std::size_t size, u64 seed) {
     return avalanche(size + __builtin_bswap64(low) + high + fold(low, high));
 }
 
-inline u64 hash_17_to_128(const u8* in, std::size_t size, u64 seed) {
+inline u64 hash_17_to_128(const u8* in, std::size_t size, const u8* secret) {
     u64 sum = size * P64_1;
     for (std::size_t i = (size - 1) / 32; i > 0; i--) {
-        sum += mix_16(in + 16 * i, SECRET + 32 * i, seed);
-        sum += mix_16(in + size - 16 * (i + 1), SECRET + 32 * i + 16, seed);
+        sum += mix_16(in + 16 * i, secret + 32 * i);
+        sum += mix_16(in + size - 16 * (i + 1), secret + 32 * i + 16);
     }
-    sum += mix_16(in, SECRET, seed) + mix_16(in + size - 16, SECRET + 16, seed);
+    sum += mix_16(in, secret) + mix_16(in + size - 16, secret + 16);
     return avalanche(sum);
 }
 
-inline u64 hash_129_to_240(const u8* in, std::size_t size, u64 seed) {
+inline u64 hash_129_to_240(const u8* in, std::size_t size, const u8* secret, u64 seed) {
     u64 sum = size * P64_1;
-    for (std::size_t i = 0; i < 8; i++) sum += mix_16(in + 16 * i, SECRET + 16 * i, seed);
+    for (std::size_t i = 0; i < 8; i++) sum += mix_16(in + 16 * i, secret + 16 * i);
     sum = avalanche(sum);
     for (std::size_t i = 8; i < size / 16; i++) sum += mix_16(in + 16 * i, SECRET + 16 * (i - 8) + 3, seed);
     return avalanche(sum + mix_16(in + size - 16, SECRET + 136 - 17, seed));
@@ -194,7 +198,7 @@ inline u64 hash_long(const u8* in, std::size_t size, const u8* secret) {
 
 }  // namespace xxh3
 
-/// Hashes under one seed. Making one derives the secret for long inputs, so keep it where many are hashed.
+/// Hashes under one seed. Making one derives a secret from it, so keep it where many are hashed.
 class Xxh3 {
    public:
     explicit Xxh3(u64 seed) : seed_(seed) {
@@ -209,8 +213,8 @@ class Xxh3 {
     u64 operator()(const void* data, std::size_t size) const {
         const u8* in = static_cast<const u8*>(data);
         if (size <= 16) return size <= 8 ? xxh3::hash_0_to_8(in, size, seed_) : xxh3::hash_9_to_16(in, size, seed_);
-        if (size <= 128) return xxh3::hash_17_to_128(in, size, seed_);
-        if (size <= 240) return xxh3::hash_129_to_240(in, size, seed_);
+        if (size <= 128) return xxh3::hash_17_to_128(in, size, secret_);
+        if (size <= 240) return xxh3::hash_129_to_240(in, size, secret_, seed_);
         return xxh3::hash_long(in, size, secret_);
     }
 

@@ -381,6 +381,13 @@ PyObject* index_blocks_of(PyObject* self, PyObject* holder) {
     });
 }
 
+/// Per tier; only where all are 0 is matching fast. For tests.
+PyObject* index_gaps(PyObject* self, PyObject* holder) {
+    return ask(self, holder, [](const Index&, u32, const HolderState& state) {
+        return Py_BuildValue("(IIII)", state.gaps[0], state.gaps[1], state.gaps[2], state.gaps[3]);
+    });
+}
+
 /// [(prefix, tiers as bits), ...], one per name.
 PyObject* index_named(PyObject* self, PyObject* holder) {
     return ask(self, holder, [](const Index& index, u32 number, const HolderState&) -> PyObject* {
@@ -540,6 +547,7 @@ PyMethodDef index_methods[] = {
     {"match", index_match, METH_O, nullptr},
     {"_digest", index_digest, METH_O, nullptr},
     {"blocks_of", index_blocks_of, METH_O, nullptr},
+    {"_gaps", index_gaps, METH_O, nullptr},
     {"_named", index_named, METH_O, nullptr},
     {"_dump", index_dump, METH_O, nullptr},
     {"_load", method(index_load), METH_FASTCALL, nullptr},
@@ -551,7 +559,6 @@ PyGetSetDef index_properties[] = {
     {"_counts", index_counts, nullptr, nullptr, nullptr},
     {"num_blocks", index_number<&Index::num_blocks>, nullptr, nullptr, nullptr},
     {"num_entries", index_number<&Index::num_entries>, nullptr, nullptr, nullptr},
-    {"num_bytes", index_number<&Index::bytes>, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 

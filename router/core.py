@@ -438,11 +438,12 @@ class RouterState:
         view = self._view(pool, request, prefillers or decoders, now, ahead)
         local = self._choose("whole", decoders, view, now)
         first = self._choose("prefill", prefillers, view, now) if prefillers else None
+        wish = True if request.pin_prefill is not None else request.disaggregate
         decision = decide(
             request.isl_tokens,
             local.chosen.overlap[0] * view.block_size,
             first is not None,
-            True if request.pin_prefill is not None else request.disaggregate,
+            wish,
             self.rules.local_prefill,
             None if first is None else self._backlog(first, local, view),
         )
@@ -456,6 +457,8 @@ class RouterState:
                 raise NoWorkerError(f"{problem} from {request.pin_prefill!r}", hint="start both with one --kv-transfer")
             return self._one(local, problem, view)
         second = self._choose("decode", compatible, view, now)
+        if second.is_full and not local.is_full and not wish:
+            return self._one(local, "no decode worker that could pull KV has room", view)
         is_full = first.is_full or second.is_full
         return _Plan(second.chosen, first.chosen, decision.reason, is_full, view, [first, second])
 

@@ -104,8 +104,6 @@ class WordLists {
         }
     }
 
-    std::size_t bytes() const { return memory_.capacity() * sizeof(u32); }
-
    private:
     static constexpr u32 KINDS = 40;
 

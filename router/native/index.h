@@ -81,7 +81,6 @@ class Names {
             rebuild(0);
         }
     }
-    std::size_t bytes() const { return keys_.capacity() * 8 + values_.capacity() * 4 + slots_.bytes(); }
 
    private:
     static constexpr u32 TIERS_MASK = 15;
@@ -135,6 +134,11 @@ struct PrefixNode {
     }
     u32 children() const { return links >> PARENT_BITS; }
     void set_children(u32 count) { links = (links & NO_PARENT) | count << PARENT_BITS; }
+    /// Its only holder has the child too, in the same tier alone; both were added just now.
+    void have_first_child(u32 tier) {
+        links += 1u << PARENT_BITS;
+        word += 1u << 2 * tier;
+    }
     bool is_free() const { return word == NONE; }
     u32 next_free() const { return parent(); }
     void set_free(u32 next) {
@@ -285,12 +289,6 @@ class Index {
     u32 num_blocks() const { return nodes_.live() - hollow_; }
     u64 max_entries() const { return max_entries_; }
     u32 num_entries() const { return entries_; }
-    std::size_t bytes() const {
-        std::size_t total = sizeof *this + nodes_.bytes() + lists_.bytes();
-        for (const HolderState& state : holders_) total += sizeof state + state.names.bytes();
-        return total + (children_.size() + copies_.size()) * 64;
-    }
-
     template <class Visit>  // visit(name, prefix, tiers), the oldest name first
     void each_name(u32 holder, Visit visit) const {
         const Names& names = holders_[holder].names;
@@ -413,36 +411,62 @@ class Index {
         }
     }
 
-    void store_chain(u32 holder, const u8* names, std::size_t count, u32 above, u32 tier) {
-        constexpr std::size_t FAR = 16, NEAR = 8;  // blocks ahead: their slots, then what the slots point to
-        const Names& held = holders_[holder].names;
-        for (std::size_t i = 0; i < count; i++) scattered_[i].prefix = scatter(prefixes_[i]);
-        auto look_at = [&](std::size_t i) __attribute__((always_inline)) {
-            held.prefetch(scattered_[i].name);
-            nodes_.prefetch(scattered_[i].prefix);
-        };
-        for (std::size_t i = 0; i < std::min(FAR, count); i++) look_at(i);
-        bool is_new = false;
-        for (std::size_t i = 0; i < count; i++) {
-            if (i + FAR < count) look_at(i + FAR);
-            if (!is_new && i + NEAR < count) nodes_.prefetch_node(scattered_[i + NEAR].prefix);
-            const u32 nodes = nodes_.live();
-            above = store_block(holder, read64(names + 8 * i), prefixes_[i], scattered_[i], above, tier);
-            is_new = nodes_.live() > nodes;  // then so is what follows, almost surely
-        }
-    }
-
     struct Scattered {
         u64 name, prefix;
     };
 
-    /// The node of the block.
-    u32 store_block(u32 holder, u64 name, u64 prefix, Scattered scattered, u32 above, u32 tier) {
-        Names& held = holders_[holder].names;
-        Slots::Place place, node_place;
-        u32 at = held.find(name, scattered.name, place);
+    void store_chain(u32 holder, const u8* names, std::size_t count, u32 above, u32 tier) {
+        constexpr std::size_t FAR = 16, NEAR = 8;  // blocks ahead: their slots, then what the slots point to
+        HolderState& state = holders_[holder];
+        for (std::size_t i = 0; i < count; i++) scattered_[i].prefix = scatter(prefixes_[i]);
+        auto look_at = [&](std::size_t i) __attribute__((always_inline)) {
+            state.names.prefetch(scattered_[i].name);
+            nodes_.prefetch(scattered_[i].prefix);
+        };
+        for (std::size_t i = 0; i < std::min(FAR, count); i++) look_at(i);
+        u32 fresh = 0;         // blocks that nobody had
+        bool is_fresh = false;  // the one before this was one of them
+        u64 terms = 0;
+        for (std::size_t i = 0; i < count; i++) {
+            if (i + FAR < count) look_at(i + FAR);
+            if (!is_fresh && i + NEAR < count) nodes_.prefetch_node(scattered_[i + NEAR].prefix);
+            const u64 name = read64(names + 8 * i), prefix = prefixes_[i];
+            const Scattered scattered = scattered_[i];
+            Slots::Place place, node_place;
+            const u32 at = state.names.find(name, scattered.name, place);
+            u32 node = NONE;
+            if (at != NONE || (node = nodes_.find(prefix, scattered.prefix, node_place)) != NONE) {
+                above = store_block(holder, at, name, place, node, prefix, scattered, above, tier);
+                is_fresh = false;
+                continue;
+            }
+            node = nodes_.add({prefix, above & PrefixNode::NO_PARENT, word::make(holder, 1u << tier)},
+                              scattered.prefix, node_place);
+            add_name(state, name, scattered.name, place, node, tier);
+            if (is_fresh) {
+                nodes_[above].have_first_child(tier);
+            } else if (above != NONE) {
+                add_child(above);
+                link(state, holder, above, TIERS, tier);
+            }
+            terms += digest_term(prefix, tier);
+            above = node;
+            is_fresh = true;
+            fresh++;
+        }
+        stats.stored += fresh;
+        state.prefixes += fresh;
+        state.slow_prefixes += tier > 0 ? fresh : 0;
+        state.digest += terms;
+        state.digest_blocks += fresh;
+    }
+
+    /// A block whose name (number `at`) or prefix (`node`) is known; the node it has then.
+    u32 store_block(u32 holder, u32 at, u64 name, Slots::Place place, u32 node, u64 prefix, Scattered scattered,
+                    u32 above, u32 tier) {
+        const Names& held = holders_[holder].names;
         if (at != NONE && nodes_[held.node(at)].hash() == prefix) {
-            u32 node = held.node(at);
+            node = held.node(at);
             if (held.tiers(at) >> tier & 1) {
                 stats.duplicate++;
             } else {
@@ -451,14 +475,15 @@ class Index {
             }
             return node;
         }
+        stats.stored++;
         if (at != NONE) {
             stats.renamed++;
             drop_name(holder, at);
+            place = NONE;  // the table has changed
+            Slots::Place node_place;
+            node = nodes_.find(prefix, scattered.prefix, node_place);
+            if (node == NONE) node = add_node(prefix, scattered.prefix, node_place, above);
         }
-        stats.stored++;
-        if (at != NONE) place = NONE;  // the table has changed
-        const u32 node = nodes_.find(prefix, scattered.prefix, node_place);
-        if (node == NONE) return add_first(holder, name, scattered, place, prefix, node_place, above, tier);
         add_copy(holder, NONE, name, scattered.name, place, node, tier);
         return node;
     }
@@ -536,27 +561,11 @@ class Index {
 
     // --- the one place where nodes, words and digests change ---
 
-    void add_node(u64 hash, u64 scattered, Slots::Place place, u32 parent) {
-        nodes_.add({hash, parent & PrefixNode::NO_PARENT, 0}, scattered, place);
+    u32 add_node(u64 hash, u64 scattered, Slots::Place place, u32 parent) {
+        const u32 number = nodes_.add({hash, parent & PrefixNode::NO_PARENT, 0}, scattered, place);
         hollow_++;
         if (parent != NONE) add_child(parent);
-    }
-
-    /// A new name for a prefix that nobody had: what add_node and add_copy do, without the questions.
-    u32 add_first(u32 holder, u64 name, Scattered scattered, Slots::Place place, u64 prefix, Slots::Place node_place,
-                  u32 above, u32 tier) {
-        HolderState& state = holders_[holder];
-        const u32 node = nodes_.add({prefix, above & PrefixNode::NO_PARENT, word::make(holder, 1u << tier)},
-                                    scattered.prefix, node_place);
-        add_name(state, name, scattered.name, place, node, tier);
-        state.prefixes++;
-        state.slow_prefixes += tier > 0;
-        add_term(state, prefix, tier);
-        if (above != NONE) {
-            add_child(above);
-            link(state, holder, above, TIERS, tier);
-        }
-        return node;
+        return number;
     }
 
     void add_name(HolderState& state, u64 name, u64 scattered, Slots::Place place, u32 node, u32 tier) {

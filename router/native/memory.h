@@ -247,10 +247,11 @@ class Slots {
         Array<u8> used;  // slots of each bucket, always the first ones
         used.resize(fresh.buckets_);
         std::memset(used.data(), 0, used.size());
-        each([&fresh, &used](u64 hash, u32 entry) {
-            u32 bucket = fresh.home(hash);
-            while (used[bucket] == SIZE) bucket = fresh.after(bucket);
-            fresh.slots_[SIZE * bucket + used[bucket]++] = fresh.tag(hash) | entry;
+        // Copies, which the compiler can keep in registers.
+        each([slots = fresh.slots_, count = used.data(), buckets = fresh.buckets_, bits = fresh.bits_](u64 hash, u32 entry) {
+            u32 bucket = home(hash, buckets);
+            while (count[bucket] == SIZE) bucket = bucket + 1 == buckets ? 0 : bucket + 1;
+            slots[SIZE * bucket + count[bucket]++] = static_cast<u32>(hash) << bits | entry;
         });
         fresh.live_ = fresh.filled_ = live_;
         swap(fresh);
@@ -258,8 +259,10 @@ class Slots {
 
     template <class Visit>
     void each(Visit visit) const {
-        for (std::size_t i = 0; i < SIZE * static_cast<std::size_t>(buckets_); i++) {
-            if (slots_[i] < TOMB) visit(slots_[i] & mask_);
+        for (u32 number = 0; number < buckets_; number++) {
+            const Bucket bucket(slots_ + SIZE * number);
+            u32 used = ~(bucket.equal(EMPTY, EMPTY) | bucket.equal(TOMB, EMPTY)) & 0xFFFF;
+            for (; used; used &= used - 1) visit(bucket[__builtin_ctz(used)] & mask_);
         }
     }
 
@@ -295,7 +298,8 @@ class Slots {
     };
 
     static Place at(u32 bucket, u32 bits) { return SIZE * bucket + static_cast<u32>(__builtin_ctz(bits)); }
-    u32 home(u64 hash) const { return static_cast<u32>(u64{static_cast<u32>(hash >> 24)} * buckets_ >> 32); }
+    static u32 home(u64 hash, u32 buckets) { return static_cast<u32>(u64{static_cast<u32>(hash >> 24)} * buckets >> 32); }
+    u32 home(u64 hash) const { return home(hash, buckets_); }
     u32 after(u32 bucket) const { return bucket + 1 == buckets_ ? 0 : bucket + 1; }
     u32 tag(u64 hash) const { return static_cast<u32>(hash) << bits_; }
 

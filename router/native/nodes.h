@@ -67,12 +67,6 @@ class Nodes {
         live_--;
     }
 
-    std::size_t bytes() const {
-        std::size_t total = nodes_.size() * sizeof(Node);
-        for (const Slots& part : parts_) total += part.bytes();
-        return total;
-    }
-
    private:
     void grow(Slots& part, u64 number_of_part) {
         u64 slots = 16 + (number_of_part >> 4);  // times a power of two: 16 sequences of sizes

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -27,16 +26,17 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     env = {"KVMESH_ROUTER_AFFINITY_TTL_S": "60"}
     with running_mesh(tmp_path_factory.mktemp("wide"), *MOCK, env=env) as mesh:
         yield mesh
+        until_free(mesh)
 
 
 @pytest.fixture(scope="module", params=["embedded", "remote"])
 def any_router(request: pytest.FixtureRequest, wide: Mesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with ExitStack() as stack:
-        if request.param == "embedded":
-            yield wide
-        else:
-            folder = tmp_path_factory.mktemp("remote")
-            yield stack.enter_context(running_mesh(folder, *MOCK, "--router", "remote"))
+    if request.param == "embedded":
+        yield wide
+        return
+    with running_mesh(tmp_path_factory.mktemp("remote"), *MOCK, "--router", "remote") as mesh:
+        yield mesh
+        until_free(mesh)
 
 
 @pytest.fixture(scope="module", params=["embedded", "remote"])
@@ -51,7 +51,19 @@ def _narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def narrow(_narrow: Mesh) -> Iterator[Mesh]:
     """One worker that runs one request at a time, and a queue for QUEUE. After each test nothing is left in flight."""
     yield _narrow
-    until(lambda: not in_flight(_narrow) and not bookings(_narrow), what="nothing in flight")
+    until_free(_narrow)
+
+
+def of_router(mesh: Mesh, name: str) -> float:
+    """A metric of the router, wherever it runs."""
+    urls = [decode(card, RouterCard).http_url for card in mesh.entries("routers/").values()]
+    return sum(mesh.metric(name, url=f"{url}/metrics" if url else None) for url in urls)
+
+
+def until_free(mesh: Mesh) -> None:
+    """Until nothing is in flight: neither at the frontend, nor at the workers, nor at a router by itself."""
+    gauges = ("kvmesh_router_waiting", "kvmesh_router_in_flight")
+    until(lambda: not in_flight(mesh) and not any(of_router(mesh, name) for name in gauges), what="nothing in flight")
 
 
 def complete(mesh: Mesh, prompt: list[int], headers: Mapping[str, str] | None = None, **body: Any) -> httpx.Response:
@@ -188,17 +200,21 @@ def test_kvmesh_explain_asks_a_running_mesh(wide: Mesh) -> None:
     assert "decode-1" in table
 
 
+@pytest.mark.parametrize("any_router", ["remote"], indirect=True)
+def test_kvmesh_explain_asks_a_router_itself(any_router: Mesh) -> None:
+    [card] = any_router.entries("routers/").values()
+    command = [sys.executable, "-m", "kvmesh", "explain", "--json"]
+    from_router, from_frontend = (
+        subprocess.run([*command, *whom, "What is a mesh?"], capture_output=True, text=True, timeout=60)
+        for whom in (["--router", decode(card, RouterCard).http_url], ["--url", any_router.url])
+    )
+    assert from_router.returncode == 0, from_router.stderr
+    one, other = json.loads(from_router.stdout), json.loads(from_frontend.stdout)
+    assert one["isl_tokens"] == other["isl_tokens"]
+    assert chosen(one["explanation"])["prefill"]["worker"] == "prefill-0"
+
+
 # --- where there is no room ---------------------------------------------------------------------------
-
-
-def of_router(mesh: Mesh, name: str) -> float:
-    """A metric of the router, wherever it runs."""
-    urls = [decode(card, RouterCard).http_url for card in mesh.entries("routers/").values()]
-    return sum(mesh.metric(name, url=f"{url}/metrics" if url else None) for url in urls)
-
-
-def bookings(mesh: Mesh) -> float:
-    return of_router(mesh, "kvmesh_router_waiting") + of_router(mesh, "kvmesh_router_in_flight")
 
 
 def waiting(mesh: Mesh, count: int) -> None:

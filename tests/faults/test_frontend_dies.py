@@ -50,10 +50,9 @@ def test_workers_give_up_the_requests_of_a_dead_frontend_at_once(lone_mesh: Mesh
 def test_also_those_that_prefill_or_wait(lone_mesh: Mesh) -> None:
     streams = [Stream(lone_mesh.url, prompt_of(30000, i), 10, kvmesh={"disaggregate": True}) for i in range(4)]
     until(lambda: lone_mesh.metric("kvmesh_worker_running_requests", "prefill-0") > 0)
-    until(lambda: lone_mesh.metric("kvmesh_worker_waiting_requests", "prefill-0") > 0)
+    until(lambda: lone_mesh.metric("kvmesh_router_waiting") > 0, what="the others to wait in its router")
     pid = lone_mesh.find_frontend().pid
     kill_frontend(lone_mesh)
-    until(lambda: lone_mesh.metric("kvmesh_worker_waiting_requests", "prefill-0") == 0, 1)
     until(lambda: lone_mesh.metric("kvmesh_worker_running_requests", "prefill-0") == 0, 1, "not after seconds of work")
     for stream in streams:
         check_broke_off(stream.join())

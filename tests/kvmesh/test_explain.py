@@ -58,8 +58,8 @@ async def router_url(tmp_path: Path) -> AsyncIterator[str]:
     await plane.close()
 
 
-def shown(reply: Reply) -> str:
-    console = Console(width=160, record=True, file=io.StringIO())
+def shown(reply: Reply, width: int = 160) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     explain.show(reply, console)
     return console.export_text()
 
@@ -149,8 +149,15 @@ def test_the_table_names_the_chosen_one_and_what_its_cost_is_made_of() -> None:
     text = shown(reply_with(report("d1", note="chosen"), report("d2", dp_rank=3, capacity=2.0, note="new: held back")))
     assert "d1 would compute prompt and answer; 16 tokens are cached there" in text
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert "d1 1 32 7 3 compute 1.5 + queue 1 2.5 chosen" in rows
-    assert "d2/3 1 32 7 3 (compute 1.5 + queue 1) / 2 2.5 new: held back" in rows
+    assert "d1 2.5 1 32 7 3 compute 1.5 + queue 1 chosen" in rows
+    assert "d2/3 2.5 1 32 7 3 (compute 1.5 + queue 1) / 2 new: held back" in rows
+
+
+def test_in_a_narrow_terminal_nothing_is_left_out() -> None:
+    long = {"compute": 11.75, "queue": 102.5, "held": 20.25, "transfer": 1.175}
+    text = shown(reply_with(report("prefill-0", terms=long, cost=135.675, note="chosen")), width=80)
+    for fact in ("prefill-0", "135.675", "chosen", "11.75", "1.175"):
+        assert fact in text
 
 
 def test_each_leg_has_a_table() -> None:

@@ -61,6 +61,10 @@ def test_what_was_not_added_cannot_be_discarded(new_counts: NewCounts) -> None:
     counts.discard(B, chain(1, 2, 3))
     counts.discard(A, b"")
     assert counts.match(chain(1, 2, 3)) == {A: 3}
+    counts.add(A, chain(1, 2))
+    counts.discard(A, chain(1, 2))
+    counts.discard(A, chain(1, 2))
+    assert counts.match(chain(1, 2, 3)) == {A: 3}
     counts.drop(A)
     counts.drop(A)
     counts.discard(A, chain(1, 2, 3))

@@ -305,6 +305,20 @@ def test_depths_are_told_for_each_tier_and_all_faster_ones(new_index: NewIndex) 
 
 
 @both
+def test_a_gap_in_one_tier_ends_the_prefix_there_in_that_tier_alone(new_index: NewIndex) -> None:
+    index = new_index()
+    index.store(A, array("Q", range(9)), None, array("I", range(9)), 1)
+    index.store(A, array("Q", range(9)), None, array("I", range(9)), 1, tier=Tier.DISK)
+    index.remove(A, array("Q", [2]))
+    prompt = pack_hashes(sequence_hashes(range(9), 1))
+    assert index.match(prompt) == {A: (2, 2, 9, 9)}
+    index.store(A, array("Q", [2]), None, b"", 1, tier=Tier.HOST)
+    assert index.match(prompt) == {A: (2, 9, 9, 9)}
+    index.store(A, array("Q", [2]), None, b"", 1)
+    assert index.match(prompt) == {A: (9, 9, 9, 9)}
+
+
+@both
 def test_a_block_in_two_tiers_is_there_until_it_has_left_both(new_index: NewIndex) -> None:
     index = new_index()
     index.apply(A, [stored(0, 2), stored(0, 2, medium="CPU")])
@@ -526,6 +540,9 @@ def test_what_is_no_snapshot_is_refused_and_nothing_changes(new_index: NewIndex)
     index = filled(new_index)
     before = index.dump()
     body = before[:-8]
+    header, nodes, parents = body[:24], body[24:64], body[64:84]
+    holders = body[84:]
+    assert header[16:] == (5).to_bytes(8, "little"), "prefixes"
     for wrong in (
         b"",
         b"kvprefix",
@@ -536,6 +553,10 @@ def test_what_is_no_snapshot_is_refused_and_nothing_changes(new_index: NewIndex)
         resealed(body[:8] + b"\2" + body[9:]),
         resealed(body[:-1]),
         resealed(body + b"\0"),
+        resealed(header + nodes + (3).to_bytes(4, "little") + parents[4:] + holders),
+        resealed(header + nodes[:32] + nodes[:8] + parents + holders),
+        resealed(header[:16] + (6).to_bytes(8, "little") + nodes + b"12345678" + parents + b"\xff" * 4 + holders),
+        resealed(header[:12] + (6).to_bytes(4, "little") + header[16:] + nodes + parents + holders + holders),
     ):
         with pytest.raises(WireError, match="no snapshot of an index"):
             index.load(wrong)

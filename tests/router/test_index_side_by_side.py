@@ -1,10 +1,13 @@
 """The native index does what the plain one does, whatever it is told."""
 
+import random
 from array import array
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from protocol.hashing import pack_hashes, sequence_hashes
 from protocol.ids import WorkerId
@@ -20,6 +23,30 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=10)
 limits = st.sampled_from([3, 12, 40, 1000])
 
 
+def assert_equal(plain: PlainIndex, native: "index_module.NativeIndex", prompts: Sequence[Sequence[int]]) -> None:
+    assert native.stats == plain.stats
+    assert native.holders == plain.holders
+    assert native.num_blocks == plain.num_blocks
+    assert native.num_entries == plain.num_entries
+    for holder in HOLDERS:
+        assert native.digest(holder) == plain.digest(holder)
+        assert native.blocks_of(holder) == plain.blocks_of(holder)
+        assert native.content(holder) == plain.content(holder)
+        assert native._gaps(holder) == gaps(plain, holder)
+    for prompt in prompts:
+        hashes = pack_hashes(sequence_hashes(prompt, 1))
+        assert native.match(hashes) == plain.match(hashes)
+
+
+def gaps(index: PlainIndex, holder: Holder) -> tuple[int, ...]:
+    """Per tier: prefixes there or faster whose parent is not."""
+    fastest: dict[int | None, int] = {None: 0}
+    for prefix, tier in index.content(holder):
+        fastest[prefix] = min(tier, fastest.get(prefix, tier))
+    parents = [(tier, fastest.get(index._nodes[p].parent, len(Tier))) for p, tier in fastest.items() if p is not None]
+    return tuple(sum(mine <= tier < parent for mine, parent in parents) for tier in Tier)
+
+
 class SideBySide(RuleBasedStateMachine):
     """Blocks of one token, so that few prompts make many shared prefixes.
 
@@ -29,20 +56,12 @@ class SideBySide(RuleBasedStateMachine):
 
     told = Bundle("told")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.make(1000, 1000)
-        self.prompts: list[list[int]] = [[0, 1, 2]]
-
+    @initialize(max_entries=limits, max_per_holder=limits)
     def make(self, max_entries: int, max_per_holder: int) -> None:
+        self.prompts: list[list[int]] = [[0, 1, 2]]
         self.max_entries = max_entries
         self.plain = PlainIndex(max_entries, max_per_holder)
         self.native = index_module.NativeIndex(max_entries, max_per_holder)
-
-    @rule(max_entries=limits, max_per_holder=limits)
-    def begin_anew(self, max_entries: int, max_per_holder: int) -> None:
-        if not self.plain.stats.stored_blocks:
-            self.make(max_entries, max_per_holder)
 
     @rule(
         target=told,
@@ -111,17 +130,8 @@ class SideBySide(RuleBasedStateMachine):
 
     @invariant()
     def both_say_the_same(self) -> None:
-        assert self.native.stats == self.plain.stats
-        assert self.native.holders == self.plain.holders
-        assert self.native.num_blocks == self.plain.num_blocks
-        assert self.native.num_entries == self.plain.num_entries <= self.max_entries
-        for holder in HOLDERS:
-            assert self.native.digest(holder) == self.plain.digest(holder)
-            assert self.native.blocks_of(holder) == self.plain.blocks_of(holder)
-            assert self.native.content(holder) == self.plain.content(holder)
-        for prompt in self.prompts:
-            hashes = pack_hashes(sequence_hashes(prompt, 1))
-            assert self.native.match(hashes) == self.plain.match(hashes)
+        assert self.native.num_entries <= self.max_entries
+        assert_equal(self.plain, self.native, self.prompts)
 
     def teardown(self) -> None:
         again = PlainIndex()
@@ -134,6 +144,89 @@ class SideBySide(RuleBasedStateMachine):
 
 
 SideBySide.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestSideBySide = needs_native(SideBySide.TestCase)
+
+
+# --- longer than hypothesis would go ----------------------------------------------------------------------
+
+
+class Engine:
+    """What one holder might say, mostly sound, from a seed."""
+
+    def __init__(self, rng: random.Random, holder: Holder, tiers: Sequence[Tier], num_names: int) -> None:
+        self.holder = holder
+        self._rng = rng
+        self._tiers = tiers
+        self._num_names = num_names
+        self._names: dict[tuple[int, ...], int] = {}
+        self._told: list[int] = []
+
+    def act(self, indexes: Sequence[PlainIndex], prompt: list[int]) -> None:
+        tier = self._rng.choice(self._tiers)
+        what = self._rng.random()
+        if what < 0.55:
+            first, end = sorted((self._rng.randint(0, len(prompt)), self._rng.randint(0, len(prompt))))
+            first = self._rng.choice([0, first])
+            names = [self._name(prompt[: i + 1]) for i in range(first, end)]
+            self._told += names
+            parent = self._name(prompt[:first]) if first else None
+            tokens = prompt[first:end] if self._rng.random() < 0.9 else []
+            for index in indexes:
+                index.store(self.holder, array("Q", names), parent, array("I", tokens), 1, tier=tier)
+        elif what < 0.97 and self._told:
+            chosen = [self._rng.randrange(len(self._told)) for _ in range(self._rng.randint(1, 6))]
+            names = [self._told.pop(i % len(self._told)) for i in chosen if self._told]
+            for index in indexes:
+                index.remove(self.holder, array("Q", names), tier)
+        elif self._rng.random() < 0.3:
+            for index in indexes:
+                index.clear(self.holder)
+
+    def _name(self, prefix: list[int]) -> int:
+        if self._rng.random() < 0.03:
+            return self._rng.randrange(self._num_names)
+        return self._names.setdefault(tuple(prefix), self._rng.randrange(self._num_names))
+
+
+@needs_native
+@pytest.mark.parametrize("seed", range(24))
+def test_long_runs_end_alike(seed: int) -> None:
+    rng = random.Random(seed)
+    limits = rng.choice([5, 30, 200, 10_000]), rng.choice([5, 30, 200, 10_000])
+    plain, native = PlainIndex(*limits), index_module.NativeIndex(*limits)
+    tiers = rng.choice([[Tier.DEVICE], [Tier.DEVICE, Tier.HOST], list(Tier)])
+    num_names = rng.choice([30, 2**64])
+    engines = [Engine(rng, holder, tiers, num_names) for holder in HOLDERS[: rng.randint(1, len(HOLDERS))]]
+    width = rng.choice([1, 2, 5])
+    prompts = [[rng.randrange(width) for _ in range(rng.randint(1, 14))] for _ in range(12)]
+    for step in range(400):
+        rng.choice(engines).act((plain, native), rng.choice(prompts))
+        if step % 20 == 0:
+            assert_equal(plain, native, prompts)
+        if step % 90 == 89:
+            native.load(native.dump())
+    assert_equal(plain, native, prompts)
+
+
+@needs_native
+def test_many_blocks_come_and_go_alike() -> None:
+    """Enough for the tables to grow, to fill up with what was removed and to be cleaned."""
+    rng = random.Random(0)
+    plain, native = PlainIndex(), index_module.NativeIndex()
+    live: dict[Holder, list[int]] = {holder: [] for holder in HOLDERS[:2]}
+    for round_number in range(60):
+        for holder, names in live.items():
+            fresh = [rng.getrandbits(64) for _ in range(300)]
+            tokens = [round_number, *range(299)] if rng.random() < 0.5 else [rng.getrandbits(32) for _ in range(300)]
+            rng.shuffle(names)
+            gone, names[:] = names[: len(names) // 4], names[len(names) // 4 :] + fresh
+            for index in (plain, native):
+                index.store(holder, array("Q", fresh), None, array("I", tokens), 1)
+                index.remove(holder, array("Q", gone))
+    assert_equal(plain, native, [[n, *range(299)] for n in range(60)])
+    for holder, names in live.items():
+        for index in (plain, native):
+            index.remove(holder, array("Q", names[5:]))
+    assert_equal(plain, native, [[n, *range(299)] for n in range(60)])
