@@ -69,6 +69,13 @@ class Outcome(NamedTuple):
     result: Placed | MeshError
 
 
+class Owner(NamedTuple):
+    """Who pays for the answer of a request in flight."""
+
+    tenant: str
+    priority: int
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """One (worker, dp rank): a place where a request can run."""
@@ -147,6 +154,7 @@ class RouterState:
         self._approximate = PredictedPrefixes(ttl_s=rules.approximate_ttl_s)
         self._warm_up = WarmUp(ramp_s=rules.ramp_s)
         self.load = ActiveLoad(rules.lease_s)
+        self._owners: dict[RequestId, Owner] = {}
         self.stats: Counter[str] = Counter()  # expired: bookings that nobody freed
 
     # --- workers and what they tell ---------------------------------------------------------------
@@ -337,8 +345,10 @@ class RouterState:
         """It lives, and has so many tokens by now."""
         holders = self.load.holders_of(request_id)
         if holders:
-            block_size = self._slots[holders[0]].card.block_size
-            self.load.progress(request_id, 1 + osl_tokens // block_size, now)
+            card = self._slots[holders[0]].card
+            grown = self.load.progress(request_id, 1 + osl_tokens // card.block_size, now)
+            if (owner := self._owners.get(request_id)) is not None:
+                self._pools[card.model].queue.charge(owner.tenant, grown * card.block_size, owner.priority)
 
     def free(self, request_id: RequestId, now: float = 0.0, *, ok: bool = True) -> None:
         """It has ended, wherever it was; `ok`: well. A second call does nothing."""
@@ -351,6 +361,7 @@ class RouterState:
         if not ok:
             self._predicted.forget(request_id)
             self._approximate.forget(request_id)
+        self._owners.pop(request_id, None)
         self._count_busy(self.load.free(request_id, now), now)
 
     def expire(self, now: float) -> list[RequestId]:
@@ -627,6 +638,8 @@ class RouterState:
         for candidate in chosen:
             self._choices += 1
             self._slots[candidate.holder].last_chosen = self._choices
+        if request.tenant:
+            self._owners[request.request_id] = Owner(request.tenant, request.priority)
         self._approximate_all(request, [candidate.holder for candidate in chosen], now)
         self._remember(request, plan, now)
         return self._placed(plan, self._explain(plan, waited_s) if request.explain else None)

@@ -168,14 +168,20 @@ class ActiveLoad:
         self._learn(request_id, booking, now)
         return self._end_prefill(request_id, booking, now)
 
-    def progress(self, request_id: RequestId, answer_blocks: int, now: float) -> None:
-        """The request lives, and its answer takes so many blocks by now. Unknown requests are no error."""
-        if (booking := self._bookings.get(request_id)) is not None:
-            self._loads[booking.decode].private_blocks += answer_blocks - booking.answer_blocks
-            if answer_blocks != booking.answer_blocks:
-                booking.answer_blocks = answer_blocks
-                self._sum_up(booking.decode)
-            self._renew(request_id, booking, now)
+    def progress(self, request_id: RequestId, answer_blocks: int, now: float) -> int:
+        """The request lives, and its answer takes so many blocks by now; how many more than before.
+
+        Unknown requests are no error.
+        """
+        if (booking := self._bookings.get(request_id)) is None:
+            return 0
+        grown = answer_blocks - booking.answer_blocks
+        if grown:
+            booking.answer_blocks = answer_blocks
+            self._loads[booking.decode].private_blocks += grown
+            self._sum_up(booking.decode)
+        self._renew(request_id, booking, now)
+        return grown
 
     def free(self, request_id: RequestId, now: float) -> list[Change]:
         """The request has ended. A second call does nothing."""

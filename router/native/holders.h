@@ -36,6 +36,10 @@ struct Words {
     u8 level(u32 i) const { return static_cast<u8>(word::fastest(word::tiers(words[i]))); }
     /// The first at `from` or later that is not before `wanted`.
     u32 search(u32 from, u32 wanted) const {
+        if (count - from <= 8) {
+            while (from < count && holder(from) < wanted) from++;
+            return from;
+        }
         const u32* found = std::lower_bound(words + from, words + count, wanted << word::HOLDER_SHIFT);
         return static_cast<u32>(found - words);
     }
@@ -60,11 +64,11 @@ class WordLists {
         return const_cast<u32*>(words.words) + at;
     }
 
-    /// Add the word of a holder that has none here.
-    void insert(u32& node_word, u32 word) {
+    /// Add the word of a holder that has none here; where it is now.
+    u32* insert(u32& node_word, u32 word) {
         if (!node_word) {
             node_word = word;
-            return;
+            return &node_word;
         }
         if (!(node_word & word::LIST)) {
             u32 list = allocate(0), other = node_word;
@@ -72,7 +76,7 @@ class WordLists {
             memory_[list + 1] = std::min(word, other);
             memory_[list + 2] = std::max(word, other);
             node_word = list | word::LIST;
-            return;
+            return &memory_[list + (word < other ? 1 : 2)];
         }
         u32 list = node_word & ~word::LIST, size = count(memory_[list]), kind = kind_of(memory_[list]);
         if (size == capacity(kind)) {
@@ -84,6 +88,7 @@ class WordLists {
         std::memmove(at + 1, at, static_cast<std::size_t>(words + size - at) * sizeof *at);
         *at = word;
         memory_[list] = head(size + 1, kind);
+        return at;
     }
 
     /// Remove a word that `find` has found.

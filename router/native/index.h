@@ -590,10 +590,10 @@ class Index {
         u32* word = lists_.find(prefix.word, holder);
         if (!word) {
             hollow_ -= !prefix.word;
-            lists_.insert(prefix.word, word::make(holder, 1u << tier));
+            word = lists_.insert(prefix.word, word::make(holder, 1u << tier));
             state.prefixes++;
             add_term(state, prefix.hash(), tier);
-            on_level(holder, node, TIERS, tier);
+            on_level(state, holder, node, *word, TIERS, tier);
             return;
         }
         const u32 before = word::tiers(*word);
@@ -601,7 +601,7 @@ class Index {
         if (before >> tier & 1) return;
         *word |= 1u << (tier + word::TIER_SHIFT);
         add_term(state, prefix.hash(), tier);
-        on_level(holder, node, word::fastest(before), word::fastest(before | 1u << tier));
+        on_level(state, holder, node, *word, word::fastest(before), word::fastest(before | 1u << tier));
     }
 
     void drop_name(u32 holder, u32 at) {
@@ -629,11 +629,11 @@ class Index {
         drop_term(state, prefix.hash(), tier);
         if (const u32 after = before & ~(1u << tier)) {
             *word &= ~(1u << (tier + word::TIER_SHIFT));
-            on_level(holder, node, word::fastest(before), word::fastest(after));
+            on_level(state, holder, node, *word, word::fastest(before), word::fastest(after));
             return;
         }
-        on_level(holder, node, word::fastest(before), TIERS);
-        lists_.erase(prefix.word, lists_.find(prefix.word, holder));
+        on_level(state, holder, node, *word, word::fastest(before), TIERS);
+        lists_.erase(prefix.word, word);
         state.prefixes--;
         if (!prefix.word) {
             hollow_++;
@@ -719,13 +719,11 @@ class Index {
 
     // --- gaps: prefixes that a holder has in a tier (or faster) while it has not their parent there (or faster) ---
 
-    /// The fastest tier of a prefix changes for a holder (TIERS: it has it not). Its word exists, before or after.
-    void on_level(u32 holder, u32 node, u32 from, u32 to) {
+    /// The fastest tier of a prefix changes for a holder (TIERS: it has it not). `word` is there, before or after.
+    void on_level(HolderState& state, u32 holder, u32 node, u32& word, u32 from, u32 to) {
         if (from == to) return;
-        HolderState& state = holders_[holder];
         state.slow_prefixes += static_cast<u32>(to > 0 && to < TIERS) - static_cast<u32>(from > 0 && from < TIERS);
-        u32* word = lists_.find(nodes_[node].word, holder);
-        move_children(state, holder, node, *word, from, to);
+        move_children(state, holder, node, word, from, to);
         const u32 parent = nodes_[node].parent();
         if (parent != NONE) link(state, holder, parent, from, to);
     }
