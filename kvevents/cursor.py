@@ -123,6 +123,7 @@ class Cursor:
         self._pending = PendingBatches(max_pending, max_pending_bytes, budget or PendingBudget())
         self._audit = Audit()
         self._highest_seq = -1  # known to be published, applied or not
+        self._claimed_seq = -1  # the worker said that it has published that; it may be on its way
         self._last_ts = 0.0  # of batch next_seq - 1, or a time before which the next one was not made; 0: not known
         self._has_last = False  # _last_ts is that of batch next_seq - 1
         self._max_ts = inf  # of this generation, as far as applied; inf: not known
@@ -232,7 +233,7 @@ class Cursor:
         self.next_seq = seq + 1
         self._last_ts = max(map(batch_ts, payloads), default=0.0)
         self._max_ts, self._has_last = self._last_ts or inf, False
-        self._incomplete = False
+        self._incomplete, self._claimed_seq = False, -1
         for old in [s for s in self._pending if s <= seq]:
             self._pending.forget(old)
         self._forget_stragglers()
@@ -259,6 +260,9 @@ class Cursor:
             return self._recover()
         if self.next_seq is None:
             return []
+        if self._claimed_seq >= self.next_seq:  # it has had the time since the last recheck to come
+            self._highest_seq = max(self._highest_seq, self._claimed_seq)
+            return self._recover()
         if self._can_digest and own is not None and self._audit.is_due():
             self._audit.ask(self.next_seq - 1, own)
             return [RequestDigest()]
@@ -272,8 +276,8 @@ class Cursor:
             return self._begin_anew(f"its last batch is {seq}, and we had {self._audit.asked_at}")
         verdict = self._audit.answer(seq, theirs)
         if verdict is None and seq >= self.next_seq:
-            self._highest_seq = max(self._highest_seq, seq)
-            return self._recover() if self.mode is Mode.LIVE else []
+            self._claimed_seq = seq
+            return self._recover() if self.mode is Mode.LIVE and self._can_replay else []
         return self._judge(verdict)
 
     def on_digest_failed(self) -> list[Action]:
@@ -406,7 +410,7 @@ class Cursor:
         self._audit.close()
         self._check, self._from_oldest = None, False
         self._last_ts, self._max_ts, self._has_last = 0.0, inf, False
-        self._incomplete = False
+        self._incomplete, self._claimed_seq = False, -1
 
     def _judge(self, equal: bool | None) -> list[Action]:
         if equal is not False:

@@ -21,7 +21,7 @@ from router.affinity import SessionAffinity, session_key
 from router.disaggregation import Backlog, LocalPrefill, decide
 from router.explain import Leg, Reasons, explain
 from router.index import Depths, Digest, Holder, PrefixIndex
-from router.load import ActiveLoad, Change, HolderLoad, Share
+from router.load import ActiveLoad, Change, HolderLoad, Owner, Share
 from router.prediction import APPROXIMATE_TTL_S, ON_ROUTE_TTL_S, PredictedPrefixes
 from router.pressure import BusyShare, PrefixDemand, WorkSpread, recompute_price
 from router.queue import Pending, PendingQueue, QueueRules
@@ -67,13 +67,6 @@ class Outcome(NamedTuple):
 
     request_id: RequestId
     result: Placed | MeshError
-
-
-class Owner(NamedTuple):
-    """Who pays for the answer of a request in flight."""
-
-    tenant: str
-    priority: int
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +147,6 @@ class RouterState:
         self._approximate = PredictedPrefixes(ttl_s=rules.approximate_ttl_s)
         self._warm_up = WarmUp(ramp_s=rules.ramp_s)
         self.load = ActiveLoad(rules.lease_s)
-        self._owners: dict[RequestId, Owner] = {}
         self.stats: Counter[str] = Counter()  # expired: bookings that nobody freed
 
     # --- workers and what they tell ---------------------------------------------------------------
@@ -323,6 +315,7 @@ class RouterState:
             prefill=holders[1],
             prefill_tokens=max(0, request.isl_tokens - cached) if is_prefilling else 0,
             hashes=request.sequence_hashes,
+            owner=Owner(request.tenant, request.priority),
             now=now,
         )
         self._count_busy(changes, now)
@@ -347,8 +340,8 @@ class RouterState:
         if holders:
             card = self._slots[holders[0]].card
             grown = self.load.progress(request_id, 1 + osl_tokens // card.block_size, now)
-            if (owner := self._owners.get(request_id)) is not None:
-                self._pools[card.model].queue.charge(owner.tenant, grown * card.block_size, owner.priority)
+            tenant, priority = self.load.owner_of(request_id)
+            self._pools[card.model].queue.charge(tenant, grown * card.block_size, priority)
 
     def free(self, request_id: RequestId, now: float = 0.0, *, ok: bool = True) -> None:
         """It has ended, wherever it was; `ok`: well. A second call does nothing."""
@@ -361,7 +354,6 @@ class RouterState:
         if not ok:
             self._predicted.forget(request_id)
             self._approximate.forget(request_id)
-        self._owners.pop(request_id, None)
         self._count_busy(self.load.free(request_id, now), now)
 
     def expire(self, now: float) -> list[RequestId]:
@@ -630,6 +622,7 @@ class RouterState:
             prefill=computes.holder,
             prefill_tokens=uncached,
             hashes=request.sequence_hashes,
+            owner=Owner(request.tenant, request.priority),
             now=now,
         )
         self._count_busy(changes, now)
@@ -638,8 +631,6 @@ class RouterState:
         for candidate in chosen:
             self._choices += 1
             self._slots[candidate.holder].last_chosen = self._choices
-        if request.tenant:
-            self._owners[request.request_id] = Owner(request.tenant, request.priority)
         self._approximate_all(request, [candidate.holder for candidate in chosen], now)
         self._remember(request, plan, now)
         return self._placed(plan, self._explain(plan, waited_s) if request.explain else None)

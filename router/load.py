@@ -51,6 +51,13 @@ class HolderLoad:
         return done if done < all_of_it else all_of_it
 
 
+class Owner(NamedTuple):
+    """Who pays for the answer of a request in flight."""
+
+    tenant: str = ""
+    priority: int = 0
+
+
 class Change(NamedTuple):
     """A holder that has begun, or ceased, to have prompts of ours to compute."""
 
@@ -64,6 +71,7 @@ class _Booking:
     prefill: Holder
     prefill_tokens: int
     hashes: bytes
+    owner: Owner
     answer_blocks: int
     ends_s: float
     is_prefilling: bool = True
@@ -140,13 +148,14 @@ class ActiveLoad:
         prefill_tokens: int,
         hashes: bytes,
         now: float,
+        owner: Owner = Owner(),  # noqa: B008 - it cannot change
     ) -> list[Change]:
         """`prefill` computes `prefill_tokens` (it is `decode` where one worker does both halves).
 
         hashes: the prompt's sequence hashes, packed u64 [n].
         """
         changes = self.free(request_id, now)
-        booking = _Booking(decode, prefill, prefill_tokens, hashes, 1, now + self._lease_s)
+        booking = _Booking(decode, prefill, prefill_tokens, hashes, owner, 1, now + self._lease_s)
         self._bookings[request_id] = booking
         for holder in {decode, prefill}:
             self._of_holder[holder].add(request_id)
@@ -217,6 +226,10 @@ class ActiveLoad:
         """Of the prompt of a booking; none if there is no such booking."""
         booking = self._bookings.get(request_id)
         return b"" if booking is None else booking.hashes
+
+    def owner_of(self, request_id: RequestId) -> Owner:
+        """Raises KeyError if there is no such booking."""
+        return self._bookings[request_id].owner
 
     def _renew(self, request_id: RequestId, booking: _Booking, now: float) -> None:
         booking.ends_s = now + self._lease_s

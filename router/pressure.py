@@ -20,8 +20,8 @@ def recompute_price(busy_share: float, spread: float, asked_before: float, holde
     """Blocks in a queue that one block to compute weighs as much as; > 0.
 
     One for the request itself. And all who come by wait longer: in a queue the wait is (1 + spread) / 2 * load /
-    (1 - load) (Pollaczek and Khinchine), its slope (1 + spread) / 2 / (1 - load)**2, and the share `load` of it falls on
-    those who come while the worker is busy. `spread`: see WorkSpread. `asked_before`: recent requests whose cached
+    (1 - load) (Pollaczek and Khinchine), its slope (1 + spread) / 2 / (1 - load)**2, and the share `load` of it falls
+    on those who come while the worker is busy. `spread`: see WorkSpread. `asked_before`: recent requests whose cached
     prefix ended at the same block. `holders` have it: a copy would serve so many of them, and they share its price.
     """
     load = min(busy_share, MAX_BUSY_SHARE)

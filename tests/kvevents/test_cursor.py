@@ -383,6 +383,16 @@ def test_a_digest_of_a_batch_that_has_not_come_is_compared_when_it_has() -> None
     assert last == [Diverged(1), RequestSnapshot()]
 
 
+def test_a_batch_that_the_worker_has_published_by_its_word_is_given_a_recheck_to_come() -> None:
+    cursor = asked_cursor()
+    assert cursor.on_digest(3, SAME) == [RequestReplay(2)]
+    cursor.on_replayed(2, b(2))
+    assert cursor.on_replay_end() == []
+    assert cursor.on_recheck(SAME) == [RequestReplay(2)]
+    cursor.on_replayed(2, b(2))
+    assert cursor.on_replay_end() == [RequestSnapshot()]
+
+
 def test_a_digest_of_a_lower_number_is_of_a_new_generation() -> None:
     cursor = asked_cursor()
     assert cursor.on_digest(1, SAME) == [Reset("its last batch is 1, and we had 2"), RequestReplay(0)]

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from kvevents.formats import encode_payload
 from protocol.errors import DeadlineExceededError, InvalidRequestError, NoWorkerError, OverloadedError
 from protocol.events import Cleared
 from protocol.ids import RequestId, WorkerId
@@ -709,6 +710,17 @@ def test_tenants_take_turns() -> None:
     assert names.index("few 0") == 1
 
 
+def test_tenants_pay_for_their_answers_too() -> None:
+    for osl_tokens, first in ((0, "a"), (10_000, "b")):
+        state = router(card("d"), saturation=ONE_AT_A_TIME, queue=QueueRules(order="fcfs"))
+        place(state, "answer", prompt(8), tenant="a")
+        submit(state, "a", prompt(1), now=0.0, tenant="a")
+        submit(state, "b", prompt(2), now=0.5, tenant="b")
+        state.progress(RequestId("answer"), osl_tokens, 0.5)
+        done(state, "answer")
+        assert order(state, ["a", "b"])[0] == first
+
+
 # --- who waits no longer -------------------------------------------------------------------------------------------
 
 
@@ -992,12 +1004,18 @@ def test_predictions_can_be_turned_off() -> None:
     assert state.overlaps("m", request().sequence_hashes, 0.0) == {}
 
 
-def test_what_a_worker_tells_is_believed_over_what_was_predicted_of_it_when_that_ends() -> None:
-    state = router(card("d1"))
-    holds(state, "d1", 20)
-    assert state.overlaps("m", request().sequence_hashes, 0.0) == {at("d1"): (20,) * 4}
-    state.on_kv_events(WorkerId("d1"), 0, [Cleared()])
-    assert state.overlaps("m", request().sequence_hashes, 0.0) == {}
+def test_what_a_worker_tells_is_believed_over_what_was_predicted_of_it() -> None:
+    for tell in (
+        lambda state: state.on_kv_events(WorkerId("d1"), 0, [Cleared()]),
+        lambda state: state.on_kv_batch(WorkerId("d1"), 0, encode_payload([Cleared()], 0.0)),
+    ):
+        state = router(card("d1"))
+        place(state, "r0")
+        done(state, "r0")
+        end(state, "r0")
+        assert state.overlaps("m", request().sequence_hashes, 0.0) == {at("d1"): (20,) * 4}
+        tell(state)
+        assert state.overlaps("m", request().sequence_hashes, 0.0) == {}
 
 
 def test_a_prediction_does_not_hide_what_lies_deeper_in_a_slower_tier() -> None:

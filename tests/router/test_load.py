@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from protocol.hashing import pack_hashes
 from protocol.ids import RequestId, WorkerId
 from router.index import Holder
-from router.load import LEASE_S, NOTHING, ActiveLoad, Change, HolderLoad, Share
+from router.load import LEASE_S, NOTHING, ActiveLoad, Change, HolderLoad, Owner, Share
 
 A, B, P = (Holder(WorkerId(name), 0) for name in "abp")
 R, S = RequestId("r"), RequestId("s")
@@ -83,8 +83,9 @@ def test_blocks_that_requests_share_count_once() -> None:
 def test_an_answer_takes_more_blocks_as_it_grows() -> None:
     load = new_load()
     book(load)
-    load.progress(R, 5, 1.0)
+    assert load.progress(R, 5, 1.0) == 4
     assert share(load, A).held_blocks == 2 + 5
+    assert (load.progress(R, 5, 2.0), load.progress(S, 5, 2.0)) == (0, 0)
     load.free(R, 2.0)
     assert is_empty(load)
 
@@ -101,6 +102,13 @@ def test_where_a_booking_stands_and_what_it_is_about_can_be_asked() -> None:
     assert load.holders_of(R) == (A,)
     load.free(R, 0.0)
     assert (load.holders_of(R), load.hashes_of(R), R in load) == ((), b"", False)
+
+
+def test_it_is_known_who_pays_for_an_answer() -> None:
+    load = new_load()
+    owner = Owner("tenant", 3)
+    load.book(R, decode=A, prefill=A, prefill_tokens=1, hashes=b"", now=0.0, owner=owner)
+    assert load.owner_of(R) == owner
 
 
 # --- how a booking ends --------------------------------------------------------------------------------------------

@@ -10,8 +10,10 @@ from router.pressure import (
     BUSY_WINDOW_S,
     DEMAND_WINDOW_S,
     MAX_BUSY_SHARE,
+    MAX_SPREAD,
     BusyShare,
     PrefixDemand,
+    WorkSpread,
     recompute_price,
 )
 
@@ -45,6 +47,12 @@ def test_above_a_share_the_estimate_has_no_meaning_and_stays() -> None:
     assert recompute_price(1.0, 1.0, 0.0, 1) == recompute_price(MAX_BUSY_SHARE, 1.0, 0.0, 1)
 
 
+def test_the_more_unequal_the_requests_the_more_a_block_delays_others() -> None:
+    equal, unequal = (recompute_price(0.5, spread, 0.0, 1) for spread in (0.0, 4.0))
+    assert 1 < equal < unequal
+    assert recompute_price(0.0, 4.0, 0.0, 1) == 1.0, "on idle workers there are no others"
+
+
 shares, demands = st.floats(0, 1), st.floats(0, 1e6)
 
 
@@ -58,6 +66,43 @@ def test_it_grows_with_the_busy_share_falls_with_the_demand_and_is_bounded(
     assert 0 < price <= recompute_price(more_busy, 1.0, asked, holders)
     assert price >= recompute_price(busy, 1.0, asked_more, holders)
     assert price <= recompute_price(busy, 1.0, asked, holders + 1) <= recompute_price(1.0, 1.0, 0.0, 1)
+
+
+# --- how unequal requests are --------------------------------------------------------------------------------------
+
+
+def spread_of(*tokens: int) -> float:
+    spread = WorkSpread()
+    for one in tokens:
+        spread.add(one)
+    return spread.value
+
+
+def test_while_little_is_known_requests_are_taken_to_be_as_unequal_as_by_chance() -> None:
+    assert spread_of() == spread_of(1, 1000, 1) == 1.0
+    assert spread_of(*[0] * 100) == 1.0, "nothing was to compute"
+
+
+def test_equal_requests_have_no_spread() -> None:
+    assert spread_of(*[700] * 100) == pytest.approx(0.0)
+
+
+def test_the_spread_is_the_variance_over_the_square_of_the_mean() -> None:
+    assert spread_of(*[0, 1000] * 1000) == pytest.approx(1.0, abs=0.01)
+    assert spread_of(*[0, 0, 0, 1000] * 1000) == pytest.approx(3.0, abs=0.1)
+
+
+def test_a_few_very_long_prompts_among_many_short_ones_are_bounded() -> None:
+    assert spread_of(*[1] * 100, 10**6) == MAX_SPREAD
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    assert spread_of(*[0, 1000] * 1000, *[500] * 3000) < 0.01
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=60))
+def test_the_spread_is_never_negative_nor_above_its_bound(tokens: list[int]) -> None:
+    assert 0.0 <= spread_of(*tokens) <= MAX_SPREAD
 
 
 # --- how busy the workers are --------------------------------------------------------------------------------------

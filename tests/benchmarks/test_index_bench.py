@@ -1,0 +1,32 @@
+"""The index benchmark: that it runs, and what it fills the index with."""
+
+import json
+
+import pytest
+
+from benchmarks import index as bench
+from benchmarks.__main__ import main
+from router.index import PrefixIndex
+
+
+def test_each_chain_has_one_holder_of_all_and_others_of_half() -> None:
+    index = PrefixIndex()
+    [first, second] = bench.chains(bench.Case(workers=4, blocks=2 * bench.CHAIN, others=2))
+    for chain in (first, second):
+        bench.store(index, chain, 128)
+    prompt = bench.sequence_hash_bytes(first.tokens.tobytes(), bench.BLOCK)
+    half = bench.CHAIN // 2
+    assert sorted(depths[0] for depths in index.match(prompt).values()) == [half, half, bench.CHAIN]
+    assert (index.num_blocks, index.num_entries) == (2 * bench.CHAIN, 4 * bench.CHAIN)
+
+
+def test_it_reports_every_figure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "in_a_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(bench, "SMALL", bench.CHAIN)
+    monkeypatch.setattr(bench, "PLACED_WORKERS", 4)
+    assert main(["index", "--quick", "--json", "--workers", "4", "--blocks", str(2 * bench.CHAIN)]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(report["match_us"]) == {"64", "512", "4096"}
+    for figure in ("store_blocks_per_cpu_s_128", "store_blocks_per_cpu_s_16", "zmq_blocks_per_cpu_s", "place_us_8k"):
+        assert report[figure] > 0
+    assert len(report["growth"]) == 1
