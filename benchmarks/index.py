@@ -205,12 +205,13 @@ def chains(case: Case) -> Iterator[Chain]:
 def fill(case: Case, rounds: int) -> Filled:
     for chain in chains(Case(case.workers, CHAIN)):  # code and libraries are loaded before memory is counted
         store(PrefixIndex(), chain, case.blocks_per_event)
-    seconds: list[float] = []
     before = resident_bytes()
-    for _ in range(rounds):
+    index, spent = fill_once(case)
+    taken = resident_bytes() - before
+    seconds = [spent]
+    for _ in range(rounds - 1):
+        del index  # one at a time
         index, spent = fill_once(case)
-        if not seconds:
-            taken = resident_bytes() - before
         seconds.append(spent)
     prompts = [sequence_hash_bytes(chain.tokens.data, BLOCK) for chain in islice(chains(case), 64)]
     return Filled(

@@ -208,12 +208,13 @@ class Cursor:
         self._check = None
         if self._asked_before:
             return self._replay()
+        actions = [] if self._doubted else self._drain()  # what came just too late for it
         if not self._is_behind():
             self.mode = Mode.LIVE
-            return []
-        if self.next_seq != self._before_replay:  # it helped: what is missing came too late for it
-            return self._replay()
-        return self._snapshot() if self._can_snapshot else self._give_up()
+            return actions
+        if self.next_seq != self._before_replay:  # it helped: what is missing came later still
+            return [*actions, *self._replay()]
+        return [*actions, *(self._snapshot() if self._can_snapshot else self._give_up())]
 
     def on_replay_failed(self) -> list[Action]:
         """Nobody answers."""

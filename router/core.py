@@ -481,6 +481,7 @@ class RouterState:
         hashes = request.sequence_hashes
         overlaps, active = self._overlaps(pool, hashes, now)
         is_prefill = computing[0].card.role is Role.PREFILL
+        self._count_busy(self.load.take_told(), now)
         busy = pool.busy[is_prefill].of(len(pool.prefillers if is_prefill else pool.decoders), now)
         depths = [overlaps.get(slot.holder, NOWHERE)[-1] for slot in computing]
         deepest = max(depths)

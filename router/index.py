@@ -260,19 +260,12 @@ class PlainIndex:
 
         hashes: u64 [n], the prompt's sequence hashes from its first block on.
         """
-        depths: dict[Holder, list[int]] = {}
-        active: list[Holder] = []
-        for depth, prefix in enumerate(unpack_hashes(hashes)):
-            node = self._nodes.get(SequenceHash(prefix))
-            copies = {} if node is None else node.copies
-            active = [holder for holder in (active if depth else copies) if holder in copies]
-            if not active:
+        blocks: list[dict[Holder, list[int]]] = []
+        for prefix in unpack_hashes(hashes):
+            if (node := self._nodes.get(SequenceHash(prefix))) is None:
                 break
-            for holder in active:
-                reach = depths.setdefault(holder, [0] * len(Tier))
-                for tier in range(_fastest(copies[holder]), len(Tier)):
-                    reach[tier] += reach[tier] == depth
-        return {holder: (a, b, c, d) for holder, (a, b, c, d) in depths.items()}
+            blocks.append(node.copies)
+        return {holder: _depths(holder, blocks) for holder in blocks[0]} if blocks else {}
 
     def digest(self, holder: Holder) -> Digest:
         """Of all (prefix, tier) that `holder` has, in whatever order they came."""
@@ -538,8 +531,18 @@ def _is_sound(names: Sequence[EngineHash], parent: int | None, num_tokens: int, 
     return len(set(names)) == len(names) and parent not in names
 
 
-def _fastest(copies: Sequence[int]) -> int:
-    return next(tier for tier, names in enumerate(copies) if names)
+def _depths(holder: Holder, chain: Sequence[dict[Holder, list[int]]]) -> Depths:
+    """`chain`: for each block of a prompt who has how many copies of it, per tier."""
+    depths, tier, depth = [0] * len(Tier), 0, 0
+    for copies in chain:
+        if (mine := copies.get(holder)) is None:
+            break
+        while not (mine[tier] or any(mine[:tier])):
+            depths[tier] = depth
+            tier += 1
+        depth += 1
+    depths[tier:] = [depth] * (len(Tier) - tier)
+    return depths[0], depths[1], depths[2], depths[3]
 
 
 def _eviction_order(nodes: dict[SequenceHash, _Node], held: _Held, holder: Holder) -> Iterator[SequenceHash]:

@@ -38,6 +38,7 @@ class HolderLoad:
     requests: int = 0  # that decode there
     own: Share = NOTHING  # the sum of that, with the blocks of prompts
     elsewhere: dict[str, Share] = field(default_factory=dict)  # by router
+    is_busy: bool = False  # as the last Change has told
     total: Share = NOTHING  # of all routers
     prefilling: dict[RequestId, int] = field(default_factory=dict)  # tokens of each, in the order of placement
     computes_since_s: float = 0.0  # the first of these: when it was placed, or the one before it was done
@@ -59,7 +60,7 @@ class Owner(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A holder that has begun, or ceased, to have prompts of ours to compute."""
+    """A holder that has begun, or ceased, to have prompts to compute."""
 
     holder: Holder
     is_busy: bool
@@ -86,6 +87,7 @@ class ActiveLoad:
         self._bookings: OrderedDict[RequestId, _Booking] = OrderedDict()  # by end
         self._of_holder: dict[Holder, set[RequestId]] = {}
         self._changed: set[Holder] = set()  # since the others were told
+        self._told: set[Holder] = set()  # holders whose load elsewhere has changed
         self.chains = ChainCounts()  # prompts of requests in flight, where they decode
         self.prefilling = ChainCounts()  # where another worker prefills them, until it has
 
@@ -106,9 +108,12 @@ class ActiveLoad:
         """The holder is gone: its bookings end. Unknown ones are no error."""
         ended = list(self._of_holder.get(holder, ()))
         changes = [change for request_id in ended for change in self.free(request_id, now)]
-        self._loads.pop(holder, None)
+        load = self._loads.pop(holder, None)
+        if load is not None and load.is_busy:  # by what other routers have placed there
+            changes.append(Change(holder, False))
         self._of_holder.pop(holder, None)
         self._changed.discard(holder)
+        self._told.discard(holder)
         self.chains.drop(holder)
         self.prefilling.drop(holder)
         return changes
@@ -138,6 +143,12 @@ class ActiveLoad:
                 if share != NOTHING:
                     load.elsewhere[router] = share
                 load.total = _sum([load.own, *load.elsewhere.values()])
+                self._told.add(holder)
+
+    def take_told(self) -> list[Change]:
+        """What `update_elsewhere` has changed since the last call."""
+        told, self._told = self._told, set()
+        return [change for holder in told if holder in self._loads for change in self._note_busy(holder)]
 
     def book(
         self,
@@ -262,12 +273,17 @@ class ActiveLoad:
         return self._queue(booking.prefill, -booking.prefill_tokens)
 
     def _queue(self, holder: Holder, tokens: int) -> list[Change]:
-        load = self._loads[holder]
-        was_busy = load.queued_tokens > 0
-        load.queued_tokens += tokens
+        self._loads[holder].queued_tokens += tokens
         self._sum_up(holder)
-        is_busy = load.queued_tokens > 0
-        return [] if is_busy == was_busy else [Change(holder, is_busy)]
+        return self._note_busy(holder)
+
+    def _note_busy(self, holder: Holder) -> list[Change]:
+        load = self._loads[holder]
+        is_busy = load.total.queued_tokens > 0
+        if is_busy == load.is_busy:
+            return []
+        load.is_busy = is_busy
+        return [Change(holder, is_busy)]
 
     def _sum_up(self, holder: Holder) -> None:
         """Once for each change, so that placements only have to read."""

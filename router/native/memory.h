@@ -51,7 +51,9 @@ class Array {
 
     /// Room for `more` values, and some to spare where that means growing: the less, the more there are.
     void reserve(std::size_t more) {
-        if (size_ + more > capacity_) set_capacity(size_ + more + size_ / (size_ * sizeof(T) < 128 << 10 ? 4 : 8));
+        if (size_ + more <= capacity_) return;
+        const std::size_t bytes = size_ * sizeof(T);
+        set_capacity(size_ + more + size_ / (bytes < 8 << 10 ? 2 : bytes < 128 << 10 ? 4 : 8));
     }
     void set_capacity(std::size_t capacity) {
         if (!capacity) {

@@ -75,7 +75,7 @@ class Nodes {
         numbers.reserve(part.live());
         part.each([&numbers](u32 number) { numbers.push(number); });
         part.rebuild(slots, end() + end() / 2, [&](auto add) {
-            constexpr std::size_t AHEAD = 16;
+            constexpr std::size_t AHEAD = 32;
             for (std::size_t i = 0; i < numbers.size(); i++) {
                 if (i + AHEAD < numbers.size()) prefetch_number(numbers[i + AHEAD]);
                 add(scatter(nodes_[numbers[i]].hash()), numbers[i]);

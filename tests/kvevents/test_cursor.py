@@ -102,6 +102,14 @@ def test_a_second_gap_behind_the_first_is_asked_for_when_the_replay_ends() -> No
     assert cursor.on_replay_end() == [RequestReplay(5)]
 
 
+def test_a_batch_that_came_just_too_late_for_the_replay_is_applied_at_its_end() -> None:
+    cursor = Cursor()
+    cursor.start()
+    assert cursor.on_live(0, b(0)) == []
+    assert cursor.on_replay_end() == [Apply(0, b(0))]
+    assert cursor.mode is Mode.LIVE
+
+
 def test_a_ring_that_no_longer_reaches_back_leads_to_a_snapshot() -> None:
     cursor = live_cursor(3)
     cursor.on_live(9, b(9))
