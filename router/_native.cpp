@@ -264,7 +264,8 @@ PyObject* index_remove(PyObject* self, PyObject* const* args, Py_ssize_t count, 
     PyObject* given[3];
     Integers hashes;
     u32 tier;
-    if (!bind(args, count, keywords, names, 2, 3, given) || !hashes.take(given[1], 8, "Q") || !to_tier(given[2], tier)) {
+    if (!bind(args, count, keywords, names, 2, 3, given) || !hashes.take(given[1], 8, "Q") ||
+        !to_tier(given[2], tier)) {
         return nullptr;
     }
     return guarded(self, [&](IndexState& state) -> PyObject* {

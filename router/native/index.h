@@ -1,4 +1,4 @@
-// The prefix index. What it does is specified by PlainIndex in router/index.py; how, by docs/decisions/0007-native-index.md.
+// The prefix index. PlainIndex in router/index.py says what it does, docs/decisions/0007-native-index.md how.
 // Knows nothing of Python. Raises nothing but std::bad_alloc.
 #pragma once
 
@@ -157,14 +157,15 @@ struct HolderState {
     bool begins = true;
     u32 prefixes = 0;
     u32 slow_prefixes = 0;   // not on the device
-    PerTier gaps{};          // per tier: prefixes there or faster whose parent is not. 0: what it has is downward closed
+    PerTier gaps{};         // per tier: prefixes there or faster whose parent is not. 0: it has nothing but whole prefixes
     u64 digest = 0;
     u64 digest_blocks = 0;
 };
 
 class Index {
    public:
-    Index(u32 max_entries, u32 max_per_holder) : max_entries_(max_entries), max_per_holder_(max_per_holder), nodes_(max_entries_ + 1) {}
+    Index(u32 max_entries, u32 max_per_holder)
+        : max_entries_(max_entries), max_per_holder_(max_per_holder), nodes_(max_entries_ + 1) {}
 
     Stats stats;
 

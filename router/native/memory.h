@@ -250,10 +250,13 @@ class Slots {
         used.resize(fresh.buckets_);
         std::memset(used.data(), 0, used.size());
         // Copies, which the compiler can keep in registers.
-        each([slots = fresh.slots_, count = used.data(), buckets = fresh.buckets_, bits = fresh.bits_](u64 hash, u32 entry) {
+        u32* const slots_of_all = fresh.slots_;
+        u8* const count = used.data();
+        const u32 buckets = fresh.buckets_, bits = fresh.bits_;
+        each([=](u64 hash, u32 entry) {
             u32 bucket = home(hash, buckets);
             while (count[bucket] == SIZE) bucket = bucket + 1 == buckets ? 0 : bucket + 1;
-            slots[SIZE * bucket + count[bucket]++] = static_cast<u32>(hash) << bits | entry;
+            slots_of_all[SIZE * bucket + count[bucket]++] = static_cast<u32>(hash) << bits | entry;
         });
         fresh.live_ = fresh.filled_ = live_;
         swap(fresh);
@@ -280,7 +283,8 @@ class Slots {
         /// One bit per slot: whether it is `wanted` in the bits of `mask`.
         u32 equal(u32 wanted, u32 mask) const {
 #if defined(__SSE2__)
-            const __m128i want = _mm_set1_epi32(static_cast<int>(wanted)), part = _mm_set1_epi32(static_cast<int>(mask));
+            const __m128i want = _mm_set1_epi32(static_cast<int>(wanted));
+            const __m128i part = _mm_set1_epi32(static_cast<int>(mask));
             __m128i same[4];
             for (int i = 0; i < 4; i++) {
                 const __m128i slots = _mm_load_si128(reinterpret_cast<const __m128i*>(slots_) + i);
@@ -300,7 +304,9 @@ class Slots {
     };
 
     static Place at(u32 bucket, u32 bits) { return SIZE * bucket + static_cast<u32>(__builtin_ctz(bits)); }
-    static u32 home(u64 hash, u32 buckets) { return static_cast<u32>(u64{static_cast<u32>(hash >> 24)} * buckets >> 32); }
+    static u32 home(u64 hash, u32 buckets) {
+        return static_cast<u32>(u64{static_cast<u32>(hash >> 24)} * buckets >> 32);
+    }
     u32 home(u64 hash) const { return home(hash, buckets_); }
     u32 after(u32 bucket) const { return bucket + 1 == buckets_ ? 0 : bucket + 1; }
     u32 tag(u64 hash) const { return static_cast<u32>(hash) << bits_; }

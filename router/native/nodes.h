@@ -5,7 +5,8 @@
 
 namespace kvmesh {
 
-/// A table of `Node`s (plain, with `hash()`, `set_free()` and `next_free()`), by hash. Numbers of nodes that are gone are used again.
+/// A table of `Node`s (plain, with `hash()`, `set_free()` and `next_free()`), by hash. Numbers of nodes that are gone
+/// are used again.
 ///
 /// The slots are in 256 parts that double one by one, each at sizes of its own, so that no single insertion has to
 /// move many of them and the memory grows evenly.

@@ -1,4 +1,4 @@
-// Reads a batch of KV events as it came over the wire, the usual forms of it, in one pass. What the wire format means is
+// Reads a batch of KV events as it came over the wire, the usual forms of it, in one pass. What the format means is
 // specified by kvevents/formats.py; whatever is unusual here, or wrong, is left to that. Trusts nothing it reads.
 #pragma once
 

@@ -67,7 +67,9 @@ inline std::string dump(const Index& index, const std::vector<HolderName>& names
     std::vector<u32> path;
     for (u32 start = 0; start < place.size(); start++) {
         if (index.node(start).is_free()) continue;
-        for (u32 node = start; node != NONE && place[node] == NONE; node = index.node(node).parent()) path.push_back(node);
+        for (u32 node = start; node != NONE && place[node] == NONE; node = index.node(node).parent()) {
+            path.push_back(node);
+        }
         for (; !path.empty(); path.pop_back()) {
             place[path.back()] = static_cast<u32>(order.size());
             order.push(path.back());

@@ -18,6 +18,7 @@ from protocol.errors import ConfigError, PeerLostError
 from protocol.events import Digest, Stored
 from protocol.ids import EngineHash, WorkerId
 from tests.support.kv_events import Index, blocks, payload
+from tests.support.proxy import Proxy
 
 W1, W2 = WorkerId("w1"), WorkerId("w2")
 PATIENCE = Patience(answer_s=0.2, tries=2, backoff_s=0.01)
@@ -206,6 +207,27 @@ async def test_another_process_whose_next_number_is_the_expected_one_is_noticed(
             second.publish(blocks(100 + second.last_seq + 1))
             await asyncio.sleep(0.05)
         await index.holds(*range(100, 100 + second.last_seq + 1))
+
+
+async def test_sources_that_are_removed_while_their_connections_break_do_not_stop_the_others(
+    index: Index, subscriber: KvEventSubscriber, publisher: KvEventPublisher
+) -> None:
+    publisher.publish(blocks(1))
+    for _ in range(5):
+        proxy = await Proxy(int(publisher.endpoint.rpartition(":")[2])).start()
+        names = [WorkerId(f"leaving-{number}") for number in range(40)]
+        for name in names:
+            subscriber.add(KvSource(name, f"tcp://127.0.0.1:{proxy.port}", publisher.replay_endpoint))
+        for name in names:
+            await index.holds(1, worker_id=name)
+        proxy.cut()
+        await asyncio.sleep(0)
+        for name in names:
+            subscriber.remove(name)
+            del index.held[name, 0]
+        await proxy.close()
+    subscriber.add(source(publisher))
+    await index.holds(1)
 
 
 async def test_a_source_that_is_replaced_forgets_what_it_held(index: Index, subscriber: KvEventSubscriber) -> None:

@@ -230,3 +230,18 @@ def test_many_blocks_come_and_go_alike() -> None:
         for index in (plain, native):
             index.remove(holder, array("Q", names[5:]))
     assert_equal(plain, native, [[n, *range(299)] for n in range(60)])
+
+
+@needs_native
+def test_names_that_look_alike_in_a_table_are_told_apart() -> None:
+    """So many that the part of a hash that a table keeps is often the same."""
+    rng = random.Random(0)
+    names = [rng.getrandbits(64) for _ in range(60_000)]
+    plain, native = PlainIndex(), index_module.NativeIndex()
+    for index in (plain, native):
+        index.store(HOLDERS[0], array("Q", names), None, array("I", range(len(names))), 1)
+        index.remove(HOLDERS[0], array("Q", names[::2]))
+        index.remove(HOLDERS[0], array("Q", [name ^ 1 for name in names]))
+        index.store(HOLDERS[0], array("Q", names[:1]), None, array("I", [0]), 1)
+    assert_equal(plain, native, [range(100)])
+    assert native.stats.unknown_removals == len(names)
