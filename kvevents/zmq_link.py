@@ -54,7 +54,7 @@ class ZmqLink:
 
     def close(self) -> None:
         if not self._sub.closed:  # telling of an event that nobody takes would block the thread of all sockets
-            pass
+            self._watched.disable_monitor()
         self._watch.close()
         self._sub.close()
 

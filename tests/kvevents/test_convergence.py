@@ -7,7 +7,7 @@ workers restart under the same name or a new one. Pure: no sockets, and time is 
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -33,8 +33,7 @@ from kvevents.ring import ReplayRing
 from protocol.events import Digest, Stored
 from protocol.hashing import sequence_hashes
 from protocol.ids import WorkerId
-from router.index import Holder
-from router.index import PlainIndex as PrefixIndex
+from router.index import Holder, PrefixIndex
 
 BLOCK = 2
 Batch = tuple[int, bytes]
@@ -58,10 +57,21 @@ STOCK = Kind(ring_batches=10_000, snapshot=False, digest=False)  # an unmodified
 NATS = Kind(numbers_restart=False)  # its stream may drop all that it had
 
 
+class Clock:
+    """A second passes from batch to batch, unless somebody sets it."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def tick(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
 class Worker:
     """One process: a pool, and the ring that its events go through."""
 
-    def __init__(self, kind: Kind, clock: Iterator[int]) -> None:
+    def __init__(self, kind: Kind, clock: Clock) -> None:
         self.kind = kind
         self.pool = BlockPool(6, BLOCK)
         self.ring = ReplayRing(kind.ring_batches, 1 << 20)
@@ -101,7 +111,7 @@ class Worker:
         return {name for event in self.pool.snapshot() if isinstance(event, Stored) for name in event.hashes}
 
     def _encode(self, events: Sequence[object]) -> bytes:
-        return encode_payload(events, float(next(self._clock)), 0)  # type: ignore[arg-type]
+        return encode_payload(events, self._clock.tick(), 0)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -236,7 +246,7 @@ class World:
 
     def __init__(self, kind: Kind, num_workers: int) -> None:
         self.kind = kind
-        self.clock = itertools.count(1)
+        self.clock = Clock()
         self.names = (WorkerId(f"w{i}") for i in itertools.count())
         self.index = PrefixIndex()
         self.budget = PendingBudget(2000)
@@ -290,6 +300,8 @@ class World:
                 self._replace(follower)
             case "numb" if self.kind.digest:
                 follower.is_numb = True
+            case "set clock" if self.kind.digest:  # else nothing tells generations apart
+                self.clock.now_s -= detail
         if step in ("prompt", "finish", "evict", "clear"):
             self.in_flight += [(follower, batch) for batch in worker.publish()]
 
@@ -330,7 +342,7 @@ STEPS = (
     *("prompt", "prompt", "prompt", "finish", "evict", "clear"),
     *("deliver", "deliver", "deliver", "lose", "twice"),
     *("ask", "ask", "hear", "hear", "fail", "recheck"),
-    *("restart", "reconnect", "cut", "new id", "numb"),
+    *("restart", "reconnect", "cut", "new id", "numb", "set clock"),
 )
 steps = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 3), st.integers(0, 255)), max_size=60)
 kinds = pytest.mark.parametrize(
