@@ -524,7 +524,7 @@ class RouterState:
         is_full = rules.policy in _PATIENT and self._is_full(chosen, leg)
         if is_full and (others := [c for c in allowed if not self._is_full(c, leg)]):
             other = choose(others, prompt, rules.policy, rules.temperature, self._rng)
-            if rules.policy != "kv" or self._is_packed(chosen, leg) or chosen.overlap[-1] <= other.overlap[-1]:
+            if rules.policy != "kv" or self._is_packed(chosen) or chosen.overlap[-1] <= other.overlap[-1]:
                 open_now = {c.holder for c in others}
                 passed_over |= {c.holder: "full" for c in allowed if c.holder not in open_now}
                 chosen, is_full = other, False
@@ -567,12 +567,12 @@ class RouterState:
             return False
         if leg != "decode" and c.queued_tokens >= limits.queued_tokens * c.capacity:
             return True
-        return self._is_packed(c, leg)
+        return self._is_packed(c)
 
-    def _is_packed(self, c: Candidate, leg: str) -> bool:
+    def _is_packed(self, c: Candidate) -> bool:
         """It has no sequence or no blocks left: until an answer ends, which may be far off."""
         limits = self.rules.saturation
-        if limits is None or leg == "prefill" or not c.requests:
+        if limits is None or not c.requests:  # a prefill worker has none
             return False
         card = self._slots[c.holder].card
         if c.requests >= limits.requests_share * card.max_num_seqs:

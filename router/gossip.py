@@ -78,7 +78,6 @@ class Teller:
     def on_listener(self, now: float) -> None:
         """Somebody listens who knows nothing yet."""
         self._all_at = now
-        self._last_words = max(self._last_words, 1)
 
     def on_alone(self) -> None:
         """Nobody listens any more."""

@@ -16,7 +16,7 @@ from mesh.lifecycle import watch_parent
 from mesh.plane.client import PlaneClient
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import serve_metrics
-from protocol.errors import ConfigError, FeedLostError, MeshError, WireError
+from protocol.errors import ConfigError, FeedLostError, InvalidRequestError, MeshError, WireError
 from protocol.events import Digest
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
@@ -202,11 +202,15 @@ class LocalRouter:
         observe(self)
 
     async def place(self, request: RouteRequest, timeout_s: float) -> LocalBooking:
-        """Place a request; it counts until the booking's `end`.
+        """Place a request; it counts until the booking's `end`. One of the same name that was placed before has ended.
 
         Waits while every worker is saturated, at most `timeout_s`. Raises NoWorkerError, OverloadedError if the queue
         is full, DeadlineExceededError, InvalidRequestError if a request of this name waits already.
         """
+        if request.request_id in self._placing:
+            raise InvalidRequestError(f"request {request.request_id} waits in the queue already")
+        if (before := self._bookings.get(request.request_id)) is not None:
+            before.end(ok=False)
         started = time.monotonic()
         try:
             displaced = self.state.submit(request, started, started + timeout_s)
@@ -223,8 +227,7 @@ class LocalRouter:
             self._on_change()
             raise
         finally:
-            if self._placing.get(request.request_id) is placing:
-                del self._placing[request.request_id]
+            del self._placing[request.request_id]
             WAIT_SECONDS.observe(time.monotonic() - started)
 
     @asynccontextmanager

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from protocol.messages import RouterCard, decode
@@ -29,6 +30,14 @@ def ask(mesh: Mesh, length: int, first: int = 0, max_tokens: int = 10) -> Stream
     return Stream(mesh.url, prompt_of(length, first), max_tokens, kvmesh={"trace": True, "disaggregate": False})
 
 
+def in_flight(mesh: Mesh) -> int:
+    """As the router sees it; -1 as long as it does not answer."""
+    try:
+        return int(httpx.get(router(mesh).http_url + "/health").json()["in_flight"])
+    except httpx.HTTPError:
+        return -1
+
+
 def answered(mesh: Mesh) -> bool:
     stream = ask(mesh, 20).join()
     if stream.status == 503:
@@ -49,6 +58,20 @@ def test_streams_go_on_and_new_requests_are_told_to_come_back(routed: Mesh) -> N
     for stream in streams:
         check_mock_answer(stream.join())
         assert stream.trace["migrations"] == 0
+
+
+def test_the_new_router_counts_what_runs(routed: Mesh) -> None:
+    """Those whose requests run tell it; when they have ended, nothing is left."""
+    streams = [Stream(routed.url, prompt_of(n, n), 250) for n in LENGTHS]
+    for stream in streams:
+        stream.until_tokens(5)
+    killed = router(routed).pid
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: router(routed).pid != killed, what="another router")
+    until(lambda: in_flight(routed) == sum(not stream.is_over for stream in streams) > 0, what="its load to be right")
+    for stream in streams:
+        check_mock_answer(stream.join())
+    until(lambda: in_flight(routed) == 0, what="its load to be gone")
 
 
 def test_the_new_router_learns_what_the_caches_hold(routed: Mesh) -> None:

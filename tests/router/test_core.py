@@ -517,6 +517,30 @@ def test_a_disaggregated_request_waits_for_both_its_workers() -> None:
     assert set(results(state.dispatch(0.0))) == {"r1"}
 
 
+def test_a_worker_with_prompts_to_compute_can_take_one_more_to_decode() -> None:
+    state = router(card("p", P), card("d"), saturation=ONE_AT_A_TIME)
+    busy(state, "d")
+    submit(state, "r", disaggregate=True)
+    assert results(state.dispatch(0.0)) == {"r": "d"}
+
+
+def test_where_no_worker_that_could_pull_has_room_another_does_both_halves() -> None:
+    state = router(card("p", P), card("d1", max_num_seqs=1), card("d2", transfer="nixl"))
+    done(state, busy(state, "d1"))
+    submit(state, "r1", prompt(1))
+    submit(state, "r2", prompt(2), disaggregate=True)
+    assert results(state.dispatch(0.0)) == {"r1": "d2"}
+
+
+def test_a_worker_has_room_again_once_it_must_have_computed_enough() -> None:
+    state = router(card("d"), saturation=Saturation(queued_tokens=160))
+    done(state, busy(state, "d", 1, blocks=10), now=1.0)  # 160 tokens in a second
+    busy(state, "d", 2, blocks=20, now=10.0)
+    submit(state, "r", prompt(3), now=10.0)
+    assert state.dispatch(10.9) == []
+    assert results(state.dispatch(11.1)) == {"r": "d"}
+
+
 def test_load_of_other_routers_saturates_too() -> None:
     state = router(card("d"), saturation=ONE_AT_A_TIME)
     state.set_elsewhere("two", {at("d"): Share(10, 0, 0)})
@@ -603,6 +627,26 @@ def test_siblings_that_wait_before_it_make_the_wait_longer() -> None:
     for number in range(4):
         submit(state, f"r{number}", TOKENS + prompt(number + 1, 10), now=number / 100)
     assert results(state.dispatch(1.0)) == {"r2": "d2"}
+
+
+def test_a_placement_makes_the_wait_of_those_before_it_no_longer() -> None:
+    """They are asked anew after it, and are not ahead of themselves."""
+    state = prefix_at_a_busy_worker(recompute_price=1.0)
+    state.add_worker(card("d3"))
+    for number in range(2):
+        submit(state, f"r{number}", TOKENS + prompt(number + 1, 10), now=number / 100)
+    submit(state, "other", prompt(9), now=0.5)
+    assert set(results(state.dispatch(1.0))) == {"other"}
+
+
+def test_a_policy_that_knows_of_no_cache_waits_for_no_prefix() -> None:
+    state = router(card("d1"), card("d2"), policy="least-loaded", saturation=Saturation(queued_tokens=160))
+    holds(state, "d1", 20)
+    busy(state, "d1", blocks=10)
+    for number in range(1, 6):
+        done(state, busy(state, "d2", number, blocks=60))
+    submit(state, "r")
+    assert results(state.dispatch(0.0)) == {"r": "d2"}
 
 
 def test_nobody_waits_for_a_sequence_to_end_because_of_a_prefix() -> None:
@@ -895,9 +939,11 @@ def test_a_session_ends_with_its_worker_and_with_its_time() -> None:
     assert place(state, "r0", prompt(0), session="s") == "d1"
     state.remove_worker(WorkerId("d1"))
     state.add_worker(card("d1"))
-    assert place(state, "r1", prompt(1), session="s") == "d1", "by turn: it was never chosen"
-    busy(state, "d1")
-    assert place(state, "r2", prompt(2), now=60.0, session="s") == "d2"
+    busy(state, "d1", 1)
+    assert place(state, "r1", prompt(2), session="s") == "d2"
+    busy(state, "d2", 3)
+    assert place(state, "r2", prompt(4), now=59.0, session="s") == "d2"
+    assert place(state, "r3", prompt(5), now=119.0, session="s") == "d1"
 
 
 def test_a_session_goes_not_where_its_request_may_not() -> None:
@@ -927,6 +973,17 @@ def test_a_newcomer_that_completes_requests_gets_more() -> None:
         assert place(state, f"r{number}", prompt(number), now=2e9) == "new"
         end(state, f"r{number}", now=2e9)
     assert Counter(place(state, f"r{n}", prompt(n), now=2e9) for n in range(50, 55)) == {"new": 5}
+
+
+def test_a_newcomer_that_fails_requests_gets_no_more_for_it() -> None:
+    state = router(card("old"), ramp_s=1e9, suspect_s=0.0)
+    for number in range(20):
+        busy(state, "old", number, now=2e9)
+    state.add_worker(card("new"), 2e9)
+    for number in range(30, 46):
+        place(state, f"r{number}", prompt(number), now=2e9)
+        end(state, f"r{number}", now=2e9, ok=False)
+    assert Counter(place(state, f"r{n}", prompt(n), now=2e9) for n in range(50, 55)) == {"new": 1, "old": 4}
 
 
 def test_a_new_prefill_worker_is_not_stampeded_either() -> None:
@@ -1025,6 +1082,17 @@ def test_a_prediction_does_not_hide_what_lies_deeper_in_a_slower_tier() -> None:
     assert state.overlaps("m", request().sequence_hashes, 0.0) == {at("d1"): (10, 15, 15, 15)}
 
 
+@pytest.mark.parametrize("kv_events", ["tcp://d:1", ""])
+def test_what_was_predicted_of_a_worker_is_forgotten_when_it_leaves(kv_events: str) -> None:
+    state = router(card("d", kv_events=kv_events))
+    place(state, "r0")
+    done(state, "r0")
+    end(state, "r0")
+    state.remove_worker(WorkerId("d"))
+    state.add_worker(card("d", kv_events=kv_events))
+    assert state.overlaps("m", request().sequence_hashes, 0.0) == {}
+
+
 def test_of_a_worker_without_events_its_placements_tell_what_it_has() -> None:
     state = router(card("d1", kv_events=""), card("d2", kv_events=""), approximate_ttl_s=120.0)
     first = place(state, "r0")
@@ -1057,6 +1125,7 @@ def test_both_workers_of_a_disaggregated_request_will_have_its_prompt() -> None:
 def test_a_worker_without_events_of_which_nothing_may_be_guessed_has_nothing() -> None:
     state = router(card("d1", kv_events=""), approximate_ttl_s=0.0)
     place(state, "r0")
+    done(state, "r0")
     end(state, "r0")
     assert state.overlaps("m", request().sequence_hashes, 0.0) == {}
 

@@ -276,6 +276,15 @@ class RouterMachine(RuleBasedStateMachine):
             assert 0 <= self.state.load.of(holder).done_tokens(self.now) <= share.queued_tokens
 
     @invariant()
+    def who_is_busy_is_counted(self) -> None:
+        for pool in self.state._pools.values():
+            for is_prefill, slots in ((True, pool.prefillers), (False, pool.decoders)):
+                assert pool.busy[is_prefill]._busy == sum(slot.load.is_busy for slot in slots)
+        for holder in {*self.holders()} - self.state.load._told:
+            load = self.state.load.of(holder)
+            assert load.is_busy == (load.total.queued_tokens > 0)
+
+    @invariant()
     def memory_is_that_of_the_living(self) -> None:
         state = self.state
         models = {one.model for one in self.cards.values()}

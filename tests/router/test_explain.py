@@ -9,7 +9,7 @@ from router.explain import MAX_CANDIDATES
 from router.index import Holder
 from router.load import Share
 from router.selection import Policy, Weights
-from tests.support.routing import TOKENS, D, P, card, holds, prompt, request, router
+from tests.support.routing import TOKENS, P, card, holds, prompt, request, router
 
 
 def explained(state: RouterState, name: str = "why", now: float = 0.0, **fields: object) -> Explanation:
@@ -89,6 +89,31 @@ def test_the_price_of_recomputing_is_told_with_what_it_comes_from() -> None:
     assert explanation.asked_before > 0
     assert 0 < explanation.recompute_price != 1.0
     assert explained(router(card("a"), recompute_price=2.5)).recompute_price == 2.5
+
+
+def test_the_busy_share_is_that_of_all_workers_whoever_is_asked_for() -> None:
+    state = router(card("a"), card("b"))
+    state.place(request("r", pin=WorkerId("a")), 0.0)
+    for fields in ({}, {"pin": WorkerId("b")}, {"exclude": (WorkerId("a"),)}):
+        explanation = state.preview(request(**fields), 100.0).explanation  # type: ignore[arg-type]
+        assert explanation is not None
+        assert explanation.busy_share == 0.5
+
+
+def test_workers_that_compute_for_another_router_are_busy() -> None:
+    state = router(card("a"), card("b"))
+    state.set_elsewhere("two", {Holder(WorkerId("a"), 0): Share(50, 0, 0)})
+    state.preview(request(), 0.0)
+    explanation = state.preview(request(), 100.0).explanation
+    assert explanation is not None
+    assert explanation.busy_share == 0.5
+
+
+def test_workers_that_have_computed_all_are_no_longer_busy() -> None:
+    state = router(card("a"))
+    state.place(request("r"), 0.0)
+    state.prefill_done(RequestId("r"), 100.0)
+    assert explained(state, now=2000.0).busy_share == 0.0
 
 
 def test_time_in_the_queue_is_told() -> None:
@@ -216,11 +241,9 @@ def test_the_chosen_one_is_told_of_among_however_many() -> None:
 
 
 def test_a_preview_is_explained_and_changes_nothing() -> None:
-    state = router(card("p", P), card("d", D), card("e", D), temperature=0.5, affinity_ttl_s=60.0)
-    holds(state, "d", 5)
+    state = router(card("p", P), *[card(f"d{n}") for n in range(9)], policy="random", affinity_ttl_s=60.0)
     previews = [state.preview(request("same", session="s"), 0.0) for _ in range(3)]
     assert previews[0].explanation is not None
     assert previews == previews[:1] * 3
     assert (len(state.load), state.load.shares(), state.waiting) == (0, {}, 0)
-    placed = state.place(request("same", session="s", explain=True), 0.0)
-    assert placed == previews[0]
+    assert state.place(request("same", session="s", explain=True), 0.0) == previews[0]

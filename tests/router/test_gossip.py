@@ -128,6 +128,9 @@ def test_all_is_told_again_and_again_while_something_is_in_flight() -> None:
         told = router.teller.tell(now)
         assert told is not None
         assert (told.is_whole, len(told.shares)) == (True, 1)
+    book(router.load, "r2", B)
+    router.teller.tell(now + REPEAT_S)
+    assert router.told(now + REPEAT_S) is None  # that was among it
 
 
 def test_an_idle_router_says_so_and_is_silent() -> None:
@@ -221,6 +224,17 @@ def test_who_falls_silent_with_something_in_flight_is_forgotten() -> None:
     assert (elsewhere(load), listener.next_s()) == ((0, 0, 0), None)
     assert listener.on_news(news(2, share(A)), 20.0)  # it was only slow
     assert elsewhere(load)[2] == 1
+
+
+def test_who_is_heard_of_is_not_silent_and_who_has_nothing_need_not_be_heard_of() -> None:
+    load = new_load()
+    listener = Listener(load)
+    for seq in range(1, 30):
+        listener.on_news(news(seq, share(A), is_whole=seq % 2 == 0), seq * REPEAT_S)
+        assert listener.expire(seq * REPEAT_S + 0.5) == []
+    assert listener.next_s() == 29 * REPEAT_S + SILENCE_S
+    listener.on_news(news(30, share(A, 0, 0, 0), is_whole=False), 30 * REPEAT_S)
+    assert listener.next_s() is None
 
 
 def test_a_router_that_has_left_is_forgotten() -> None:
@@ -435,8 +449,13 @@ async def test_idle_routers_run_no_timers(mesh: Mesh, monkeypatch: pytest.Monkey
     booking.end(ok=True)
     await until(lambda: seen(second)[2] == 0)
     await until(lambda: first.gossip._tell_timer is None)
-    await mesh.stop("b")
-    await until(lambda: first.gossip._listeners == 0)
+    booking = await first.place(request("s", pin=WorkerId("d1")), 5)
+    await until(lambda: seen(second)[2] == 1)
+    assert first.gossip._tell_timer is not None
+    mesh.discovery.remove("routers/a")  # and so nobody listens to it any more
+    await until(lambda: first.gossip._listeners == 0 and seen(second)[2] == 0)
+    assert first.gossip._tell_timer is None
+    booking.end(ok=True)
 
 
 async def test_rubbish_and_strangers_do_not_count(mesh: Mesh) -> None:

@@ -232,6 +232,28 @@ def test_moving_a_booking_tells_of_both_ends() -> None:
     assert book(load, decode=B) == [Change(A, False), Change(B, True)]
 
 
+def test_prompts_of_other_routers_make_a_holder_busy_too_which_is_told_when_it_is_asked_for() -> None:
+    load = new_load()
+    load.set_elsewhere("two", {A: Share(5, 0, 0), B: Share(0, 7, 1)})
+    assert load.take_told() == [Change(A, True)]
+    assert load.take_told() == []
+    assert book(load, R, decode=A) == []
+    load.set_elsewhere("two", {})
+    assert load.take_told() == []
+    assert load.free(R, 0.0) == [Change(A, False)]
+
+
+def test_one_that_leaves_while_it_computes_for_another_router_is_no_longer_busy() -> None:
+    load = new_load()
+    load.set_elsewhere("two", {A: Share(5, 0, 0), B: Share(5, 0, 0)})
+    load.take_told()
+    book(load, R, decode=A)
+    assert load.leave(A, 0.0) == [Change(A, False)]
+    load.set_elsewhere("two", {})
+    load.leave(B, 0.0)
+    assert load.take_told() == []
+
+
 # --- what is done of it by now -------------------------------------------------------------------------------------
 
 

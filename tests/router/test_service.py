@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -26,7 +27,17 @@ from protocol.errors import (
 from protocol.events import KvEvent, Stored
 from protocol.hashing import pack_hashes, sequence_hashes
 from protocol.ids import EngineHash, RequestId, WorkerId
-from protocol.messages import KvSnapshot, Role, RouterCard, RouteRequest, WorkerCard, decode, encode
+from protocol.messages import (
+    KvSnapshot,
+    Progress,
+    Resume,
+    Role,
+    RouterCard,
+    RouteRequest,
+    WorkerCard,
+    decode,
+    encode,
+)
 from router import client as client_module
 from router import service as service_module
 from router.client import RemoteRouter
@@ -34,7 +45,7 @@ from router.config import RouterConfig
 from router.core import Outcome
 from router.index import Holder
 from router.metrics import REUSED_TOKENS
-from router.service import LocalRouter, WorkerFeed, handlers, serve
+from router.service import LocalBooking, LocalRouter, WorkerFeed, handlers, serve
 
 BLOCK = 16
 TOKENS = list(range(1000, 1160))
@@ -310,6 +321,59 @@ async def test_a_request_that_is_placed_anew_is_not_ended_by_its_first_booking(w
     assert (len(router.state.load), router._bookings) == (0, {})
 
 
+async def test_a_request_that_waits_is_not_lost_with_the_booking_that_it_replaces(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"), card("d2", max_num_seqs=1))
+    first = await router.place(request(pin=WorkerId("d1")), 5)
+    other = await router.place(request("other", pin=WorkerId("d2")), 5)
+    second = asyncio.create_task(router.place(request(pin=WorkerId("d2")), 5))
+    await until(lambda: router.state.waiting == 1)
+    first.end(ok=False)  # late: its connection was thought to be alive
+    other.end(ok=True)
+    (await second).end(ok=True)
+    assert (len(router.state.load), router._placing, router._bookings) == (0, {}, {})
+
+
+async def test_of_two_requests_of_one_name_in_one_turn_the_second_is_refused(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"))
+    first = asyncio.create_task(router.place(request(), 5))
+    await asyncio.sleep(0)  # it waits for the dispatch of this turn
+    with pytest.raises(InvalidRequestError, match="waits in the queue already"):
+        await router.place(request(), 5)
+    (await first).end(ok=True)
+    assert (len(router.state.load), router._placing, router._bookings) == (0, {}, {})
+
+
+async def test_a_caller_that_leaves_before_it_is_told_where_to_go_leaves_nothing(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1"))
+    place = router.place
+
+    async def place_and_leave(request: RouteRequest, timeout_s: float) -> LocalBooking:
+        booking = await place(request, timeout_s)
+        asyncio.get_running_loop().call_soon(answering.cancel)
+        return booking
+
+    router.place = place_and_leave  # type: ignore[method-assign]
+    call = SimpleNamespace(body=encode(request()), timeout_s=5.0)
+    answering = asyncio.ensure_future(handlers(router)["place"](call))  # type: ignore[arg-type]
+    await asyncio.wait([answering])
+    await until(lambda: (len(router.state.load), router._bookings) == (0, {}))
+
+
+async def test_what_a_request_leaves_in_the_cache_is_believed_once_it_has_begun(world: World) -> None:
+    router = await world.start_router("r")
+    await world.add(card("d1", kv_events="tcp://127.0.0.1:1"))
+    for has_begun, overlap in ((False, 0), (True, 10)):
+        async with world.remote.book(request(), 5) as booking:
+            if has_begun:
+                booking.prefill_done()
+                await until(lambda: queued(router) == 0)
+        await until(lambda: len(router.state.load) == 0)
+        assert (await world.remote.preview(request("next"), 5)).decode.overlap_blocks == overlap
+
+
 # --- the queue ----------------------------------------------------------------------------------------
 
 
@@ -519,6 +583,7 @@ async def test_the_next_router_is_told_of_what_runs(world: World) -> None:
         await until(lambda: set(second.state.load._bookings) == {"new", "old"} and answered(second) == 1 + 6)
         assert second.state.load.of(Holder(WorkerId("d1"), 0)).requests == 2
         assert queued(second, "p1") == len(TOKENS)
+        assert [second.booking(RequestId(name)).has_begun for name in ("new", "old")] == [False, True]
     await until(lambda: len(second.state.load) == 0 and not second._bookings)
 
 
@@ -560,6 +625,35 @@ async def test_a_router_that_does_not_know_the_worker_yet_is_told_again(world: W
 
 
 @pytest.mark.usefixtures("eager")
+async def test_what_happens_while_a_router_takes_over_is_told_to_it(world: World) -> None:
+    asked, may_answer, told = asyncio.Event(), asyncio.Event(), list[Progress]()
+
+    async def resume(call: Call) -> None:
+        asked.set()
+        await may_answer.wait()
+        await call.send(decode(call.body, Resume).placed)
+        await asyncio.Event().wait()
+
+    async def progress(call: Call) -> None:
+        told.append(decode(call.body, Progress))
+
+    await world.start_router("a")
+    await world.add(card("d1"))
+    slow = PlaneServer({"resume": resume, "progress": progress})
+    await world.put_router("b", await slow.start("127.0.0.1"))
+    async with world.remote.book(request(), 5) as booking:
+        await world.kill_router("a")
+        await asked.wait()
+        booking.prefill_done(16)
+        booking.progress(40)
+        may_answer.set()
+        await until(lambda: bool(told))
+        assert told[-1] == Progress(request_id=RequestId("r"), osl_tokens=40, has_begun=True, reused_tokens=16)
+    await until(lambda: not slow.tasks)
+    await slow.close()
+
+
+@pytest.mark.usefixtures("eager")
 async def test_a_booking_of_a_router_that_was_only_cut_off_is_not_ended_by_the_old_connection(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"))
@@ -577,11 +671,10 @@ async def test_a_booking_of_a_router_that_was_only_cut_off_is_not_ended_by_the_o
 async def test_nobody_is_told_after_the_deadline(world: World) -> None:
     await world.start_router("r")
     await world.add(card("d1"))
-    async with world.remote.book(request(), 0.05):
+    async with world.remote.book(request(), 0.05) as booking:
         await world.kill_router("r")
-        await asyncio.sleep(0.06)
+        await until(lambda: booking._holding.done())  # type: ignore[attr-defined]
         router = await world.start_router("r")
-        await asyncio.sleep(0.05)
         assert len(router.state.load) == 0
 
 
