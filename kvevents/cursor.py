@@ -131,7 +131,6 @@ class Cursor:
         self._doubted = False  # the connection was lost: another generation may be there now
         self._asked_in_doubt = False  # that is why a replay was asked for
         self._asked_before = False  # the connection came back while an answer was awaited: it may not tell all
-        self._ring_works = False  # it has brought a batch before
         self._before_replay = 0
         self._incomplete = False  # we know less than the worker holds, because nobody answered
         self._from_oldest = False  # a replay of all there is, which replaces what was applied
@@ -167,11 +166,12 @@ class Cursor:
 
     def on_disconnected(self) -> list[Action]:
         """What comes next may come from another process; then what waits is of one that is gone."""
-        if self._numbers_restart:
-            self._doubted = True
-            self._pending.clear()
-            self._highest_seq = (self.next_seq or 0) - 1
-        return []
+        if not self._numbers_restart:
+            return []
+        self._doubted = True
+        self._pending.clear()
+        self._highest_seq = (self.next_seq or 0) - 1
+        return self._recover() if self.mode is Mode.REPLAYING else []
 
     def on_reconnected(self) -> list[Action]:
         """What was published meanwhile has not come."""
@@ -183,7 +183,6 @@ class Cursor:
     def on_replayed(self, seq: int, payload: bytes) -> list[Action]:
         if self.mode is not Mode.REPLAYING or self.next_seq is None:
             return [Drop(seq)]
-        self._ring_works = True
         if self._from_oldest:
             return self._begin_with_oldest(seq, payload)
         if self._check is not None and seq <= self._check:
@@ -202,18 +201,16 @@ class Cursor:
     def on_replay_end(self) -> list[Action]:
         if self.mode is not Mode.REPLAYING:
             return []
-        misses_last = self._check is not None and (self._ring_works or self._asked_in_doubt)
-        if misses_last or self._from_oldest:
+        if self._check is not None or self._from_oldest:
             return self._begin_anew("its newest batch is before our last")
-        self._check = None
         if self._asked_before:
-            return self._replay()
+            return self._recover()
         actions = [] if self._doubted else self._drain()  # what came just too late for it
         if not self._is_behind():
             self.mode = Mode.LIVE
             return actions
         if self.next_seq != self._before_replay:  # it helped: what is missing came later still
-            return [*actions, *self._replay()]
+            return [*actions, *self._recover()]
         return [*actions, *(self._snapshot() if self._can_snapshot else self._give_up())]
 
     def on_replay_failed(self) -> list[Action]:
@@ -343,7 +340,7 @@ class Cursor:
         assert self.next_seq is not None
         self.mode = Mode.REPLAYING
         self._before_replay = self.next_seq
-        self._asked_before = False
+        self._asked_before = self._from_oldest = False
         self._check = self.next_seq - 1 if self._has_last and self._numbers_restart else None
         self._asked_in_doubt, self._doubted = self._doubted, False
         return [RequestReplay(self.replay_start)]

@@ -58,6 +58,11 @@ class LoopSocket:
             return False
         return True
 
+    def read_all(self) -> None:
+        """Read all that has come, however long that takes."""
+        while not self._drain():
+            pass
+
     def look_soon(self) -> None:
         """Look at the socket in the next turn of the loop, whatever its descriptor says."""
         if self._next_look is None and not self.closed:

@@ -227,9 +227,11 @@ class _Feed:
                     await self._link.replay(self._cursor.replay_start, self._on_replayed, self._patience.answer_s)
             except (TimeoutError, MeshError, OSError) as error:
                 log.debug("%s: no replay (%r)", self._name, error)
-                continue
-            if self._wants_replay:
-                self._carry_out(self._cursor.on_replay_end())
+                if self._wants_replay:
+                    continue
+            else:
+                if self._wants_replay:
+                    self._carry_out(self._cursor.on_replay_end())
             return
         log.warning("%s: %s does not replay", self._name, self._source.replay_endpoint or self._source.endpoint)
         self._carry_out(self._cursor.on_replay_failed())

@@ -69,6 +69,7 @@ class ZmqLink:
         """ZMQ connects again by itself, and tells nobody but who watches."""
         event = parse_monitor_message(frames)["event"]
         if event == zmq.EVENT_DISCONNECTED:
+            self._sub.read_all()  # that came before
             self._was_cut = True
             self._listener.on_disconnected()
         elif self._was_cut:

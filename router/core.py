@@ -7,7 +7,7 @@ a waiting request go: a submission, a first token, an end, a worker that came or
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +29,6 @@ from router.selection import NOWHERE, Candidate, Policy, Prompt, Weights, choose
 from router.warmup import WarmUp
 
 RESERVE_AFTER_S = 5.0  # who has waited so long for a worker gets it before those who need less of it
-RESERVED = 1 << 40  # prompt tokens that no worker ever has
 _HASH_BYTES = 8
 _FOREVER = float("inf")
 _PATIENT: frozenset[Policy] = frozenset(("kv", "least-loaded", "power-of-two"))  # those that look at load
@@ -106,6 +105,18 @@ class _Waiting:
 
 
 @dataclass(slots=True)
+class _Before:
+    """What those that are served before a request, and have to wait themselves, leave for it."""
+
+    tokens: Counter[Holder] = field(default_factory=Counter)  # that they wait to compute there
+    reserved: set[Holder] = field(default_factory=set)  # kept for those that have waited long
+
+    def clear(self) -> None:
+        self.tokens.clear()
+        self.reserved.clear()
+
+
+@dataclass(slots=True)
 class _View:
     """What all candidates of one request are seen by."""
 
@@ -113,7 +124,7 @@ class _View:
     block_size: int
     overlaps: Mapping[Holder, Depths]
     active: Mapping[Holder, int]
-    ahead: Mapping[Holder, int]  # tokens that requests before this one wait to compute there
+    before: _Before
     price: float
     busy_share: float
     asked_before: float
@@ -283,7 +294,7 @@ class RouterState:
     def place(self, request: RouteRequest, now: float) -> Placed:
         """Place and book at once, whoever waits and however full the workers are. Raises NoWorkerError."""
         self._suspect(request.exclude, now)
-        return self._book(self._plan(request, now, {}), now, waited_s=0.0)
+        return self._book(self._plan(request, now, _Before()), now, waited_s=0.0)
 
     def preview(self, request: RouteRequest, now: float) -> Placed:
         """Where it would run if it came now, with the explanation; nothing is booked or remembered.
@@ -292,7 +303,7 @@ class RouterState:
         """
         draws = self._rng.getstate()
         try:
-            plan = self._plan(request, now, {})
+            plan = self._plan(request, now, _Before())
         finally:
             self._rng.setstate(draws)
         waits = plan.is_full or bool(self._pools[request.model].queue)
@@ -372,21 +383,21 @@ class RouterState:
 
     def _dispatch(self, pool: _Pool, now: float) -> list[Outcome]:
         outcomes = [Outcome(p.request_id, _too_late(p.payload, now)) for p in pool.queue.expire(now)]
-        ahead: Counter[Holder] = Counter()
+        before = _Before()
         plans: dict[RequestId, _Plan | MeshError] = {}
         has_room = self._has_room(pool, now)
 
         def fits(item: Pending[_Waiting]) -> bool:
-            plan = self._try_plan(item.payload.request, now, ahead, has_room)
+            plan = self._try_plan(item.payload.request, now, before, has_room)
             if plan is None:
                 return False
             plans[item.request_id] = plan
             if isinstance(plan, MeshError) or not plan.is_full:
                 return True
             if plan.legs[0].is_full:
-                ahead[plan.computes.holder] += item.uncached_tokens
-            if now - item.payload.arrived_s > RESERVE_AFTER_S:
-                ahead[plan.decode.holder] += RESERVED
+                before.tokens[plan.computes.holder] += item.uncached_tokens
+            if now - item.payload.arrived_s > RESERVE_AFTER_S and self._is_packed(plan.decode):
+                before.reserved.add(plan.decode.holder)
             return False
 
         while (item := pool.queue.pop_next(now, fits)) is not None:
@@ -397,7 +408,7 @@ class RouterState:
                 outcomes.append(Outcome(item.request_id, self._book(plan, now, now - item.payload.arrived_s)))
             if not pool.queue:
                 break
-            ahead.clear()
+            before.clear()
             has_room = self._has_room(pool, now)
         return outcomes
 
@@ -412,13 +423,11 @@ class RouterState:
             for slot in slots
         )
 
-    def _try_plan(
-        self, request: RouteRequest, now: float, ahead: Mapping[Holder, int], has_room: bool
-    ) -> _Plan | MeshError | None:
+    def _try_plan(self, request: RouteRequest, now: float, before: _Before, has_room: bool) -> _Plan | MeshError | None:
         """None: it waits. Who can never be served is told so, however full the workers are."""
         try:
             if has_room:
-                return self._plan(request, now, ahead)
+                return self._plan(request, now, before)
             self._who_may(request, now)
             return None
         except MeshError as error:
@@ -435,10 +444,10 @@ class RouterState:
             raise NoWorkerError(f"no prefill worker {request.pin_prefill!r} is ready", hint="see `GET /workers`")
         return pool, decoders, prefillers
 
-    def _plan(self, request: RouteRequest, now: float, ahead: Mapping[Holder, int]) -> _Plan:
+    def _plan(self, request: RouteRequest, now: float, before: _Before) -> _Plan:
         """Where a request would run if it were placed now. Raises NoWorkerError."""
         pool, decoders, prefillers = self._who_may(request, now)
-        view = self._view(pool, request, prefillers or decoders, now, ahead)
+        view = self._view(pool, request, prefillers or decoders, now, before)
         local = self._choose("whole", decoders, view, now)
         first = self._choose("prefill", prefillers, view, now) if prefillers else None
         wish = True if request.pin_prefill is not None else request.disaggregate
@@ -476,7 +485,7 @@ class RouterState:
         return Backlog(there, here, first.is_full)
 
     def _view(
-        self, pool: _Pool, request: RouteRequest, computing: Sequence[Slot], now: float, ahead: Mapping[Holder, int]
+        self, pool: _Pool, request: RouteRequest, computing: Sequence[Slot], now: float, before: _Before
     ) -> _View:
         hashes = request.sequence_hashes
         overlaps, active = self._overlaps(pool, hashes, now)
@@ -489,7 +498,7 @@ class RouterState:
         price = self.rules.recompute_price or recompute_price(
             busy, pool.spread.value, asked, depths.count(deepest) if deepest else 0
         )
-        return _View(request, computing[0].card.block_size, overlaps, active, ahead, price, busy, asked)
+        return _View(request, computing[0].card.block_size, overlaps, active, before, price, busy, asked)
 
     def _overlaps(self, pool: _Pool, hashes: bytes, now: float) -> tuple[Mapping[Holder, Depths], Mapping[Holder, int]]:
         """What a holder has, what requests in flight there will have made, and what events are still to tell of; and
@@ -517,14 +526,16 @@ class RouterState:
         candidates = self._candidates(slots, view, now)
         passed_over = self._held_back(candidates, now)
         bound = self._bound(request, candidates, now)
-        if bound is not None and not self._is_full(bound, leg):
+        reserved = view.before.reserved
+        if bound is not None and not self._is_full(bound, leg, reserved):
             return Leg(leg, bound, False, "its session runs there", prompt, candidates, passed_over)
         allowed = [c for c in candidates if c.holder not in passed_over] if passed_over else candidates
         chosen = choose(allowed, prompt, rules.policy, rules.temperature, self._rng)
-        is_full = rules.policy in _PATIENT and self._is_full(chosen, leg)
-        if is_full and (others := [c for c in allowed if not self._is_full(c, leg)]):
+        is_full = rules.policy in _PATIENT and self._is_full(chosen, leg, reserved)
+        if is_full and (others := [c for c in allowed if not self._is_full(c, leg, reserved)]):
             other = choose(others, prompt, rules.policy, rules.temperature, self._rng)
-            if rules.policy != "kv" or self._is_packed(chosen) or chosen.overlap[-1] <= other.overlap[-1]:
+            is_far_off = self._is_packed(chosen, reserved)
+            if rules.policy != "kv" or is_far_off or chosen.overlap[-1] <= other.overlap[-1]:
                 open_now = {c.holder for c in others}
                 passed_over |= {c.holder: "full" for c in allowed if c.holder not in open_now}
                 chosen, is_full = other, False
@@ -537,7 +548,7 @@ class RouterState:
         return dict.fromkeys(self._warm_up.held_back(in_flight, now), "new: held back")
 
     def _candidates(self, slots: Sequence[Slot], view: _View, now: float) -> list[Candidate]:
-        overlaps, active, ahead = view.overlaps, view.active, view.ahead
+        overlaps, active, ahead = view.overlaps, view.active, view.before.tokens
         num_blocks = len(view.request.sequence_hashes) // _HASH_BYTES
         found: list[Candidate] = []
         for slot in slots:
@@ -561,18 +572,22 @@ class RouterState:
             )
         return found
 
-    def _is_full(self, c: Candidate, leg: str) -> bool:
+    def _is_full(self, c: Candidate, leg: str, reserved: Collection[Holder]) -> bool:
         limits = self.rules.saturation
         if limits is None:
             return False
         if leg != "decode" and c.queued_tokens >= limits.queued_tokens * c.capacity:
             return True
-        return self._is_packed(c)
+        return self._is_packed(c, reserved)
 
-    def _is_packed(self, c: Candidate) -> bool:
-        """It has no sequence or no blocks left: until an answer ends, which may be far off."""
+    def _is_packed(self, c: Candidate, reserved: Collection[Holder] = ()) -> bool:
+        """It has no sequence or no blocks to spare until an answer ends, which may be far off."""
         limits = self.rules.saturation
-        if limits is None or not c.requests:  # a prefill worker has none
+        if limits is None:
+            return False
+        if c.holder in reserved:
+            return True
+        if not c.requests:  # a prefill worker has none
             return False
         card = self._slots[c.holder].card
         if c.requests >= limits.requests_share * card.max_num_seqs:

@@ -256,15 +256,6 @@ def test_a_replay_that_ends_before_the_last_batch_begins_anew() -> None:
     assert cursor.next_seq == 0
 
 
-def test_a_ring_that_never_holds_anything_says_nothing_of_restarts() -> None:
-    cursor = Cursor(can_snapshot=False)
-    cursor.start()
-    cursor.on_replay_end()
-    assert applied(cursor.on_live(0, b(0))) == [0]
-    assert cursor.on_recheck() == [RequestReplay(0)]
-    assert cursor.on_replay_end() == []
-
-
 def test_after_a_lost_connection_nothing_is_applied_unchecked() -> None:
     cursor = live_cursor(5)
     assert cursor.on_disconnected() == []
@@ -282,14 +273,20 @@ def test_a_connection_that_comes_back_to_the_same_process_goes_on() -> None:
     assert applied(cursor.on_live(6, b(6))) == [6]
 
 
-def test_a_connection_that_comes_back_during_a_replay_needs_another() -> None:
+def test_a_connection_that_breaks_during_a_replay_needs_another() -> None:
     cursor = live_cursor(5)
     cursor.on_recheck()
     cursor.on_replayed(4, b(4))
-    cursor.on_disconnected()
+    assert cursor.on_disconnected() == [RequestReplay(4)]
+    assert cursor.on_replayed(4, new(4))[0] == Reset("its batch 4 is another one now")
+
+
+def test_a_connection_that_comes_back_during_a_replay_needs_another() -> None:
+    cursor = live_cursor(5, numbers_restart=False)
+    cursor.on_recheck()
+    assert cursor.on_disconnected() == []
     assert cursor.on_reconnected() == []
-    assert cursor.on_replay_end() == [RequestReplay(4)]
-    cursor.on_replayed(4, b(4))
+    assert cursor.on_replay_end() == [RequestReplay(5)]
     assert cursor.on_replay_end() == []
 
 

@@ -8,7 +8,7 @@ from kvevents.formats import encode_payload
 from protocol.errors import DeadlineExceededError, InvalidRequestError, NoWorkerError, OverloadedError
 from protocol.events import Cleared
 from protocol.ids import RequestId, WorkerId
-from router.core import RouterState, Saturation
+from router.core import RESERVE_AFTER_S, RouterState, Saturation
 from router.disaggregation import LocalPrefill
 from router.index import Holder
 from router.load import Share
@@ -686,6 +686,52 @@ def test_a_pinned_request_waits_for_its_worker_and_does_not_hold_up_others() -> 
     assert results(state.dispatch(0.0)) == {"other": "d2"}
     done(state, "busy d1 99")
     assert results(state.dispatch(0.0)) == {"pinned": "d1"}
+
+
+@pytest.mark.parametrize("disaggregate", [False, True])
+def test_a_large_request_that_has_waited_long_is_not_starved_by_small_ones(disaggregate: bool) -> None:
+    state = router(card("p", P), card("d", total_blocks=50), queue=QueueRules(order="fcfs"))
+    place(state, "r0", prompt(0, 30))
+    done(state, "r0")
+    submit(state, "large", prompt(1, 40), disaggregate=disaggregate)
+    for now, goes in ((RESERVE_AFTER_S, True), (RESERVE_AFTER_S + 0.1, False)):
+        submit(state, "small", prompt(2, 2), now=now, disaggregate=disaggregate)
+        assert results(state.dispatch(now)) == ({"small": "d"} if goes else {})
+        end(state, "small")
+    submit(state, "small", prompt(2, 2), now=9.0, disaggregate=disaggregate)
+    end(state, "r0")
+    assert list(results(state.dispatch(9.0))) == ["large", "small"]
+
+
+@pytest.mark.parametrize("reason", ["prefix", "session"])
+def test_a_worker_that_is_kept_for_another_is_not_waited_for(reason: str) -> None:
+    state = router(card("d1", total_blocks=60), card("d2"), affinity_ttl_s=60.0, recompute_price=10.0)
+    for name, tokens in (("session", prompt(8, 1)), ("r0", prompt(0, 30))):
+        place(state, name, tokens, session=name, pin=WorkerId("d1"))
+        done(state, name)
+    end(state, "session")
+    submit(state, "large", prompt(1, 40), pin=WorkerId("d1"))
+    assert state.dispatch(6.0) == []
+    tokens, session = (prompt(0, 30), "") if reason == "prefix" else (prompt(9, 2), "session")
+    submit(state, "small", tokens, now=6.0, session=session)
+    assert results(state.dispatch(6.0)) == {"small": "d2"}
+
+
+def test_a_worker_is_kept_for_nobody_while_another_has_room() -> None:
+    state = router(card("d1", max_num_seqs=1), card("d2"))
+    done(state, busy(state, "d1"))
+    submit(state, "pinned", prompt(1), pin=WorkerId("d1"))
+    submit(state, "other", prompt(2), now=60.0)
+    assert results(state.dispatch(60.0)) == {"other": "d2"}
+
+
+def test_nothing_is_kept_for_one_that_waits_for_a_prompt_to_be_computed() -> None:
+    """Else a decode worker would idle until a prefill worker is free."""
+    state = router(card("p", P), card("d"), saturation=ONE_AT_A_TIME)
+    place(state, "busy p", prompt(8), disaggregate=True)
+    submit(state, "waits", prompt(1), disaggregate=True)
+    submit(state, "goes", prompt(2), now=60.0, disaggregate=False)
+    assert results(state.dispatch(60.0)) == {"goes": "d"}
 
 
 def test_after_a_dispatch_nobody_waits_who_could_go() -> None:

@@ -187,6 +187,17 @@ def test_a_full_worker_is_told_of_and_not_counted_as_a_rival() -> None:
     assert of(explanation, "small").cost < of(explanation, "large").cost
 
 
+def test_each_that_is_passed_over_is_told_of_with_its_own_reason() -> None:
+    state = router(card("small", max_num_seqs=1), card("large"))
+    for number, worker in enumerate(("small", "large", "large")):
+        state.place(request(f"r{number}", prompt(number + 1), pin=WorkerId(worker)), 100.0)
+    state.add_worker(card("new"), 100.0)
+    state.place(request("r3", prompt(4), pin=WorkerId("new")), 100.0)
+    explanation = explained(state, now=100.0)
+    notes = {one.worker: one.note for one in explanation.candidates}
+    assert notes == {"small": "full", "large": "chosen", "new": "new: held back"}
+
+
 @pytest.mark.parametrize(
     ("policy", "why"),
     [

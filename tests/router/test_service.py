@@ -338,9 +338,10 @@ async def test_of_two_requests_of_one_name_in_one_turn_the_second_is_refused(wor
     router = await world.start_router("r")
     await world.add(card("d1"))
     first = asyncio.create_task(router.place(request(), 5))
-    await asyncio.sleep(0)  # it waits for the dispatch of this turn
+    await asyncio.sleep(0)
+    second = asyncio.create_task(router.place(request(), 5))  # its turn comes when the first has just been placed
     with pytest.raises(InvalidRequestError, match="waits in the queue already"):
-        await router.place(request(), 5)
+        await second
     (await first).end(ok=True)
     assert (len(router.state.load), router._placing, router._bookings) == (0, {}, {})
 
