@@ -208,6 +208,7 @@ class Cursor:
         actions = [] if self._doubted else self._drain()  # what came just too late for it
         if not self._is_behind():
             self.mode = Mode.LIVE
+            self._pending.clear()  # only what lies before is left
             return actions
         if self.next_seq != self._before_replay:  # it helped: what is missing came later still
             return [*actions, *self._recover()]
@@ -393,6 +394,7 @@ class Cursor:
         self._forget_stragglers()
         actions = [] if self._doubted else self._drain()
         if not self._is_behind():
+            self._pending.clear()
             return actions
         self.next_seq = self._pending.latest_run()
         self._highest_seq = -1 if self._pending.highest is None else self._pending.highest

@@ -97,7 +97,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = None
     gossip: Annotated[bool, Meta(description="tell other routers of the load placed here, and listen to theirs")] = True
     gossip_port: Annotated[int, Meta(ge=0, le=65535, description="port of the gossip; 0: any")] = 0
-    max_body_mib: Annotated[float, Meta(gt=0, description="larger HTTP bodies are refused")] = 8.0
+    max_body_mib: Annotated[float, Meta(gt=0, description="larger HTTP bodies are refused")] = 2.0
     max_bookings: Annotated[int, Meta(ge=1, description="bookings made over HTTP that stand at once")] = 4096
     discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0

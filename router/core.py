@@ -478,11 +478,11 @@ class RouterState:
         return _Plan(local.chosen, None, reason, local.is_full, view, [local])
 
     def _backlog(self, first: Leg, local: Leg, view: _View) -> Backlog:
-        there, here = (
-            leg.chosen.queued_tokens + max(0, view.request.isl_tokens - leg.chosen.overlap[0] * view.block_size)
-            for leg in (first, local)
-        )
-        return Backlog(there, here, first.is_full)
+        def until_done(c: Candidate) -> float:
+            missing = max(0, view.request.isl_tokens - c.overlap[0] * view.block_size)
+            return (c.queued_tokens + missing) / c.capacity
+
+        return Backlog(until_done(first.chosen), until_done(local.chosen), first.is_full)
 
     def _view(
         self, pool: _Pool, request: RouteRequest, computing: Sequence[Slot], now: float, before: _Before

@@ -19,7 +19,8 @@ class LocalPrefill:
 @dataclass(frozen=True, slots=True)
 class Backlog:
     """Prompt tokens that would be computed until this request's are: on the best prefill worker, and on the decode
-    worker that would do all by itself. `is_full`: that prefill worker should be given nothing more now."""
+    worker that would do all by itself; half as many where it is twice as fast. `is_full`: that prefill worker should be
+    given nothing more now."""
 
     prefill_tokens: float = 0.0
     local_tokens: float = 0.0

@@ -29,7 +29,7 @@ class RouterApi:
     """`app` serves it. Bookings made here end by `DELETE`, or with their lease."""
 
     def __init__(
-        self, router: "LocalRouter", workers: "WorkerFeed", max_body_bytes: int = 8 << 20, max_bookings: int = 4096
+        self, router: "LocalRouter", workers: "WorkerFeed", max_body_bytes: int = 2 << 20, max_bookings: int = 4096
     ) -> None:
         self._router = router
         self._workers = workers

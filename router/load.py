@@ -138,12 +138,14 @@ class ActiveLoad:
     def update_elsewhere(self, router: str, shares: Mapping[Holder, Share]) -> None:
         """What another router has placed on some holders. Of unknown holders nothing is kept."""
         for holder, share in shares.items():
-            if (load := self._loads.get(holder)) is not None:
-                load.elsewhere.pop(router, None)
-                if share != NOTHING:
-                    load.elsewhere[router] = share
-                load.total = _sum([load.own, *load.elsewhere.values()])
-                self._told.add(holder)
+            load = self._loads.get(holder)
+            if load is None or load.elsewhere.get(router, NOTHING) == share:
+                continue
+            load.elsewhere[router] = share
+            if share == NOTHING:
+                del load.elsewhere[router]
+            load.total = _sum([load.own, *load.elsewhere.values()])
+            self._told.add(holder)
 
     def take_told(self) -> list[Change]:
         """What `update_elsewhere` has changed since the last call."""
@@ -294,4 +296,10 @@ class ActiveLoad:
 
 
 def _sum(shares: Sequence[Share]) -> Share:
-    return Share(*(sum(values) for values in zip(*shares, strict=True)))
+    tokens: float = 0
+    blocks = requests = 0
+    for share in shares:
+        tokens += share.queued_tokens
+        blocks += share.held_blocks
+        requests += share.requests
+    return Share(tokens, blocks, requests)

@@ -217,6 +217,21 @@ def test_what_waits_is_bounded_and_comes_by_another_replay(bounds: dict[str, obj
     assert applied(cursor.on_replayed(2, b(2))) == [2, 3, 4]
 
 
+def test_nothing_is_kept_that_will_not_be_applied() -> None:
+    budget = PendingBudget()
+    cursor = live_cursor(5, budget=budget)
+    cursor.on_live(9, b(9))
+    cursor.on_replayed(7, b(7))
+    cursor.on_live(2, b(2))  # during the snapshot: it may be of a new generation
+    cursor.on_snapshot_failed()
+    assert (cursor.mode, budget.used_bytes) == (Mode.LIVE, 0)
+    cursor = live_cursor(3, budget=budget, can_snapshot=False)
+    cursor.on_live(5, b(5))
+    cursor.on_replayed(7, b(7))
+    cursor.on_replay_end()
+    assert (cursor.mode, budget.used_bytes) == (Mode.LIVE, 0)
+
+
 # --- another process takes the worker's place ---------------------------------------------------------
 
 

@@ -115,6 +115,14 @@ def test_a_decode_worker_helps_out_where_the_prefill_workers_are_full() -> None:
     assert where(state.place(request("r3", prompt(3)), 0.0)) == ("p", "d")
 
 
+def test_a_fast_decode_worker_helps_out_though_it_has_more_to_compute() -> None:
+    for capacity, expected in ((1.0, "p"), (4.0, None)):
+        state = router(card("p", P), card("d", capacity=capacity), saturation=ONE_AT_A_TIME)
+        busy(state, "d", 1, blocks=50)
+        place(state, "busy p", prompt(2), disaggregate=True)
+        assert where(state.place(request(), 0.0))[0] == expected
+
+
 def test_kv_moves_only_between_workers_of_one_transfer() -> None:
     state = router(card("p", P, transfer="nixl"), card("d1"), card("d2", transfer="nixl"))
     for number in range(3):

@@ -364,7 +364,8 @@ class RouterMachine(RuleBasedStateMachine):
         found: list[str] = []
         for name, waits in self.counts.waiting.items():
             asked = waits.request
-            if asked.pin or asked.pin_prefill or asked.exclude or asked.disaggregate:
+            may_go_two_ways = asked.disaggregate is not False and self.prefills(asked.model)
+            if asked.pin or asked.pin_prefill or asked.exclude or may_go_two_ways:
                 continue
             decoders = [h for h in self.holders() if self.may_decode(h, asked.model)]
             trusted = [h for h in decoders if h.worker_id not in self.state._suspect_until] or decoders
@@ -372,6 +373,9 @@ class RouterMachine(RuleBasedStateMachine):
             if is_idle and not self.state.overlaps(asked.model, asked.sequence_hashes, self.now):
                 found.append(name)
         return found
+
+    def prefills(self, model: str) -> bool:
+        return any(one.model == model and one.role is Role.PREFILL for one in self.cards.values())
 
     def may_decode(self, holder: Holder, model: str) -> bool:
         one = self.cards[holder.worker_id]
