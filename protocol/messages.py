@@ -45,6 +45,8 @@ class SamplingParams(Message, frozen=True):
     repetition_penalty: float = 1.0
     seed: int = 0  # u64; token n of the answer draws from (seed, n), so a migrated stream draws the same
     top_logprobs: int | None = None  # None: no logprobs; n >= 0: the chosen token's and the n likeliest
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()  # no other token can be chosen; empty: all can
 
 
 class StopConditions(Message, frozen=True):
@@ -52,6 +54,23 @@ class StopConditions(Message, frozen=True):
     min_tokens: int = 0  # before that many tokens no stop token can be chosen
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence tokens
     ignore_eos: bool = False  # the model's own end-of-sequence tokens do not stop
+
+
+class GuideKind(StrEnum):
+    """What an answer is held to while it is generated."""
+
+    JSON = "json"  # any JSON object; the value is empty
+    JSON_SCHEMA = "json_schema"  # the value is the schema, as JSON
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # in Lark's or the engine's notation
+    CHOICE = "choice"  # the value is a JSON list of strings, of which the answer is one
+
+
+class Guide(Message, frozen=True):
+    """Structured output: tokens that would leave the language cannot be chosen."""
+
+    kind: GuideKind
+    value: str = ""
 
 
 class KvLayout(Message, frozen=True):
@@ -102,6 +121,7 @@ class GenerateRequest(Message, frozen=True):
     stop: StopConditions = StopConditions()
     lora: str | None = None
     cache_salt: str | None = None
+    guide: Guide | None = None
     offer_kv: bool = False  # prefill leg: keep the prompt's blocks and answer with a ticket
     ticket: Ticket | None = None  # decode leg: fetch these blocks first
 
@@ -134,6 +154,17 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     stop_token: int | None = None  # the stop token that ended the answer; it is part of token_ids
 
 
+class Feature(StrEnum):
+    """What not every engine can do; a request that needs one it has not is refused by name."""
+
+    LOGPROBS = "logprobs"
+    LOGIT_BIAS = "logit_bias"
+    ALLOWED_TOKENS = "allowed_tokens"
+    GUIDED = "guided"  # structured output
+    EMBEDDINGS = "embeddings"
+    COMPLETIONS = "completions"  # it generates
+
+
 class WorkerCard(Message, frozen=True):
     """What a worker tells the mesh about itself through discovery, under `workers/<worker_id>`."""
 
@@ -154,6 +185,10 @@ class WorkerCard(Message, frozen=True):
     capacity: float = 1.0  # speed against the other workers of its role: one of 2.0 is given twice the work
     pid: int = 0
     metrics_url: str = ""
+    features: tuple[Feature, ...] = ()
+    loras: tuple[str, ...] = ()  # names of adapters, served as models of their own
+    tool_parser: str = ""  # how the model writes tool calls; "": to be guessed from its chat template
+    reasoning_parser: str = ""  # how it sets its thoughts apart; "": the same
 
 
 class RouterCard(Message, frozen=True):
@@ -186,6 +221,7 @@ class RouteRequest(Message, frozen=True):
     pin: WorkerId | None = None  # decode there, or fail; a worker's id or name
     pin_rank: int | None = None  # ... in this data-parallel rank
     pin_prefill: WorkerId | None = None  # prefill there, or fail
+    lora: str | None = None  # only workers that have it
     session: str = ""  # requests of one session go to one worker while that can take them; "": none
     tenant: str = ""  # who shares the queue with whom, fairly
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # the higher goes first
@@ -253,6 +289,19 @@ class Resume(Message, frozen=True):
     request: RouteRequest
     placed: Placed
     progress: Progress
+
+
+class EmbedRequest(Message, frozen=True):
+    """One vector to compute: worker method `embed`, answered by one `Embedding`."""
+
+    request_id: RequestId
+    model: str
+    prompt: bytes  # u32 little endian, see pack_tokens
+    lora: str | None = None
+
+
+class Embedding(Message, frozen=True):
+    vector: bytes  # float32 little endian, of length 1
 
 
 class ReleaseOffer(Message, frozen=True):

@@ -1,0 +1,1 @@
+"""From a model's raw text to prose, thoughts and tool calls: pure machines that read it piece by piece."""
