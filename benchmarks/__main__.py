@@ -5,7 +5,7 @@ import sys
 
 from protocol.errors import ConfigError
 
-BENCHMARKS = {"engine": "benchmarks.engine", "index": "benchmarks.index"}
+BENCHMARKS = {"engine": "benchmarks.engine", "frontend": "benchmarks.frontend", "index": "benchmarks.index"}
 
 
 def main(argv: list[str]) -> int:

@@ -1,9 +1,10 @@
-"""From deltas of tokens to parts of text: detokenize, look for stop strings, place logprobs. Pure."""
+"""From deltas of tokens to parts of an answer: detokenize, look for stop strings, parse, place logprobs. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from frontend.detokenizer import Detokenizer
+from frontend.parsers.events import CallBegun, Content, Event, Parser
 from frontend.stops import StopMatcher
 from protocol.messages import Delta, FinishReason, TokenLogprob
 
@@ -16,8 +17,16 @@ class PlacedLogprob(NamedTuple):
 class Part(NamedTuple):
     """What can be shown after one delta. Logprobs come with the text they belong to."""
 
-    text: str
+    events: Sequence[Event] = ()
     logprobs: Sequence[PlacedLogprob] = ()
+
+    @property
+    def text(self) -> str:
+        """Its prose."""
+        return "".join([event.text for event in self.events if isinstance(event, Content)])
+
+
+NOTHING = Part()
 
 
 class Answer:
@@ -25,7 +34,7 @@ class Answer:
 
     The result depends on the tokens only, not on how they are cut into deltas: where stop strings or logprobs
     are asked for, tokens are looked at one by one, and the answer ends with the token that completes a stop
-    string. Without them a delta is one call of the detokenizer.
+    string. Without them a delta is one call of the detokenizer. A parser sees the text that is shown.
     """
 
     def __init__(
@@ -34,8 +43,10 @@ class Answer:
         stops: Sequence[str] = (),
         min_tokens: int = 0,
         logprobs: bool = False,
+        parser: Parser | None = None,
     ) -> None:
         self._detokenizer = detokenizer
+        self._parser = parser
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens  # of these, no text is taken for a stop string
         self._wants_logprobs = logprobs
@@ -44,6 +55,7 @@ class Answer:
         self._shown_chars = 0
         self.completion_tokens = 0
         self.finish_reason: FinishReason | None = None
+        self.has_calls = False
 
     def on_delta(self, delta: Delta) -> Part:
         """Take the next delta. Once `finish_reason` is set, none may follow."""
@@ -57,7 +69,19 @@ class Answer:
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             text += self._detokenizer.flush()
-        return Part(text)
+        if self._parser is None:
+            return Part((Content(text),)) if text else NOTHING
+        return Part(self._parse(text))
+
+    def _parse(self, text: str) -> Sequence[Event]:
+        if self._parser is None:
+            return (Content(text),) if text else ()
+        events = self._parser.push(text) if text else ()
+        if self.finish_reason is not None:
+            events = [*events, *self._parser.flush()]
+        if not self.has_calls:
+            self.has_calls = any(isinstance(event, CallBegun) for event in events)
+        return events
 
     def _take_each(self, delta: Delta) -> Part:
         texts: list[str] = []
@@ -97,7 +121,7 @@ class Answer:
     def _part(self, texts: list[str]) -> Part:
         text = "".join(texts)
         self._shown_chars += len(text)
-        return Part(text, self._ready_logprobs() if self._waiting else ())
+        return Part(self._parse(text), self._ready_logprobs() if self._waiting else ())
 
     def _ready_logprobs(self) -> list[PlacedLogprob]:
         """Those whose text has begun to show; at the end all, but not those of a stop string."""

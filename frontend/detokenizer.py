@@ -1,8 +1,8 @@
 """Tokens to text while they come, never half a character.
 
 Whatever the pieces, what `push` and a last `flush` return is together `tokenizer.decode` of all tokens
-without special tokens. The decoders that practically all language models use are followed step by step,
-each token once:
+without special tokens, but for those that are asked for by name. The decoders that practically all language models
+use are followed step by step, each token once:
 
 - byte level (GPT-2, Llama 3, Qwen): a token is bytes, the text is their UTF-8;
 - pieces (Llama 2, Mistral, Gemma, T5): a token is text with a sign for the space, or one byte. A run of
@@ -14,11 +14,17 @@ Any other decoder is asked for a short window of tokens (`WindowDetokenizer`).
 import codecs
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+from frontend.tokenizing import byte_level
+from frontend.tokenizing.names import TokenNames
+
 REPLACEMENT = "\ufffd"
+NONE_SHOWN: frozenset[str] = frozenset()
+MAX_VIEWS = 16  # different sets of special tokens to show, each with a table of its own
 
 
 class Detokenizer(Protocol):
@@ -34,20 +40,23 @@ class Detokenizer(Protocol):
 class TokenDecoder(Protocol):
     """What all streams of one tokenizer share."""
 
-    def stream(self) -> Detokenizer: ...
+    def stream(self, shown: frozenset[str] = NONE_SHOWN) -> Detokenizer:
+        """`shown`: special tokens that are text like others; all else of them is left out."""
+        ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-def token_decoder(tokenizer: Tokenizer, spec: dict[str, Any] | None) -> TokenDecoder:
+def token_decoder(tokenizer: Tokenizer, spec: dict[str, Any] | None, names: TokenNames | None = None) -> TokenDecoder:
     """The decoder for a tokenizer whose tokenizer.json says `spec` under "decoder"."""
+    names = names or TokenNames(tokenizer)
     if (rules := piece_rules(spec)) is not None:
-        return PieceDecoder(tokenizer, rules)
+        return PieceDecoder(names, rules)
     match _steps(spec):
         case [{"type": "ByteLevel"}]:
-            return ByteLevelDecoder(tokenizer)
+            return ByteLevelDecoder(names)
         case _:
-            return WindowDecoder(tokenizer)
+            return WindowDecoder(tokenizer, names)
 
 
 def _steps(spec: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -59,70 +68,89 @@ def _steps(spec: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [spec]
 
 
-def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    added = tokenizer.get_added_tokens_decoder()
-    return frozenset(token_id for token_id, token in added.items() if token.special)
-
-
 # --- byte level ---------------------------------------------------------------------------------------
 
 
-def byte_of_char() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
+class ByteLevelDecoder:
+    def __init__(self, names: TokenNames) -> None:
+        self.names = names
+        self._view = lru_cache(MAX_VIEWS)(self._new_view)
 
+    def stream(self, shown: frozenset[str] = NONE_SHOWN) -> Detokenizer:
+        return ByteLevelDetokenizer(*self._view(shown))
 
-BYTE_OF_CHAR = byte_of_char()
+    def token_bytes(self, token_id: int) -> bytes:
+        name = self.names.name(token_id)
+        return b"" if name is None else byte_level.token_bytes(name)
 
-
-def byte_level_bytes(token: str) -> bytes:
-    """A token with any character that is no stand-in is meant literally (added tokens)."""
-    try:
-        return bytes([BYTE_OF_CHAR[char] for char in token])
-    except KeyError:
-        return token.encode()
+    def _new_view(self, shown: frozenset[str]) -> "tuple[_ShownTexts, _ShownBytes]":
+        shown_bytes = _ShownBytes(self, shown)
+        return _ShownTexts(shown_bytes), shown_bytes
 
 
 class _ShownBytes(dict[int, bytes]):
-    """Token id -> bytes that are shown; filled as tokens are met, so bounded by the vocabulary."""
+    """Token id -> bytes that are shown; filled as tokens are met."""
 
-    def __init__(self, decoder: "ByteLevelDecoder") -> None:
+    def __init__(self, decoder: ByteLevelDecoder, shown: frozenset[str]) -> None:
         super().__init__()
         self._decoder = decoder
+        self._hidden_ids = decoder.names.hidden_ids(shown)
 
     def __missing__(self, token_id: int) -> bytes:
-        hidden = token_id in self._decoder.special_ids
-        shown = self[token_id] = b"" if hidden else self._decoder.token_bytes(token_id)
+        hidden = token_id in self._hidden_ids
+        shown = b"" if hidden else self._decoder.token_bytes(token_id)
+        if shown or hidden:  # so there are no more entries than tokens, whatever a worker sends
+            self[token_id] = shown
         return shown
 
 
-class ByteLevelDecoder:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.special_ids = special_token_ids(tokenizer)
-        self._shown = _ShownBytes(self)
+class _ShownTexts(dict[int, str | None]):
+    """Token id -> text that is shown, None where the bytes hold a part of a character; filled as tokens are met."""
 
-    def stream(self) -> Detokenizer:
-        return ByteLevelDetokenizer(self._shown)
+    def __init__(self, shown_bytes: _ShownBytes) -> None:
+        super().__init__()
+        self._bytes = shown_bytes
 
-    def token_bytes(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
-        return b"" if token is None else byte_level_bytes(token)
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._bytes[token_id].decode()
+        except UnicodeDecodeError:
+            text = None
+        if token_id in self._bytes:
+            self[token_id] = text
+        return text
 
 
 class ByteLevelDetokenizer:
-    def __init__(self, shown: dict[int, bytes]) -> None:
-        self._shown = shown
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    __slots__ = ("_bytes", "_decoder", "_texts", "_whole")
+
+    def __init__(self, texts: dict[int, str | None], shown_bytes: dict[int, bytes]) -> None:
+        self._texts = texts
+        self._bytes = shown_bytes
+        self._whole = True  # no part of a character waits
+        self._decoder: codecs.IncrementalDecoder | None = None  # made for the first part of a character
 
     def push(self, token_ids: Sequence[int]) -> str:
-        shown = self._shown
-        return self._decode(b"".join([shown[token_id] for token_id in token_ids]))
+        if self._whole:
+            if len(token_ids) == 1:
+                text = self._texts[token_ids[0]]
+                if text is not None:
+                    return text
+            else:
+                texts = [self._texts[token_id] for token_id in token_ids]
+                if None not in texts:
+                    return "".join(texts)  # type: ignore[arg-type]
+        return self._push_parts(token_ids)
 
     def flush(self) -> str:
-        return self._decode(b"", final=True)
+        return "" if self._decoder is None else self._decoder.decode(b"", final=True)
+
+    def _push_parts(self, token_ids: Sequence[int]) -> str:
+        if self._decoder is None:
+            self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = self._decoder.decode(b"".join([self._bytes[token_id] for token_id in token_ids]))
+        self._whole = not self._decoder.getstate()[0]
+        return text
 
 
 # --- pieces -------------------------------------------------------------------------------------------
@@ -179,36 +207,41 @@ Piece = str | int | None  # text, one byte, or nothing to show
 
 
 class _Pieces(dict[int, Piece]):
-    """Token id -> what it stands for; filled as tokens are met, so bounded by the vocabulary."""
+    """Token id -> what it stands for; filled as tokens are met."""
 
-    def __init__(self, tokenizer: Tokenizer, read: Callable[[str], Piece]) -> None:
+    def __init__(self, names: TokenNames, hidden_ids: frozenset[int], read: Callable[[str], Piece]) -> None:
         super().__init__()
-        self._token = tokenizer.id_to_token
+        self._names = names
         self._read = read
-        self._special_ids = special_token_ids(tokenizer)
+        self._hidden_ids = hidden_ids
 
     def __missing__(self, token_id: int) -> Piece:
-        token = None if token_id in self._special_ids else self._token(token_id)
-        piece = self[token_id] = None if token is None else self._read(token)
+        if (name := self._names.name(token_id)) is None:
+            return None  # no entry, so there are no more than tokens, whatever a worker sends
+        piece = self[token_id] = None if token_id in self._hidden_ids else self._read(name)
         return piece
 
 
 class PieceDecoder:
-    def __init__(self, tokenizer: Tokenizer, rules: PieceRules) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, names: TokenNames, rules: PieceRules) -> None:
+        self._names = names
         self._rules = rules
-        self._pieces = _Pieces(tokenizer, self._read)
-        self._first_pieces = _Pieces(tokenizer, self._read_first)
+        self._view = lru_cache(MAX_VIEWS)(self._new_view)
 
-    def stream(self) -> Detokenizer:
-        return PieceDetokenizer(self._pieces, self._first_pieces, self._rules)
+    def stream(self, shown: frozenset[str] = NONE_SHOWN) -> Detokenizer:
+        return PieceDetokenizer(*self._view(shown), self._rules)
 
     def token_bytes(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
-        piece = None if token is None else self._read(token)
+        name = self._names.name(token_id)
+        piece = None if name is None else self._read(name)
         if isinstance(piece, int):
             return bytes([piece])
         return b"" if piece is None else piece.encode()
+
+    def _new_view(self, shown: frozenset[str]) -> tuple[_Pieces, _Pieces]:
+        """All pieces, and as they are at the beginning."""
+        hidden_ids = self._names.hidden_ids(shown)
+        return _Pieces(self._names, hidden_ids, self._read), _Pieces(self._names, hidden_ids, self._read_first)
 
     def _read(self, token: str) -> Piece:
         for pattern, content in self._rules.replace:
@@ -221,6 +254,8 @@ class PieceDecoder:
 
 
 class PieceDetokenizer:
+    __slots__ = ("_at_first_token", "_bytes", "_first_pieces", "_pieces", "_plain", "_strip_char", "_strip_left")
+
     def __init__(self, pieces: dict[int, Piece], first_pieces: dict[int, Piece], rules: PieceRules) -> None:
         self._pieces = pieces
         self._first_pieces = first_pieces
@@ -228,8 +263,16 @@ class PieceDetokenizer:
         self._strip_char = rules.strip_char
         self._strip_left = rules.strip_chars  # how many characters may still be cut from the beginning
         self._bytes = bytearray()  # a run of byte tokens that goes on
+        self._plain = False  # neither at the beginning nor in a run of bytes
 
     def push(self, token_ids: Sequence[int]) -> str:
+        if self._plain and len(token_ids) == 1:
+            piece = self._pieces[token_ids[0]]
+            if piece.__class__ is str:
+                return piece
+        return self._push_all(token_ids)
+
+    def _push_all(self, token_ids: Sequence[int]) -> str:
         texts: list[str] = []
         for token_id in token_ids:
             piece = (self._first_pieces if self._at_first_token else self._pieces)[token_id]
@@ -242,7 +285,9 @@ class PieceDetokenizer:
             if self._bytes:
                 texts.append(self._end_of_run())
             texts.append(piece)
-        return self._strip("".join(texts))
+        text = self._strip("".join(texts))
+        self._plain = not (self._at_first_token or self._strip_left or self._bytes)
+        return text
 
     def flush(self) -> str:
         return self._strip(self._end_of_run())
@@ -273,18 +318,18 @@ class PieceDetokenizer:
 class WindowDecoder:
     """For decoders that are not known by name, such as WordPiece."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, names: TokenNames) -> None:
         self._tokenizer = tokenizer
-        self._special_ids = special_token_ids(tokenizer)
+        self._names = names
 
-    def stream(self) -> Detokenizer:
-        return WindowDetokenizer(self._decode, self._special_ids)
+    def stream(self, shown: frozenset[str] = NONE_SHOWN) -> Detokenizer:
+        return WindowDetokenizer(self._decode, self._names.hidden_ids(shown))
 
     def token_bytes(self, token_id: int) -> bytes:
-        return self._decode([token_id], special=True).encode()
+        return self._decode([token_id]).encode()
 
-    def _decode(self, token_ids: Sequence[int], special: bool = False) -> str:
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
 
@@ -297,14 +342,14 @@ class WindowDetokenizer:
 
     MAX_WAITING = 16
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], special_ids: frozenset[int]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], hidden_ids: frozenset[int]) -> None:
         self._decode = decode
-        self._special_ids = special_ids
+        self._hidden_ids = hidden_ids
         self._shown: list[int] = []  # tokens before the new ones, for context
         self._waiting: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return "".join([self._push(token) for token in token_ids if token not in self._special_ids])
+        return "".join([self._push(token) for token in token_ids if token not in self._hidden_ids])
 
     def flush(self) -> str:
         return self._take(self._new_text())

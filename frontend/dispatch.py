@@ -6,13 +6,12 @@ since a draw depends on the seed and the token's number alone, the answer goes o
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
 
-from frontend.generator import Hints, Trace
+from frontend.generator import DeltaConsumer, Hints, Trace
 from mesh.plane.client import PlaneClient
 from protocol.errors import (
     CancelledByPeerError,
@@ -46,7 +45,7 @@ MAX_ENGINE_FAILURES = 2  # a request that breaks engines shall not go round the 
 REPLACEMENT_S = 15.0  # a request that lost its worker waits so long for another one to appear
 RETRY_S = 0.2
 RELEASE_TIMEOUT_S = 5.0
-PROGRESS_S = 2.0  # between reports on an answer to the router
+PROGRESS_S = 2.0  # between reports on all answers to the router
 SLOW_HASH_BYTES = 4 * 32_768  # of prompt; without native code a longer one would hold up the event loop for over 1 ms
 NOT_BEGUN = (UnreachableError, DrainingError, OverloadedError)  # the worker took no part: not an attempt
 ELSEWHERE = (PeerLostError, DrainingError, EngineError, CancelledByPeerError, OverloadedError)
@@ -69,25 +68,23 @@ class Dispatcher:
         self._plane = plane
         self._block_size_of = block_size_of
         self._releasing: set[asyncio.Task[None]] = set()
+        self._reports = _Reports()
 
     async def generate(
-        self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float
-    ) -> AsyncGenerator[Delta, None]:
+        self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float, consumer: DeltaConsumer
+    ) -> None:
+        """Implements frontend.generator.Generator."""
         failed: list[WorkerId] = []
         problem: MeshError | None = None
-        generated = list(request.generated)
+        course = _Course(consumer, request.generated)
         patience_ends = deadline
         attempts = engine_failures = 0
         while attempts < MAX_ATTEMPTS and engine_failures < MAX_ENGINE_FAILURES:
             try:
-                attempt = msgspec.structs.replace(request, generated=tuple(generated))
+                attempt = msgspec.structs.replace(request, generated=tuple(course.generated))
                 route = await self._route(attempt, hints, failed)
-                async with aclosing(self._attempt(attempt, route, trace, deadline)) as deltas:
-                    async for delta in deltas:
-                        generated += delta.token_ids
-                        yield delta
-                        if delta.finish_reason is not None:
-                            return
+                await self._attempt(attempt, route, trace, deadline, course)
+                return
             except _LegFailedError as failure:
                 log.warning("worker %s failed a request: %s", failure.worker_id, failure.reason)
                 failed.append(failure.worker_id)
@@ -100,7 +97,7 @@ class Dispatcher:
                 if problem is None:
                     raise
                 for error in (problem, refusal):
-                    if isinstance(error, OverloadedError) and not generated:
+                    if isinstance(error, OverloadedError) and not course.generated:
                         raise error from None  # refused early: the caller may come back, nothing was begun
                 if asyncio.get_running_loop().time() > min(patience_ends, deadline):
                     raise problem from None
@@ -115,6 +112,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Wait for the releases that are on their way."""
+        self._reports.close()
         if self._releasing:
             await asyncio.wait(self._releasing)
 
@@ -125,6 +123,7 @@ class Dispatcher:
             request_id=request.request_id,
             model=request.model,
             isl_tokens=len(tokens) // 4,
+            lora=request.lora,
             sequence_hashes=await _hashes(tokens, block_size, hash_seed(request.lora, request.cache_salt)),
             exclude=tuple(failed),
             disaggregate=hints.disaggregate,
@@ -138,65 +137,56 @@ class Dispatcher:
         )
 
     async def _attempt(
-        self, request: GenerateRequest, route: RouteRequest, trace: Trace, deadline: float
-    ) -> AsyncGenerator[Delta, None]:
+        self, request: GenerateRequest, route: RouteRequest, trace: Trace, deadline: float, course: "_Course"
+    ) -> None:
         """One placement, carried out. Ends early, with _LegFailedError, if a worker fails it."""
         asked = asyncio.get_running_loop().time()
         async with self._router.book(route, _left(deadline)) as booking:
             placed = booking.placed
-            is_first = not request.generated
             trace.waited_s += asyncio.get_running_loop().time() - asked
+            is_first = not request.generated
             _note_placement(trace, placed, is_first, route.isl_tokens, self._block_size_of(request.model))
-            news = _News(booking)
-            ticket: Ticket | None = None
+            leg = _Leg(course, booking, trace, is_first=is_first)
+            self._reports.add(leg)
             try:
                 if placed.prefill is not None:
-                    delta = await self._prefill(placed.prefill, request, deadline)
-                    trace.prefill_worker = placed.prefill.name
-                    news.on_delta(delta)
-                    _note(trace, delta, is_first)
-                    ticket = delta.ticket
-                    yield msgspec.structs.replace(delta, ticket=None)
-                    if ticket is None:
+                    ticket = await self._prefill(placed.prefill, request, deadline, leg)
+                    if ticket is None or course.is_done:
                         return
-                    request = msgspec.structs.replace(
-                        request, generated=request.generated + delta.token_ids, ticket=ticket
-                    )
+                    request = msgspec.structs.replace(request, generated=tuple(course.generated), ticket=ticket)
                 trace.decode_worker = placed.decode.name
-                async with aclosing(self._decode(placed.decode, request, deadline)) as deltas:
-                    async for delta in deltas:
-                        news.on_delta(delta)
-                        if ticket is not None:  # with its first delta the decode worker is done with the offer
-                            self._release(ticket)
-                            ticket = None
-                            delta = msgspec.structs.replace(delta, cached_tokens=None)  # what prefill said counts
-                        _note(trace, delta, is_first)
-                        yield delta
+                await self._decode(placed.decode, request, deadline, leg)
             finally:
-                news.close()
-                if ticket is not None:
-                    self._release(ticket)
+                self._reports.discard(leg)
+                if leg.ticket is not None:
+                    self._release(leg.ticket)
 
-    async def _prefill(self, target: Target, request: GenerateRequest, deadline: float) -> Delta:
+    async def _prefill(
+        self, target: Target, request: GenerateRequest, deadline: float, leg: "_Leg"
+    ) -> Ticket | None:
         """The first token, and the ticket for the prompt's KV unless the answer ends there."""
-        leg = msgspec.structs.replace(request, offer_kv=True)
+        body = msgspec.structs.replace(request, offer_kv=True)
         try:
-            async with self._plane.open(target.address, "generate", leg, _left(deadline)) as stream:
+            async with self._plane.open(target.address, "generate", body, _left(deadline)) as stream:
                 async for delta in stream.messages(Delta):
                     if delta.ticket is not None or delta.finish_reason is not None:
-                        return delta
+                        leg.trace.prefill_worker = target.name
+                        leg.ticket = delta.ticket
+                        while leg.is_full:
+                            await leg.until_ready()
+                        leg.on_first(delta)
+                        return delta.ticket
             raise PeerLostError(f"prefill worker {target.name} ended without a ticket")
         except ELSEWHERE as error:
             raise _LegFailedError(target.worker_id, error) from error
 
-    async def _decode(self, target: Target, request: GenerateRequest, deadline: float) -> AsyncGenerator[Delta, None]:
+    async def _decode(self, target: Target, request: GenerateRequest, deadline: float, leg: "_Leg") -> None:
+        leg.on_offer_taken = self._release
         try:
             async with self._plane.open(target.address, "generate", request, _left(deadline)) as stream:
-                async for delta in stream.messages(Delta):
-                    yield delta
-                    if delta.finish_reason is not None:
-                        return
-            raise PeerLostError(f"worker {target.name} ended without a finish reason")
+                await stream.feed(Delta, leg)
+            if not leg.is_done:
+                raise PeerLostError(f"worker {target.name} ended without a finish reason")
         except ELSEWHERE as error:
             raise _LegFailedError(target.worker_id, error) from error
 
@@ -214,31 +204,105 @@ class Dispatcher:
             log.info("a KV offer of %s was left to its lease: %s", ticket.worker_id, error)
 
 
-class _News:
-    """What a booking is told of its request: the first token, once, and every PROGRESS_S that it lives.
+class _Course:
+    """An answer over all its attempts."""
 
-    That it lives is told before the first token as well: a long prompt may take longer than the booking's lease.
-    """
+    def __init__(self, consumer: DeltaConsumer, generated: Sequence[int]) -> None:
+        self.consumer = consumer
+        self.generated = list(generated)
+        self._has_ended = False  # by itself
 
-    def __init__(self, booking: Booking) -> None:
+    def take(self, delta: Delta) -> None:
+        self.generated += delta.token_ids
+        self._has_ended = delta.finish_reason is not None
+        self.consumer.take(delta)
+
+    @property
+    def is_done(self) -> bool:
+        return self._has_ended or self.consumer.is_done
+
+
+class _Leg:
+    """Takes the deltas of one placement: tells the booking, the trace, and the one who asked."""
+
+    def __init__(self, course: _Course, booking: Booking, trace: Trace, *, is_first: bool) -> None:
+        self.trace = trace
+        self.ticket: Ticket | None = None  # an offer that stands
+        self.on_offer_taken: Callable[[Ticket], None] | None = None
+        self._course = course
         self._booking = booking
-        self._began = False
+        self._is_first = is_first  # no worker before has computed the prompt for this answer
+        self._has_begun = False
         self._osl_tokens = 0  # since the placement: what was generated before is part of the prompt
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(PROGRESS_S, self._tell)
 
-    def on_delta(self, delta: Delta) -> None:
-        if not self._began:
-            self._began = True
+    def on_first(self, delta: Delta) -> None:
+        """The delta of a prefill leg; the consumer has no use for its ticket."""
+        self._note(delta)
+        self._course.take(msgspec.structs.replace(delta, ticket=None))
+
+    def take(self, delta: Delta) -> None:
+        if self.ticket is not None:  # with its first delta the decode worker is done with the offer
+            assert self.on_offer_taken is not None
+            self.on_offer_taken(self.ticket)
+            self.ticket = None
+            delta = msgspec.structs.replace(delta, cached_tokens=None)  # what prefill said counts
+        if not self._has_begun or delta.pull is not None:
+            self._note(delta)
+        else:
+            self._osl_tokens += len(delta.token_ids)
+        self._course.take(delta)
+
+    @property
+    def is_done(self) -> bool:
+        return self._course.is_done
+
+    @property
+    def is_full(self) -> bool:
+        return self._course.consumer.is_full
+
+    async def until_ready(self) -> None:
+        await self._course.consumer.until_ready()
+
+    def report(self) -> None:
+        """Told now and then, before the first token as well: a long prompt may take longer than the booking's lease."""
+        self._booking.progress(self._osl_tokens)
+
+    def _note(self, delta: Delta) -> None:
+        if not self._has_begun:
+            self._has_begun = True
             self._booking.prefill_done(delta.cached_tokens)
         self._osl_tokens += len(delta.token_ids)
+        if delta.cached_tokens is not None and self._is_first:
+            self.trace.cached_tokens = delta.cached_tokens
+        if delta.pull is not None:
+            self.trace.transfer = delta.pull.backend
+            self.trace.kv_bytes_pulled += delta.pull.num_bytes
+            self.trace.pull_error = delta.pull.error
 
-    def close(self) -> None:
-        self._timer.cancel()
+
+class _Reports:
+    """Tells the router, every PROGRESS_S, how all running answers get on: one timer for all, none when idle."""
+
+    def __init__(self) -> None:
+        self._legs: set[_Leg] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, leg: _Leg) -> None:
+        self._legs.add(leg)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(PROGRESS_S, self._tell)
+
+    def discard(self, leg: _Leg) -> None:
+        self._legs.discard(leg)
 
     def _tell(self) -> None:
-        self._booking.progress(self._osl_tokens)
-        self._timer = self._loop.call_later(PROGRESS_S, self._tell)
+        self._timer = asyncio.get_running_loop().call_later(PROGRESS_S, self._tell) if self._legs else None
+        for leg in self._legs:
+            leg.report()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 async def _hashes(tokens: bytes, block_size: int, seed: int) -> bytes:
@@ -252,19 +316,8 @@ def _left(deadline: float) -> float:
 
 
 def _note_placement(trace: Trace, placed: Placed, is_first: bool, isl_tokens: int, block_size: int) -> None:
-    """`is_first`: as for `_note`."""
     trace.placed = placed
     if is_first:
         trace.overlap_tokens = min(isl_tokens, (placed.prefill or placed.decode).overlap_blocks * block_size)
     if placed.explanation is not None:
         trace.explanations.append(placed.explanation)
-
-
-def _note(trace: Trace, delta: Delta, is_first: bool) -> None:
-    """`is_first`: no worker before has computed the prompt for this answer."""
-    if delta.cached_tokens is not None and is_first:
-        trace.cached_tokens = delta.cached_tokens
-    if delta.pull is not None:
-        trace.transfer = delta.pull.backend
-        trace.kv_bytes_pulled += delta.pull.num_bytes
-        trace.pull_error = delta.pull.error

@@ -1,27 +1,24 @@
-"""The completion endpoints: run one request and send its answer, whole or as a stream."""
+"""The endpoints that generate: run one request and send its answers, whole or as a stream."""
 
 import asyncio
 import logging
 import math
 import re
-from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
-
-from aiohttp import web
 
 from frontend import metrics
 from frontend.admission import Admission
-from frontend.answer import PlacedLogprob
-from frontend.chunks import DONE, ChunkWriter, logprobs_of, whole_body
-from frontend.errors import error_event, outcome
+from frontend.answer import Part
+from frontend.call import Call, Dialect, Endpoint, StreamWriter
+from frontend.errors import outcome
 from frontend.generator import Generator
 from frontend.hints import with_headers
 from frontend.models import ModelRegistry
-from frontend.parameters import Call, Endpoint, parse_either
-from frontend.pipeline import Job, Timing, parts, placement_headers, prepare, trace_report
-from mesh.http import error_reply, json_reply, read_body
+from frontend.parameters import parse_either
+from frontend.pipeline import Branch, Job, Timing, placement_headers, prepare, run
+from frontend.whole import Whole
+from mesh.http.connection import refusal
+from mesh.http.request import Reply, ReplyStream, Request, json_reply
 from protocol.errors import InvalidRequestError, MeshError
 from protocol.ids import RequestId, new_request_id
 from protocol.messages import RouteRequest
@@ -34,9 +31,9 @@ REQUEST_ID_HEADER = "x-request-id"
 ERROR_WRITE_S = 1.0  # for telling a client that may not read any more that its request failed
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SSE_HEADERS = {
-    "Content-Type": "text/event-stream",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx must not collect chunks
+    "content-type": "text/event-stream",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx must not collect chunks
 }
 
 
@@ -55,173 +52,206 @@ class CompletionService:
     admission: Admission
     limits: TimeLimits
 
-    async def answer(
-        self, request: web.Request, endpoint: Endpoint, parse: Callable[[bytes], Call]
-    ) -> web.StreamResponse:
+    async def answer(self, request: Request, dialect: Dialect) -> Reply | ReplyStream:
         """Answer one request and count how it ended. Failures are answers too; only cancellation is raised."""
-        exchange = Exchange(self, request, endpoint)
+        exchange = Exchange(self, request, dialect)
         try:
             with self.admission.enter():
-                return await exchange.run(parse)
+                return await exchange.run()
         except MeshError as error:
             return exchange.refuse(error)
         finally:
             exchange.count()
 
-    async def preview(self, request: web.Request) -> web.Response:
+    async def preview(self, request: Request) -> Reply:
         """Say where a request would run. Raises MeshError."""
         deadline = asyncio.get_running_loop().time() + timeout_s(request, self.limits)
         with self.admission.enter():
             async with self.admission.until(deadline):
-                call = await read_call(request, parse_either)
+                call = with_hints(request, parse_either(request.body))
                 model = await self.models.get(call.model)
-                job = await prepare(call, model, new_id(request, call.endpoint))
-                placed = await self.generator.preview(job.request, call.hints, deadline)
-        route = RouteRequest(request_id=job.request.request_id, model=model.name, isl_tokens=job.prompt_tokens)
+                job = await prepare(call, model, new_id(request, "route"), deadline)
+                asked = job.branches[0].request
+                placed = await self.generator.preview(asked, call.hints, deadline)
+        route = RouteRequest(
+            request_id=asked.request_id, model=model.name, isl_tokens=job.prompts[0].num_tokens, lora=model.lora
+        )
         return json_reply(place_reply(route, placed, model.block_size, None))
 
 
 class Exchange:
     """One request and its reply."""
 
-    def __init__(self, service: CompletionService, request: web.Request, endpoint: Endpoint) -> None:
+    def __init__(self, service: CompletionService, request: Request, dialect: Dialect) -> None:
         self._service = service
         self._request = request
-        self._endpoint = endpoint
+        self._dialect = dialect
         self._loop = asyncio.get_running_loop()
-        self._timing = Timing(self._loop.time())
-        self._request_id = new_id(request, endpoint)
+        self._started = self._loop.time()
+        self._request_id = new_id(request, dialect.id_prefix)
         self._headers = {REQUEST_ID_HEADER: client_request_id(request) or self._request_id}
         self._job: Job | None = None
-        self._stream: web.StreamResponse | None = None  # once its headers are on their way
-        self.outcome = "client_gone"  # what remains if the handler is cancelled or the connection breaks
+        self._stream: SseOutlet | None = None
+        self.outcome = "client_gone"  # what remains if the handler is cancelled
 
-    async def run(self, parse: Callable[[bytes], Call]) -> web.StreamResponse:
+    async def run(self) -> Reply | ReplyStream:
         try:
-            deadline = self._timing.started + timeout_s(self._request, self._service.limits)
+            deadline = self._started + timeout_s(self._request, self._service.limits)
             async with self._service.admission.until(deadline):
-                self._job = job = await self._prepare(parse)
-                response = await (self._send_stream if job.call.stream else self._send_whole)(job, deadline)
+                call = with_hints(self._request, self._dialect.parse(self._request.body))
+                model = await self._service.models.get(call.model)
+                self._job = job = await prepare(call, model, self._request_id, self._started)
+                reply = await (self._send_stream if call.stream else self._send_whole)(job, deadline)
             self.outcome = "ok"
-            return response
+            return reply
         except MeshError as error:
             return await self._fail(error)
-        except Exception as error:  # a bug met by one request must not end as something like an answer
-            if isinstance(error, ConnectionError) and client_has_left(self._request):
-                return self._stream or web.Response(status=499)  # nobody is left to read it
+        except Exception:  # a bug met by one request must not end as something like an answer
             log.exception("request %s failed", self._request_id)
             return await self._fail(MeshError("the frontend failed", hint="see its log"))
 
-    async def _prepare(self, parse: Callable[[bytes], Call]) -> Job:
-        call = await read_call(self._request, parse)
-        model = await self._service.models.get(call.model)
-        return await prepare(call, model, self._request_id)
+    async def _send_whole(self, job: Job, deadline: float) -> Reply:
+        answers = WholeOutlet(job)
+        await run(job, self._service.generator, answers, deadline)
+        body = self._dialect.whole(job, answers.finished(), job.counts())
+        return Reply(body, headers=self._reply_headers(job))
 
-    async def _send_whole(self, job: Job, deadline: float) -> web.StreamResponse:
-        texts: list[str] = []
-        placed: list[PlacedLogprob] = []
-        async with aclosing(parts(job, self._service.generator, deadline)) as answer:
-            async for part in answer:
-                self._timing.on_tokens(self._loop.time())
-                texts.append(part.text)
-                placed.extend(part.logprobs)
-        body = whole_body(
-            self._endpoint,
-            job.heading,
-            "".join(texts),
-            self._logprobs(job, placed),
-            finish_reason(job),
-            job.usage(),
-            trace_report(job, self._timing),
-        )
-        return web.Response(body=body, content_type="application/json", headers=self._placement(job))
-
-    def _placement(self, job: Job) -> dict[str, str]:
-        """The reply's headers; with where it ran, if the caller wants to know."""
-        return self._headers | (placement_headers(job.trace) if job.call.hints.explain else {})
-
-    def _logprobs(self, job: Job, placed: list[PlacedLogprob]) -> Any:
-        if job.call.sampling.top_logprobs is None:
-            return None
-        return logprobs_of(self._endpoint, job.model.tokenizer, placed)
-
-    async def _send_stream(self, job: Job, deadline: float) -> web.StreamResponse:
+    async def _send_stream(self, job: Job, deadline: float) -> ReplyStream:
         """Headers go out with the first token, so that a failure before it gets a status of its own."""
-        chunks = ChunkWriter(self._endpoint, job.heading, job.model.tokenizer, include_usage=job.call.include_usage)
-        stream: web.StreamResponse | None = None
-        chunk = b""
-        async with aclosing(parts(job, self._service.generator, deadline)) as answer:
-            async for part in answer:
-                self._timing.on_tokens(self._loop.time())
-                chunk = chunks.part(part)
-                if stream is None:
-                    stream = await self._open_stream(job)
-                    chunk = chunks.opening() + chunk
-                if chunk and job.answer.finish_reason is None:
-                    await stream.write(chunk)
-        assert stream is not None, "an answer has at least one part"
-        await stream.write(chunk + self._end_of_stream(job, chunks))  # the last part goes out with the end
-        await stream.write_eof()
-        return stream
+        headers = _SSE_HEADERS | self._headers
+        self._stream = outlet = SseOutlet(self._request, job, self._dialect.writer(job), headers)
+        await run(job, self._service.generator, outlet, deadline)
+        return outlet.end()
 
-    async def _open_stream(self, job: Job) -> web.StreamResponse:
-        self._stream = stream = web.StreamResponse(headers=_SSE_HEADERS | self._placement(job))
-        await stream.prepare(self._request)
-        return stream
+    def _reply_headers(self, job: Job) -> dict[str, str]:
+        """With where it ran, if the caller wants to know."""
+        return self._headers | (placement_headers(job.branches[0].trace) if job.call.hints.explain else {})
 
-    def _end_of_stream(self, job: Job, chunks: ChunkWriter) -> bytes:
-        trace = trace_report(job, self._timing)
-        if not job.call.include_usage:
-            return chunks.finish(finish_reason(job), trace) + DONE
-        return chunks.finish(finish_reason(job), None) + chunks.usage(job.usage(), trace) + DONE
-
-    def refuse(self, error: MeshError) -> web.Response:
+    def refuse(self, error: MeshError) -> Reply:
         """A reply for a failure before the headers."""
         self.outcome = outcome(error)
-        return error_reply(error, self._headers)
+        return refusal(error, self._dialect.error_body(error), self._headers)
 
-    async def _fail(self, error: MeshError) -> web.StreamResponse:
+    async def _fail(self, error: MeshError) -> Reply | ReplyStream:
         """After the headers a failure can only be the stream's last event."""
-        if self._stream is None:
+        if self._stream is None or self._stream.reply is None:
             return self.refuse(error)
         self.outcome = outcome(error)
         log.warning("request %s broke off: %s", self._request_id, error)
-        try:
-            async with asyncio.timeout(ERROR_WRITE_S):
-                await self._stream.write(error_event(error))
-                await self._stream.write_eof()
-        except TimeoutError:  # it does not read: nothing but the end of the connection can tell it
-            if self._request.transport is not None:
-                self._request.transport.abort()
-        return self._stream
+        return await self._stream.break_off(error)
 
     def count(self) -> None:
         """Tell the metrics how it ended."""
-        endpoint = self._endpoint
-        metrics.REQUESTS.labels(endpoint, self.outcome).inc()
-        metrics.DURATION.labels(endpoint).observe(self._loop.time() - self._timing.started)
-        if (job := self._job) is None:
-            return
-        output_tokens = job.answer.completion_tokens
-        metrics.INPUT_TOKENS.labels(endpoint).observe(job.prompt_tokens)
-        metrics.OUTPUT_TOKENS.labels(endpoint).observe(output_tokens)
-        metrics.CACHED_TOKENS.labels(endpoint).inc(job.trace.cached_tokens)
-        metrics.MIGRATIONS.labels(endpoint).inc(job.trace.migrations)
-        if (ttft_s := self._timing.ttft_s) is not None:
-            metrics.TTFT.labels(endpoint).observe(ttft_s)
-        if (itl_s := self._timing.itl_s(output_tokens)) is not None:
-            metrics.ITL.labels(endpoint).observe(itl_s)
+        endpoint = self._dialect.endpoint
+        metrics.requests_of(endpoint, self.outcome).inc()
+        metrics.of_endpoint(endpoint).duration.observe(self._loop.time() - self._started)
+        if self._job is not None:
+            count_tokens(endpoint, self._job)
 
 
-async def read_call(request: web.Request, parse: Callable[[bytes], Call]) -> Call:
-    """What body and headers ask for. Raises InvalidRequestError."""
-    call = parse(await read_body(request))
-    return replace(call, hints=with_headers(call.hints, request.headers.items()))
+class WholeOutlet:
+    """Keeps all parts until their answers are complete."""
+
+    is_full = False
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._answers = [Whole(branch.index) for branch in job.branches]
+
+    def put(self, branch: Branch, part: Part) -> None:
+        self._answers[branch.index].add(part)
+
+    async def until_ready(self) -> None:
+        return
+
+    def finished(self) -> list[Whole]:
+        for branch, answer in zip(self._job.branches, self._answers, strict=True):
+            assert branch.answer.finish_reason is not None, "the answer is over"
+            answer.finish_reason = branch.answer.finish_reason
+        return self._answers
 
 
-def timeout_s(request: web.Request, limits: TimeLimits) -> float:
+class SseOutlet:
+    """Writes parts to the client in the call that brings them. The last one waits, to go out with the end."""
+
+    def __init__(self, request: Request, job: Job, writer: StreamWriter, headers: dict[str, str]) -> None:
+        self._request = request
+        self._job = job
+        self._writer = writer
+        self._headers = headers
+        self._unfinished = len(job.branches)
+        self._rest = b""  # the end of the last answer
+        self.reply: ReplyStream | None = None  # once its headers are on their way
+
+    def put(self, branch: Branch, part: Part) -> None:
+        chunk = self._writer.part(branch.index, part)
+        if (reason := branch.answer.finish_reason) is not None:
+            chunk += self._writer.finish(branch.index, reason)
+            self._unfinished -= 1
+        reply = self.reply
+        if reply is None:
+            reply = self._open()
+            chunk = self._writer.opening() + chunk
+        if not self._unfinished:
+            self._rest = chunk
+        elif chunk:
+            reply.write(chunk)
+
+    def _open(self) -> ReplyStream:
+        explained = placement_headers(self._job.branches[0].trace) if self._job.call.hints.explain else {}
+        self.reply = self._request.open_stream(self._headers | explained)
+        return self.reply
+
+    @property
+    def is_full(self) -> bool:
+        return self.reply is not None and self.reply.is_full
+
+    async def until_ready(self) -> None:
+        if self.reply is not None:
+            await self.reply.until_writable()
+
+    def end(self) -> ReplyStream:
+        assert self.reply is not None, "an answer has at least one part"
+        self.reply.end(self._rest + self._writer.end(self._job.counts()))
+        return self.reply
+
+    async def break_off(self, error: MeshError) -> ReplyStream:
+        assert self.reply is not None
+        self.reply.end(self._writer.error(error))
+        try:
+            async with asyncio.timeout(ERROR_WRITE_S):
+                await self.reply.until_writable()
+        except TimeoutError:  # it does not read: nothing but the end of the connection can tell it
+            self.reply.abort()
+        return self.reply
+
+
+def count_tokens(endpoint: Endpoint, job: Job) -> None:
+    counters = metrics.of_endpoint(endpoint)
+    for prompt in job.prompts:
+        counters.input_tokens.observe(prompt.num_tokens)
+    if cached_tokens := job.counts().cached:
+        counters.cached_tokens.inc(cached_tokens)
+    if (ttft_s := job.timing.ttft_s) is not None:
+        counters.ttft.observe(ttft_s)
+    for branch in job.branches:
+        osl_tokens = branch.answer.completion_tokens
+        counters.output_tokens.observe(osl_tokens)
+        if branch.trace.migrations:
+            counters.migrations.inc(branch.trace.migrations)
+        if (itl_s := branch.timing.itl_s(osl_tokens)) is not None:
+            counters.itl.observe(itl_s)
+
+
+def with_hints(request: Request, call: Call) -> Call:
+    """With what the headers ask for. Raises InvalidRequestError."""
+    hints = with_headers(call.hints, request.headers)
+    return call if hints is call.hints else replace(call, hints=hints)
+
+
+def timeout_s(request: Request, limits: TimeLimits) -> float:
     """Raises InvalidRequestError."""
-    text = request.headers.get(TIMEOUT_HEADER)
+    text = request.header(TIMEOUT_HEADER)
     if text is None:
         return limits.default_s
     try:
@@ -237,23 +267,14 @@ def timeout_s(request: web.Request, limits: TimeLimits) -> float:
     return seconds
 
 
-def client_has_left(request: web.Request) -> bool:
-    return request.transport is None or request.transport.is_closing()
-
-
-def client_request_id(request: web.Request) -> str | None:
+def client_request_id(request: Request) -> str | None:
     """The client's own id, if it is sane enough for logs and headers."""
-    text = request.headers.get(REQUEST_ID_HEADER, "")
+    text = request.header(REQUEST_ID_HEADER) or ""
     return text if _SANE_ID.fullmatch(text) else None
 
 
-def new_id(request: web.Request, endpoint: Endpoint) -> RequestId:
+def new_id(request: Request, prefix: str) -> RequestId:
     """Unique here; ends with the client's own id where there is one, so that logs can be joined."""
-    own = new_request_id("chatcmpl" if endpoint is Endpoint.CHAT else "cmpl")
+    own = new_request_id(prefix)
     theirs = client_request_id(request)
     return own if theirs is None else RequestId(f"{own}-{theirs}")
-
-
-def finish_reason(job: Job) -> str:
-    assert job.answer.finish_reason is not None, "the answer is over"
-    return job.answer.finish_reason.value

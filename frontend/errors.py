@@ -1,6 +1,6 @@
-"""Failures as OpenAI's API shows them, as far as they are the frontend's own. The rest stands in mesh.http."""
+"""Failures as OpenAI's API shows them, as far as they are the frontend's own. The rest stands in mesh/http/errors.py."""
 
-from mesh.http import CODES, error_body
+from mesh.http.errors import CODES, error_body
 from protocol.errors import InvalidRequestError, MeshError
 
 OUTCOMES = CODES | {"ok", "internal", "client_gone"}  # label values of the request counter

@@ -1,7 +1,6 @@
 """The seam between the HTTP side and what computes answers: a dispatcher over workers, or a script in tests."""
 
 from collections import deque
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -41,14 +40,31 @@ class Hints:
     explain: bool = False
 
 
-class Generator(Protocol):
-    def generate(
-        self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float
-    ) -> AsyncGenerator[Delta, None]:
-        """Stream the answer; `deadline` is in event-loop time.
+class DeltaConsumer(Protocol):
+    """Takes an answer as it is generated, where it is read from the network: no task is woken for a token."""
 
-        Closing the generator cancels the request everywhere; it is not closed early if it ends by itself, which
-        it does right after the delta with the finish reason. Raises MeshError.
+    def take(self, delta: Delta) -> None: ...
+
+    @property
+    def is_done(self) -> bool:
+        """It wants no more: what is still being generated is cancelled."""
+        ...
+
+    @property
+    def is_full(self) -> bool:
+        """It can take nothing now; deltas wait, and grow where they are made."""
+        ...
+
+    async def until_ready(self) -> None: ...
+
+
+class Generator(Protocol):
+    async def generate(
+        self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float, consumer: DeltaConsumer
+    ) -> None:
+        """Give the answer to `consumer`, up to the delta with the finish reason; `deadline` is in event-loop time.
+
+        Cancelling this cancels the request everywhere, and so does a consumer that is done early. Raises MeshError.
         """
         ...
 

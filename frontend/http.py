@@ -1,25 +1,22 @@
-"""The frontend's HTTP application: routes, error replies, health and metrics."""
+"""The frontend's HTTP application: routes, health, models and metrics."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
-from aiohttp import web
 
 from frontend import metrics
 from frontend.admission import Admission
+from frontend.call import Dialect
+from frontend.chat import ChatDialect
+from frontend.completions import CompletionsDialect
 from frontend.endpoints import CompletionService, TimeLimits
 from frontend.generator import Generator
 from frontend.models import ModelRegistry, Served
 from frontend.openai import ModelList, ModelObject
-from frontend.parameters import Endpoint, parse_chat, parse_completion
-from mesh import http
-from mesh.http import json_reply, live, reply_errors
+from mesh.http import request as http
+from mesh.http.request import Reply, ReplyStream, Request, json_reply, live
+from mesh.http.server import App, HttpLimits, Route
 from protocol.errors import NoWorkerError
-
-ADMISSION = web.AppKey("admission", Admission)  # the drain hook: app[ADMISSION].drain(), then wait_idle()
-_MODELS = web.AppKey("models", ModelRegistry)
-_SERVICE = web.AppKey("service", CompletionService)
-_ROUTER_READY: web.AppKey[Callable[[], bool]] = web.AppKey("router_ready")
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,91 +26,78 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_inflight: int = 4096  # requests in progress; more get a 429
 
 
-def build_app(
-    settings: HttpSettings,
-    models: ModelRegistry,
-    generator: Generator,
-    router_ready: Callable[[], bool] = lambda: True,
-) -> web.Application:
-    """Run it with mesh.http.listening: a client that leaves then cancels its request."""
-    app = web.Application(client_max_size=settings.max_body_bytes, middlewares=[reply_errors])
-    admission = Admission(settings.max_inflight)
-    limits = TimeLimits(settings.request_timeout_s, settings.max_request_timeout_s)
-    app[ADMISSION] = admission
-    app[_MODELS] = models
-    app[_ROUTER_READY] = router_ready
-    app[_SERVICE] = CompletionService(models, generator, admission, limits)
-    app.add_routes(
-        [
-            web.post("/v1/chat/completions", chat_completions),
-            web.post("/v1/completions", completions),
-            web.post("/kvmesh/route", route),
-            web.get("/v1/models", list_models),
-            web.get("/v1/models/{name:.+}", show_model),  # names may contain slashes
-            web.get("/health", health),
-            web.get("/live", live),
-            web.get("/metrics", show_metrics),
-        ]
-    )
-    return app
+class FrontendApi:
+    """`app` serves it; `admission` drains it. A client that leaves cancels its request."""
+
+    def __init__(
+        self,
+        settings: HttpSettings,
+        models: ModelRegistry,
+        generator: Generator,
+        router_ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.admission = Admission(settings.max_inflight)
+        self._models = models
+        self._router_ready = router_ready
+        limits = TimeLimits(settings.request_timeout_s, settings.max_request_timeout_s)
+        self._service = CompletionService(models, generator, self.admission, limits)
+        self.app = App(
+            [
+                self._generating("/v1/chat/completions", ChatDialect()),
+                self._generating("/v1/completions", CompletionsDialect()),
+                Route("POST", "/kvmesh/route", self._service.preview),
+                Route("GET", "/v1/models", self.list_models),
+                Route("GET", "/v1/models/{name:path}", self.show_model),  # names may contain slashes
+                Route("GET", "/health", self.health, is_open=True),
+                Route("GET", "/live", live, is_open=True),
+                Route("GET", "/metrics", self.show_metrics, is_open=True),
+            ],
+            HttpLimits(max_body_bytes=settings.max_body_bytes),
+        )
+
+    def _generating(self, path: str, dialect: Dialect) -> Route:
+        def answer(request: Request) -> Awaitable[Reply | ReplyStream]:
+            return self._service.answer(request, dialect)
+
+        return Route("POST", path, answer, error_body=dialect.error_body)
+
+    async def list_models(self, request: Request) -> Reply:
+        return json_reply(ModelList(data=[model_object(name, served) for name, served in self._models.names()]))
+
+    async def show_model(self, request: Request) -> Reply:
+        name = request.params["name"]
+        served = self._models.find(name)
+        if not served.ready:
+            raise NoWorkerError(f"no worker of the model {name!r} is ready", hint="try again later")
+        return json_reply(model_object(name, served))
+
+    async def health(self, request: Request) -> Reply:
+        """Whether requests can be answered: for load balancers and start-up."""
+        ready = [served.name for served in self._models.ready()]
+        if self.admission.draining:
+            status = "draining"
+        elif not self._router_ready():
+            status = "no router is ready"
+        else:
+            status = "ready" if ready else "no model is ready"
+        report = {
+            "status": status,
+            "ready_models": ready,
+            "workers": self._models.count(),
+            "inflight": self.admission.inflight,
+        }
+        return json_reply(report, status=200 if status == "ready" else 503)
+
+    async def show_metrics(self, request: Request) -> Reply:
+        metrics.MODELS_READY.set(len(self._models.ready()))
+        return await http.show_metrics(request)
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    return await request.app[_SERVICE].answer(request, Endpoint.CHAT, parse_chat)
-
-
-async def completions(request: web.Request) -> web.StreamResponse:
-    return await request.app[_SERVICE].answer(request, Endpoint.COMPLETIONS, parse_completion)
-
-
-async def route(request: web.Request) -> web.StreamResponse:
-    """Where a request would run, and why. It is not run."""
-    return await request.app[_SERVICE].preview(request)
-
-
-# --- the rest -----------------------------------------------------------------------------------------
-
-
-async def list_models(request: web.Request) -> web.Response:
-    models = request.app[_MODELS].ready()
-    return json_reply(ModelList(data=[model_object(served) for served in models]))
-
-
-async def show_model(request: web.Request) -> web.Response:
-    served = request.app[_MODELS].find(request.match_info["name"])
-    if not served.ready:
-        raise NoWorkerError(f"no worker of the model {served.name!r} is ready", hint="try again later")
-    return json_reply(model_object(served))
-
-
-def model_object(served: Served) -> ModelObject:
+def model_object(name: str, served: Served) -> ModelObject:
     return ModelObject(
-        id=served.name,
+        id=name,
         created=served.created,
+        parent=None if name == served.name else served.name,
         max_model_len=served.context_tokens,
         block_size=served.block_size,
     )
-
-
-async def health(request: web.Request) -> web.Response:
-    """Whether requests can be answered: for load balancers and start-up."""
-    models, admission = request.app[_MODELS], request.app[ADMISSION]
-    ready = [served.name for served in models.ready()]
-    if admission.draining:
-        status = "draining"
-    elif not request.app[_ROUTER_READY]():
-        status = "no router is ready"
-    else:
-        status = "ready" if ready else "no model is ready"
-    report = {
-        "status": status,
-        "ready_models": ready,
-        "workers": models.count(),
-        "inflight": admission.inflight,
-    }
-    return json_reply(report, status=200 if status == "ready" else 503)
-
-
-async def show_metrics(request: web.Request) -> web.Response:
-    metrics.MODELS_READY.set(len(request.app[_MODELS].ready()))
-    return await http.show_metrics(request)

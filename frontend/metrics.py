@@ -1,5 +1,8 @@
 """All metrics of the frontend. Label values come from closed sets: never a request id or a client's words."""
 
+from dataclasses import dataclass
+from functools import cache
+
 from prometheus_client import Counter, Gauge, Histogram
 
 _GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -20,3 +23,34 @@ INPUT_TOKENS = Histogram(_P + "input_sequence_tokens", "Tokens of the prompt.", 
 OUTPUT_TOKENS = Histogram(_P + "output_sequence_tokens", "Tokens of the answer.", ["endpoint"], buckets=_TOKENS)
 CACHED_TOKENS = Counter(_P + "cached_tokens_total", "Prompt tokens found in a prefix cache.", ["endpoint"])
 MIGRATIONS = Counter(_P + "migrations_total", "Streams that went on at another worker.", ["endpoint"])
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointMetrics:
+    """The children of one endpoint: looking them up for every request costs as much as counting does."""
+
+    ttft: Histogram
+    itl: Histogram
+    duration: Histogram
+    input_tokens: Histogram
+    output_tokens: Histogram
+    cached_tokens: Counter
+    migrations: Counter
+
+
+@cache
+def of_endpoint(endpoint: str) -> EndpointMetrics:
+    return EndpointMetrics(
+        TTFT.labels(endpoint),
+        ITL.labels(endpoint),
+        DURATION.labels(endpoint),
+        INPUT_TOKENS.labels(endpoint),
+        OUTPUT_TOKENS.labels(endpoint),
+        CACHED_TOKENS.labels(endpoint),
+        MIGRATIONS.labels(endpoint),
+    )
+
+
+@cache
+def requests_of(endpoint: str, outcome: str) -> Counter:
+    return REQUESTS.labels(endpoint, outcome)

@@ -2,26 +2,41 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from frontend.errors import UnknownModelError
+from frontend.formats import AnswerFormat, answer_format
 from frontend.templates import ChatTemplate
 from frontend.tokenizer import Tokenizer
 from protocol.errors import InvalidRequestError, NoWorkerError
 from protocol.ids import WorkerId
-from protocol.messages import Role, WorkerCard
+from protocol.messages import Feature, Role, WorkerCard
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """A served model, loaded."""
 
-    name: str
+    name: str  # as callers call it
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    format: AnswerFormat
     context_tokens: int
     block_size: int
     created: int  # unix seconds: when its first worker was seen
+    base: str = ""  # as workers call it
+    lora: str | None = None  # the adapter of that model
+    features: frozenset[Feature] = frozenset()
+
+    def require(self, feature: Feature, param: str) -> None:
+        """Raises InvalidRequestError that names the parameter which asks for it."""
+        if feature not in self.features:
+            raise InvalidRequestError(
+                f"The parameter '{param}' is not supported by the engine of {self.name!r}",
+                hint="leave it out",
+                param=param,
+            )
 
     def chat_template(self) -> ChatTemplate:
         if self.template is None:
@@ -40,19 +55,38 @@ class Served:
     context_tokens: int
     block_size: int
     created: int
-    roles: dict[WorkerId, Role] = field(default_factory=dict)
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    cards: dict[WorkerId, WorkerCard] = field(default_factory=dict)
+    features: frozenset[Feature] = frozenset()  # what all of its workers can do
     loading: asyncio.Task[Model] | None = None  # also holds the loaded model
+
+    def take_in(self, card: WorkerCard) -> None:
+        self.cards[card.worker_id] = card
+        self._compare()
+
+    def let_go(self, worker_id: WorkerId) -> None:
+        if self.cards.pop(worker_id, None) is not None and self.cards:
+            self._compare()
+
+    def _compare(self) -> None:
+        self.features = frozenset(Feature).intersection(*[card.features for card in self.cards.values()])
 
     @property
     def ready(self) -> bool:
         """A worker that only prefills cannot answer."""
-        return any(role is not Role.PREFILL for role in self.roles.values())
+        return any(card.role is not Role.PREFILL for card in self.cards.values())
+
+    @property
+    def loras(self) -> set[str]:
+        """Adapters that can be asked for."""
+        return {name for card in self.cards.values() if card.role is not Role.PREFILL for name in card.loras}
 
     def agrees(self, card: WorkerCard) -> bool:
         return card.block_size == self.block_size and card.context_tokens == self.context_tokens
 
     def count(self) -> dict[str, int]:
-        return {role.value: sum(1 for r in self.roles.values() if r is role) for role in Role}
+        return {role.value: sum(1 for card in self.cards.values() if card.role is role) for role in Role}
 
 
 class ModelRegistry:
@@ -73,24 +107,26 @@ class ModelRegistry:
         served = self._served.get(card.model)
         if served is None or not served.agrees(card):
             served = self._served[card.model] = _first_seen(card, served)
-        served.roles[card.worker_id] = card.role
+        served.take_in(card)
         self._model_of[card.worker_id] = card.model
 
     def remove(self, worker_id: WorkerId) -> None:
         """A worker has gone. Unknown ones are no error."""
         name = self._model_of.pop(worker_id, None)
         if name is not None:
-            self._served[name].roles.pop(worker_id, None)
+            self._served[name].let_go(worker_id)
 
     async def get(self, name: str) -> Model:
-        """Raises UnknownModelError, NoWorkerError, ConfigError (the model's folder cannot be read)."""
+        """`name`: of a model or of an adapter. Raises UnknownModelError, NoWorkerError, ConfigError (the model's
+        folder cannot be read)."""
         served = self.find(name)
         if not served.ready:
             raise NoWorkerError(f"no worker of the model {name!r} is ready", hint="try again later")
         task = self._load(served)
-        if task.done():
-            return task.result()
-        return await asyncio.shield(task)  # the load goes on for others when this caller leaves
+        model = task.result() if task.done() else await asyncio.shield(task)  # others wait for it as well
+        if name == model.name and served.features == model.features:
+            return model
+        return replace(model, name=name, lora=None if name == model.name else name, features=served.features)
 
     def load_early(self, card: WorkerCard) -> None:
         """Load the model of a worker that has just joined, so that the first request need not wait for it."""
@@ -108,12 +144,22 @@ class ModelRegistry:
         """Raises UnknownModelError; NoWorkerError as long as none is known: we may have just been started."""
         if not self._served:
             raise NoWorkerError("no worker has joined yet", hint="try again later")
-        if (served := self._served.get(name)) is None:
-            names = ", ".join(served.name for served in self.ready()) or "none"
+        if (served := self._served.get(name) or self._with_lora(name)) is None:
+            names = ", ".join([found for found, _ in self.names()]) or "none"
             raise UnknownModelError(
                 f"the model {name!r} does not exist", hint=f"models served here: {names}", param="model"
             )
         return served
+
+    def _with_lora(self, name: str) -> Served | None:
+        return next((served for served in self._served.values() if name in served.loras), None)
+
+    def names(self) -> Iterator[tuple[str, Served]]:
+        """What can be asked for: models that are ready, and their adapters."""
+        for served in self.ready():
+            yield served.name, served
+            for lora in sorted(served.loras - self._served.keys()):
+                yield lora, served
 
     def ready(self) -> list[Served]:
         return [served for served in self._served.values() if served.ready]
@@ -125,7 +171,15 @@ class ModelRegistry:
 
 def _first_seen(card: WorkerCard, before: Served | None) -> Served:
     created = before.created if before is not None else int(time.time())
-    return Served(card.model, card.model_path, card.context_tokens, card.block_size, created)
+    return Served(
+        card.model,
+        card.model_path,
+        card.context_tokens,
+        card.block_size,
+        created,
+        card.tool_parser,
+        card.reasoning_parser,
+    )
 
 
 def _failed(task: asyncio.Task[Model]) -> bool:
@@ -133,6 +187,15 @@ def _failed(task: asyncio.Task[Model]) -> bool:
 
 
 def _load(served: Served) -> Model:
-    tokenizer = Tokenizer.load(served.model_path)
     template = ChatTemplate.load(served.model_path)
-    return Model(served.name, tokenizer, template, served.context_tokens, served.block_size, served.created)
+    return Model(
+        name=served.name,
+        tokenizer=Tokenizer.load(served.model_path),
+        template=template,
+        format=answer_format(served.tool_parser, served.reasoning_parser, template.source if template else ""),
+        context_tokens=served.context_tokens,
+        block_size=served.block_size,
+        created=served.created,
+        base=served.name,
+        features=served.features,
+    )

@@ -4,7 +4,7 @@ Fields that are known but not supported are here as well, so that they can be re
 (`parameters.refuse_unsupported`); a field that is not here is unknown and refused by the decoder.
 """
 
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -13,15 +13,22 @@ MAX_STOPS = 32
 MAX_STOP_CHARS = 1024  # bounds what a stop string costs per token
 MAX_USER_CHARS = 512
 MAX_U32 = 2**32 - 1
+MAX_CHOICES = 128  # answers of one request
+MAX_TOOLS = 1536
+MAX_BIASES = 1024
+MAX_ALLOWED_TOKENS = 4096
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
+TopP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_U32)]
 Count = Annotated[int, Meta(ge=1, le=MAX_U32)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+FunctionName = Annotated[str, Meta(min_length=1, max_length=96)]
+SchemaName = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
 class Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +47,30 @@ class KvmeshOptions(Strict, frozen=True):
     worker: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # decode there
     trace: bool | None = None  # report under `kvmesh` what happened to the request
     explain: bool | None = None  # ... and why it was placed where it was
+
+
+class JsonSchema(Strict, frozen=True):
+    name: SchemaName
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None  # the schema is always kept to
+
+
+class TextFormat(Strict, frozen=True, tag_field="type", tag="text"):
+    """Anything."""
+
+
+class JsonObjectFormat(Strict, frozen=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchemaFormat(Strict, frozen=True, tag_field="type", tag="json_schema"):
+    """JSON of this schema."""
+
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class RequestBase(Strict, frozen=True):
@@ -64,9 +95,10 @@ class RequestBase(Strict, frozen=True):
     cache_salt: Salt | None = None
     kvmesh: KvmeshOptions | None = None
     user: Annotated[str, Meta(max_length=MAX_USER_CHARS)] | None = None  # names the session
-    # supported for their default only
-    n: Annotated[int, Meta(ge=1)] | None = None
-    logit_bias: dict[str, Any] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None  # by token id
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    response_format: ResponseFormat | None = None
 
 
 class TextPart(Strict, frozen=True):
@@ -110,6 +142,27 @@ class Message(Strict, frozen=True):
     annotations: list[Any] | None = None
 
 
+class FunctionSpec(Strict, frozen=True):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # JSON schema
+    strict: bool | None = None
+
+
+class ToolSpec(Strict, frozen=True):
+    function: FunctionSpec
+    type: Literal["function"] = "function"
+
+
+class FunctionChoice(Strict, frozen=True):
+    name: FunctionName
+
+
+class NamedToolChoice(Strict, frozen=True):
+    function: FunctionChoice
+    type: Literal["function"] = "function"
+
+
 class ChatRequest(RequestBase, frozen=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -122,17 +175,20 @@ class ChatRequest(RequestBase, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
-    parallel_tool_calls: bool | None = None  # without tools it says nothing
+    parallel_tool_calls: bool | None = None
+    tools: Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    # names that a chat template may read; reasoning_effort is one of them
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     # supported for their default only
-    tools: list[Any] | None = None
-    tool_choice: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
-    response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
-    reasoning_effort: str | None = None
     service_tier: str | None = None
     verbosity: str | None = None
     web_search_options: Any = None
@@ -142,8 +198,7 @@ class ChatRequest(RequestBase, frozen=True, kw_only=True):
 class CompletionRequest(RequestBase, frozen=True, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
-    # supported for their default only
-    best_of: Annotated[int, Meta(ge=0)] | None = None
+    best_of: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None
 
@@ -209,10 +264,23 @@ class CompletionLogprobs(Struct, frozen=True):
     text_offset: list[int]
 
 
-class AnswerMessage(Struct, frozen=True):
-    content: str
+class AnswerFunction(Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(Struct, frozen=True):
+    id: str
+    function: AnswerFunction
+    type: str = "function"
+
+
+class AnswerMessage(Struct, frozen=True, kw_only=True):
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
@@ -244,6 +312,7 @@ class ModelObject(Struct, frozen=True, kw_only=True):
     object: str = "model"
     created: int
     owned_by: str = "kvmesh"
+    parent: str | None = None  # of an adapter: the model it belongs to
     max_model_len: int  # tokens of prompt and answer together; the field's name for it
     block_size: int
 

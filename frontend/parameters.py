@@ -2,48 +2,37 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from frontend.call import Call, Endpoint, ToolChoice, Tools
 from frontend.generator import Hints
-from frontend.openai import ChatRequest, CompletionRequest, KvmeshOptions, Message, RequestBase, TextPart
+from frontend.openai import (
+    MAX_CHOICES,
+    MAX_U32,
+    ChatRequest,
+    CompletionRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    KvmeshOptions,
+    Message,
+    NamedToolChoice,
+    RequestBase,
+    ResponseFormat,
+    TextPart,
+    ToolSpec,
+)
+from frontend.parsers.events import Tool
+from frontend.parsers.tools import named_schema, required_schema
 from frontend.templates import ChatMessage
 from protocol.errors import InvalidRequestError
-from protocol.messages import SamplingParams
+from protocol.messages import Guide, GuideKind, SamplingParams
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; chats default to what the context leaves
-
-
-class Endpoint(StrEnum):
-    CHAT = "chat"
-    COMPLETIONS = "completions"
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A checked request, independent of the endpoint's spelling. `prompt`: messages, text or token ids."""
-
-    endpoint: Endpoint
-    model: str
-    messages: list[ChatMessage] | None  # exactly one of these three is given
-    text: str | None
-    token_ids: list[int] | None
-    stream: bool
-    include_usage: bool
-    sampling: SamplingParams  # seed as asked for
-    has_seed: bool
-    max_tokens: int | None
-    min_tokens: int
-    stops: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    cache_salt: str | None
-    hints: Hints
-    trace: bool
+LEAST_TOP_P = 1e-9  # 0 is allowed, and leaves the likeliest token
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
 class _MaybeMessages(msgspec.Struct):
@@ -60,27 +49,42 @@ def parse_chat(body: bytes) -> Call:
     """Raises InvalidRequestError."""
     request = decode_body(body, _chat_decoder)
     refuse_unsupported(request, CHAT_DEFAULTS)
-    return _call(
-        request,
-        Endpoint.CHAT,
+    tools = _tools(request)
+    max_tokens = _chat_max_tokens(request)
+    _check(request, max_tokens)
+    return Call(
+        endpoint=Endpoint.CHAT,
         messages=[_message(message, n) for n, message in enumerate(request.messages)],
-        top_logprobs=_chat_logprobs(request),
-        max_tokens=_chat_max_tokens(request),
+        n=_choices(request.n or 1, 1, request),
+        sampling=_sampling(request, _chat_logprobs(request)),
+        max_tokens=max_tokens,
+        guide=guide_of(request.response_format, tools),
+        tools=tools,
+        template_options=_template_options(request),
+        add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
+        continue_final_message=_continues(request),
+        **_common(request),
     )
 
 
 def parse_completion(body: bytes) -> Call:
     """Raises InvalidRequestError."""
     request = decode_body(body, _completion_decoder)
-    refuse_unsupported(request, COMPLETION_DEFAULTS)
-    text, token_ids = _prompt(request.prompt)
-    return _call(
-        request,
-        Endpoint.COMPLETIONS,
-        text=text,
-        token_ids=token_ids,
-        top_logprobs=request.logprobs,
-        max_tokens=request.max_tokens or COMPLETION_MAX_TOKENS,
+    max_tokens = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    _check(request, max_tokens)
+    prompts = _prompts(request.prompt)
+    n = request.n or 1
+    return Call(
+        endpoint=Endpoint.COMPLETIONS,
+        prompts=prompts,
+        suffix=request.suffix or "",
+        echo=_echo(request),
+        n=_choices(n, len(prompts), request),
+        best_of=_best_of(request, n, len(prompts)),
+        sampling=_sampling(request, request.logprobs),
+        max_tokens=max_tokens,
+        guide=guide_of(request.response_format, None),
+        **_common(request),
     )
 
 
@@ -90,40 +94,56 @@ def parse_either(body: bytes) -> Call:
     return parse_chat(body) if is_chat else parse_completion(body)
 
 
-def _call(
-    request: RequestBase,
-    endpoint: Endpoint,
-    *,
-    top_logprobs: int | None,
-    max_tokens: int | None,
-    messages: list[ChatMessage] | None = None,
-    text: str | None = None,
-    token_ids: list[int] | None = None,
-) -> Call:
+def _check(request: RequestBase, max_tokens: int | None) -> None:
     min_tokens = request.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         _refuse("min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
     if request.stream_options is not None and not request.stream:
         _refuse("stream_options", "only allowed when stream is true")
-    return Call(
-        endpoint=endpoint,
-        model=request.model,
-        messages=messages,
-        text=text,
-        token_ids=token_ids,
-        stream=bool(request.stream),
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        sampling=_sampling(request, top_logprobs),
-        has_seed=request.seed is not None,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stops=_stops(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=bool(request.ignore_eos),
-        cache_salt=request.cache_salt,
-        hints=_hints(request),
-        trace=bool(request.kvmesh and request.kvmesh.trace),
-    )
+
+
+def _common(request: RequestBase) -> dict[str, Any]:
+    """What the endpoints share, as fields of Call."""
+    return {
+        "model": request.model,
+        "stream": bool(request.stream),
+        "include_usage": bool(request.stream_options and request.stream_options.include_usage),
+        "has_seed": request.seed is not None,
+        "min_tokens": request.min_tokens or 0,
+        "stops": _stops(request.stop),
+        "stop_token_ids": tuple(request.stop_token_ids or ()),
+        "ignore_eos": bool(request.ignore_eos),
+        "cache_salt": request.cache_salt,
+        "hints": _hints(request),
+        "trace": bool(request.kvmesh and request.kvmesh.trace),
+    }
+
+
+def _choices(n: int, prompts: int, request: RequestBase) -> int:
+    if n * prompts > MAX_CHOICES:
+        _refuse("n", f"{n} answers to {prompts} prompts are more than {MAX_CHOICES}")
+    if n > 1 and request.temperature == 0:
+        _refuse("n", "with temperature 0 all answers are the same; send n 1 or a temperature")
+    return n
+
+
+def _best_of(request: CompletionRequest, n: int, prompts: int) -> int:
+    best_of = request.best_of or n
+    if best_of < n:
+        _refuse("best_of", f"{best_of} is less than n, {n}")
+    if best_of > n and request.stream:
+        _refuse("best_of", "an answer can be streamed only if none is left out; send best_of equal to n")
+    if best_of > n and request.temperature == 0:
+        _refuse("best_of", "with temperature 0 all answers are the same")
+    if best_of * prompts > MAX_CHOICES:
+        _refuse("best_of", f"{best_of} answers to {prompts} prompts are more than {MAX_CHOICES}")
+    return best_of
+
+
+def _echo(request: CompletionRequest) -> bool:
+    if request.echo and request.logprobs is not None:
+        _not_supported("echo", "logprobs of the prompt are not computed; send one of echo and logprobs")
+    return bool(request.echo)
 
 
 def _hints(request: RequestBase) -> Hints:
@@ -189,26 +209,17 @@ def _one_of(*values: object) -> Harmless:
     return lambda value: value in values
 
 
-_COMMON_DEFAULTS: dict[str, Harmless] = {"n": _one_of(1), "logit_bias": _one_of({})}
-CHAT_DEFAULTS: dict[str, Harmless] = _COMMON_DEFAULTS | {
+CHAT_DEFAULTS: dict[str, Harmless] = {
     "functions": _one_of([]),
     "function_call": _one_of("none"),
-    "response_format": _one_of({"type": "text"}),
     "modalities": _one_of([], ["text"]),
     "audio": _one_of(),
     "prediction": _one_of(),
-    "reasoning_effort": _one_of(),
     "service_tier": _one_of("auto", "default"),
     "verbosity": _one_of("medium"),
     "web_search_options": _one_of(),
     "moderation": _one_of(),
 }
-COMPLETION_DEFAULTS: dict[str, Harmless] = _COMMON_DEFAULTS | {
-    "best_of": _one_of(0, 1),
-    "echo": _one_of(False),
-    "suffix": _one_of(""),
-}
-
 
 def refuse_unsupported(request: RequestBase, defaults: dict[str, Harmless]) -> None:
     """A parameter that would change the answer is refused by name; its null or default is harmless."""
@@ -216,16 +227,95 @@ def refuse_unsupported(request: RequestBase, defaults: dict[str, Harmless]) -> N
         value = getattr(request, name)
         if value is not None and not harmless(value):
             _not_supported(name, "its default is accepted, or leave it out")
-    if isinstance(request, ChatRequest):
-        _refuse_tools(request)
 
 
-def _refuse_tools(request: ChatRequest) -> None:
-    """Tools may be sent along with tool_choice "none": they are then not shown to the model."""
-    if request.tools and request.tool_choice != "none":
-        _not_supported("tools", "send tool_choice 'none' or leave it out")
-    if request.tool_choice not in (None, "none", "auto"):
-        _not_supported("tool_choice", "send 'none' or leave it out")
+# --- tools and structured output ----------------------------------------------------------------------
+
+
+def _tools(request: ChatRequest) -> Tools | None:
+    """None if the model is to know of no tool."""
+    choice = request.tool_choice
+    if not request.tools:
+        if choice not in (None, "none", "auto"):
+            _refuse("tool_choice", "there are no tools to choose from; send tools")
+        return None
+    if choice == "none":
+        return None
+    return tools_of(request.tools, choice, parallel=request.parallel_tool_calls is not False)
+
+
+def tools_of(specs: Sequence[ToolSpec], choice: str | NamedToolChoice | None, *, parallel: bool) -> Tools:
+    """Raises InvalidRequestError."""
+    functions = tuple(_function(spec, n) for n, spec in enumerate(specs))
+    named = choice.function.name if isinstance(choice, NamedToolChoice) else ""
+    if named and named not in {function.name for function in functions}:
+        _refuse("tool_choice", f"{named!r} is none of the tools")
+    kind = ToolChoice.NAMED if named else ToolChoice(choice if isinstance(choice, str) else "auto")
+    shown = tuple(_shown_tool(spec) for spec in specs)
+    return Tools(functions, shown, kind, named, parallel)
+
+
+def _function(spec: ToolSpec, index: int) -> Tool:
+    if not TOOL_NAME.fullmatch(spec.function.name):
+        _refuse(f"tools[{index}].function.name", "use letters, digits, and . _ : / -")
+    return Tool(spec.function.name, spec.function.parameters or {})
+
+
+def _shown_tool(spec: ToolSpec) -> dict[str, Any]:
+    """As chat templates expect it."""
+    function: dict[str, Any] = {"name": spec.function.name}
+    if spec.function.description is not None:
+        function["description"] = spec.function.description
+    function["parameters"] = spec.function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def guide_of(response_format: ResponseFormat | None, tools: Tools | None) -> Guide | None:
+    """What the answer is held to. Raises InvalidRequestError."""
+    guide: Guide | None = None
+    match response_format:
+        case JsonObjectFormat():
+            guide = Guide(kind=GuideKind.JSON)
+        case JsonSchemaFormat():
+            guide = schema_guide(response_format.json_schema.schema)
+    if tools is None or tools.is_free:
+        return guide
+    if guide is not None:
+        _refuse("response_format", "a call that is forced by tool_choice has a format of its own; send one of them")
+    if tools.choice is ToolChoice.NAMED:
+        [tool] = [tool for tool in tools.functions if tool.name == tools.named][:1]
+        return schema_guide(named_schema(tool))
+    return schema_guide(required_schema(tools.functions, tools.parallel))
+
+
+def schema_guide(schema: dict[str, Any]) -> Guide:
+    return Guide(kind=GuideKind.JSON_SCHEMA, value=msgspec.json.encode(schema).decode())
+
+
+# --- chat templates -----------------------------------------------------------------------------------
+
+RESERVED_OPTIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+def _template_options(request: ChatRequest) -> dict[str, Any]:
+    options = dict(request.chat_template_kwargs or {})
+    if taken := sorted(RESERVED_OPTIONS & options.keys()):
+        _refuse(f"chat_template_kwargs.{taken[0]}", "it is given by the request itself")
+    if request.reasoning_effort is not None:
+        options["reasoning_effort"] = request.reasoning_effort
+        if request.reasoning_effort == "none":
+            options.setdefault("enable_thinking", False)
+    return options
+
+
+def _continues(request: ChatRequest) -> bool:
+    if not request.continue_final_message:
+        return False
+    if request.add_generation_prompt:
+        _refuse("continue_final_message", "it excludes add_generation_prompt")
+    if request.messages[-1].role != "assistant":
+        _refuse("continue_final_message", "the last message is not the assistant's")
+    return True
 
 
 # --- single parameters --------------------------------------------------------------------------------
@@ -234,7 +324,7 @@ def _refuse_tools(request: ChatRequest) -> None:
 def _sampling(request: RequestBase, top_logprobs: int | None) -> SamplingParams:
     return SamplingParams(
         temperature=_or(request.temperature, 1.0),
-        top_p=_or(request.top_p, 1.0),
+        top_p=max(_or(request.top_p, 1.0), LEAST_TOP_P),
         top_k=max(request.top_k or 0, 0),
         min_p=request.min_p or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
@@ -242,7 +332,19 @@ def _sampling(request: RequestBase, top_logprobs: int | None) -> SamplingParams:
         repetition_penalty=_or(request.repetition_penalty, 1.0),
         seed=(request.seed or 0) % 2**64,
         top_logprobs=top_logprobs,
+        logit_bias=_biases(request.logit_bias),
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
     )
+
+
+def _biases(biases: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
+    """Token ids come as JSON's keys, which are strings."""
+    pairs = []
+    for text, bias in (biases or {}).items():
+        if not (text.isascii() and text.isdigit()) or int(text) > MAX_U32:
+            _refuse("logit_bias", f"{text[:40]!r} is not a token id")
+        pairs.append((int(text), bias))
+    return tuple(pairs)
 
 
 def _or(value: float | None, default: float) -> float:
@@ -270,18 +372,21 @@ def _chat_max_tokens(request: ChatRequest) -> int | None:
     return new if new is not None else old
 
 
-def _prompt(prompt: str | Sequence[str | int | list[int]]) -> tuple[str | None, list[int] | None]:
-    """(text, None) or (None, token ids)."""
-    match prompt:
-        case str(text) | [str(text)]:
-            return text, None
-        case []:
-            _refuse("prompt", "it is empty")
-        case [list(token_ids)]:
-            return None, token_ids
-        case [int(), *_] if all(isinstance(token, int) for token in prompt):
-            return None, [token for token in prompt if isinstance(token, int)]
-    _refuse("prompt", "several prompts in one request are not supported; send one text or token list")
+def _prompts(prompt: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+    """Text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        _refuse("prompt", "it is empty")
+    token_ids = [item for item in prompt if isinstance(item, int)]
+    if len(token_ids) == len(prompt):
+        return [token_ids]
+    prompts = [item for item in prompt if not isinstance(item, int)]
+    if len(prompts) != len(prompt):
+        _refuse("prompt", "token ids stand among prompts; send token ids alone, or a list of prompts")
+    if len(prompts) > MAX_CHOICES:
+        _refuse("prompt", f"{len(prompts)} prompts are more than {MAX_CHOICES}")
+    return prompts
 
 
 # --- messages -----------------------------------------------------------------------------------------

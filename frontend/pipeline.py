@@ -1,31 +1,33 @@
-"""What happens to one request, as small steps: render, tokenize, limit, ask, read the answer.
+"""What happens to one request, as small steps: render, tokenize, limit, ask, read the answers.
 
-A parsed `Call` becomes a `Job` (`prepare`); `parts` runs it. What is sent, and how, is `endpoints`' business.
+A parsed `Call` becomes a `Job` with a branch for each answer (`prepare`); `run` carries it out. What is sent, and
+how, is `endpoints`' business.
 """
 
+import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from frontend.answer import Answer, Part
-from frontend.chunks import Heading
+from frontend.call import Call, Heading, TokenCounts
 from frontend.generator import Generator, Trace
 from frontend.models import Model
-from frontend.openai import PromptTokensDetails, TraceReport, Usage
-from frontend.parameters import Call, Endpoint
-from protocol.errors import ContextLengthError, EngineError, InvalidRequestError
+from frontend.openai import TraceReport
+from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, MeshError
 from protocol.ids import RequestId
-from protocol.messages import GenerateRequest, StopConditions, pack_tokens
+from protocol.messages import Delta, Feature, GenerateRequest, SamplingParams, StopConditions, pack_tokens
 from router.api import explained
 
 MAX_HEADER_CHARS = 512
+PROMPT_TAIL_CHARS = 64  # of a rendered chat, to see whether it opens thoughts
 _NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]")
-
 
 @dataclass(slots=True)
 class Timing:
@@ -52,68 +54,170 @@ class Timing:
 
 
 @dataclass(slots=True)
+class Prompt:
+    """What the model reads, for one or more answers."""
+
+    tokens: bytes  # u32 little endian
+    tail: str = ""  # of a rendered chat
+    text: str = ""  # for the echo
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+
+@dataclass(slots=True)
+class Branch:
+    """One answer of a request."""
+
+    index: int
+    request: GenerateRequest
+    answer: Answer
+    trace: Trace
+    timing: Timing
+    echo: str = ""  # the text the answer begins with
+
+
+@dataclass(slots=True)
 class Job:
     """One request on its way."""
 
     call: Call
     model: Model
-    request: GenerateRequest
-    prompt_tokens: int
-    answer: Answer
+    prompts: Sequence[Prompt]
+    branches: Sequence[Branch]  # those of the first prompt first
     heading: Heading
-    trace: Trace = field(default_factory=Trace)
+    timing: Timing
 
-    def usage(self) -> Usage:
-        completion_tokens = self.answer.completion_tokens
-        return Usage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=self.prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(min(self.trace.cached_tokens, self.prompt_tokens)),
+    def counts(self) -> TokenCounts:
+        """A prompt counts once, however many answers it has."""
+        prompt = sum(prompt.num_tokens for prompt in self.prompts)
+        firsts = self.branches[:: self.call.best_of]
+        return TokenCounts(
+            prompt=prompt,
+            completion=sum(branch.answer.completion_tokens for branch in self.branches),
+            cached=min(sum(branch.trace.cached_tokens for branch in firsts), prompt),
         )
 
 
-async def prepare(call: Call, model: Model, request_id: RequestId) -> Job:
+async def prepare(call: Call, model: Model, request_id: RequestId, started: float) -> Job:
+    """`started`: when the request came, in event-loop time. Raises InvalidRequestError, ContextLengthError."""
+    require_features(call, model)
+    prompts = await read_prompts(call, model)
+    heading = Heading(request_id, int(time.time()), model.name)
+    branches = [
+        make_branch(call, model, prompts[number // call.best_of], number, request_id, started)
+        for number in range(len(prompts) * call.best_of)
+    ]
+    return Job(call, model, prompts, branches, heading, Timing(started))
+
+
+def require_features(call: Call, model: Model) -> None:
+    """Raises InvalidRequestError that names what the engine cannot do."""
+    if call.guide is not None:
+        forced = call.tools is not None and not call.tools.is_free
+        model.require(Feature.GUIDED, "tool_choice" if forced else "response_format")
+    if call.sampling.logit_bias:
+        model.require(Feature.LOGIT_BIAS, "logit_bias")
+        check_token_ids([token for token, _ in call.sampling.logit_bias], model, "logit_bias")
+    if call.sampling.allowed_token_ids:
+        model.require(Feature.ALLOWED_TOKENS, "allowed_token_ids")
+        check_token_ids(call.sampling.allowed_token_ids, model, "allowed_token_ids")
+
+
+def check_token_ids(token_ids: Sequence[int], model: Model, param: str) -> None:
+    """Raises InvalidRequestError."""
+    if token_ids and (largest := max(token_ids)) >= model.tokenizer.vocab_size:
+        raise InvalidRequestError(
+            f"{param} holds the token {largest}, which does not exist",
+            hint=f"the vocabulary of {model.name} has {model.tokenizer.vocab_size} tokens",
+            param=param,
+        )
+
+
+def make_branch(
+    call: Call, model: Model, prompt: Prompt, number: int, request_id: RequestId, started: float
+) -> Branch:
+    parser = None
+    if call.messages is not None:
+        parser = model.format.parser(call.tools, prompt.tail, is_guided=call.guide is not None)
+    answer = Answer(
+        model.tokenizer.detokenizer(model.format.markers if parser is not None else frozenset()),
+        call.stops,
+        call.min_tokens,
+        logprobs=call.sampling.top_logprobs is not None,
+        parser=parser,
+    )
+    name = request_id if number == 0 else RequestId(f"{request_id}-{number}")
+    request = generate_request(call, model, prompt, name, number)
+    return Branch(number, request, answer, Trace(), Timing(started), prompt.text)
+
+
+# --- prompts ------------------------------------------------------------------------------------------
+
+
+async def read_prompts(call: Call, model: Model) -> list[Prompt]:
     """Raises InvalidRequestError, ContextLengthError."""
-    tokens = await prompt_token_ids(call, model)
-    return Job(
-        call=call,
-        model=model,
-        request=generate_request(call, model, tokens, request_id),
-        prompt_tokens=len(tokens),
-        answer=Answer(
-            model.tokenizer.detokenizer(),
-            call.stops,
-            call.min_tokens,
-            logprobs=call.sampling.top_logprobs is not None,
-        ),
-        heading=Heading(request_id, int(time.time()), model.name),
+    if call.messages is not None:
+        prompts = [await chat_prompt(call, model)]
+    else:
+        prompts = [await text_prompt(call, model, prompt) for prompt in call.prompts]
+    for prompt in prompts:
+        if not prompt.tokens:
+            raise InvalidRequestError("the prompt is empty", param=call.prompt_param)
+    return prompts
+
+
+async def chat_prompt(call: Call, model: Model) -> Prompt:
+    """A rendered chat holds its special tokens."""
+    assert call.messages is not None
+    text = model.chat_template().render(
+        call.messages,
+        tools=call.tools.shown if call.tools is not None else None,
+        add_generation_prompt=call.add_generation_prompt,
+        continue_final_message=call.continue_final_message,
+        options=call.template_options,
+    )
+    check_length(text, call, model)
+    tokens = await model.tokenizer.encode_packed(text, add_special_tokens=False, salt=call.cache_salt or "")
+    return Prompt(tokens, text[-PROMPT_TAIL_CHARS:])
+
+
+async def text_prompt(call: Call, model: Model, prompt: str | Sequence[int]) -> Prompt:
+    """A raw prompt gets the special tokens that the tokenizer adds."""
+    if not isinstance(prompt, str):
+        check_token_ids(prompt, model, call.prompt_param)
+        if call.suffix:
+            raise InvalidRequestError("'suffix' needs a prompt of text", param="suffix")
+        text = model.tokenizer.decode(list(prompt)) if call.echo else ""
+        return Prompt(pack_tokens(prompt), text=text)
+    text = with_suffix(prompt, call.suffix, model) if call.suffix else prompt
+    check_length(text, call, model)
+    tokens = await model.tokenizer.encode_packed(text, add_special_tokens=True, salt=call.cache_salt or "")
+    return Prompt(tokens, text=prompt if call.echo else "")
+
+
+INFILL_TOKENS = (  # before the prompt, before the suffix, before the answer: in Qwen's, StarCoder's, DeepSeek's words
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
+
+
+def with_suffix(prompt: str, suffix: str, model: Model) -> str:
+    """The prompt of a model that was trained to fill a gap. Raises InvalidRequestError for others."""
+    for prefix_token, suffix_token, middle_token in INFILL_TOKENS:
+        tokens = (prefix_token, suffix_token, middle_token)
+        if all(model.tokenizer.special_token_id(token) is not None for token in tokens):
+            return f"{prefix_token}{prompt}{suffix_token}{suffix}{middle_token}"
+    raise InvalidRequestError(
+        f"The parameter 'suffix' is not supported by {model.name!r}: its tokenizer has no tokens for filling a gap",
+        hint="leave it out",
+        param="suffix",
     )
 
 
-async def prompt_token_ids(call: Call, model: Model) -> list[int]:
-    """Render and tokenize. A rendered chat holds its special tokens; a raw prompt gets the tokenizer's."""
-    if call.token_ids is not None:
-        tokens = call.token_ids
-        if tokens and max(tokens) >= model.tokenizer.vocab_size:
-            raise InvalidRequestError(
-                f"prompt token {max(tokens)} does not exist",
-                hint=f"the vocabulary of {model.name} has {model.tokenizer.vocab_size} tokens",
-                param="prompt",
-            )
-    elif call.messages is not None:
-        text = model.chat_template().render(call.messages)
-        check_length(text, model)
-        tokens = await model.tokenizer.encode(text, add_special_tokens=False)
-    else:
-        check_length(call.text or "", model)
-        tokens = await model.tokenizer.encode(call.text or "", add_special_tokens=True)
-    if not tokens:
-        raise InvalidRequestError("the prompt is empty", param=_prompt_param(call))
-    return tokens
-
-
-def check_length(text: str, model: Model) -> None:
+def check_length(text: str, call: Call, model: Model) -> None:
     """Refuse what cannot fit before tokenizing it, which would take seconds and gigabytes."""
     least_tokens = -(-len(text) // model.tokenizer.longest_token_chars)
     if least_tokens >= model.context_tokens:
@@ -121,21 +225,21 @@ def check_length(text: str, model: Model) -> None:
             f"the prompt has {len(text)} characters, at least {least_tokens} tokens; "
             f"the context of {model.name} has {model.context_tokens}",
             hint="shorten the prompt",
-            param="prompt",
+            param=call.prompt_param,
         )
 
 
-def generate_request(call: Call, model: Model, tokens: list[int], request_id: RequestId) -> GenerateRequest:
-    max_tokens = answer_limit(call, model.context_tokens, len(tokens))
-    # the seed is drawn here and not by an engine, so that a migrated stream goes on as it would have
-    sampling = call.sampling
-    if not call.has_seed:
-        sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(64))
+# --- what workers are asked -----------------------------------------------------------------------------
+
+
+def generate_request(call: Call, model: Model, prompt: Prompt, name: RequestId, number: int) -> GenerateRequest:
+    max_tokens = answer_limit(call, model.context_tokens, prompt.num_tokens)
     return GenerateRequest(
-        request_id=request_id,
-        model=model.name,
-        prompt=pack_tokens(tokens),
-        sampling=sampling,
+        request_id=name,
+        model=model.base,
+        lora=model.lora,
+        prompt=prompt.tokens,
+        sampling=sampling_of(call, number % call.best_of),
         stop=StopConditions(
             max_tokens=max_tokens,
             min_tokens=min(call.min_tokens, max_tokens),
@@ -143,7 +247,22 @@ def generate_request(call: Call, model: Model, tokens: list[int], request_id: Re
             ignore_eos=call.ignore_eos,
         ),
         cache_salt=call.cache_salt,
+        guide=call.guide,
     )
+
+
+def sampling_of(call: Call, sibling: int) -> SamplingParams:
+    """Answers to one prompt differ in their seeds, which are drawn here, so that a migrated stream goes on as it
+    would have. The first has the seed that was asked for."""
+    sampling = call.sampling
+    if not call.has_seed:
+        sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(64))
+    elif sibling:
+        seed = xxh3_64_intdigest(sibling.to_bytes(8, "little"), sampling.seed)
+        sampling = msgspec.structs.replace(sampling, seed=seed)
+    if call.best_of > call.n and sampling.top_logprobs is None:
+        sampling = msgspec.structs.replace(sampling, top_logprobs=0)  # by which the likeliest are told
+    return sampling
 
 
 def answer_limit(call: Call, context_tokens: int, prompt_tokens: int) -> int:
@@ -157,45 +276,116 @@ def answer_limit(call: Call, context_tokens: int, prompt_tokens: int) -> int:
             f"This model's maximum context length is {context_tokens} tokens. However, your prompt has "
             f"{prompt_tokens} tokens, and the answer needs at least one",
             hint="shorten the prompt",
-            param=_prompt_param(call),
+            param=call.prompt_param,
         )
     return left if call.max_tokens is None else min(call.max_tokens, left)
 
 
-def _prompt_param(call: Call) -> str:
-    return "messages" if call.endpoint is Endpoint.CHAT else "prompt"
+# --- running --------------------------------------------------------------------------------------------
 
 
-async def parts(job: Job, generator: Generator, deadline: float) -> AsyncGenerator[Part, None]:
-    """Run the job: a part for each delta with tokens, until the answer ends.
+class Outlet(Protocol):
+    """Where the parts of the answers go."""
 
-    Closing this, or a stop string, closes the generator, which cancels the request everywhere. Raises
-    MeshError, also if the stream ends before the answer does: a cut-off answer must not look whole.
-    """
-    answer = job.answer
-    stream = generator.generate(job.request, job.call.hints, job.trace, deadline)
-    async with aclosing(stream):
-        async for delta in stream:
-            if not delta.token_ids and delta.finish_reason is None:
-                continue
-            part = answer.on_delta(delta)
-            if answer.finish_reason is not None:
-                break
-            yield part
+    def put(self, branch: Branch, part: Part) -> None: ...
+
+    @property
+    def is_full(self) -> bool: ...
+
+    async def until_ready(self) -> None: ...
+
+
+class _Feed:
+    """Implements frontend.generator.DeltaConsumer for one branch."""
+
+    def __init__(self, branch: Branch, job: Job, outlet: Outlet) -> None:
+        self._branch = branch
+        self._job = job
+        self._outlet = outlet
+        self._now = asyncio.get_running_loop().time
+        self.has_begun = asyncio.Event()
+
+    def take(self, delta: Delta) -> None:
+        if not delta.token_ids and delta.finish_reason is None:
+            return
+        now = self._now()
+        self._branch.timing.on_tokens(now)
+        self._job.timing.on_tokens(now)
+        self._outlet.put(self._branch, self._branch.answer.on_delta(delta))
+        self.has_begun.set()
+
+    @property
+    def is_done(self) -> bool:
+        return self._branch.answer.finish_reason is not None
+
+    @property
+    def is_full(self) -> bool:
+        return self._outlet.is_full
+
+    async def until_ready(self) -> None:
+        await self._outlet.until_ready()
+
+
+async def run(job: Job, generator: Generator, outlet: Outlet, deadline: float) -> None:
+    """Have all answers generated. Raises MeshError, also if a stream ends before its answer does: a cut-off answer
+    must not look whole."""
+    if len(job.branches) == 1:
+        await _run(job, job.branches[0], generator, outlet, deadline)
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for first in range(0, len(job.branches), job.call.best_of):
+                siblings = job.branches[first : first + job.call.best_of]
+                name = f"answers of {siblings[0].request.request_id}"
+                group.create_task(_run_siblings(job, siblings, generator, outlet, deadline), name=name)
+    except BaseExceptionGroup as failures:
+        raise _first_failure(failures) from failures
+
+
+async def _run_siblings(
+    job: Job, siblings: Sequence[Branch], generator: Generator, outlet: Outlet, deadline: float
+) -> None:
+    """The answers to one prompt. The others wait for the first one's first token: then its prompt is cached, and
+    they need not compute it again."""
+    first = _Feed(siblings[0], job, outlet)
+    async with asyncio.TaskGroup() as group:
+        leading = group.create_task(_feed(job, siblings[0], generator, first, deadline))
+        leading.add_done_callback(lambda _: first.has_begun.set())
+        await first.has_begun.wait()
+        for branch in siblings[1:]:
+            group.create_task(_run(job, branch, generator, outlet, deadline))
+
+
+async def _run(job: Job, branch: Branch, generator: Generator, outlet: Outlet, deadline: float) -> None:
+    await _feed(job, branch, generator, _Feed(branch, job, outlet), deadline)
+
+
+async def _feed(job: Job, branch: Branch, generator: Generator, feed: _Feed, deadline: float) -> None:
+    await generator.generate(branch.request, job.call.hints, branch.trace, deadline, feed)
+    if branch.answer.finish_reason is None:
+        raise EngineError(f"the answer broke off after {branch.answer.completion_tokens} tokens", hint="try again")
+
+
+def _first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Of several answers that failed one is told; a MeshError rather than a bug's."""
+    flat: list[BaseException] = []
+    todo: list[BaseException] = [failures]
+    while todo:
+        error = todo.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            todo.extend(error.exceptions)
         else:
-            raise EngineError(f"the answer broke off after {answer.completion_tokens} tokens", hint="try again")
-        if delta.finish_reason is not None:  # ended by itself: let it end, so that nothing is cancelled
-            async for _ in stream:
-                pass
-    yield part
+            flat.append(error)
+    return next((error for error in flat if isinstance(error, MeshError)), flat[0])
 
 
-def trace_report(job: Job, timing: Timing) -> TraceReport | None:
-    """What happened to the request, if the caller wants to know."""
+def trace_report(job: Job) -> TraceReport | None:
+    """What happened to the request (to its first answer, where it has several), if the caller wants to know."""
     explain = job.call.hints.explain
     if not (job.call.trace or explain):
         return None
-    trace = job.trace
+    branch = job.branches[0]
+    trace = branch.trace
     return TraceReport(
         prefill_worker=trace.prefill_worker,
         decode_worker=trace.decode_worker,
@@ -204,8 +394,8 @@ def trace_report(job: Job, timing: Timing) -> TraceReport | None:
         overlap_tokens=trace.overlap_tokens,
         cached_tokens=trace.cached_tokens,
         waited_ms=round(trace.waited_s * 1000, 3),
-        ttft_ms=_ms(timing.ttft_s),
-        itl_ms=_ms(timing.itl_s(job.answer.completion_tokens)),
+        ttft_ms=_ms(branch.timing.ttft_s),
+        itl_ms=_ms(branch.timing.itl_s(branch.answer.completion_tokens)),
         route_reason=trace.placed.reason if trace.placed else "",
         migrations=trace.migrations,
         pull_error=trace.pull_error,

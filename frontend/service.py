@@ -7,15 +7,14 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import msgspec
-from aiohttp import web
 
 from frontend.admission import Admission
 from frontend.config import FrontendConfig
 from frontend.dispatch import Dispatcher
-from frontend.http import ADMISSION, HttpSettings, build_app
+from frontend.http import FrontendApi, HttpSettings
 from frontend.models import ModelRegistry
 from mesh.discovery import open_discovery
-from mesh.http import listening
+from mesh.http.server import listening
 from mesh.lifecycle import watch_parent
 from mesh.plane.client import PlaneClient
 from protocol.ids import new_generation
@@ -56,14 +55,14 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
                 router_ready = remote.is_ready
                 follow.append(feeds.create_task(remote.run(discovery), name="frontend: follow routers"))
             dispatcher = Dispatcher(router, plane, lambda model: models.find(model).block_size)
-            app = build_app(settings_of(config), models, dispatcher, router_ready)
-            async with listening(app, config.host, config.port) as url:
+            api = FrontendApi(settings_of(config), models, dispatcher, router_ready)
+            async with listening(api.app, config.host, config.port) as url:
                 card = FrontendCard(name=config.name, url=url, pid=os.getpid())
                 registration = await discovery.put(f"frontends/{config.name}", encode(card))
                 log.info("ready", extra={"url": url})
                 await stop.wait()
                 await registration.withdraw()
-                await drain(app, config.drain_timeout_s)
+                await drain(api.admission, config.drain_timeout_s)
             await dispatcher.close()
             for feed in follow:
                 feed.cancel()
@@ -87,10 +86,9 @@ def settings_of(config: FrontendConfig) -> HttpSettings:
     )
 
 
-async def drain(app: web.Application, timeout_s: float) -> None:
+async def drain(admission: Admission, timeout_s: float) -> None:
     """New requests get 503 while those in flight finish; those that take too long end with an error."""
     log.info("draining")
-    admission = app[ADMISSION]
     admission.drain()
     if await idle_within(admission, timeout_s):
         return

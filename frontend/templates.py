@@ -34,9 +34,12 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises ConfigError if `source` is no template."""
         self._special_tokens = dict(special_tokens)
+        self.source = source
         self._knows_developer = "developer" in source
         try:
             self._template = _environment().from_string(source)
+            # jinja2 copies these for every rendering, and chains of maps are slow to copy
+            self._template.globals = dict(self._template.globals)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}") from error
 
@@ -48,15 +51,26 @@ class ChatTemplate:
         source = _template_source(folder, config)
         return None if source is None else cls(source, special_tokens(folder, config))
 
-    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
-        """Raises InvalidRequestError if the template refuses the messages."""
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`options`: further names for the template. Raises InvalidRequestError if it refuses the messages."""
         try:
-            return self._template.render(
-                messages=[self._message(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+            text = self._template.render(
+                **{
+                    **self._special_tokens,
+                    **(options or {}),
+                    "messages": [self._message(message) for message in messages],
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
@@ -68,6 +82,7 @@ class ChatTemplate:
                 f"the model's chat template cannot render these messages: {type(error).__name__}: {error}",
                 param="messages",
             ) from error
+        return _up_to_final_text(text, messages) if continue_final_message else text
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
         """Without nulls, as transformers passes it; `developer` is `system` to templates before that name."""
@@ -75,6 +90,19 @@ class ChatTemplate:
         if plain.get("role") == "developer" and not self._knows_developer:
             plain["role"] = "system"
         return plain
+
+
+def _up_to_final_text(text: str, messages: Sequence[ChatMessage]) -> str:
+    """Without what the template writes behind the last message, so that the model goes on with it."""
+    final = str(messages[-1].get("content") or "").strip()
+    at = text.rfind(final)
+    if not final or at < 0:
+        raise InvalidRequestError(
+            "the model's chat template changes the last message, so it cannot be continued",
+            hint="leave continue_final_message out",
+            param="continue_final_message",
+        )
+    return text[: at + len(final)]
 
 
 def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

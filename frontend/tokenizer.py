@@ -1,74 +1,212 @@
-"""Text to tokens, with the `tokenizer.json` of a checkpoint."""
+"""Text to tokens, with the `tokenizer.json` of a checkpoint.
+
+A prompt is cut into pieces where that provably changes nothing (`tokenizing/cuts.py`). Pieces that were seen before, as
+in a conversation or behind a shared prefix, come from a cache; only the others are tokenized. Ids stay packed as u32
+bytes on all the way, so that no Python runs per token.
+"""
 
 import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import tokenizers
 
-from frontend.detokenizer import Detokenizer, TokenDecoder, token_decoder
+from frontend.detokenizer import NONE_SHOWN, Detokenizer, TokenDecoder, token_decoder
+from frontend.tokenizing import metrics
+from frontend.tokenizing.backends import Backend, BackendName, HfBackend, choose_backend
+from frontend.tokenizing.cache import PieceCache
+from frontend.tokenizing.cuts import CutRules, cut_rules
+from frontend.tokenizing.names import TokenNames
 from protocol.errors import ConfigError, InvalidRequestError
 
-LONG_TEXT_CHARS = 8 * 1024  # from here on a thread costs less than the pause of the event loop would
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CACHE_BYTES = 64 << 20
 LONG_TEXTS_AT_ONCE = 2
+CUT_INLINE_CHARS = 256 * 1024  # from here on a thread finds the pieces, too: in odd texts that takes milliseconds
+
+# One pool for all tokenizers: each takes a core and has caches of its own.
+_threads = ThreadPoolExecutor(LONG_TEXTS_AT_ONCE, thread_name_prefix="tokenize")
 
 
 class Tokenizer:
-    """Safe to use from several threads: nothing in it changes once it is loaded."""
+    """Safe to use from several threads: nothing but the cache changes once it is loaded, and that has a lock."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, decoder: TokenDecoder) -> None:
-        backend.no_truncation()  # files saved after a training often cut or pad
-        backend.no_padding()
+    def __init__(
+        self, backend: Backend, rules: CutRules, frame: "Frame", names: TokenNames, decoder: TokenDecoder,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:  # fmt: skip
         self._backend = backend
+        self._rules = rules
+        self._frame = frame
+        self._names = names
         self._decoder = decoder
-        self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), 1)
-        self.longest_token_chars: int = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-        self._long_texts = asyncio.Semaphore(LONG_TEXTS_AT_ONCE)
+        self.cache = PieceCache(cache_bytes)
+        self.vocab_size: int = len(names)  # ids are below
+        self.longest_token_chars: int = names.longest_chars
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
+    def load(cls, path: str | Path, backend: BackendName = "auto", cache_bytes: int = CACHE_BYTES) -> "Tokenizer":
         """Read `path`/tokenizer.json. Raises ConfigError."""
         file = Path(path) / "tokenizer.json"
         try:
             data = file.read_bytes()
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror}", hint="a model needs it") from error
-        return cls.from_json(data, origin=str(file))
+        return cls.from_json(data, str(file), backend, cache_bytes)
 
     @classmethod
-    def from_json(cls, data: bytes, origin: str = "tokenizer.json") -> "Tokenizer":
+    def from_json(
+        cls, data: bytes, origin: str = "tokenizer.json", backend: BackendName = "auto", cache_bytes: int = CACHE_BYTES
+    ) -> "Tokenizer":
+        """`cache_bytes`: bound of the cache of pieces; 0 is none. Raises ConfigError."""
         try:
-            backend = tokenizers.Tokenizer.from_str(data.decode())
+            text = data.decode()
+            reference = tokenizers.Tokenizer.from_str(text)
             spec: dict[str, Any] = msgspec.json.decode(data)
         except Exception as error:  # `tokenizers` raises plain Exception
             raise ConfigError(f"{origin} is no tokenizer: {error}", hint="save the model again") from error
-        return cls(backend, token_decoder(backend, spec.get("decoder")))
+        reference.no_truncation()  # files saved after a training often cut or pad
+        reference.no_padding()
+        return cls(
+            choose_backend(backend, reference, text, origin),
+            cut_rules(spec, normalizer_of(reference)),
+            frame_of(reference),
+            names := TokenNames(reference),
+            token_decoder(reference, spec.get("decoder"), names),
+            cache_bytes,
+        )
+
+    @property
+    def backend_name(self) -> str:
+        """Which library is used: hf or fastokens."""
+        return self._backend.name
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Tokens of `text`. Rendered chats hold their special tokens already, raw prompts do not."""
-        if len(text) < LONG_TEXT_CHARS:
-            return self._encode(text, add_special_tokens)
-        async with self._long_texts:  # each takes a core, and some hundred bytes per character
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return unpacked(await self.encode_packed(text, add_special_tokens=add_special_tokens))
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:  # `fast`: without offsets into the text, which nobody needs
-            encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except Exception as error:  # `tokenizers` raises plain Exception and TypeError
+    async def encode_packed(self, text: str, *, add_special_tokens: bool, salt: str = "") -> bytes:
+        """Tokens of `text`, u32 little endian. Rendered chats hold their special tokens already, raw prompts do not.
+
+        Prompts with another `salt` share no cached pieces. Raises InvalidRequestError.
+        """
+        if len(text) >= CUT_INLINE_CHARS:
+            return await _in_thread(self.encode_now, text, add_special_tokens, salt)
+        lookup = self._look_up(text, salt)
+        if lookup.new_chars < self._backend.inline_chars:
+            self._encode_new(lookup)
+        else:
+            await _in_thread(self._encode_new, lookup)
+        return self._framed(text, lookup, add_special_tokens)
+
+    def encode_now(self, text: str, add_special_tokens: bool = False, salt: str = "") -> bytes:
+        """As `encode_packed`, in this thread whatever the length."""
+        lookup = self._look_up(text, salt)
+        self._encode_new(lookup)
+        return self._framed(text, lookup, add_special_tokens)
+
+    def _look_up(self, text: str, salt: str) -> "Lookup":
+        least_chars = self._backend.least_piece_chars
+        if len(text) < least_chars or not self._rules or not self.cache.max_bytes:
+            return Lookup(salt, [text], [None], kept=0)
+        pieces = self._rules.pieces(text, least_chars, self._backend.most_piece_chars)
+        kept = len(pieces) - (len(pieces[-1]) < least_chars)
+        ids = self.cache.get(pieces[:kept], salt)
+        lookup = Lookup(salt, pieces, ids + [None] * (len(pieces) - kept), kept)
+        metrics.HITS.inc(len(pieces) - len(lookup.new))
+        metrics.MISSES.inc(len(lookup.new))
+        return lookup
+
+    def _encode_new(self, lookup: "Lookup") -> None:
+        """Fill in what was not found, and keep it for the next."""
+        if not (new := lookup.new):
+            return
+        pieces = [lookup.pieces[place] for place in new]
+        try:
+            new_ids = self._backend.encode(pieces)
+        except Exception as error:  # plain Exception, ValueError, TypeError
             raise InvalidRequestError(f"the prompt cannot be tokenized: {error}") from error
-        ids: list[int] = encodings[0].ids
-        return ids
+        for place, ids in zip(new, new_ids, strict=True):
+            lookup.ids[place] = ids
+        kept = len(new) - (new[-1] >= lookup.kept)  # the last piece may be too short
+        self.cache.put(pieces[:kept], new_ids[:kept], lookup.salt)
+        metrics.ENCODED_CHARS.inc(lookup.new_chars)
 
-    def decode(self, token_ids: list[int]) -> str:
+    def _framed(self, text: str, lookup: "Lookup", add_special_tokens: bool) -> bytes:
+        ids = lookup.joined()
+        return self._frame(text, ids) if add_special_tokens else ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
         """The whole text at once, special tokens left out."""
-        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
-        return text
+        stream = self.detokenizer()
+        return stream.push(token_ids) + stream.flush()
 
-    def detokenizer(self) -> Detokenizer:
-        """A new stream of tokens to text."""
-        return self._decoder.stream()
+    def detokenizer(self, shown: frozenset[str] = NONE_SHOWN) -> Detokenizer:
+        """A new stream of tokens to text. Special tokens show if they are named in `shown`."""
+        return self._decoder.stream(shown)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for by itself; may be part of a character. Special tokens have their name."""
         return self._decoder.token_bytes(token_id)
+
+    def special_token_id(self, text: str) -> int | None:
+        """The special token that is written `text`; None if there is none."""
+        return self._names.special_ids.get(text)
+
+
+class Lookup:
+    """The pieces of one text and the ids of those that were found."""
+
+    __slots__ = ("ids", "kept", "new", "new_chars", "pieces", "salt")
+
+    def __init__(self, salt: str, pieces: list[str], ids: list[bytes | None], kept: int) -> None:
+        """`kept`: how many of the pieces, from the first, belong into the cache."""
+        self.salt = salt
+        self.pieces = pieces
+        self.ids = ids
+        self.kept = kept
+        self.new = [place for place, known in enumerate(ids) if known is None]
+        self.new_chars = sum([len(pieces[place]) for place in self.new])
+
+    def joined(self) -> bytes:
+        """All ids, once none is missing."""
+        return b"".join(self.ids)  # type: ignore[arg-type]
+
+
+Frame = Callable[[str, bytes], bytes]  # (text, its ids) -> its ids with the special tokens around
+
+
+def frame_of(tokenizer: tokenizers.Tokenizer) -> Frame:
+    """How the tokenizer puts special tokens around a text: some before, some after, whatever the text is."""
+    encode = HfBackend(tokenizer).encode
+
+    def encode_framed(text: str) -> bytes:
+        return array("I", tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids).tobytes()
+
+    bare, framed = encode(["a b"])[0], encode_framed("a b")
+    before, found, after = framed.partition(bare)
+    if found and before + after == encode_framed("") and len(before) % 4 == 0:
+        return lambda text, ids: before + ids + after
+    return lambda text, ids: encode_framed(text)  # some template that does more
+
+
+def normalizer_of(tokenizer: tokenizers.Tokenizer) -> Callable[[str], str]:
+    normalizer = tokenizer.normalizer
+    return (lambda text: text) if normalizer is None else normalizer.normalize_str
+
+
+def unpacked(ids: bytes) -> list[int]:
+    tokens = array("I")
+    tokens.frombytes(ids)
+    return tokens.tolist()
+
+
+async def _in_thread(run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(run, *args, **kwargs))

@@ -15,14 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from frontend.formats import AnswerFormat
 from frontend.models import Model
 from frontend.parameters import parse_either
-from frontend.pipeline import prompt_token_ids
+from frontend.pipeline import read_prompts
 from frontend.templates import ChatTemplate
 from frontend.tokenizer import Tokenizer
 from mesh.config import load
 from protocol.errors import ConfigError, MeshError, UnreachableError
-from protocol.messages import CandidateReport, Explanation, Target, WorkerCard
+from protocol.messages import CandidateReport, Explanation, Target, WorkerCard, unpack_tokens
 
 TIMEOUT_S = 30.0
 LEGS = {"whole": "prompt and answer", "prefill": "the prompt", "decode": "the answer"}
@@ -114,15 +115,17 @@ async def ask_router(http: aiohttp.ClientSession, url: str, model: str, content:
     if card is None:
         raise ConfigError(f"no worker of the model {model!r} is known at {url}", hint="see --model")
     call = parse_either(msgspec.json.encode({"model": model} | content))
-    tokens = await prompt_token_ids(call, await asyncio.to_thread(load_model, card))
-    fields = {"model": model, "prompt_tokens": tokens, "book": False, "explain": True}
+    [prompt, *_] = await read_prompts(call, await asyncio.to_thread(load_model, card))
+    fields = {"model": model, "prompt_tokens": unpack_tokens(prompt.tokens), "book": False, "explain": True}
     return await fetch(http, "POST", f"{url}/place", fields)
 
 
 def load_model(card: WorkerCard) -> Model:
     """Raises ConfigError if the model's folder cannot be read."""
     tokenizer, template = Tokenizer.load(card.model_path), ChatTemplate.load(card.model_path)
-    return Model(card.model, tokenizer, template, card.context_tokens, card.block_size, created=0)
+    return Model(
+        card.model, tokenizer, template, AnswerFormat(), card.context_tokens, card.block_size, created=0, base=card.model
+    )
 
 
 async def fetch(http: aiohttp.ClientSession, method: str, url: str, body: object = None) -> bytes:

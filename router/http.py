@@ -6,9 +6,9 @@ import time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from aiohttp import web
-
-from mesh.http import Handler, NotFoundError, json_reply, live, read_body, reply_errors, show_metrics
+from mesh.http.errors import NotFoundError
+from mesh.http.request import Reply, Request, json_reply, live, show_metrics
+from mesh.http.server import App, HttpLimits, Route
 from protocol.errors import DrainingError, InvalidRequestError, NoWorkerError, OverloadedError
 from protocol.ids import RequestId, new_request_id
 from protocol.messages import WorkerCard
@@ -38,19 +38,20 @@ class RouterApi:
         self._placing: set[asyncio.Task[Any]] = set()
         self._draining = False
         HTTP_BOOKINGS.set_function(lambda: len(self._bookings))
-        self.app = web.Application(client_max_size=max_body_bytes, middlewares=[count_requests, reply_errors])
-        self.app.add_routes(
+        self.app = App(
             [
-                web.post("/place", self.place),
-                web.post("/bookings/{id}", self.progress),
-                web.delete("/bookings/{id}", self.end),
-                web.post("/overlap", self.overlap),
-                web.get("/workers", self.list_workers),
-                web.get("/snapshot", self.snapshot),
-                web.get("/health", self.health),
-                web.get("/live", live),
-                web.get("/metrics", show_metrics),
-            ]
+                Route("POST", "/place", self.place),
+                Route("POST", "/bookings/{id}", self.progress),
+                Route("DELETE", "/bookings/{id}", self.end),
+                Route("POST", "/overlap", self.overlap),
+                Route("GET", "/workers", self.list_workers),
+                Route("GET", "/snapshot", self.snapshot),
+                Route("GET", "/health", self.health),
+                Route("GET", "/live", live),
+                Route("GET", "/metrics", show_metrics),
+            ],
+            HttpLimits(max_body_bytes=max_body_bytes),
+            on_reply=lambda path, status: HTTP_REQUESTS.labels(path, str(status)).inc(),
         )
 
     async def drain(self, timeout_s: float) -> None:
@@ -61,8 +62,8 @@ class RouterApi:
 
     # --- placements ------------------------------------------------------------------------------------
 
-    async def place(self, request: web.Request) -> web.Response:
-        body = api.read(await read_body(request), api.PlaceBody)
+    async def place(self, request: Request) -> Reply:
+        body = api.read(request.body, api.PlaceBody)
         if self._draining:
             raise DrainingError("this router is shutting down", hint="ask another one")
         block_size = self._block_size(body.model)
@@ -82,25 +83,25 @@ class RouterApi:
         self._bookings.add(booking)
         return json_reply(api.place_reply(route, booking.placed, block_size, self._router.lease_s))
 
-    async def progress(self, request: web.Request) -> web.Response:
-        body = api.read(await read_body(request), api.ProgressBody)
+    async def progress(self, request: Request) -> Reply:
+        body = api.read(request.body, api.ProgressBody)
         booking = self._booking(request)
         if body.first_token or body.reused_tokens is not None:
             booking.prefill_done(body.reused_tokens)
         booking.progress(body.osl_tokens)
         return json_reply({"booking": booking.request_id, "lease_s": self._router.lease_s})
 
-    async def end(self, request: web.Request) -> web.Response:
+    async def end(self, request: Request) -> Reply:
         """`?failed=1`: what it was to leave in the worker's cache is not there."""
         failed = {"": False, "0": False, "1": True}.get(request.query.get("failed", ""))
         if failed is None:
             raise InvalidRequestError("failed is neither 0 nor 1", param="failed")
         self._booking(request).end(ok=not failed)
-        return web.Response(status=204)
+        return Reply(status=204)
 
-    def _booking(self, request: web.Request) -> "LocalBooking":
+    def _booking(self, request: Request) -> "LocalBooking":
         """Raises NotFoundError."""
-        name = RequestId(request.match_info["id"])
+        name = RequestId(request.params["id"])
         booking = self._router.booking(name)
         if booking is None or booking not in self._bookings:
             raise NotFoundError(
@@ -117,8 +118,8 @@ class RouterApi:
 
     # --- what is known ---------------------------------------------------------------------------------
 
-    async def overlap(self, request: web.Request) -> web.Response:
-        body = api.read(await read_body(request), api.OverlapBody)
+    async def overlap(self, request: Request) -> Reply:
+        body = api.read(request.body, api.OverlapBody)
         block_size = self._block_size(body.model)
         isl_tokens, hashes = api.prompt_of(body, block_size)
         state = self._router.state
@@ -139,7 +140,7 @@ class RouterApi:
             }
         )
 
-    async def list_workers(self, request: web.Request) -> web.Response:
+    async def list_workers(self, request: Request) -> Reply:
         state = self._router.state
         rows = []
         for card in state.cards:
@@ -151,7 +152,7 @@ class RouterApi:
             rows.append(api.worker_row(card, self._router.feed_of(card), ranks))
         return json_reply({"workers": rows})
 
-    async def snapshot(self, request: web.Request) -> web.Response:
+    async def snapshot(self, request: Request) -> Reply:
         """The index of one model as bytes. Holds the router up while it is made: for debugging."""
         indexes = self._router.state.indexes
         model = request.query.get("model", next(iter(indexes), "") if len(indexes) == 1 else "")
@@ -159,9 +160,9 @@ class RouterApi:
             raise NotFoundError(
                 f"there is no index of the model {model!r}", hint=f"send ?model=; there are: {', '.join(indexes)}"
             )
-        return web.Response(body=indexes[model].dump(), content_type="application/octet-stream")
+        return Reply(indexes[model].dump(), content_type="application/octet-stream")
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def health(self, request: Request) -> Reply:
         """Whether placements can be asked for."""
         state = self._router.state
         feeds = [self._router.feed_of(card) for card in state.cards]
@@ -178,11 +179,3 @@ class RouterApi:
 
 def holders_of(card: WorkerCard) -> list[Holder]:
     return [Holder(card.worker_id, dp_rank) for dp_rank in range(card.dp_size)]
-
-
-@web.middleware
-async def count_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    reply = await handler(request)
-    resource = request.match_info.route.resource
-    HTTP_REQUESTS.labels(resource.canonical if resource is not None else "other", str(reply.status)).inc()
-    return reply

@@ -11,7 +11,7 @@ from typing import Protocol
 from kvevents.subscriber import KvEventSubscriber
 from kvevents.transport import KvSource, Snapshot
 from mesh.discovery import Deleted, Discovery, Put, open_discovery
-from mesh.http import listening
+from mesh.http.server import listening
 from mesh.lifecycle import watch_parent
 from mesh.plane.client import PlaneClient
 from mesh.plane.server import Call, Handler, PlaneServer

@@ -28,11 +28,29 @@ def served_name(config: WorkerConfig) -> str:
     return config.model or Path(config.model_path).resolve().name
 
 
+def adapter_names(config: WorkerConfig) -> tuple[str, ...]:
+    """Raises ConfigError for one that is given twice, or called as the model is."""
+    names = tuple(name for part in config.loras.split(",") if (name := part.strip()))
+    for i, name in enumerate(names):
+        if name == served_name(config) or name in names[:i]:
+            raise ConfigError(f"--loras names {name!r}, which is taken", hint="give every adapter a name of its own")
+    return names
+
+
 def _open_executor(config: WorkerConfig) -> Executor:
     if config.engine == "mock":
         from workers.mock_engine.executor import MockExecutor
+        from workers.mock_engine.vocabulary import read_vocabulary
 
-        return MockExecutor(block_size=config.block_size, speedup=config.mock_speedup)
+        return MockExecutor(
+            block_size=config.block_size,
+            vocabulary=read_vocabulary(Path(config.model_path)),
+            speedup=config.mock_speedup,
+            itl_ms=config.mock_itl_ms,
+            loras=adapter_names(config),
+        )
+    if config.loras:
+        raise ConfigError("the torch engine serves no adapters", hint="leave --loras out, or set --engine mock")
     try:
         from workers.torch_engine.executor import TorchExecutor
     except ImportError as error:

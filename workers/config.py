@@ -29,6 +29,12 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in one step")] = 32
     max_step_tokens: Annotated[int, Meta(ge=1, description="tokens of one step; longer prompts are chunked")] = 512
     mock_speedup: Annotated[float, Meta(ge=0, description="mock: how much faster than modelled; 0: no delay")] = 1.0
+    mock_itl_ms: Annotated[float, Meta(ge=0, description="mock: fixed time of a step that decodes; 0: as modelled")] = (
+        0.0
+    )
+    loras: Annotated[str, Meta(description="mock: names of adapters, comma-separated")] = ""
+    tool_parser: Annotated[str, Meta(description="how the model writes tool calls; default: guessed")] = ""
+    reasoning_parser: Annotated[str, Meta(description="how the model sets its thoughts apart; default: guessed")] = ""
     kv_transfer: Annotated[
         Literal["auto", "nixl", "shm"], Meta(description="how KV moves between workers; auto: nixl if it loads")
     ] = "auto"

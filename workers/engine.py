@@ -9,7 +9,7 @@ from typing import Protocol
 
 from protocol.events import Digest, KvEvent
 from protocol.ids import WorkerId
-from protocol.messages import Delta, GenerateRequest, KvLayout
+from protocol.messages import Delta, Embedding, EmbedRequest, Feature, GenerateRequest, KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class EngineInfo:
     max_num_seqs: int
     layout: KvLayout
     transfer: str  # name of the KV transfer backend, "" if it has none
+    features: tuple[Feature, ...] = ()
+    loras: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,12 @@ class Engine(Protocol):
         """Compute one answer; the last delta has a finish reason or a ticket.
 
         Closing the iterator aborts the request and frees all it holds. A consumer that is slow gets the
-        tokens of several steps in one delta. Raises InvalidRequestError, EngineError.
+        tokens of several steps in one delta. Raises InvalidRequestError, also for what is not among the features,
+        and EngineError.
         """
+
+    async def embed(self, request: EmbedRequest) -> Embedding:
+        """Compute one vector. Cancelling it aborts the request. Raises as `generate` does."""
 
     def release(self, offer_id: int, nonce: int) -> None:
         """Unpin the blocks of an offer. Unknown offers are no error."""

@@ -5,10 +5,11 @@ Torch and mock engine differ in their executor alone; scheduling, prefix cache, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvcache.memory import KvRegion
-from protocol.messages import KvLayout, SamplingParams, TokenLogprob
+from protocol.messages import Feature, KvLayout, SamplingParams, TokenLogprob
+from workers.guides import Guides, Matcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,9 @@ class ModelInfo:
     context_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    features: tuple[Feature, ...] = ()  # beside GUIDED
+    loras: tuple[str, ...] = ()
+    guides: Guides | None = None  # None: it cannot be held to a guide
 
 
 @dataclass(slots=True)
@@ -38,12 +42,21 @@ class Row:
     prompt: Sequence[int]  # all prompt tokens, for the penalties
     output: Sequence[int]  # all tokens of the answer so far; its length numbers the random draw
     banned: Sequence[int] = ()  # tokens that must not be chosen now (stop tokens below min_tokens)
+    guide: Matcher | None = None  # only what it allows is chosen, whatever else the row asks for
+    embed: bool = False  # a vector of the prompt instead of a token: `sample` says when
+    lora: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     token_id: int
     logprob: TokenLogprob | None = None  # where the row's sampling asks for it
+
+
+class Embedded(NamedTuple):
+    vector: bytes  # float32 little endian, of length 1
+
+
+Result = Sampled | Embedded | None  # of a row: None where it does not sample
 
 
 class Executor(Protocol):
@@ -55,7 +68,7 @@ class Executor(Protocol):
     def allocate_kv(self, num_blocks: int, memory: memoryview | None) -> KvRegion:
         """Make the KV cache: num_blocks * layout.block_bytes, zeroed, in `memory` where one is given."""
 
-    def execute(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        """Run one step; one result per row, None where the row does not sample."""
+    def execute(self, rows: Sequence[Row]) -> Sequence[Result]:
+        """Run one step; one result per row. For a row whose guide fails meanwhile, any token will do."""
 
     def close(self) -> None: ...

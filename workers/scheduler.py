@@ -8,13 +8,26 @@ first served; when blocks run out the youngest is preempted and computes again l
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
+from typing import NamedTuple
 
 from kvcache.pool import BlockPool, PoolExhaustedError
-from protocol.errors import ContextLengthError, InvalidRequestError
+from protocol.errors import ContextLengthError, InvalidRequestError, MeshError
 from protocol.hashing import block_hashes, extend_chain, hash_seed
 from protocol.ids import RequestId, SequenceHash
-from protocol.messages import Delta, FinishReason, GenerateRequest, TokenLogprob, unpack_tokens
-from workers.executor import Row, Sampled
+from protocol.messages import (
+    Delta,
+    EmbedRequest,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenLogprob,
+    unpack_tokens,
+)
+from workers.executor import Embedded, Result, Row, Sampled
+from workers.guides import Matcher
+
+MAX_TOKEN_RULES = 8192  # tokens that a request may bias, or list as the only ones: each costs time in every step
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +58,8 @@ class SequenceState:
     pulling: bool = False
     pulled: bool = False  # a pull was tried: not again after a preemption
     aborted: bool = False
+    guide: Matcher | None = None
+    embed: bool = False  # its prompt is wanted as a vector, and no token
 
     @property
     def request_id(self) -> RequestId:
@@ -72,14 +87,15 @@ class Step:
     pulls: list[Pull] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What a step adds to one request. `handoff`: blocks kept for a decode worker, holding `num_tokens`."""
 
     request_id: RequestId
-    delta: Delta
+    delta: Delta = Delta()
     handoff: tuple[int, ...] = ()
     num_tokens: int = 0
+    vector: bytes = b""  # of an embedding: all there is
+    failure: MeshError | None = None  # it has ended with this
 
 
 class Scheduler:
@@ -99,29 +115,59 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises InvalidRequestError if it can never run here."""
-        if request.request_id in self._known:
-            raise InvalidRequestError(f"request {request.request_id} runs here already")
+    def add(self, request: GenerateRequest, guide: Matcher | None = None) -> None:
+        """Queue a request. Raises InvalidRequestError if it can never run here.
+
+        `guide`: stands where the tokens generated so far have led it.
+        """
         prompt = unpack_tokens(request.prompt)
         output = list(request.generated)
         self._check_size(len(prompt), len(output), request.stop.max_tokens)
-        if max(prompt) >= self._limits.vocab_size or not all(0 <= t < self._limits.vocab_size for t in output):
-            raise InvalidRequestError(
-                f"a token id is beyond the model's vocabulary of {self._limits.vocab_size}", param="prompt"
-            )
+        self._check_tokens(prompt, output)
+        self._check_rules(request.sampling)
         stop_ids = frozenset(request.stop.stop_token_ids)
         if not request.stop.ignore_eos:
             stop_ids |= self._eos
-        sequence = SequenceState(
-            request=request,
-            prompt=prompt,
-            output=output,
-            tokens=prompt + output,
-            stop_ids=stop_ids,
-            seed=hash_seed(request.lora, request.cache_salt),
+        self._queue(
+            SequenceState(
+                request=request,
+                prompt=prompt,
+                output=output,
+                tokens=prompt + output,
+                stop_ids=stop_ids,
+                seed=hash_seed(request.lora, request.cache_salt),
+                guide=guide,
+            )
         )
-        self._known[request.request_id] = sequence
+
+    def add_embedding(self, request: EmbedRequest) -> None:
+        """Queue a prompt whose vector is wanted. Raises InvalidRequestError if it can never run here."""
+        prompt = unpack_tokens(request.prompt)
+        if not 0 < len(prompt) <= self._limits.context_tokens:
+            raise ContextLengthError(
+                f"the text has {len(prompt)} tokens, between 1 and {self._limits.context_tokens} are possible"
+            )
+        self._check_blocks(len(prompt), "shorten the text")
+        self._check_tokens(prompt, ())
+        stands_for = GenerateRequest(
+            request_id=request.request_id, model=request.model, prompt=request.prompt, lora=request.lora
+        )
+        self._queue(
+            SequenceState(
+                request=stands_for,
+                prompt=prompt,
+                output=[],
+                tokens=list(prompt),
+                stop_ids=frozenset(),
+                seed=hash_seed(request.lora, None),
+                embed=True,
+            )
+        )
+
+    def _queue(self, sequence: SequenceState) -> None:
+        if sequence.request_id in self._known:
+            raise InvalidRequestError(f"request {sequence.request_id} runs here already")
+        self._known[sequence.request_id] = sequence
         self._waiting.append(sequence)
 
     def _check_size(self, isl_tokens: int, num_generated: int, max_tokens: int) -> None:
@@ -135,13 +181,41 @@ class Scheduler:
                 f"the prompt has {num_tokens} tokens, the context of this model {self._limits.context_tokens}",
                 hint="shorten the prompt",
             )
-        most = min(isl_tokens + max_tokens, self._limits.context_tokens)
-        if self._blocks_for(most) > self.pool.num_blocks:
+        self._check_blocks(min(isl_tokens + max_tokens, self._limits.context_tokens), "lower max_tokens")
+
+    def _check_blocks(self, most_tokens: int, remedy: str) -> None:
+        if self._blocks_for(most_tokens) > self.pool.num_blocks:
             raise ContextLengthError(
-                f"prompt and answer of up to {most} tokens need {self._blocks_for(most)} KV blocks, "
+                f"prompt and answer of up to {most_tokens} tokens need {self._blocks_for(most_tokens)} KV blocks, "
                 f"this worker has {self.pool.num_blocks}",
-                hint="lower max_tokens, or start the worker with more --num-blocks",
+                hint=f"{remedy}, or start the worker with more --num-blocks",
             )
+
+    def _check_tokens(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        if max(prompt) >= self._limits.vocab_size or not all(0 <= t < self._limits.vocab_size for t in output):
+            raise InvalidRequestError(
+                f"a token id is beyond the model's vocabulary of {self._limits.vocab_size}", param="prompt"
+            )
+
+    def _check_rules(self, sampling: SamplingParams) -> None:
+        """What a request says of single tokens must be about tokens that there are."""
+        ruled = {
+            "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+            "allowed_token_ids": sampling.allowed_token_ids,
+        }
+        for param, token_ids in ruled.items():
+            if len(token_ids) > MAX_TOKEN_RULES:
+                raise InvalidRequestError(
+                    f"{param} names {len(token_ids)} tokens, at most {MAX_TOKEN_RULES} are taken", param=param
+                )
+            for token_id in token_ids:
+                if not 0 <= token_id < self._limits.vocab_size:
+                    raise InvalidRequestError(
+                        f"{param} names token {token_id}, the model's vocabulary has {self._limits.vocab_size}",
+                        param=param,
+                    )
+        if not all(isfinite(bias) for _, bias in sampling.logit_bias):
+            raise InvalidRequestError("a logit bias is not a finite number", param="logit_bias")
 
     def is_full(self) -> bool:
         return len(self._waiting) >= self._limits.max_waiting
@@ -165,7 +239,7 @@ class Scheduler:
         step = Step()
         budget = self._limits.max_step_tokens
         for sequence in sorted(self._running, key=lambda s: s.num_missing > 1):  # who decodes goes first
-            if sequence.pulling or sequence not in self._running or budget == 0:
+            if sequence.pulling or not sequence.table or budget == 0:  # without blocks: just preempted
                 continue
             count = min(sequence.num_missing, budget)
             if self._reserve(sequence, count, step):
@@ -187,7 +261,7 @@ class Scheduler:
             budget -= count
         return step
 
-    def complete(self, step: Step, results: Sequence[Sampled | None]) -> list[Output]:
+    def complete(self, step: Step, results: Sequence[Result]) -> list[Output]:
         """Take the step's results in. Requests aborted meanwhile are skipped."""
         outputs: list[Output] = []
         for row, sequence, result in zip(step.rows, step.sequences, results, strict=True):
@@ -195,8 +269,12 @@ class Scheduler:
                 continue
             sequence.num_computed = row.start + len(row.token_ids)
             self._commit_full_blocks(sequence)
-            if result is not None:
+            if isinstance(result, Sampled):
                 outputs.append(self._append(sequence, result))
+            elif isinstance(result, Embedded):
+                self._end(sequence)
+                self._free(sequence)
+                outputs.append(Output(sequence.request_id, vector=result.vector))
         return outputs
 
     def pull_ended(self, sequence: SequenceState, *, arrived: bool) -> None:
@@ -283,50 +361,66 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def _add_row(self, step: Step, sequence: SequenceState, count: int) -> None:
-        start = sequence.num_computed
-        stop = sequence.request.stop
-        sample = start + count == len(sequence.tokens)
-        banned = tuple(sequence.stop_ids) if sample and len(sequence.output) < stop.min_tokens else ()
+        start, tokens, request = sequence.num_computed, sequence.tokens, sequence.request
+        end = start + count
+        sample = end == len(tokens)
+        is_too_short = sample and len(sequence.output) < request.stop.min_tokens
         step.sequences.append(sequence)
         step.rows.append(
             Row(
-                request_id=sequence.request_id,
-                token_ids=sequence.tokens[start : start + count],
+                request_id=request.request_id,
+                token_ids=tokens[start:end],
                 start=start,
                 block_table=sequence.table,
                 sample=sample,
-                sampling=sequence.request.sampling,
+                sampling=request.sampling,
                 prompt=sequence.prompt,
                 output=sequence.output,
-                banned=banned,
+                banned=tuple(sequence.stop_ids) if is_too_short else (),
+                guide=sequence.guide,
+                embed=sequence.embed,
+                lora=request.lora,
             )
         )
 
     def _append(self, sequence: SequenceState, result: Sampled) -> Output:
         token = result.token_id
+        if (guide := sequence.guide) is not None:
+            if not guide.is_complete:
+                guide.take(token)
+            if guide.failure:
+                self._end(sequence)
+                self._free(sequence)
+                return Output(sequence.request_id, failure=_too_costly(guide))
         sequence.output.append(token)
         sequence.tokens.append(token)
         reason = self._finish_reason(sequence, token)
         logprobs: tuple[TokenLogprob, ...] | None = None if result.logprob is None else (result.logprob,)
         cached = None if sequence.told_cached else sequence.cached_tokens
         sequence.told_cached = True
+        is_stop_token = reason is FinishReason.STOP and (token in sequence.stop_ids or token in self._eos)
         delta = Delta(
             token_ids=(token,),
             finish_reason=reason,
             logprobs=logprobs,
             cached_tokens=cached,
-            stop_token=token if reason is FinishReason.STOP else None,
+            stop_token=token if is_stop_token else None,
         )
         if reason is None and not sequence.request.offer_kv:
             return Output(sequence.request_id, delta)
-        self._running.remove(sequence)
-        del self._known[sequence.request_id]
+        self._end(sequence)
         if reason is None:  # a prefill leg: the blocks go on to the offer, with their references
             return Output(sequence.request_id, delta, tuple(sequence.table), sequence.num_computed)
         self._free(sequence)
         return Output(sequence.request_id, delta)
 
+    def _end(self, sequence: SequenceState) -> None:
+        self._running.remove(sequence)
+        del self._known[sequence.request_id]
+
     def _finish_reason(self, sequence: SequenceState, token: int) -> FinishReason | None:
+        if sequence.guide is not None and sequence.guide.is_complete:
+            return FinishReason.STOP  # whatever min_tokens and ignore_eos say: nothing may follow
         if token in sequence.stop_ids and len(sequence.output) > sequence.request.stop.min_tokens:
             return FinishReason.STOP
         if len(sequence.output) >= sequence.request.stop.max_tokens:
@@ -338,6 +432,8 @@ class Scheduler:
     def _commit_full_blocks(self, sequence: SequenceState) -> None:
         block_size = self.pool.block_size
         num_full = sequence.num_computed // block_size
+        if num_full <= sequence.num_committed:
+            return
         self._extend_hashes(sequence, num_full)
         for i in range(sequence.num_committed, num_full):
             sequence.table[i] = self.pool.commit(
@@ -348,7 +444,7 @@ class Scheduler:
                 lora=sequence.request.lora,
                 salt=sequence.request.cache_salt,
             )
-        sequence.num_committed = max(num_full, sequence.num_committed)
+        sequence.num_committed = num_full
 
     def _extend_hashes(self, sequence: SequenceState, count: int) -> None:
         known = len(sequence.hashes)
@@ -364,3 +460,9 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
+
+
+def _too_costly(guide: Matcher) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the answer cannot follow its guide any further: {guide.failure}", hint="make the guide simpler", param="guide"
+    )

@@ -4,7 +4,8 @@ import asyncio
 import logging
 import os
 import time
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, aclosing, contextmanager
 
 from kvevents.batches import in_parts
 from kvevents.formats import encode_payload
@@ -15,7 +16,17 @@ from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import request_context, serve_metrics
 from protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
 from protocol.ids import WorkerId, new_worker_id
-from protocol.messages import GenerateRequest, KvDigest, KvSnapshot, ReleaseOffer, Role, WorkerCard, decode, encode
+from protocol.messages import (
+    EmbedRequest,
+    GenerateRequest,
+    KvDigest,
+    KvSnapshot,
+    ReleaseOffer,
+    Role,
+    WorkerCard,
+    decode,
+    encode,
+)
 from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.engine import Engine, EngineInfo
@@ -98,6 +109,7 @@ class Worker:
     def handlers(self) -> dict[str, Handler]:
         return {
             "generate": self.generate,
+            "embed": self.embed,
             "release": self.release,
             "kv_snapshot": self.kv_snapshot,
             "kv_digest": self.kv_digest,
@@ -105,24 +117,17 @@ class Worker:
 
     async def generate(self, call: Call) -> None:
         request = decode(call.body, GenerateRequest)
-        outcome = "cancelled"
-        with request_context(request.request_id):
-            try:
-                self._check(request)
-                async with aclosing(self._engine.generate(request)) as deltas:
-                    async for delta in deltas:
-                        await call.send(delta)
-                outcome = "ok"
-            except MeshError as error:
-                outcome = error.code
-                if isinstance(error, EngineError):
-                    log.error("request failed: %s", error)
-                raise
-            except Exception:
-                outcome = "internal"
-                raise
-            finally:
-                REQUESTS.labels(outcome).inc()
+        with request_context(request.request_id), counted():
+            self._check_roles(request)
+            async with aclosing(self._engine.generate(request)) as deltas:
+                async for delta in deltas:
+                    await call.send(delta)
+
+    async def embed(self, call: Call) -> None:
+        request = decode(call.body, EmbedRequest)
+        with request_context(request.request_id), counted():
+            self._check_model(request.model)
+            await call.send(await self._engine.embed(request))
 
     async def release(self, call: Call) -> None:
         offer = decode(call.body, ReleaseOffer)
@@ -141,15 +146,37 @@ class Worker:
         digest = self._engine.kv_digest()
         await call.send(KvDigest(seq=self._publisher.last_seq, blocks=digest.blocks, value=digest.value))
 
-    def _check(self, request: GenerateRequest) -> None:
+    def _check_model(self, model: str) -> None:
         if self.info is None:
             raise DrainingError("this worker is still starting")
-        if request.model != self.info.model:
-            raise InvalidRequestError(f"model {request.model!r} is not served here", hint="route by the worker's card")
+        if model != self.info.model:
+            raise InvalidRequestError(f"model {model!r} is not served here", hint="route by the worker's card")
+
+    def _check_roles(self, request: GenerateRequest) -> None:
+        self._check_model(request.model)
         if request.offer_kv and self._role is Role.DECODE:
             raise InvalidRequestError("a decode worker offers no KV", hint="send prefill legs to prefill workers")
         if self._role is Role.PREFILL and not request.offer_kv:
             raise InvalidRequestError("a prefill worker only prefills", hint="send the request to a decode worker")
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """One request ends here, in whatever way."""
+    outcome = "cancelled"
+    try:
+        yield
+        outcome = "ok"
+    except MeshError as error:
+        outcome = error.code
+        if isinstance(error, EngineError):
+            log.error("request failed: %s", error)
+        raise
+    except Exception:
+        outcome = "internal"
+        raise
+    finally:
+        REQUESTS.labels(outcome).inc()
 
 
 def make_card(
@@ -177,6 +204,10 @@ def make_card(
         transfer=info.transfer,
         pid=os.getpid(),
         metrics_url=metrics_url,
+        features=info.features,
+        loras=info.loras,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
     )
 
 

@@ -20,9 +20,11 @@ from kvcache.transfer.backend import TransferBackend
 from protocol.errors import EngineError, InvalidRequestError, MeshError, OverloadedError
 from protocol.events import Digest, KvEvent
 from protocol.ids import RequestId, WorkerId
-from protocol.messages import Delta, GenerateRequest, SamplingParams, Ticket
+from protocol.messages import Delta, Embedding, EmbedRequest, Feature, GenerateRequest, SamplingParams, Ticket
+from workers.abilities import check_embedding, check_generation
 from workers.engine import EngineInfo, EngineLoad
-from workers.executor import Executor, ModelInfo, Row, Sampled
+from workers.executor import Executor, ModelInfo, Result, Row
+from workers.guides import Guides
 from workers.metrics import STEP_SECONDS, STEP_TOKENS
 from workers.pulls import Pulls
 from workers.scheduler import Limits, Output, Scheduler, Step
@@ -51,17 +53,21 @@ class StepEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._wake = asyncio.Event()
         self._outputs: dict[RequestId, _OutputQueue] = {}
+        self._vectors: dict[RequestId, asyncio.Future[Embedding]] = {}
         self._offers: dict[int, _Offer] = {}
         self._listeners: list[Callable[[Sequence[KvEvent]], object]] = []
         self._loop_task: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
         self._stopped = False
         self._worker_id = WorkerId("")
+        self._info: EngineInfo | None = None
+        self._guides: Guides | None = None
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
         loop = asyncio.get_running_loop()
         self._worker_id = worker_id
         model: ModelInfo = await loop.run_in_executor(self._thread, self._executor.load)
+        self._guides = model.guides
         num_blocks = self._config.num_blocks
         memory = None if self._transfer is None else self._transfer.allocate(num_blocks * model.layout.block_bytes)
         region = await loop.run_in_executor(self._thread, self._executor.allocate_kv, num_blocks, memory)
@@ -73,7 +79,7 @@ class StepEngine:
         self._scheduler = Scheduler(self._pool, limits, model.eos_token_ids)
         self._pulls = Pulls(self._transfer, self._scheduler, self._config.pull_timeout_s, self._wake.set)
         self._loop_task = asyncio.create_task(self._run(), name="engine steps")
-        return EngineInfo(
+        self._info = EngineInfo(
             model=self._config.model,
             model_path=self._config.model_path,
             block_size=model.layout.block_size,
@@ -82,17 +88,20 @@ class StepEngine:
             max_num_seqs=self._config.max_num_seqs,
             layout=model.layout,
             transfer="" if self._transfer is None else self._transfer.name,
+            features=model.features if model.guides is None else (*model.features, Feature.GUIDED),
+            loras=model.loras,
         )
+        return self._info
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        self.check_health()
-        if request.request_id in self._outputs:
-            raise InvalidRequestError(f"request {request.request_id} runs here already")
+        check_generation(request, self._ready())
         if request.offer_kv and self._transfer is None:
             raise InvalidRequestError("this worker has no KV transfer", hint="start it with --kv-transfer")
-        if self._scheduler.is_full():
-            raise OverloadedError(f"{self._scheduler.num_waiting} requests wait on {self._worker_id} already")
-        self._scheduler.add(request)
+        matcher = None
+        if request.guide is not None and self._guides is not None:
+            matcher = await self._guides.open(request.guide, request.generated)
+            self.check_health()
+        self._scheduler.add(request, matcher)
         queue = self._outputs[request.request_id] = _OutputQueue()
         self._wake.set()
         undelivered: Ticket | None = None
@@ -108,6 +117,18 @@ class StepEngine:
             del self._outputs[request.request_id]
             if (late := queue.ticket() or undelivered) is not None:
                 self.release(late.offer_id, late.nonce)
+            self._abort(request.request_id)
+
+    async def embed(self, request: EmbedRequest) -> Embedding:
+        check_embedding(request, self._ready())
+        self._scheduler.add_embedding(request)
+        vector: asyncio.Future[Embedding] = asyncio.get_running_loop().create_future()
+        self._vectors[request.request_id] = vector
+        self._wake.set()
+        try:
+            return await vector
+        finally:
+            del self._vectors[request.request_id]
             self._abort(request.request_id)
 
     def release(self, offer_id: int, nonce: int) -> None:
@@ -160,8 +181,18 @@ class StepEngine:
             offer.expiry.cancel()
         if self._transfer is not None:
             await self._transfer.close()
+        if self._guides is not None:
+            self._guides.close()
         await asyncio.to_thread(self._thread.shutdown)
         self._executor.close()
+
+    def _ready(self) -> EngineInfo:
+        """Raises what keeps it from taking another request."""
+        self.check_health()
+        assert self._info is not None, "a healthy engine has started"
+        if self._scheduler.is_full():
+            raise OverloadedError(f"{self._scheduler.num_waiting} requests wait on {self._worker_id} already")
+        return self._info
 
     def _warm_up(self, model: ModelInfo) -> None:
         """Two steps on blocks that nobody has yet: what an executor does only once is not paid by a request."""
@@ -194,15 +225,23 @@ class StepEngine:
             log.exception("the engine failed")
             self._fail(EngineError(f"the engine of {self._worker_id} failed: {type(error).__name__}: {error}"))
 
-    def _deliver(self, step: Step, results: Sequence[Sampled | None]) -> None:
-        STEP_TOKENS.inc(sum(len(row.token_ids) for row in step.rows))
+    def _deliver(self, step: Step, results: Sequence[Result]) -> None:
+        STEP_TOKENS.inc(sum([len(row.token_ids) for row in step.rows]))
         for output in self._scheduler.complete(step, results):
-            delta = output.delta
-            if output.handoff:
-                delta = self._offer(output)
+            if output.vector:
+                vector = self._vectors.get(output.request_id)
+                if vector is not None and not vector.done():  # done: its caller was just cancelled
+                    vector.set_result(Embedding(vector=output.vector))
+                continue
+            queue = self._outputs.get(output.request_id)
+            if output.failure is not None:
+                if queue is not None:
+                    queue.fail(output.failure)
+                continue
+            delta = self._offer(output) if output.handoff else output.delta
             if (report := self._pulls.take_report(output.request_id)) is not None:
                 delta = msgspec.structs.replace(delta, pull=report)
-            if (queue := self._outputs.get(output.request_id)) is not None:
+            if queue is not None:
                 queue.put(delta)
         self._publish_events()
 
@@ -234,6 +273,9 @@ class StepEngine:
         self._failure = failure
         for queue in self._outputs.values():
             queue.fail(failure)
+        for vector in self._vectors.values():
+            if not vector.done():
+                vector.set_exception(failure)
 
     def _publish_events(self) -> None:
         if events := self._pool.take_events():
@@ -253,28 +295,33 @@ class _OutputQueue:
     def __init__(self) -> None:
         self._delta: Delta | None = None
         self._failure: MeshError | None = None
-        self._ready = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # an Event would cost more than the rest of a token's way
 
     def put(self, delta: Delta) -> None:
         self._delta = delta if self._delta is None else _merged(self._delta, delta)
-        self._ready.set()
+        self._notify()
 
     def fail(self, failure: MeshError) -> None:
         self._failure = failure
-        self._ready.set()
+        self._notify()
 
     def ticket(self) -> Ticket | None:
         """Of a delta that was never taken."""
         return None if self._delta is None else self._delta.ticket
 
     async def take(self) -> Delta:
-        while self._delta is None:
+        while (delta := self._delta) is None:
             if self._failure is not None:
                 raise self._failure
-            self._ready.clear()
-            await self._ready.wait()
-        delta, self._delta = self._delta, None
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._delta = None
         return delta
+
+    def _notify(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # done: its consumer was just cancelled
+            waiter.set_result(None)
 
 
 def _merged(first: Delta, second: Delta) -> Delta:

@@ -2,22 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 
-class Content(NamedTuple):
+class Content(msgspec.Struct, frozen=True, gc=False):
     """Prose for the user."""
 
     text: str
 
 
-class Reasoning(NamedTuple):
+class Reasoning(msgspec.Struct, frozen=True, gc=False):
     """Thoughts, without the tags around them."""
 
     text: str
 
 
-class CallBegun(NamedTuple):
+class CallBegun(msgspec.Struct, frozen=True, gc=False):
     """The model calls a tool; its arguments follow."""
 
     index: int  # of the call in this answer, from 0
@@ -25,7 +27,7 @@ class CallBegun(NamedTuple):
     id: str | None = None  # where the model writes ids of its own
 
 
-class CallArguments(NamedTuple):
+class CallArguments(msgspec.Struct, frozen=True, gc=False):
     """More of a call's arguments. Joined, the fragments of one call are the JSON text of one object."""
 
     index: int

@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -26,10 +26,30 @@ log = logging.getLogger(__name__)
 WINDOW_MESSAGES = 64  # how far a peer may be ahead of the consumer, per stream
 CONNECT_TIMEOUT_S = 3.0
 T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class Consumer(Protocol[T_contra]):
+    """Takes the messages of a stream where they are read, without a task being woken for each."""
+
+    def take(self, message: T_contra) -> None: ...
+
+    @property
+    def is_done(self) -> bool:
+        """It wants no more."""
+        ...
+
+    @property
+    def is_full(self) -> bool:
+        """It can take nothing now: messages wait, and the peer runs out of credit."""
+        ...
+
+    async def until_ready(self) -> None: ...
 
 
 class Stream:
-    """The answer to one call. Iterate over it; an error of the peer is raised where the answer would be."""
+    """The answer to one call. Iterate over it, or `feed` a consumer; an error of the peer is raised where the answer
+    would be."""
 
     def __init__(self, link: "_ClientLink", number: int) -> None:
         self._link = link
@@ -39,8 +59,14 @@ class Stream:
         self._taken = 0
         self._ended = False
         self._failure: MeshError | None = None
+        self._take: Callable[[msgspec.Raw], bool] | None = None  # while fed: gives False if it is to be left alone
 
     def on_message(self, message: msgspec.Raw) -> None:
+        if self._take is not None:
+            if not self._take(message):
+                self._take = None
+                self._arrived.set()
+            return
         if len(self._messages) >= WINDOW_MESSAGES:
             raise WireError(f"{self._link.address} sends beyond its credit of {WINDOW_MESSAGES} messages")
         self._messages.append(message)
@@ -60,11 +86,61 @@ class Stream:
                 return None
             self._arrived.clear()
             await self._arrived.wait()
+        self._count()
+        return self._messages.popleft()
+
+    async def feed(self, kind: type[T], consumer: Consumer[T]) -> None:
+        """Give it all messages, until it is done or the stream ends. Raises what the peer or the consumer failed with.
+
+        Most are taken as soon as they are read from the connection; they wait only while the consumer is full.
+        """
+        failure: Exception | None = None
+
+        def take(raw: msgspec.Raw) -> bool:
+            nonlocal failure
+            self._count()
+            try:
+                consumer.take(decode(raw, kind))
+            except Exception as error:  # it is the waiting caller's business, not the connection's
+                failure = error
+                return False
+            return not (consumer.is_done or consumer.is_full)
+
+        try:
+            while True:
+                while self._messages:
+                    if consumer.is_full:
+                        await consumer.until_ready()
+                        continue
+                    take(self._messages.popleft())
+                    if failure is not None:
+                        raise failure
+                    if consumer.is_done:
+                        return
+                if self._ended:
+                    if self._failure is not None:
+                        raise self._failure
+                    return
+                if consumer.is_full:
+                    await consumer.until_ready()
+                    continue
+                self._arrived.clear()
+                self._take = take
+                await self._arrived.wait()
+                self._take = None
+                if failure is not None:
+                    raise failure
+                if consumer.is_done:
+                    return
+        finally:
+            self._take = None
+
+    def _count(self) -> None:
+        """A message was taken; now and then the peer is told, so that it may go on sending."""
         self._taken += 1
         if self._taken >= WINDOW_MESSAGES // 2 and not self._ended:
             self._link.write(Credit(self.number, self._taken))
             self._taken = 0
-        return self._messages.popleft()
 
     def messages(self, kind: type[T]) -> "Messages[T]":
         return Messages(self, kind)

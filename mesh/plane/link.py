@@ -34,6 +34,7 @@ class Link(asyncio.Protocol, ABC):
         self._writable.set()
         self._batch = Batch([], [])
         self._batch_bytes = 0
+        self._frames: list[bytes] = []  # written in this turn of the loop, before the batch
         self._flush_planned = False
         self._heard = True
         self._misses = 0
@@ -93,26 +94,34 @@ class Link(asyncio.Protocol, ABC):
     # for subclasses and their streams
 
     def write(self, frame: Frame) -> None:
-        """Send now, after what is waiting in this turn's batch."""
-        self._flush()
-        self._send(frame)
+        """Send at the end of this turn of the loop, after what is in its batch by now."""
+        self._end_batch()
+        self._frames.append(encode_frame(frame))
+        self._plan_flush()
 
     def add_message(self, stream: int, message: bytes) -> None:
         """Send with this turn's batch."""
         if self._batch_bytes + len(message) > BATCH_BYTES:
             self._flush()
         self._batch_bytes += len(message)
-        self._plan_flush().messages.append((stream, msgspec.Raw(message)))
+        self._batch.messages.append((stream, msgspec.Raw(message)))
+        self._plan_flush()
 
     def add_end(self, stream: int, code: str, detail: str) -> None:
-        self._plan_flush().ends.append((stream, code, detail))
+        self._batch.ends.append((stream, code, detail))
+        self._plan_flush()
 
-    def _plan_flush(self) -> Batch:
-        """The batch that is written at the end of this turn of the loop."""
+    def _plan_flush(self) -> None:
         if not self._flush_planned:
             self._flush_planned = True
             self._loop.call_soon(self._flush)
-        return self._batch
+
+    def _end_batch(self) -> None:
+        """What has been added so far goes before the next frame."""
+        self._batch_bytes = 0
+        if self._batch.messages or self._batch.ends:
+            batch, self._batch = self._batch, Batch([], [])
+            self._frames.append(encode_frame(batch))
 
     @property
     def writable(self) -> bool:
@@ -151,17 +160,15 @@ class Link(asyncio.Protocol, ABC):
             self._transport.close()
 
     def _flush(self) -> None:
+        """One write for all of this turn's frames: a system call costs more than most of them."""
         self._flush_planned = False
-        self._batch_bytes = 0
-        if not (self._batch.messages or self._batch.ends):
+        self._end_batch()
+        if not self._frames:
             return
-        batch, self._batch = self._batch, Batch([], [])
-        self._send(batch)
-
-    def _send(self, frame: Frame) -> None:
+        frames, self._frames = self._frames, []
         if self._transport is None:
             return
-        self._transport.write(encode_frame(frame))
+        self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
         if self._transport.get_write_buffer_size() > UNREAD_BYTES:
             self.abort(f"the peer has left {UNREAD_BYTES >> 20} MiB unread")
 
@@ -187,5 +194,6 @@ class Link(asyncio.Protocol, ABC):
         if self._keepalive is not None:
             self._keepalive.cancel()
         self._batch = Batch([], [])
+        self._frames.clear()
         self.on_lost(reason)
         self._on_closed(self)

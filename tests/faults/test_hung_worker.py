@@ -24,6 +24,7 @@ from protocol.messages import GenerateRequest, Role, SamplingParams, StopConditi
 from router.config import RouterConfig
 from router.service import LocalRouter, WorkerFeed
 from tests.faults.prompts import LENGTHS, prompt_of
+from tests.support.deltas import deltas_of
 from tests.support.mesh import Mesh, until
 from tests.support.streams import VOCAB, Stream, check_failed_loudly, check_mock_answer
 from workers.mock_engine.executor import mock_token
@@ -115,7 +116,7 @@ class Frontend:
         )
         deadline = asyncio.get_running_loop().time() + 20
         tokens: list[int] = []
-        async with aclosing(self.dispatcher.generate(request, Hints(), trace, deadline)) as deltas:
+        async with aclosing(deltas_of(self.dispatcher, request, Hints(), trace, deadline)) as deltas:
             async for delta in deltas:
                 tokens += delta.token_ids
                 if len(tokens) >= 3:

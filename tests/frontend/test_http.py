@@ -11,13 +11,13 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from aiohttp import web
 from msgspec.structs import asdict, replace
 from prometheus_client import REGISTRY
 
 from frontend.generator import Hints, Trace
-from frontend.http import ADMISSION, HttpSettings, build_app
+from frontend.http import FrontendApi, HttpSettings
 from frontend.models import ModelRegistry
+from mesh.http.server import listening
 from protocol.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -64,15 +64,15 @@ class Served:
 
     def __init__(
         self,
-        runner: web.AppRunner,
+        url: str,
+        api: FrontendApi,
         session: aiohttp.ClientSession,
         models: ModelRegistry,
         generator: ScriptedGenerator,
     ) -> None:
-        self.runner = runner
-        self.app = runner.app
-        self.port: int = runner.addresses[0][1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = url
+        self.port = int(url.rpartition(":")[2])
+        self.admission = api.admission
         self.session = session
         self.models = models
         self.generator = generator
@@ -121,17 +121,12 @@ def settings() -> HttpSettings:
 async def served(model_folder: Path, settings: HttpSettings) -> AsyncIterator[Served]:
     generator, models = ScriptedGenerator(words("Once", " upon", " a time")), ModelRegistry()
     models.add(tiny.card("w", path=model_folder))
-    app = build_app(settings, models, generator)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    await runner.setup()
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)  # so that little is on its way
-    await web.SockSite(runner, listener).start()
-    try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session:
-            yield Served(runner, session, models, generator)
-    finally:
-        await runner.cleanup()
+    api = FrontendApi(settings, models, generator)
+    async with (
+        listening(api.app, "127.0.0.1", 0) as url,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session,
+    ):
+        yield Served(url, api, session, models, generator)
 
 
 async def open_raw(
@@ -372,7 +367,7 @@ async def test_a_preview_of_a_text_and_of_tokens(served: Served) -> None:
         status, _, body = await served.post("/kvmesh/route", TEXT | {"prompt": prompt, "stream": True})
         assert (status, body["explanation"]) == (200, None)
     assert served.generator.requests == []
-    assert served.app[ADMISSION].inflight == 0
+    assert served.admission.inflight == 0
 
 
 @pytest.mark.parametrize(
@@ -389,12 +384,12 @@ async def test_a_preview_of_a_text_and_of_tokens(served: Served) -> None:
 async def test_a_preview_fails_as_the_request_would(served: Served, body: Any, status: int, param: str | None) -> None:
     got, _, reply = await served.post("/kvmesh/route", body)
     assert (got, reply["error"]["param"]) == (status, param), reply
-    assert served.app[ADMISSION].inflight == 0
+    assert served.admission.inflight == 0
 
 
 async def test_a_frontend_that_drains_previews_nothing(served: Served) -> None:
     served.generator.placed = PLACED
-    served.app[ADMISSION].drain()
+    served.admission.drain()
     status, _, body = await served.post("/kvmesh/route", CHAT)
     assert (status, body["error"]["code"]) == (503, "draining")
 
@@ -516,7 +511,7 @@ async def test_a_bad_timeout_is_refused(served: Served, text: str) -> None:
         ("/v1/chat/completions", {"messages": CHAT["messages"]}, 400, None, "model"),
         ("/v1/chat/completions", CHAT | {"model": "gpt"}, 404, "model_not_found", "model"),
         ("/v1/chat/completions", CHAT | {"bogus": 1}, 400, None, "bogus"),
-        ("/v1/chat/completions", CHAT | {"n": 2}, 400, None, "n"),
+        ("/v1/chat/completions", CHAT | {"n": 129}, 400, None, "n"),
         ("/v1/chat/completions", CHAT | {"temperature": 3}, 400, None, "temperature"),
         ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "word " * 600}]}, 400,
          "context_length_exceeded", "messages"),
@@ -565,9 +560,9 @@ async def test_a_client_that_leaves_cancels_its_request(served: Served, stream: 
             await served.generator.started.wait()
         writer.close()
         await served.generator.ended.wait()
-        await served.app[ADMISSION].wait_idle()
+        await served.admission.wait_idle()
     assert served.generator.closed_early == 1
-    assert served.app[ADMISSION].inflight == 0
+    assert served.admission.inflight == 0
 
 
 async def test_a_client_that_does_not_read_holds_the_generator_back(served: Served) -> None:
@@ -579,7 +574,7 @@ async def test_a_client_that_does_not_read_holds_the_generator_back(served: Serv
     assert served.generator.deltas_taken < 200  # of about 5 KiB each
     writer.transport.abort()
     async with asyncio.timeout(PATIENCE_S):
-        await served.app[ADMISSION].wait_idle()
+        await served.admission.wait_idle()
 
 
 async def test_beyond_max_inflight_requests_are_refused_at_once(served: Served) -> None:
@@ -593,7 +588,7 @@ async def test_beyond_max_inflight_requests_are_refused_at_once(served: Served) 
     assert (status, headers["Retry-After"], body["error"]["code"]) == (429, "1", "overloaded")
     gate.set()
     assert [status for status, _, _ in await asyncio.gather(*held)] == [200, 200]
-    assert served.app[ADMISSION].inflight == 0
+    assert served.admission.inflight == 0
 
 
 async def test_draining_refuses_new_requests_and_finishes_running_ones(served: Served) -> None:
@@ -601,14 +596,14 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones(served: S
     served.generator.script = [gate, *words("Once")]
     running = asyncio.create_task(served.post("/v1/chat/completions", CHAT))
     await served.generator.started.wait()
-    served.app[ADMISSION].drain()
+    served.admission.drain()
     status, headers, body = await served.post("/v1/chat/completions", CHAT)
     assert (status, headers["Retry-After"], body["error"]["code"]) == (503, "2", "draining")
     assert (await served.get("/health"))[0] == 503
     assert (await served.get("/live"))[0] == 200
     gate.set()
     assert (await running)[0] == 200
-    await served.app[ADMISSION].wait_idle()
+    await served.admission.wait_idle()
 
 
 # --- the rest -----------------------------------------------------------------------------------------
@@ -665,12 +660,3 @@ async def test_metrics_count_by_outcome(served: Served) -> None:
     assert status == 200
     for name in ("ttft_seconds", "itl_seconds", "request_duration_seconds", "inflight 0.0"):
         assert f"kvmesh_frontend_{name}" in text
-
-
-async def test_accepted_sockets_do_not_wait_for_more(served: Served) -> None:
-    await served.events("/v1/chat/completions", CHAT)
-    assert served.runner.server is not None
-    (connection,) = served.runner.server.connections  # kept alive
-    assert connection.transport is not None
-    accepted = connection.transport.get_extra_info("socket")
-    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1

@@ -10,11 +10,11 @@ import pytest_asyncio
 from msgspec.structs import replace
 from rich.console import Console
 
-from frontend.http import HttpSettings, build_app
+from frontend.http import FrontendApi, HttpSettings
 from frontend.models import ModelRegistry
 from kvmesh import explain
 from kvmesh.explain import ExplainConfig, Reply
-from mesh.http import listening
+from mesh.http.server import listening
 from mesh.plane.client import PlaneClient
 from protocol.errors import ConfigError, MeshError, UnreachableError
 from protocol.ids import WorkerId
@@ -42,7 +42,7 @@ async def frontend(tmp_path: Path) -> AsyncIterator[Frontend]:
     generator.placed = PLACED
     folder = tiny.save_model(tmp_path)
     models.add(tiny.card("w", path=folder))
-    async with listening(build_app(HttpSettings(), models, generator), "127.0.0.1", 0) as url:
+    async with listening(FrontendApi(HttpSettings(), models, generator).app, "127.0.0.1", 0) as url:
         yield Frontend(url, models, generator, folder)
 
 

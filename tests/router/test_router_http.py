@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvevents.publisher import KvEventPublisher
 from mesh.discovery import Put, open_discovery
 from mesh.discovery.memory import MemoryDiscovery
-from mesh.http import listening
+from mesh.http.server import listening
 from mesh.plane.client import PlaneClient
 from protocol.errors import InvalidRequestError
 from protocol.events import Stored

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from mesh.plane.client import Consumer
 from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
@@ -212,3 +213,11 @@ class _FakeStream:
             self.ended = True
             raise
         self.ended = True
+
+    async def feed(self, kind: type[Delta], consumer: Consumer[Delta]) -> None:
+        async for delta in self.messages(kind):
+            while consumer.is_full:
+                await consumer.until_ready()
+            consumer.take(delta)
+            if consumer.is_done:
+                return

@@ -1,14 +1,14 @@
 """A Generator that plays a script: what the mesh would have answered."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
-from frontend.generator import Hints, Trace
+from frontend.generator import DeltaConsumer, Hints, Trace
 from protocol.errors import NoWorkerError
 from protocol.messages import Delta, GenerateRequest, Placed
 
 Step = Delta | BaseException | asyncio.Event | Callable[[Trace], None]
-"""A delta is yielded, an error raised, an event waited for, a function told the trace."""
+"""A delta is given to the consumer, an error raised, an event waited for, a function told the trace."""
 
 
 class ScriptedGenerator:
@@ -33,8 +33,8 @@ class ScriptedGenerator:
         return self.placed
 
     async def generate(
-        self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float
-    ) -> AsyncGenerator[Delta, None]:
+        self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float, consumer: DeltaConsumer
+    ) -> None:
         self.requests.append(request)
         self.hints.append(hints)
         self.deadlines.append(deadline)
@@ -44,8 +44,14 @@ class ScriptedGenerator:
             for step in self.script:
                 match step:
                     case Delta():
+                        while consumer.is_full:
+                            await consumer.until_ready()
                         self.deltas_taken += 1
-                        yield step
+                        consumer.take(step)
+                        if consumer.is_done:
+                            self.closed_early -= step.finish_reason is not None
+                            return
+                        await asyncio.sleep(0)  # a turn of the loop, as a frame from a worker is
                     case BaseException():
                         raise step
                     case asyncio.Event():

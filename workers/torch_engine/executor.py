@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from kvcache.memory import KvRegion
 from protocol.errors import ConfigError, EngineError
-from protocol.messages import KvLayout
-from workers.executor import ModelInfo, Row, Sampled
+from protocol.messages import Feature, KvLayout
+from workers.executor import Embedded, ModelInfo, Result, Row
+from workers.guides import open_guides
 from workers.torch_engine.batch import check_rows, plan_step, to_device
 from workers.torch_engine.cache import TORCH_DTYPES, PagedKv, allocate
 from workers.torch_engine.config import DTYPES, ModelConfig, read_config
@@ -16,6 +19,13 @@ from workers.torch_engine.model import Transformer
 from workers.torch_engine.sampling import choose
 from workers.torch_engine.weights import load_weights, random_weights
 
+FEATURES = (
+    Feature.COMPLETIONS,
+    Feature.LOGPROBS,
+    Feature.LOGIT_BIAS,
+    Feature.ALLOWED_TOKENS,
+    Feature.EMBEDDINGS,
+)
 _SMALL_HIDDEN_SIZE = 1024  # below, matrices are too small to be worth sharing between threads
 
 
@@ -74,7 +84,10 @@ class TorchExecutor:
             block_size=self._block_size,
             dtype=dtype_name,
         )
-        self._info = ModelInfo(layout, config.context_tokens, config.vocab_size, config.eos_token_ids)
+        guides = open_guides(self._model_path, config.vocab_size, config.eos_token_ids)
+        self._info = ModelInfo(
+            layout, config.context_tokens, config.vocab_size, config.eos_token_ids, FEATURES, guides=guides
+        )
         return self._info
 
     def _set_threads(self, config: ModelConfig) -> None:
@@ -92,7 +105,7 @@ class TorchExecutor:
         return self._kv.region()
 
     @torch.inference_mode()
-    def execute(self, rows: Sequence[Row]) -> list[Sampled | None]:
+    def execute(self, rows: Sequence[Row]) -> list[Result]:
         """See Executor. When it returns, the new keys and values are in memory, ready to be moved."""
         model, info, kv = self._model, self._info, self._kv
         if model is None or info is None or kv is None:
@@ -104,13 +117,13 @@ class TorchExecutor:
             context_tokens=info.context_tokens,
             vocab_size=info.vocab_size,
         )
-        results: list[Sampled | None] = [None] * len(rows)
+        results: list[Result] = [None] * len(rows)
         if not rows:
             return results
         plan = plan_step(rows, self._block_size)
         try:
-            logits = model.forward(to_device(plan, kv, TORCH_DTYPES[info.layout.dtype]), kv)
-            chosen = choose(logits, [rows[i] for i in plan.sampled_rows]) if plan.sampled_rows else []
+            hidden = model.forward(to_device(plan, kv, TORCH_DTYPES[info.layout.dtype]), kv)
+            finished = _finish(model, hidden, [rows[i] for i in plan.sampled_rows])
         except torch.OutOfMemoryError as error:
             raise EngineError(
                 f"a step of {len(plan.token_ids)} tokens ran out of memory on {self._device}",
@@ -118,8 +131,8 @@ class TorchExecutor:
             ) from error
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        for i, sampled in zip(plan.sampled_rows, chosen, strict=True):
-            results[i] = sampled
+        for i, result in zip(plan.sampled_rows, finished, strict=True):
+            results[i] = result
         return results
 
     def close(self) -> None:
@@ -127,6 +140,27 @@ class TorchExecutor:
         self._kv = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _finish(model: Transformer, hidden: Tensor, rows: Sequence[Row]) -> list[Result]:
+    """A token or a vector for each of `rows` from the state after its last token. hidden: [len(rows), hidden]"""
+    results: list[Result] = [None] * len(rows)
+    for embed, of in ((False, _tokens), (True, _vectors)):
+        places = [i for i, row in enumerate(rows) if row.embed is embed]
+        if places:
+            mine = hidden if len(places) == len(rows) else hidden[places]
+            for i, result in zip(places, of(model, mine, [rows[i] for i in places]), strict=True):
+                results[i] = result
+    return results
+
+
+def _tokens(model: Transformer, hidden: Tensor, rows: Sequence[Row]) -> Sequence[Result]:
+    return choose(model.logits(hidden), rows)
+
+
+def _vectors(model: Transformer, hidden: Tensor, rows: Sequence[Row]) -> Sequence[Result]:
+    """The state itself, of length 1."""
+    return [Embedded(vector.tobytes()) for vector in F.normalize(hidden.float(), dim=-1).cpu().numpy().astype("<f4")]
 
 
 def open_device(name: str) -> torch.device:

@@ -19,7 +19,7 @@ class Transformer:
         self._rope = rope_table(config).to(weights.embed.device, weights.embed.dtype)
 
     def forward(self, batch: Batch, kv: PagedKv) -> Tensor:
-        """Compute the batch, write its keys and values to `kv`; logits of `last_tokens`: float32 [S, vocab]."""
+        """Compute the batch, write its keys and values to `kv`; what it knows at `last_tokens`: [S, hidden]."""
         eps = self._config.rms_norm_eps
         if batch.begun_blocks is not None:
             kv.clear(batch.begun_blocks)
@@ -30,8 +30,11 @@ class Transformer:
             x += self._attention(index, layer, normed, cos, sin, batch, kv)
             normed = F.rms_norm(x, layer.post_norm.shape, layer.post_norm, eps)
             x += _mlp(layer, normed)
-        last = F.rms_norm(x[batch.last_tokens], self._weights.norm.shape, self._weights.norm, eps)
-        return F.linear(last, self._weights.lm_head).float()
+        return F.rms_norm(x[batch.last_tokens], self._weights.norm.shape, self._weights.norm, eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the next token, from what `forward` gave: [S, hidden] -> float32 [S, vocab]"""
+        return F.linear(hidden, self._weights.lm_head).float()
 
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv: PagedKv

@@ -1,7 +1,7 @@
 """Choose tokens from logits. Pure: equal logits, settings and tokens so far give equal choices, on any worker.
 
-The semantics are vLLM's: penalties, then temperature, then min_p, top_k and top_p; logprobs are those of
-the model itself, before any of these.
+The semantics are vLLM's: penalties, then biases, then what may not be chosen at all, then temperature, then min_p,
+top_k and top_p; logprobs are those of the model itself, before any of these.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -49,16 +49,58 @@ def uniform(seed: int, index: int) -> float:
 
 
 def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Apply penalties and bans: a new tensor, or `logits` itself where no row has any. [S, vocab]"""
-    touched = [(i, row) for i, row in enumerate(rows) if row.banned or has_penalties(row.sampling)]
+    """Apply penalties, biases and bans: a new tensor, or `logits` itself where no row has any. [S, vocab]"""
+    touched = [(i, row) for i, row in enumerate(rows) if is_ruled(row) or has_penalties(row.sampling)]
     if not touched:
         return logits
     adjusted = logits.clone()
     for i, row in touched:
         penalize(adjusted[i], row.sampling, row.prompt, row.output)
-        banned, _ = _count(row.banned, logits)
-        adjusted[i, banned] = float("-inf")
+        bias(adjusted[i], row.sampling)
+        if (open_to := choosable(row, logits.shape[-1])) is not None:
+            adjusted[i].masked_fill_(torch.from_numpy(~open_to).to(logits.device), float("-inf"))
     return adjusted
+
+
+def is_ruled(row: Row) -> bool:
+    sampling = row.sampling
+    return bool(row.banned or sampling.logit_bias or sampling.allowed_token_ids or row.guide is not None)
+
+
+def bias(logits: Tensor, params: SamplingParams) -> None:
+    """Change `logits` [vocab] in place."""
+    if params.logit_bias:
+        biases = dict(params.logit_bias)
+        token_ids = torch.tensor(list(biases), device=logits.device)
+        logits[token_ids] += torch.tensor(list(biases.values()), dtype=logits.dtype, device=logits.device)
+
+
+def choosable(row: Row, vocab_size: int) -> NDArray[np.bool_] | None:
+    """The tokens that may be chosen, bool [vocab], at least one; None: all.
+
+    The guide counts most, then the allowed tokens, then the bans: what would leave nothing is passed over.
+    """
+    rules: list[NDArray[np.bool_]] = []
+    if row.guide is not None and (allowed := row.guide.allowed()) is not None:
+        rules.append(allowed)
+    if row.sampling.allowed_token_ids:
+        rules.append(_mark(row.sampling.allowed_token_ids, vocab_size))
+    if row.banned:
+        rules.append(~_mark(row.banned, vocab_size))
+    left: NDArray[np.bool_] | None = None
+    for rule in rules:
+        narrowed = rule if left is None else left & rule
+        if narrowed.any():
+            left = narrowed
+    return left
+
+
+def _mark(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.bool_]:
+    """bool [vocab]; ids that the model does not have are left out."""
+    ids = np.array(token_ids, np.int64)
+    marked = np.zeros(vocab_size, np.bool_)
+    marked[ids[(ids >= 0) & (ids < vocab_size)]] = True
+    return marked
 
 
 def has_penalties(params: SamplingParams) -> bool:

@@ -1,0 +1,87 @@
+"""How a model writes thoughts and tool calls, and the parser that reads one answer."""
+
+from dataclasses import dataclass
+
+from frontend.call import ToolChoice, Tools
+from frontend.parsers.chain import Chain
+from frontend.parsers.events import Parser
+from frontend.parsers.harmony import HARMONY, is_harmony
+from frontend.parsers.reasoning import (
+    ReasoningFormat,
+    guess_reasoning_format,
+    prompt_opens_thoughts,
+    reasoning_format,
+)
+from frontend.parsers.tools import ArgumentsAsJson, CallsAsJson, ToolFormat, guess_tool_format, tool_format
+from protocol.errors import InvalidRequestError
+
+NONE = "none"  # as a parser's name: the text stays as it is
+HARMONY_NAME = "harmony"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """What one model writes, beside prose."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    is_harmony: bool = False  # thoughts, calls and prose in channels
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Special tokens that a parser has to see."""
+        if self.is_harmony:
+            return frozenset(HARMONY.markers)
+        found: set[str] = set()
+        if self.tools is not None:
+            found.update(self.tools.markers)
+        if self.reasoning is not None:
+            found.update(self.reasoning.markers)
+        return frozenset(found)
+
+    def parser(self, tools: Tools | None, prompt_tail: str, *, is_guided: bool) -> Parser | None:
+        """For one answer; `prompt_tail`: how the rendered prompt ends. None: all is prose.
+
+        An answer that is held to a format from its first token on has no room for thoughts.
+
+        Raises InvalidRequestError if the model has no format for calls.
+        """
+        if self.is_harmony and not is_guided:
+            return HARMONY.open(False)
+        thoughts = None if is_guided else self._thoughts(prompt_tail)
+        calls = self._calls(tools)
+        if thoughts is not None and calls is not None:
+            return Chain(thoughts, calls)
+        return thoughts or calls
+
+    def _thoughts(self, prompt_tail: str) -> Parser | None:
+        if self.reasoning is None:
+            return None
+        return self.reasoning.open(prompt_opens_thoughts(prompt_tail, self.reasoning))
+
+    def _calls(self, tools: Tools | None) -> Parser | None:
+        if tools is None:
+            return None
+        if tools.choice is ToolChoice.NAMED:
+            return ArgumentsAsJson(tools.named)
+        if tools.choice is ToolChoice.REQUIRED:
+            return CallsAsJson()
+        if self.tools is None:
+            raise InvalidRequestError(
+                "The parameter 'tools' is not supported: it is not known how this model writes calls",
+                hint="start its workers with --tool-parser, or send tool_choice 'required' or 'none'",
+                param="tools",
+            )
+        return self.tools.open(tools.functions)
+
+
+def answer_format(tool_parser: str, reasoning_parser: str, template_source: str) -> AnswerFormat:
+    """By the names a worker gives, or guessed from its chat template where it gives none. Raises ConfigError."""
+    if HARMONY_NAME in (tool_parser, reasoning_parser) or (not tool_parser and is_harmony(template_source)):
+        return AnswerFormat(is_harmony=True)
+    tools = tool_parser or guess_tool_format(template_source)
+    reasoning = reasoning_parser or guess_reasoning_format(template_source)
+    return AnswerFormat(
+        tools=tool_format(tools) if tools not in ("", NONE) else None,
+        reasoning=reasoning_format(reasoning) if reasoning not in ("", NONE) else None,
+    )

@@ -1,0 +1,333 @@
+"""Where a text may be cut so that its pieces, tokenized one by one, give exactly the tokens of the whole. Pure.
+
+Two kinds of places, both found from the `tokenizer.json` alone; where nothing can be proven there is no cut.
+
+**Before an added token** (`<|im_start|>`). The tokenizer takes added tokens out first and treats the text between
+them separately, so what stands before one never meets what follows. Only tokens count that are looked up in the raw
+text, as they are (not `normalized`, `lstrip`, `single_word`), and whose beginning stands nowhere inside an added
+token, so that no other token can lie across the cut.
+
+**In plain text**, between a character `left` and a character `right` (`JOINTS`: a word and the space or the line end
+after it, a Chinese or Japanese character and the comma after it). The steps of the tokenizer are followed:
+
+1. no added token holds `left` and `right` next to each other, so none lies across the cut;
+2. the normalizer has steps only that act on each character by itself there (no composition goes over these pairs),
+   or on runs that cannot hold the pair; and a pair stays a pair;
+3. each pre-tokenizer splits between the two whatever stands around them, or never joins them (`patterns.py`);
+4. if one splits there, no model ever sees both. If none does, the model has to be a BPE without word affixes in whose
+   vocabulary no token holds `left` and `right` next to each other: then no merge goes over the cut.
+
+Tokenizers that write a sign for the space before every text (`Prepend`) do so for every piece, too; there the space at
+the cut is dropped, and the sign that is put before the piece stands for it.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from string import ascii_letters, digits
+from typing import Any
+
+from frontend.tokenizing.byte_level import written
+from frontend.tokenizing.patterns import Joint, UnknownPattern, joint
+
+Step = dict[str, Any]
+
+WORD = ascii_letters + digits
+CJK = "的了是人中上大一不在有はがをにのてでたるすとも"  # common ones: some stand before a comma in every paragraph
+JOINTS = ((WORD, " "), (WORD, "\n"), (CJK, "，"), (CJK, "。"), (CJK, "、"))
+
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+MAX_TRIES = 32  # per piece: `<` is common in code
+SPLITS_AT_SPACE = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
+ACT_PER_CHARACTER = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Precompiled", "Nmt"}
+
+
+@dataclass(frozen=True, slots=True)
+class CutRules:
+    """Where the texts of one tokenizer may be cut."""
+
+    plain: re.Pattern[str] | None = None  # a match starts at a cut in plain text
+    dropped_chars: int = 0  # after a cut in plain text
+    anchor: re.Pattern[str] | None = None  # matches where an added token starts before which a cut is
+    anchor_chars: str = ""  # what such tokens start with
+
+    def __bool__(self) -> bool:
+        return self.plain is not None or self.anchor is not None
+
+    def pieces(self, text: str, least_chars: int, most_chars: int) -> list[str]:
+        """`text` in pieces: cut before an added token after `least_chars`, else in plain text after `most_chars`.
+
+        Where a piece ends depends only on the text before and a few characters after: equal beginnings give equal
+        pieces. A piece is longer where there is no place for a cut.
+        """
+        pieces: list[str] = []
+        start, plain = 0, self.plain
+        while len(text) - start > most_chars:
+            end = self._anchor_at(text, start + least_chars, start + most_chars, MAX_TRIES)
+            dropped_chars = 0
+            if end < 0 and plain is not None:
+                found = plain.search(text, start + most_chars)
+                end = -1 if found is None else found.start()
+                dropped_chars = self.dropped_chars
+            if end < 0:  # no plain cut in all the rest
+                plain, dropped_chars = None, 0
+                end = self._anchor_at(text, start + most_chars, len(text), len(text))
+            if end < 0:
+                break
+            pieces.append(text[start:end])
+            start = end + dropped_chars
+        pieces.append(text[start:] if start else text)
+        return pieces
+
+    def _anchor_at(self, text: str, start: int, end: int, max_tries: int) -> int:
+        """Where the first added token starts in text[start:end], -1 if none does.
+
+        `max_tries`: how often its first character may turn out to be something else.
+        """
+        first = -1
+        for char in self.anchor_chars:
+            if (at := self._find(text, char, start, end, max_tries)) >= 0:
+                first = end = at
+        return first
+
+    def _find(self, text: str, char: str, start: int, end: int, max_tries: int) -> int:
+        assert self.anchor is not None
+        for _ in range(max_tries):
+            at = text.find(char, start, end)
+            if at < 0 or self.anchor.match(text, at):
+                return at
+            start = at + 1
+        return -1
+
+
+def cut_rules(spec: dict[str, Any], normalize: Callable[[str], str]) -> CutRules:
+    """The rules for a tokenizer.json. `normalize` is its normalizer as a function."""
+    model = spec.get("model") or {}
+    added = spec.get("added_tokens") or []
+    if model.get("dropout") or any(token["single_word"] for token in added):
+        return CutRules()
+    anchors = _anchors(added)
+    plain, dropped_chars = _plain_cuts(spec, normalize)
+    return CutRules(
+        plain=plain,
+        dropped_chars=dropped_chars,
+        anchor=_any_of(anchors) if anchors else None,
+        anchor_chars="".join(sorted({token[0] for token in anchors})),
+    )
+
+
+# --- before added tokens ------------------------------------------------------------------------------
+
+MAX_ANCHOR_CHARS = 3  # different first characters; each costs a search
+
+
+def _anchors(added: Sequence[Step]) -> list[str]:
+    """The added tokens before which a cut is exact, the special ones first."""
+    anchors: list[str] = []
+    first_chars: set[str] = set()
+    inside = "\0".join([token["content"][1:] for token in added]) + "\0"
+    for token in sorted(added, key=lambda token: not token["special"]):
+        content = token["content"]
+        if token["normalized"] or token["lstrip"] or len(content) < 2:
+            continue
+        if content[:2] in inside or content[0] + "\0" in inside:
+            continue  # another one may lie across its beginning
+        if content[0] not in first_chars and len(first_chars) == MAX_ANCHOR_CHARS:
+            continue
+        first_chars.add(content[0])
+        anchors.append(content)
+    return anchors
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Matches each of `texts`; fails fast, at the first two characters, even if there are hundreds."""
+    endings: dict[str, list[str]] = {}
+    for text in texts:
+        endings.setdefault(text[:2], []).append(re.escape(text[2:]))
+    return re.compile("|".join([f"{re.escape(start)}(?:{'|'.join(rest)})" for start, rest in endings.items()]))
+
+
+# --- in plain text ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Pair:
+    """A kind of place, followed through the steps of a tokenizer."""
+
+    left: str  # characters that may stand before
+    right: str
+    split: bool = False  # some pre-tokenizer splits between the two, always
+    spelled: dict[str, str] = field(default_factory=dict)  # `left` after normalizing -> as it stood in the text
+
+    @property
+    def normal_left(self) -> str:
+        return "".join(self.spelled)
+
+
+class _NoCut(Exception):
+    """It cannot be proven that a cut at such a pair is exact."""
+
+
+def _plain_cuts(spec: dict[str, Any], normalize: Callable[[str], str]) -> tuple[re.Pattern[str] | None, int]:
+    normalizers, pre_tokenizers = _steps(spec, "normalizer", "normalizers"), _pre_tokenizers(spec)
+    prepends = any(step["type"] == "Prepend" for step in normalizers)
+    cuts: list[str] = []
+    for left, right in JOINTS:
+        try:
+            safe = _safe_left(left, right, spec, normalizers, pre_tokenizers, normalize)
+        except (_NoCut, UnknownPattern, KeyError):
+            continue
+        if safe and not (prepends and right != " "):
+            cuts.append(f"{right}(?<=[{safe}]{right})")
+    if not cuts:
+        return None, 0
+    if not prepends:
+        return re.compile("|".join(cuts)), 0
+    starts = {token["content"][0] for token in spec.get("added_tokens") or [] if token["content"]}
+    follows = "".join(char for char in WORD if char not in starts)  # so that the piece begins with plain text
+    return (re.compile(f"{cuts[0]}(?=[{follows}])"), 1) if follows else (None, 0)
+
+
+def _safe_left(
+    left: str,
+    right: str,
+    spec: dict[str, Any],
+    normalizers: list[Step],
+    pre_tokenizers: list[Step],
+    normalize: Callable[[str], str],
+) -> str:
+    """Those of `left` after which, and before `right`, a cut is exact. Raises if that depends on something unknown."""
+    left = _outside_added_tokens(left, right, spec.get("added_tokens") or [], normalize)
+    pair = _normalized(left, right, normalizers, normalize)
+    for step in pre_tokenizers:
+        _follow(pair, step)
+    if pair.split:
+        return "".join(pair.spelled.values())
+    return _unmerged(pair, spec["model"], byte_level=any(step["type"] == "ByteLevel" for step in pre_tokenizers))
+
+
+def _outside_added_tokens(left: str, right: str, added: Sequence[Step], normalize: Callable[[str], str]) -> str:
+    texts = "\0".join([text for token in added for text in (token["content"], normalize(token["content"]))])
+    endings = {token["content"][-1:] for token in added if token["rstrip"]}  # these take the white space that follows
+    return "".join(char for char in left if char + right not in texts and char not in endings)
+
+
+def _steps(spec: dict[str, Any], kind: str, members: str) -> list[Step]:
+    """The steps of `spec[kind]`, in order, sequences unfolded."""
+    step = spec.get(kind)
+    if step is None:
+        return []
+    if step["type"] == "Sequence":
+        return [inner for member in step[members] for inner in _steps({kind: member}, kind, members)]
+    return [step]
+
+
+def _pre_tokenizers(spec: dict[str, Any]) -> list[Step]:
+    return _steps(spec, "pre_tokenizer", "pretokenizers")
+
+
+def _normalized(left: str, right: str, normalizers: list[Step], normalize: Callable[[str], str]) -> _Pair:
+    prefix = normalize("a")[:-1]  # what Prepend puts before
+    pair = _Pair(left, "")
+    for char in left:
+        text = normalize(char + right + char)
+        if len(text) != len(prefix) + 3 or not text.startswith(prefix) or text[-1] != text[-3]:
+            continue
+        if pair.right not in ("", text[-2]):
+            raise _NoCut
+        pair.right = text[-2]
+        if text[-1] in pair.spelled:  # two spellings of one character, as in lower case
+            pair.spelled[text[-1]] += char
+        else:
+            pair.spelled[text[-1]] = char
+    if not pair.spelled:
+        raise _NoCut
+    if prefix not in ("", pair.right):
+        raise _NoCut
+    for place, step in enumerate(normalizers):
+        _check_normalizer(step, place, left + pair.normal_left, right, pair.right)
+    return pair
+
+
+def _check_normalizer(step: Step, place: int, left: str, right: str, normal_right: str) -> None:
+    """Raises unless `step` acts on both sides of the pair as if each stood alone."""
+    match step:
+        case {"type": kind} if kind in ACT_PER_CHARACTER:
+            return
+        case {"type": "Prepend"} if place == 0 and right == " ":
+            return
+        case {"type": "Strip", "strip_left": False}:  # takes white space off the end, and no piece but the last has it
+            return
+        case {"type": "Replace", "pattern": {"String": str(text)}}:
+            rights = right + normal_right
+            if not any(a in left and b in rights for a, b in pairwise(text)):
+                return
+        case {"type": "Replace", "pattern": {"Regex": str(pattern)}}:
+            if not any(_never_joined(pattern, left, char).empty for char in {right, normal_right}):
+                return
+    raise _NoCut
+
+
+def _never_joined(pattern: str, left: str, right: str) -> Joint:
+    found = joint(pattern, left, right)
+    if found.joins:
+        raise _NoCut
+    return found
+
+
+def _follow(pair: _Pair, step: Step) -> None:
+    """What pre-tokenizer `step` does to the pair. Raises if it may join the two, or is not known."""
+    left, right = pair.normal_left, pair.right
+    match step:
+        case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": str(behavior), "invert": False}:
+            _follow_split(pair, pattern, behavior)
+        case {"type": "Split", "pattern": {"String": str(text)}, "behavior": str(behavior), "invert": False}:
+            _follow_split(pair, re.escape(text), behavior)
+        case {"type": "ByteLevel"}:
+            if step.get("add_prefix_space") and not right.isspace():
+                raise _NoCut  # it would put a space before the piece
+            if step.get("use_regex", True):
+                _follow_split(pair, GPT2_PATTERN, "Isolated")
+        case {"type": "Metaspace", "replacement": str(sign)}:
+            if right == " ":
+                pair.right = sign
+            if pair.right != sign and step.get("prepend_scheme", "always") != "never":
+                raise _NoCut
+            pair.split = pair.split or (pair.right == sign and step.get("split", True))
+        case {"type": kind} if kind in SPLITS_AT_SPACE:
+            pair.split = pair.split or right.isspace()
+            if not right.isspace():
+                raise _NoCut
+        case {"type": "Digits"}:
+            pass  # splits between digits and others
+        case {"type": "Punctuation"} if right in " \n▁":
+            pass  # splits around punctuation, which neither is
+        case {"type": "CharDelimiterSplit", "delimiter": str(char)} if char not in left:
+            pair.split = pair.split or char == right
+        case _:
+            raise _NoCut
+
+
+def _follow_split(pair: _Pair, pattern: str, behavior: str) -> None:
+    found = joint(pattern, pair.normal_left, pair.right)
+    if found.joins or found.empty:
+        raise _NoCut
+    if behavior == "Isolated":
+        pair.split = pair.split or found.alone
+    elif found.starts or found.ends:  # matches are joined with their neighbours, or left out
+        raise _NoCut
+
+
+def _unmerged(pair: _Pair, model: Step, *, byte_level: bool) -> str:
+    """Those on the left which no token of a BPE holds directly before the right."""
+    if model.get("type") != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        raise _NoCut
+    vocab: Iterable[str] = model["vocab"]
+    first = written(pair.right)[0] if byte_level else pair.right
+    if first not in vocab:
+        raise _NoCut  # unknown characters in a row become one token
+    lasts = {char: written(char)[-1] if byte_level else char for char in pair.spelled}
+    before = re.compile(f"[{re.escape(''.join(lasts.values()))}](?={re.escape(first)})")
+    merged = {found[0] for token in vocab for found in before.finditer(token)}
+    return "".join(pair.spelled[char] for char, last in lasts.items() if last in vocab and last not in merged)

@@ -1,0 +1,95 @@
+"""Failures as HTTP clients see them: a status and OpenAI's error object."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from protocol.errors import InvalidRequestError, MeshError, OverloadedError
+
+
+class BodyTooLargeError(InvalidRequestError):
+    code = "body_too_large"
+
+
+class HeadTooLargeError(InvalidRequestError):
+    code = "head_too_large"
+
+
+class NotFoundError(InvalidRequestError):
+    code = "not_found"
+
+
+class MethodNotAllowedError(InvalidRequestError):
+    code = "method_not_allowed"
+
+
+class UnsupportedMediaTypeError(InvalidRequestError):
+    code = "unsupported_media_type"
+
+
+class RequestTimeoutError(InvalidRequestError):
+    code = "request_timeout"
+
+
+class UnauthorizedError(InvalidRequestError):
+    code = "unauthorized"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpFailure:
+    """How one kind of failure looks to an HTTP client."""
+
+    status: int
+    type: str
+    code: str | None
+    retry_after_s: int | None = None
+
+
+_INVALID = "invalid_request_error"
+_INTERNAL = HttpFailure(500, "server_error", "internal")
+_BY_CODE = {
+    "invalid_request": HttpFailure(400, _INVALID, None),
+    "context_length": HttpFailure(400, _INVALID, "context_length_exceeded"),
+    "unauthorized": HttpFailure(401, "authentication_error", "invalid_api_key"),
+    "model_not_found": HttpFailure(404, _INVALID, "model_not_found"),
+    "not_found": HttpFailure(404, _INVALID, "not_found"),
+    "method_not_allowed": HttpFailure(405, _INVALID, "method_not_allowed"),
+    "request_timeout": HttpFailure(408, _INVALID, "request_timeout"),
+    "body_too_large": HttpFailure(413, _INVALID, "body_too_large"),
+    "unsupported_media_type": HttpFailure(415, _INVALID, "unsupported_media_type"),
+    "head_too_large": HttpFailure(431, _INVALID, "headers_too_large"),
+    "overloaded": HttpFailure(429, "rate_limit_error", "overloaded", retry_after_s=1),
+    "no_worker": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),
+    "unreachable": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),
+    "draining": HttpFailure(503, "server_error", "draining", retry_after_s=2),
+    "cancelled": HttpFailure(503, "server_error", "cancelled", retry_after_s=2),  # the worker shuts down
+    "deadline_exceeded": HttpFailure(504, "server_error", "deadline_exceeded"),
+    "peer_lost": HttpFailure(502, "server_error", "peer_lost"),
+    "engine": HttpFailure(502, "server_error", "engine"),
+    "transfer": HttpFailure(502, "server_error", "transfer"),
+}
+CODES = frozenset(_BY_CODE)  # of errors that are a client's business
+
+
+def http_failure(code: str) -> HttpFailure:
+    """`code` is that of a MeshError; one that is not a client's business becomes a 500."""
+    return _BY_CODE.get(code, _INTERNAL)
+
+
+def retry_after_s(error: MeshError) -> int | None:
+    """When to come back, in whole seconds: what the error says, else what is usual for its kind; None: do not."""
+    told = error.retry_after_s if isinstance(error, OverloadedError) else None
+    return http_failure(error.code).retry_after_s if told is None else told
+
+
+def error_body(error: MeshError) -> bytes:
+    """OpenAI's error object as JSON."""
+    failure = http_failure(error.code)
+    content: dict[str, Any] = {
+        "message": str(error),
+        "type": failure.type,
+        "param": error.param if isinstance(error, InvalidRequestError) else None,
+        "code": failure.code,
+    }
+    return msgspec.json.encode({"error": content})

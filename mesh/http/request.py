@@ -1,0 +1,125 @@
+"""What a handler gets and gives back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+if TYPE_CHECKING:
+    from mesh.http.connection import Connection
+
+JSON = "application/json"
+MAX_QUERY_FIELDS = 100
+
+
+class Request:
+    """One request, its body read. `params` are what the route's path names."""
+
+    def __init__(
+        self, connection: "Connection", method: str, path: str, query_string: str, headers: list[tuple[str, str]]
+    ) -> None:
+        self._connection = connection
+        self.method = method
+        self.path = path
+        self._query_string = query_string
+        self.headers = headers  # names in lower case
+        self.body = b""
+        self.params: Mapping[str, str] = {}
+
+    def header(self, name: str) -> str | None:
+        """The first header of that name, which is given in lower case."""
+        for found, value in self.headers:
+            if found == name:
+                return value
+        return None
+
+    @cached_property
+    def query(self) -> dict[str, str]:
+        """A field that is sent twice has its last value."""
+        try:
+            return dict(parse_qsl(self._query_string, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS))
+        except ValueError:
+            return {}
+
+    def open_stream(self, headers: Mapping[str, str], status: int = 200) -> "ReplyStream":
+        """Send the head of a reply that is written bit by bit. The handler then returns the stream."""
+        return self._connection.open_stream(headers, status)
+
+    @property
+    def client_has_left(self) -> bool:
+        return self._connection.is_lost
+
+
+@dataclass(slots=True)
+class Reply:
+    """A whole reply."""
+
+    body: bytes = b""
+    status: int = 200
+    content_type: str = JSON
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class ReplyStream:
+    """The body of a reply as it is written. Writing never waits: whoever produces much looks at `is_full` first.
+
+    What is written in one turn of the event loop goes out together, at its end: a send costs more than a token.
+    """
+
+    __slots__ = ("_connection", "_pending", "is_chunked", "status")
+
+    def __init__(self, connection: "Connection", status: int, head: bytes, *, is_chunked: bool) -> None:
+        self._connection = connection
+        self._pending: list[bytes] = []
+        self.status = status
+        self.is_chunked = is_chunked
+        connection.plan_flush(head)
+
+    def write(self, data: bytes) -> None:
+        """Send `data`; does nothing once the client has left."""
+        if not self._pending:
+            self._connection.plan_flush()
+        self._pending.append(data)
+
+    def end(self, data: bytes = b"") -> None:
+        """Send the last `data` and the end of the body, now."""
+        self._pending.append(data)
+        self._connection.flush(b"0\r\n\r\n" if self.is_chunked else b"")
+
+    def take(self) -> bytes:
+        """What was written since the last call, as it goes on the wire."""
+        data = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
+        self._pending.clear()
+        if not data or not self.is_chunked:
+            return data
+        return b"%x\r\n%b\r\n" % (len(data), data)
+
+    @property
+    def is_full(self) -> bool:
+        """The client reads more slowly than is written: wait for `until_writable`."""
+        return not self._connection.writable.is_set()
+
+    async def until_writable(self) -> None:
+        """Also returns when the client has left."""
+        await self._connection.writable.wait()
+
+    def abort(self) -> None:
+        """Cut the connection: nothing else can tell a client that does not read that its reply broke off."""
+        self._connection.abort()
+
+
+def json_reply(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
+    return Reply(msgspec.json.encode(value), status, headers=headers or {})
+
+
+async def live(request: Request) -> Reply:
+    """Whether the process runs at all."""
+    return json_reply({"status": "live"})
+
+
+async def show_metrics(request: Request) -> Reply:
+    return Reply(generate_latest(), content_type=CONTENT_TYPE_LATEST)

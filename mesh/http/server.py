@@ -1,0 +1,219 @@
+"""Routes, and the listener that serves them."""
+
+import asyncio
+import logging
+import re
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from mesh.http.connection import Connection, DateLine, refusal
+from mesh.http.errors import MethodNotAllowedError, NotFoundError, RequestTimeoutError, error_body
+from mesh.http.request import Reply, ReplyStream, Request
+from protocol.errors import ConfigError, MeshError
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Request], Awaitable[Reply | ReplyStream]]
+Guard = Callable[[Request], None]
+ErrorBody = Callable[[MeshError], bytes]
+SWEEP_S = 5.0  # between looks for connections that have expired; none while there is no connection
+SHUTDOWN_S = 1.0  # for handlers that are cancelled at the end
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`path` may hold `{name}`, which stands for one part, and end with `{name:path}`, which takes the rest."""
+
+    method: str
+    path: str
+    handler: Handler
+    error_body: ErrorBody = error_body
+    is_open: bool = False  # reached without an API key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    max_body_bytes: int = 16 << 20
+    max_bodies_bytes: int = 1 << 30  # of all requests in flight together
+    max_connections: int = 20_000
+    receive_timeout_s: float = 60.0  # for a request to come to its end
+    keep_alive_s: float = 75.0  # a connection without a request
+
+
+@dataclass(slots=True)
+class App:
+    """What a listener serves."""
+
+    routes: Sequence[Route]
+    limits: HttpLimits = HttpLimits()
+    guard: Guard | None = None  # raises MeshError for a request that may not pass
+    on_reply: Callable[[str, int], None] | None = None  # told the route's path and the status of every reply
+    _exact: dict[str, dict[str, Route]] = field(default_factory=dict)
+    _patterns: list[tuple[re.Pattern[str], dict[str, Route]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        patterns: dict[str, dict[str, Route]] = {}
+        for route in self.routes:
+            table = patterns if "{" in route.path else self._exact
+            table.setdefault(route.path, {})[route.method] = route
+        self._patterns = [(_pattern(path), methods) for path, methods in patterns.items()]
+
+    def find(self, request: Request) -> Route:
+        """Raises NotFoundError, MethodNotAllowedError."""
+        methods = self._exact.get(request.path)
+        if methods is None:
+            for pattern, candidates in self._patterns:
+                if found := pattern.fullmatch(request.path):
+                    methods, request.params = candidates, found.groupdict()
+                    break
+            else:
+                raise NotFoundError(f"there is no {request.path[:200]!r} here")
+        route = methods.get("GET" if request.method == "HEAD" else request.method)
+        if route is None:
+            raise MethodNotAllowedError(
+                f"{request.path} does not take {request.method}", hint=f"send {', '.join(sorted(methods))}"
+            )
+        return route
+
+    def methods_at(self, path: str) -> list[str]:
+        """Of a path that exists."""
+        found = {route.method for route in self.routes if _pattern(route.path).fullmatch(path)}
+        return sorted(found | ({"HEAD"} if "GET" in found else set()))
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    def part(found: re.Match[str]) -> str:
+        return f"(?P<{found[1]}>{'.+' if found[2] else '[^/]+'})"
+
+    literal = re.split(r"(\{\w+(?::path)?\})", path)
+    return re.compile(
+        "".join(
+            re.sub(r"\{(\w+)(:path)?\}", part, piece) if piece.startswith("{") else re.escape(piece)
+            for piece in literal
+        ),
+        re.DOTALL,
+    )
+
+
+class Server:
+    """The connections of one listener, and what they share."""
+
+    def __init__(self, app: App) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.now = self.loop.time
+        self.connections: set[Connection] = set()
+        self.max_body_bytes = app.limits.max_body_bytes
+        self.max_bodies_bytes = app.limits.max_bodies_bytes
+        self.body_bytes = 0  # of all requests that are read or handled
+        self.is_closing = False
+        self.date_line = DateLine()
+        self._app = app
+        self._sweep: asyncio.TimerHandle | None = None
+        self._unflushed: list[Connection] = []
+
+    def flush_soon(self, connection: Connection) -> None:
+        if not self._unflushed:
+            self.loop.call_soon(self._flush)
+        self._unflushed.append(connection)
+
+    def _flush(self) -> None:
+        unflushed, self._unflushed = self._unflushed, []
+        for connection in unflushed:
+            connection.flush()
+
+    def connect(self) -> Connection:
+        if self._sweep is None:
+            self._sweep = self.loop.call_later(SWEEP_S, self._expire)
+        return Connection(self)
+
+    def is_crowded(self) -> bool:
+        return len(self.connections) > self._app.limits.max_connections
+
+    async def answer(self, request: Request) -> Reply | ReplyStream:
+        """The one place where a failure that no handler has answered for becomes a reply."""
+        route: Route | None = None
+        try:
+            route = self._app.find(request)
+            if self._app.guard is not None and not route.is_open:
+                self._app.guard(request)
+            reply = await route.handler(request)
+        except MeshError as error:
+            reply = self._refusal(route, error)
+            if isinstance(error, MethodNotAllowedError):
+                reply.headers = {**reply.headers, "allow": ", ".join(self._app.methods_at(request.path))}
+        except Exception:
+            log.exception("%s %s failed", request.method, request.path)
+            reply = self._refusal(route, MeshError("the server failed", hint="see its log"))
+        if self._app.on_reply is not None:
+            self._app.on_reply(route.path if route is not None else "other", reply.status)
+        return reply
+
+    @staticmethod
+    def _refusal(route: Route | None, error: MeshError) -> Reply:
+        return refusal(error, route.error_body(error) if route is not None else None)
+
+    def on_refused(self, error: MeshError) -> None:
+        log.info("refused a request before it was read: %s", error)
+
+    def _expire(self) -> None:
+        """Hang up on whoever takes too long. Runs while there are connections."""
+        self._sweep = self.loop.call_later(SWEEP_S, self._expire) if self.connections else None
+        limits, now = self._app.limits, self.now()
+        late = RequestTimeoutError(f"the request did not come to its end in {limits.receive_timeout_s:g} s")
+        for connection in list(self.connections):
+            if connection.is_busy:
+                continue
+            allowed_s = limits.receive_timeout_s if connection.is_receiving else limits.keep_alive_s
+            if now - connection.since > allowed_s:
+                connection.expire(late)
+
+    async def close(self) -> None:
+        """Hang up: at once on idle connections, after SHUTDOWN_S on those whose requests go on."""
+        self.is_closing = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connection in list(self.connections):
+            if not connection.is_busy:
+                connection.close()
+        deadline = self.now() + SHUTDOWN_S
+        while self.connections and self.now() < deadline:  # noqa: ASYNC110 - once in a server's life
+            await asyncio.sleep(0.01)
+        for connection in list(self.connections):
+            connection.abort()
+        while self.connections:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def listening(
+    app: App,
+    host: str,
+    port: int,
+    *,
+    advertise_host: str = "",
+    tls: ssl.SSLContext | None = None,
+    reuse_port: bool = False,
+) -> AsyncIterator[str]:
+    """Serve as long as the block runs; gives the URL. A client that leaves cancels its handler.
+
+    Port 0 takes a free one. Raises ConfigError if the address cannot be had.
+    """
+    server = Server(app)
+    try:
+        listener = await server.loop.create_server(
+            server.connect, host, port, backlog=2048, ssl=tls, reuse_port=reuse_port or None
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another port, or --host"
+        ) from error
+    try:
+        shown = advertise_host or host
+        scheme = "http" if tls is None else "https"
+        bound = listener.sockets[0].getsockname()[1]
+        yield f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{bound}"
+    finally:
+        listener.close()
+        await server.close()

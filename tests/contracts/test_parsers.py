@@ -1,0 +1,124 @@
+"""What every parser of answers promises, whatever text comes and however it is cut."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser, Reasoning, Tool
+from frontend.parsers.tools import TOOL_PARSERS, ArgumentsAsJson, CallsAsJson
+from tests.frontend.parsers.streams import cut, run, texts
+
+TOOLS = [
+    Tool("f", {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {}}}),
+    Tool("g", {}),
+]
+
+
+class Subject(NamedTuple):
+    """A parser and what its answers are made of."""
+
+    open: Callable[[], Parser]
+    parts: tuple[str, ...]
+
+
+JSON_PARTS = (
+    '{"name": "f", "arguments": {"a": 1, "s": "}\\"{\\u00e9"}}', '{"name":"g","parameters":{}}', '{"name"', ': "f"',
+    ', "arguments": {', '"a": [1, {"b": null}], ', '"s": "', "\\", '"', "{", "}", "[", "]", ",", ":", ";", "-1.5e3", "null",
+)  # fmt: skip
+PARTS = {
+    "pythonic": (
+        "[f(a=1, s='it\\'s', o={'k': [True, None]}), g()]", "[", "]", "f(", "g()", ")", ",", "a=", "'", '"', "\\", "12",
+        "{'k':", "}",
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n", "<function=", "f", ">", "\n<parameter=a>\n12\n</parameter>\n", "<parameter=s>",
+        "<parameter=o>", "\n</parameter>", "</parameter>", "</function>", "{'k': [1]}", '"',
+    ),
+    "kimi_k2": ("functions.f:0", "functions.", "f", *JSON_PARTS),
+    "glm45": ("f", "\n", "<tool_call>f<arg_key>s</arg_key><arg_value>", "a", "o", "12", '{"k": 1}', '"'),
+    "deepseek_v3": (
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{", "f", "function", "```json", "```", *JSON_PARTS,
+    ),
+}  # fmt: skip
+
+
+def parser_of(name: str) -> Callable[[], Parser]:
+    return lambda: TOOL_PARSERS[name].open(TOOLS)
+
+
+PARSERS: dict[str, Subject] = {
+    **{
+        name: Subject(parser_of(name), TOOL_PARSERS[name].markers + PARTS.get(name, ("f", *JSON_PARTS)))
+        for name in TOOL_PARSERS
+    },
+    "calls as json": Subject(CallsAsJson, JSON_PARTS),
+    "arguments as json": Subject(lambda: ArgumentsAsJson("f"), JSON_PARTS),
+}
+
+each_parser = pytest.mark.parametrize("subject", PARSERS.values(), ids=PARSERS.keys())
+
+
+@each_parser
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_cutting_gives_the_same_events(subject: Subject, data: st.DataObject) -> None:
+    text = data.draw(texts(*subject.parts))
+    whole = run(subject.open(), [text])
+    assert run(subject.open(), list(text)) == whole
+    assert run(subject.open(), data.draw(cut(text))) == whole
+
+
+@each_parser
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_prose_and_thoughts_are_pieces_of_the_text_in_their_order(subject: Subject, data: st.DataObject) -> None:
+    text = data.draw(texts(*subject.parts))
+    events = run(subject.open(), [text])
+    at = 0
+    for event in events:
+        if isinstance(event, Content | Reasoning):
+            at = text.find(event.text, at)
+            assert at >= 0, f"{event.text!r} is not in {text!r}"
+            at += len(event.text)
+    if all(isinstance(event, Content) for event in events):
+        assert "".join(map(prose, events)) == text
+
+
+@each_parser
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_calls_are_counted_and_arguments_belong_to_the_last_one(subject: Subject, data: st.DataObject) -> None:
+    calls = 0
+    for event in run(subject.open(), [data.draw(texts(*subject.parts))]):
+        match event:
+            case CallBegun(index, name):
+                assert (index, name != "") == (calls, True)
+                calls += 1
+            case CallArguments(index):
+                assert index == calls - 1
+
+
+@each_parser
+def test_after_the_end_there_is_nothing_left(subject: Subject) -> None:
+    parser = subject.open()
+    parser.push("".join(subject.parts))
+    parser.flush()
+    assert list(parser.flush()) == []
+
+
+@each_parser
+@settings(deadline=None)
+@given(text=st.text("abcé漢🙂 .\n", min_size=1).filter(str.strip))
+def test_plain_text_is_not_held_back(subject: Subject, text: str) -> None:
+    parser = subject.open()
+    assert run(parser, []) == []
+    told = "".join(map(prose, [*parser.push("x"), *parser.push(text + "y")]))
+    assert told == f"x{text}y"
+
+
+def prose(event: Event) -> str:
+    assert isinstance(event, Content | Reasoning)
+    return event.text

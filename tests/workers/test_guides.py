@@ -1,0 +1,308 @@
+"""An answer under a guide: whatever the model would like to say, what comes out is in the language."""
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("llguidance")
+
+from tokenizers import Tokenizer  # noqa: E402
+
+from kvmesh.tiny_model import CHECKPOINT_DIR  # noqa: E402
+from protocol.errors import InvalidRequestError  # noqa: E402
+from protocol.messages import Guide, GuideKind  # noqa: E402
+from workers.guides import MAX_COMPILED, MAX_GUIDE_BYTES, Guides, Matcher, open_guides  # noqa: E402
+
+VOCAB_SIZE, EOS = 2048, 2
+TOKENIZER = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
+MOST_TOKENS = 3000
+
+
+@pytest.fixture(scope="module")
+def guides() -> Iterator[Guides]:
+    made = open_guides(CHECKPOINT_DIR, VOCAB_SIZE, [EOS])
+    assert made is not None
+    yield made
+    made.close()
+
+
+def open_now(guides: Guides, guide: Guide, generated: list[int] | None = None) -> Matcher:
+    return asyncio.run(guides.open(guide, generated or []))
+
+
+def schema(value: object) -> Guide:
+    return Guide(kind=GuideKind.JSON_SCHEMA, value=json.dumps(value))
+
+
+def babble(matcher: Matcher, seed: int, most: int = MOST_TOKENS) -> list[int]:
+    """What a model without any sense says under the guide: any token that is allowed, as often as any other."""
+    rng = random.Random(seed)
+    said: list[int] = []
+    while not matcher.is_complete and len(said) < most:
+        allowed = matcher.allowed()
+        assert allowed is not None, matcher.failure
+        said.append(rng.choice(np.flatnonzero(allowed).tolist()))
+        matcher.take(said[-1])
+        assert not matcher.failure
+    return said
+
+
+def text(token_ids: list[int]) -> str:
+    return TOKENIZER.decode([t for t in token_ids if t != EOS], skip_special_tokens=False)
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------------
+
+leaves = st.sampled_from(
+    [
+        {"type": "boolean"},
+        {"type": "null"},
+        {"type": "integer", "minimum": -5, "maximum": 120},
+        {"type": "string", "maxLength": 6},
+        {"enum": ["red", "green", 3, None]},
+        {"const": "é"},
+    ]
+)
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def of(properties: dict[str, Any]) -> dict[str, Any]:
+        required = sorted(properties)[::2]
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+    return st.one_of(
+        st.dictionaries(st.sampled_from(["a", "b c", "ü", 'x"y']), inner, max_size=3).map(of),
+        st.builds(lambda items: {"type": "array", "items": items, "maxItems": 3}, inner),
+        st.builds(lambda first, second: {"anyOf": [first, second]}, inner, inner),
+    )
+
+
+def fits(value: Any, rule: dict[str, Any]) -> bool:
+    """Whether `value` is valid by the few keywords that these tests use."""
+    if "anyOf" in rule:
+        return any(fits(value, other) for other in rule["anyOf"])
+    if "enum" in rule or "const" in rule:
+        return any(type(value) is type(one) and value == one for one in rule.get("enum", [rule.get("const")]))
+    match rule["type"]:
+        case "boolean":
+            return isinstance(value, bool)
+        case "null":
+            return value is None
+        case "integer":
+            return type(value) is int and rule["minimum"] <= value <= rule["maximum"]
+        case "string":
+            return isinstance(value, str) and len(value) <= rule["maxLength"]
+        case "array":
+            return isinstance(value, list) and len(value) <= 3 and all(fits(item, rule["items"]) for item in value)
+        case _:
+            rules = rule["properties"]
+            return (
+                isinstance(value, dict)
+                and set(rule["required"]) <= set(value)
+                and all(name in rules and fits(item, rules[name]) for name, item in value.items())
+            )
+
+
+@settings(max_examples=60, deadline=None)
+@given(rule=st.recursive(leaves, containers, max_leaves=5), seed=st.integers(0, 2**32))
+def test_any_answer_under_a_schema_is_valid_json_of_that_schema(guides: Guides, rule: dict[str, Any], seed: int) -> None:
+    matcher = open_now(guides, schema(rule))
+    said = babble(matcher, seed)
+    assert matcher.is_complete
+    assert fits(json.loads(text(said)), rule)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_answer_in_json_begins_an_object(guides: Guides, seed: int) -> None:
+    said = babble(open_now(guides, Guide(kind=GuideKind.JSON)), seed, 40)
+    assert text(said).lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whitespace_between_the_parts_of_json_ends(guides: Guides, seed: int) -> None:
+    said = text(babble(open_now(guides, schema({"type": "array", "items": {"const": 1}, "maxItems": 9})), seed))
+    assert max(map(len, re.findall(r"\s+", said)), default=0) <= 64
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_regular_expression_is_matched_whole(guides: Guides, seed: int) -> None:
+    pattern = r"[a-f]{2,4}-(0|[1-9][0-9]{0,3})(é|😀)?"
+    said = babble(open_now(guides, Guide(kind=GuideKind.REGEX, value=pattern)), seed)
+    assert re.fullmatch(pattern, text(said))
+
+
+CHOICES = ["yes", "yes, but", 'say "no"\n', "日本 😀", "\\u0041", "/a/i"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_of_the_choices_comes_out(guides: Guides, seed: int) -> None:
+    said = babble(open_now(guides, Guide(kind=GuideKind.CHOICE, value=json.dumps(CHOICES))), seed)
+    assert text(said) in CHOICES
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_grammar_in_larks_notation_is_kept_to(guides: Guides, seed: int) -> None:
+    grammar = 'start: pair ("," pair){0,2}\npair: NAME "=" NUMBER\nNAME: /[a-z]{1,3}/\nNUMBER: /[0-9]{1,2}/'
+    said = babble(open_now(guides, Guide(kind=GuideKind.GRAMMAR, value=grammar)), seed)
+    assert re.fullmatch(r"[a-z]{1,3}=\d{1,2}(,[a-z]{1,3}=\d{1,2}){0,2}", text(said))
+
+
+# --- where an answer stands --------------------------------------------------------------------------------------------
+
+
+def test_an_answer_ends_where_nothing_may_follow_and_not_before(guides: Guides) -> None:
+    matcher = open_now(guides, Guide(kind=GuideKind.REGEX, value="ab?"))
+    [first] = TOKENIZER.encode("a", add_special_tokens=False).ids
+    matcher.take(first)
+    allowed = matcher.allowed()
+    assert allowed is not None
+    assert allowed[EOS]
+    assert not matcher.is_complete
+    matcher.take(EOS)
+    assert matcher.is_complete
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), cut=st.integers(0, 40))
+def test_an_answer_that_moved_may_go_on_as_it_might_have_where_it_was(guides: Guides, seed: int, cut: int) -> None:
+    guide = schema({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
+    stays = open_now(guides, guide)
+    said = babble(stays, seed, cut)
+    moved = open_now(guides, guide, said)
+    assert moved.is_complete == stays.is_complete
+    assert np.array_equal(moved.allowed(), stays.allowed())  # type: ignore[arg-type]
+
+
+def test_two_answers_under_one_guide_do_not_disturb_each_other(guides: Guides) -> None:
+    guide = Guide(kind=GuideKind.CHOICE, value='["one", "two"]')
+    first, second = open_now(guides, guide), open_now(guides, guide)
+    babble(first, 1)
+    assert first.is_complete
+    assert not second.is_complete
+
+
+def test_a_token_outside_the_guide_is_a_failure(guides: Guides) -> None:
+    matcher = open_now(guides, Guide(kind=GuideKind.REGEX, value="a"))
+    matcher.take(1500)
+    assert matcher.failure
+    assert matcher.allowed() is None
+    assert not matcher.is_complete
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("guide", "says"),
+    [
+        (schema({"not": {"type": "string"}}), "JSON schema cannot be followed: .*not"),
+        (schema({"$ref": "http://example.com/x.json"}), "JSON schema cannot be followed"),
+        (schema({"$ref": "#"}), "JSON schema cannot be followed"),
+        (Guide(kind=GuideKind.JSON_SCHEMA, value="{"), "JSON schema cannot be read"),
+        (Guide(kind=GuideKind.JSON_SCHEMA, value='{"items":' * 10_000 + "1" + "}" * 10_000), "JSON schema"),
+        (Guide(kind=GuideKind.REGEX, value="("), "regular expression cannot be followed: .*"),
+        (Guide(kind=GuideKind.REGEX, value="(" * 4000 + ")" * 4000), "regular expression cannot be followed"),
+        (Guide(kind=GuideKind.GRAMMAR, value="start: nowhere"), "grammar cannot be followed: .*nowhere"),
+        (Guide(kind=GuideKind.GRAMMAR, value="start: " + "(" * 8000 + '"a"' + ")" * 8000), "grammar cannot be"),
+        (Guide(kind=GuideKind.CHOICE, value="[]"), "there must be a choice"),
+        (Guide(kind=GuideKind.CHOICE, value='["a", ""]'), "none may be empty"),
+        (Guide(kind=GuideKind.CHOICE, value='["a", 1]'), "not a JSON list of strings"),
+        (Guide(kind=GuideKind.JSON, value="x"), "the JSON guide has 1 bytes, at most 0 are taken"),
+    ],
+)
+def test_a_guide_that_cannot_be_followed_is_refused_with_the_reason(guides: Guides, guide: Guide, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as refused:
+        open_now(guides, guide)
+    assert refused.value.param == "guide"
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("kind", list(GuideKind))
+def test_a_guide_that_is_too_large_is_refused_before_it_is_parsed(guides: Guides, kind: GuideKind) -> None:
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_GUIDE_BYTES[kind]} are taken"):
+        open_now(guides, Guide(kind=kind, value="[" * (MAX_GUIDE_BYTES[kind] + 1)))
+
+
+def test_tokens_that_do_not_follow_the_guide_cannot_be_gone_on_from(guides: Guides) -> None:
+    guide = Guide(kind=GuideKind.REGEX, value="[0-9]+")
+    for generated in ([1500], [VOCAB_SIZE], [-1]):
+        with pytest.raises(InvalidRequestError) as refused:
+            open_now(guides, guide, generated)
+        assert refused.value.param == "generated"
+
+
+def chain_of_rules(length: int) -> str:
+    return "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(length)), f'r{length}: "a"'])
+
+
+def chain_of_terminals(length: int) -> str:
+    return "\n".join(["start: R0", *(f'R{i}: R{i + 1} "b"' for i in range(length)), f'R{length}: "a"'])
+
+
+def chain_of_references(length: int) -> str:
+    links = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(length)}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": links | {f"d{length}": {"type": "null"}}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "chain"),
+    [
+        (GuideKind.GRAMMAR, chain_of_rules),
+        (GuideKind.GRAMMAR, chain_of_terminals),
+        (GuideKind.JSON_SCHEMA, chain_of_references),
+    ],
+)
+def test_the_longest_chain_of_definitions_does_not_exhaust_the_stack(
+    guides: Guides, kind: GuideKind, chain: Callable[[int], str]
+) -> None:
+    length = 100
+    while len(chain(length + 100)) <= MAX_GUIDE_BYTES[kind]:
+        length += 100
+    matcher = open_now(guides, Guide(kind=kind, value=chain(length)))
+    assert matcher.allowed() is not None
+
+
+def test_an_answer_whose_guide_becomes_too_costly_fails_and_nothing_else_does(guides: Guides) -> None:
+    rule = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(2500)}}
+    matcher = open_now(guides, schema(rule))
+    [brace] = TOKENIZER.encode("{", add_special_tokens=False).ids
+    matcher.take(brace)
+    assert matcher.failure
+    assert open_now(guides, schema({"type": "null"})).allowed() is not None
+
+
+# --- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_the_latest_guides_are_kept_and_no_more(guides: Guides) -> None:
+    for i in range(MAX_COMPILED + 5):
+        open_now(guides, Guide(kind=GuideKind.REGEX, value=f"a{i}"))
+    assert guides.num_compiled == MAX_COMPILED
+
+
+@pytest.fixture
+async def slow_guides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guides]:
+    made = open_guides(CHECKPOINT_DIR, VOCAB_SIZE, [EOS])
+    assert made is not None
+    monkeypatch.setattr("workers.guides.COMPILE_TIMEOUT_S", 0.0)
+    yield made
+    made.close()
+
+
+async def test_a_guide_that_takes_too_long_to_compile_is_refused(slow_guides: Guides) -> None:
+    with pytest.raises(InvalidRequestError, match="took longer than 0 s to compile; make it simpler"):
+        await slow_guides.open(Guide(kind=GuideKind.REGEX, value="a"))
+
+
+def test_a_folder_without_a_tokenizer_guides_nothing(tmp_path: Any) -> None:
+    assert open_guides(tmp_path, VOCAB_SIZE, [EOS]) is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert open_guides(tmp_path, VOCAB_SIZE, [EOS]) is None

@@ -1,0 +1,51 @@
+"""What an engine was asked for that it cannot do is refused by name, never left out in silence. Pure."""
+
+from collections.abc import Iterator
+
+from protocol.errors import InvalidRequestError
+from protocol.messages import EmbedRequest, Feature, GenerateRequest
+from workers.engine import EngineInfo
+
+
+def check_generation(request: GenerateRequest, info: EngineInfo) -> None:
+    """Raises InvalidRequestError."""
+    for feature, param in _wanted(request):
+        if feature not in info.features:
+            able = ", ".join(sorted(info.features)) or "nothing"
+            raise InvalidRequestError(
+                f"this worker's engine cannot honour {param}; it can do: {able}",
+                hint="send it to a worker whose card lists it",
+                param=param,
+            )
+    _check_lora(request.lora, info)
+
+
+def check_embedding(request: EmbedRequest, info: EngineInfo) -> None:
+    """Raises InvalidRequestError."""
+    if Feature.EMBEDDINGS not in info.features:
+        raise InvalidRequestError(
+            "this worker's engine computes no embeddings", hint="send it to a worker whose card lists them"
+        )
+    _check_lora(request.lora, info)
+
+
+def _wanted(request: GenerateRequest) -> Iterator[tuple[Feature, str]]:
+    """Each with the parameter that wants it."""
+    yield Feature.COMPLETIONS, "a completion"
+    if request.sampling.top_logprobs is not None:
+        yield Feature.LOGPROBS, "logprobs"
+    if request.sampling.logit_bias:
+        yield Feature.LOGIT_BIAS, "logit_bias"
+    if request.sampling.allowed_token_ids:
+        yield Feature.ALLOWED_TOKENS, "allowed_token_ids"
+    if request.guide is not None:
+        yield Feature.GUIDED, "guide"
+
+
+def _check_lora(lora: str | None, info: EngineInfo) -> None:
+    if lora is not None and lora not in info.loras:
+        raise InvalidRequestError(
+            f"there is no adapter {lora!r} on this worker; it has: {', '.join(info.loras) or 'none'}",
+            hint="route by the workers' cards",
+            param="model",
+        )

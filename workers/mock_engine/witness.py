@@ -1,0 +1,100 @@
+"""Sees to it that each row builds on its own KV: the mock's cache holds, as key of a position, the token itself.
+
+What a row finds in the cache is compared in whole before it goes on from there: a shared prefix, a pull, what was left
+by a preemption. What it has computed itself is compared again in turns, a few blocks in each step, so that a step
+costs the same however long the row is; a row of few blocks is compared in whole every time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import Struct
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.errors import EngineError
+from workers.executor import Row
+from workers.mock_engine.answers import prompt_digest
+
+BLOCKS_PER_STEP = 2
+_TOKEN = Struct("<f")  # exact up to 2**24
+_TOKEN_BYTES = _TOKEN.size
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """One row, as far as it was compared."""
+
+    prompt: Sequence[int]  # this very list: an answer of the same name is another one
+    digest: int  # of the prompt
+    keys: bytearray  # float32, of all positions computed so far
+    turn: int = -1  # the block that was compared last
+
+
+class Witness:
+    def __init__(self, kv: NDArray[np.float32]) -> None:
+        """`kv`: [num_blocks, 2 (k, v), block_size], the whole cache."""
+        self._kv = kv
+        self._bytes = kv.data.cast("B")
+        self._key_bytes = kv.shape[2] * _TOKEN_BYTES  # of one block
+        self._block_bytes = 2 * self._key_bytes
+        self._block_size = kv.shape[2]
+        self._seen: dict[str, Seen] = {}
+
+    def take(self, rows: Sequence[Row]) -> list[Seen]:
+        """Compare what `rows` build on and write what they add. Raises EngineError for KV that is not their own."""
+        before, self._seen = self._seen, {}  # those that are not in this step are compared in whole when they are
+        return [self._take(row, before.get(row.request_id)) for row in rows]
+
+    def _take(self, row: Row, seen: Seen | None) -> Seen:
+        if seen is None or seen.prompt is not row.prompt or len(seen.keys) != row.start * _TOKEN_BYTES:
+            seen = self._compare_whole(row)
+        else:
+            self._compare_in_turn(row, seen)
+        self._write(row, seen)
+        self._seen[row.request_id] = seen
+        return seen
+
+    def _compare_whole(self, row: Row) -> Seen:
+        before = np.array([*row.prompt, *row.output][: row.start], np.float32)
+        table = np.array(row.block_table[: -(-row.start // self._block_size)], np.int64)
+        if not np.array_equal(self._kv[table, 0].reshape(-1)[: row.start], before):
+            self._complain(row, before)
+        return Seen(row.prompt, prompt_digest(row.prompt, row.lora), bytearray(before.tobytes()))
+
+    def _compare_in_turn(self, row: Row, seen: Seen) -> None:
+        num_full, rest = divmod(row.start, self._block_size)
+        keys, table, size = seen.keys, row.block_table, self._key_bytes
+        for _ in range(min(num_full, BLOCKS_PER_STEP)):
+            block = seen.turn = seen.turn + 1 if seen.turn + 1 < num_full else 0
+            at = table[block] * self._block_bytes
+            if self._bytes[at : at + size] != keys[block * size : (block + 1) * size]:
+                self._complain(row, np.frombuffer(keys, np.float32))
+        if rest:
+            at = table[num_full] * self._block_bytes
+            if self._bytes[at : at + rest * _TOKEN_BYTES] != keys[num_full * size :]:
+                self._complain(row, np.frombuffer(keys, np.float32))
+
+    def _write(self, row: Row, seen: Seen) -> None:
+        size = self._block_size
+        if len(row.token_ids) == 1:
+            key = _TOKEN.pack(row.token_ids[0])
+            block, offset = divmod(row.start, size)
+            at = row.block_table[block] * self._block_bytes + offset * _TOKEN_BYTES
+            self._bytes[at : at + _TOKEN_BYTES] = key
+            seen.keys += key
+            return
+        keys = np.array(row.token_ids, np.float32)
+        at_positions = np.arange(row.start, row.start + len(keys))
+        table = np.array(row.block_table, np.int64)
+        self._kv[table[at_positions // size], 0, at_positions % size] = keys
+        seen.keys += keys.tobytes()
+
+    def _complain(self, row: Row, before: NDArray[np.float32]) -> None:
+        table = np.array(row.block_table[: -(-row.start // self._block_size)], np.int64)
+        mine = self._kv[table, 0].reshape(-1)[: row.start]
+        wrong = int(np.argmax(mine != before))
+        raise EngineError(
+            f"request {row.request_id}: the KV cache holds token {mine[wrong]:.0f} at position {wrong}, "
+            f"not {before[wrong]:.0f}"
+        )
