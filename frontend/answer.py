@@ -57,6 +57,11 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self.has_calls = False
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended it."""
+        return None if self._stops is None else self._stops.hit
+
     def on_delta(self, delta: Delta) -> Part:
         """Take the next delta. Once `finish_reason` is set, none may follow."""
         if self._stops is None and not self._wants_logprobs:

@@ -27,6 +27,8 @@ from protocol.hashing import hash_seed, plain_sequence_hash_bytes, sequence_hash
 from protocol.ids import WorkerId
 from protocol.messages import (
     Delta,
+    Embedding,
+    EmbedRequest,
     GenerateRequest,
     Placed,
     ReleaseOffer,
@@ -109,6 +111,31 @@ class Dispatcher:
         """Implements frontend.generator.Generator."""
         route = await self._route(request, replace(hints, explain=True), [])
         return await self._router.preview(route, _left(deadline))
+
+    async def embed(self, request: EmbedRequest, hints: Hints, deadline: float) -> Embedding:
+        """Implements frontend.generator.Generator: nothing is begun twice by trying again elsewhere."""
+        failed: list[WorkerId] = []
+        asked = GenerateRequest(
+            request_id=request.request_id,
+            model=request.model,
+            prompt=request.prompt,
+            lora=request.lora,
+            cache_salt=request.cache_salt,
+        )
+        while True:
+            route = await self._route(asked, hints, failed)
+            async with self._router.book(route, _left(deadline)) as booking:
+                target = booking.placed.decode
+                try:
+                    vector = await self._plane.ask(target.address, "embed", request, Embedding, _left(deadline))
+                except ELSEWHERE as error:
+                    log.warning("worker %s failed an embedding: %s", target.worker_id, error)
+                    failed.append(target.worker_id)
+                    if len(failed) == MAX_ATTEMPTS:
+                        raise
+                else:
+                    booking.prefill_done()
+                    return vector
 
     async def close(self) -> None:
         """Wait for the releases that are on their way."""

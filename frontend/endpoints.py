@@ -6,16 +6,19 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from frontend import metrics
 from frontend.admission import Admission
 from frontend.answer import Part
 from frontend.call import Call, Dialect, Endpoint, StreamWriter
+from frontend.embeddings import embed, parse_embeddings
 from frontend.errors import outcome
 from frontend.generator import Generator
 from frontend.hints import with_headers
 from frontend.models import ModelRegistry
 from frontend.parameters import parse_either
-from frontend.pipeline import Branch, Job, Timing, placement_headers, prepare, run
+from frontend.pipeline import Branch, Job, placement_headers, prepare, run
 from frontend.whole import Whole
 from mesh.http.connection import refusal
 from mesh.http.request import Reply, ReplyStream, Request, json_reply
@@ -62,6 +65,27 @@ class CompletionService:
             return exchange.refuse(error)
         finally:
             exchange.count()
+
+    async def embed(self, request: Request) -> Reply:
+        """Raises MeshError."""
+        started = asyncio.get_running_loop().time()
+        result = "client_gone"
+        try:
+            deadline = started + timeout_s(request, self.limits)
+            with self.admission.enter():
+                async with self.admission.until(deadline):
+                    asked = parse_embeddings(request.body)
+                    asked = msgspec.structs.replace(asked, call=with_hints(request, asked.call))
+                    model = await self.models.get(asked.call.model)
+                    reply = await embed(asked, model, self.generator, new_id(request, "embd"), deadline)
+            result = "ok"
+            return json_reply(reply)
+        except MeshError as error:
+            result = outcome(error)
+            raise
+        finally:
+            metrics.requests_of(Endpoint.EMBEDDINGS, result).inc()
+            metrics.of_endpoint(Endpoint.EMBEDDINGS).duration.observe(asyncio.get_running_loop().time() - started)
 
     async def preview(self, request: Request) -> Reply:
         """Say where a request would run. Raises MeshError."""

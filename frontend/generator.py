@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from protocol.messages import Delta, Explanation, GenerateRequest, Placed
+from protocol.messages import Delta, Embedding, EmbedRequest, Explanation, GenerateRequest, Placed
 
 MAX_EXPLANATIONS = 8  # of one request, the latest: it may be placed again and again
 
@@ -70,4 +70,8 @@ class Generator(Protocol):
 
     async def preview(self, request: GenerateRequest, hints: Hints, deadline: float) -> Placed:
         """Where it would run if it came now, with the explanation; nothing is booked or sent. Raises MeshError."""
+        ...
+
+    async def embed(self, request: EmbedRequest, hints: Hints, deadline: float) -> Embedding:
+        """Compute one vector. Raises MeshError."""
         ...

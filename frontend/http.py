@@ -6,6 +6,9 @@ import msgspec
 
 from frontend import metrics
 from frontend.admission import Admission
+from frontend.anthropic.count import count_tokens
+from frontend.anthropic.dialect import MessagesDialect
+from frontend.anthropic.errors import error_body as anthropic_error_body
 from frontend.call import Dialect
 from frontend.chat import ChatDialect
 from frontend.completions import CompletionsDialect
@@ -13,6 +16,7 @@ from frontend.endpoints import CompletionService, TimeLimits
 from frontend.generator import Generator
 from frontend.models import ModelRegistry, Served
 from frontend.openai import ModelList, ModelObject
+from frontend.tokenize import detokenize, parse_detokenize, parse_tokenize, tokenize
 from mesh.http import request as http
 from mesh.http.request import Reply, ReplyStream, Request, json_reply, live
 from mesh.http.server import App, HttpLimits, Route
@@ -45,6 +49,11 @@ class FrontendApi:
             [
                 self._generating("/v1/chat/completions", ChatDialect()),
                 self._generating("/v1/completions", CompletionsDialect()),
+                self._generating("/v1/messages", MessagesDialect()),
+                Route("POST", "/v1/messages/count_tokens", self.count_message_tokens, error_body=anthropic_error_body),
+                Route("POST", "/v1/embeddings", self._service.embed),
+                Route("POST", "/tokenize", self.tokenize),
+                Route("POST", "/detokenize", self.detokenize),
                 Route("POST", "/kvmesh/route", self._service.preview),
                 Route("GET", "/v1/models", self.list_models),
                 Route("GET", "/v1/models/{name:path}", self.show_model),  # names may contain slashes
@@ -60,6 +69,17 @@ class FrontendApi:
             return self._service.answer(request, dialect)
 
         return Route("POST", path, answer, error_body=dialect.error_body)
+
+    async def tokenize(self, request: Request) -> Reply:
+        asked = parse_tokenize(request.body)
+        return json_reply(await tokenize(asked, await self._models.get(asked.model)))
+
+    async def detokenize(self, request: Request) -> Reply:
+        asked = parse_detokenize(request.body)
+        return json_reply(await detokenize(asked, await self._models.get(asked.model)))
+
+    async def count_message_tokens(self, request: Request) -> Reply:
+        return await count_tokens(self._service, request)
 
     async def list_models(self, request: Request) -> Reply:
         return json_reply(ModelList(data=[model_object(name, served) for name, served in self._models.names()]))

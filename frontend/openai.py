@@ -28,6 +28,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=96)]
+ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 SchemaName = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
@@ -76,7 +77,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 class RequestBase(Strict, frozen=True):
     """What chat and text completions have in common."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    model: ModelName
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None

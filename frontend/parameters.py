@@ -54,16 +54,16 @@ def parse_chat(body: bytes) -> Call:
     _check(request, max_tokens)
     return Call(
         endpoint=Endpoint.CHAT,
-        messages=[_message(message, n) for n, message in enumerate(request.messages)],
+        messages=[message_of(message, n) for n, message in enumerate(request.messages)],
         n=_choices(request.n or 1, 1, request),
-        sampling=_sampling(request, _chat_logprobs(request)),
+        sampling=sampling_params(request, _chat_logprobs(request)),
         max_tokens=max_tokens,
         guide=guide_of(request.response_format, tools),
         tools=tools,
-        template_options=_template_options(request),
+        template_options=template_options(request.chat_template_kwargs, request.reasoning_effort),
         add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
         continue_final_message=_continues(request),
-        **_common(request),
+        **common_fields(request),
     )
 
 
@@ -72,7 +72,7 @@ def parse_completion(body: bytes) -> Call:
     request = decode_body(body, _completion_decoder)
     max_tokens = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     _check(request, max_tokens)
-    prompts = _prompts(request.prompt)
+    prompts = prompts_of(request.prompt, "prompt", MAX_CHOICES)
     n = request.n or 1
     return Call(
         endpoint=Endpoint.COMPLETIONS,
@@ -81,10 +81,10 @@ def parse_completion(body: bytes) -> Call:
         echo=_echo(request),
         n=_choices(n, len(prompts), request),
         best_of=_best_of(request, n, len(prompts)),
-        sampling=_sampling(request, request.logprobs),
+        sampling=sampling_params(request, request.logprobs),
         max_tokens=max_tokens,
         guide=guide_of(request.response_format, None),
-        **_common(request),
+        **common_fields(request),
     )
 
 
@@ -102,7 +102,7 @@ def _check(request: RequestBase, max_tokens: int | None) -> None:
         _refuse("stream_options", "only allowed when stream is true")
 
 
-def _common(request: RequestBase) -> dict[str, Any]:
+def common_fields(request: RequestBase) -> dict[str, Any]:
     """What the endpoints share, as fields of Call."""
     return {
         "model": request.model,
@@ -297,13 +297,14 @@ def schema_guide(schema: dict[str, Any]) -> Guide:
 RESERVED_OPTIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
-def _template_options(request: ChatRequest) -> dict[str, Any]:
-    options = dict(request.chat_template_kwargs or {})
+def template_options(given: dict[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
+    """`given`: under `chat_template_kwargs`. Raises InvalidRequestError."""
+    options = dict(given or {})
     if taken := sorted(RESERVED_OPTIONS & options.keys()):
         _refuse(f"chat_template_kwargs.{taken[0]}", "it is given by the request itself")
-    if request.reasoning_effort is not None:
-        options["reasoning_effort"] = request.reasoning_effort
-        if request.reasoning_effort == "none":
+    if reasoning_effort is not None:
+        options["reasoning_effort"] = reasoning_effort
+        if reasoning_effort == "none":
             options.setdefault("enable_thinking", False)
     return options
 
@@ -321,7 +322,7 @@ def _continues(request: ChatRequest) -> bool:
 # --- single parameters --------------------------------------------------------------------------------
 
 
-def _sampling(request: RequestBase, top_logprobs: int | None) -> SamplingParams:
+def sampling_params(request: RequestBase, top_logprobs: int | None) -> SamplingParams:
     return SamplingParams(
         temperature=_or(request.temperature, 1.0),
         top_p=max(_or(request.top_p, 1.0), LEAST_TOP_P),
@@ -372,27 +373,27 @@ def _chat_max_tokens(request: ChatRequest) -> int | None:
     return new if new is not None else old
 
 
-def _prompts(prompt: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
-    """Text, token ids, or a list of either."""
+def prompts_of(prompt: str | Sequence[str | int | list[int]], param: str, most: int) -> list[str | list[int]]:
+    """Text, token ids, or a list of either. Raises InvalidRequestError."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        _refuse("prompt", "it is empty")
+        _refuse(param, "it is empty")
     token_ids = [item for item in prompt if isinstance(item, int)]
     if len(token_ids) == len(prompt):
         return [token_ids]
     prompts = [item for item in prompt if not isinstance(item, int)]
     if len(prompts) != len(prompt):
-        _refuse("prompt", "token ids stand among prompts; send token ids alone, or a list of prompts")
-    if len(prompts) > MAX_CHOICES:
-        _refuse("prompt", f"{len(prompts)} prompts are more than {MAX_CHOICES}")
+        _refuse(param, "token ids stand among texts; send token ids alone, or a list")
+    if len(prompts) > most:
+        _refuse(param, f"{len(prompts)} are more than {most}")
     return prompts
 
 
 # --- messages -----------------------------------------------------------------------------------------
 
 
-def _message(message: Message, index: int) -> ChatMessage:
+def message_of(message: Message, index: int) -> ChatMessage:
     """A message as chat templates want it: text content, tool arguments as objects."""
     where = f"messages[{index}]"
     if message.role not in ROLES:
@@ -436,14 +437,14 @@ def _tool_calls(message: Message, where: str) -> list[dict[str, Any]] | None:
             "type": "function",
             "function": {
                 "name": call.function.name,
-                "arguments": _arguments(call.function.arguments, f"{where}.tool_calls[{n}]"),
+                "arguments": arguments_of(call.function.arguments, f"{where}.tool_calls[{n}].function.arguments"),
             },
         }
         for n, call in enumerate(message.tool_calls)
     ]
 
 
-def _arguments(arguments: str | dict[str, Any] | None, where: str) -> dict[str, Any]:
+def arguments_of(arguments: str | dict[str, Any] | None, param: str) -> dict[str, Any]:
     """Templates write arguments with `tojson` and so want the object, not its JSON."""
     if not arguments:
         return {}
@@ -452,4 +453,4 @@ def _arguments(arguments: str | dict[str, Any] | None, where: str) -> dict[str, 
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
-        _refuse(f"{where}.function.arguments", "not a JSON object")
+        _refuse(param, "not a JSON object")

@@ -339,7 +339,7 @@ async def run(job: Job, generator: Generator, outlet: Outlet, deadline: float) -
                 name = f"answers of {siblings[0].request.request_id}"
                 group.create_task(_run_siblings(job, siblings, generator, outlet, deadline), name=name)
     except BaseExceptionGroup as failures:
-        raise _first_failure(failures) from failures
+        raise first_failure(failures) from failures
 
 
 async def _run_siblings(
@@ -366,7 +366,7 @@ async def _feed(job: Job, branch: Branch, generator: Generator, feed: _Feed, dea
         raise EngineError(f"the answer broke off after {branch.answer.completion_tokens} tokens", hint="try again")
 
 
-def _first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     """Of several answers that failed one is told; a MeshError rather than a bug's."""
     flat: list[BaseException] = []
     todo: list[BaseException] = [failures]

@@ -143,10 +143,15 @@ class Tokenizer:
         ids = lookup.joined()
         return self._frame(text, ids) if add_special_tokens else ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The whole text at once, special tokens left out."""
-        stream = self.detokenizer()
+    def decode(self, token_ids: Sequence[int], *, shown: frozenset[str] = NONE_SHOWN) -> str:
+        """The whole text at once; of the special tokens, those in `shown`."""
+        stream = self.detokenizer(shown)
         return stream.push(token_ids) + stream.flush()
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """All of them, as they are written."""
+        return frozenset(self._names.special_ids)
 
     def detokenizer(self, shown: frozenset[str] = NONE_SHOWN) -> Detokenizer:
         """A new stream of tokens to text. Special tokens show if they are named in `shown`."""

@@ -298,6 +298,7 @@ class EmbedRequest(Message, frozen=True):
     model: str
     prompt: bytes  # u32 little endian, see pack_tokens
     lora: str | None = None
+    cache_salt: str | None = None
 
 
 class Embedding(Message, frozen=True):

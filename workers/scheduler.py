@@ -126,7 +126,7 @@ class Scheduler:
         self._check_tokens(prompt, output)
         self._check_rules(request.sampling)
         stop_ids = frozenset(request.stop.stop_token_ids)
-        if not request.stop.ignore_eos:
+        if guide is not None or not request.stop.ignore_eos:  # a guide allows the end only where it is one
             stop_ids |= self._eos
         self._queue(
             SequenceState(
@@ -398,7 +398,7 @@ class Scheduler:
         logprobs: tuple[TokenLogprob, ...] | None = None if result.logprob is None else (result.logprob,)
         cached = None if sequence.told_cached else sequence.cached_tokens
         sequence.told_cached = True
-        is_stop_token = reason is FinishReason.STOP and (token in sequence.stop_ids or token in self._eos)
+        is_stop_token = reason is FinishReason.STOP and token in sequence.stop_ids
         delta = Delta(
             token_ids=(token,),
             finish_reason=reason,

@@ -3,16 +3,20 @@
 import json
 import re
 from collections.abc import Sequence
-from enum import Enum, auto
+from enum import IntEnum, auto
 from functools import lru_cache
 
 _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
 _SPACE_RUN = re.compile(r"[ \t\n\r]*")
 _LITERAL_RUN = re.compile(r"[-+.0-9a-zA-Z]*")
 _LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_SPACE = frozenset(" \t\n\r")
+_ESCAPABLE = frozenset('"\\/bfnrt')
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _MAX_LITERAL_CHARS = 1024
 MAX_JSON_DEPTH = 64
+
+_plain_json = json.JSONEncoder(ensure_ascii=False).encode  # an encoder made once: json.dumps would make it anew
 
 
 class MarkerFinder:
@@ -62,7 +66,7 @@ def escaped(text: str) -> str:
 
 def quoted(text: str) -> str:
     """`text` as a JSON string, which UTF-8 can carry even if `text` has half a surrogate pair."""
-    plain = json.dumps(text, ensure_ascii=False)
+    plain = _plain_json(text)
     return plain if plain.isascii() or _encodable(plain) else json.dumps(text)
 
 
@@ -81,7 +85,7 @@ def _encodable(text: str) -> bool:
     return True
 
 
-class _Expect(Enum):
+class _Expect(IntEnum):
     VALUE = auto()
     VALUE_OR_END = auto()  # after [
     KEY = auto()
@@ -93,6 +97,9 @@ class _Expect(Enum):
     HEX = auto()  # more of \uXXXX
     LITERAL = auto()  # more of a number, true, false or null
     NOTHING = auto()  # the value is complete
+
+
+_MAY_CLOSE = (_Expect.NEXT, _Expect.KEY_OR_END, _Expect.VALUE_OR_END)
 
 
 class JsonScanner:
@@ -136,11 +143,10 @@ class JsonScanner:
                     at += 1
             elif self._expect is _Expect.LITERAL:
                 at = self._in_literal(text, at, end)
+            elif text[at] in _SPACE and self._expect not in (_Expect.ESCAPE, _Expect.HEX):
+                at = _run(_SPACE_RUN, text, at, end)
             else:
-                if self._expect not in (_Expect.ESCAPE, _Expect.HEX):
-                    at = _run(_SPACE_RUN, text, at, end)
-                if at < end:
-                    at += self._step(text[at])
+                at += self._step(text[at])
         return "".join(mended) + text[start:at], at
 
     def _in_string(self, char: str) -> None:
@@ -164,29 +170,31 @@ class JsonScanner:
 
     def _step(self, char: str) -> int:
         """Take one character of structure, 1; leave it, 0."""
-        match self._expect, char:
-            case _Expect.ESCAPE, "u":
-                self._expect, self._hex_left = _Expect.HEX, 4
-            case _Expect.ESCAPE, '"' | "\\" | "/" | "b" | "f" | "n" | "r" | "t":
-                self._expect = _Expect.STRING
-            case _Expect.HEX, _ if char in _HEX_DIGITS:
-                self._hex_left -= 1
-                self._expect = _Expect.HEX if self._hex_left else _Expect.STRING
-            case ((_Expect.KEY | _Expect.KEY_OR_END), '"'):
-                self._in_key = True
-                self._expect = _Expect.STRING
-            case _Expect.COLON, ":":
-                self._expect = _Expect.VALUE
-            case _Expect.NEXT, ",":
-                self._expect = _Expect.KEY if self._closers[-1] == "}" else _Expect.VALUE
-            case ((_Expect.NEXT | _Expect.KEY_OR_END | _Expect.VALUE_OR_END), ("}" | "]")) if char == self._closers[-1]:
-                self._closers.pop()
-                self._after_value()
-            case ((_Expect.VALUE | _Expect.VALUE_OR_END), _):
-                return self._begin_value(char)
-            case _:
-                self.broken = True
-                return 0
+        expect = self._expect
+        if expect is _Expect.VALUE:
+            return self._begin_value(char)
+        if expect is _Expect.NEXT and char == ",":
+            self._expect = _Expect.KEY if self._closers[-1] == "}" else _Expect.VALUE
+        elif expect in _MAY_CLOSE and char == self._closers[-1]:
+            self._closers.pop()
+            self._after_value()
+        elif expect is _Expect.COLON and char == ":":
+            self._expect = _Expect.VALUE
+        elif expect in (_Expect.KEY, _Expect.KEY_OR_END) and char == '"':
+            self._in_key = True
+            self._expect = _Expect.STRING
+        elif expect is _Expect.VALUE_OR_END:
+            return self._begin_value(char)
+        elif expect is _Expect.ESCAPE and char == "u":
+            self._expect, self._hex_left = _Expect.HEX, 4
+        elif expect is _Expect.ESCAPE and char in _ESCAPABLE:
+            self._expect = _Expect.STRING
+        elif expect is _Expect.HEX and char in _HEX_DIGITS:
+            self._hex_left -= 1
+            self._expect = _Expect.HEX if self._hex_left else _Expect.STRING
+        else:
+            self.broken = True
+            return 0
         return 1
 
     def _begin_value(self, char: str) -> int:

@@ -22,8 +22,9 @@ the cut is dropped, and the sign that is put before the piece stands for it.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from string import ascii_letters, digits
 from typing import Any
@@ -155,13 +156,12 @@ def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
 class _Pair:
     """A kind of place, followed through the steps of a tokenizer."""
 
-    left: str  # characters that may stand before
     right: str
+    spelled: dict[str, str] = field(default_factory=dict)  # what may stand before -> how the text spells it
     split: bool = False  # some pre-tokenizer splits between the two, always
-    spelled: dict[str, str] = field(default_factory=dict)  # `left` after normalizing -> as it stood in the text
 
     @property
-    def normal_left(self) -> str:
+    def left(self) -> str:
         return "".join(self.spelled)
 
 
@@ -170,47 +170,94 @@ class _NoCut(Exception):
 
 
 def _plain_cuts(spec: dict[str, Any], normalize: Callable[[str], str]) -> tuple[re.Pattern[str] | None, int]:
-    normalizers, pre_tokenizers = _steps(spec, "normalizer", "normalizers"), _pre_tokenizers(spec)
-    prepends = any(step["type"] == "Prepend" for step in normalizers)
+    added = spec.get("added_tokens") or []
+    prover = _Prover(
+        normalize=normalize,
+        normalizers=_steps(spec, "normalizer", "normalizers"),
+        pre_tokenizers=_steps(spec, "pre_tokenizer", "pretokenizers"),
+        model=spec["model"],
+        added_texts="\0".join([text for token in added for text in (token["content"], normalize(token["content"]))]),
+        # these take the white space that follows:
+        greedy_ends={token["content"][-1:] for token in added if token["rstrip"]},
+    )
     cuts: list[str] = []
     for left, right in JOINTS:
         try:
-            safe = _safe_left(left, right, spec, normalizers, pre_tokenizers, normalize)
-        except (_NoCut, UnknownPattern, KeyError):
+            safe = prover.safe_left(left, right)
+        except (_NoCut, UnknownPattern):
             continue
-        if safe and not (prepends and right != " "):
+        if safe:
             cuts.append(f"{right}(?<=[{safe}]{right})")
     if not cuts:
         return None, 0
-    if not prepends:
+    if not prover.prepends:
         return re.compile("|".join(cuts)), 0
-    starts = {token["content"][0] for token in spec.get("added_tokens") or [] if token["content"]}
+    starts = {token["content"][:1] for token in added}
     follows = "".join(char for char in WORD if char not in starts)  # so that the piece begins with plain text
     return (re.compile(f"{cuts[0]}(?=[{follows}])"), 1) if follows else (None, 0)
 
 
-def _safe_left(
-    left: str,
-    right: str,
-    spec: dict[str, Any],
-    normalizers: list[Step],
-    pre_tokenizers: list[Step],
-    normalize: Callable[[str], str],
-) -> str:
-    """Those of `left` after which, and before `right`, a cut is exact. Raises if that depends on something unknown."""
-    left = _outside_added_tokens(left, right, spec.get("added_tokens") or [], normalize)
-    pair = _normalized(left, right, normalizers, normalize)
-    for step in pre_tokenizers:
-        _follow(pair, step)
-    if pair.split:
-        return "".join(pair.spelled.values())
-    return _unmerged(pair, spec["model"], byte_level=any(step["type"] == "ByteLevel" for step in pre_tokenizers))
+@dataclass(frozen=True)
+class _Prover:
+    """Follows pairs of characters through the steps of one tokenizer."""
 
+    normalize: Callable[[str], str]
+    normalizers: list[Step]
+    pre_tokenizers: list[Step]
+    model: Step
+    added_texts: str
+    greedy_ends: set[str]
 
-def _outside_added_tokens(left: str, right: str, added: Sequence[Step], normalize: Callable[[str], str]) -> str:
-    texts = "\0".join([text for token in added for text in (token["content"], normalize(token["content"]))])
-    endings = {token["content"][-1:] for token in added if token["rstrip"]}  # these take the white space that follows
-    return "".join(char for char in left if char + right not in texts and char not in endings)
+    @cached_property
+    def prepends(self) -> bool:
+        return any(step["type"] == "Prepend" for step in self.normalizers)
+
+    @cached_property
+    def _vocab_text(self) -> str:
+        return "\0".join(self.model["vocab"])
+
+    def safe_left(self, left: str, right: str) -> str:
+        """Those of `left` after which, and before `right`, a cut is exact. Raises if that cannot be told."""
+        if self.prepends and right != " ":
+            raise _NoCut
+        left = "".join([char for char in left if char + right not in self.added_texts])
+        left = "".join([char for char in left if char not in self.greedy_ends])
+        pair = self._normalized(left, right)
+        for step in self.pre_tokenizers:
+            _follow(pair, step)
+        return "".join(pair.spelled.values()) if pair.split else self._unmerged(pair)
+
+    def _normalized(self, left: str, right: str) -> _Pair:
+        prefix = self.normalize("a")[:-1]  # what Prepend puts before
+        pair = _Pair("")
+        for char in left:
+            text = self.normalize(char + right + char)
+            if len(text) != len(prefix) + 3 or not text.startswith(prefix) or text[-1] != text[-3]:
+                continue
+            if pair.right not in ("", text[-2]):
+                raise _NoCut
+            pair.right = text[-2]
+            pair.spelled[text[-1]] = pair.spelled.get(text[-1], "") + char
+        if not pair.spelled or prefix not in ("", pair.right):
+            raise _NoCut
+        for place, step in enumerate(self.normalizers):
+            _check_normalizer(step, place, left + pair.left, right, pair.right)
+        return pair
+
+    def _unmerged(self, pair: _Pair) -> str:
+        """Those on the left which no token of a BPE holds directly before the right."""
+        model = self.model
+        if model.get("type") != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+            raise _NoCut
+        bytes_written = any(step["type"] == "ByteLevel" for step in self.pre_tokenizers)
+        first = written(pair.right)[0] if bytes_written else pair.right
+        if first not in model["vocab"]:
+            raise _NoCut  # unknown characters in a row become one token
+        lasts = {char: written(char)[-1] if bytes_written else char for char in pair.spelled}
+        before = re.compile(f"[{re.escape(''.join(lasts.values()))}](?={re.escape(first)})")
+        merged = set(before.findall(self._vocab_text))
+        safe = [char for char, last in lasts.items() if last in model["vocab"] and last not in merged]
+        return "".join([pair.spelled[char] for char in safe])
 
 
 def _steps(spec: dict[str, Any], kind: str, members: str) -> list[Step]:
@@ -221,33 +268,6 @@ def _steps(spec: dict[str, Any], kind: str, members: str) -> list[Step]:
     if step["type"] == "Sequence":
         return [inner for member in step[members] for inner in _steps({kind: member}, kind, members)]
     return [step]
-
-
-def _pre_tokenizers(spec: dict[str, Any]) -> list[Step]:
-    return _steps(spec, "pre_tokenizer", "pretokenizers")
-
-
-def _normalized(left: str, right: str, normalizers: list[Step], normalize: Callable[[str], str]) -> _Pair:
-    prefix = normalize("a")[:-1]  # what Prepend puts before
-    pair = _Pair(left, "")
-    for char in left:
-        text = normalize(char + right + char)
-        if len(text) != len(prefix) + 3 or not text.startswith(prefix) or text[-1] != text[-3]:
-            continue
-        if pair.right not in ("", text[-2]):
-            raise _NoCut
-        pair.right = text[-2]
-        if text[-1] in pair.spelled:  # two spellings of one character, as in lower case
-            pair.spelled[text[-1]] += char
-        else:
-            pair.spelled[text[-1]] = char
-    if not pair.spelled:
-        raise _NoCut
-    if prefix not in ("", pair.right):
-        raise _NoCut
-    for place, step in enumerate(normalizers):
-        _check_normalizer(step, place, left + pair.normal_left, right, pair.right)
-    return pair
 
 
 def _check_normalizer(step: Step, place: int, left: str, right: str, normal_right: str) -> None:
@@ -278,7 +298,7 @@ def _never_joined(pattern: str, left: str, right: str) -> Joint:
 
 def _follow(pair: _Pair, step: Step) -> None:
     """What pre-tokenizer `step` does to the pair. Raises if it may join the two, or is not known."""
-    left, right = pair.normal_left, pair.right
+    left, right = pair.left, pair.right
     match step:
         case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": str(behavior), "invert": False}:
             _follow_split(pair, pattern, behavior)
@@ -310,24 +330,10 @@ def _follow(pair: _Pair, step: Step) -> None:
 
 
 def _follow_split(pair: _Pair, pattern: str, behavior: str) -> None:
-    found = joint(pattern, pair.normal_left, pair.right)
+    found = joint(pattern, pair.left, pair.right)
     if found.joins or found.empty:
         raise _NoCut
     if behavior == "Isolated":
         pair.split = pair.split or found.alone
     elif found.starts or found.ends:  # matches are joined with their neighbours, or left out
         raise _NoCut
-
-
-def _unmerged(pair: _Pair, model: Step, *, byte_level: bool) -> str:
-    """Those on the left which no token of a BPE holds directly before the right."""
-    if model.get("type") != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        raise _NoCut
-    vocab: Iterable[str] = model["vocab"]
-    first = written(pair.right)[0] if byte_level else pair.right
-    if first not in vocab:
-        raise _NoCut  # unknown characters in a row become one token
-    lasts = {char: written(char)[-1] if byte_level else char for char in pair.spelled}
-    before = re.compile(f"[{re.escape(''.join(lasts.values()))}](?={re.escape(first)})")
-    merged = {found[0] for token in vocab for found in before.finditer(token)}
-    return "".join(pair.spelled[char] for char, last in lasts.items() if last in vocab and last not in merged)

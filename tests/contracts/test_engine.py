@@ -2,12 +2,16 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from weakref import WeakKeyDictionary
 
 import msgspec
+import numpy as np
 import pytest
 import pytest_asyncio
+from tokenizers import Tokenizer
 
 from kvcache.transfer.backend import open_backend
 from kvcache.transfer.nixl import why_unavailable
@@ -18,25 +22,32 @@ from protocol.hashing import digest_term
 from protocol.ids import RequestId, new_worker_id
 from protocol.messages import (
     Delta,
+    EmbedRequest,
+    Feature,
     FinishReason,
     GenerateRequest,
+    Guide,
+    GuideKind,
     SamplingParams,
     StopConditions,
     pack_tokens,
+    unpack_tokens,
 )
+from workers.engine import EngineInfo
 from workers.executor import Executor
-from workers.mock_engine.executor import MockExecutor
+from workers.mock_engine.executor import MockExecutor, mock_token, mock_vector
 from workers.step_engine import StepEngine, StepEngineConfig
 
 BLOCK = 16
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(bool(why_unavailable()), reason=f"NIXL: {why_unavailable()}"))
 numbers = itertools.count()
+infos: WeakKeyDictionary[StepEngine, EngineInfo] = WeakKeyDictionary()
 Make = Callable[..., "asyncio.Future[StepEngine]"]
 
 
 def executor(kind: str) -> Executor:
     if kind == "mock":
-        return MockExecutor(block_size=BLOCK, speedup=0)
+        return MockExecutor(block_size=BLOCK, speedup=0, loras=["poet"])
     from workers.torch_engine.executor import TorchExecutor
 
     return TorchExecutor(
@@ -65,7 +76,7 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
             pytest.skip("shm moves CPU memory only")
         engine = StepEngine(executor(request.param), open_backend(transfer), config)
         engines.append(engine)
-        await engine.start(new_worker_id("w"), "127.0.0.1:1")
+        infos[engine] = await engine.start(new_worker_id("w"), "127.0.0.1:1")
         return engine
 
     yield start  # type: ignore[misc]
@@ -253,6 +264,259 @@ async def test_what_it_cannot_do_is_refused_and_harms_nobody(make: Make) -> None
     with pytest.raises(InvalidRequestError, match="--num-blocks"):
         await run(engine, ask(prompt_of(200), 100))
     assert len(tokens(await run(engine, ask(prompt_of(20))))) == 12
+
+
+# --- features ---------------------------------------------------------------------------------------------------------
+
+SCHEMA = Guide(
+    kind=GuideKind.JSON_SCHEMA,
+    value=json.dumps(
+        {
+            "type": "object",
+            "properties": {"who": {"enum": ["a fox", "a bear"]}, "age": {"type": "integer", "minimum": 10}},
+            "required": ["who", "age"],
+            "additionalProperties": False,
+        }
+    ),
+)
+
+
+async def able(make: Make, feature: Feature, **settings: object) -> StepEngine:
+    engine = await make(**settings)
+    if feature not in infos[engine].features:
+        pytest.skip(f"this engine has no {feature}")
+    return engine
+
+
+def ask_guided(guide: Guide = SCHEMA, seed: int = 1, **stop: object) -> GenerateRequest:
+    values = {"max_tokens": 200} | stop
+    return GenerateRequest(
+        request_id=RequestId(f"r{next(numbers)}"),
+        model="m",
+        prompt=prompt_of(40),
+        sampling=SamplingParams(temperature=1.5, seed=seed, top_logprobs=0),
+        stop=StopConditions(**values),  # type: ignore[arg-type]
+        guide=guide,
+    )
+
+
+UNABLE = {
+    Feature.LOGPROBS: {"sampling": SamplingParams(top_logprobs=1)},
+    Feature.LOGIT_BIAS: {"sampling": SamplingParams(logit_bias=((5, 1.0),))},
+    Feature.ALLOWED_TOKENS: {"sampling": SamplingParams(allowed_token_ids=(5,))},
+    Feature.GUIDED: {"guide": Guide(kind=GuideKind.JSON)},
+}
+
+
+@pytest.mark.parametrize("feature", list(UNABLE))
+async def test_an_engine_does_what_it_says_it_can_and_refuses_the_rest_by_name(make: Make, feature: Feature) -> None:
+    engine = await make()
+    request = msgspec.structs.replace(ask(prompt_of(20)), **UNABLE[feature])
+    if feature in infos[engine].features:
+        assert tokens(await run(engine, request))
+        return
+    with pytest.raises(InvalidRequestError, match="cannot honour") as refused:
+        await run(engine, request)
+    assert refused.value.param in ("logprobs", "logit_bias", "allowed_token_ids", "guide")
+    assert engine.load().waiting == 0
+
+
+async def test_only_allowed_tokens_come_in_answers_of_any_temperature(make: Make) -> None:
+    engine = await able(make, Feature.ALLOWED_TOKENS)
+    for temperature in (0.0, 3.0):
+        sampling = SamplingParams(temperature=temperature, seed=3, allowed_token_ids=(40, 50, 60))
+        said = tokens(await run(engine, msgspec.structs.replace(ask(prompt_of(20), 20), sampling=sampling)))
+        assert len(said) == 20
+        assert set(said) <= {40, 50, 60}
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ({"logit_bias": ((2048, 1.0),)}, "names token 2048, the model's vocabulary has 2048"),
+        ({"logit_bias": ((-1, 1.0),)}, "names token -1"),
+        ({"logit_bias": ((1, float("nan")),)}, "not a finite number"),
+        ({"allowed_token_ids": (99_999,)}, "allowed_token_ids names token 99999"),
+        ({"allowed_token_ids": (1,) * 10_000}, "names 10000 tokens, at most 8192"),
+    ],
+)
+async def test_rules_about_tokens_that_are_not_there_are_refused(make: Make, rules: dict, says: str) -> None:
+    engine = await able(make, Feature.LOGIT_BIAS)
+    with pytest.raises(InvalidRequestError, match=says):
+        await run(engine, msgspec.structs.replace(ask(prompt_of(20)), sampling=SamplingParams(**rules)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_guided_answer_ends_by_itself_and_is_what_was_asked_for(make: Make, seed: int) -> None:
+    engine = await able(make, Feature.GUIDED)
+    deltas = await run(engine, ask_guided(seed=seed))
+    said = json.loads(text_of(tokens(deltas)))
+    assert said["who"] in ("a fox", "a bear")
+    assert said["age"] >= 10
+    assert (deltas[-1].finish_reason, deltas[-1].stop_token) == (FinishReason.STOP, None)
+    assert engine.load().used_blocks == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_guided_answer_goes_on_as_it_would_have_wherever_it_is_cut(make: Make, seed: int) -> None:
+    engine = await able(make, Feature.GUIDED)
+    whole = tokens(await run(engine, ask_guided(seed=seed)))
+    for cut in sorted({1, 2, 3, len(whole) // 2, len(whole) - 1}):
+        request = msgspec.structs.replace(ask_guided(seed=seed), generated=tuple(whole[:cut]))
+        assert tokens(await run(engine, request)) == whole[cut:]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_guided_answer_is_the_same_with_prefill_elsewhere(make: Make, seed: int) -> None:
+    prefiller, decoder = await able(make, Feature.GUIDED), await make()
+    whole = tokens(await run(decoder, ask_guided(seed=seed)))
+    request = msgspec.structs.replace(ask_guided(seed=seed), offer_kv=True)
+    [first] = await run(prefiller, request)
+    rest = await run(
+        decoder, msgspec.structs.replace(request, offer_kv=False, generated=first.token_ids, ticket=first.ticket)
+    )
+    assert tokens([first, *rest]) == whole
+
+
+async def test_an_answer_that_its_first_token_completes_needs_no_decoder(make: Make) -> None:
+    engine = await able(make, Feature.GUIDED)
+    guide = Guide(kind=GuideKind.CHOICE, value='["a"]')
+    [only] = await run(engine, msgspec.structs.replace(ask_guided(guide), offer_kv=True))
+    assert (only.ticket, only.finish_reason, text_of(only.token_ids)) == (None, FinishReason.STOP, "a")
+    assert engine.load().used_blocks == 0
+
+
+async def test_the_guide_wins_over_min_tokens_and_ignore_eos(make: Make) -> None:
+    engine = await able(make, Feature.GUIDED)
+    choice = Guide(kind=GuideKind.CHOICE, value='["yes", "no"]')
+    deltas = await run(engine, ask_guided(choice, min_tokens=50, ignore_eos=True))
+    assert text_of(tokens(deltas)) in ("yes", "no")
+    digits = await run(engine, ask_guided(Guide(kind=GuideKind.REGEX, value="[0-9]+"), min_tokens=30, ignore_eos=True))
+    assert len(tokens(digits)) >= 30
+    assert text_of(tokens(digits)).isdecimal()
+
+
+async def test_a_guide_that_cannot_be_compiled_is_refused_and_harms_nobody(make: Make) -> None:
+    engine = await able(make, Feature.GUIDED)
+    with pytest.raises(InvalidRequestError, match="regular expression cannot be followed"):
+        await run(engine, ask_guided(Guide(kind=GuideKind.REGEX, value="(")))
+    assert (engine.load().waiting, engine.load().running) == (0, 0)
+    assert len(tokens(await run(engine, ask(prompt_of(20))))) == 12
+
+
+async def test_an_answer_that_fails_its_guide_midway_fails_alone(make: Make) -> None:
+    """2500 optional properties can be compiled, but not followed."""
+    engine = await able(make, Feature.GUIDED)
+    rule = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(2500)}}
+    hard = Guide(kind=GuideKind.JSON_SCHEMA, value=json.dumps(rule))
+    other = asyncio.create_task(run(engine, ask(prompt_of(30), 300)))
+    with pytest.raises(InvalidRequestError, match="cannot follow its guide any further"):
+        await run(engine, ask_guided(hard))
+    assert len(tokens(await other)) == 300
+    assert engine.load().used_blocks == 0
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json")).decode(list(token_ids))
+
+
+# --- embeddings -------------------------------------------------------------------------------------------------------
+
+
+def text(length: int, first: int = 100) -> EmbedRequest:
+    return EmbedRequest(request_id=RequestId(f"e{next(numbers)}"), model="m", prompt=prompt_of(length, first))
+
+
+async def vector_of(engine: StepEngine, request: EmbedRequest) -> np.ndarray:
+    async with asyncio.timeout(20):
+        return np.frombuffer((await engine.embed(request)).vector, "<f4")
+
+
+async def test_a_vector_has_length_1_and_is_that_of_its_text(make: Make) -> None:
+    engine = await able(make, Feature.EMBEDDINGS)
+    one, again, other = [await vector_of(engine, text(40, first)) for first in (100, 100, 500)]
+    assert np.linalg.norm(one) == pytest.approx(1, abs=1e-5)
+    assert one == pytest.approx(again, abs=1e-5)
+    assert one != pytest.approx(other, abs=1e-2)
+
+
+async def test_a_vector_does_not_depend_on_chunks_cached_prefixes_or_who_else_is_there(make: Make) -> None:
+    engine, alone = await able(make, Feature.EMBEDDINGS), await make()
+    lengths = [1, 16, 17, 63, 64, 65, 200]
+    expected = [await vector_of(alone, text(n)) for n in lengths]
+    answer = asyncio.create_task(run(engine, ask(prompt_of(50), 40)))
+    vectors = await asyncio.gather(*(vector_of(engine, text(n)) for n in lengths))
+    for vector, right in zip(vectors, expected, strict=True):
+        assert vector == pytest.approx(right, abs=1e-4)
+    assert tokens(await answer) == tokens(await run(alone, ask(prompt_of(50), 40)))
+    assert engine.load().used_blocks == 0
+
+
+async def test_a_text_leaves_the_cache_that_its_prompt_would(make: Make) -> None:
+    embedding, answering = await able(make, Feature.EMBEDDINGS), await make()
+    await vector_of(embedding, text(70))
+    await run(answering, ask(prompt_of(70), 1))
+    assert embedding.kv_digest() == answering.kv_digest()
+
+
+async def test_a_text_that_is_too_long_or_empty_is_refused(make: Make) -> None:
+    engine = await able(make, Feature.EMBEDDINGS, num_blocks=8)
+    for length, says in ((0, "has 0 tokens"), (200, "--num-blocks"), (40_000, "has 40000 tokens")):
+        with pytest.raises(InvalidRequestError, match=says):
+            await vector_of(engine, text(length))
+    assert len(await vector_of(engine, text(100)))
+
+
+async def test_giving_up_on_a_vector_frees_all_it_held(make: Make) -> None:
+    engine = await able(make, Feature.EMBEDDINGS)
+    asked = asyncio.create_task(vector_of(engine, text(1000)))
+    async with asyncio.timeout(5):
+        while not engine.load().running:
+            await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.wait([asked])
+    assert (engine.load().used_blocks, engine.load().running) == (0, 0)
+    assert len(await vector_of(engine, text(100)))
+
+
+async def test_an_engine_that_stops_fails_the_vectors_it_owes(make: Make) -> None:
+    engine = await able(make, Feature.EMBEDDINGS)
+    asked = asyncio.create_task(vector_of(engine, text(1000)))
+    async with asyncio.timeout(5):
+        while not engine.load().running:
+            await asyncio.sleep(0)
+    await engine.stop()
+    with pytest.raises(EngineError, match="stopping"):
+        await asked
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+async def test_an_adapter_that_is_not_there_is_refused_by_name(make: Make) -> None:
+    engine = await make()
+    with pytest.raises(InvalidRequestError, match="no adapter 'painter' on this worker; it has: "):
+        await run(engine, ask(prompt_of(20), lora="painter"))
+    with pytest.raises(InvalidRequestError, match="no adapter 'painter'"):
+        await vector_of(engine, msgspec.structs.replace(text(20), lora="painter"))
+
+
+async def test_the_mocks_answers_are_those_of_its_adapter_and_share_no_cache(make: Make) -> None:
+    engine = await make()
+    if "poet" not in infos[engine].loras:
+        pytest.skip("this engine has no adapters")
+    plain = await run(engine, ask(prompt_of(40)))
+    poetic = await run(engine, ask(prompt_of(40), lora="poet"))
+    prompt = unpack_tokens(prompt_of(40))
+    assert tokens(plain) == [mock_token(prompt, i, 2048) for i in range(12)]
+    assert tokens(poetic) == [mock_token(prompt, i, 2048, "poet") for i in range(12)]
+    assert tokens(plain) != tokens(poetic)
+    assert poetic[0].cached_tokens == 0
+    vector = await engine.embed(msgspec.structs.replace(text(40), lora="poet"))
+    assert vector.vector == mock_vector(prompt, "poet") != mock_vector(prompt)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 async def test_an_engine_that_stops_says_so_to_whom_it_served(make: Make) -> None:

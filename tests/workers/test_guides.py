@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("llguidance")
 
-from tokenizers import Tokenizer  # noqa: E402
+from tokenizers import Tokenizer
 
-from kvmesh.tiny_model import CHECKPOINT_DIR  # noqa: E402
-from protocol.errors import InvalidRequestError  # noqa: E402
-from protocol.messages import Guide, GuideKind  # noqa: E402
-from workers.guides import MAX_COMPILED, MAX_GUIDE_BYTES, Guides, Matcher, open_guides  # noqa: E402
+from kvmesh.tiny_model import CHECKPOINT_DIR
+from protocol.errors import InvalidRequestError
+from protocol.messages import Guide, GuideKind
+from workers.guides import MAX_COMPILED, MAX_GUIDE_BYTES, Guides, Matcher, open_guides
 
 VOCAB_SIZE, EOS = 2048, 2
 TOKENIZER = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
@@ -113,7 +113,9 @@ def fits(value: Any, rule: dict[str, Any]) -> bool:
 
 @settings(max_examples=60, deadline=None)
 @given(rule=st.recursive(leaves, containers, max_leaves=5), seed=st.integers(0, 2**32))
-def test_any_answer_under_a_schema_is_valid_json_of_that_schema(guides: Guides, rule: dict[str, Any], seed: int) -> None:
+def test_any_answer_under_a_schema_is_valid_json_of_that_schema(
+    guides: Guides, rule: dict[str, Any], seed: int
+) -> None:
     matcher = open_now(guides, schema(rule))
     said = babble(matcher, seed)
     assert matcher.is_complete
@@ -155,7 +157,7 @@ def test_a_grammar_in_larks_notation_is_kept_to(guides: Guides, seed: int) -> No
     assert re.fullmatch(r"[a-z]{1,3}=\d{1,2}(,[a-z]{1,3}=\d{1,2}){0,2}", text(said))
 
 
-# --- where an answer stands --------------------------------------------------------------------------------------------
+# --- where an answer stands -------------------------------------------------------------------------------------------
 
 
 def test_an_answer_ends_where_nothing_may_follow_and_not_before(guides: Guides) -> None:
@@ -197,7 +199,7 @@ def test_a_token_outside_the_guide_is_a_failure(guides: Guides) -> None:
     assert not matcher.is_complete
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,7 +281,7 @@ def test_an_answer_whose_guide_becomes_too_costly_fails_and_nothing_else_does(gu
     assert open_now(guides, schema({"type": "null"})).allowed() is not None
 
 
-# --- what is kept ------------------------------------------------------------------------------------------------------
+# --- what is kept -----------------------------------------------------------------------------------------------------
 
 
 def test_the_latest_guides_are_kept_and_no_more(guides: Guides) -> None:

@@ -1,0 +1,29 @@
+"""Failures as Anthropic's API shows them."""
+
+from msgspec import UNSET
+
+from frontend.anthropic.shapes import ErrorAnswer, ErrorDetail
+from frontend.openai import encode
+from mesh.http.errors import http_failure
+from protocol.errors import MeshError
+
+_TYPE_BY_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",  # Anthropic's own status for it, 529, says the same: come back later
+    504: "timeout_error",
+}
+
+
+def error_type(status: int) -> str:
+    return _TYPE_BY_STATUS.get(status, "invalid_request_error" if status < 500 else "api_error")
+
+
+def error_body(error: MeshError, request_id: str = "") -> bytes:
+    """Anthropic's error object as JSON."""
+    detail = ErrorDetail(error_type(http_failure(error.code).status), str(error))
+    return encode(ErrorAnswer(detail, request_id or UNSET))

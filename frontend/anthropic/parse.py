@@ -1,0 +1,265 @@
+"""Read and check a request body: JSON in, a `Call` or an error that names the parameter out. Pure."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from frontend.anthropic.conversation import chat_messages, continues
+from frontend.anthropic.shapes import (
+    AnyChoice,
+    AutoChoice,
+    CountRequest,
+    MessagesRequest,
+    NamedChoice,
+    NoChoice,
+    ThinkingBetweenTools,
+    ThinkingDisabled,
+    ThinkingEnabled,
+    ToolSpec,
+)
+from frontend.call import Call, Endpoint, Tools
+from frontend.generator import Hints
+from frontend.openai import FunctionChoice, FunctionSpec, KvmeshOptions, NamedToolChoice
+from frontend.openai import ToolSpec as OpenAiTool
+from frontend.parameters import LEAST_TOP_P, TOOL_NAME, decode_body, guide_of, schema_guide, tools_of
+from protocol.errors import InvalidRequestError
+from protocol.messages import Guide, SamplingParams
+
+_messages_decoder = msgspec.json.Decoder(MessagesRequest)
+_count_decoder = msgspec.json.Decoder(CountRequest)
+RequestT = TypeVar("RequestT", bound=CountRequest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesCall(Call):
+    omits_thoughts: bool = False  # say that there were thoughts, not which
+
+
+def parse_messages(body: bytes) -> MessagesCall:
+    """Raises InvalidRequestError."""
+    request = _decode(body, _messages_decoder)
+    refuse_unsupported(request, MESSAGES_DEFAULTS)
+    _check_budget(request)
+    options = request.kvmesh or KvmeshOptions()
+    return MessagesCall(
+        stream=bool(request.stream),
+        sampling=_sampling(request),
+        max_tokens=request.max_tokens,
+        stops=tuple(request.stop_sequences or ()),
+        hints=_hints(request, options),
+        trace=bool(options.trace),
+        omits_thoughts=_omits_thoughts(request),
+        **_prompt(request),
+    )
+
+
+def parse_count(body: bytes) -> Call:
+    """The call whose prompt is to be counted. Raises InvalidRequestError."""
+    request = _decode(body, _count_decoder)
+    return Call(**_prompt(request))
+
+
+def _prompt(request: CountRequest) -> dict[str, Any]:
+    """What makes the prompt, and what the answer is held to, as fields of Call."""
+    refuse_unsupported(request, PROMPT_DEFAULTS)
+    messages = chat_messages(request.system, request.messages)
+    goes_on = continues(messages)
+    tools = _tools(request)
+    return {
+        "endpoint": Endpoint.MESSAGES,
+        "model": request.model,
+        "messages": messages,
+        "tools": tools,
+        "guide": _guide(request, tools),
+        "template_options": _template_options(request),
+        "add_generation_prompt": not goes_on,
+        "continue_final_message": goes_on,
+        "cache_salt": request.cache_salt,
+    }
+
+
+# --- JSON ---------------------------------------------------------------------------------------------
+
+
+class _Typed(msgspec.Struct):
+    type: str | None = None
+
+
+class _Turn(msgspec.Struct):
+    content: str | list[_Typed] = ""
+
+
+class _Glance(msgspec.Struct):
+    """As much of a body as says what kinds of blocks and tools it holds."""
+
+    messages: list[_Turn] = []
+    tools: list[_Typed] | None = None
+
+
+_glance_decoder = msgspec.json.Decoder(_Glance)
+BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+
+
+def _decode(body: bytes, decoder: msgspec.json.Decoder[RequestT]) -> RequestT:
+    try:
+        return decode_body(body, decoder)
+    except InvalidRequestError:
+        _refuse_foreign(body)  # which says more than that a field of such a block is unknown
+        raise
+
+
+def _refuse_foreign(body: bytes) -> None:
+    """Refuse tools that Anthropic runs or defines, and content that is not text."""
+    try:
+        glance = _glance_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    for n, tool in enumerate(glance.tools or ()):
+        if tool.type not in (None, "custom"):
+            what = f"{tool.type[:64]!r} is a tool of Anthropic's"
+            _not_supported(f"tools[{n}].type", what, "describe the tool with name and input_schema")
+    for n, turn in enumerate(glance.messages):
+        for k, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
+            if block.type is not None and block.type not in BLOCKS:
+                what = f"there is no {block.type[:64]!r} here"
+                _not_supported(f"messages[{n}].content[{k}].type", what, f"send {', '.join(BLOCKS)}")
+
+
+def _refuse(param: str, reason: str) -> NoReturn:
+    raise InvalidRequestError(f"Invalid value for '{param}': {reason}", param=param)
+
+
+def _not_supported(param: str, what: str = "", hint: str = "leave it out") -> NoReturn:
+    reason = f"The parameter '{param}' is not supported" + (f": {what}" if what else "")
+    raise InvalidRequestError(reason, hint=hint, param=param)
+
+
+# --- parameters that are known and not supported ------------------------------------------------------
+
+Harmless = Callable[[Any], bool]
+
+
+def _one_of(*values: object) -> Harmless:
+    return lambda value: value in values
+
+
+PROMPT_DEFAULTS: Mapping[str, Harmless] = {
+    "speed": _one_of("standard"),
+    "context_management": _one_of({}, {"edits": []}),
+    "mcp_servers": _one_of([]),
+}
+MESSAGES_DEFAULTS: Mapping[str, Harmless] = {
+    "service_tier": _one_of("auto", "standard_only"),
+    "container": _one_of(),
+    "inference_geo": _one_of(),
+    "diagnostics": _one_of(),
+    "user_profile_id": _one_of(),
+}
+TOOL_DEFAULTS: Mapping[str, Harmless] = {
+    "defer_loading": _one_of(False),
+    "allowed_callers": _one_of(["direct"]),
+    "input_examples": _one_of([]),
+}
+
+
+def refuse_unsupported(holder: msgspec.Struct, defaults: Mapping[str, Harmless], where: str = "") -> None:
+    """A parameter that would change the answer is refused by name; its null or default is harmless."""
+    for name, harmless in defaults.items():
+        value = getattr(holder, name)
+        if value is not None and not harmless(value):
+            _not_supported(where + name, hint="its default is accepted, or leave it out")
+
+
+# --- tools and structured output ----------------------------------------------------------------------
+
+
+def _tools(request: CountRequest) -> Tools | None:
+    """None if the model is to know of no tool."""
+    choice = request.tool_choice
+    if not request.tools:
+        if isinstance(choice, AnyChoice | NamedChoice):
+            _refuse("tool_choice", "there are no tools to choose from; send tools")
+        return None
+    specs = [_tool(tool, f"tools[{n}].") for n, tool in enumerate(request.tools)]
+    match choice:
+        case NoChoice():
+            return None
+        case AnyChoice():
+            wanted: str | NamedToolChoice = "required"
+        case NamedChoice():
+            wanted = NamedToolChoice(function=FunctionChoice(name=choice.name))
+        case _:
+            wanted = "auto"
+    alone = isinstance(choice, AutoChoice | AnyChoice | NamedChoice) and bool(choice.disable_parallel_tool_use)
+    return tools_of(specs, wanted, parallel=not alone)
+
+
+def _tool(tool: ToolSpec, where: str) -> OpenAiTool:
+    refuse_unsupported(tool, TOOL_DEFAULTS, where)
+    if not TOOL_NAME.fullmatch(tool.name):
+        _refuse(f"{where}name", "use letters, digits, and . _ : / -")
+    function = FunctionSpec(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return OpenAiTool(function=function)
+
+
+def _guide(request: CountRequest, tools: Tools | None) -> Guide | None:
+    form = request.output_config.format if request.output_config is not None else None
+    if form is None:
+        return guide_of(None, tools)
+    if tools is not None and not tools.is_free:
+        _refuse("output_config.format", "a call that is forced by tool_choice has a format of its own")
+    return schema_guide(form.schema)
+
+
+# --- thoughts -----------------------------------------------------------------------------------------
+
+
+def _template_options(request: CountRequest) -> dict[str, Any]:
+    """Under the names by which chat templates know them. Without `thinking` the model's own default holds."""
+    options: dict[str, Any] = {}
+    if request.output_config is not None and request.output_config.effort is not None:
+        options["reasoning_effort"] = request.output_config.effort
+    match request.thinking:
+        case None:
+            return options
+        case ThinkingBetweenTools():
+            _not_supported("thinking.type", "'between_tools'", "send enabled, adaptive or disabled")
+        case ThinkingEnabled(budget_tokens=budget_tokens):
+            options["thinking_budget"] = budget_tokens
+    thinks = not isinstance(request.thinking, ThinkingDisabled)
+    return options | {"enable_thinking": thinks, "thinking": thinks}
+
+
+def _check_budget(request: MessagesRequest) -> None:
+    thinking = request.thinking
+    if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= request.max_tokens:
+        _refuse(
+            "thinking.budget_tokens",
+            f"{thinking.budget_tokens} is not less than max_tokens, {request.max_tokens}, which thoughts count towards",
+        )
+
+
+def _omits_thoughts(request: MessagesRequest) -> bool:
+    return getattr(request.thinking, "display", None) == "omitted"
+
+
+# --- the rest -----------------------------------------------------------------------------------------
+
+
+def _sampling(request: MessagesRequest) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else max(request.top_p, LEAST_TOP_P),
+        top_k=request.top_k or 0,
+    )
+
+
+def _hints(request: MessagesRequest, options: KvmeshOptions) -> Hints:
+    return Hints(
+        disaggregate=options.disaggregate,
+        pin=options.worker,
+        session=(request.metadata.user_id if request.metadata is not None else None) or "",
+        explain=bool(options.explain),
+    )

@@ -1,0 +1,243 @@
+"""Anthropic's wire shapes for messages: what comes in, what goes out.
+
+Fields that are known but not supported are here as well, so that they can be refused by name
+(`parse.refuse_unsupported`); a field that is not here is unknown and refused by the decoder.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from frontend.openai import (
+    MAX_STOPS,
+    MAX_TOOLS,
+    MAX_U32,
+    MAX_USER_CHARS,
+    Count,
+    FunctionName,
+    KvmeshOptions,
+    Salt,
+    StopString,
+    Strict,
+    TopP,
+    TraceReport,
+)
+
+MAX_MESSAGES = 100_000
+LEAST_BUDGET_TOKENS = 1024
+
+
+class TextBlock(Strict, frozen=True, tag_field="type", tag="text"):
+    text: str
+    cache_control: Any = None  # ignored here and below: prefixes are cached anyway
+    citations: list[Any] | None = None  # ignored: sources of an earlier answer
+
+
+class ThinkingBlock(Strict, frozen=True, tag_field="type", tag="thinking"):
+    """Thoughts of an earlier answer."""
+
+    thinking: str
+    signature: str = ""  # not looked at: thoughts are not signed here
+
+
+class RedactedThinkingBlock(Strict, frozen=True, tag_field="type", tag="redacted_thinking"):
+    """Thoughts that nobody but Anthropic can read; dropped."""
+
+    data: str
+
+
+class DirectCaller(Strict, frozen=True):
+    type: Literal["direct"]
+
+
+class ToolUseBlock(Strict, frozen=True, tag_field="type", tag="tool_use"):
+    """A call that the model made in an earlier answer."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: DirectCaller | None = None
+    toolset_name: None = None
+    cache_control: Any = None
+
+
+class ToolResultBlock(Strict, frozen=True, tag_field="type", tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    toolset_name: None = None
+    cache_control: Any = None
+
+
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+
+
+class Message(Strict, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class ToolSpec(Strict, frozen=True):
+    """A tool that the caller runs."""
+
+    name: FunctionName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None  # a forced call always keeps to the schema, a free one is the model's own
+    eager_input_streaming: bool | None = None  # ignored: arguments are always streamed as they are generated
+    cache_control: Any = None
+    # supported for their default only
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+    input_examples: list[Any] | None = None
+
+
+class AutoChoice(Strict, frozen=True, tag_field="type", tag="auto"):
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnyChoice(Strict, frozen=True, tag_field="type", tag="any"):
+    """At least one call."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class NamedChoice(Strict, frozen=True, tag_field="type", tag="tool"):
+    name: FunctionName
+    disable_parallel_tool_use: bool | None = None
+
+
+class NoChoice(Strict, frozen=True, tag_field="type", tag="none"):
+    """No call."""
+
+
+Display = Literal["summarized", "omitted"]
+
+
+class ThinkingEnabled(Strict, frozen=True, tag_field="type", tag="enabled"):
+    budget_tokens: Annotated[int, Meta(ge=LEAST_BUDGET_TOKENS, le=MAX_U32)]
+    display: Display | None = None
+
+
+class ThinkingAdaptive(Strict, frozen=True, tag_field="type", tag="adaptive"):
+    """The model decides how much it thinks."""
+
+    display: Display | None = None
+
+
+class ThinkingDisabled(Strict, frozen=True, tag_field="type", tag="disabled"):
+    display: None = None
+
+
+class ThinkingBetweenTools(Strict, frozen=True, tag_field="type", tag="between_tools"):
+    """Refused by name."""
+
+
+Thinking = ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | ThinkingBetweenTools
+
+
+class JsonSchemaFormat(Strict, frozen=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Strict, frozen=True):
+    effort: Annotated[str, Meta(max_length=32)] | None = None  # a chat template may read it: `reasoning_effort`
+    format: JsonSchemaFormat | None = None
+
+
+class Metadata(Strict, frozen=True):
+    user_id: Annotated[str, Meta(max_length=MAX_USER_CHARS)] | None = None  # names the session
+
+
+class CountRequest(Strict, frozen=True):
+    """What the model reads: the body of count_tokens, and the larger part of any request."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_salt: Salt | None = None  # ours
+    cache_control: Any = None
+    # supported for their default only
+    speed: str | None = None
+    context_management: Any = None
+    mcp_servers: list[Any] | None = None
+
+
+class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+    max_tokens: Count
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=0, le=MAX_U32)] | None = None  # 0: all
+    metadata: Metadata | None = None
+    kvmesh: KvmeshOptions | None = None  # ours
+    # supported for their default only
+    service_tier: str | None = None
+    container: Any = None
+    inference_geo: str | None = None
+    diagnostics: Any = None
+    user_profile_id: str | None = None
+
+
+# --- answers ------------------------------------------------------------------------------------------
+
+
+class AnswerText(Struct, frozen=True, tag_field="type", tag="text"):
+    text: str
+    citations: None = None
+
+
+class AnswerThinking(Struct, frozen=True, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class AnswerToolUse(Struct, frozen=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: msgspec.Raw  # a JSON object
+
+
+AnswerBlock = AnswerThinking | AnswerText | AnswerToolUse
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """The prompt has `input_tokens` and `cache_read_input_tokens` together."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Answer(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    id: str
+    role: str = "assistant"
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: str | None  # null in message_start alone
+    stop_sequence: str | None
+    usage: Usage
+    kvmesh: TraceReport | UnsetType = UNSET
+
+
+class TokenCount(Struct, frozen=True):
+    input_tokens: int
+
+
+class ErrorDetail(Struct, frozen=True):
+    type: str
+    message: str
+
+
+class ErrorAnswer(Struct, frozen=True, tag_field="type", tag="error"):
+    error: ErrorDetail
+    request_id: str | UnsetType = UNSET

@@ -1,0 +1,113 @@
+"""POST /tokenize and /detokenize: what the mesh makes of a text, without asking a worker."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from frontend.call import Call, Endpoint
+from frontend.models import Model
+from frontend.openai import MAX_TOOLS, Message, ModelName, Strict, TokenId, ToolSpec
+from frontend.parameters import decode_body, message_of, tools_of
+from frontend.pipeline import chat_prompt, check_length, check_token_ids
+from protocol.errors import ContextLengthError, InvalidRequestError
+from protocol.messages import unpack_tokens
+
+LONG_TOKENS = 4096  # from here on a thread costs less than the pause of the event loop would
+T = TypeVar("T")
+
+
+class TokenizeRequest(Strict, frozen=True):
+    """Either a prompt or messages."""
+
+    model: ModelName
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    tools: Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)] | None = None
+    add_special_tokens: bool | None = None  # default: of a prompt yes; a rendered chat holds its own
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class TokenizeReply(Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(Strict, frozen=True):
+    model: ModelName
+    tokens: list[TokenId]
+
+
+class DetokenizeReply(Struct, frozen=True):
+    prompt: str
+
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """Raises InvalidRequestError."""
+    request = decode_body(body, _tokenize_decoder)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequestError("send either 'prompt' or 'messages'", param="prompt")
+    return request
+
+
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
+    """Raises InvalidRequestError."""
+    return decode_body(body, _detokenize_decoder)
+
+
+async def tokenize(request: TokenizeRequest, model: Model) -> TokenizeReply:
+    """Raises InvalidRequestError, ContextLengthError."""
+    tokens = unpack_tokens(await _tokens(request, model))
+    texts = None
+    if request.return_token_strs:
+        texts = await off_loop_if_long(tokens, lambda: [_shown(token, model) for token in tokens])
+    return TokenizeReply(len(tokens), model.context_tokens, tokens, texts)
+
+
+def _shown(token: int, model: Model) -> str:
+    return model.tokenizer.token_bytes(token).decode(errors="replace")
+
+
+async def off_loop_if_long(tokens: Sequence[int], work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if len(tokens) > LONG_TOKENS else work()
+
+
+async def _tokens(request: TokenizeRequest, model: Model) -> bytes:
+    call = Call(endpoint=Endpoint.COMPLETIONS, model=model.name)
+    if request.prompt is not None:
+        check_length(request.prompt, call, model)
+        with_special = request.add_special_tokens is not False
+        return await model.tokenizer.encode_packed(request.prompt, add_special_tokens=with_special)
+    call = Call(
+        endpoint=Endpoint.CHAT,
+        model=model.name,
+        messages=[message_of(message, n) for n, message in enumerate(request.messages or ())],
+        tools=tools_of(request.tools, None, parallel=True) if request.tools else None,
+        template_options=request.chat_template_kwargs or {},
+        add_generation_prompt=request.add_generation_prompt,
+    )
+    return (await chat_prompt(call, model)).tokens
+
+
+async def detokenize(request: DetokenizeRequest, model: Model) -> DetokenizeReply:
+    """Special tokens show by their names. Raises InvalidRequestError."""
+    check_token_ids(request.tokens, model, "tokens")
+    if len(request.tokens) > model.context_tokens:
+        raise ContextLengthError(
+            f"{len(request.tokens)} tokens are more than the context of {model.name}, {model.context_tokens}",
+            hint="send fewer",
+            param="tokens",
+        )
+    decode = partial(model.tokenizer.decode, request.tokens, shown=model.tokenizer.special_tokens)
+    return DetokenizeReply(await off_loop_if_long(request.tokens, decode))
