@@ -4,6 +4,7 @@ import os
 import sys
 
 from frontend.config import FrontendConfig
+from frontend.processes import serve_processes
 from frontend.service import serve
 from mesh.config import config_path, load
 from mesh.lifecycle import run
@@ -32,6 +33,8 @@ def main() -> int:
     except ConfigError as error:
         print(f"kvmesh frontend: {error}", file=sys.stderr)
         return 2
+    if config.processes > 1:
+        return run(lambda stop: serve_processes(config, file, stop))
     return run(lambda stop: serve(config, router_config, stop))
 
 

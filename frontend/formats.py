@@ -9,14 +9,14 @@ from frontend.parsers.harmony import HARMONY, is_harmony
 from frontend.parsers.reasoning import (
     ReasoningFormat,
     guess_reasoning_format,
-    prompt_opens_thoughts,
+    open_after,
     reasoning_format,
 )
 from frontend.parsers.tools import ArgumentsAsJson, CallsAsJson, ToolFormat, guess_tool_format, tool_format
 from protocol.errors import InvalidRequestError
 
 NONE = "none"  # as a parser's name: the text stays as it is
-HARMONY_NAME = "harmony"
+HARMONY_NAMES = frozenset({"harmony", "gpt_oss"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class AnswerFormat:
     def _thoughts(self, prompt_tail: str) -> Parser | None:
         if self.reasoning is None:
             return None
-        return self.reasoning.open(prompt_opens_thoughts(prompt_tail, self.reasoning))
+        return open_after(self.reasoning, prompt_tail)
 
     def _calls(self, tools: Tools | None) -> Parser | None:
         if tools is None:
@@ -77,7 +77,8 @@ class AnswerFormat:
 
 def answer_format(tool_parser: str, reasoning_parser: str, template_source: str) -> AnswerFormat:
     """By the names a worker gives, or guessed from its chat template where it gives none. Raises ConfigError."""
-    if HARMONY_NAME in (tool_parser, reasoning_parser) or (not tool_parser and is_harmony(template_source)):
+    named = {name.replace("-", "_") for name in (tool_parser, reasoning_parser)}
+    if named & HARMONY_NAMES or (named == {""} and is_harmony(template_source)):
         return AnswerFormat(is_harmony=True)
     tools = tool_parser or guess_tool_format(template_source)
     reasoning = reasoning_parser or guess_reasoning_format(template_source)

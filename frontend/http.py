@@ -1,8 +1,11 @@
 """The frontend's HTTP application: routes, health, models and metrics."""
 
 from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from pathlib import Path
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from frontend import metrics
 from frontend.admission import Admission
@@ -16,10 +19,13 @@ from frontend.endpoints import CompletionService, TimeLimits
 from frontend.generator import Generator
 from frontend.models import ModelRegistry, Served
 from frontend.openai import ModelList, ModelObject
+from frontend.openapi import docs_page, openapi
+from frontend.responses.dialect import ResponsesDialect
 from frontend.tokenize import detokenize, parse_detokenize, parse_tokenize, tokenize
 from mesh.http import request as http
 from mesh.http.request import Reply, ReplyStream, Request, json_reply, live
 from mesh.http.server import App, HttpLimits, Route
+from mesh.merged_metrics import merged_metrics
 from protocol.errors import NoWorkerError
 
 
@@ -39,16 +45,21 @@ class FrontendApi:
         models: ModelRegistry,
         generator: Generator,
         router_ready: Callable[[], bool] = lambda: True,
+        metrics_folder: Path | None = None,
     ) -> None:
+        """`metrics_folder`: where the processes that share our port meet."""
         self.admission = Admission(settings.max_inflight)
         self._models = models
         self._router_ready = router_ready
+        self._metrics_folder = metrics_folder
+        self._openapi = b""  # made when it is first asked for
         limits = TimeLimits(settings.request_timeout_s, settings.max_request_timeout_s)
         self._service = CompletionService(models, generator, self.admission, limits)
         self.app = App(
             [
                 self._generating("/v1/chat/completions", ChatDialect()),
                 self._generating("/v1/completions", CompletionsDialect()),
+                self._generating("/v1/responses", ResponsesDialect()),
                 self._generating("/v1/messages", MessagesDialect()),
                 Route("POST", "/v1/messages/count_tokens", self.count_message_tokens, error_body=anthropic_error_body),
                 Route("POST", "/v1/embeddings", self._service.embed),
@@ -60,6 +71,8 @@ class FrontendApi:
                 Route("GET", "/health", self.health, is_open=True),
                 Route("GET", "/live", live, is_open=True),
                 Route("GET", "/metrics", self.show_metrics, is_open=True),
+                Route("GET", "/openapi.json", self.show_openapi, is_open=True),
+                Route("GET", "/docs", show_docs, is_open=True),
             ],
             HttpLimits(max_body_bytes=settings.max_body_bytes),
         )
@@ -108,9 +121,20 @@ class FrontendApi:
         }
         return json_reply(report, status=200 if status == "ready" else 503)
 
+    async def show_openapi(self, request: Request) -> Reply:
+        if not self._openapi:
+            self._openapi = openapi(version("kvmesh"))
+        return Reply(self._openapi)
+
     async def show_metrics(self, request: Request) -> Reply:
         metrics.MODELS_READY.set(len(self._models.ready()))
-        return await http.show_metrics(request)
+        if self._metrics_folder is None:
+            return await http.show_metrics(request)
+        return Reply(await merged_metrics(self._metrics_folder), content_type=CONTENT_TYPE_LATEST)
+
+
+async def show_docs(request: Request) -> Reply:
+    return Reply(docs_page(), content_type="text/html; charset=utf-8")
 
 
 def model_object(name: str, served: Served) -> ModelObject:

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import msgspec
 
@@ -16,6 +17,7 @@ from frontend.models import ModelRegistry
 from mesh.discovery import open_discovery
 from mesh.http.server import listening
 from mesh.lifecycle import watch_parent
+from mesh.merged_metrics import sharing
 from mesh.plane.client import PlaneClient
 from protocol.ids import new_generation
 from protocol.messages import FrontendCard, encode
@@ -55,8 +57,11 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
                 router_ready = remote.is_ready
                 follow.append(feeds.create_task(remote.run(discovery), name="frontend: follow routers"))
             dispatcher = Dispatcher(router, plane, lambda model: models.find(model).block_size)
-            api = FrontendApi(settings_of(config), models, dispatcher, router_ready)
-            async with listening(api.app, config.host, config.port) as url:
+            folder = Path(config.shares_port_with) if config.shares_port_with else None
+            if folder is not None:
+                await cleanup.enter_async_context(sharing(folder))
+            api = FrontendApi(settings_of(config), models, dispatcher, router_ready, folder)
+            async with listening(api.app, config.host, config.port, reuse_port=folder is not None) as url:
                 card = FrontendCard(name=config.name, url=url, pid=os.getpid())
                 registration = await discovery.put(f"frontends/{config.name}", encode(card))
                 log.info("ready", extra={"url": url})

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import aiohttp
 from msgspec import Meta, Struct
 
-from kvmesh.supervisor import ProcessSpec, Supervisor
+from mesh.supervisor import ProcessSpec, Supervisor
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from mesh.config import to_flags
 from mesh.discovery import Discovery, Put, open_discovery

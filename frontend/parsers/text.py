@@ -67,7 +67,7 @@ def escaped(text: str) -> str:
 def quoted(text: str) -> str:
     """`text` as a JSON string, which UTF-8 can carry even if `text` has half a surrogate pair."""
     plain = _plain_json(text)
-    return plain if plain.isascii() or _encodable(plain) else json.dumps(text)
+    return plain if plain.isascii() or encodable(plain) else json.dumps(text)
 
 
 def is_json(text: str) -> bool:
@@ -77,7 +77,8 @@ def is_json(text: str) -> bool:
     return fragment == text[:end] and scanner.complete and not text[end:].strip(" \t\n\r")
 
 
-def _encodable(text: str) -> bool:
+def encodable(text: str) -> bool:
+    """UTF-8 can carry `text`: there is no half of a surrogate pair in it."""
     try:
         text.encode()
     except UnicodeEncodeError:

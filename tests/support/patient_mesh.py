@@ -2,9 +2,9 @@
 
 import sys
 
-import kvmesh.supervisor
+import mesh.supervisor
 from kvmesh.__main__ import main
 
 if __name__ == "__main__":
-    kvmesh.supervisor.STABLE_S = 0.0
+    mesh.supervisor.STABLE_S = 0.0
     sys.exit(main())

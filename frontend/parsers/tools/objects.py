@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from frontend.parsers.events import Tool
-from frontend.parsers.text import JsonScanner
+from frontend.parsers.text import JsonScanner, encodable, is_json
 from frontend.parsers.tools.machine import MAX_NAME_CHARS, CallMachine, State, is_name
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -16,7 +16,7 @@ class JsonCalls(CallMachine):
     """The states within such an object. Its keys may come in any order; keys that are not known are dropped.
 
     The call begins with its name; an id counts if it stands before that. Without arguments, or with null, they
-    are {}. A second object of arguments breaks the call off.
+    are {}; a string with the JSON of an object counts as that object. A second one breaks the call off.
     """
 
     def __init__(self, names: frozenset[str] = frozenset()) -> None:
@@ -92,16 +92,37 @@ class JsonCalls(CallMachine):
         self._state = self._next_ahead
 
     def _begin_arguments(self, char: str) -> None:
-        if self._argued or char not in "{n":
+        if self._argued or char not in '{"n':
             self._give_up()
         elif char == "n":
             self._state = self._in_other
+        elif char == '"':
+            self._string.clear()
+            self._state = self._in_arguments_string
         else:
             self._argued = True
             if self._named:
                 self._raw.clear()
             self._after_arguments = self._next_ahead
             self._state = self._arguments if self._named else self._in_early_arguments
+
+    def _in_arguments_string(self) -> bool:
+        self._string.append(self._scan(len(self._text)))
+        return self._scanned(self._arguments_string_read)
+
+    def _arguments_string_read(self) -> bool:
+        arguments: str = json.loads("".join(self._string))
+        if not (arguments.startswith("{") and is_json(arguments) and encodable(arguments)):
+            self._give_up()
+            return True
+        self._argued = True
+        self._state = self._next_ahead
+        if self._named:
+            self._raw.clear()
+            self._argue(arguments)
+        else:
+            self._early_arguments.append(arguments)
+        return True
 
     def _in_early_arguments(self) -> bool:
         self._early_arguments.append(self._scan(len(self._text)))

@@ -156,6 +156,7 @@ class GlmCalls(TaggedCalls):
 
     def _first_key(self) -> bool:
         self._begin_call()
+        self._raw.append("<arg_key>")  # not part of the header
         self._state = self._in_key
         return True
 

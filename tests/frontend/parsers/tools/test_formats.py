@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from frontend.parsers.chain import merge
 from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Tool
 from frontend.parsers.tools import TOOL_PARSERS, guess_tool_format, tool_format
 from protocol.errors import ConfigError
-from tests.frontend.parsers.streams import call, run
+from tests.frontend.parsers.streams import call, cut, run
 
 TOOLS = [
     Tool(
@@ -61,6 +63,12 @@ SAMPLES: dict[str, tuple[str, str, list[Event]]] = {
         "hermes",
         '<tool_call>{"name": "get_weather", "arguments": {\n"city": "a\nb\tc"}}</tool_call>',
         call(0, "get_weather", '{\n"city": "a\\nb\\tc"}'),
+    ),
+    "hermes: arguments as a string": (
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"\\u00e9\\"}"}</tool_call>'
+        '<tool_call>{"arguments": "{}", "name": "now"}</tool_call>',
+        [*call(0, "get_weather", '{"city": "é"}'), *call(1, "now", "{}")],
     ),
     "llama: bare": (
         "llama3_json",
@@ -155,7 +163,8 @@ SAMPLES: dict[str, tuple[str, str, list[Event]]] = {
             *call(
                 0,
                 "get_weather",
-                '{"city": "if a < b:\\n\\n  \\"x\\"", "days": 3, "unit": null, "detailed": true, "where": {"x": [1, 2]}}',
+                '{"city": "if a < b:\\n\\n  \\"x\\"", "days": 3, "unit": null, "detailed": true, '
+                '"where": {"x": [1, 2]}}',
             ),
             *call(1, "now", "{}"),
         ],
@@ -210,6 +219,20 @@ def test_cut_short_anywhere_what_came_out_is_a_beginning_of_the_whole(
             left = events.pop()
             assert text[:size].endswith(left.text)
         assert begins(events, expected), (text[:size], events)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=200)
+def test_a_damaged_sample_gives_the_same_however_it_is_cut(data: st.DataObject) -> None:
+    name, text, _ = data.draw(st.sampled_from(list(SAMPLES.values())))
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(text)))
+        end = min(len(text), start + data.draw(st.sampled_from([0, 0, 1, 2, 10])))
+        added = data.draw(st.sampled_from([*tool_format(name).markers, *"{}[]()\",:;<>\\ \n'=é", ""]))
+        text = text[:start] + added + text[end:]
+    whole = run(tool_format(name).open(TOOLS), [text])
+    assert run(tool_format(name).open(TOOLS), list(text)) == whole
+    assert run(tool_format(name).open(TOOLS), data.draw(cut(text))) == whole
 
 
 def begins(events: list[Event], whole: list[Event]) -> bool:

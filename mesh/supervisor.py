@@ -5,10 +5,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from mesh.lifecycle import EXIT_BAD_SETTINGS, PARENT_PID
 from protocol.errors import ConfigError, EngineError, MeshError
@@ -39,9 +40,9 @@ def restart_delay_s(run_times_s: Sequence[float]) -> float | None:
 
 
 class Supervisor:
-    """Runs processes of this Python. Their output goes to one log file each."""
+    """Runs processes of this Python. Their output goes to one log file each, or where ours goes if there is no `log_dir`."""
 
-    def __init__(self, log_dir: Path, tell: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, log_dir: Path | None, tell: Callable[[str], None] = lambda line: None) -> None:
         self._log_dir = log_dir
         self._tell = tell
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -59,12 +60,14 @@ class Supervisor:
     def pids(self) -> dict[str, int]:
         return {name: process.pid for name, process in self._running.items()}
 
-    def log_file(self, name: str) -> Path:
-        return self._log_dir / f"{name}.log"
+    def log_file(self, name: str) -> Path | None:
+        return None if self._log_dir is None else self._log_dir / f"{name}.log"
 
     def log_tail(self, name: str, lines: int = 15) -> str:
+        if (file := self.log_file(name)) is None:
+            return "(see above)"
         try:
-            return "\n".join(self.log_file(name).read_text(errors="replace").splitlines()[-lines:])
+            return "\n".join(file.read_text(errors="replace").splitlines()[-lines:])
         except OSError:
             return "(no log)"
 
@@ -133,20 +136,27 @@ class Supervisor:
             await asyncio.sleep(delay)
 
     async def _spawn(self, spec: ProcessSpec) -> asyncio.subprocess.Process:
-        env = {**os.environ, **spec.env, PARENT_PID: str(os.getpid())}
-        self._log_dir.mkdir(parents=True, exist_ok=True)  # who removed the run directory shall not stop us
-        with self.log_file(spec.name).open("ab") as output:
+        with self._output_of(spec.name) as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=env,
+                env={**os.environ, **spec.env, PARENT_PID: str(os.getpid())},
                 start_new_session=True,  # a Ctrl-C in the terminal is ours; we stop them in order
             )
         self._running[spec.name] = process
         return process
+
+    @contextmanager
+    def _output_of(self, name: str) -> Iterator[IO[bytes] | None]:
+        if (file := self.log_file(name)) is None:
+            yield None
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)  # who removed the run directory shall not stop us
+        with file.open("ab") as output:
+            yield output
 
 
 def describe_exit(code: int) -> str:

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from kvmesh import supervisor as supervisor_module
-from kvmesh.supervisor import MAX_QUICK_EXITS, STABLE_S, ProcessSpec, Supervisor, describe_exit, restart_delay_s
+from mesh import supervisor as supervisor_module
+from mesh.supervisor import MAX_QUICK_EXITS, STABLE_S, ProcessSpec, Supervisor, describe_exit, restart_delay_s
 from protocol.errors import ConfigError, EngineError
 
 FOREVER = "import time; print('up', flush=True); time.sleep(60)"

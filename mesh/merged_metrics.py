@@ -1,0 +1,105 @@
+"""The metrics of several processes that share one port, as if they were one.
+
+Each process answers on a Unix socket in a directory they share; whoever is asked over HTTP asks the others.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 2.0
+MAX_BYTES = 16 << 20
+_NOT_ADDED = ("_created", "_start_time_seconds", "_max_fds", "_info", "_models_ready")  # of these the largest counts
+
+
+def merge(texts: Sequence[str]) -> str:
+    """Add up samples of equal name and labels; where a sum says nothing, take the largest. Pure."""
+    merged: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text):
+            merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            found = values.setdefault(family.name, {})
+            is_added = not family.name.endswith(_NOT_ADDED)
+            for sample in family.samples:
+                key = (sample.name, tuple(sample.labels.items()))
+                before = found.get(key)
+                if before is None:
+                    found[key] = sample.value
+                else:
+                    found[key] = before + sample.value if is_added else max(before, sample.value)
+    for name, metric in merged.items():
+        for (sample_name, labels), value in values[name].items():
+            metric.add_sample(sample_name, dict(labels), value)
+    registry = CollectorRegistry()
+    registry.register(_Given(merged.values()))
+    return generate_latest(registry).decode()
+
+
+class _Given(Collector):
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = list(metrics)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._metrics
+
+
+@asynccontextmanager
+async def sharing(folder: Path) -> AsyncIterator[None]:
+    """Answer the others as long as the block runs."""
+    path = folder / f"{os.getpid()}.sock"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(generate_latest())
+        with suppress(OSError):
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(answer, path)
+    try:
+        yield
+    finally:
+        server.close()
+        path.unlink(missing_ok=True)
+
+
+async def merged_metrics(folder: Path) -> bytes:
+    """Of all processes that share `folder`, this one included. One that does not answer is left out."""
+    others = [path for path in folder.glob("*.sock") if path.stem != str(os.getpid())]
+    texts = await asyncio.gather(*(_ask(path) for path in others))
+    own = generate_latest().decode()
+    return (await asyncio.to_thread(merge, [own, *filter(None, texts)])).encode()
+
+
+async def _ask(path: Path) -> str:
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            reader, writer = await asyncio.open_unix_connection(path)
+            try:
+                return (await _read(reader)).decode()
+            finally:
+                writer.close()
+    except ConnectionRefusedError:  # it was killed
+        path.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:  # TimeoutError is an OSError
+        log.warning("the metrics of another process are missing: %s", error or "it does not answer")
+    return ""
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    """To the end. Raises ValueError if that is too far."""
+    parts: list[bytes] = []
+    while part := await reader.read(1 << 16):
+        parts.append(part)
+        if len(parts) << 16 > MAX_BYTES * 2:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
+    return b"".join(parts)
