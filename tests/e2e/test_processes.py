@@ -1,0 +1,78 @@
+"""Several frontends on one port: requests go to all of them, and their metrics are those of one."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from protocol.messages import FrontendCard, decode
+from tests.support.mesh import Mesh, running_mesh, until
+
+pytestmark = pytest.mark.e2e
+BODY = {"model": "tiny", "prompt": "Once", "max_tokens": 4, "temperature": 0}
+
+
+def cards(mesh: Mesh) -> list[FrontendCard]:
+    return [decode(value, FrontendCard) for value in mesh.entries("frontends/many").values()]
+
+
+@contextmanager
+def many_frontends(mesh: Mesh, processes: int) -> Iterator[subprocess.Popen[bytes]]:
+    flags = ["--processes", str(processes), "--name", "many", "--port", "0"]
+    discovery = f"file:{mesh.run_dir / 'discovery'}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "frontend", *flags, "--discovery", discovery, "--log-level", "warning"]
+    )
+    try:
+        until(lambda: len(cards(mesh)) == processes, 30, "all frontends")
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    flags = ["--engine", "mock", "--mock-speedup", "0", "--prefill", "0", "--decode", "0", "--aggregated", "1"]
+    with running_mesh(tmp_path_factory.mktemp("mesh"), *flags) as running:
+        yield running
+
+
+def complete(url: str) -> str:
+    """Over a connection of its own, which the kernel gives to any of the processes."""
+    response = httpx.post(f"{url}/v1/completions", json=BODY, timeout=30)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+def test_requests_spread_over_the_processes_and_any_of_them_counts_all(mesh: Mesh) -> None:
+    with many_frontends(mesh, 2) as parent:
+        first, second = cards(mesh)
+        assert first.url == second.url
+        assert first.pid != second.pid
+        until(lambda: httpx.get(f"{first.url}/health").status_code == 200, 30, "a frontend that is ready")
+        assert len({complete(first.url) for _ in range(30)}) == 1
+        for _ in range(4):
+            done = mesh.metric(
+                "kvmesh_frontend_requests_total", url=f"{first.url}/metrics", endpoint="completions", outcome="ok"
+            )
+            assert done == 30
+        os.kill(first.pid, signal.SIGKILL)
+        until(lambda: {card.pid for card in cards(mesh)} - {first.pid, second.pid} != set(), 30, "its successor")
+        assert complete(first.url) == complete(second.url)
+    assert parent.returncode == 128 + signal.SIGTERM or parent.returncode == 0
+    assert cards(mesh) == []
+
+
+def test_a_taken_port_is_told_and_leaves_no_process(mesh: Mesh, tmp_path: Path) -> None:
+    port = mesh.url.rpartition(":")[2]
+    flags = ["--processes", "2", "--port", port, "--discovery", f"file:{tmp_path}"]
+    done = subprocess.run([sys.executable, "-m", "frontend", *flags], capture_output=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert b"choose another port" in done.stderr
