@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load import Load, Outcome, run_load, tree_rss_mib
+from benchmarks.load import Load, Outcome, rss_mib, run_load, trees
 from benchmarks.prompts import load_tokenizer, make_prompts
 from kvmesh.cluster import UpConfig, running_cluster
 from kvmesh.tiny_model import CHECKPOINT_DIR
@@ -88,6 +88,7 @@ class FrontendReport(Struct, frozen=True, kw_only=True):
     rss_mib: float | None  # after all cases; of the larger frontend
     errors: int  # answers that were not 200, not complete, or not of the length asked for
     machine: str
+    others_cores: float | None  # that other programs used meanwhile: latency means little above a few tenths
     vocabulary: int  # of the tokenizer
 
 
@@ -208,7 +209,7 @@ async def run_cases(
                 outcome = await loop.run_in_executor(process, run_case, case, server, config.model, run)
             measured.outcomes.setdefault(case.name, []).append(outcome)
             console.print(f"{case.name}: {said(outcome)}", highlight=False)
-    measured.rss_mib.append(tree_rss_mib(server.pid))
+    measured.rss_mib.append(rss_mib(trees([server.pid])))
 
 
 def run_case(case: Case, server: Server, tokenizer: str, seed: int) -> Outcome:
@@ -225,6 +226,7 @@ def run_case(case: Case, server: Server, tokenizer: str, seed: int) -> Outcome:
             stream=case.stream,
             output_tokens=case.output_tokens,
             pid=server.pid,
+            with_pids=(os.getppid(),),  # this benchmark, and the mesh it has started
         )
     )
 
@@ -274,9 +276,16 @@ def report_of(measured: Measured, vocabulary: int) -> FrontendReport:
         c1s_ttft_p50_ms=median("c1s", lambda outcome: quantile_ms(outcome.ttft_s, 0.5)),
         rss_mib=round(max(measured.rss_mib), 1) if measured.rss_mib else None,
         errors=sum(len(outcome.failures) for outcomes in measured.outcomes.values() for outcome in outcomes),
+        others_cores=others_cores(measured),
         machine=f"{os.cpu_count()} x {cpu_name()}",
         vocabulary=vocabulary,
     )
+
+
+def others_cores(measured: Measured) -> float | None:
+    """The median over all runs of all cases."""
+    cores = [outcome.others_s / outcome.wall_s for outcomes in measured.outcomes.values() for outcome in outcomes]
+    return round(statistics.median(cores), 2) if cores else None
 
 
 def cpu_ms(outcome: Outcome) -> float:
@@ -302,6 +311,7 @@ def said(outcome: Outcome) -> str:
             if values
         ),
     ]
+    parts.append(f"{outcome.others_s / outcome.wall_s:.2f} cores busy with other programs")
     failures = [f"\n  failed: {failure}" for failure in outcome.failures[:SHOWN_FAILURES]]
     return ", ".join(parts) + "".join(failures)
 
@@ -316,7 +326,8 @@ def cpu_name() -> str:
 
 
 def table_of(report: FrontendReport) -> Table:
-    table = Table(title=f"{report.machine}, vocabulary of {report.vocabulary}", title_justify="left")
+    title = f"{report.machine}, {report.others_cores} cores busy with other programs, vocabulary of {report.vocabulary}"
+    table = Table(title=title, title_justify="left")
     for column in ("", "measured", "goal"):
         table.add_column(column)
     for name, (text, unit, goal) in GOALS.items():

@@ -7,9 +7,10 @@ starts, and answers are judged after it has stopped.
 
 import asyncio
 import gc
+import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
@@ -35,6 +36,7 @@ class Load:
     stream: bool
     output_tokens: int  # that each answer must have
     pid: int | None = None  # whose CPU time counts, with all its descendants
+    with_pids: tuple[int, ...] = ()  # what else belongs to the measurement, with all descendants
     timeout_s: float = TIMEOUT_S
 
 
@@ -43,6 +45,7 @@ class Outcome:
     requests: int  # after the warm-up; failures too
     cpu_s: float  # of the server's processes
     wall_s: float
+    others_s: float  # CPU that the rest of the machine used meanwhile
     ttft_s: list[float]  # sent -> the read with the first token; streams only
     gaps_s: list[float]  # between reads of one stream that held the end of an event, from the first token on
     failures: list[str]  # one for each request that failed, also in the warm-up
@@ -73,16 +76,17 @@ async def drive(load: Load) -> Outcome:
     requests = [request_bytes(load.url, body) for body in load.bodies]
     slots = [Slot(load) for _ in range(min(load.concurrency, len(requests)))]
     warmup = await answers_to(requests[: load.warmup], slots, load.timeout_s)
-    cpu_s, started = tree_cpu_s(load.pid), time.perf_counter()
+    before, started = used_cpu(load), time.perf_counter()
     answers = await answers_to(requests[load.warmup :], slots, load.timeout_s)
-    wall_s, cpu_s = time.perf_counter() - started, tree_cpu_s(load.pid) - cpu_s
+    wall_s, after = time.perf_counter() - started, used_cpu(load)
     for slot in slots:
         slot.close()
     judged = [failure_of(answer, load.stream, load.output_tokens) for answer in [*warmup, *answers]]
     return Outcome(
         requests=len(answers),
-        cpu_s=cpu_s,
+        cpu_s=after.server_s - before.server_s,
         wall_s=wall_s,
+        others_s=after.others_s - before.others_s,
         ttft_s=[answer.first_token_s - answer.sent_s for answer in answers if answer.first_token_s],
         gaps_s=[gap for answer in answers for gap in answer.gaps_s],
         failures=[failure for failure in judged if failure],
@@ -277,24 +281,42 @@ def events_of(body: bytes) -> list[Reply]:
     return [_reply_decoder.decode(event[6:]) for event in events[:-2]]
 
 
-# --- the server's processes -------------------------------------------------------------------------------
+# --- what processes use -----------------------------------------------------------------------------------
 
 
-def tree_cpu_s(pid: int | None) -> float:
-    """CPU seconds that a process and all its descendants have used; 0 without one."""
-    return over_tree(pid, lambda process: sum(process.cpu_times()[:2]))
+@dataclass(frozen=True, slots=True)
+class UsedCpu:
+    """CPU seconds so far."""
+
+    server_s: float
+    others_s: float  # of all that does not belong to the measurement
 
 
-def tree_rss_mib(pid: int | None) -> float:
-    return over_tree(pid, lambda process: process.memory_info().rss / 2**20)
+def used_cpu(load: Load) -> UsedCpu:
+    server = trees([load.pid] if load.pid else [])
+    ours = server | trees([os.getpid(), *load.with_pids])
+    machine = psutil.cpu_times()
+    return UsedCpu(cpu_s(server), machine.user + machine.nice + machine.system - cpu_s(ours))
 
 
-def over_tree(pid: int | None, figure: Callable[[psutil.Process], float]) -> float:
-    if pid is None:
-        return 0.0
-    root = psutil.Process(pid)
-    total = figure(root)
-    for process in root.children(recursive=True):
+def trees(pids: Sequence[int]) -> set[psutil.Process]:
+    """These processes and all their descendants."""
+    roots = [psutil.Process(pid) for pid in pids]
+    return {process for root in roots for process in (root, *root.children(recursive=True))}
+
+
+def cpu_s(processes: Iterable[psutil.Process]) -> float:
+    return sum_over(processes, lambda process: sum(process.cpu_times()[:2]))
+
+
+def rss_mib(processes: Iterable[psutil.Process]) -> float:
+    return sum_over(processes, lambda process: process.memory_info().rss / 2**20)
+
+
+def sum_over(processes: Iterable[psutil.Process], figure: Callable[[psutil.Process], float]) -> float:
+    """Without those that end meanwhile."""
+    total = 0.0
+    for process in processes:
         try:
             total += figure(process)
         except psutil.NoSuchProcess:

@@ -160,7 +160,7 @@ def _hints(request: RequestBase) -> Hints:
 
 _MISSING = re.compile(r"^Object missing required field `([^`]*)`")
 _UNKNOWN = re.compile(r"^Object contains unknown field `([^`]*)`")
-_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:

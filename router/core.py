@@ -604,6 +604,8 @@ class RouterState:
         self, slots: Sequence[Slot], request: RouteRequest, now: float, pin: str | None, pin_rank: int | None = None
     ) -> Sequence[Slot]:
         """Where this request may go. To suspects only if there is nobody else."""
+        if request.lora is not None:
+            slots = [slot for slot in slots if request.lora in slot.card.loras]
         if request.exclude or pin is not None:
             slots = [
                 slot
@@ -712,14 +714,19 @@ class RouterState:
         )
 
     def _why_none(self, request: RouteRequest) -> str:
-        mine = [card for card in self._cards.values() if card.model == request.model]
-        roles = sorted(card.role for card in mine)
+        wanted = repr(request.model) if request.lora is None else f"{request.model!r} with the adapter {request.lora!r}"
+        serving = [card for card in self._cards.values() if card.model == request.model]
+        mine = [card for card in serving if request.lora is None or request.lora in card.loras]
+        able = sorted(card.name for card in mine if card.role is not Role.PREFILL)
         if request.pin is not None:
-            able = sorted(card.name for card in mine if card.role is not Role.PREFILL)
-            return f"no decode worker {request.pin!r} serves {request.model!r}; there are: {', '.join(able) or 'none'}"
-        if request.exclude and roles:
-            return f"every worker of the model {request.model!r} that could decode has failed this request"
-        return f"no worker that decodes the model {request.model!r} is ready; there are: {', '.join(roles) or 'none'}"
+            return f"no decode worker {request.pin!r} serves {wanted}; there are: {', '.join(able) or 'none'}"
+        if request.exclude and able:
+            return f"every worker of the model {wanted} that could decode has failed this request"
+        if request.lora is not None and not able:
+            adapters = sorted({name for card in serving if card.role is not Role.PREFILL for name in card.loras})
+            return f"no worker that decodes the model {wanted} is ready; adapters: {', '.join(adapters) or 'none'}"
+        roles = sorted(card.role for card in mine)
+        return f"no worker that decodes the model {wanted} is ready; there are: {', '.join(roles) or 'none'}"
 
 
 def _prefix(hashes: bytes, blocks: int) -> bytes:

@@ -150,7 +150,11 @@ class Scheduler:
         self._check_blocks(len(prompt), "shorten the text")
         self._check_tokens(prompt, ())
         stands_for = GenerateRequest(
-            request_id=request.request_id, model=request.model, prompt=request.prompt, lora=request.lora
+            request_id=request.request_id,
+            model=request.model,
+            prompt=request.prompt,
+            lora=request.lora,
+            cache_salt=request.cache_salt,
         )
         self._queue(
             SequenceState(
@@ -159,7 +163,7 @@ class Scheduler:
                 output=[],
                 tokens=list(prompt),
                 stop_ids=frozenset(),
-                seed=hash_seed(request.lora, None),
+                seed=hash_seed(request.lora, request.cache_salt),
                 embed=True,
             )
         )

@@ -114,8 +114,8 @@ def input_of(call: WholeCall) -> msgspec.Raw:
     return msgspec.Raw(text.encode())
 
 
-def event(name: str, fields: bytes) -> bytes:
-    """`fields`: what follows the type in the event's object, with the comma before it."""
+def framed(name: str, fields: bytes) -> bytes:
+    """A server-sent event. `fields`: what follows the type in its object, with the comma before it."""
     return b'event: %b\ndata: {"type":"%b"%b}\n\n' % (name.encode(), name.encode(), fields)
 
 
@@ -132,7 +132,7 @@ class MessagesWriter:
 
     def opening(self) -> bytes:
         message = answer_of(self._job, [], GOING_ON, self._job.counts())
-        return event("message_start", b',"message":' + encode(message))
+        return framed("message_start", b',"message":' + encode(message))
 
     def part(self, index: int, part: Part) -> bytes:
         events = part.events
@@ -142,7 +142,7 @@ class MessagesWriter:
 
     def _write(self, event: Event) -> bytes:
         match event:
-            case Content(""):
+            case Content("") | Reasoning(""):
                 return b""
             case Content(text):
                 return self._enter(Content, b"text_delta", b"text", AnswerText("")) + self._delta(text)
@@ -167,9 +167,9 @@ class MessagesWriter:
         self._index += 1
         self._open = kind
         at = b',"index":%d' % self._index
-        head = event("content_block_delta", at + b',"delta":{"type":"%b","%b":' % (delta, field))
+        head = framed("content_block_delta", at + b',"delta":{"type":"%b","%b":' % (delta, field))
         self._delta_head = head.removesuffix(b"}\n\n")
-        return closed + event("content_block_start", at + b',"content_block":' + encode(block))
+        return closed + framed("content_block_start", at + b',"content_block":' + encode(block))
 
     def _close(self) -> bytes:
         if self._open is None:
@@ -177,9 +177,9 @@ class MessagesWriter:
         at = b',"index":%d' % self._index
         signed = b""
         if self._open is Reasoning:  # thoughts are not signed here, and clients wait for it
-            signed = event("content_block_delta", at + b',"delta":{"type":"signature_delta","signature":""}')
+            signed = framed("content_block_delta", at + b',"delta":{"type":"signature_delta","signature":""}')
         self._open = None
-        return signed + event("content_block_stop", at)
+        return signed + framed("content_block_stop", at)
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         return self._close()
@@ -190,7 +190,7 @@ class MessagesWriter:
         trace = trace_report(self._job)
         last = b"" if trace is None else b',"kvmesh":' + encode(trace)
         usage = b',"usage":' + encode(usage_of(counts))
-        return event("message_delta", b',"delta":' + delta + usage) + event("message_stop", last)
+        return framed("message_delta", b',"delta":' + delta + usage) + framed("message_stop", last)
 
     def error(self, error: MeshError) -> bytes:
         return b"event: error\ndata: " + error_body(error, self._job.heading.id) + b"\n\n"

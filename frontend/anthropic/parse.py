@@ -145,9 +145,10 @@ def _one_of(*values: object) -> Harmless:
     return lambda value: value in values
 
 
+KEEP_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}  # an edit that changes nothing
 PROMPT_DEFAULTS: Mapping[str, Harmless] = {
     "speed": _one_of("standard"),
-    "context_management": _one_of({}, {"edits": []}),
+    "context_management": _one_of({}, {"edits": []}, {"edits": [KEEP_THOUGHTS]}),
     "mcp_servers": _one_of([]),
 }
 MESSAGES_DEFAULTS: Mapping[str, Harmless] = {

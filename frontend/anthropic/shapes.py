@@ -15,8 +15,8 @@ from frontend.openai import (
     MAX_U32,
     MAX_USER_CHARS,
     Count,
-    FunctionName,
     KvmeshOptions,
+    ModelName,
     Salt,
     StopString,
     Strict,
@@ -26,6 +26,8 @@ from frontend.openai import (
 
 MAX_MESSAGES = 100_000
 LEAST_BUDGET_TOKENS = 1024
+
+ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class TextBlock(Strict, frozen=True, tag_field="type", tag="text"):
@@ -81,7 +83,7 @@ class Message(Strict, frozen=True):
 class ToolSpec(Strict, frozen=True):
     """A tool that the caller runs."""
 
-    name: FunctionName
+    name: ToolName
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
@@ -105,7 +107,7 @@ class AnyChoice(Strict, frozen=True, tag_field="type", tag="any"):
 
 
 class NamedChoice(Strict, frozen=True, tag_field="type", tag="tool"):
-    name: FunctionName
+    name: ToolName
     disable_parallel_tool_use: bool | None = None
 
 
@@ -155,7 +157,7 @@ class Metadata(Strict, frozen=True):
 class CountRequest(Strict, frozen=True):
     """What the model reads: the body of count_tokens, and the larger part of any request."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    model: ModelName
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)] | None = None

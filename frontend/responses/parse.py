@@ -20,8 +20,10 @@ from frontend.openai import (
     NamedToolChoice,
     ResponseFormat,
     ToolSpec,
+    encode,
 )
 from frontend.parameters import (
+    TOOL_NAME,
     arguments_of,
     common_fields,
     decode_body,
@@ -48,6 +50,7 @@ from frontend.responses.shapes import (
     ResponsesRequest,
     SchemaTextFormat,
     Settings,
+    ShownSchemaFormat,
     ShownTool,
     TextConfig,
     TextSettings,
@@ -192,7 +195,6 @@ def _response_format(text: TextConfig | None) -> ResponseFormat | None:
 
 
 def _settings(request: ResponsesRequest, specs: Sequence[FunctionTool], choice: Choice | None) -> Settings:
-    text = request.text or TextConfig()
     return Settings(
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
@@ -203,13 +205,35 @@ def _settings(request: ResponsesRequest, specs: Sequence[FunctionTool], choice: 
         reasoning=ReasoningSettings(effort=_effort(request.reasoning)),
         safety_identifier=request.safety_identifier,
         temperature=1.0 if request.temperature is None else request.temperature,
-        text=TextSettings(text.format or PlainTextFormat()),
+        text=TextSettings(_shown_format(request.text)),
         tool_choice=choice or "auto",
-        tools=[ShownTool(spec.name, spec.description, spec.parameters, spec.strict) for spec in specs],
+        tools=[_shown_tool(spec, n) for n, spec in enumerate(specs)],
         top_logprobs=request.top_logprobs or 0,
         top_p=1.0 if request.top_p is None else request.top_p,
         user=request.user,
     )
+
+
+def _shown_format(text: TextConfig | None) -> PlainTextFormat | JsonTextFormat | ShownSchemaFormat:
+    match text.format if text is not None else None:
+        case JsonTextFormat() as wanted:
+            return wanted
+        case SchemaTextFormat(name=name, schema=schema, description=description, strict=strict):
+            return ShownSchemaFormat(name, _encoded(schema, "text.format.schema"), description, strict)
+    return PlainTextFormat()
+
+
+def _shown_tool(spec: FunctionTool, index: int) -> ShownTool:
+    parameters = _encoded(spec.parameters, f"tools[{index}].parameters")
+    return ShownTool(spec.name, spec.description, parameters, spec.strict)
+
+
+def _encoded(value: dict[str, Any] | None, param: str) -> msgspec.Raw:
+    """Once and for all, so that writing an answer cannot fail on how deep it is nested."""
+    try:
+        return msgspec.Raw(encode(value))
+    except RecursionError as error:
+        raise InvalidRequestError(f"Invalid value for '{param}': it is nested too deeply", param=param) from error
 
 
 # --- tools --------------------------------------------------------------------------------------------
@@ -227,6 +251,8 @@ def _function_tool(tool: dict[str, Any], index: int) -> FunctionTool:
     if (kind := tool.get("type")) != "function":
         _refuse(f"{where}.type", f"{_shown(kind)} is not supported; only functions are, which the client runs")
     spec = _read(tool, FunctionTool, where)
+    if not TOOL_NAME.fullmatch(spec.name):
+        _refuse(f"{where}.name", "use letters, digits, and . _ : / -")
     _refuse_parts(spec, where, _HARMLESS_OF_TOOLS)
     return spec
 
@@ -386,10 +412,13 @@ def _read(value: dict[str, Any], shape: type[ShapeT], where: str) -> ShapeT:
     """`value`, which stands at `where` in the body, as `shape`. Raises InvalidRequestError."""
     try:
         return msgspec.convert(value, shape)
+    except RecursionError as error:
+        raise InvalidRequestError(f"Invalid value for '{where}': it is nested too deeply", param=where) from error
     except msgspec.ValidationError as error:
         reason, at, path = str(error).rpartition(" - at `")
-        path = path.replace("$", f"$.{where}", 1) if at else f"$.{where}`"
-        raise validation_error(f"{reason or path} - at `{path}") from error
+        if not at:
+            reason, path = str(error), "$`"
+        raise validation_error(f"{reason} - at `{path.replace('$', f'$.{where}', 1)}") from error
 
 
 def _shown(kind: object) -> str:

@@ -243,8 +243,15 @@ class ResponseError(Struct, frozen=True):
     message: str
 
 
+class ShownSchemaFormat(Struct, frozen=True, tag_field="type", tag="json_schema"):
+    name: str
+    schema: msgspec.Raw  # encoded once: it may be large
+    description: str | None
+    strict: bool | None
+
+
 class TextSettings(Struct, frozen=True):
-    format: PlainTextFormat | JsonTextFormat | SchemaTextFormat = PlainTextFormat()
+    format: PlainTextFormat | JsonTextFormat | ShownSchemaFormat = PlainTextFormat()
     verbosity: str = "medium"
 
 
@@ -256,7 +263,7 @@ class ReasoningSettings(Struct, frozen=True):
 class ShownTool(Struct, frozen=True, tag_field="type", tag="function"):
     name: str
     description: str | None
-    parameters: dict[str, Any] | None
+    parameters: msgspec.Raw  # encoded once: they may be large; an object or null
     strict: bool | None
 
 

@@ -177,8 +177,9 @@ def _plain_cuts(spec: dict[str, Any], normalize: Callable[[str], str]) -> tuple[
         pre_tokenizers=_steps(spec, "pre_tokenizer", "pretokenizers"),
         model=spec["model"],
         added_texts="\0".join([text for token in added for text in (token["content"], normalize(token["content"]))]),
-        # these take the white space that follows:
-        greedy_ends={token["content"][-1:] for token in added if token["rstrip"]},
+        greedy_ends={
+            text[-1:] for token in added if token["rstrip"] for text in (token["content"], normalize(token["content"]))
+        },
     )
     cuts: list[str] = []
     for left, right in JOINTS:
@@ -206,7 +207,7 @@ class _Prover:
     pre_tokenizers: list[Step]
     model: Step
     added_texts: str
-    greedy_ends: set[str]
+    greedy_ends: set[str]  # of added tokens that take the white space behind them
 
     @cached_property
     def prepends(self) -> bool:
@@ -220,8 +221,6 @@ class _Prover:
         """Those of `left` after which, and before `right`, a cut is exact. Raises if that cannot be told."""
         if self.prepends and right != " ":
             raise _NoCut
-        left = "".join([char for char in left if char + right not in self.added_texts])
-        left = "".join([char for char in left if char not in self.greedy_ends])
         pair = self._normalized(left, right)
         for step in self.pre_tokenizers:
             _follow(pair, step)
@@ -234,6 +233,8 @@ class _Prover:
             text = self.normalize(char + right + char)
             if len(text) != len(prefix) + 3 or not text.startswith(prefix) or text[-1] != text[-3]:
                 continue
+            if self._in_added_tokens(char, right) or self._in_added_tokens(text[-1], text[-2]):
+                continue
             if pair.right not in ("", text[-2]):
                 raise _NoCut
             pair.right = text[-2]
@@ -243,6 +244,9 @@ class _Prover:
         for place, step in enumerate(self.normalizers):
             _check_normalizer(step, place, left + pair.left, right, pair.right)
         return pair
+
+    def _in_added_tokens(self, left: str, right: str) -> bool:
+        return left + right in self.added_texts or left in self.greedy_ends
 
     def _unmerged(self, pair: _Pair) -> str:
         """Those on the left which no token of a BPE holds directly before the right."""
@@ -305,7 +309,7 @@ def _follow(pair: _Pair, step: Step) -> None:
         case {"type": "Split", "pattern": {"String": str(text)}, "behavior": str(behavior), "invert": False}:
             _follow_split(pair, re.escape(text), behavior)
         case {"type": "ByteLevel"}:
-            if step.get("add_prefix_space") and not right.isspace():
+            if step.get("add_prefix_space") and right != " ":
                 raise _NoCut  # it would put a space before the piece
             if step.get("use_regex", True):
                 _follow_split(pair, GPT2_PATTERN, "Isolated")

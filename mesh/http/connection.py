@@ -1,15 +1,16 @@
 """One HTTP/1.1 connection: httptools reads it, one request at a time is handled, writes never wait.
 
 While a request is handled the connection goes on being read, because that is how a client's leaving is noticed;
-what comes meanwhile (pipelining) is kept, up to a limit.
+what comes meanwhile (pipelining) is kept, up to a limit. A client that closes its sending side has left.
 """
 
 import asyncio
 import logging
+import re
 import socket
 import time
-from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
@@ -26,43 +27,85 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_HEAD_BYTES = 64 << 10
+MAX_HEAD_BYTES = 32 << 10  # also of trailers, and of the extensions of one chunk
 MAX_HEADERS = 128
 MAX_AHEAD_BYTES = 64 << 10  # of pipelined requests, kept while one is handled
+SLICE_BYTES = 4 << 10  # parsed in one go: not more requests at a time than fit in here
 SEND_BUFFER_BYTES = 128 << 10  # the kernel would keep megabytes for a client that does not read
 WRITE_BUFFER_BYTES = 64 << 10  # from here on a reply counts as full
+LINGER_S = 1.0  # a client that is sending still would miss a reply that a reset follows
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
-LINGER_S = 1.0
+_NAMES = {
+    spelled.encode(): name
+    for name in (
+        "accept", "accept-encoding", "accept-language", "authorization", "connection", "content-length",
+        "content-type", "expect", "host", "transfer-encoding", "user-agent", "x-api-key", "x-request-id",
+    )
+    for spelled in (name, name.title())
+}  # fmt: skip
+_FRAMING = frozenset({"host", "content-length", "transfer-encoding", "expect"})
+_AUTHORITY = re.compile(r"https?://[^/?]*", re.IGNORECASE)
 
 
 class Connection(asyncio.Protocol):
+    """What it is doing: reading a request's head or body (`_request`: its head is there), handling one (`_task`).
+
+    Requests are answered in their order, a refusal of what cannot be read (`_last_words`) after all of them.
+    """
+
+    __slots__ = (
+        "_ahead",
+        "_body",
+        "_body_left_bytes",
+        "_headers",
+        "_held_bytes",
+        "_is_closing",
+        "_is_deaf",
+        "_is_reading_paused",
+        "_is_receiving",
+        "_last_words",
+        "_owes_continue",
+        "_parser",
+        "_request",
+        "_server",
+        "_since",
+        "_stream",
+        "_task",
+        "_transport",
+        "_unread_bytes",
+        "_url",
+        "_waiting",
+        "_writable",
+        "is_full",
+    )
+
     def __init__(self, server: "Server") -> None:
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self._task: asyncio.Task[None] | None = None  # handles the current request
-        self._stream: ReplyStream | None = None
-        self._stream_head = b""  # goes out with what the stream holds
-        self._waiting: deque[tuple[Request, bool]] = deque()  # whole requests, pipelined; with: keep the connection
-        self._ahead: list[bytes] = []  # unread bytes of further ones
-        self._ahead_bytes = 0
-        self._is_reading_paused = False
-        self._is_closing = False
-        self._keep = True  # the connection, after the current request
-        self.writable = asyncio.Event()
-        self.writable.set()
-        self.since = server.now()  # when it fell idle, or the request being read began
-        self._reset()
-
-    def _reset(self) -> None:
-        """Ready for the head of a request."""
-        self._head_bytes = 0
+        self._since = server.now()  # when it fell idle, or the request being read began
+        # what is read
         self._url = b""
         self._headers: list[tuple[str, str]] = []
+        self._unread_bytes = 0  # since the last event that made progress: of a head, of trailers
         self._request: Request | None = None
-        self._body: list[bytes] = []
-        self._body_bytes = 0
-        self._refused: MeshError | None = None
+        self._body: bytes | bytearray = b""
+        self._body_left_bytes = 0  # as Content-Length says
+        self._is_receiving = False  # part of a request has come
+        self._owes_continue = False
+        self._is_deaf = False  # nothing more is read
+        # what waits
+        self._waiting: list[Request] = []  # whole requests, pipelined
+        self._ahead: bytes | bytearray = b""  # of further ones, unread
+        self._is_reading_paused = False
+        self._held_bytes = 0  # of bodies: read, waiting, and the one that is handled
+        # what is handled and written
+        self._task: asyncio.Task[None] | None = None
+        self._stream: ReplyStream | None = None
+        self._last_words: Reply | None = None
+        self._is_closing = False
+        self._writable: asyncio.Event | None = None  # while somebody waits
+        self.is_full = False  # the client reads more slowly than is written
 
     @property
     def is_lost(self) -> bool:
@@ -72,11 +115,6 @@ class Connection(asyncio.Protocol):
     def is_busy(self) -> bool:
         return self._task is not None
 
-    @property
-    def is_receiving(self) -> bool:
-        """Part of a request has come."""
-        return self._head_bytes > 0 or self._request is not None
-
     # --- asyncio.Protocol --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -84,237 +122,384 @@ class Connection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         raw = transport.get_extra_info("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a token must not wait for the last one's ACK
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            with suppress(OSError):  # it is gone already
+                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a token must not wait for the last's ACK
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._server.connections.add(self)
-        if self._server.is_crowded():
+        if self._server.is_closing:
+            self.close()
+        elif self._server.is_crowded():
             self._refuse(OverloadedError("too many connections", hint="come back later"))
 
     def data_received(self, data: bytes) -> None:
-        if self._is_closing:
+        if self._is_deaf:
             return
-        if self._task is not None:
-            self._keep_for_later(data)
-        else:
+        if self._task is None and not self._ahead and not self.is_full:
             self._feed(data)
+            self._go_on()
+        else:
+            self._keep_for_later(data)
 
     def eof_received(self) -> bool:
-        return False  # a client that closes its side has left
+        self._is_closing = True
+        if self._task is not None:
+            self.abort()  # what is written for it, nobody reads
+        return False
 
     def pause_writing(self) -> None:
-        self.writable.clear()
+        self.is_full = True
 
     def resume_writing(self) -> None:
-        self.writable.set()
+        self.is_full = False
+        self._wake_writer()
+        self._since = self._server.now()
+        self._go_on()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._is_closing = True
-        self._server.connections.discard(self)
-        self._release_body()
+        self._is_closing = self._is_deaf = True
+        self._server.body_bytes -= self._held_bytes
+        self._held_bytes = 0
+        self._body, self._request, self._last_words = b"", None, None
         self._waiting.clear()
-        self._ahead.clear()
-        self.writable.set()  # whoever waits to write shall see that it is over
-        if self._task is not None:
+        self._ahead = b""
+        self.is_full = False
+        self._wake_writer()  # whoever waits to write shall see that it is over
+        if self._task is None:
+            self._server.connections.discard(self)
+        else:
+            self._task.add_done_callback(lambda task: self._server.connections.discard(self))
             self._task.cancel()
 
-    def _feed(self, data: bytes) -> None:
-        if self._request is None:
-            self._head_bytes += len(data)
-            if not self._headers and self._url == b"":
-                self.since = self._server.now()
+    # --- reading -------------------------------------------------------------------------------------------
+
+    def _feed(self, data: bytes | bytearray | memoryview) -> None:
+        """Parse `data`, as far as no request has come to its end: the rest is kept."""
+        if len(data) <= SLICE_BYTES:
+            self._parse(data)
+            return
+        view, at = memoryview(data), 0
+        while at < len(view) and not self._waiting and not self._ahead and not self._is_deaf:
+            size = max(SLICE_BYTES, self._body_left_bytes)
+            self._parse(view[at : at + size])
+            at += size
+        if at < len(view) and not self._is_deaf:
+            self._keep_for_later(view[at:])
+
+    def _parse(self, data: bytes | bytearray | memoryview) -> None:
+        self._unread_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._refuse(InvalidRequestError("this server speaks HTTP/1.1 only", hint="send no Upgrade header"))
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserCallbackError as stop:
+            self._refuse(_cause(stop))
         except httptools.HttpParserError as error:
-            if not self._is_closing:
-                self._refuse(InvalidRequestError(f"this is no HTTP/1.1 request: {error.__cause__ or error}"))
-        if self._request is None and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse_head()
-        self._start_next()
+            self._refuse(InvalidRequestError(f"this is no HTTP/1.1 request: {error}"))
+        else:
+            if self._unread_bytes > MAX_HEAD_BYTES:
+                self._refuse(_head_too_large())
 
-    def _keep_for_later(self, data: bytes) -> None:
-        self._ahead.append(data)
-        self._ahead_bytes += len(data)
-        if self._ahead_bytes > MAX_AHEAD_BYTES and self._transport is not None and not self._is_reading_paused:
+    def _ignore_upgrade(self, rest: bytes | bytearray | memoryview) -> None:
+        """Read the request as if it did not ask for another protocol.
+
+        Java's HttpClient asks for h2c in every first request. The parser takes its body for the other protocol.
+        """
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(InvalidRequestError("this server is no proxy", hint="send requests for itself"))
+            return
+        kept = "".join([f"{name}: {value}\r\n" for name, value in self._headers if name != "upgrade"])
+        head = b"%b %b HTTP/1.1\r\n%b\r\n" % (method, self._url, kept.encode("latin-1"))
+        self._parser = httptools.HttpRequestParser(self)
+        self._unread_bytes = 0
+        self._ahead = bytearray(head + bytes(rest))
+
+    def _keep_for_later(self, data: bytes | memoryview) -> None:
+        if not self._ahead:
+            self._ahead = bytearray()
+        self._ahead += data
+        if len(self._ahead) > MAX_AHEAD_BYTES and self._transport is not None and not self._is_reading_paused:
             self._is_reading_paused = True
             self._transport.pause_reading()
 
-    # --- httptools' callbacks ------------------------------------------------------------------------------
+    # --- httptools' callbacks: an exception ends the parsing, and becomes a refusal --------------------------
 
     def on_message_begin(self) -> None:
-        self._url, self._headers, self._request = b"", [], None
-        self._body, self._body_bytes, self._refused = [], 0, None
+        self._since = self._server.now()
+        self._is_receiving = True
+        self._url, self._headers = b"", []
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.decode("latin-1").lower(), value.decode("latin-1")))
+        if self._request is not None:
+            return  # a trailer: it must not pass for a header
+        text = value.decode("latin-1")
+        if text and text[-1] in " \t":
+            text = text.rstrip(" \t")
+        self._headers.append((_NAMES.get(name) or name.decode("latin-1").lower(), text))
         if len(self._headers) > MAX_HEADERS:
-            self._refuse_head()
+            raise _head_too_large()
 
     def on_headers_complete(self) -> None:
-        self._head_bytes = 0
-        path, _, query = self._url.partition(b"?")
-        method = self._parser.get_method().decode("latin-1")
-        shown = unquote(path.decode("latin-1"), errors="replace")
-        self._request = request = Request(self, method, shown, query.decode("latin-1"), self._headers)
-        length = request.header("content-length") or ""
-        if length.isdigit() and int(length) > self._server.max_body_bytes:
-            self._refuse_body()
-        elif (request.header("expect") or "").lower() == "100-continue":
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._unread_bytes = 0
+        parser = self._parser
+        if parser.should_upgrade():
+            return
+        version, is_modern = parser.get_http_version(), True
+        path, query = _origin_form(self._url)
+        method = parser.get_method().decode("latin-1")
+        self._request = request = Request(self, method, path, query, self._headers, self._since)
+        if version != "1.1":
+            _check_version(version)
+            request.is_http_1_0, is_modern = True, False
+        length_bytes, expects_continue = _read_framing(self._headers, is_modern)
+        request.keep = is_modern and parser.should_keep_alive()
+        self._server.admit(request)
+        if length_bytes > self._server.max_body_bytes:
+            raise self._body_too_large()
+        self._body_left_bytes = length_bytes
+        self._owes_continue = expects_continue
 
     def on_body(self, data: bytes) -> None:
-        if self._refused is not None:
-            return
-        self._body.append(data)
-        self._body_bytes += len(data)
-        self._server.body_bytes += len(data)
-        if self._body_bytes > self._server.max_body_bytes:
-            self._refuse_body()
-        elif self._server.body_bytes > self._server.max_bodies_bytes:
-            self._refuse(OverloadedError("the requests in flight fill the memory set aside for them"))
+        size_bytes, server = len(data), self._server
+        self._unread_bytes = 0
+        self._body_left_bytes -= size_bytes
+        self._held_bytes += size_bytes
+        server.body_bytes += size_bytes
+        if not self._body:
+            self._body = data
+        elif isinstance(self._body, bytearray):
+            self._body += data
+        else:
+            self._body = bytearray(self._body) + data
+        if len(self._body) > server.max_body_bytes:
+            raise self._body_too_large()
+        if server.body_bytes > server.max_bodies_bytes:
+            raise OverloadedError("the requests in flight fill the memory set aside for them")
 
     def on_message_complete(self) -> None:
         request = self._request
-        if request is None or self._refused is not None:
-            return
-        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._body, self._body_bytes, self._request = [], 0, None
-        self._waiting.append((request, self._parser.should_keep_alive()))
+        if request is None:
+            return  # it asks for another protocol, and is read again
+        request.body = bytes(self._body)
+        self._body, self._request = b"", None
+        self._body_left_bytes = 0
+        self._is_receiving = self._owes_continue = False
+        self._waiting.append(request)
+
+    def _body_too_large(self) -> BodyTooLargeError:
+        limit = self._server.max_body_bytes
+        return BodyTooLargeError(f"the request body is larger than {limit} bytes", hint="send less")
 
     # --- refusals ------------------------------------------------------------------------------------------
 
-    def _refuse_head(self) -> None:
-        self._refuse(HeadTooLargeError(f"the head of the request is larger than {MAX_HEAD_BYTES >> 10} KiB"))
-
-    def _refuse_body(self) -> None:
-        limit = self._server.max_body_bytes
-        self._refuse(BodyTooLargeError(f"the request body is larger than {limit} bytes", hint="send less"))
-
     def _refuse(self, error: MeshError) -> None:
-        """Answer what cannot be read to its end, and hang up. Nothing more is read."""
-        if self._refused is not None or self._is_closing:
+        """Answer what cannot be read to its end, after all before it, and hang up. Nothing more is read."""
+        if self._is_deaf or self._is_closing:
             return
-        self._refused = error
-        self._release_body()
-        self._server.on_refused(error)
-        self._is_closing = True
-        if self._task is None:  # else: an earlier request is being answered; its reply must stay whole
-            self.reply(refusal(error, None), keep=False, linger=True)
+        self._is_deaf = True
+        self._give_back(len(self._body))
+        self._last_words = self._server.refuse(error, self._request)
+        self._body, self._request, self._ahead = b"", None, b""
+        self._go_on()
 
-    def _release_body(self) -> None:
-        """Give back what was reserved for bodies that nobody will handle."""
-        self._server.body_bytes -= self._body_bytes + sum(len(request.body) for request, _ in self._waiting)
-        self._body, self._body_bytes = [], 0
-        self._waiting.clear()
+    def _give_back(self, size_bytes: int) -> None:
+        if self._transport is not None:  # else it happened when the connection was lost
+            self._held_bytes -= size_bytes
+            self._server.body_bytes -= size_bytes
 
-    def expire(self, error: MeshError) -> None:
-        """A request that does not come to its end, or a connection that nobody uses."""
-        if self.is_receiving:
-            self._refuse(error)
-        else:
-            self.close()
+    def expire(self, now: float, receive_timeout_s: float, keep_alive_s: float) -> None:
+        """Hang up on a client that does not finish its request, reads no reply, or wants nothing."""
+        if self._task is not None:
+            return
+        idle_s = now - self._since
+        if self._is_receiving and not self._is_deaf and not self.is_full:
+            if idle_s > receive_timeout_s:
+                self._refuse(self._server.late)
+        elif idle_s > keep_alive_s:
+            if self._transport is not None and self._transport.get_write_buffer_size():
+                self.abort()  # it would wait for ever
+            else:
+                self.close()
 
     # --- handling --------------------------------------------------------------------------------------------
 
-    def _start_next(self) -> None:
-        if self._task is None and self._waiting and not self._is_closing:
-            request, keep = self._waiting.popleft()
-            self._task = self._server.loop.create_task(self._handle(request, keep))
-
-    async def _handle(self, request: Request, keep: bool) -> None:
-        """Answer one request, then go on with what came meanwhile."""
-        try:
-            self._keep = keep
-            reply = await self._server.answer(request)
-            if isinstance(reply, ReplyStream):
-                keep = keep and reply.is_chunked  # else nothing but the end of the connection ends the body
-            elif self._stream is not None:
-                keep = False
-                self.abort()  # a failure in the middle of a stream that its handler has not reported
-            else:
-                self.reply(reply, keep, head_only=request.method == "HEAD")
-        except asyncio.CancelledError:
-            keep = False
-            if self._transport is not None:
-                self._transport.abort()
-            raise
-        finally:
-            self._server.body_bytes -= len(request.body)
-            self._task = self._stream = None
-            self.since = self._server.now()
-            if not keep or self._is_closing or self._server.is_closing:
-                self.close()
-        self._go_on()
-
     def _go_on(self) -> None:
-        if self._is_closing:
-            return
-        self._start_next()
-        while self._task is None and self._ahead and not self._is_closing:
-            self._ahead_bytes -= len(self._ahead[0])
-            self._feed(self._ahead.pop(0))
-        if self._is_reading_paused and not self._ahead and self._transport is not None:
+        """Do what comes next, unless a request is handled, or the client has not read what was written."""
+        while self._task is None and not self._is_closing and not self.is_full:
+            if self._waiting:
+                request = self._waiting.pop(0)
+                self._task = self._server.loop.create_task(self._handle(request))
+            elif self._last_words is not None:
+                words, self._last_words = self._last_words, None
+                self.reply(words, keep=True, is_last=True)
+                self._is_closing = True
+                self._server.loop.call_later(LINGER_S, self.close)
+            elif self._ahead:
+                data, self._ahead = self._ahead, b""
+                self._feed(data)
+            else:
+                break
+        if self._owes_continue and self._task is None and not self._is_closing:
+            self._owes_continue = False
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self._is_reading_paused and len(self._ahead) <= MAX_AHEAD_BYTES and self._transport is not None:
             self._is_reading_paused = False
             self._transport.resume_reading()
 
-    def reply(self, reply: Reply, keep: bool, *, head_only: bool = False, linger: bool = False) -> None:
-        """Send a whole reply. `linger`: the client may be sending still, and would miss a reply that a reset follows."""
-        fields = {"content-type": reply.content_type, "content-length": str(len(reply.body)), **reply.headers}
-        if reply.status in (204, 304):
-            del fields["content-type"], fields["content-length"]
+    async def _handle(self, request: Request) -> None:
+        """Answer one request, then go on with what came meanwhile."""
+        reply: Reply | ReplyStream | None = None
+        try:
+            reply = await self._server.answer(request)
+            self._conclude(request, reply)
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        except Exception:  # of a reply that cannot be sent
+            log.exception("no reply to %s %s", request.method, request.path)
+            self.abort()
+        finally:
+            self._give_back(len(request.body))
+            self._task = self._stream = None
+            self._since = self._server.now()
+            if self._server.logs_access:
+                self._server.log_access(request, reply)
+        self._go_on()
+
+    def _conclude(self, request: Request, reply: Reply | ReplyStream) -> None:
+        """Send the reply, or the end of the stream; hang up if the connection is not to be kept."""
+        keep = request.keep and not self._server.is_draining
+        if isinstance(reply, Reply) and self._stream is None:
+            self.reply(reply, keep, head_only=request.method == "HEAD")
+        elif reply is not self._stream or not self._stream.is_ended:
+            self.abort()  # it broke off in the middle, and its handler has not said so
+        elif not (keep and self._stream.is_chunked):
+            self.close()  # also what ends a body without chunks
+
+    def reply(self, reply: Reply, keep: bool, *, head_only: bool = False, is_last: bool = False) -> None:
+        """Send a whole reply. `is_last`: say that the connection ends, but leave that to the caller."""
+        has_body = reply.status not in (204, 304)
+        length = f"content-type: {reply.content_type}\r\ncontent-length: {len(reply.body)}\r\n" if has_body else ""
+        if is_last or not keep:
+            length += "connection: close\r\n"
+        head = self._head(reply.status, length, reply.headers)
+        self.write(head + reply.body if has_body and not head_only else head)
         if not keep:
-            fields["connection"] = "close"
-        head = self._head(reply.status, fields)
-        self.write(head if head_only else head + reply.body)
-        if linger:
-            self._server.loop.call_later(LINGER_S, self.close)
-        elif not keep:
             self.close()
 
-    def open_stream(self, headers: Mapping[str, str], status: int) -> ReplyStream:
-        is_chunked = self._parser.get_http_version() != "1.0"
-        framing = {"transfer-encoding": "chunked"} if is_chunked else {}
-        if not (is_chunked and self._keep):
-            framing["connection"] = "close"
-        self._stream = ReplyStream(self, status, self._head(status, {**headers, **framing}), is_chunked=is_chunked)
+    def open_stream(self, request: Request, headers: Mapping[str, str], status: int) -> ReplyStream:
+        is_chunked = not request.is_http_1_0
+        framing = "transfer-encoding: chunked\r\n" if is_chunked else ""
+        if not request.keep or self._server.is_draining:
+            framing += "connection: close\r\n"
+        head = self._head(status, framing, headers)
+        head_only = request.method == "HEAD"
+        self._stream = ReplyStream(self, status, headers, head, is_chunked=is_chunked, head_only=head_only)
         return self._stream
 
-    def plan_flush(self, head: bytes = b"") -> None:
-        """Send what the stream holds at the end of this turn, after `head`."""
-        self._stream_head += head
+    def plan_flush(self) -> None:
+        """Send what the stream holds at the end of this turn."""
         self._server.flush_soon(self)
 
-    def flush(self, tail: bytes = b"") -> None:
-        if self._stream is not None:
-            data = self._stream_head + self._stream.take() + tail
-            self._stream_head = b""
-            if data:
-                self.write(data)
+    def flush(self) -> None:
+        if self._stream is not None and (data := self._stream.take()):
+            self.write(data)
 
-    def _head(self, status: int, fields: Mapping[str, str]) -> bytes:
-        """Header values must be free of line breaks: they are our own, or were checked."""
-        lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
-        return _STATUS_LINES[status] + lines.encode("latin-1", "replace") + self._server.date_line() + b"\r\n"
+    def _head(self, status: int, framing: str, fields: Mapping[str, str]) -> bytes:
+        """Raises ValueError for a header that would break the head."""
+        if fields:
+            lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
+            if lines.count("\n") != len(fields) or lines.count("\r") != len(fields):
+                raise ValueError(f"a line break in the headers {fields}")
+            framing += lines
+        return _STATUS_LINES[status] + framing.encode("latin-1", "replace") + self._server.date_line() + b"\r\n"
+
+    # --- writing ---------------------------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
+    async def until_writable(self) -> None:
+        """Also returns when the client has left."""
+        if self.is_full:
+            if self._writable is None:
+                self._writable = asyncio.Event()
+            await self._writable.wait()
+
+    def _wake_writer(self) -> None:
+        if self._writable is not None:
+            self._writable.set()
+            self._writable = None
+
     def close(self) -> None:
         """Send what waits, then hang up."""
-        self._is_closing = True
+        self._is_closing = self._is_deaf = True
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        self._is_closing = True
+        self._is_closing = self._is_deaf = True
         if self._transport is not None:
             self._transport.abort()
+
+
+def _cause(stop: httptools.HttpParserCallbackError) -> MeshError:
+    """What a callback raised to end the parsing."""
+    error = stop.__context__
+    if isinstance(error, MeshError):
+        return error
+    log.error("a request could not be read", exc_info=error)
+    return MeshError("the server failed", hint="see its log")
+
+
+def _head_too_large() -> HeadTooLargeError:
+    return HeadTooLargeError(
+        f"the head of the request is larger than {MAX_HEAD_BYTES >> 10} KiB or {MAX_HEADERS} headers", hint="send less"
+    )
+
+
+def _origin_form(url: bytes) -> tuple[str, str]:
+    """(path, query) of a request target, which may name scheme and host too. The path is decoded, the query is not."""
+    target = url.decode("latin-1")
+    if target[:1] != "/" and (found := _AUTHORITY.match(target)):
+        target = target[found.end() :]
+        if target[:1] != "/":
+            target = "/" + target
+    path, _, query = target.partition("?")
+    return (unquote(path, errors="replace") if "%" in path else path), query
+
+
+def _check_version(version: str) -> None:
+    if version != "1.0":
+        raise InvalidRequestError(f"this server does not speak HTTP/{version}", hint="send HTTP/1.1")
+
+
+def _read_framing(headers: list[tuple[str, str]], needs_host: bool) -> tuple[int, bool]:
+    """(bytes of the body if they are told, whether the client waits for 100 Continue).
+
+    The parser has seen to it that there is one length at most, and none beside chunks.
+    Raises InvalidRequestError for what it lets through.
+    """
+    hosts, length_bytes, expects_continue = 0, 0, False
+    for name, value in headers:
+        if name not in _FRAMING:
+            continue
+        if name == "host":
+            hosts += 1
+        elif name == "content-length":
+            length_bytes = int(value)
+        elif name == "expect":
+            expects_continue = needs_host and value.lower() == "100-continue"
+        elif value.lower() != "chunked":
+            raise InvalidRequestError("the only known transfer-encoding is chunked", hint="send the body as it is")
+    if hosts > 1 or (needs_host and hosts == 0):
+        raise InvalidRequestError(f"the request has {hosts} Host headers", hint="send one")
+    return length_bytes, expects_continue
 
 
 def refusal(error: MeshError, body: bytes | None, headers: Mapping[str, str] | None = None) -> Reply:
@@ -323,6 +508,8 @@ def refusal(error: MeshError, body: bytes | None, headers: Mapping[str, str] | N
     merged = dict(headers or {})
     if (seconds := retry_after_s(error)) is not None:
         merged["retry-after"] = str(seconds)
+    if failure.status == HTTPStatus.UNAUTHORIZED:
+        merged["www-authenticate"] = "Bearer"
     if failure.status >= 500:
         log.warning("replied %d: %s", failure.status, error)
     return Reply(error_body(error) if body is None else body, failure.status, JSON, merged)

@@ -51,7 +51,7 @@ _INTERNAL = HttpFailure(500, "server_error", "internal")
 _BY_CODE = {
     "invalid_request": HttpFailure(400, _INVALID, None),
     "context_length": HttpFailure(400, _INVALID, "context_length_exceeded"),
-    "unauthorized": HttpFailure(401, "authentication_error", "invalid_api_key"),
+    "unauthorized": HttpFailure(401, _INVALID, "invalid_api_key"),
     "model_not_found": HttpFailure(404, _INVALID, "model_not_found"),
     "not_found": HttpFailure(404, _INVALID, "not_found"),
     "method_not_allowed": HttpFailure(405, _INVALID, "method_not_allowed"),

@@ -2,33 +2,59 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from protocol.errors import InvalidRequestError
+
 if TYPE_CHECKING:
     from mesh.http.connection import Connection
 
 JSON = "application/json"
 MAX_QUERY_FIELDS = 100
+_NO_PARAMS: Mapping[str, str] = {}
 
 
 class Request:
     """One request, its body read. `params` are what the route's path names."""
 
+    __slots__ = (
+        "_connection",
+        "_query_string",
+        "body",
+        "headers",
+        "is_http_1_0",
+        "keep",
+        "method",
+        "params",
+        "path",
+        "since",
+        "tenant",
+    )
+
     def __init__(
-        self, connection: "Connection", method: str, path: str, query_string: str, headers: list[tuple[str, str]]
+        self,
+        connection: "Connection",
+        method: str,
+        path: str,
+        query_string: str,
+        headers: list[tuple[str, str]],
+        since: float,
     ) -> None:
         self._connection = connection
+        self._query_string = query_string
         self.method = method
         self.path = path
-        self._query_string = query_string
         self.headers = headers  # names in lower case
+        self.since = since  # when it began to come, in the loop's time
+        self.is_http_1_0 = False  # its client knows no chunks
+        self.keep = False  # the connection, after the reply
         self.body = b""
-        self.params: Mapping[str, str] = {}
+        self.params: Mapping[str, str] = _NO_PARAMS
+        self.tenant = ""  # whose API key it carries, where keys name tenants
 
     def header(self, name: str) -> str | None:
         """The first header of that name, which is given in lower case."""
@@ -37,17 +63,17 @@ class Request:
                 return value
         return None
 
-    @cached_property
+    @property
     def query(self) -> dict[str, str]:
-        """A field that is sent twice has its last value."""
+        """A field that is sent twice has its last value. Raises InvalidRequestError."""
         try:
             return dict(parse_qsl(self._query_string, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS))
-        except ValueError:
-            return {}
+        except ValueError as error:
+            raise InvalidRequestError(f"the query has more than {MAX_QUERY_FIELDS} fields") from error
 
     def open_stream(self, headers: Mapping[str, str], status: int = 200) -> "ReplyStream":
         """Send the head of a reply that is written bit by bit. The handler then returns the stream."""
-        return self._connection.open_stream(headers, status)
+        return self._connection.open_stream(self, headers, status)
 
     @property
     def client_has_left(self) -> bool:
@@ -70,42 +96,76 @@ class ReplyStream:
     What is written in one turn of the event loop goes out together, at its end: a send costs more than a token.
     """
 
-    __slots__ = ("_connection", "_pending", "is_chunked", "status")
+    __slots__ = (
+        "_connection",
+        "_head",
+        "_head_only",
+        "_pending",
+        "headers",
+        "is_chunked",
+        "is_ended",
+        "sent_bytes",
+        "status",
+    )
 
-    def __init__(self, connection: "Connection", status: int, head: bytes, *, is_chunked: bool) -> None:
+    def __init__(
+        self,
+        connection: "Connection",
+        status: int,
+        headers: Mapping[str, str],
+        head: bytes,
+        *,
+        is_chunked: bool,
+        head_only: bool,
+    ) -> None:
         self._connection = connection
+        self._head = head  # goes out with what is written first
+        self._head_only = head_only
         self._pending: list[bytes] = []
         self.status = status
+        self.headers = headers  # as its handler gave them
         self.is_chunked = is_chunked
-        connection.plan_flush(head)
+        self.is_ended = False
+        self.sent_bytes = 0  # of the body
+        connection.plan_flush()
 
     def write(self, data: bytes) -> None:
-        """Send `data`; does nothing once the client has left."""
-        if not self._pending:
+        """Send `data`; does nothing once the client has left, or the stream has ended."""
+        if self.is_ended:
+            return
+        if not self._pending and not self._head:
             self._connection.plan_flush()
         self._pending.append(data)
 
     def end(self, data: bytes = b"") -> None:
-        """Send the last `data` and the end of the body, now."""
+        """Send the last `data` and the end of the body, now. A second call does nothing."""
+        if self.is_ended:
+            return
         self._pending.append(data)
-        self._connection.flush(b"0\r\n\r\n" if self.is_chunked else b"")
+        self.is_ended = True
+        self._connection.flush()
 
     def take(self) -> bytes:
         """What was written since the last call, as it goes on the wire."""
         data = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
         self._pending.clear()
-        if not data or not self.is_chunked:
-            return data
-        return b"%x\r\n%b\r\n" % (len(data), data)
+        head, self._head = self._head, b""
+        if self._head_only:
+            return head
+        self.sent_bytes += len(data)
+        if not self.is_chunked:
+            return head + data
+        chunk = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+        return head + chunk + (b"0\r\n\r\n" if self.is_ended else b"")
 
     @property
     def is_full(self) -> bool:
         """The client reads more slowly than is written: wait for `until_writable`."""
-        return not self._connection.writable.is_set()
+        return self._connection.is_full
 
     async def until_writable(self) -> None:
         """Also returns when the client has left."""
-        await self._connection.writable.wait()
+        await self._connection.until_writable()
 
     def abort(self) -> None:
         """Cut the connection: nothing else can tell a client that does not read that its reply broke off."""

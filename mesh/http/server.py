@@ -14,12 +14,16 @@ from mesh.http.request import Reply, ReplyStream, Request
 from protocol.errors import ConfigError, MeshError
 
 log = logging.getLogger(__name__)
+access_log = logging.getLogger("mesh.http.access")
 
 Handler = Callable[[Request], Awaitable[Reply | ReplyStream]]
 Guard = Callable[[Request], None]
 ErrorBody = Callable[[MeshError], bytes]
-SWEEP_S = 5.0  # between looks for connections that have expired; none while there is no connection
-SHUTDOWN_S = 1.0  # for handlers that are cancelled at the end
+CLIENT_GONE = 499  # in the access log: the client left before the end of its reply
+REQUEST_ID_HEADER = "x-request-id"
+SHUTDOWN_S = 1.0  # for requests to finish, and then for handlers to be cancelled
+TLS_HANDSHAKE_S = 10.0
+TLS_GOODBYE_S = 2.0  # for the other side to say that it closes too
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,8 @@ class HttpLimits:
     max_bodies_bytes: int = 1 << 30  # of all requests in flight together
     max_connections: int = 20_000
     receive_timeout_s: float = 60.0  # for a request to come to its end
-    keep_alive_s: float = 75.0  # a connection without a request
+    keep_alive_s: float = 75.0  # a connection without a request, or one whose client does not read
+    sweep_s: float = 5.0  # between looks for connections that have expired; none while there is no connection
 
 
 @dataclass(slots=True)
@@ -48,8 +53,10 @@ class App:
 
     routes: Sequence[Route]
     limits: HttpLimits = HttpLimits()
-    guard: Guard | None = None  # raises MeshError for a request that may not pass
+    guard: Guard | None = None  # raises MeshError for a request that may not pass; it sees the head alone
     on_reply: Callable[[str, int], None] | None = None  # told the route's path and the status of every reply
+    is_draining: Callable[[], bool] | None = None  # then no connection outlives its reply
+    logs_access: bool = False  # a line for every request
     _exact: dict[str, dict[str, Route]] = field(default_factory=dict)
     _patterns: list[tuple[re.Pattern[str], dict[str, Route]]] = field(default_factory=list)
 
@@ -76,6 +83,12 @@ class App:
                 f"{request.path} does not take {request.method}", hint=f"send {', '.join(sorted(methods))}"
             )
         return route
+
+    def find_or_none(self, request: Request) -> Route | None:
+        try:
+            return self.find(request)
+        except MeshError:
+            return None
 
     def methods_at(self, path: str) -> list[str]:
         """Of a path that exists."""
@@ -108,6 +121,8 @@ class Server:
         self.max_bodies_bytes = app.limits.max_bodies_bytes
         self.body_bytes = 0  # of all requests that are read or handled
         self.is_closing = False
+        self.logs_access = app.logs_access
+        self.late = RequestTimeoutError(f"the request did not come to its end in {app.limits.receive_timeout_s:g} s")
         self.date_line = DateLine()
         self._app = app
         self._sweep: asyncio.TimerHandle | None = None
@@ -121,23 +136,35 @@ class Server:
     def _flush(self) -> None:
         unflushed, self._unflushed = self._unflushed, []
         for connection in unflushed:
-            connection.flush()
+            try:
+                connection.flush()
+            except Exception:  # of what a handler wrote: the streams of others go on
+                log.exception("a stream cannot be written")
+                connection.abort()
 
     def connect(self) -> Connection:
-        if self._sweep is None:
-            self._sweep = self.loop.call_later(SWEEP_S, self._expire)
+        if self._sweep is None and not self.is_closing:
+            self._sweep = self.loop.call_later(self._app.limits.sweep_s, self._expire)
         return Connection(self)
+
+    @property
+    def is_draining(self) -> bool:
+        return self.is_closing or (self._app.is_draining is not None and self._app.is_draining())
 
     def is_crowded(self) -> bool:
         return len(self.connections) > self._app.limits.max_connections
+
+    def admit(self, request: Request) -> None:
+        """Look at the head of a request, before its body takes memory. Raises MeshError."""
+        guard = self._app.guard
+        if guard is not None and not ((route := self._app.find_or_none(request)) and route.is_open):
+            guard(request)
 
     async def answer(self, request: Request) -> Reply | ReplyStream:
         """The one place where a failure that no handler has answered for becomes a reply."""
         route: Route | None = None
         try:
             route = self._app.find(request)
-            if self._app.guard is not None and not route.is_open:
-                self._app.guard(request)
             reply = await route.handler(request)
         except MeshError as error:
             reply = self._refusal(route, error)
@@ -146,28 +173,47 @@ class Server:
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
             reply = self._refusal(route, MeshError("the server failed", hint="see its log"))
-        if self._app.on_reply is not None:
-            self._app.on_reply(route.path if route is not None else "other", reply.status)
+        self._count(route, reply)
+        return reply
+
+    def refuse(self, error: MeshError, request: Request | None) -> Reply:
+        """The reply to what is not read to its end; `request` if its head was."""
+        log.info("refused a request before it was read: %s", error)
+        route = self._app.find_or_none(request) if request is not None else None
+        reply = self._refusal(route, error)
+        self._count(route, reply)
+        if self.logs_access:
+            self.log_access(request, reply)
         return reply
 
     @staticmethod
     def _refusal(route: Route | None, error: MeshError) -> Reply:
         return refusal(error, route.error_body(error) if route is not None else None)
 
-    def on_refused(self, error: MeshError) -> None:
-        log.info("refused a request before it was read: %s", error)
+    def _count(self, route: Route | None, reply: Reply | ReplyStream) -> None:
+        if self._app.on_reply is not None:
+            self._app.on_reply(route.path if route is not None else "other", reply.status)
+
+    def log_access(self, request: Request | None, reply: Reply | ReplyStream | None) -> None:
+        """One line for a request; without its query and headers, which may hold secrets."""
+        sent_bytes = reply.sent_bytes if isinstance(reply, ReplyStream) else len(reply.body) if reply else 0
+        fields: dict[str, object] = {"status": reply.status if reply is not None else CLIENT_GONE, "bytes": sent_bytes}
+        if request is not None:
+            fields |= {
+                "method": request.method,
+                "path": request.path[:200],
+                "duration_ms": round((self.now() - request.since) * 1e3, 3),
+            }
+        if reply is not None and (request_id := reply.headers.get(REQUEST_ID_HEADER)):
+            fields["request_id"] = request_id
+        access_log.info("request", extra=fields)
 
     def _expire(self) -> None:
         """Hang up on whoever takes too long. Runs while there are connections."""
-        self._sweep = self.loop.call_later(SWEEP_S, self._expire) if self.connections else None
         limits, now = self._app.limits, self.now()
-        late = RequestTimeoutError(f"the request did not come to its end in {limits.receive_timeout_s:g} s")
+        self._sweep = self.loop.call_later(limits.sweep_s, self._expire) if self.connections else None
         for connection in list(self.connections):
-            if connection.is_busy:
-                continue
-            allowed_s = limits.receive_timeout_s if connection.is_receiving else limits.keep_alive_s
-            if now - connection.since > allowed_s:
-                connection.expire(late)
+            connection.expire(now, limits.receive_timeout_s, limits.keep_alive_s)
 
     async def close(self) -> None:
         """Hang up: at once on idle connections, after SHUTDOWN_S on those whose requests go on."""
@@ -177,13 +223,17 @@ class Server:
         for connection in list(self.connections):
             if not connection.is_busy:
                 connection.close()
-        deadline = self.now() + SHUTDOWN_S
-        while self.connections and self.now() < deadline:  # noqa: ASYNC110 - once in a server's life
-            await asyncio.sleep(0.01)
+        await self._until_empty(SHUTDOWN_S)
         for connection in list(self.connections):
             connection.abort()
-        while self.connections:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await self._until_empty(SHUTDOWN_S)
+        if self.connections:
+            log.warning("%d handlers go on though they were cancelled", len(self.connections))
+
+    async def _until_empty(self, patience_s: float) -> None:
+        deadline = self.now() + patience_s
+        while self.connections and self.now() < deadline:  # noqa: ASYNC110 - twice in a server's life
+            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -203,7 +253,14 @@ async def listening(
     server = Server(app)
     try:
         listener = await server.loop.create_server(
-            server.connect, host, port, backlog=2048, ssl=tls, reuse_port=reuse_port or None
+            server.connect,
+            host,
+            port,
+            backlog=2048,
+            ssl=tls,
+            ssl_handshake_timeout=TLS_HANDSHAKE_S if tls is not None else None,
+            ssl_shutdown_timeout=TLS_GOODBYE_S if tls is not None else None,
+            reuse_port=reuse_port or None,
         )
     except OSError as error:
         raise ConfigError(

@@ -121,6 +121,7 @@ def settings() -> HttpSettings:
 async def served(model_folder: Path, settings: HttpSettings) -> AsyncIterator[Served]:
     generator, models = ScriptedGenerator(words("Once", " upon", " a time")), ModelRegistry()
     models.add(tiny.card("w", path=model_folder))
+    await models.get("tiny")  # so that no test's deadline has to include its loading
     api = FrontendApi(settings, models, generator)
     async with (
         listening(api.app, "127.0.0.1", 0) as url,

@@ -1390,3 +1390,35 @@ def test_what_another_router_placed_on_unknown_workers_cannot() -> None:
     with pytest.raises(NoWorkerError, match="no worker 'd1'"):
         ours.resume(request(), placed, 0.0, is_prefilling=True)
     assert len(ours.load) == 0
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def test_only_workers_that_have_the_adapter_are_given_its_requests() -> None:
+    state = router(card("a", A), card("b", A, loras=("poet", "critic")), card("c", A, loras=("critic",)))
+    holds(state, "a", 20)
+    assert {place(state, f"r{i}", lora="poet") for i in range(5)} == {"b"}
+    assert {place(state, f"s{i}", lora="critic") for i in range(5)} <= {"b", "c"}
+    assert place(state, "plain") == "a"
+
+
+def test_both_legs_need_the_adapter() -> None:
+    without = router(card("p", P), card("d", loras=("poet",)))
+    assert where(without.place(request(lora="poet"), 0.0)) == (None, "d")
+    both = router(card("p1", P), card("p2", P, loras=("poet",)), card("d", loras=("poet",)))
+    assert where(both.place(request(lora="poet"), 0.0)) == ("p2", "d")
+
+
+def test_an_adapter_that_nobody_has_is_named_with_those_there_are() -> None:
+    state = router(card("a", A, loras=("poet", "critic")), card("b", A), card("p", P, loras=("painter",)))
+    with pytest.raises(
+        NoWorkerError, match="decodes the model 'm' with the adapter 'painter' is ready; adapters: critic, poet"
+    ):
+        place(state, "r", lora="painter")
+    with pytest.raises(NoWorkerError, match="with the adapter 'painter'"):
+        submit(state, "r", lora="painter")
+    with pytest.raises(NoWorkerError, match="no decode worker 'b' serves 'm' with the adapter 'poet'; there are: a"):
+        place(state, "r", lora="poet", pin=WorkerId("b"))
+    with pytest.raises(NoWorkerError, match="'m' with the adapter 'poet' that could decode has failed"):
+        place(state, "r", lora="poet", exclude=(WorkerId("a"),))

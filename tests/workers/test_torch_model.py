@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from protocol.messages import SamplingParams  # noqa: E402
-from workers.executor import Row, Sampled  # noqa: E402
+from workers.executor import Embedded, Row, Sampled  # noqa: E402
 from workers.torch_engine.executor import TorchExecutor  # noqa: E402
 
 BLOCK_SIZE = 4
@@ -309,3 +309,42 @@ def test_a_sharded_checkpoint_is_read_whole(models: Callable[[str], Model], tmp_
     (stream,) = scattered_streams(model.prompts()[-1:])
     run(started(tmp_path), [stream], chunks=[1000])
     assert_equals_reference(model, stream)
+
+
+# embeddings
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_a_vector_is_the_last_state_of_the_last_token(models: Callable[[str], Model], name: str, chunk: int) -> None:
+    """As transformers has it after the final norm, scaled to length 1; other rows of a step do not matter."""
+    model = models(name)
+    executor = started(model.folder)
+    streams = scattered_streams(model.prompts())
+    vectors: dict[int, Any] = {}
+    while len(vectors) < len(streams):
+        rows = []
+        for stream in streams:
+            if stream.computed < len(stream.prompt):
+                row = stream.row(chunk)
+                row.embed = True
+                rows.append(row)
+        for row, result in zip(rows, executor.execute(rows), strict=True):
+            if isinstance(result, Embedded):
+                vectors[len(row.prompt)] = torch.frombuffer(bytearray(result.vector), dtype=torch.float32)
+    for prompt in model.prompts():
+        states = model.reference.model(torch.tensor([prompt])).last_hidden_state
+        expected = torch.nn.functional.normalize(states[0, -1], dim=-1)
+        assert torch.allclose(vectors[len(prompt)], expected, atol=2e-5)
+
+
+def test_a_step_may_answer_and_embed(models: Callable[[str], Model]) -> None:
+    model = models("qwen3")
+    alone = started(model.folder).execute([s.row(1000) for s in scattered_streams(model.prompts())])
+    rows = [stream.row(1000) for stream in scattered_streams(model.prompts())]
+    for row in rows[::2]:
+        row.embed = True
+    for i, (result, token) in enumerate(zip(started(model.folder).execute(rows), alone, strict=True)):
+        assert isinstance(result, Embedded if i % 2 == 0 else Sampled)
+        assert isinstance(token, Sampled)
+        assert i % 2 == 0 or result.token_id == token.token_id

@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 torch = pytest.importorskip("torch")
 
@@ -212,6 +214,90 @@ def test_bans_and_penalties_on_ids_the_model_lacks_do_nothing() -> None:
     assert token(LOGITS, temperature=0.0, **given) == 1
 
 
+# biases, allowed tokens, guides
+
+
+class OnlyThese:
+    """A guide that has come to where these may follow."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self._allowed = np.isin(np.arange(len(LOGITS)), token_ids)
+
+    def allowed(self) -> NDArray[np.bool_]:
+        return self._allowed
+
+
+class Failed:
+    def allowed(self) -> None:
+        return None
+
+
+def guided(guide: Any, **given: Any) -> int:
+    made = row(**{"temperature": 0.0, **given})
+    made.guide = guide
+    return choose(LOGITS[None], [made])[0].token_id
+
+
+def test_a_bias_is_added_to_the_logit() -> None:
+    assert token(LOGITS, temperature=0.0, logit_bias=((4, 2.4),)) == 1
+    assert token(LOGITS, temperature=0.0, logit_bias=((4, 2.6),)) == 4
+    assert token(LOGITS, temperature=0.0, logit_bias=((1, -100.0), (5, -100.0))) == 2
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_a_bias_comes_before_the_temperature(temperature: float) -> None:
+    biased = LOGITS.clone()
+    biased[3] += 3.5
+    given: dict[str, Any] = {"temperature": temperature, "top_p": 0.9}
+    assert draws(LOGITS, logit_bias=((3, 3.5),), **given) == draws(biased, **given)
+
+
+def test_a_bias_comes_after_the_penalties() -> None:
+    """A penalty that multiplies would change what was added before it."""
+    given: dict[str, Any] = {"temperature": 0.0, "output": [4], "repetition_penalty": 10.0}
+    assert token(LOGITS, logit_bias=((4, 2.97),), **given) == 4  # 0.5 / 10 + 2.97 > 3
+    assert token(LOGITS, logit_bias=((4, 2.94),), **given) == 1
+
+
+def test_of_two_biases_for_one_token_the_last_counts() -> None:
+    assert token(LOGITS, temperature=0.0, logit_bias=((4, 9.0), (4, 1.0))) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
+def test_only_allowed_tokens_are_chosen(temperature: float) -> None:
+    rows = [row(seed=seed, temperature=temperature, allowed_token_ids=(3, 4, 4)) for seed in range(500)]
+    expected = {4} if temperature == 0 else {3, 4}
+    assert {sampled.token_id for sampled in choose(LOGITS.expand(500, -1), rows)} == expected
+
+
+def test_a_bias_moves_nothing_that_is_not_allowed() -> None:
+    assert token(LOGITS, temperature=0.0, logit_bias=((0, 100.0),), allowed_token_ids=(3, 4)) == 4
+
+
+def test_a_ban_counts_among_the_allowed_tokens_unless_it_leaves_none() -> None:
+    assert token(LOGITS, temperature=0.0, allowed_token_ids=(1, 4), banned=[1]) == 4
+    assert token(LOGITS, temperature=0.0, allowed_token_ids=(1, 4), banned=[1, 4]) == 1
+
+
+def test_the_guide_counts_more_than_what_else_is_asked_for() -> None:
+    assert guided(OnlyThese(0, 4)) == 0
+    assert guided(OnlyThese(0, 4), banned=[0]) == 4
+    assert guided(OnlyThese(0), banned=[0]) == 0
+    assert guided(OnlyThese(0, 4), allowed_token_ids=(4, 5)) == 4
+    assert guided(OnlyThese(0, 4), allowed_token_ids=(1, 5), logit_bias=((1, 50.0),)) == 0
+
+
+def test_a_guide_that_failed_does_not_stop_the_others() -> None:
+    assert guided(Failed()) == 1
+
+
+def test_rules_of_one_row_leave_the_others_alone() -> None:
+    rows = [row(temperature=0.0), row(temperature=0.0, allowed_token_ids=(3,)), row(temperature=0.0)]
+    logits = LOGITS.repeat(3, 1)
+    assert [sampled.token_id for sampled in choose(logits, rows)] == [1, 3, 1]
+    assert torch.equal(logits, LOGITS.repeat(3, 1))
+
+
 # logprobs
 
 
@@ -230,7 +316,18 @@ def test_logprobs_come_only_where_they_are_asked_for() -> None:
 def test_logprobs_are_those_of_the_model_before_any_adjustment() -> None:
     (sampled,) = choose(
         LOGITS[None],
-        [row(top_logprobs=6, temperature=3.0, top_k=2, output=[1], presence_penalty=5.0, banned=[5])],
+        [
+            row(
+                top_logprobs=6,
+                temperature=3.0,
+                top_k=2,
+                output=[1],
+                presence_penalty=5.0,
+                banned=[5],
+                logit_bias=((0, 7.0),),
+                allowed_token_ids=(0, 2, 5),
+            )
+        ],
     )
     assert sampled.logprob is not None
     expected = LOGITS.log_softmax(-1)

@@ -1,0 +1,238 @@
+"""POST /v1/responses: how a conversation is answered, item by item."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from frontend.answer import Part
+from frontend.call import Endpoint, TokenCounts
+from frontend.logprobs import chat_logprobs
+from frontend.openai import ChatLogprob, encode
+from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
+from frontend.pipeline import Job, trace_report
+from frontend.responses.items import GrowingCall, GrowingItem, GrowingMessage, GrowingReasoning, sse
+from frontend.responses.parse import ResponsesCall, parse_responses
+from frontend.responses.shapes import (
+    ErrorEvent,
+    IncompleteDetails,
+    InputTokensDetails,
+    ItemStatus,
+    OutputItem,
+    Response,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseError,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseUsage,
+    StreamEvent,
+)
+from frontend.whole import Whole, new_call_id
+from mesh.http.errors import error_body, http_failure
+from protocol.errors import InvalidRequestError, MeshError, OverloadedError
+from protocol.messages import FinishReason
+
+
+class ResponsesDialect:
+    endpoint = Endpoint.RESPONSES
+    id_prefix = "resp"
+
+    def parse(self, body: bytes) -> ResponsesCall:
+        return parse_responses(body)
+
+    def whole(self, job: Job, answers: Sequence[Whole], counts: TokenCounts) -> bytes:
+        [answer] = answers
+        return encode(finished(job, items_of(job, answer), answer.finish_reason, counts))
+
+    def writer(self, job: Job) -> "ResponsesWriter":
+        return ResponsesWriter(job)
+
+    def error_body(self, error: MeshError) -> bytes:
+        return error_body(error)
+
+
+# --- the response object ------------------------------------------------------------------------------
+
+
+def in_progress(job: Job) -> Response:
+    """The response as it begins."""
+    call = job.call
+    assert isinstance(call, ResponsesCall), "the dialect parsed it"
+    return Response(
+        **msgspec.structs.asdict(call.settings),
+        id=response_id(job),
+        created_at=job.heading.created,
+        status="in_progress",
+        model=job.heading.model,
+        output=[],
+    )
+
+
+def finished(job: Job, output: Sequence[OutputItem], reason: FinishReason, counts: TokenCounts) -> Response:
+    trace = trace_report(job)
+    was_cut = reason is FinishReason.LENGTH
+    return msgspec.structs.replace(
+        in_progress(job),
+        status="incomplete" if was_cut else "completed",
+        completed_at=None if was_cut else completed_at(job),
+        incomplete_details=IncompleteDetails("max_output_tokens") if was_cut else None,
+        output=list(output),
+        usage=ResponseUsage(
+            input_tokens=counts.prompt,
+            input_tokens_details=InputTokensDetails(counts.cached),
+            output_tokens=counts.completion,
+            total_tokens=counts.total,
+        ),
+        kvmesh=msgspec.UNSET if trace is None else trace,
+    )
+
+
+def failed(job: Job, output: Sequence[OutputItem], error: MeshError) -> Response:
+    told = ResponseError(failure_code(error), str(error))
+    return msgspec.structs.replace(in_progress(job), status="failed", error=told, output=list(output))
+
+
+def completed_at(job: Job) -> int:
+    """Unix seconds."""
+    timing = job.timing
+    return job.heading.created + int((timing.last_token or timing.started) - timing.started)
+
+
+def response_id(job: Job) -> str:
+    """The request's id as OpenAI would write it."""
+    return f"resp_{job.heading.id.removeprefix('resp-')}"
+
+
+def failure_code(error: MeshError) -> str:
+    """One of those that OpenAI's clients know."""
+    if isinstance(error, OverloadedError):
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if isinstance(error, InvalidRequestError) else "server_error"
+
+
+def items_of(job: Job, answer: Whole) -> list[OutputItem]:
+    """Thoughts, then prose, then calls; an answer of nothing is an empty message."""
+    growing: list[GrowingItem] = []
+    if answer.reasoning:
+        growing.append(GrowingReasoning(0))
+        growing[-1].fragments.append(answer.reasoning)
+    if answer.content or not (answer.reasoning or answer.calls):
+        message = GrowingMessage(0)
+        message.fragments.append(answer.content)
+        message.logprobs = chat_logprobs(job.model.tokenizer, answer.logprobs).content
+        growing.append(message)
+    for call in answer.calls:
+        growing.append(GrowingCall(0, call.id, call.name))
+        growing[-1].fragments.extend(call.fragments)
+    items = [item.item("completed") for item in growing[:-1]]
+    return [*items, growing[-1].item(last_status(answer.finish_reason))]
+
+
+def last_status(reason: FinishReason) -> ItemStatus:
+    """Of the item with which the answer ends."""
+    return "incomplete" if reason is FinishReason.LENGTH else "completed"
+
+
+# --- streaming ----------------------------------------------------------------------------------------
+
+
+class ResponsesWriter:
+    """An item is open until the next one begins. Events are numbered; the opening has the first two numbers."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._sequence_number = 2
+        self._open: GrowingItem | None = None
+        self._done: list[OutputItem] = []
+        self._waiting: list[ChatLogprob] = []  # for the text they belong to, which a parser may hold back
+        self._reason = FinishReason.STOP
+
+    def opening(self) -> bytes:
+        response = in_progress(self._job)
+        created = ResponseCreated(sequence_number=0, response=response)
+        return sse(created) + sse(ResponseInProgress(sequence_number=1, response=response))
+
+    def part(self, index: int, part: Part) -> bytes:
+        if part.logprobs:
+            self._waiting += chat_logprobs(self._job.model.tokenizer, part.logprobs).content
+        events = part.events
+        if len(events) == 1:
+            return self._on_event(events[0])
+        if not events and not isinstance(self._open, GrowingMessage | None):
+            self._waiting.clear()  # a marker's
+        return b"".join([self._on_event(event) for event in events])
+
+    def _on_event(self, event: Event) -> bytes:
+        match event:
+            case Content(text):
+                return self._prose(text)
+            case Reasoning(text):
+                self._waiting.clear()
+                begun = b"" if isinstance(self._open, GrowingReasoning) else self._begin(GrowingReasoning(self._next))
+                return begun + self._delta(text)
+            case CallBegun(_, name, call_id):
+                self._waiting.clear()
+                return self._begin(GrowingCall(self._next, call_id or new_call_id(), name))
+            case CallArguments(_, fragment):
+                return self._delta(fragment)
+
+    def _prose(self, text: str) -> bytes:
+        begun = b"" if isinstance(self._open, GrowingMessage) else self._begin(GrowingMessage(self._next))
+        return begun + (self._with_logprobs(text) if self._waiting else self._delta(text))
+
+    def _delta(self, text: str) -> bytes:
+        assert self._open is not None, "a fragment belongs to an item"
+        event = self._open.delta(text, self._sequence_number)
+        self._sequence_number += 1
+        return event
+
+    def _with_logprobs(self, text: str) -> bytes:
+        assert isinstance(self._open, GrowingMessage)
+        event = self._open.delta_with_logprobs(text, self._waiting, self._sequence_number)
+        self._sequence_number += 1
+        self._waiting.clear()
+        return event
+
+    @property
+    def _next(self) -> int:
+        """The index of an item that begins now."""
+        return len(self._done) + (self._open is not None)
+
+    def _begin(self, item: GrowingItem) -> bytes:
+        before = self._close("completed")
+        self._open = item
+        return before + self._send(item.begun())
+
+    def _close(self, status: ItemStatus) -> bytes:
+        if (item := self._open) is None:
+            return b""
+        self._open = None
+        self._done.append(item.item(status))
+        return self._send(item.done(status))
+
+    def _send(self, events: Iterable[StreamEvent]) -> bytes:
+        numbered: list[bytes] = []
+        for event in events:
+            event.sequence_number = self._sequence_number
+            self._sequence_number += 1
+            numbered.append(sse(event))
+        return b"".join(numbered)
+
+    def finish(self, index: int, reason: FinishReason) -> bytes:
+        self._reason = reason
+        begun = b"" if self._open is not None else self._begin(GrowingMessage(self._next))
+        is_message = isinstance(self._open, GrowingMessage)
+        rest = self._with_logprobs("") if is_message and self._waiting else b""
+        return begun + rest + self._close(last_status(reason))
+
+    def end(self, counts: TokenCounts) -> bytes:
+        response = finished(self._job, self._done, self._reason, counts)
+        is_whole = response.status == "completed"
+        return self._send([ResponseCompleted(response=response) if is_whole else ResponseIncomplete(response=response)])
+
+    def error(self, error: MeshError) -> bytes:
+        param = error.param if isinstance(error, InvalidRequestError) else None
+        told = ErrorEvent(code=http_failure(error.code).code, message=str(error), param=param)
+        rest = [] if self._open is None else [self._open.item("incomplete")]
+        return self._send([told, ResponseFailed(response=failed(self._job, [*self._done, *rest], error))])

@@ -1,0 +1,237 @@
+"""The mock engine: answers that a test can foresee, at a pace that a bench can rely on, in a cache that is watched."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmesh.tiny_model import CHECKPOINT_DIR
+from protocol.errors import ConfigError, EngineError
+from protocol.messages import SamplingParams
+from workers.executor import Row, Sampled
+from workers.mock_engine.answers import mock_token, mock_vector
+from workers.mock_engine.executor import MockExecutor
+from workers.mock_engine.pace import Pace, decode_ms, prefill_ms
+from workers.mock_engine.vocabulary import Vocabulary, read_vocabulary
+
+BLOCK = 4
+PROMPT = [11, 12, 13, 14, 15, 16]
+
+
+def row(
+    tokens: Sequence[int], start: int, table: Sequence[int], prompt: Sequence[int] = PROMPT, output: Sequence[int] = ()
+) -> Row:
+    return Row("r", tokens, start, table, True, SamplingParams(), prompt, output)
+
+
+def ready(num_blocks: int = 64, **settings: Any) -> MockExecutor:
+    executor = MockExecutor(block_size=BLOCK, **{"vocab_size": 100, "speedup": 0, **settings})
+    executor.load()
+    executor.allocate_kv(num_blocks, None)
+    return executor
+
+
+class Answer:
+    """One sequence as a scheduler would run it, a token in each step."""
+
+    def __init__(self, executor: MockExecutor, prompt: Sequence[int], table: Sequence[int]) -> None:
+        self.executor, self.prompt, self.table = executor, prompt, table
+        self.output: list[int] = []
+        self._step(prompt, 0)
+
+    def next(self) -> None:
+        self._step(self.output[-1:], len(self.prompt) + len(self.output) - 1)
+
+    def _step(self, tokens: Sequence[int], start: int) -> None:
+        [result] = self.executor.execute([row(tokens, start, self.table, self.prompt, self.output)])
+        assert isinstance(result, Sampled)
+        self.output.append(result.token_id)
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_what_the_oracle_says() -> None:
+    answer = Answer(ready(), PROMPT, [3, 1, 2, 9, 8])
+    for _ in range(9):
+        answer.next()
+    assert answer.output == [mock_token(PROMPT, i, 100) for i in range(10)]
+
+
+@given(prompt=st.lists(st.integers(0, 2**32 - 1), min_size=1), index=st.integers(0, 2**31), vocab=st.integers(4, 2**18))
+def test_tokens_lie_between_the_special_ones_and_the_end_of_the_vocabulary(
+    prompt: list[int], index: int, vocab: int
+) -> None:
+    assert 3 <= mock_token(prompt, index, vocab) < vocab
+
+
+@given(prompt=st.lists(st.integers(0, 2**32 - 1), min_size=1))
+def test_vectors_have_64_dimensions_and_length_1(prompt: list[int]) -> None:
+    vector = np.frombuffer(mock_vector(prompt), "<f4")
+    assert vector.shape == (64,)
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
+    assert mock_vector([*prompt, 1]) != mock_vector(prompt) != mock_vector(prompt, "adapter")
+
+
+# --- the watched cache ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_found_in_the_cache_is_compared_in_whole_before_it_is_used() -> None:
+    executor = ready()
+    executor.execute([row(PROMPT, 0, [0, 1])])
+    executor.execute([row([15, 16], 4, [0, 5], output=[])])  # a shared block is the row's own
+    with pytest.raises(EngineError, match="request r: the KV cache holds token 15 at position 0, not 11"):
+        executor.execute([row([15, 16], 4, [1, 6])])
+
+
+def test_a_pull_that_brought_nothing_is_noticed() -> None:
+    with pytest.raises(EngineError, match="holds token 0 at position 0, not 11"):
+        ready().execute([row([20], 6, [0, 1], output=[20])])
+
+
+@pytest.mark.parametrize("position", [0, 3, 5, 8, 9])
+def test_a_short_row_notices_at_once_that_its_blocks_were_written_to(position: int) -> None:
+    executor = ready()
+    answer = Answer(executor, PROMPT, [0, 1, 2, 3])
+    for _ in range(4):
+        answer.next()
+    written = [*(PROMPT + answer.output)[:position], 99]
+    executor.execute([Row("thief", [99], position, answer.table, False, SamplingParams(), written, [])])
+    with pytest.raises(EngineError, match=f"holds token 99 at position {position}"):
+        answer.next()
+
+
+def test_a_long_row_notices_within_a_round_that_a_block_was_taken() -> None:
+    executor = ready()
+    prompt = list(range(1, 81))  # 20 blocks
+    answer = Answer(executor, prompt, list(range(40)))
+    for _ in range(3):
+        answer.next()
+    executor.execute(
+        [
+            row(answer.output[-1:], 80 + len(answer.output) - 1, answer.table, prompt, answer.output),
+            Row("thief", [99], 0, [7], False, SamplingParams(), [99], []),
+        ]
+    )
+    answer.output.append(5)
+    with pytest.raises(EngineError, match="holds token 99 at position 28, not 29"):
+        for _ in range(11):
+            answer.next()
+
+
+def test_another_request_of_the_same_name_is_compared_anew() -> None:
+    executor = ready()
+    Answer(executor, PROMPT, [0, 1])
+    other = [*PROMPT[:-1], 77]
+    with pytest.raises(EngineError, match="holds token 16 at position 5, not 77"):
+        executor.execute([row([20], 6, [0, 1], other, [20])])
+
+
+# --- pace ------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time passes only while somebody sleeps, or `work` is done."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        assert duration_s > 0
+        self.now_s += duration_s
+
+
+def pace(clock: Clock, speedup: float, itl_ms: float = 0.0) -> Pace:
+    return Pace(speedup, itl_ms, clock=clock, sleep=clock.sleep)
+
+
+DECODES = [row([7], 6, [0, 1])]
+PREFILLS = [row(PROMPT, 0, [0, 1])]
+
+
+def test_steps_end_on_a_schedule_whatever_comes_between_them() -> None:
+    clock = Clock()
+    kept = pace(clock, 0, 5.0)
+    ends = []
+    for work_ms in (0.0, 0.1, 3.0, 4.9, 0.5):
+        clock.now_s += work_ms / 1000
+        kept.keep(DECODES, 64)
+        ends.append(clock.now_s - 100)
+    assert ends == pytest.approx([0.005, 0.010, 0.015, 0.020, 0.025])
+
+
+@pytest.mark.parametrize("rest_s", [0.006, 10.0])
+def test_after_a_rest_of_more_than_a_step_the_schedule_begins_anew(rest_s: float) -> None:
+    clock = Clock()
+    kept = pace(clock, 0, 5.0)
+    kept.keep(DECODES, 64)
+    clock.now_s += rest_s
+    kept.keep(DECODES, 64)
+    assert clock.now_s == pytest.approx(100.010 + rest_s)
+
+
+def test_a_fixed_pace_leaves_prompts_as_modelled() -> None:
+    assert pace(Clock(), 0, 5.0).step_s(PREFILLS, 64) == 0
+    assert pace(Clock(), 2, 5.0).step_s(PREFILLS + DECODES, 64) * 1000 == pytest.approx(prefill_ms(6) / 2 + 5)
+
+
+def test_the_model_of_a_step_counts_new_tokens_and_the_share_of_the_cache() -> None:
+    assert pace(Clock(), 1).step_s(PREFILLS + DECODES, 64) * 1000 == pytest.approx(prefill_ms(6) + decode_ms(4 / 64))
+    assert pace(Clock(), 4).step_s(DECODES, 64) * 1000 == pytest.approx(decode_ms(2 / 64) / 4)
+
+
+def test_without_a_speed_nothing_waits() -> None:
+    clock = Clock()
+    pace(clock, 0).keep(PREFILLS + DECODES, 64)
+    assert clock.now_s == 100
+
+
+# --- vocabulary -------------------------------------------------------------------------------------------------------
+
+
+def write_tokenizer(folder: Path, vocab: object, special: Sequence[int] = (), added: Sequence[int] = ()) -> None:
+    tokens = [{"id": i, "special": True, "content": f"<{i}>"} for i in special]
+    tokens += [{"id": i, "special": False, "content": f"+{i}"} for i in added]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": tokens}))
+
+
+def test_the_mock_answers_with_the_plain_tokens_of_a_tokenizer() -> None:
+    assert read_vocabulary(CHECKPOINT_DIR) == Vocabulary(2048, range(3, 2048))
+
+
+def test_special_tokens_and_gaps_are_left_out_but_may_be_in_a_prompt(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, {str(i): i for i in range(20)}, special=[10, 20, 21, 40], added=[22])
+    assert read_vocabulary(tmp_path) == Vocabulary(41, range(11, 20))
+
+
+def test_a_unigram_tokenizer_numbers_its_list(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, [["a", -1.0]] * 30, special=[0, 1, 2])
+    assert read_vocabulary(tmp_path) == Vocabulary(30, range(3, 30))
+
+
+def test_without_a_tokenizer_the_error_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: .*; give --model-path a folder"):
+        read_vocabulary(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(ConfigError, match="is no tokenizer"):
+        read_vocabulary(tmp_path)
+    write_tokenizer(tmp_path, {"a": 0, "b": 3}, special=[3])
+    with pytest.raises(ConfigError, match="no token that is not special"):
+        read_vocabulary(tmp_path)
+
+
+def test_answers_stay_among_the_plain_tokens(tmp_path: Path) -> None:
+    executor = ready(vocabulary=Vocabulary(1000, range(500, 510)))
+    answer = Answer(executor, PROMPT, list(range(40)))
+    for _ in range(60):
+        answer.next()
+    assert set(answer.output) == set(range(500, 510))
+    assert executor.load().vocab_size == 1000

@@ -1,0 +1,122 @@
+"""What a worker tells of itself, and which calls it answers."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvmesh.tiny_model import CHECKPOINT_DIR
+from protocol.errors import ConfigError, InvalidRequestError
+from protocol.ids import RequestId, WorkerId
+from protocol.messages import (
+    Delta,
+    Embedding,
+    EmbedRequest,
+    Feature,
+    GenerateRequest,
+    Role,
+    SamplingParams,
+    StopConditions,
+    encode,
+    pack_tokens,
+)
+from workers.backends import open_engine
+from workers.config import WorkerConfig
+from workers.engine import Engine
+from workers.mock_engine.answers import mock_token, mock_vector
+from workers.service import Worker, make_card
+
+PROMPT = [5, 6, 7]
+
+
+class Call:
+    """A call as the request plane hands it over."""
+
+    def __init__(self, message: object) -> None:
+        self.body = encode(message)
+        self.sent: list[Any] = []
+
+    async def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+def config(**settings: Any) -> WorkerConfig:
+    values = {"engine": "mock", "model_path": str(CHECKPOINT_DIR), "model": "tiny", "mock_speedup": 0.0}
+    return WorkerConfig(**{**values, "kv_transfer": "shm", **settings})
+
+
+@pytest.fixture
+async def engine() -> Any:
+    made = open_engine(config(loras="poet, critic"))
+    yield made
+    await made.stop()
+
+
+async def ready(engine: Engine, role: Role = Role.AGGREGATED) -> Worker:
+    worker = Worker(role, engine, SimpleNamespace())  # type: ignore[arg-type]
+    worker.info = await engine.start(WorkerId("w"), "127.0.0.1:1")
+    return worker
+
+
+def text(**fields: Any) -> EmbedRequest:
+    return EmbedRequest(**{"request_id": RequestId("e"), "model": "tiny", "prompt": pack_tokens(PROMPT), **fields})
+
+
+def question(**fields: Any) -> GenerateRequest:
+    values = {"request_id": RequestId("r"), "model": "tiny", "prompt": pack_tokens(PROMPT)}
+    return GenerateRequest(**{**values, "stop": StopConditions(max_tokens=3), **fields})
+
+
+async def test_the_card_tells_what_the_engine_can_do_and_how_its_model_writes(engine: Engine) -> None:
+    settings = config(loras="poet, critic", tool_parser="hermes", reasoning_parser="qwen3")
+    info = await engine.start(WorkerId("w"), "127.0.0.1:1")
+    publisher: Any = SimpleNamespace(endpoint="tcp://h:1", replay_endpoint="tcp://h:2")
+    card = make_card("n", WorkerId("w"), settings, info, "h:3", publisher, "")
+    assert card.features == (Feature.COMPLETIONS, Feature.LOGPROBS, Feature.EMBEDDINGS)
+    assert card.loras == ("poet", "critic")
+    assert (card.tool_parser, card.reasoning_parser) == ("hermes", "qwen3")
+
+
+async def test_embed_is_answered_with_one_vector(engine: Engine) -> None:
+    worker = await ready(engine)
+    plain, poetic = Call(text()), Call(text(lora="poet"))
+    await worker.handlers()["embed"](plain)  # type: ignore[arg-type]
+    await worker.handlers()["embed"](poetic)  # type: ignore[arg-type]
+    assert plain.sent == [Embedding(vector=mock_vector(PROMPT))]
+    assert poetic.sent == [Embedding(vector=mock_vector(PROMPT, "poet"))]
+
+
+async def test_generate_is_answered_by_the_adapter_that_is_named(engine: Engine) -> None:
+    worker = await ready(engine)
+    call = Call(question(lora="critic"))
+    await worker.generate(call)  # type: ignore[arg-type]
+    said = [token for delta in call.sent if isinstance(delta, Delta) for token in delta.token_ids]
+    assert said == [mock_token(PROMPT, i, 2048, "critic") for i in range(3)]
+
+
+async def test_what_a_worker_has_not_is_refused_before_anything_is_sent(engine: Engine) -> None:
+    worker = await ready(engine)
+    biased = question(sampling=SamplingParams(logit_bias=((5, 1.0),)))
+    refused = ((question(lora="x"), "no adapter 'x' .*: poet, critic"), (biased, "cannot honour logit_bias"))
+    for request, says in refused:
+        call = Call(request)
+        with pytest.raises(InvalidRequestError, match=says):
+            await worker.generate(call)  # type: ignore[arg-type]
+        assert call.sent == []
+    for asked, says in ((text(lora="x"), "no adapter 'x'"), (text(model="y"), "model 'y' is not served here")):
+        with pytest.raises(InvalidRequestError, match=says):
+            await worker.embed(Call(asked))  # type: ignore[arg-type]
+
+
+def test_adapters_are_for_the_mock_and_have_names_of_their_own() -> None:
+    with pytest.raises(ConfigError, match="torch engine serves no adapters; leave --loras out"):
+        open_engine(config(engine="torch", loras="poet"))
+    for names in ("poet,poet", "poet, tiny"):
+        with pytest.raises(ConfigError, match="which is taken"):
+            open_engine(config(loras=names))
+
+
+def test_a_mock_without_a_tokenizer_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        open_engine(config(model_path=str(tmp_path)))
