@@ -62,7 +62,7 @@ class Call:
     best_of: int = 1  # >= n: of so many, the likeliest n
     stream: bool = False
     include_usage: bool = False
-    sampling: SamplingParams = SamplingParams()  # seed as asked for
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # seed as asked for
     has_seed: bool = False
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -75,7 +75,7 @@ class Call:
     template_options: Mapping[str, Any] = field(default_factory=dict)  # names that a chat template may read
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    hints: Hints = Hints()
+    hints: Hints = field(default_factory=Hints)
     trace: bool = False
 
     @property

@@ -188,9 +188,7 @@ class Dispatcher:
                 if leg.ticket is not None:
                     self._release(leg.ticket)
 
-    async def _prefill(
-        self, target: Target, request: GenerateRequest, deadline: float, leg: "_Leg"
-    ) -> Ticket | None:
+    async def _prefill(self, target: Target, request: GenerateRequest, deadline: float, leg: "_Leg") -> Ticket | None:
         """The first token, and the ticket for the prompt's KV unless the answer ends there."""
         body = msgspec.structs.replace(request, offer_kv=True)
         try:

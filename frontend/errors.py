@@ -1,4 +1,4 @@
-"""Failures as OpenAI's API shows them, as far as they are the frontend's own. The rest stands in mesh/http/errors.py."""
+"""Failures that are the frontend's own, as OpenAI's API shows them. The rest stands in mesh/http/errors.py."""
 
 from mesh.http.errors import CODES, error_body
 from protocol.errors import InvalidRequestError, MeshError

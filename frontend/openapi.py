@@ -155,9 +155,7 @@ def openapi(version: str) -> bytes:
 
 def _types(operation: Operation) -> list[type]:
     return [
-        kind
-        for kind in (operation.request, *operation.either, operation.reply, operation.error)
-        if kind is not None
+        kind for kind in (operation.request, *operation.either, operation.reply, operation.error) if kind is not None
     ]
 
 
@@ -193,7 +191,8 @@ def _parameters(path: str, operation: Operation) -> list[dict[str, Any]]:
 
 
 def _responses(operation: Operation, refs: Mapping[type, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {operation.reply_type: {"schema": refs[operation.reply] if operation.reply is not None else {}}}
+    schema = refs[operation.reply] if operation.reply is not None else {}
+    content: dict[str, Any] = {operation.reply_type: {"schema": schema}}
     if operation.streams:
         content[SSE] = {"schema": {"type": "string"}}
     error = {JSON: {"schema": refs[operation.error]}}

@@ -221,6 +221,7 @@ CHAT_DEFAULTS: dict[str, Harmless] = {
     "moderation": _one_of(),
 }
 
+
 def refuse_unsupported(request: RequestBase, defaults: dict[str, Harmless]) -> None:
     """A parameter that would change the answer is refused by name; its null or default is harmless."""
     for name, harmless in defaults.items():

@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -28,6 +28,7 @@ from router.api import explained
 MAX_HEADER_CHARS = 512
 PROMPT_TAIL_CHARS = 64  # of a rendered chat, to see whether it opens thoughts
 _NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]")
+
 
 @dataclass(slots=True)
 class Timing:
@@ -135,9 +136,7 @@ def check_token_ids(token_ids: Sequence[int], model: Model, param: str) -> None:
         )
 
 
-def make_branch(
-    call: Call, model: Model, prompt: Prompt, number: int, request_id: RequestId, started: float
-) -> Branch:
+def make_branch(call: Call, model: Model, prompt: Prompt, number: int, request_id: RequestId, started: float) -> Branch:
     parser = None
     if call.messages is not None:
         parser = model.format.parser(call.tools, prompt.tail, is_guided=call.guide is not None)

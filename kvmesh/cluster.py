@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 import aiohttp
 from msgspec import Meta, Struct
 
-from mesh.supervisor import ProcessSpec, Supervisor
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from mesh.config import to_flags
 from mesh.discovery import Discovery, Put, open_discovery
+from mesh.supervisor import ProcessSpec, Supervisor
 from protocol.errors import ConfigError, EngineError, MeshError
 from protocol.messages import FrontendCard, Role, WorkerCard, decode
 from workers.config import WorkerConfig

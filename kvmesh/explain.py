@@ -124,7 +124,14 @@ def load_model(card: WorkerCard) -> Model:
     """Raises ConfigError if the model's folder cannot be read."""
     tokenizer, template = Tokenizer.load(card.model_path), ChatTemplate.load(card.model_path)
     return Model(
-        card.model, tokenizer, template, AnswerFormat(), card.context_tokens, card.block_size, created=0, base=card.model
+        name=card.model,
+        tokenizer=tokenizer,
+        template=template,
+        format=AnswerFormat(),
+        context_tokens=card.context_tokens,
+        block_size=card.block_size,
+        created=0,
+        base=card.model,
     )
 
 

@@ -74,7 +74,7 @@ async def sharing(folder: Path) -> AsyncIterator[None]:
 
 async def merged_metrics(folder: Path) -> bytes:
     """Of all processes that share `folder`, this one included. One that does not answer is left out."""
-    others = [path for path in folder.glob("*.sock") if path.stem != str(os.getpid())]
+    others = sockets_of_others(folder)
     texts = await asyncio.gather(*(_ask(path) for path in others))
     own = generate_latest().decode()
     return (await asyncio.to_thread(merge, [own, *filter(None, texts)])).encode()
@@ -89,10 +89,18 @@ async def _ask(path: Path) -> str:
             finally:
                 writer.close()
     except ConnectionRefusedError:  # it was killed
-        path.unlink(missing_ok=True)
+        remove(path)
     except (OSError, ValueError) as error:  # TimeoutError is an OSError
         log.warning("the metrics of another process are missing: %s", error or "it does not answer")
     return ""
+
+
+def sockets_of_others(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*.sock") if path.stem != str(os.getpid())]
+
+
+def remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:

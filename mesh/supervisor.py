@@ -40,7 +40,7 @@ def restart_delay_s(run_times_s: Sequence[float]) -> float | None:
 
 
 class Supervisor:
-    """Runs processes of this Python. Their output goes to one log file each, or where ours goes if there is no `log_dir`."""
+    """Runs processes of this Python. Their output goes to one log file each; without a `log_dir`, where ours goes."""
 
     def __init__(self, log_dir: Path | None, tell: Callable[[str], None] = lambda line: None) -> None:
         self._log_dir = log_dir

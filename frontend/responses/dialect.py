@@ -158,10 +158,16 @@ class ResponsesWriter:
             self._waiting += chat_logprobs(self._job.model.tokenizer, part.logprobs).content
         events = part.events
         if len(events) == 1:
-            return self._on_event(events[0])
+            return self._only(events[0])
         if not events and not isinstance(self._open, GrowingMessage | None):
             self._waiting.clear()  # a marker's
         return b"".join([self._on_event(event) for event in events])
+
+    def _only(self, event: Event) -> bytes:
+        """Nearly all parts are more of the message that is open."""
+        if self._waiting or not (isinstance(event, Content) and isinstance(self._open, GrowingMessage)):
+            return self._on_event(event)
+        return self._delta(event.text)
 
     def _on_event(self, event: Event) -> bytes:
         match event:

@@ -56,7 +56,7 @@ class GrowingItem(ABC):
         """More of it, as an event."""
         self.fragments.append(fragment)
         head, middle, tail = self._prepared
-        return b"%b%d%b%b%b" % (head, sequence_number, middle, encode(fragment), tail)
+        return head + b"%d" % sequence_number + middle + encode(fragment) + tail
 
     @cached_property
     def _prepared(self) -> tuple[bytes, bytes, bytes]:

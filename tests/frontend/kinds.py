@@ -12,7 +12,10 @@ from tests.frontend import tiny
 
 ROOT = Path(__file__).parents[2]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]"]
-OTHERS = "Grüße aus Köln, naïve café. 人工智能的发展，非常快。これは、日本語です。 Привет, мир! 🦊👩‍👩‍👧 e\u0301 1234567 it's we'll\n"
+OTHERS = (
+    "Grüße aus Köln, naïve café. 人工智能的发展，非常快。これは、日本語です。 "
+    "Привет, мир! 🦊👩‍👩‍👧 e\u0301 1234567 it's we'll\n"
+)
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (

@@ -5,7 +5,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.answer import Answer, Part
+from frontend.answer import Answer
 from frontend.detokenizer import token_decoder
 from protocol.messages import Delta, FinishReason, TokenLogprob
 from tests.frontend import tiny

@@ -19,10 +19,11 @@ REAL = {  # as packages ship them
     "kvmesh's tiny model": ("kvmesh.tiny_model", "checkpoint/tokenizer.json"),
 }
 FRAGMENTS = [
-    " ", "  ", "   \n", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "a", "word", " two words", "the cat sat", "café",
-    "cafe\u0301", "\u0301", " \u0301x", "İ", "K", "你", "的，", "人。", "です、", "が\u3099", "1", "1234", "3.14, ", "x 1\n2 y",
-    "it's", "WE'LL", "'", "don't ", "...", " .", "!\n", "(a b)", "<", "<|", "<|im", "<|im_start|>", "<|im_end|>", "<s>", "</s>",
-    "[INST]", "[/INST]", "<think>", "<mask>", "<sep>", " <mask> ", "<sep>  a", "e f", "word  ", "x<|im_start|>", "cat", "▁", "Ġ",
+    " ", "  ", "   \n", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "a", "word", " two words", "the cat sat", "café",  # noqa: E501
+    "cafe\u0301", "\u0301", " \u0301x", "İ", "K", "你", "的，", "人。", "です、", "が\u3099", "1", "1234", "3.14, ",
+    "x 1\n2 y",
+    "it's", "WE'LL", "'", "don't ", "...", " .", "!\n", "(a b)", "<", "<|", "<|im", "<|im_start|>", "<|im_end|>", "<s>", "</s>",  # noqa: E501
+    "[INST]", "[/INST]", "<think>", "<mask>", "<sep>", " <mask> ", "<sep>  a", "e f", "word  ", "x<|im_start|>", "cat", "▁", "Ġ",  # noqa: E501
     "<0x0A>", "🦊", "👩‍👩‍👧", "\x00", "\ufeff", "ﬁ", "a  b", "a \u00a0b",
 ]  # fmt: skip
 TEXTS = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=4)), max_size=24).map("".join)

@@ -83,9 +83,9 @@ ATOMS = [
     r"(?!\S)",
 ]
 PATTERNS = st.lists(
-    st.lists(st.tuples(st.sampled_from(ATOMS), st.sampled_from(["", "", "?", "+", "*", "{1,3}", "{2}", "+?"])), min_size=1, max_size=4),
+    st.lists(st.tuples(st.sampled_from(ATOMS), st.sampled_from(["", "", "?", "+", "*", "{1,3}", "{2}", "+?"])), min_size=1, max_size=4),  # noqa: E501
     min_size=1, max_size=4,
-).map(lambda ways: "|".join("".join(atom if atom[:2] in ("(?!", "(?=") or "(?!" in atom or "(?=" in atom else atom + sign for atom, sign in way) for way in ways))  # fmt: skip
+).map(lambda ways: "|".join("".join(atom if atom[:2] in ("(?!", "(?=") or "(?!" in atom or "(?=" in atom else atom + sign for atom, sign in way) for way in ways))  # noqa: E501  # fmt: skip
 
 
 @given(PATTERNS, st.text("abx ,", max_size=8), st.text("abx ,", max_size=8))

@@ -22,12 +22,13 @@ def test_a_piece_is_found_with_its_salt_only() -> None:
 
 def test_the_least_recently_used_goes_first() -> None:
     cache = PieceCache(10_000)
-    for n in range(8):
-        cache.put([f"{n}" * 500], [b"x" * 400], "")
-    cache.get(["0" * 500], "")
-    while cache.get(["1" * 500], "") != [None]:
-        cache.put([f"new {len(cache)} {cache.misses} {cache.hits}"], [b""], "")
-    assert cache.get(["0" * 500], "") != [None]
+    cache.put(["old", "used", "new"], [b"ids!"] * 3, "")
+    cache.get(["used"], "")
+    for n in range(1000):
+        cache.put([f"more {n}"], [b"ids!"], "")
+        if len(cache) < n + 4:  # the first one had to go
+            break
+    assert cache.get(["old", "used", "new"], "") == [None, b"ids!", b"ids!"]
 
 
 def test_its_bytes_are_bounded_and_come_back() -> None:

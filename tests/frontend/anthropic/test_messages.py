@@ -456,7 +456,7 @@ async def test_the_clients_errors(served: Served) -> None:
             await client.messages.create(**ASKED, extra_body={"temperature": 2})
         with pytest.raises(anthropic.APIStatusError) as too_large:
             await client.messages.create(**ASKED, system="x" * 70_000)
-        assert too_large.value.status_code == 413
+        assert (too_large.value.status_code, too_large.value.type) == (413, "request_too_large")
         served.generator.script = [Delta(ids("Once")), PeerLostError("worker w died")]
         with pytest.raises(anthropic.APIStatusError, match="worker w died") as broken:
             async with client.messages.stream(**ASKED) as stream:

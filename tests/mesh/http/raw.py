@@ -15,6 +15,8 @@ from mesh.http.server import App, HttpLimits, Route, Server
 PATIENCE_S = 5.0
 HOST = b"Host: x\r\n"
 
+DEFAULT_LIMITS = HttpLimits()
+
 
 class Got(NamedTuple):
     status: int
@@ -146,7 +148,9 @@ class Site:
 
 @asynccontextmanager
 async def serving(
-    limits: HttpLimits = HttpLimits(), tls: ssl.SSLContext | None = None, **settings: Any
+    limits: HttpLimits = DEFAULT_LIMITS,
+    tls: ssl.SSLContext | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Site]:
     handlers = Handlers()
     server = Server(App(handlers.routes(), limits, **settings))

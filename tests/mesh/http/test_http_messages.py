@@ -154,7 +154,9 @@ async def test_an_upgrade_is_ignored_with_its_body_read(site: Site) -> None:
     for body in (b"", b"body", b"x" * 3 * SLICE_BYTES):
         replies = await site.ask(post("/echo", body, *wish) + post("/echo", b"2") + get("/echo", *wish, CLOSE))
         assert [seen(reply.body)["body"] for reply in replies] == [body.decode(), "2", ""]
-        replies = await site.ask(chunked("/echo", [body]).replace(HOST, HOST + "\r\n".join([*wish, CLOSE, ""]).encode()))
+        replies = await site.ask(
+            chunked("/echo", [body]).replace(HOST, HOST + "\r\n".join([*wish, CLOSE, ""]).encode())
+        )
         assert [seen(reply.body)["body"] for reply in replies] == [body.decode()]
 
 
@@ -178,7 +180,9 @@ async def test_targets(site: Site, target: str, path: str, query: dict[str, str]
     assert (seen(reply.body)["path"], seen(reply.body)["query"]) == (path, query)
 
 
-@pytest.mark.parametrize("target", ["http://elsewhere", "http://elsewhere?x", "/", "/echo/", "//echo", "/echo%3Fa", "*"])
+@pytest.mark.parametrize(
+    "target", ["http://elsewhere", "http://elsewhere?x", "/", "/echo/", "//echo", "/echo%3Fa", "*"]
+)
 async def test_targets_that_are_nowhere(site: Site, target: str) -> None:
     [reply] = await site.ask(get(target, CLOSE))
     assert (reply.status, seen(reply.body)["error"]["code"]) == (404, "not_found")
@@ -407,7 +411,9 @@ async def test_the_guard_sees_the_head_before_the_body_comes() -> None:
 async def test_every_reply_is_told_with_its_route() -> None:
     told: list[tuple[str, int]] = []
     async with serving(on_reply=lambda path, status: told.append((path, status))) as site:
-        await site.talk(get("/status/204") + get("/parts/a/b") + get("/stream") + get("/x") + post("/stream", b"") + b"?")
+        await site.talk(
+            get("/status/204") + get("/parts/a/b") + get("/stream") + get("/x") + post("/stream", b"") + b"?"
+        )
     assert told == [
         ("/status/{status}", 204), ("/parts/{name}/{rest:path}", 200), ("/stream", 200), ("other", 404),
         ("/stream", 405), ("other", 400),
