@@ -33,7 +33,6 @@ from protocol.errors import ConfigError, EngineError
 
 CaseName = Literal["a64", "b64", "b64_paced", "c16", "cp16", "c1s"]
 PACE_MS = 5.0
-UNPACED_MS = 6.7  # what the mock takes for a token at a speedup of 1, as loaded here
 GROUPS = 8  # of prompts with a common beginning
 SHOWN_FAILURES = 3
 
@@ -181,7 +180,7 @@ def burst_mesh(config: FrontendBenchConfig) -> UpConfig:
 
 
 def paced_mesh(config: FrontendBenchConfig) -> UpConfig:
-    return msgspec.structs.replace(burst_mesh(config), mock_speedup=UNPACED_MS / PACE_MS)
+    return msgspec.structs.replace(burst_mesh(config), mock_itl_ms=PACE_MS)
 
 
 async def run_on_mesh(

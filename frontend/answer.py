@@ -44,9 +44,12 @@ class Answer:
         min_tokens: int = 0,
         logprobs: bool = False,
         parser: Parser | None = None,
+        only_one_call: bool = False,
     ) -> None:
+        """`only_one_call`: where the model begins a second call of a tool, the answer ends."""
         self._detokenizer = detokenizer
         self._parser = parser
+        self._only_one_call = only_one_call
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens  # of these, no text is taken for a stop string
         self._wants_logprobs = logprobs
@@ -84,8 +87,17 @@ class Answer:
         events = self._parser.push(text) if text else ()
         if self.finish_reason is not None:
             events = [*events, *self._parser.flush()]
+        if self._only_one_call:
+            events = self._up_to_second_call(events)
         if not self.has_calls:
             self.has_calls = any(isinstance(event, CallBegun) for event in events)
+        return events
+
+    def _up_to_second_call(self, events: Sequence[Event]) -> Sequence[Event]:
+        for place, event in enumerate(events):
+            if isinstance(event, CallBegun) and event.index > 0:
+                self.finish_reason = FinishReason.STOP
+                return events[:place]
         return events
 
     def _take_each(self, delta: Delta) -> Part:

@@ -85,6 +85,12 @@ class Call:
             return "input"
         return "prompt" if self.endpoint is Endpoint.COMPLETIONS else "messages"
 
+    @property
+    def format_param(self) -> str:
+        """How the endpoint calls the format that the answer is held to."""
+        names = {Endpoint.MESSAGES: "output_config.format", Endpoint.RESPONSES: "text.format"}
+        return names.get(self.endpoint, "response_format")
+
 
 @dataclass(frozen=True, slots=True)
 class Heading:

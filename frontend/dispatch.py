@@ -115,6 +115,8 @@ class Dispatcher:
     async def embed(self, request: EmbedRequest, hints: Hints, deadline: float) -> Embedding:
         """Implements frontend.generator.Generator: nothing is begun twice by trying again elsewhere."""
         failed: list[WorkerId] = []
+        problem: MeshError | None = None
+        attempts = engine_failures = 0
         asked = GenerateRequest(
             request_id=request.request_id,
             model=request.model,
@@ -122,20 +124,32 @@ class Dispatcher:
             lora=request.lora,
             cache_salt=request.cache_salt,
         )
-        while True:
+        while attempts < MAX_ATTEMPTS and engine_failures < MAX_ENGINE_FAILURES:
             route = await self._route(asked, hints, failed)
-            async with self._router.book(route, _left(deadline)) as booking:
-                target = booking.placed.decode
-                try:
-                    vector = await self._plane.ask(target.address, "embed", request, Embedding, _left(deadline))
-                except ELSEWHERE as error:
-                    log.warning("worker %s failed an embedding: %s", target.worker_id, error)
-                    failed.append(target.worker_id)
-                    if len(failed) == MAX_ATTEMPTS:
-                        raise
-                else:
-                    booking.prefill_done()
-                    return vector
+            try:
+                return await self._embed(request, route, deadline)
+            except _LegFailedError as failure:
+                log.warning("worker %s failed an embedding: %s", failure.worker_id, failure.reason)
+                failed.append(failure.worker_id)
+                problem = failure.reason
+                attempts += not isinstance(problem, NOT_BEGUN)
+                engine_failures += isinstance(problem, EngineError)
+            except NoWorkerError:
+                if problem is None:
+                    raise
+                break  # what the last worker said tells more
+        assert problem is not None
+        raise problem
+
+    async def _embed(self, request: EmbedRequest, route: RouteRequest, deadline: float) -> Embedding:
+        async with self._router.book(route, _left(deadline)) as booking:
+            target = booking.placed.decode
+            try:
+                vector = await self._plane.ask(target.address, "embed", request, Embedding, _left(deadline))
+            except ELSEWHERE as error:
+                raise _LegFailedError(target.worker_id, error) from error
+            booking.prefill_done()
+            return vector
 
     async def close(self) -> None:
         """Wait for the releases that are on their way."""

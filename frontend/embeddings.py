@@ -2,9 +2,10 @@
 
 import asyncio
 import base64
+import math
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -15,12 +16,13 @@ from frontend.models import Model
 from frontend.openai import MAX_USER_CHARS, ModelName, Salt, Strict, TokenId
 from frontend.parameters import decode_body, prompts_of
 from frontend.pipeline import Prompt, first_failure, read_prompts
-from protocol.errors import ContextLengthError, InvalidRequestError
+from protocol.errors import ContextLengthError, EngineError, InvalidRequestError
 from protocol.ids import RequestId
 from protocol.messages import Embedding, EmbedRequest, Feature
 
 MAX_INPUTS = 2048
 INPUTS_AT_ONCE = 64  # of one request, at workers
+SHOWN_AT_ONCE_BYTES = 256 << 10  # of vectors turned into JSON's numbers in one turn of the event loop
 
 
 class EmbeddingsRequest(Strict, frozen=True):
@@ -97,13 +99,11 @@ async def embed(
     except BaseExceptionGroup as failures:
         raise first_failure(failures) from failures
     vectors = [task.result().vector for task in tasks]
+    check_vectors(vectors)
     check_dimensions(asked.dimensions, vectors)
     tokens = sum(prompt.num_tokens for prompt in prompts)
     return EmbeddingsReply(
-        data=[
-            EmbeddingObject(index=index, embedding=shown(vector, asked.as_base64))
-            for index, vector in enumerate(vectors)
-        ],
+        data=await embedding_objects(vectors, asked.as_base64),
         model=model.name,
         usage=EmbeddingsUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
@@ -120,9 +120,16 @@ def check_fits(prompt: Prompt, model: Model) -> None:
         )
 
 
+def check_vectors(vectors: Sequence[bytes]) -> None:
+    """Raises EngineError if they are not float32 numbers, as many in each."""
+    sizes_bytes = {len(vector) for vector in vectors}
+    if len(sizes_bytes) != 1 or (size_bytes := sizes_bytes.pop()) == 0 or size_bytes % 4:
+        raise EngineError("the workers have sent vectors that are none", hint="run one version everywhere")
+
+
 def check_dimensions(asked: int | None, vectors: Sequence[bytes]) -> None:
     """Raises InvalidRequestError: a vector is not cut, since few models were trained for that."""
-    if asked is not None and vectors and asked != len(vectors[0]) // 4:
+    if asked is not None and asked != len(vectors[0]) // 4:
         raise InvalidRequestError(
             f"The parameter 'dimensions' is {asked}, and this model's vectors have {len(vectors[0]) // 4}",
             hint="leave it out",
@@ -130,9 +137,24 @@ def check_dimensions(asked: int | None, vectors: Sequence[bytes]) -> None:
         )
 
 
+async def embedding_objects(vectors: Sequence[bytes], as_base64: bool) -> list[EmbeddingObject]:
+    """Their numbers as JSON already: millions of them, written in one go, would hold up the event loop."""
+    objects: list[EmbeddingObject] = []
+    at_once = max(1, SHOWN_AT_ONCE_BYTES // len(vectors[0]))
+    for index, vector in enumerate(vectors):
+        numbers = msgspec.Raw(msgspec.json.encode(shown(vector, as_base64)))
+        objects.append(EmbeddingObject(index=index, embedding=cast(str, numbers)))
+        if index % at_once == at_once - 1:
+            await asyncio.sleep(0)
+    return objects
+
+
 def shown(vector: bytes, as_base64: bool) -> list[float] | str:
+    """Raises EngineError for numbers that JSON does not know."""
     if as_base64:
         return base64.b64encode(vector).decode()
     numbers = array("f")
     numbers.frombytes(vector)
+    if not all(map(math.isfinite, numbers)):
+        raise EngineError("the engine has computed numbers that are none", hint="look at the worker's log")
     return numbers.tolist()

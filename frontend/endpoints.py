@@ -113,7 +113,8 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
         self._request_id = new_id(request, dialect.id_prefix)
-        self._headers = {REQUEST_ID_HEADER: client_request_id(request) or self._request_id}
+        shown = client_request_id(request) or self._request_id
+        self._headers = {REQUEST_ID_HEADER: shown, "request-id": shown}  # OpenAI's and Anthropic's name for it
         self._job: Job | None = None
         self._stream: SseOutlet | None = None
         self.outcome = "client_gone"  # what remains if the handler is cancelled

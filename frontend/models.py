@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from frontend.errors import UnknownModelError
 from frontend.formats import AnswerFormat, answer_format
@@ -12,6 +13,8 @@ from frontend.tokenizer import Tokenizer
 from protocol.errors import InvalidRequestError, NoWorkerError
 from protocol.ids import WorkerId
 from protocol.messages import Feature, Role, WorkerCard
+
+MAX_NAMES_TOLD = 32  # in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ class ModelRegistry:
         if not self._served:
             raise NoWorkerError("no worker has joined yet", hint="try again later")
         if (served := self._served.get(name) or self._with_lora(name)) is None:
-            names = ", ".join([found for found, _ in self.names()]) or "none"
+            names = ", ".join([found for found, _ in islice(self.names(), MAX_NAMES_TOLD)]) or "none"
             raise UnknownModelError(
                 f"the model {name!r} does not exist", hint=f"models served here: {names}", param="model"
             )
@@ -155,10 +158,12 @@ class ModelRegistry:
         return next((served for served in self._served.values() if name in served.loras), None)
 
     def names(self) -> Iterator[tuple[str, Served]]:
-        """What can be asked for: models that are ready, and their adapters."""
+        """What can be asked for: models that are ready, and their adapters. Each name once, as `find` reads it."""
+        seen = set(self._served)
         for served in self.ready():
             yield served.name, served
-            for lora in sorted(served.loras - self._served.keys()):
+            for lora in sorted(served.loras - seen):
+                seen.add(lora)
                 yield lora, served
 
     def ready(self) -> list[Served]:

@@ -33,6 +33,10 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; chats default to what the context leaves
 LEAST_TOP_P = 1e-9  # 0 is allowed, and leaves the likeliest token
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+MAX_TOLD_CHARS = 200  # of what a client has sent and an error repeats
+MAX_SCHEMA_DEPTH = 96  # Python's recursion ends deeper schemas anywhere on their way
+MAX_SCHEMA_BYTES = 1 << 20  # it goes out with each answer of a request
+MAX_TOKEN_ID_CHARS = 10
 
 
 class _MaybeMessages(msgspec.Struct):
@@ -181,7 +185,7 @@ def validation_error(text: str) -> InvalidRequestError:
         param = _join(path, missing.group(1))
         return InvalidRequestError(f"Missing required parameter: '{param}'", param=param)
     if unknown := _UNKNOWN.match(reason):
-        param = _join(path, unknown.group(1))
+        param = _join(path, shortened(unknown.group(1)))
         return InvalidRequestError(f"Unrecognized request argument supplied: {param}", param=param)
     if not path:
         return InvalidRequestError(f"Invalid request body: {reason[:1].lower()}{reason[1:]}")
@@ -190,6 +194,11 @@ def validation_error(text: str) -> InvalidRequestError:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def shortened(text: str) -> str:
+    """As an error may repeat it: a body may hold megabytes."""
+    return text if len(text) <= MAX_TOLD_CHARS else text[:MAX_TOLD_CHARS] + "..."
 
 
 def _refuse(param: str, reason: str) -> NoReturn:
@@ -220,6 +229,7 @@ CHAT_DEFAULTS: dict[str, Harmless] = {
     "web_search_options": _one_of(),
     "moderation": _one_of(),
 }
+INSTEAD = {"functions": "send tools", "function_call": "send tools and tool_choice"}
 
 
 def refuse_unsupported(request: RequestBase, defaults: dict[str, Harmless]) -> None:
@@ -227,7 +237,7 @@ def refuse_unsupported(request: RequestBase, defaults: dict[str, Harmless]) -> N
     for name, harmless in defaults.items():
         value = getattr(request, name)
         if value is not None and not harmless(value):
-            _not_supported(name, "its default is accepted, or leave it out")
+            _not_supported(name, INSTEAD.get(name, "its default is accepted, or leave it out"))
 
 
 # --- tools and structured output ----------------------------------------------------------------------
@@ -278,7 +288,7 @@ def guide_of(response_format: ResponseFormat | None, tools: Tools | None) -> Gui
         case JsonObjectFormat():
             guide = Guide(kind=GuideKind.JSON)
         case JsonSchemaFormat():
-            guide = schema_guide(response_format.json_schema.schema)
+            guide = schema_guide(response_format.json_schema.schema, "response_format.json_schema.schema")
     if tools is None or tools.is_free:
         return guide
     if guide is not None:
@@ -289,8 +299,25 @@ def guide_of(response_format: ResponseFormat | None, tools: Tools | None) -> Gui
     return schema_guide(required_schema(tools.functions, tools.parallel))
 
 
-def schema_guide(schema: dict[str, Any]) -> Guide:
-    return Guide(kind=GuideKind.JSON_SCHEMA, value=msgspec.json.encode(schema).decode())
+def schema_guide(schema: dict[str, Any], param: str = "tools") -> Guide:
+    """`param`: where the schema comes from. Raises InvalidRequestError if it is too deep or too large."""
+    if is_deeper(schema, MAX_SCHEMA_DEPTH):
+        _refuse(param, f"a schema is nested deeper than {MAX_SCHEMA_DEPTH} levels; flatten it, or use $defs")
+    text = msgspec.json.encode(schema)
+    if len(text) > MAX_SCHEMA_BYTES:
+        _refuse(param, f"what the answer is held to has {len(text)} bytes of schema, more than {MAX_SCHEMA_BYTES}")
+    return Guide(kind=GuideKind.JSON_SCHEMA, value=text.decode())
+
+
+def is_deeper(value: object, most: int) -> bool:
+    """Whether JSON is nested in more than `most` levels."""
+    level: list[object] = [value]
+    for _ in range(most + 1):
+        nested = [item for item in level if isinstance(item, dict | list)]
+        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+        if not level:
+            return False
+    return any(isinstance(item, dict | list) for item in level)
 
 
 # --- chat templates -----------------------------------------------------------------------------------
@@ -343,7 +370,8 @@ def _biases(biases: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
     """Token ids come as JSON's keys, which are strings."""
     pairs = []
     for text, bias in (biases or {}).items():
-        if not (text.isascii() and text.isdigit()) or int(text) > MAX_U32:
+        is_number = len(text) <= MAX_TOKEN_ID_CHARS and text.isascii() and text.isdigit()
+        if not is_number or int(text) > MAX_U32:
             _refuse("logit_bias", f"{text[:40]!r} is not a token id")
         pairs.append((int(text), bias))
     return tuple(pairs)
@@ -398,7 +426,9 @@ def message_of(message: Message, index: int) -> ChatMessage:
     """A message as chat templates want it: text content, tool arguments as objects."""
     where = f"messages[{index}]"
     if message.role not in ROLES:
-        _refuse(f"{where}.role", f"unknown role {message.role!r}; expected one of {', '.join(sorted(ROLES))}")
+        _refuse(
+            f"{where}.role", f"unknown role {shortened(message.role)!r}; expected one of {', '.join(sorted(ROLES))}"
+        )
     for name in ("audio", "function_call"):
         if getattr(message, name) is not None:
             _not_supported(f"{where}.{name}")
@@ -423,7 +453,7 @@ def _content(content: str | list[TextPart] | None, where: str) -> str | None:
 
 def _part(part: TextPart, where: str) -> str:
     if part.type != "text":
-        _refuse(f"{where}.type", f"{part.type!r} is not supported; send text")
+        _refuse(f"{where}.type", f"{shortened(part.type)!r} is not supported; send text")
     if part.text is None:
         _refuse(f"{where}.text", "a text part needs it")
     return part.text

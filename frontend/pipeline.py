@@ -26,6 +26,7 @@ from protocol.messages import Delta, Feature, GenerateRequest, SamplingParams, S
 from router.api import explained
 
 MAX_HEADER_CHARS = 512
+PROMPTS_AT_ONCE = 16  # tokenized in one turn of the event loop
 PROMPT_TAIL_CHARS = 64  # of a rendered chat, to see whether it opens thoughts
 _NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]")
 
@@ -117,7 +118,7 @@ def require_features(call: Call, model: Model) -> None:
     """Raises InvalidRequestError that names what the engine cannot do."""
     if call.guide is not None:
         forced = call.tools is not None and not call.tools.is_free
-        model.require(Feature.GUIDED, "tool_choice" if forced else "response_format")
+        model.require(Feature.GUIDED, "tool_choice" if forced else call.format_param)
     if call.sampling.logit_bias:
         model.require(Feature.LOGIT_BIAS, "logit_bias")
         check_token_ids([token for token, _ in call.sampling.logit_bias], model, "logit_bias")
@@ -146,6 +147,7 @@ def make_branch(call: Call, model: Model, prompt: Prompt, number: int, request_i
         call.min_tokens,
         logprobs=call.sampling.top_logprobs is not None,
         parser=parser,
+        only_one_call=call.tools is not None and not call.tools.parallel,
     )
     name = request_id if number == 0 else RequestId(f"{request_id}-{number}")
     request = generate_request(call, model, prompt, name, number)
@@ -160,9 +162,13 @@ async def read_prompts(call: Call, model: Model) -> list[Prompt]:
     if call.messages is not None:
         prompts = [await chat_prompt(call, model)]
     else:
-        prompts = [await text_prompt(call, model, prompt) for prompt in call.prompts]
-    for prompt in prompts:
-        if not prompt.tokens:
+        prompts = []
+        for number, prompt in enumerate(call.prompts, 1):
+            prompts.append(await text_prompt(call, model, prompt))
+            if number % PROMPTS_AT_ONCE == 0:
+                await asyncio.sleep(0)  # short ones are tokenized without a pause, and there may be thousands
+    for read in prompts:
+        if not read.tokens:
             raise InvalidRequestError("the prompt is empty", param=call.prompt_param)
     return prompts
 
@@ -188,6 +194,8 @@ async def text_prompt(call: Call, model: Model, prompt: str | Sequence[int]) -> 
         check_token_ids(prompt, model, call.prompt_param)
         if call.suffix:
             raise InvalidRequestError("'suffix' needs a prompt of text", param="suffix")
+        if call.echo:
+            answer_limit(call, model.context_tokens, len(prompt))  # before what cannot fit is decoded
         text = model.tokenizer.decode(list(prompt)) if call.echo else ""
         return Prompt(pack_tokens(prompt), text=text)
     text = with_suffix(prompt, call.suffix, model) if call.suffix else prompt

@@ -24,6 +24,8 @@ from protocol.errors import ConfigError, InvalidRequestError
 
 log = logging.getLogger(__name__)
 
+MAX_REFUSAL_CHARS = 500  # of a template's words
+_END_OF_FINAL = "\ue000end of the final message\ue000"  # stands there while the template is rendered
 ChatMessage = Mapping[str, Any]
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -61,12 +63,15 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
     ) -> str:
         """`options`: further names for the template. Raises InvalidRequestError if it refuses the messages."""
+        plain = [self._message(message) for message in messages]
+        if continue_final_message:
+            plain[-1]["content"] = _marked(plain[-1].get("content"))
         try:
             text = self._template.render(
                 **{
                     **self._special_tokens,
                     **(options or {}),
-                    "messages": [self._message(message) for message in messages],
+                    "messages": plain,
                     "tools": tools,
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
@@ -74,15 +79,16 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
+                f"the model's chat template refuses these messages: {str(error)[:MAX_REFUSAL_CHARS]}", param="messages"
             ) from error
         except Exception as error:  # a template is a program: it may fail in any way
             log.warning("chat template failed", exc_info=True)
             raise InvalidRequestError(
-                f"the model's chat template cannot render these messages: {type(error).__name__}: {error}",
+                f"the model's chat template cannot render these messages: {type(error).__name__}: "
+                f"{str(error)[:MAX_REFUSAL_CHARS]}",
                 param="messages",
             ) from error
-        return _up_to_final_text(text, messages) if continue_final_message else text
+        return _up_to_mark(text) if continue_final_message else text
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
         """Without nulls, as transformers passes it; `developer` is `system` to templates before that name."""
@@ -92,17 +98,30 @@ class ChatTemplate:
         return plain
 
 
-def _up_to_final_text(text: str, messages: Sequence[ChatMessage]) -> str:
+def _marked(content: object) -> str:
+    """With a mark behind it: to look for the text itself would find it in what the template writes after it, too.
+
+    The space behind the mark is lost where a template strips what it is given.
+    """
+    if not isinstance(content, str):
+        raise _not_continued("has no text")
+    return content + _END_OF_FINAL + " "
+
+
+def _up_to_mark(text: str) -> str:
     """Without what the template writes behind the last message, so that the model goes on with it."""
-    final = str(messages[-1].get("content") or "").strip()
-    at = text.rfind(final)
-    if not final or at < 0:
-        raise InvalidRequestError(
-            "the model's chat template changes the last message, so it cannot be continued",
-            hint="leave continue_final_message out",
-            param="continue_final_message",
-        )
-    return text[: at + len(final)]
+    final, mark, rest = text.rpartition(_END_OF_FINAL)
+    if not mark:
+        raise _not_continued("is changed by the model's chat template")
+    return final if rest.startswith(" ") else final.rstrip()
+
+
+def _not_continued(why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the last message {why}, so it cannot be continued",
+        hint="end with a user's message, or leave continue_final_message out",
+        param="continue_final_message",
+    )
 
 
 def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

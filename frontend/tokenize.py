@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from frontend.call import Call, Endpoint
 from frontend.models import Model
 from frontend.openai import MAX_TOOLS, Message, ModelName, Strict, TokenId, ToolSpec
-from frontend.parameters import decode_body, message_of, tools_of
+from frontend.parameters import decode_body, message_of, template_options, tools_of
 from frontend.pipeline import chat_prompt, check_length, check_token_ids
 from protocol.errors import ContextLengthError, InvalidRequestError
 from protocol.messages import unpack_tokens
@@ -94,7 +94,7 @@ async def _tokens(request: TokenizeRequest, model: Model) -> bytes:
         model=model.name,
         messages=[message_of(message, n) for n, message in enumerate(request.messages or ())],
         tools=tools_of(request.tools, None, parallel=True) if request.tools else None,
-        template_options=request.chat_template_kwargs or {},
+        template_options=template_options(request.chat_template_kwargs, None),
         add_generation_prompt=request.add_generation_prompt,
     )
     return (await chat_prompt(call, model)).tokens

@@ -42,6 +42,9 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "float32", "bfloat16", "float16"], Meta(description="torch: auto is float32 on a CPU")
     ] = "auto"
     mock_speedup: Annotated[float, Meta(ge=0, description="mock: how much faster than modelled; 0: no delay")] = 1.0
+    mock_itl_ms: Annotated[float, Meta(ge=0, description="mock: fixed time of a step that decodes; 0: as modelled")] = (
+        0.0
+    )
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per KV block")] = 16
     num_blocks: Annotated[int, Meta(ge=2, description="KV blocks of each worker")] = 2048
     max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in one step")] = 32
@@ -90,6 +93,7 @@ def worker_config(config: UpConfig, role: Role, name: str, discovery: str) -> Wo
         device=config.device,
         dtype=config.dtype,
         mock_speedup=config.mock_speedup,
+        mock_itl_ms=config.mock_itl_ms,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         max_num_seqs=config.max_num_seqs,

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.errors import InvalidRequestError
+from protocol.errors import EngineError, InvalidRequestError
 from protocol.messages import Guide, GuideKind
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class Guides:
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
+        self._is_closed = False
         self._threads = _deep_threads(COMPILE_THREADS, COMPILE_STACK_BYTES)
 
     @property
@@ -93,13 +94,16 @@ class Guides:
     async def open(self, guide: Guide, generated: Sequence[int] = ()) -> Matcher:
         """Begin an answer, or go on with one that has `generated` tokens.
 
-        Raises InvalidRequestError for a guide that cannot be compiled or that `generated` does not follow.
+        Raises InvalidRequestError for a guide that cannot be compiled or that `generated` does not follow, and
+        EngineError once it is closed.
         """
         num_bytes, most = len(guide.value.encode()), MAX_GUIDE_BYTES[guide.kind]
         if num_bytes > most:
             raise InvalidRequestError(
                 f"the {_named(guide)} has {num_bytes} bytes, at most {most} are taken", param="guide"
             )
+        if self._is_closed:
+            raise EngineError("the engine is stopping")
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT_S):
@@ -112,10 +116,13 @@ class Guides:
             ) from None
 
     def close(self) -> None:
-        """What is being compiled cannot be stopped; it is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """What is being compiled cannot be stopped and is not waited for; what waits for it fails."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False)
 
     def _open(self, guide: Guide, generated: tuple[int, ...]) -> Matcher:
+        if self._is_closed:
+            raise EngineError("the engine is stopping")
         with self._lock:
             fresh = self._compiled.get(guide)
             if fresh is not None:
@@ -168,7 +175,7 @@ def open_guides(model_path: Path, vocab_size: int, eos_token_ids: Sequence[int])
     try:
         return Guides(tokenizer.read_text(encoding="utf-8"), vocab_size, eos_token_ids)
     except ImportError as error:
-        log.info("no guided decoding: %s; pip install 'kvmesh[guided]'", error)
+        log.info("no guided decoding: %s; pip install 'kvmesh[torch]'", error)
     except ValueError as error:
         log.warning("no guided decoding: llguidance cannot read %s: %s", tokenizer, error)
     return None

@@ -157,11 +157,10 @@ class ResponsesWriter:
         if part.logprobs:
             self._waiting += chat_logprobs(self._job.model.tokenizer, part.logprobs).content
         events = part.events
-        if len(events) == 1:
-            return self._only(events[0])
-        if not events and not isinstance(self._open, GrowingMessage | None):
-            self._waiting.clear()  # a marker's
-        return b"".join([self._on_event(event) for event in events])
+        chunk = self._only(events[0]) if len(events) == 1 else b"".join([self._on_event(event) for event in events])
+        if self._waiting and not isinstance(self._open, GrowingMessage | None):
+            self._waiting.clear()  # of a thought, a call or a marker
+        return chunk
 
     def _only(self, event: Event) -> bytes:
         """Nearly all parts are more of the message that is open."""
@@ -174,11 +173,9 @@ class ResponsesWriter:
             case Content(text):
                 return self._prose(text)
             case Reasoning(text):
-                self._waiting.clear()
                 begun = b"" if isinstance(self._open, GrowingReasoning) else self._begin(GrowingReasoning(self._next))
                 return begun + self._delta(text)
             case CallBegun(_, name, call_id):
-                self._waiting.clear()
                 return self._begin(GrowingCall(self._next, call_id or new_call_id(), name))
             case CallArguments(_, fragment):
                 return self._delta(fragment)

@@ -207,7 +207,7 @@ def _settings(request: ResponsesRequest, specs: Sequence[FunctionTool], choice: 
         temperature=1.0 if request.temperature is None else request.temperature,
         text=TextSettings(_shown_format(request.text)),
         tool_choice=choice or "auto",
-        tools=[_shown_tool(spec, n) for n, spec in enumerate(specs)],
+        tools=[_shown_tool(spec) for spec in specs],
         top_logprobs=request.top_logprobs or 0,
         top_p=1.0 if request.top_p is None else request.top_p,
         user=request.user,
@@ -219,21 +219,18 @@ def _shown_format(text: TextConfig | None) -> PlainTextFormat | JsonTextFormat |
         case JsonTextFormat() as wanted:
             return wanted
         case SchemaTextFormat(name=name, schema=schema, description=description, strict=strict):
-            return ShownSchemaFormat(name, _encoded(schema, "text.format.schema"), description, strict)
+            return ShownSchemaFormat(name, _encoded(schema), description, strict)
     return PlainTextFormat()
 
 
-def _shown_tool(spec: FunctionTool, index: int) -> ShownTool:
-    parameters = _encoded(spec.parameters, f"tools[{index}].parameters")
+def _shown_tool(spec: FunctionTool) -> ShownTool:
+    parameters = _encoded(spec.parameters)
     return ShownTool(spec.name, spec.description, parameters, spec.strict)
 
 
-def _encoded(value: dict[str, Any] | None, param: str) -> msgspec.Raw:
-    """Once and for all, so that writing an answer cannot fail on how deep it is nested."""
-    try:
-        return msgspec.Raw(encode(value))
-    except RecursionError as error:
-        raise InvalidRequestError(f"Invalid value for '{param}': it is nested too deeply", param=param) from error
+def _encoded(value: dict[str, Any] | None) -> msgspec.Raw:
+    """Here, where no more calls are on the stack than were for reading it: later, it might be nested too deeply."""
+    return msgspec.Raw(encode(value))
 
 
 # --- tools --------------------------------------------------------------------------------------------
@@ -412,8 +409,6 @@ def _read(value: dict[str, Any], shape: type[ShapeT], where: str) -> ShapeT:
     """`value`, which stands at `where` in the body, as `shape`. Raises InvalidRequestError."""
     try:
         return msgspec.convert(value, shape)
-    except RecursionError as error:
-        raise InvalidRequestError(f"Invalid value for '{where}': it is nested too deeply", param=where) from error
     except msgspec.ValidationError as error:
         reason, at, path = str(error).rpartition(" - at `")
         if not at:

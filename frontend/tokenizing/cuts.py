@@ -127,12 +127,14 @@ def _anchors(added: Sequence[Step]) -> list[str]:
     """The added tokens before which a cut is exact, the special ones first."""
     anchors: list[str] = []
     first_chars: set[str] = set()
-    inside = "\0".join([token["content"][1:] for token in added]) + "\0"
+    contents = [token["content"] for token in added]
+    inner_pairs = {first + second for text in contents for first, second in pairwise(text[1:])}
+    last_chars = {text[-1] for text in contents if len(text) > 1}
     for token in sorted(added, key=lambda token: not token["special"]):
         content = token["content"]
         if token["normalized"] or token["lstrip"] or len(content) < 2:
             continue
-        if content[:2] in inside or content[0] + "\0" in inside:
+        if content[:2] in inner_pairs or content[0] in last_chars:
             continue  # another one may lie across its beginning
         if content[0] not in first_chars and len(first_chars) == MAX_ANCHOR_CHARS:
             continue

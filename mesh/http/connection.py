@@ -336,8 +336,7 @@ class Connection(asyncio.Protocol):
             elif self._last_words is not None:
                 words, self._last_words = self._last_words, None
                 self.reply(words, keep=True, is_last=True)
-                self._is_closing = True
-                self._server.loop.call_later(LINGER_S, self.close)
+                self._linger()
             elif self._ahead:
                 data, self._ahead = self._ahead, b""
                 self._feed(data)
@@ -441,6 +440,15 @@ class Connection(asyncio.Protocol):
         self._is_closing = self._is_deaf = True
         if self._transport is not None:
             self._transport.close()
+
+    def _linger(self) -> None:
+        """Hang up, but go on discarding what comes for a while."""
+        self._is_closing = True
+        transport = self._transport
+        if transport is not None and transport.can_write_eof() and not transport.is_closing():
+            with suppress(OSError):  # it is gone already
+                transport.write_eof()
+        self._server.loop.call_later(LINGER_S, self.close)
 
     def abort(self) -> None:
         self._is_closing = self._is_deaf = True

@@ -101,10 +101,10 @@ class Stream:
             self._count()
             try:
                 consumer.take(decode(raw, kind))
+                return not (consumer.is_done or consumer.is_full)
             except Exception as error:  # it is the waiting caller's business, not the connection's
                 failure = error
                 return False
-            return not (consumer.is_done or consumer.is_full)
 
         try:
             while True:

@@ -1,6 +1,7 @@
 """Tokens to text while they come: equal to the full decode, never half a character."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
@@ -46,6 +47,46 @@ def test_the_pieces_are_the_full_decode(name: str, data: st.DataObject) -> None:
     stream = DECODERS[name].stream()
     text = stream.push(ids[:cut]) + "".join([stream.push([i]) for i in ids[cut:]]) + stream.flush()
     assert text == backend.decode(ids, skip_special_tokens=True)
+
+
+SHOWN = ["<|im_start|>", "<|im_end|>", "</s>", "not a token", "fox"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_special_tokens_that_are_asked_for_are_text_like_others(name: str, data: st.DataObject) -> None:
+    backend = BUILT[name][0]
+    shown = frozenset(data.draw(st.sets(st.sampled_from(SHOWN))))
+    hidden = {backend.token_to_id(token) for token in tiny.SPECIAL if token not in shown}
+    hidden |= {backend.token_to_id(token) for token in ("<unk>", "[UNK]") if token in special_names(backend)}
+    ids = data.draw(
+        st.lists(st.integers(0, backend.get_vocab_size() + 2) | st.sampled_from(special_ids(backend)), max_size=30)
+    )
+    cut = data.draw(st.integers(0, len(ids)))
+    stream = DECODERS[name].stream(shown)
+    text = stream.push(ids[:cut]) + "".join([stream.push([i]) for i in ids[cut:]]) + stream.flush()
+    assert text == backend.decode([i for i in ids if i not in hidden], skip_special_tokens=False)
+
+
+def special_names(backend: Backend) -> set[str]:
+    return {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+
+
+def special_ids(backend: Backend) -> list[int]:
+    return sorted(backend.token_to_id(name) for name in special_names(backend))
+
+
+@pytest.mark.parametrize("name", ["byte level", "byte fallback"])
+def test_unknown_tokens_of_a_worker_take_no_memory(name: str) -> None:
+    stream = DECODERS[name].stream()
+    tracemalloc.start()
+    for token in range(10**6, 10**6 + 20_000):
+        assert stream.push([token]) == ""
+        assert stream.push([token, token]) == ""
+    taken_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken_bytes < 50_000
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback"])

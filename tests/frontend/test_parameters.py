@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from frontend.call import Call, ToolChoice
 from frontend.generator import Hints
-from frontend.parameters import Call, parse_chat, parse_completion, parse_either
+from frontend.parameters import parse_chat, parse_completion, parse_either
 from protocol.errors import InvalidRequestError
+from protocol.messages import Guide, GuideKind
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": USER}
@@ -52,7 +54,7 @@ def test_every_parameter_arrives() -> None:
 
 def test_a_body_of_either_endpoint_is_known_by_its_messages() -> None:
     assert parse_either(json.dumps(CHAT).encode()).messages is not None
-    assert parse_either(json.dumps(TEXT).encode()).text == "hi"
+    assert parse_either(json.dumps(TEXT).encode()).prompts == ["hi"]
     for body, param in ((CHAT | TEXT, "prompt"), ({"model": "tiny"}, "prompt"), (CHAT | {"bogus": 1}, "bogus")):
         with pytest.raises(InvalidRequestError) as refused:
             parse_either(json.dumps(body).encode())
@@ -62,12 +64,48 @@ def test_a_body_of_either_endpoint_is_known_by_its_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "text", "token_ids"),
-    [("hi", "hi", None), (["hi"], "hi", None), ([1, 2], None, [1, 2]), ([[1, 2]], None, [1, 2])],
+    ("prompt", "prompts"),
+    [
+        ("hi", ["hi"]),
+        (["hi", "you"], ["hi", "you"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        (["a", [1]], ["a", [1]]),
+    ],  # noqa: E501
 )
-def test_prompts_come_in_four_forms(prompt: Any, text: str | None, token_ids: list[int] | None) -> None:
-    call = completion(prompt=prompt)
-    assert (call.text, call.token_ids) == (text, token_ids)
+def test_prompts_come_in_many_forms(prompt: Any, prompts: list[Any]) -> None:
+    assert completion(prompt=prompt).prompts == prompts
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_tools_and_the_choice_among_them() -> None:
+    free = chat(tools=[TOOL])
+    assert free.tools is not None
+    assert (free.tools.choice, free.tools.parallel, free.guide) == (ToolChoice.AUTO, True, None)
+    assert chat(tools=[TOOL], tool_choice="none").tools is None
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        forced = chat(tools=[TOOL], tool_choice=choice)
+        assert forced.guide is not None
+        assert forced.guide.kind is GuideKind.JSON_SCHEMA, "the answer can be nothing but calls"
+
+
+def test_formats_become_guides() -> None:
+    assert chat(response_format={"type": "text"}).guide is None
+    assert chat(response_format={"type": "json_object"}).guide == Guide(kind=GuideKind.JSON)
+    schema = {"name": "s", "schema": {"type": "object"}}
+    guide = chat(response_format={"type": "json_schema", "json_schema": schema}).guide
+    assert guide == Guide(kind=GuideKind.JSON_SCHEMA, value='{"type":"object"}')
+
+
+def test_several_answers_biases_and_template_options() -> None:
+    call = chat(n=2, logit_bias={"5": 1, "6": -100}, reasoning_effort="high", chat_template_kwargs={"x": 1}, top_p=0)
+    assert (call.n, call.sampling.logit_bias) == (2, ((5, 1.0), (6, -100.0)))
+    assert call.template_options == {"reasoning_effort": "high", "x": 1}
+    assert 0 < call.sampling.top_p < 1e-6, "the likeliest token alone"
+    text = completion(n=2, best_of=3, echo=True, suffix="!")
+    assert (text.n, text.best_of, text.echo, text.suffix) == (2, 3, True, "!")
 
 
 def test_content_parts_are_joined_and_tool_arguments_are_objects() -> None:
@@ -92,7 +130,7 @@ def test_nulls_and_defaults_of_what_is_not_supported_are_harmless() -> None:
         user="me", metadata={"a": "b"}, store=True, seed=None, stop=None, temperature=None, stream_options=None,
         safety_identifier="x", prompt_cache_key="x", function_call="none", verbosity="medium",
     )  # fmt: skip
-    chat(tools=[{"type": "function"}], tool_choice="none")
+    chat(tools=[TOOL], tool_choice="none")
     completion(n=1, best_of=1, echo=False, suffix=None, user="me", logprobs=None)
 
 
@@ -123,7 +161,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.1}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 1.5}, "top_k"),
@@ -156,19 +194,20 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"chunks": 1}}, "stream_options.chunks"),
     ({"n": 0}, "n"),
-    ({"n": 2}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 2, "temperature": 0}, "n"),
     ({"n": True}, "n"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
     ({"functions": [{"name": "f"}]}, "functions"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"prediction": {"type": "content"}}, "prediction"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"continue_final_message": True}, "continue_final_message"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"kvmesh": {"disaggregate": "yes"}}, "kvmesh.disaggregate"),
@@ -194,8 +233,7 @@ def test_bad_chat_parameters_are_refused_by_name(fields: dict[str, Any], param: 
 BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": []}, "prompt"),
-    ({"prompt": ["a", "b"]}, "prompt"),
-    ({"prompt": [[1], [2]]}, "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt"),
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [1, [2]]}, "prompt"),
     ({"prompt": [-1]}, "prompt[0]"),
@@ -203,10 +241,10 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1.5]}, "prompt[0]"),
     ({"logprobs": 6}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"best_of": 2}, "best_of"),
-    ({"echo": True}, "echo"),
-    ({"suffix": "x"}, "suffix"),
-    ({"n": 3}, "n"),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"n": 65, "prompt": ["a", "b"]}, "n"),
     ({"min_tokens": 17}, "min_tokens"),
     ({"max_completion_tokens": 5}, "max_completion_tokens"),
     ({"messages": USER}, "messages"),

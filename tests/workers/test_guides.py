@@ -17,7 +17,7 @@ pytest.importorskip("llguidance")
 from tokenizers import Tokenizer
 
 from kvmesh.tiny_model import CHECKPOINT_DIR
-from protocol.errors import InvalidRequestError
+from protocol.errors import EngineError, InvalidRequestError
 from protocol.messages import Guide, GuideKind
 from workers.guides import MAX_COMPILED, MAX_GUIDE_BYTES, Guides, Matcher, open_guides
 
@@ -302,6 +302,18 @@ async def slow_guides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guides]:
 async def test_a_guide_that_takes_too_long_to_compile_is_refused(slow_guides: Guides) -> None:
     with pytest.raises(InvalidRequestError, match="took longer than 0 s to compile; make it simpler"):
         await slow_guides.open(Guide(kind=GuideKind.REGEX, value="a"))
+
+
+async def test_when_it_is_closed_who_waits_is_told(slow_guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.guides.COMPILE_TIMEOUT_S", 10.0)
+    grammar = schema({"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(2500)}})
+    waiting = [asyncio.create_task(slow_guides.open(grammar)) for _ in range(5)]
+    await asyncio.sleep(0)
+    slow_guides.close()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert sum(isinstance(outcome, EngineError) for outcome in outcomes) >= 3  # two may have been begun
+    with pytest.raises(EngineError, match="stopping"):
+        await slow_guides.open(grammar)
 
 
 def test_a_folder_without_a_tokenizer_guides_nothing(tmp_path: Any) -> None:

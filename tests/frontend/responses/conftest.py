@@ -25,7 +25,9 @@ def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def served(thinking_model: Path) -> AsyncIterator[Served]:
     generator, models = ScriptedGenerator(words("Once", " upon", " a time")), ModelRegistry()
     card = tiny.card("w", path=thinking_model, context_tokens=8192)
-    models.add(replace(card, tool_parser="hermes", reasoning_parser="qwen3", features=(Feature.GUIDED,)))
+    models.add(
+        replace(card, tool_parser="hermes", reasoning_parser="qwen3", features=(Feature.GUIDED, Feature.LOGPROBS))
+    )
     api = FrontendApi(HttpSettings(max_body_bytes=256 * 1024, max_inflight=2), models, generator)
     async with (
         listening(api.app, "127.0.0.1", 0) as url,

@@ -305,6 +305,7 @@ def test_thoughts_that_cannot_be_read_are_dropped() -> None:
     summed_up = encrypted | {"summary": [{"type": "summary_text", "text": "Short."}]}
     assert said(USER, encrypted, answer) == [USER, answer]
     assert said(USER, summed_up, answer)[1] == answer | {"reasoning_content": "Short."}
+    assert said(USER, THOUGHT | {"summary": summed_up["summary"]}, answer)[1]["reasoning_content"] == "Hm."
 
 
 KINDS = ["web_search_call", "file_search_call", "computer_call", "mcp_call", "custom_tool_call", "item_reference"]

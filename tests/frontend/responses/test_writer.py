@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from frontend.answer import Part, PlacedLogprob
 from frontend.models import Model, ModelRegistry
+from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
 from frontend.pipeline import Job, prepare
 from frontend.responses.dialect import ResponsesDialect
 from frontend.whole import Whole
@@ -117,3 +119,53 @@ def test_a_stream_that_breaks_off_tells_what_was_said(
     output = checked(failed["response"])["output"]
     assert "".join([text_of(item) for item in output]) == said
     assert not any(event["type"] == "response.completed" for event in events)
+
+
+# --- logprobs: a parser may hold text back, and what it holds may turn out to be no text ---------------
+
+
+def part(token: str, *events: Event) -> Part:
+    """A token and what a parser makes of the text so far."""
+    return Part(events, [PlacedLogprob(TokenLogprob(token_id, -0.5), 0) for token_id in ids(token)])
+
+
+def told(model: Model, *parts: Part) -> list[tuple[str, str]]:
+    """(delta, tokens that came with it) of all prose."""
+    job = job_for(model, include=["message.output_text.logprobs"])
+    writer = ResponsesDialect().writer(job)
+    chunks = [writer.opening(), *[writer.part(0, each) for each in parts]]
+    chunks += [writer.finish(0, FinishReason.STOP), writer.end(job.counts())]
+    events = read_events(b"".join(chunks).decode())
+    put_together(events)
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    return [(event["delta"], "".join([entry["token"] for entry in event["logprobs"]])) for event in deltas]
+
+
+def test_logprobs_of_text_held_back_come_with_it(model: Model) -> None:
+    assert told(model, part("<"), part("b", Content("<b"))) == [("<b", "<b")]
+    assert told(model, part("a", Content("a")), part("<"), part("b", Content("<b"))) == [("a", "a"), ("<b", "<b")]
+
+
+def test_logprobs_of_what_never_shows_come_last(model: Model) -> None:
+    assert told(model, part("a", Content("a")), part(" ")) == [("a", "a"), ("", " ")]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (part("<t>"), part("x", Reasoning("x")), part("</t>")),
+        (part("<t>"), part("x", Reasoning("x"))),
+        (part("<c>"), part("{", CallBegun(0, "weather")), part("}", CallArguments(0, "{}")), part("</c>")),
+        (part("<c>"), part("{", CallBegun(0, "weather"), CallArguments(0, "{")), part("}", CallArguments(0, "}"))),
+    ],
+)
+def test_logprobs_of_thoughts_calls_and_markers_are_left_out(model: Model, other: tuple[Part, ...]) -> None:
+    assert told(model, *other, part("b", Content("b"))) == [("b", "b")]
+    before = part("a", Content("a"))
+    assert told(model, before, *other, part("b", Content("b"))) == [("a", "a"), ("b", "b")]
+
+
+def test_the_call_ids_of_models_that_write_their_own_are_kept(model: Model) -> None:
+    writer = ResponsesDialect().writer(job_for(model))
+    chunk = writer.part(0, Part((CallBegun(0, "weather", "functions.weather:0"), CallArguments(0, "{}"))))
+    assert b'"call_id":"functions.weather:0"' in chunk

@@ -229,6 +229,12 @@ class MemoryTransport(asyncio.Transport):
     def write(self, data: Any) -> None:
         self.written += data
 
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.is_closed = True
+
     def pause_reading(self) -> None:
         self.is_paused = True
 

@@ -168,7 +168,7 @@ async def test_an_upgrade_is_ignored_with_its_body_read(site: Site) -> None:
     [
         ("/echo", "/echo", {}),
         ("/echo?a=1&b=%20x&a=2&c=", "/echo", {"a": "2", "b": " x", "c": ""}),
-        ("/%65cho?%", "/echo", {}),
+        ("/%65cho?%", "/echo", {"%": ""}),
         ("http://elsewhere:80/echo?a=1", "/echo", {"a": "1"}),
         ("HTTPS://elsewhere/echo", "/echo", {}),
         ("/parts/a%20b/c/d%2Fe%00", "/parts/a b/c/d/e\0", {}),
@@ -414,9 +414,9 @@ async def test_every_reply_is_told_with_its_route() -> None:
         await site.talk(
             get("/status/204") + get("/parts/a/b") + get("/stream") + get("/x") + post("/stream", b"") + b"?"
         )
-    assert told == [
-        ("/status/{status}", 204), ("/parts/{name}/{rest:path}", 200), ("/stream", 200), ("other", 404),
-        ("/stream", 405), ("other", 400),
+    assert sorted(told) == [
+        ("/parts/{name}/{rest:path}", 200), ("/status/{status}", 204), ("/stream", 200), ("other", 400), ("other", 404),
+        ("other", 405),
     ]  # fmt: skip
 
 

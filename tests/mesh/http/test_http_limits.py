@@ -1,0 +1,390 @@
+"""What a client can take of a server: memory, connections, time. And what remains when it leaves."""
+
+import asyncio
+import json
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from mesh.http import server as server_module
+from mesh.http.connection import MAX_AHEAD_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, WRITE_BUFFER_BYTES, Connection
+from mesh.http.server import App, HttpLimits, listening
+from tests.mesh.http.raw import (
+    CLOSE,
+    HOST,
+    PATIENCE_S,
+    Handlers,
+    MemoryTransport,
+    Site,
+    chunked,
+    get,
+    post,
+    read_replies,
+    serving,
+)
+
+CANCEL_S = 0.1  # from a client's leaving to its handler's end
+SMALL = HttpLimits(
+    max_body_bytes=1000,
+    max_bodies_bytes=1500,
+    max_connections=3,
+    receive_timeout_s=0.05,
+    keep_alive_s=0.1,
+    sweep_s=0.01,
+)
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    async with serving() as site:
+        yield site
+
+
+@pytest.fixture
+async def small() -> AsyncIterator[Site]:
+    async with serving(SMALL) as site:
+        yield site
+
+
+def code(body: bytes) -> Any:
+    return json.loads(body)["error"]["code"]
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Leave without a goodbye."""
+    raw = writer.get_extra_info("socket")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+# --- size ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"a" * MAX_HEAD_BYTES,
+        b"GET / HTTP/1.1\r\n" + HOST + b"X: " + b"a" * MAX_HEAD_BYTES,
+        b"GET / HTTP/1.1\r\n" + HOST + b"a" * MAX_HEAD_BYTES,
+        b"GET / HTTP/1.1\r\n" + HOST + b"X: 1\r\n" * MAX_HEADERS,
+        chunked("/echo", [b"a"])[:-2] + b"X: " + b"a" * 2 * MAX_HEAD_BYTES,
+        chunked("/echo", [])[:-5] + b"1;" + b"a" * 2 * MAX_HEAD_BYTES,
+    ],
+    ids=["target", "value", "name", "count", "trailer", "chunk extension"],
+)
+async def test_heads_are_bounded(site: Site, head: bytes) -> None:
+    for segments in ([head], [head[:5000], head[5000:9000], head[9000:]]):
+        [reply] = await site.ask(*segments)
+        assert (reply.status, code(reply.body)) == (431, "headers_too_large")
+
+
+async def test_a_head_within_the_limits_is_read(site: Site) -> None:
+    [reply] = await site.ask(get("/echo", *["X: " + "a" * 200] * (MAX_HEADERS - 2), CLOSE))
+    assert reply.status == 200
+
+
+async def test_a_body_is_refused_by_its_length_before_it_comes(small: Site) -> None:
+    head = b"POST /echo HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 1001\r\n\r\n"
+    [reply] = await small.ask(head)
+    assert (reply.status, code(reply.body), reply.headers["connection"]) == (413, "body_too_large", "close")
+
+
+@pytest.mark.parametrize("chunk", [1001, 100, 1])
+async def test_a_body_in_chunks_is_refused_where_it_becomes_too_large(small: Site, chunk: int) -> None:
+    data = chunked("/echo", [b"a" * chunk] * (1001 // chunk + 1))
+    [reply] = await small.ask(data + get("/echo"))
+    assert (reply.status, code(reply.body)) == (413, "body_too_large")
+    [reply] = await small.ask(chunked("/echo", [b"a" * 100] * 10).replace(HOST, HOST + b"Connection: close\r\n"))
+    assert reply.status == 200
+
+
+async def test_the_bodies_of_all_requests_share_a_limit(site: Site) -> None:
+    async with serving(HttpLimits(max_body_bytes=1000, max_bodies_bytes=1500)) as small:
+        _, waiting = await small.open(post("/wait", b"a" * 1000))
+        await small.handlers.began.wait()
+        _, reading = await small.open(post("/echo", b"a" * 400)[:-1])
+        async with asyncio.timeout(PATIENCE_S):
+            while small.server.body_bytes < 1399:
+                await asyncio.sleep(0)
+        [reply] = await small.ask(post("/echo", b"a" * 900))
+        assert (reply.status, code(reply.body), reply.headers["retry-after"]) == (429, "overloaded", "1")
+        assert small.server.body_bytes == 1399
+        small.handlers.gate.set()
+        reading.write(b"a")
+        async with asyncio.timeout(PATIENCE_S):
+            while small.server.body_bytes:
+                await asyncio.sleep(0)
+        [reply] = await small.ask(post("/echo", b"a" * 900, CLOSE))
+        assert reply.status == 200
+        waiting.close()
+        reading.close()
+
+
+async def test_too_many_connections_are_told_so(site: Site) -> None:
+    async with serving(HttpLimits(max_connections=3)) as small:
+        held = [await small.open() for _ in range(3)]
+        async with asyncio.timeout(PATIENCE_S):
+            while len(small.server.connections) < 3:
+                await asyncio.sleep(0)
+        [reply] = await small.ask()
+        assert (reply.status, code(reply.body)) == (429, "overloaded")
+        for _, writer in held:
+            writer.close()
+        await small.until_clean()
+        assert [reply.status for reply in await small.ask(get("/echo", CLOSE))] == [200]
+
+
+async def test_what_comes_ahead_of_its_turn_is_bounded(site: Site) -> None:
+    _, writer = await site.open(post("/wait", b""))
+    await site.handlers.began.wait()
+    flood = get("/echo") * 1000
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            while True:
+                writer.write(flood)
+                await writer.drain()
+    [connection] = site.server.connections
+    assert len(connection._ahead) < MAX_AHEAD_BYTES + (256 << 10)  # one read of the event loop's
+    assert connection._waiting == []
+    reset(writer)
+    site.handlers.gate.set()
+
+
+async def test_a_client_that_reads_no_replies_gets_no_more_of_them(site: Site) -> None:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", site.port))
+    _, writer = await asyncio.open_connection(sock=connection, limit=1024)
+    writer.write(get("/large") * 100)
+    handled = -1
+    while handled != site.handlers.handled:
+        handled = site.handlers.handled
+        await asyncio.sleep(0.02)
+    assert handled == 1
+    reset(writer)
+    await site.until_clean()
+
+
+async def test_a_stream_whose_client_does_not_read_is_full(site: Site) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port, limit=1024)
+    writer.write(get("/endless"))
+    async with asyncio.timeout(PATIENCE_S):
+        await site.handlers.began.wait()
+        [connection] = site.server.connections
+        assert connection._transport is not None
+        assert connection._transport.get_write_buffer_size() < WRITE_BUFFER_BYTES + 8192
+        before = site.handlers.handled
+        while site.handlers.handled == before:  # it goes on as soon as the client reads
+            await reader.read(1 << 20)
+        reset(writer)
+        await site.handlers.cancelled.wait()
+    await site.until_clean()
+
+
+async def test_small_chunks_take_no_more_memory_than_their_bytes() -> None:
+    handlers = Handlers()
+    server = server_module.Server(App(handlers.routes(), HttpLimits()))
+    connection = server.connect()
+    connection.connection_made(MemoryTransport())
+    connection.data_received(chunked("/echo", [])[:-5])
+    for _ in range(100):
+        connection.data_received(b"2\r\nab\r\n" * 500)
+    assert (type(connection._body), len(connection._body), server.body_bytes) == (bytearray, 100_000, 100_000)
+    connection.connection_lost(None)
+    assert server.body_bytes == 0
+    await server.close()
+
+
+# --- time ---------------------------------------------------------------------------------------------
+
+
+async def drip(site: Site, start: bytes, drop: bytes) -> bytes:
+    """Send `drop` again and again until the server hangs up."""
+    reader, writer = await site.open(start)
+
+    async def send() -> None:
+        while True:
+            writer.write(drop)
+            await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(send())
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            return await reader.read()
+    finally:
+        task.cancel()
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("start", "drop"),
+    [
+        (b"GET /", b"a"),
+        (b"GET / HTTP/1.1\r\n", b"X: a\r\n"),
+        (b"POST /echo HTTP/1.1\r\n" + HOST + b"Content-Length: 999\r\n\r\n", b"a"),
+        (chunked("/echo", [])[:-5], b"1\r\na\r\n"),
+        (get("/echo") + b"GET", b""),
+    ],
+    ids=["target", "head", "body", "chunks", "second request"],
+)
+async def test_a_request_that_does_not_come_to_its_end_times_out(small: Site, start: bytes, drop: bytes) -> None:
+    began = time.monotonic()
+    reply = read_replies(await drip(small, start, drop))[-1]
+    assert (reply.status, code(reply.body), reply.headers["connection"]) == (408, "request_timeout", "close")
+    assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.parametrize("start", [b"", get("/echo")], ids=["new", "used"])
+async def test_an_idle_connection_is_closed_without_a_word(small: Site, start: bytes) -> None:
+    assert b"408" not in await drip(small, start, b"")
+
+
+async def test_empty_lines_keep_no_connection_open(small: Site) -> None:
+    await drip(small, b"", b"\r\n")
+
+
+async def test_a_reply_that_nobody_reads_is_given_up(small: Site) -> None:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", small.port))
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
+    writer.write(get("/large", CLOSE))
+    while not small.handlers.handled:
+        await asyncio.sleep(0)
+    await small.until_clean()  # while the client is still there
+    writer.transport.abort()
+
+
+async def test_a_slow_handler_is_nobodys_fault(small: Site) -> None:
+    reader, writer = await small.open(post("/wait", b"", CLOSE))
+    await small.handlers.began.wait()
+    await asyncio.sleep(0.2)
+    small.handlers.gate.set()
+    async with asyncio.timeout(PATIENCE_S):
+        assert b" 200 OK" in await reader.read()
+    writer.close()
+
+
+# --- leaving ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("goodbye", ["close", "reset", "half"])
+@pytest.mark.parametrize("request_", [post("/wait", b"body"), get("/slow"), post("/wait", b"body") + get("/echo")])
+async def test_a_client_that_leaves_cancels_its_handler_at_once(site: Site, request_: bytes, goodbye: str) -> None:
+    _, writer = await site.open(request_)
+    await site.handlers.began.wait()
+    left = time.monotonic()
+    {"close": writer.close, "reset": lambda: reset(writer), "half": writer.write_eof}[goodbye]()
+    async with asyncio.timeout(PATIENCE_S):
+        await site.handlers.cancelled.wait()
+    assert time.monotonic() - left < CANCEL_S
+    await site.until_clean()
+    assert site.handlers.handled == 0
+    writer.close()
+
+
+async def test_a_client_that_closes_its_side_without_reading_cancels_its_stream(site: Site) -> None:
+    """What it has not read would keep a connection that is closed politely."""
+    _, writer = await asyncio.open_connection("127.0.0.1", site.port, limit=1024)
+    writer.write(get("/endless"))
+    await site.handlers.began.wait()
+    writer.write_eof()
+    async with asyncio.timeout(PATIENCE_S):
+        await site.handlers.cancelled.wait()
+    await site.until_clean()
+    writer.close()
+
+
+async def test_nothing_is_held_for_a_handler_that_never_began() -> None:
+    """The client leaves in the very turn in which its request is read."""
+    server = server_module.Server(App(Handlers().routes()))
+    for request in (post("/wait", b"body"), post("/wait", b"body") * 2, post("/wait", b"body")[:-1]):
+        connection = server.connect()
+        connection.connection_made(MemoryTransport())
+        connection.data_received(request)
+        assert server.body_bytes > 0
+        connection.connection_lost(None)
+    async with asyncio.timeout(PATIENCE_S):
+        while server.connections:
+            await asyncio.sleep(0)
+    assert server.body_bytes == 0
+    await server.close()
+
+
+async def test_nothing_is_held_after_many_requests_of_all_kinds(site: Site) -> None:
+    data = post("/echo", b"a" * 100) + get("/stream") + chunked("/echo", [b"a"] * 3) + get("/nowhere")
+    ends = [get("/echo", CLOSE), b"garbage", post("/echo", b"body")[:-1], b""]
+    writers = [(await site.open(data * 5 + ends[number % 4]))[1] for number in range(40)]
+    async with asyncio.timeout(PATIENCE_S):
+        while site.handlers.handled < 40 * 10:
+            await asyncio.sleep(0)
+    for writer in writers:
+        writer.close()
+    await site.until_clean()
+
+
+# --- the server's end ---------------------------------------------------------------------------------
+
+
+async def test_at_the_end_idle_connections_close_and_streams_finish() -> None:
+    handlers = Handlers()
+    async with listening(App(handlers.routes()), "127.0.0.1", 0) as url:
+        port = int(url.rpartition(":")[2])
+        idle, _ = await asyncio.open_connection("127.0.0.1", port)
+        busy, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(get("/slow"))
+        await handlers.began.wait()
+
+        async def finish() -> bytes:
+            assert await idle.read() == b""
+            handlers.gate.set()
+            return await busy.read()
+
+        task = asyncio.create_task(finish())
+        await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE_S):
+        data = await task
+    assert data.endswith(b"4\r\nlast\r\n0\r\n\r\n")
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_at_the_end_handlers_that_go_on_are_cancelled_and_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "SHUTDOWN_S", 0.05)
+    handlers = Handlers()
+    async with listening(App(handlers.routes()), "127.0.0.1", 0) as url:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(post("/wait", b""))
+        await handlers.began.wait()
+    assert handlers.cancelled.is_set()
+    writer.close()
+
+
+async def test_while_draining_no_connection_outlives_its_reply() -> None:
+    draining = False
+    async with serving(is_draining=lambda: draining) as site:
+        reader, writer = await site.open(get("/echo"))
+        async with asyncio.timeout(PATIENCE_S):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"connection" not in head
+            draining = True
+            for request in (get("/stream"), get("/echo")):
+                [reply] = await site.ask(request)
+                assert (reply.status, reply.headers["connection"]) == (200, "close")
+        writer.close()
+
+
+async def test_a_connection_that_comes_too_late_is_closed() -> None:
+    server = server_module.Server(App([]))
+    await server.close()
+    connection, transport = Connection(server), MemoryTransport()
+    connection.connection_made(transport)
+    assert transport.is_closed
+    connection.connection_lost(None)
+    assert not server.connections
