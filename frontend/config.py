@@ -22,6 +22,14 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="embedded: in this process, set by KVMESH_ROUTER_* and [router]; remote: `python -m router`"),
     ] = "embedded"
     discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
+    tls_cert: Annotated[str, Meta(description="PEM file with the certificate and its chain: serve HTTPS")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file with its private key; default: the one of --tls-cert")] = ""
+    tls_client_ca: Annotated[str, Meta(description="PEM file; clients need a certificate that it has signed")] = ""
+    api_keys_file: Annotated[
+        str, Meta(description="one API key a line, and its tenant if it has one; only requests with a key are served")
+    ] = ""
+    access_log: Annotated[bool, Meta(description="log a line for every request")] = False
+    max_connections: Annotated[int, Meta(ge=1, description="open connections; more are refused")] = 20_000
     max_body_mib: Annotated[float, Meta(gt=0, description="larger request bodies are refused")] = 16.0
     max_inflight: Annotated[int, Meta(ge=1, description="requests in progress; more are refused")] = 4096
     request_timeout_s: Annotated[float, Meta(gt=0, description="deadline of a request that names none")] = 600.0

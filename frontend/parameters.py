@@ -179,7 +179,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
 def validation_error(text: str) -> InvalidRequestError:
     """msgspec's words as OpenAI's: the message names the parameter, and so does `param`."""
     found = _PATH.search(text)
-    path = found.group(1) if found else ""
+    path = shortened(found.group(1)) if found else ""
     reason = text[: found.start()] if found else text
     if missing := _MISSING.match(reason):
         param = _join(path, missing.group(1))
@@ -187,6 +187,7 @@ def validation_error(text: str) -> InvalidRequestError:
     if unknown := _UNKNOWN.match(reason):
         param = _join(path, shortened(unknown.group(1)))
         return InvalidRequestError(f"Unrecognized request argument supplied: {param}", param=param)
+    reason = shortened(reason)
     if not path:
         return InvalidRequestError(f"Invalid request body: {reason[:1].lower()}{reason[1:]}")
     return InvalidRequestError(f"Invalid value for '{path}': {reason[:1].lower()}{reason[1:]}", param=path)
@@ -311,13 +312,13 @@ def schema_guide(schema: dict[str, Any], param: str = "tools") -> Guide:
 
 def is_deeper(value: object, most: int) -> bool:
     """Whether JSON is nested in more than `most` levels."""
-    level: list[object] = [value]
-    for _ in range(most + 1):
-        nested = [item for item in level if isinstance(item, dict | list)]
-        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+    level: list[Any] = [value] if isinstance(value, dict | list) else []
+    for _ in range(most):
+        inner = [part for item in level for part in (item.values() if isinstance(item, dict) else item)]
+        level = [part for part in inner if isinstance(part, dict | list)]
         if not level:
             return False
-    return any(isinstance(item, dict | list) for item in level)
+    return bool(level)
 
 
 # --- chat templates -----------------------------------------------------------------------------------

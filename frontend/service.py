@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from frontend.config import FrontendConfig
 from frontend.dispatch import Dispatcher
 from frontend.http import FrontendApi, HttpSettings
 from frontend.models import ModelRegistry
+from frontend.security import ApiKeyGuard, tls_context
 from mesh.discovery import open_discovery
 from mesh.http.server import listening
 from mesh.lifecycle import watch_parent
@@ -33,6 +35,8 @@ CUT_OFF_S = 2.0  # for telling the clients of requests that are cut off
 async def serve(config: FrontendConfig, router_config: RouterConfig, stop: asyncio.Event) -> None:
     """Answer until `stop` is set, then finish what is in flight."""
     watch_parent(stop)
+    tls = tls_context(config.tls_cert, config.tls_key, config.tls_client_ca)
+    guard = ApiKeyGuard(config.api_keys_file) if config.api_keys_file else None
     async with AsyncExitStack() as cleanup:
         plane = PlaneClient()
         cleanup.push_async_callback(plane.close)
@@ -61,7 +65,10 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             if folder is not None:
                 await cleanup.enter_async_context(sharing(folder))
             api = FrontendApi(settings_of(config), models, dispatcher, router_ready, folder)
-            async with listening(api.app, config.host, config.port, reuse_port=folder is not None) as url:
+            api.app.guard, api.app.logs_access = guard, config.access_log
+            api.app.is_draining = lambda: api.admission.draining
+            api.app.limits = replace(api.app.limits, max_connections=config.max_connections)
+            async with listening(api.app, config.host, config.port, tls=tls, reuse_port=folder is not None) as url:
                 card = FrontendCard(name=config.name, url=url, pid=os.getpid())
                 registration = await discovery.put(f"frontends/{config.name}", encode(card))
                 log.info("ready", extra={"url": url})

@@ -23,6 +23,7 @@ class ModelInfo:
     features: tuple[Feature, ...] = ()  # beside GUIDED
     loras: tuple[str, ...] = ()
     guides: Guides | None = None  # None: it cannot be held to a guide
+    pace: "Pace | None" = None  # None: a step takes the time that it takes, in a thread
 
 
 @dataclass(slots=True)
@@ -59,8 +60,14 @@ class Embedded(NamedTuple):
 Result = Sampled | Embedded | None  # of a row: None where it does not sample
 
 
+class Pace(Protocol):
+    """Of an executor that computes next to nothing: its steps run on the event loop, and end when this returns."""
+
+    async def keep(self, rows: Sequence[Row]) -> None: ...
+
+
 class Executor(Protocol):
-    """All methods block; the step engine calls them one at a time from a thread of its own."""
+    """All methods block; the step engine calls them one at a time, from a thread of its own unless there is a pace."""
 
     def load(self) -> ModelInfo:
         """Read the model. Raises ConfigError if the folder or the device will not do."""

@@ -1,8 +1,8 @@
 """The engine of our own: drives scheduler, executor and KV transfer, one step after the other.
 
-All state lives on the event loop; only `Executor` calls run in a thread, one at a time. Blocks are handed out
-between steps alone (`Scheduler.plan`), so what a request frees during a step is not written by others before
-the step has ended.
+All state lives on the event loop. `Executor` calls run in a thread, one at a time; those of an executor with a pace of
+its own (the mock's) on the loop too. Blocks are handed out between steps alone (`Scheduler.plan`), so what a request
+frees during a step is not written by others before the step has ended.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from protocol.ids import RequestId, WorkerId
 from protocol.messages import Delta, Embedding, EmbedRequest, Feature, GenerateRequest, SamplingParams, Ticket
 from workers.abilities import check_embedding, check_generation
 from workers.engine import EngineInfo, EngineLoad
-from workers.executor import Executor, ModelInfo, Result, Row
+from workers.executor import Executor, ModelInfo, Pace, Result, Row
 from workers.guides import Guides
 from workers.metrics import STEP_SECONDS, STEP_TOKENS
 from workers.pulls import Pulls
@@ -62,12 +62,13 @@ class StepEngine:
         self._worker_id = WorkerId("")
         self._info: EngineInfo | None = None
         self._guides: Guides | None = None
+        self._pace: Pace | None = None
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
         loop = asyncio.get_running_loop()
         self._worker_id = worker_id
         model: ModelInfo = await loop.run_in_executor(self._thread, self._executor.load)
-        self._guides = model.guides
+        self._guides, self._pace = model.guides, model.pace
         num_blocks = self._config.num_blocks
         memory = None if self._transfer is None else self._transfer.allocate(num_blocks * model.layout.block_bytes)
         region = await loop.run_in_executor(self._thread, self._executor.allocate_kv, num_blocks, memory)
@@ -205,7 +206,6 @@ class StepEngine:
 
     async def _run(self) -> None:
         """Step until cancelled. A failing executor ends the engine: its KV cache cannot be trusted any more."""
-        loop = asyncio.get_running_loop()
         try:
             while True:
                 step = self._scheduler.plan()
@@ -217,13 +217,21 @@ class StepEngine:
                     await self._wake.wait()
                     continue
                 started = time.perf_counter()
-                # Shielded: a step that has begun writes to the cache until it ends, whoever gives up on it.
-                results = await asyncio.shield(loop.run_in_executor(self._thread, self._executor.execute, step.rows))
+                results = await self._execute(step.rows)
                 STEP_SECONDS.observe(time.perf_counter() - started)
                 self._deliver(step, results)
         except Exception as error:
             log.exception("the engine failed")
             self._fail(EngineError(f"the engine of {self._worker_id} failed: {type(error).__name__}: {error}"))
+
+    async def _execute(self, rows: Sequence[Row]) -> Sequence[Result]:
+        if self._pace is not None:
+            results = self._executor.execute(rows)
+            await self._pace.keep(rows)
+            return results
+        # Shielded: a step that has begun writes to the cache until it ends, whoever gives up on it.
+        loop = asyncio.get_running_loop()
+        return await asyncio.shield(loop.run_in_executor(self._thread, self._executor.execute, rows))
 
     def _deliver(self, step: Step, results: Sequence[Result]) -> None:
         STEP_TOKENS.inc(sum([len(row.token_ids) for row in step.rows]))

@@ -14,11 +14,7 @@ from frontend.call import Call, Endpoint, Tools
 from frontend.openai import (
     FunctionChoice,
     FunctionSpec,
-    JsonObjectFormat,
-    JsonSchema,
-    JsonSchemaFormat,
     NamedToolChoice,
-    ResponseFormat,
     ToolSpec,
     encode,
 )
@@ -29,6 +25,7 @@ from frontend.parameters import (
     decode_body,
     guide_of,
     sampling_params,
+    schema_guide,
     template_options,
     tools_of,
     validation_error,
@@ -58,7 +55,7 @@ from frontend.responses.shapes import (
 )
 from frontend.templates import ChatMessage
 from protocol.errors import InvalidRequestError
-from protocol.messages import Guide
+from protocol.messages import Guide, GuideKind
 
 TEXT_PARTS = frozenset({"input_text", "output_text"})
 INCLUDABLE = frozenset({LOGPROBS, "reasoning.encrypted_content"})  # the latter: thoughts are there, in plain text
@@ -178,20 +175,14 @@ def _effort(reasoning: ReasoningConfig | None) -> str | None:
 
 
 def _guide(text: TextConfig | None, tools: Tools | None) -> Guide | None:
-    wanted = _response_format(text)
-    if wanted is not None and tools is not None and not tools.is_free:
+    wanted = text.format if text is not None else None
+    if wanted is None or isinstance(wanted, PlainTextFormat):
+        return guide_of(None, tools)
+    if tools is not None and not tools.is_free:
         _refuse("text.format", "a call that is forced by tool_choice has a format of its own; send one of them")
-    return guide_of(wanted, tools)
-
-
-def _response_format(text: TextConfig | None) -> ResponseFormat | None:
-    """The format in the chat's spelling."""
-    match text.format if text is not None else None:
-        case JsonTextFormat():
-            return JsonObjectFormat()
-        case SchemaTextFormat(name=name, schema=schema):
-            return JsonSchemaFormat(json_schema=JsonSchema(name=name, schema=schema))
-    return None
+    if isinstance(wanted, JsonTextFormat):
+        return Guide(kind=GuideKind.JSON)
+    return schema_guide(wanted.schema, "text.format.schema")
 
 
 def _settings(request: ResponsesRequest, specs: Sequence[FunctionTool], choice: Choice | None) -> Settings:

@@ -125,7 +125,7 @@ class Connection(asyncio.Protocol):
             with suppress(OSError):  # it is gone already
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a token must not wait for the last's ACK
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        self._server.connections.add(self)
+        self._server.add(self)
         if self._server.is_closing:
             self.close()
         elif self._server.is_crowded():

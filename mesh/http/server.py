@@ -143,9 +143,13 @@ class Server:
                 connection.abort()
 
     def connect(self) -> Connection:
+        return Connection(self)
+
+    def add(self, connection: Connection) -> None:
+        """Called when it is there: a TLS handshake may lie between `connect` and this."""
+        self.connections.add(connection)
         if self._sweep is None and not self.is_closing:
             self._sweep = self.loop.call_later(self._app.limits.sweep_s, self._expire)
-        return Connection(self)
 
     @property
     def is_draining(self) -> bool:

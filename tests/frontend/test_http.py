@@ -8,16 +8,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 from msgspec.structs import asdict, replace
 from prometheus_client import REGISTRY
 
 from frontend.generator import Hints, Trace
-from frontend.http import FrontendApi, HttpSettings
-from frontend.models import ModelRegistry
-from mesh.http.server import listening
+from frontend.http import HttpSettings
 from protocol.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -31,14 +28,9 @@ from protocol.errors import (
 from protocol.ids import WorkerId
 from protocol.messages import Delta, FinishReason, Placed, Role, Target, TokenLogprob, unpack_tokens
 from tests.frontend import tiny
+from tests.frontend.serving import BACKEND, CHAT, PATIENCE_S, TEXT, Served, ids, read_events, serving, words
 from tests.support.fake_mesh import explanation_of
-from tests.support.generator import ScriptedGenerator
 
-PATIENCE_S = 5.0
-BACKEND = tiny.byte_level()
-END = BACKEND.token_to_id("<|im_end|>")
-CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
 PLACED = Placed(
     decode=Target(worker_id=WorkerId("d1-id"), name="d1", address="a:1"),
     prefill=Target(worker_id=WorkerId("p0-id"), name="p0", address="a:2", dp_rank=1, overlap_blocks=1),
@@ -48,63 +40,6 @@ CANDIDATE = {
     "leg": "whole", "worker": "d1", "dp_rank": 0, "overlap_blocks": [1, 1, 1, 1], "queued_tokens": 0,
     "held_blocks": 2, "requests": 1, "capacity": 1.0, "cost": 1.5, "terms": {"compute": 1.5}, "note": "chosen",
 }  # fmt: skip
-
-
-def ids(text: str) -> tuple[int, ...]:
-    return tuple(BACKEND.encode(text, add_special_tokens=False).ids)
-
-
-def words(*texts: str) -> list[Delta]:
-    """A script: one delta per text, then the end."""
-    return [*[Delta(ids(text)) for text in texts], Delta((END,), FinishReason.STOP, stop_token=END)]
-
-
-class Served:
-    """A running application, a client session for it and the script it plays."""
-
-    def __init__(
-        self,
-        url: str,
-        api: FrontendApi,
-        session: aiohttp.ClientSession,
-        models: ModelRegistry,
-        generator: ScriptedGenerator,
-    ) -> None:
-        self.url = url
-        self.port = int(url.rpartition(":")[2])
-        self.admission = api.admission
-        self.session = session
-        self.models = models
-        self.generator = generator
-
-    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
-        """(status, headers, JSON or text)."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        names = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with self.session.post(self.url + path, data=data, headers=names) as reply:
-            text = await reply.text()
-            is_json = reply.content_type == "application/json"
-            return reply.status, reply.headers, json.loads(text) if is_json else text
-
-    async def get(self, path: str) -> tuple[int, Any]:
-        async with self.session.get(self.url + path) as reply:
-            text = await reply.text()
-            return reply.status, json.loads(text) if reply.content_type == "application/json" else text
-
-    async def events(self, path: str, body: dict[str, Any], **headers: str) -> list[Any]:
-        status, reply_headers, text = await self.post(path, body | {"stream": True}, **headers)
-        assert status == 200, text
-        assert reply_headers["Content-Type"] == "text/event-stream"
-        return read_events(text)
-
-    def openai(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
-
-
-def read_events(text: str) -> list[Any]:
-    assert text.endswith("\n\n")
-    datas = [event.removeprefix("data: ") for event in text[:-2].split("\n\n")]
-    return [data if data == "[DONE]" else json.loads(data) for data in datas]
 
 
 @pytest.fixture(scope="session")
@@ -119,15 +54,8 @@ def settings() -> HttpSettings:
 
 @pytest.fixture
 async def served(model_folder: Path, settings: HttpSettings) -> AsyncIterator[Served]:
-    generator, models = ScriptedGenerator(words("Once", " upon", " a time")), ModelRegistry()
-    models.add(tiny.card("w", path=model_folder))
-    await models.get("tiny")  # so that no test's deadline has to include its loading
-    api = FrontendApi(settings, models, generator)
-    async with (
-        listening(api.app, "127.0.0.1", 0) as url,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session,
-    ):
-        yield Served(url, api, session, models, generator)
+    async with serving(tiny.card("w", path=model_folder), settings) as served:
+        yield served
 
 
 async def open_raw(

@@ -1,19 +1,39 @@
 """Request bodies: what is honoured, what is refused, and by which name."""
 
 import json
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
 
 from frontend.call import Call, ToolChoice
 from frontend.generator import Hints
-from frontend.parameters import parse_chat, parse_completion, parse_either
+from frontend.openai import MAX_TOOLS, ChatRequest, CompletionRequest
+from frontend.parameters import (
+    CHAT_DEFAULTS,
+    LEAST_TOP_P,
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_DEPTH,
+    is_deeper,
+    parse_chat,
+    parse_completion,
+    parse_either,
+)
 from protocol.errors import InvalidRequestError
 from protocol.messages import Guide, GuideKind
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": USER}
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+TIME = {"type": "function", "function": {"name": "time", "description": "What time is it?", "strict": True}}
 
 
 def chat(**fields: Any) -> Call:
@@ -67,45 +87,16 @@ def test_a_body_of_either_endpoint_is_known_by_its_messages() -> None:
     ("prompt", "prompts"),
     [
         ("hi", ["hi"]),
-        (["hi", "you"], ["hi", "you"]),
+        (["hi"], ["hi"]),
+        (["a", "b"], ["a", "b"]),
         ([1, 2], [[1, 2]]),
-        ([[1, 2], [3]], [[1, 2], [3]]),
+        ([[1, 2]], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
         (["a", [1]], ["a", [1]]),
-    ],  # noqa: E501
+    ],
 )
-def test_prompts_come_in_many_forms(prompt: Any, prompts: list[Any]) -> None:
+def test_prompts_are_texts_or_token_ids_one_or_several(prompt: Any, prompts: list[Any]) -> None:
     assert completion(prompt=prompt).prompts == prompts
-
-
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-
-
-def test_tools_and_the_choice_among_them() -> None:
-    free = chat(tools=[TOOL])
-    assert free.tools is not None
-    assert (free.tools.choice, free.tools.parallel, free.guide) == (ToolChoice.AUTO, True, None)
-    assert chat(tools=[TOOL], tool_choice="none").tools is None
-    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
-        forced = chat(tools=[TOOL], tool_choice=choice)
-        assert forced.guide is not None
-        assert forced.guide.kind is GuideKind.JSON_SCHEMA, "the answer can be nothing but calls"
-
-
-def test_formats_become_guides() -> None:
-    assert chat(response_format={"type": "text"}).guide is None
-    assert chat(response_format={"type": "json_object"}).guide == Guide(kind=GuideKind.JSON)
-    schema = {"name": "s", "schema": {"type": "object"}}
-    guide = chat(response_format={"type": "json_schema", "json_schema": schema}).guide
-    assert guide == Guide(kind=GuideKind.JSON_SCHEMA, value='{"type":"object"}')
-
-
-def test_several_answers_biases_and_template_options() -> None:
-    call = chat(n=2, logit_bias={"5": 1, "6": -100}, reasoning_effort="high", chat_template_kwargs={"x": 1}, top_p=0)
-    assert (call.n, call.sampling.logit_bias) == (2, ((5, 1.0), (6, -100.0)))
-    assert call.template_options == {"reasoning_effort": "high", "x": 1}
-    assert 0 < call.sampling.top_p < 1e-6, "the likeliest token alone"
-    text = completion(n=2, best_of=3, echo=True, suffix="!")
-    assert (text.n, text.best_of, text.echo, text.suffix) == (2, 3, True, "!")
 
 
 def test_content_parts_are_joined_and_tool_arguments_are_objects() -> None:
@@ -124,15 +115,166 @@ def test_content_parts_are_joined_and_tool_arguments_are_objects() -> None:
 
 
 def test_nulls_and_defaults_of_what_is_not_supported_are_harmless() -> None:
-    chat(
+    call = chat(
         n=1, logit_bias={}, tools=[], tool_choice="none", functions=[], response_format={"type": "text"},
         modalities=["text"], audio=None, prediction=None, service_tier="auto", parallel_tool_calls=True,
         user="me", metadata={"a": "b"}, store=True, seed=None, stop=None, temperature=None, stream_options=None,
         safety_identifier="x", prompt_cache_key="x", function_call="none", verbosity="medium",
     )  # fmt: skip
-    chat(tools=[TOOL], tool_choice="none")
+    assert (call.tools, call.guide, call.n) == (None, None, 1)
     completion(n=1, best_of=1, echo=False, suffix=None, user="me", logprobs=None)
+    chat(**dict.fromkeys(set(ChatRequest.__struct_fields__) - {"model", "messages"}))
+    completion(**dict.fromkeys(set(CompletionRequest.__struct_fields__) - {"model", "prompt"}))
 
+
+# --- several answers ----------------------------------------------------------------------------------
+
+
+def test_several_answers_are_asked_for_by_n_and_best_of() -> None:
+    assert (chat(n=3).n, chat(n=3).best_of) == (3, 1)
+    assert [(c.n, c.best_of) for c in (completion(n=2), completion(n=2, best_of=5), completion(best_of=0))] == [
+        (2, 2), (2, 5), (1, 1),
+    ]  # fmt: skip
+    assert completion(n=64, prompt=["a", "b"]).n == 64
+
+
+def test_echo_and_suffix_are_for_texts() -> None:
+    call = completion(echo=True, suffix="end")
+    assert (call.echo, call.suffix) == (True, "end")
+
+
+# --- tools and formats --------------------------------------------------------------------------------
+
+
+def test_tools_are_shown_to_templates_in_openais_shape() -> None:
+    tools = chat(tools=[WEATHER, TIME]).tools
+    assert tools is not None
+    assert [(tool.name, tool.parameters) for tool in tools.functions] == [("weather", CITY), ("time", {})]
+    assert tools.shown[0] == WEATHER
+    assert tools.shown[1]["function"] == {
+        "name": "time",
+        "description": "What time is it?",
+        "parameters": {"type": "object", "properties": {}},
+    }
+    assert (tools.choice, tools.parallel) == (ToolChoice.AUTO, True)
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind", "named"),
+    [
+        ("auto", ToolChoice.AUTO, ""),
+        (None, ToolChoice.AUTO, ""),
+        ("required", ToolChoice.REQUIRED, ""),
+        ({"type": "function", "function": {"name": "time"}}, ToolChoice.NAMED, "time"),
+    ],
+)
+def test_what_is_not_left_to_the_model_holds_the_answer_to_a_schema(choice: Any, kind: ToolChoice, named: str) -> None:
+    call = chat(tools=[WEATHER, TIME], tool_choice=choice, parallel_tool_calls=False)
+    assert call.tools is not None
+    assert (call.tools.choice, call.tools.named, call.tools.parallel) == (kind, named, False)
+    assert (call.guide is not None) == (kind is not ToolChoice.AUTO)
+
+
+def test_the_schema_of_a_forced_call_is_that_of_its_tools() -> None:
+    required = schema_of(chat(tools=[WEATHER, TIME], tool_choice="required"))
+    assert (required["type"], required["minItems"], "maxItems" in required) == ("array", 1, False)
+    names = [item["properties"]["name"]["enum"] for item in required["items"]["anyOf"]]
+    assert names == [["weather"], ["time"]]
+    alone = schema_of(chat(tools=[WEATHER], tool_choice="required", parallel_tool_calls=False))
+    assert alone["maxItems"] == 1
+    choice = {"type": "function", "function": {"name": "weather"}}
+    assert schema_of(chat(tools=[WEATHER, TIME], tool_choice=choice)) == CITY
+
+
+def test_tool_choice_none_hides_the_tools() -> None:
+    assert chat(tools=[WEATHER], tool_choice="none").tools is None
+
+
+def test_a_response_format_is_a_guide() -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
+    for parse in (chat, completion):
+        assert parse(response_format={"type": "json_object"}).guide == Guide(kind=GuideKind.JSON)
+        assert schema_of(parse(response_format=schema)) == CITY
+
+
+def schema_of(call: Call) -> Any:
+    assert call.guide is not None
+    assert call.guide.kind is GuideKind.JSON_SCHEMA
+    return json.loads(call.guide.value)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def test_schemas_are_bounded_in_depth_and_size() -> None:
+    deepest, deeper = nested(MAX_SCHEMA_DEPTH), nested(MAX_SCHEMA_DEPTH + 1)
+    named = {"type": "function", "function": {"name": "f"}}
+
+    def bodies(schema: dict[str, Any]) -> list[dict[str, Any]]:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        return [
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+            {"tools": tools, "tool_choice": named},
+        ]
+
+    for body in bodies(deepest):
+        chat(**body)
+    for schema in (deeper, {"enum": ["x" * MAX_SCHEMA_BYTES]}):
+        for body in bodies(schema):
+            with pytest.raises(InvalidRequestError) as refused:
+                chat(**body)
+            assert refused.value.param in ("tools", "response_format.json_schema.schema")
+    with pytest.raises(InvalidRequestError, match="nested deeper"):
+        chat(tools=[{"type": "function", "function": {"name": "f", "parameters": deeper}}], tool_choice="required")
+
+
+JSON = st.recursive(st.none() | st.text(max_size=2), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+
+
+def depth(value: Any) -> int:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if items is None else 1 + max(map(depth, items), default=0)
+
+
+@given(JSON, st.integers(0, 5))
+def test_depth_counts_brackets(value: Any, most: int) -> None:
+    assert is_deeper(value, most) == (depth(value) > most)
+
+
+# --- templates ----------------------------------------------------------------------------------------
+
+
+def test_what_a_template_may_read() -> None:
+    call = chat(chat_template_kwargs={"enable_thinking": True, "date": "today"}, reasoning_effort="high")
+    assert call.template_options == {"enable_thinking": True, "date": "today", "reasoning_effort": "high"}
+    assert chat(reasoning_effort="none").template_options == {"reasoning_effort": "none", "enable_thinking": False}
+    assert chat(add_generation_prompt=False).add_generation_prompt is False
+
+
+def test_a_final_message_is_continued_without_a_new_turn() -> None:
+    messages = [*USER, {"role": "assistant", "content": "Once"}]
+    call = chat(messages=messages, continue_final_message=True)
+    assert (call.continue_final_message, call.add_generation_prompt) == (True, False)
+
+
+# --- sampling -----------------------------------------------------------------------------------------
+
+
+def test_a_top_p_of_zero_leaves_the_likeliest_token() -> None:
+    assert chat(top_p=0).sampling.top_p == LEAST_TOP_P
+
+
+def test_biases_and_allowed_tokens_reach_the_sampling() -> None:
+    sampling = chat(logit_bias={"5": -100, "70000": 1.5}, allowed_token_ids=[3, 4]).sampling
+    assert sampling.logit_bias == ((5, -100.0), (70000, 1.5))
+    assert sampling.allowed_token_ids == (3, 4)
+
+
+# --- refusals -----------------------------------------------------------------------------------------
 
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"model": 1}, "model"),
@@ -197,17 +339,54 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"n": 129}, "n"),
     ({"n": 2, "temperature": 0}, "n"),
     ({"n": True}, "n"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"five": 1}}, "logit_bias"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {str(2**32): 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias[...]"),
+    ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+    ({"tools": [WEATHER, {"type": "function", "function": {"name": "x" * 97}}]}, "tools[1].function.name"),
+    ({"tools": [WEATHER] * (MAX_TOOLS + 1)}, "tools"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+    (
+        {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format",
+    ),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
     ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"response_format": {"type": "grammar"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"prediction": {"type": "content"}}, "prediction"),
+    ({"reasoning_effort": "x" * 33}, "reasoning_effort"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"continue_final_message": True}, "continue_final_message"),
+    (
+        {
+            "messages": [{"role": "assistant", "content": "x"}],
+            "continue_final_message": True,
+            "add_generation_prompt": True,
+        },
+        "continue_final_message",
+    ),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"service_tier": "priority"}, "service_tier"),
+    ({"moderation": {}}, "moderation"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"kvmesh": {"disaggregate": "yes"}}, "kvmesh.disaggregate"),
@@ -234,6 +413,8 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": ["a"] * 129}, "prompt"),
+    ({"prompt": ["a", "b"], "n": 65}, "n"),
+    ({"prompt": ["a"] * 7, "best_of": 20}, "best_of"),
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [1, [2]]}, "prompt"),
     ({"prompt": [-1]}, "prompt[0]"),
@@ -241,10 +422,15 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1.5]}, "prompt[0]"),
     ({"logprobs": 6}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"best_of": 21}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
     ({"best_of": 2, "stream": True}, "best_of"),
+    ({"best_of": 2, "temperature": 0}, "best_of"),
     ({"echo": True, "logprobs": 1}, "echo"),
-    ({"n": 65, "prompt": ["a", "b"]}, "n"),
+    ({"echo": "yes"}, "echo"),
+    ({"suffix": 1}, "suffix"),
+    ({"n": 129}, "n"),
+    ({"tools": []}, "tools"),
     ({"min_tokens": 17}, "min_tokens"),
     ({"max_completion_tokens": 5}, "max_completion_tokens"),
     ({"messages": USER}, "messages"),
@@ -277,3 +463,71 @@ def test_messages_are_worded_as_openais() -> None:
         parse_chat(b'{"model": "m"}')
     with pytest.raises(InvalidRequestError, match="Invalid value for 'temperature': expected `float` <= 2"):
         chat(temperature=3)
+
+
+def test_deprecated_functions_are_refused_with_what_to_send_instead() -> None:
+    with pytest.raises(InvalidRequestError, match="send tools"):
+        chat(functions=[{"name": "f"}])
+    with pytest.raises(InvalidRequestError, match="tool_choice"):
+        chat(function_call={"name": "f"})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"x" * 10**6: 1},
+        {"messages": [{"role": "r" * 10**6, "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "t" * 10**6}]}]},
+        {"tool_choice": "c" * 10**6},
+        {"response_format": {"type": "t" * 10**6}},
+        {"tools": [WEATHER], "tool_choice": {"type": "t" * 10**6, "function": {"name": "f"}}},
+        {"logit_bias": {"b" * 10**6: 1}},
+    ],
+    ids=lambda fields: next(iter(fields))[:12],
+)
+def test_an_error_does_not_repeat_megabytes(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        chat(**fields)
+    assert len(str(refused.value)) + len(refused.value.param or "") < 1500
+
+
+# --- the official client ------------------------------------------------------------------------------
+
+
+def parameters_of(module: ModuleType) -> set[str]:
+    """All that the official client's request type knows, streamed or not."""
+    kinds = [kind for name, kind in vars(module).items() if name.startswith("CompletionCreateParams")]
+    return {field for kind in kinds for field in getattr(kind, "__annotations__", {})}
+
+
+@pytest.mark.parametrize(
+    ("module", "ours"),
+    [(chat_create_params, ChatRequest), (completion_create_params, CompletionRequest)],
+    ids=["chat", "completions"],
+)
+def test_every_parameter_of_the_official_client_is_known_here(module: ModuleType, ours: type[msgspec.Struct]) -> None:
+    """Honoured, or refused by its name. This fails when the client learns a new one."""
+    theirs = parameters_of(module)
+    assert {"model", "seed", "stream"} <= theirs
+    assert theirs - set(ours.__struct_fields__) == set()
+
+
+NOT_HONOURED: Mapping[str, Any] = {
+    "functions": [{"name": "f"}],
+    "function_call": "auto",
+    "modalities": ["audio"],
+    "audio": {"voice": "alloy", "format": "wav"},
+    "prediction": {"type": "content", "content": "x"},
+    "service_tier": "flex",
+    "verbosity": "high",
+    "web_search_options": {},
+    "moderation": {},
+}
+
+
+@pytest.mark.parametrize("name", CHAT_DEFAULTS)
+def test_what_is_not_honoured_is_refused_by_name_and_with_a_hint(name: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        chat(**{name: NOT_HONOURED[name]})
+    assert refused.value.param == name
+    assert f"'{name}' is not supported; " in str(refused.value)

@@ -283,6 +283,219 @@ async def test_nagle_is_off_on_both_sides(service: Service, client: PlaneClient)
         assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+# --- feeding a consumer -------------------------------------------------------------------------------
+
+
+class Taker:
+    """A consumer that shows what a test needs to see. It is full after each `every` messages until it is emptied."""
+
+    def __init__(self, *, every: int = 0, enough: int = 0, breaks_at: int = 0) -> None:
+        self.taken: list[int] = []
+        self.tasks: set[asyncio.Task[None] | None] = set()  # that gave the messages
+        self.is_full = False
+        self.waited = asyncio.Event()  # somebody waits until it is ready
+        self._ready = asyncio.Event()
+        self._every = every
+        self._enough = enough
+        self._breaks_at = breaks_at
+
+    def take(self, message: int) -> None:
+        assert not (self.is_full or self.is_done), "it wants nothing"
+        self.taken.append(message)
+        self.tasks.add(asyncio.current_task())
+        if len(self.taken) == self._breaks_at:
+            raise ZeroDivisionError("a bug of the consumer")
+        self.is_full = bool(self._every) and len(self.taken) % self._every == 0
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._enough) and len(self.taken) >= self._enough
+
+    async def until_ready(self) -> None:
+        self.waited.set()
+        while self.is_full:
+            self._ready.clear()
+            await self._ready.wait()
+
+    def empty(self) -> None:
+        self.is_full = False
+        self.waited.clear()
+        self._ready.set()
+
+
+async def keep_emptying(taker: Taker) -> None:
+    while True:
+        await taker.waited.wait()
+        taker.empty()
+
+
+async def test_a_fed_consumer_gets_all_messages_in_order(service: Service, client: PlaneClient) -> None:
+    taker = Taker()
+    async with client.open(service.server.address, "count", 500, 5) as stream:
+        await stream.feed(int, taker)
+    assert taker.taken == list(range(500)), "more than the credit: it was renewed on the way"
+
+
+async def test_messages_are_pushed_from_the_connection_and_wake_no_task(service: Service, client: PlaneClient) -> None:
+    async def paced(call: Call) -> None:
+        for number in range(10):
+            await call.send(number)
+            await asyncio.sleep(0)
+
+    service.server.handlers["paced"] = paced
+    taker = Taker()
+    async with client.open(service.server.address, "paced", None, 5) as stream:
+        await stream.feed(int, taker)
+    assert taker.taken == list(range(10))
+    assert taker.tasks == {None}, "the loop itself has called"
+
+
+@pytest.mark.parametrize("every", [1, 3, WINDOW_MESSAGES, WINDOW_MESSAGES + 1])
+async def test_a_full_consumer_is_waited_for(service: Service, client: PlaneClient, every: int) -> None:
+    taker = Taker(every=every)
+    emptying = asyncio.create_task(keep_emptying(taker))
+    async with client.open(service.server.address, "count", 300, 5) as stream:
+        await stream.feed(int, taker)
+    emptying.cancel()
+    assert taker.taken == list(range(300))
+
+
+async def test_a_full_consumer_holds_its_own_producer_back_and_no_other(service: Service, client: PlaneClient) -> None:
+    taker = Taker(every=5)
+    async with client.open(service.server.address, "count", 10_000, 5) as stream:
+        feeding = asyncio.create_task(stream.feed(int, taker))
+        await taker.waited.wait()
+        others = Taker()
+        async with client.open(service.server.address, "count", 1000, 5) as other:
+            await other.feed(int, others)
+        assert len(others.taken) == 1000
+        assert len(taker.taken) == 5
+        assert service.sent - 1000 <= WINDOW_MESSAGES + 5
+        feeding.cancel()
+
+
+async def test_a_consumer_that_has_enough_ends_the_call(service: Service, client: PlaneClient) -> None:
+    async def endless(call: Call) -> None:
+        try:
+            while True:
+                await call.send(1)
+        finally:
+            service.cancelled.set()
+
+    service.server.handlers["endless"] = endless
+    taker = Taker(enough=3)
+    async with client.open(service.server.address, "endless", None, 5) as stream:
+        await stream.feed(int, taker)
+    assert taker.taken == [1, 1, 1]
+    await asyncio.wait_for(service.cancelled.wait(), 2)
+
+
+@pytest.mark.parametrize("breaks_at", [1, 2, 40])
+async def test_a_consumer_that_raises_harms_its_own_call_only(
+    service: Service, client: PlaneClient, breaks_at: int
+) -> None:
+    other = asyncio.create_task(client.ask(service.server.address, "hold", None, str, 5))
+    await service.started.wait()
+    with pytest.raises(ZeroDivisionError, match="a bug of the consumer"):
+        async with client.open(service.server.address, "count", 500, 5) as stream:
+            await stream.feed(int, Taker(breaks_at=breaks_at))
+    service.go_on.set()
+    assert await other == "done", "the connection stands"
+
+
+async def test_messages_of_another_kind_are_the_callers_error(service: Service, client: PlaneClient) -> None:
+    with pytest.raises(WireError, match="unreadable str"):
+        async with client.open(service.server.address, "count", 5, 5) as stream:
+            await stream.feed(str, Taker())  # type: ignore[arg-type]
+    assert await client.ask(service.server.address, "count", 1, int, 5) == 0
+
+
+async def test_what_the_peer_fails_with_comes_after_what_it_said(service: Service, client: PlaneClient) -> None:
+    async def say_and_fail(call: Call) -> None:
+        for number in range(8):
+            await call.send(number)
+        raise NoWorkerError("it is gone")
+
+    service.server.handlers["say"] = say_and_fail
+    taker = Taker(every=3)
+    async with client.open(service.server.address, "say", None, 5) as stream:
+        feeding = asyncio.create_task(stream.feed(int, taker))
+        await taker.waited.wait()
+        while not stream._ended:
+            await asyncio.sleep(0)
+        assert not feeding.done(), "messages wait for the consumer, and the error behind them"
+        emptying = asyncio.create_task(keep_emptying(taker))
+        with pytest.raises(NoWorkerError, match="it is gone"):
+            await feeding
+        emptying.cancel()
+    assert taker.taken == list(range(8))
+
+
+async def test_an_end_while_the_consumer_is_full_loses_nothing(service: Service, client: PlaneClient) -> None:
+    taker = Taker(every=3)
+    async with client.open(service.server.address, "count", 8, 5) as stream:
+        feeding = asyncio.create_task(stream.feed(int, taker))
+        await taker.waited.wait()
+        while not stream._ended:
+            await asyncio.sleep(0)
+        emptying = asyncio.create_task(keep_emptying(taker))
+        await feeding
+        emptying.cancel()
+    assert taker.taken == list(range(8))
+
+
+async def test_a_peer_that_dies_ends_the_feeding(service: Service, client: PlaneClient) -> None:
+    async with client.open(service.server.address, "hold", None, 60) as stream:
+        feeding = asyncio.create_task(stream.feed(str, Taker()))  # type: ignore[arg-type]
+        await service.started.wait()
+        for link in list(service.server._links):
+            link._transport.abort()
+        with pytest.raises(PeerLostError, match="lost 127"):
+            await asyncio.wait_for(feeding, 2)
+
+
+async def test_the_deadline_ends_the_feeding(service: Service, client: PlaneClient) -> None:
+    with pytest.raises(DeadlineExceededError):
+        async with client.open(service.server.address, "hold", None, 0.05) as stream:
+            await stream.feed(str, Taker())  # type: ignore[arg-type]
+
+
+async def test_who_stops_feeding_leaves_nothing_behind(service: Service, client: PlaneClient) -> None:
+    """Cancelled while it waits, a stream gives later messages to nobody."""
+    taker = Taker()
+    async with client.open(service.server.address, "hold", None, 5) as stream:
+        feeding = asyncio.create_task(stream.feed(str, taker))  # type: ignore[arg-type]
+        await service.started.wait()
+        feeding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await feeding
+        service.go_on.set()
+        assert [message async for message in stream.messages(str)] == ["done"]
+    assert taker.taken == []
+
+
+async def test_a_peer_that_sends_beyond_its_credit_is_hung_up_on(client: PlaneClient) -> None:
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        one = msgspec.Raw(msgspec.msgpack.encode(1))
+        writer.write(encode_frame(Batch([(1, one)] * (WINDOW_MESSAGES + 2), [])))
+        await reader.read(-1)
+        writer.close()
+
+    server = await asyncio.start_server(flood, "127.0.0.1", 0)
+    async with server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with client.open(address, "count", 1, 5) as stream:
+            taker = Taker(every=1)
+            feeding = asyncio.create_task(stream.feed(int, taker))
+            await taker.waited.wait()
+            taker.is_full = False
+            emptying = asyncio.create_task(keep_emptying(taker))
+            taker.empty()
+            with pytest.raises(PeerLostError, match="beyond its credit"):
+                await asyncio.wait_for(feeding, 2)
+            emptying.cancel()
+
+
 FRAMES = [Hello(), Credit(3, 8), Batch([(1, msgspec.Raw(b"\x05"))], [(1, "", "")]), Ping()]
 
 

@@ -10,6 +10,8 @@ from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
     CandidateReport,
     Delta,
+    Embedding,
+    EmbedRequest,
     Explanation,
     FinishReason,
     GenerateRequest,
@@ -47,6 +49,8 @@ class FakeWorker:
         self.requests: list[GenerateRequest] = []
         self.reached = asyncio.Event()  # an event in a script is being waited for
         self.cancelled = 0  # calls that the caller left before their end
+        self.embeddings: list[bytes | MeshError] = []  # answers, the last again and again
+        self.embed_requests: list[EmbedRequest] = []
 
     def ticket(self, request: GenerateRequest) -> Ticket:
         number = len(self.requests)
@@ -156,6 +160,16 @@ class FakeMesh:
             self.open_calls -= 1
             if not stream.ended:
                 worker.cancelled += 1
+
+    async def ask(self, address: str, method: str, body: object, reply: type[Embedding], timeout_s: float) -> Embedding:
+        assert (method, reply) == ("embed", Embedding)
+        assert isinstance(body, EmbedRequest)
+        worker = next(w for w in self.workers if w.target.address == address)
+        worker.embed_requests.append(body)
+        said = worker.embeddings.pop(0) if len(worker.embeddings) > 1 else worker.embeddings[0]
+        if isinstance(said, MeshError):
+            raise said
+        return Embedding(vector=said)
 
     async def tell(self, address: str, method: str, body: object, timeout_s: float) -> None:
         assert method == "release"

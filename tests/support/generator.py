@@ -1,21 +1,33 @@
 """A Generator that plays a script: what the mesh would have answered."""
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 
 from frontend.generator import DeltaConsumer, Hints, Trace
 from protocol.errors import NoWorkerError
-from protocol.messages import Delta, GenerateRequest, Placed
+from protocol.ids import RequestId
+from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest, Placed, unpack_tokens
 
 Step = Delta | BaseException | asyncio.Event | Callable[[Trace], None]
 """A delta is given to the consumer, an error raised, an event waited for, a function told the trace."""
 
 
+def vector_of(request: EmbedRequest) -> bytes:
+    """Two numbers that tell prompts apart: how many tokens, and the last one."""
+    tokens = unpack_tokens(request.prompt)
+    return array("f", [len(tokens) / 8, tokens[-1] / 8]).tobytes()
+
+
 class ScriptedGenerator:
-    """Plays the same script for every request and remembers what it was asked."""
+    """Plays a script and remembers what it was asked: `scripts`, each for one request, then `script` for all."""
 
     def __init__(self, script: Sequence[Step] = ()) -> None:
         self.script = list(script)
+        self.scripts: list[Sequence[Step]] = []
+        self.embed_requests: list[EmbedRequest] = []
+        self.embed_script: list[bytes | BaseException | asyncio.Event] = []  # each for one input, then right vectors
+        self.cancelled: list[RequestId] = []
         self.requests: list[GenerateRequest] = []
         self.hints: list[Hints] = []
         self.deadlines: list[float] = []
@@ -32,6 +44,27 @@ class ScriptedGenerator:
             raise NoWorkerError("no worker is ready")
         return self.placed
 
+    async def embed(self, request: EmbedRequest, hints: Hints, deadline: float) -> Embedding:
+        self.embed_requests.append(request)
+        self.hints.append(hints)
+        self.deadlines.append(deadline)
+        vector = vector_of(request)
+        match self.embed_script.pop(0) if self.embed_script else None:
+            case bytes(scripted):
+                vector = scripted
+            case BaseException() as error:
+                raise error
+            case asyncio.Event() as event:
+                self.started.set()
+                try:
+                    await event.wait()
+                except asyncio.CancelledError:
+                    self.cancelled.append(request.request_id)
+                    raise
+                finally:
+                    self.ended.set()
+        return Embedding(vector=vector)
+
     async def generate(
         self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float, consumer: DeltaConsumer
     ) -> None:
@@ -40,8 +73,9 @@ class ScriptedGenerator:
         self.deadlines.append(deadline)
         self.started.set()
         self.closed_early += 1
+        script = self.scripts.pop(0) if self.scripts else self.script
         try:
-            for step in self.script:
+            for step in script:
                 match step:
                     case Delta():
                         while consumer.is_full:
@@ -59,5 +93,8 @@ class ScriptedGenerator:
                     case _:
                         step(trace)
             self.closed_early -= 1
+        except asyncio.CancelledError:
+            self.cancelled.append(request.request_id)
+            raise
         finally:
             self.ended.set()

@@ -1,6 +1,8 @@
 """The mock engine: answers that a test can foresee, at a pace that a bench can rely on, in a cache that is watched."""
 
+import asyncio
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError, EngineError
 from protocol.messages import SamplingParams
 from workers.executor import Row, Sampled
+from workers.mock_engine.alarm import Alarm
 from workers.mock_engine.answers import mock_token, mock_vector
 from workers.mock_engine.executor import MockExecutor
-from workers.mock_engine.pace import Pace, decode_ms, prefill_ms
+from workers.mock_engine.pace import MockPace, decode_ms, prefill_ms
 from workers.mock_engine.vocabulary import Vocabulary, read_vocabulary
 
 BLOCK = 4
@@ -136,7 +139,7 @@ def test_another_request_of_the_same_name_is_compared_anew() -> None:
 
 
 class Clock:
-    """Time passes only while somebody sleeps, or `work` is done."""
+    """Time passes only while somebody waits."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -144,54 +147,79 @@ class Clock:
     def __call__(self) -> float:
         return self.now_s
 
-    def sleep(self, duration_s: float) -> None:
-        assert duration_s > 0
-        self.now_s += duration_s
+    async def wait_until(self, due_s: float) -> None:
+        assert due_s > self.now_s
+        self.now_s = due_s
 
 
-def pace(clock: Clock, speedup: float, itl_ms: float = 0.0) -> Pace:
-    return Pace(speedup, itl_ms, clock=clock, sleep=clock.sleep)
+def pace(clock: Clock, speedup: float, itl_ms: float = 0.0) -> MockPace:
+    return MockPace(speedup, itl_ms, clock.wait_until, num_blocks=64, clock=clock)
 
 
 DECODES = [row([7], 6, [0, 1])]
 PREFILLS = [row(PROMPT, 0, [0, 1])]
 
 
-def test_steps_end_on_a_schedule_whatever_comes_between_them() -> None:
+async def test_steps_end_on_a_schedule_whatever_comes_between_them() -> None:
     clock = Clock()
     kept = pace(clock, 0, 5.0)
     ends = []
     for work_ms in (0.0, 0.1, 3.0, 4.9, 0.5):
         clock.now_s += work_ms / 1000
-        kept.keep(DECODES, 64)
+        await kept.keep(DECODES)
         ends.append(clock.now_s - 100)
     assert ends == pytest.approx([0.005, 0.010, 0.015, 0.020, 0.025])
 
 
 @pytest.mark.parametrize("rest_s", [0.006, 10.0])
-def test_after_a_rest_of_more_than_a_step_the_schedule_begins_anew(rest_s: float) -> None:
+async def test_after_a_rest_of_more_than_a_step_the_schedule_begins_anew(rest_s: float) -> None:
     clock = Clock()
     kept = pace(clock, 0, 5.0)
-    kept.keep(DECODES, 64)
+    await kept.keep(DECODES)
     clock.now_s += rest_s
-    kept.keep(DECODES, 64)
+    await kept.keep(DECODES)
     assert clock.now_s == pytest.approx(100.010 + rest_s)
 
 
 def test_a_fixed_pace_leaves_prompts_as_modelled() -> None:
-    assert pace(Clock(), 0, 5.0).step_s(PREFILLS, 64) == 0
-    assert pace(Clock(), 2, 5.0).step_s(PREFILLS + DECODES, 64) * 1000 == pytest.approx(prefill_ms(6) / 2 + 5)
+    assert pace(Clock(), 0, 5.0).step_s(PREFILLS) == 0
+    assert pace(Clock(), 2, 5.0).step_s(PREFILLS + DECODES) * 1000 == pytest.approx(prefill_ms(6) / 2 + 5)
 
 
 def test_the_model_of_a_step_counts_new_tokens_and_the_share_of_the_cache() -> None:
-    assert pace(Clock(), 1).step_s(PREFILLS + DECODES, 64) * 1000 == pytest.approx(prefill_ms(6) + decode_ms(4 / 64))
-    assert pace(Clock(), 4).step_s(DECODES, 64) * 1000 == pytest.approx(decode_ms(2 / 64) / 4)
+    assert pace(Clock(), 1).step_s(PREFILLS + DECODES) * 1000 == pytest.approx(prefill_ms(6) + decode_ms(4 / 64))
+    assert pace(Clock(), 4).step_s(DECODES) * 1000 == pytest.approx(decode_ms(2 / 64) / 4)
 
 
-def test_without_a_speed_nothing_waits() -> None:
-    clock = Clock()
-    pace(clock, 0).keep(PREFILLS + DECODES, 64)
-    assert clock.now_s == 100
+async def test_without_a_speed_nothing_waits_but_others_get_their_turn() -> None:
+    clock, turns = Clock(), []
+    asyncio.get_running_loop().call_soon(turns.append, 1)
+    await pace(clock, 0).keep(PREFILLS + DECODES)
+    assert (clock.now_s, turns) == (100, [1])
+
+
+async def test_an_alarm_rings_when_it_is_due_and_not_before() -> None:
+    alarm = Alarm()
+    due_s = time.monotonic() + 0.0043
+    async with asyncio.timeout(5):
+        await alarm.wait_until(due_s)
+        assert time.monotonic() >= due_s
+        await alarm.wait_until(due_s)  # has passed
+    alarm.close()
+    alarm.close()
+
+
+async def test_an_alarm_can_be_given_up_and_set_anew() -> None:
+    alarm = Alarm()
+    given_up = asyncio.create_task(alarm.wait_until(time.monotonic() + 0.003))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    due_s = time.monotonic() + 0.006
+    async with asyncio.timeout(5):
+        await asyncio.wait([given_up])
+        await alarm.wait_until(due_s)
+    assert time.monotonic() >= due_s
+    alarm.close()
 
 
 # --- vocabulary -------------------------------------------------------------------------------------------------------

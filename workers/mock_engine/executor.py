@@ -13,8 +13,9 @@ from kvcache.memory import KvRegion
 from protocol.errors import EngineError
 from protocol.messages import Feature, KvLayout, TokenLogprob
 from workers.executor import Embedded, ModelInfo, Result, Row, Sampled
+from workers.mock_engine.alarm import Alarm
 from workers.mock_engine.answers import answer_token, mock_token, mock_vector
-from workers.mock_engine.pace import Pace
+from workers.mock_engine.pace import MockPace
 from workers.mock_engine.vocabulary import FIRST_TOKEN, Vocabulary
 from workers.mock_engine.witness import Seen, Witness
 
@@ -39,9 +40,9 @@ class MockExecutor:
         self._layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32")
         self._vocabulary = vocabulary or Vocabulary(vocab_size, range(FIRST_TOKEN, vocab_size))
         self._context_tokens = context_tokens
-        self._pace = Pace(speedup, itl_ms)
+        self._alarm = Alarm()
+        self._pace = MockPace(speedup, itl_ms, self._alarm.wait_until)
         self._loras = tuple(loras)
-        self._num_blocks = 0
         self._witness: Witness | None = None
 
     def load(self) -> ModelInfo:
@@ -52,24 +53,23 @@ class MockExecutor:
             eos_token_ids=(2,),
             features=FEATURES,
             loras=self._loras,
+            pace=self._pace,
         )
 
     def allocate_kv(self, num_blocks: int, memory: memoryview | None) -> KvRegion:
         shape = (num_blocks, 2, self._layout.block_size)  # [block, k or v, offset]: the token, as k
         whole = np.zeros(shape, np.float32) if memory is None else np.frombuffer(memory, np.float32).reshape(shape)
-        self._num_blocks = num_blocks
+        self._pace.num_blocks = num_blocks
         self._witness = Witness(whole)
         return KvRegion(whole.ctypes.data, num_blocks, self._layout, "cpu", whole)
 
     def execute(self, rows: Sequence[Row]) -> list[Result]:
         if self._witness is None:
             raise EngineError("a step was asked for before the KV cache was made")
-        results = [self._result(row, seen) for row, seen in zip(rows, self._witness.take(rows), strict=True)]
-        self._pace.keep(rows, self._num_blocks)
-        return results
+        return [self._result(row, seen) for row, seen in zip(rows, self._witness.take(rows), strict=True)]
 
     def close(self) -> None:
-        pass
+        self._alarm.close()
 
     def _result(self, row: Row, seen: Seen) -> Result:
         if not row.sample:

@@ -87,6 +87,7 @@ def test_effort_is_a_name_for_the_template() -> None:
     assert options == {"a": 1, "reasoning_effort": "none", "enable_thinking": False}
 
 
+DEEP: dict[str, Any] = json.loads('{"a":' * 200 + "1" + "}" * 200)
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": ""}, "model"),
     ({"input": None}, "input"),
@@ -132,6 +133,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": DEEP}}}, "text.format.schema"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"max_tokens": 5}, "max_tokens"),
     ({"response_format": {"type": "text"}}, "response_format"),

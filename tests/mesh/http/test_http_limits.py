@@ -70,7 +70,7 @@ def reset(writer: asyncio.StreamWriter) -> None:
         b"GET /" + b"a" * MAX_HEAD_BYTES,
         b"GET / HTTP/1.1\r\n" + HOST + b"X: " + b"a" * MAX_HEAD_BYTES,
         b"GET / HTTP/1.1\r\n" + HOST + b"a" * MAX_HEAD_BYTES,
-        b"GET / HTTP/1.1\r\n" + HOST + b"X: 1\r\n" * MAX_HEADERS,
+        b"GET / HTTP/1.1\r\n" + HOST + b"X: 1\r\n" * (MAX_HEADERS + 1),
         chunked("/echo", [b"a"])[:-2] + b"X: " + b"a" * 2 * MAX_HEAD_BYTES,
         chunked("/echo", [])[:-5] + b"1;" + b"a" * 2 * MAX_HEAD_BYTES,
     ],

@@ -1,0 +1,172 @@
+"""Who may use the API, and over which connections: API keys and TLS, each from files that flags name."""
+
+import hashlib
+import hmac
+import logging
+import re
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from mesh.http.errors import UnauthorizedError
+from mesh.http.request import Request
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MAX_KEYS = 10_000  # every request is compared with all of them
+LOOK_S = 2.0  # between looks whether the file of keys has changed
+_KEY = re.compile(r"[\x21-\x7e]{1,1024}")
+_TENANT = re.compile(r"[\x21-\x7e]{1,256}")
+_BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
+_SEND = "send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
+
+
+class ApiKey(NamedTuple):
+    digest: bytes  # SHA-256: the key itself is not kept
+    tenant: str  # "": whatever the request says
+
+
+def read_api_keys(text: str, source: str) -> list[ApiKey]:
+    """One key a line, then the tenant it stands for, if any; `#` begins a comment.
+
+    Raises ConfigError that names the line, and never the key.
+    """
+    keys: dict[bytes, ApiKey] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        key, *rest = line.partition("#")[0].split() or [""]
+        if not key:
+            continue
+        digest, tenant = _digest(key), rest[0] if rest else ""
+        if len(rest) > 1 or not _KEY.fullmatch(key) or (tenant and not _TENANT.fullmatch(tenant)):
+            raise ConfigError(
+                f"line {number} of {source} is no API key",
+                hint="write a key and, if it stands for one, a tenant; both in printable ASCII, without spaces",
+            )
+        if digest in keys:
+            raise ConfigError(f"line {number} of {source} has the same key as a line before it", hint="remove one")
+        keys[digest] = ApiKey(digest, tenant)
+    if not 0 < len(keys) <= MAX_KEYS:
+        raise ConfigError(f"{source} holds {len(keys)} API keys", hint=f"write 1 to {MAX_KEYS}, one a line")
+    return list(keys.values())
+
+
+class ApiKeyGuard:
+    """Lets requests pass that carry one of the keys in a file. A file that changes is read again."""
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError."""
+        self._path = Path(path)
+        self._clock = clock
+        self._stamp = self._look()
+        self._keys = self._read()
+        self._next_look = clock() + LOOK_S
+
+    def __call__(self, request: Request) -> None:
+        """Name the tenant of its key in the request. Raises UnauthorizedError."""
+        if self._clock() >= self._next_look:
+            self._read_again()
+        sent = sent_key(request)
+        if sent is None:
+            raise UnauthorizedError("no API key was sent", hint=_SEND)
+        digest, found = _digest(sent), None
+        for key in self._keys:  # to the end: the time taken tells nothing
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        if found is None:
+            raise UnauthorizedError("the API key that was sent is not valid", hint="check it, and " + _SEND)
+        request.tenant = found.tenant
+
+    def _read_again(self) -> None:
+        """Keep the keys if the file cannot be used: it may be half written."""
+        self._next_look = self._clock() + LOOK_S
+        try:
+            stamp = self._look()
+            if stamp == self._stamp:
+                return
+            self._keys, self._stamp = self._read(), stamp
+        except ConfigError as error:
+            log.error("the API keys stay as they were: %s", error)
+        else:
+            log.info("the API keys were read again", extra={"keys": len(self._keys)})
+
+    def _look(self) -> tuple[int, int, int]:
+        """What changes with the content."""
+        try:
+            found = self._path.stat()
+        except OSError as error:
+            self._cannot_read(error)
+        return found.st_mtime_ns, found.st_ino, found.st_size
+
+    def _read(self) -> list[ApiKey]:
+        try:
+            return read_api_keys(self._path.read_text("utf-8"), str(self._path))
+        except (OSError, UnicodeDecodeError) as error:
+            self._cannot_read(error)
+
+    def _cannot_read(self, error: OSError | UnicodeDecodeError) -> NoReturn:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(
+            f"cannot read the API keys in {self._path}: {why}", hint="give --api-keys-file a text file, one key a line"
+        ) from error
+
+
+def sent_key(request: Request) -> str | None:
+    """The key that a request carries: OpenAI's clients send a bearer token, Anthropic's a header of its own."""
+    if found := _BEARER.fullmatch(request.header("authorization") or ""):
+        return found[1]
+    return request.header("x-api-key") or None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def tls_context(cert: str, key: str, client_ca: str) -> ssl.SSLContext | None:
+    """For a listener; None without `cert`. All are paths of PEM files, "" where not given.
+
+    Without `key` it is looked for in the file of `cert`. With `client_ca`, clients need a certificate signed by it.
+    Raises ConfigError.
+    """
+    if not cert:
+        if key or client_ca:
+            given = "--tls-key" if key else "--tls-client-ca"
+            raise ConfigError(f"{given} is given without --tls-cert", hint="give --tls-cert too, or none of them")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    _check_readable("--tls-cert", cert)
+    _check_readable("--tls-key", key or cert)
+    try:
+        context.load_cert_chain(cert, key or None, password=_no_password)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"the certificate in {cert} and the key in {key or cert} cannot be used: {error.reason or error}",
+            hint="give --tls-cert the certificate with its chain and --tls-key its private key, both as PEM",
+        ) from error
+    if client_ca:
+        _check_readable("--tls-client-ca", client_ca)
+        try:
+            context.load_verify_locations(client_ca)
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"{client_ca} holds no certificate: {error.reason or error}",
+                hint="give --tls-client-ca the certificate, as PEM, that signs those of the clients",
+            ) from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _check_readable(flag: str, path: str) -> None:
+    """OpenSSL does not say which of the files it could not read."""
+    try:
+        Path(path).open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"cannot read {flag} {path}: {error.strerror}", hint="give a PEM file") from error
+
+
+def _no_password() -> NoReturn:
+    raise ConfigError("the TLS key is encrypted", hint="give --tls-key one that is not: nobody can be asked here")

@@ -1,0 +1,70 @@
+"""The same server behind TLS: the transport is another one on each event loop."""
+
+import asyncio
+import ssl
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from mesh.http.server import HttpLimits
+from tests.mesh.http.raw import CLOSE, PATIENCE_S, Site, get, post, read_replies, serving
+
+LIMITS = HttpLimits(receive_timeout_s=0.05, keep_alive_s=0.1, sweep_s=0.01)
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
+    folder = tmp_path_factory.mktemp("tls")
+    files = ["-keyout", str(folder / "key"), "-out", str(folder / "cert")]
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=x"]
+    subprocess.run(["openssl", "req", "-x509", *kind, *files], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(Path(folder / "cert"), Path(folder / "key"))
+    return context
+
+
+@pytest.fixture
+async def site(tls: ssl.SSLContext) -> AsyncIterator[Site]:
+    async with serving(LIMITS, tls) as site:
+        yield site
+
+
+async def open_tls(site: Site, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port, ssl=trusting)
+    writer.write(data)
+    return reader, writer
+
+
+async def ask(site: Site, data: bytes) -> list[int]:
+    reader, writer = await open_tls(site, data)
+    async with asyncio.timeout(PATIENCE_S):
+        replies = read_replies(await reader.read())
+    writer.close()
+    return [reply.status for reply in replies]
+
+
+async def test_replies_streams_and_refusals(site: Site) -> None:
+    requests = get("/stream") + post("/echo", b"x" * 50_000) + get("/large") + get("/echo", CLOSE)
+    assert await ask(site, requests) == [200] * 4
+    assert await ask(site, get("/echo") + b"garbage") == [200, 400]
+    assert await ask(site, b"GET /") == [408]
+    assert await ask(site, b"") == []
+
+
+@pytest.mark.parametrize("goodbye", ["close", "abort"])
+@pytest.mark.parametrize("path", ["/slow", "/endless"])
+async def test_a_client_that_leaves_cancels_its_handler(site: Site, path: str, goodbye: str) -> None:
+    _, writer = await open_tls(site, get(path))
+    async with asyncio.timeout(PATIENCE_S):
+        await site.handlers.began.wait()
+        left = time.monotonic()
+        getattr(writer.transport, goodbye)()
+        await site.handlers.cancelled.wait()
+    assert time.monotonic() - left < 0.5
+    writer.transport.abort()
+    await site.until_clean()
