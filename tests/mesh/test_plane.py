@@ -476,6 +476,9 @@ async def test_who_stops_feeding_leaves_nothing_behind(service: Service, client:
 
 async def test_a_peer_that_sends_beyond_its_credit_is_hung_up_on(client: PlaneClient) -> None:
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        frames = FrameReader()
+        while not any(isinstance(frame, Open) for frame in frames.feed(await reader.read(4096))):
+            pass
         one = msgspec.Raw(msgspec.msgpack.encode(1))
         writer.write(encode_frame(Batch([(1, one)] * (WINDOW_MESSAGES + 2), [])))
         await reader.read(-1)
