@@ -5,7 +5,13 @@ import sys
 
 from protocol.errors import ConfigError
 
-BENCHMARKS = {"engine": "benchmarks.engine", "frontend": "benchmarks.frontend", "index": "benchmarks.index"}
+BENCHMARKS = {
+    "engine": "benchmarks.engine",
+    "frontend": "benchmarks.frontend",
+    "index": "benchmarks.index",
+    "soak": "benchmarks.soak",
+    "streams": "benchmarks.streams",
+}
 
 
 def main(argv: list[str]) -> int:

@@ -1,9 +1,10 @@
 """From deltas of tokens to parts of an answer: detokenize, look for stop strings, parse, place logprobs. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from frontend.detokenizer import Detokenizer
+from frontend.parsers.chain import merge
 from frontend.parsers.events import CallBegun, Content, Event, Parser
 from frontend.stops import StopMatcher
 from protocol.messages import Delta, FinishReason, TokenLogprob
@@ -67,9 +68,26 @@ class Answer:
 
     def on_delta(self, delta: Delta) -> Part:
         """Take the next delta. Once `finish_reason` is set, none may follow."""
+        if self._only_one_call and len(delta.token_ids) > 1:
+            return self._take_singly(delta)
+        return self._take(delta)
+
+    def _take(self, delta: Delta) -> Part:
         if self._stops is None and not self._wants_logprobs:
             return self._take_all(delta)
         return self._take_each(delta)
+
+    def _take_singly(self, delta: Delta) -> Part:
+        """Up to the token with which a second call begins: none after it counts."""
+        events: list[Event] = []
+        logprobs: list[PlacedLogprob] = []
+        for single in _singles(delta):
+            part = self._take(single)
+            events += part.events
+            logprobs += part.logprobs
+            if self.finish_reason is not None:
+                break
+        return Part(merge(events), logprobs)
 
     def _take_all(self, delta: Delta) -> Part:
         self.completion_tokens += len(delta.token_ids)
@@ -149,6 +167,18 @@ class Answer:
             ready = sum(1 for placed in waiting if placed.offset_chars < self._shown_chars)
         self._waiting = waiting[ready:]
         return waiting[:ready]
+
+
+def _singles(delta: Delta) -> Iterator[Delta]:
+    """A delta for each of its tokens; what is told of its end goes with the last."""
+    *firsts, last = range(len(delta.token_ids))
+    for n in firsts:
+        yield Delta(delta.token_ids[n : n + 1], logprobs=_logprobs_of(delta, n))
+    yield Delta(delta.token_ids[last:], delta.finish_reason, _logprobs_of(delta, last), stop_token=delta.stop_token)
+
+
+def _logprobs_of(delta: Delta, n: int) -> tuple[TokenLogprob, ...] | None:
+    return None if delta.logprobs is None else delta.logprobs[n : n + 1]
 
 
 def _shown_tokens(delta: Delta) -> Sequence[int]:

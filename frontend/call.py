@@ -133,8 +133,8 @@ class StreamWriter(Protocol):
         """All are."""
         ...
 
-    def error(self, error: MeshError) -> bytes:
-        """It broke off. Nothing follows."""
+    def error(self, error: MeshError, request_id: str) -> bytes:
+        """It broke off. Nothing follows. `request_id`: as the headers told it."""
         ...
 
 
@@ -154,4 +154,6 @@ class Dialect(Protocol):
 
     def writer(self, job: "Job") -> StreamWriter: ...
 
-    def error_body(self, error: MeshError) -> bytes: ...
+    def error_body(self, error: MeshError, request_id: str = "") -> bytes:
+        """`request_id`: as the headers tell it; empty for what is refused before it has one."""
+        ...

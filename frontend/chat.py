@@ -41,7 +41,7 @@ class ChatDialect:
     def writer(self, job: Job) -> "ChatWriter":
         return ChatWriter(job)
 
-    def error_body(self, error: MeshError) -> bytes:
+    def error_body(self, error: MeshError, request_id: str = "") -> bytes:
         return error_body(error)
 
 

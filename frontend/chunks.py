@@ -51,7 +51,7 @@ class ChunkWriter:
         usage = b',"usage":' + encode(usage_of(counts)) if self._job.call.include_usage else b""
         return self._event_head + b"]" + usage + _trace(trace) + b"}\n\n" + DONE
 
-    def error(self, error: MeshError) -> bytes:
+    def error(self, error: MeshError, request_id: str) -> bytes:
         return error_event(error)
 
 

@@ -40,7 +40,7 @@ class CompletionsDialect:
     def writer(self, job: Job) -> "CompletionWriter":
         return CompletionWriter(job)
 
-    def error_body(self, error: MeshError) -> bytes:
+    def error_body(self, error: MeshError, request_id: str = "") -> bytes:
         return error_body(error)
 
 

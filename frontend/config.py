@@ -22,6 +22,13 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="embedded: in this process, set by KVMESH_ROUTER_* and [router]; remote: `python -m router`"),
     ] = "embedded"
     discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
+    tokenizer: Annotated[
+        Literal["auto", "hf", "fastokens"],
+        Meta(description="library that tokenizes; auto: fastokens for models where it proves equal to `tokenizers`"),
+    ] = "auto"
+    tokenizer_cache_mib: Annotated[
+        float, Meta(ge=0, le=65536, description="tokens of known pieces of prompts, kept for each model; 0: none")
+    ] = 32.0
     tls_cert: Annotated[str, Meta(description="PEM file with the certificate and its chain: serve HTTPS")] = ""
     tls_key: Annotated[str, Meta(description="PEM file with its private key; default: the one of --tls-cert")] = ""
     tls_client_ca: Annotated[str, Meta(description="PEM file; clients need a certificate that it has signed")] = ""

@@ -47,7 +47,8 @@ MAX_ENGINE_FAILURES = 2  # a request that breaks engines shall not go round the 
 REPLACEMENT_S = 15.0  # a request that lost its worker waits so long for another one to appear
 RETRY_S = 0.2
 RELEASE_TIMEOUT_S = 5.0
-PROGRESS_S = 2.0  # between reports on all answers to the router
+PROGRESS_S = 2.0  # between reports on one answer to the router
+PROGRESS_TURNS = 20  # in which those on all answers are made: 10,000 at once would hold up the event loop for 50 ms
 SLOW_HASH_BYTES = 4 * 32_768  # of prompt; without native code a longer one would hold up the event loop for over 1 ms
 NOT_BEGUN = (UnreachableError, DrainingError, OverloadedError)  # the worker took no part: not an attempt
 ELSEWHERE = (PeerLostError, DrainingError, EngineError, CancelledByPeerError, OverloadedError)
@@ -325,19 +326,31 @@ class _Reports:
     def __init__(self) -> None:
         self._legs: set[_Leg] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._round: list[_Leg] = []  # that are reported on in these PROGRESS_TURNS
+        self._turn = 0
 
     def add(self, leg: _Leg) -> None:
         self._legs.add(leg)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(PROGRESS_S, self._tell)
+            self._plan()
+
+    def _plan(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(PROGRESS_S / PROGRESS_TURNS, self._tell)
 
     def discard(self, leg: _Leg) -> None:
         self._legs.discard(leg)
 
     def _tell(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(PROGRESS_S, self._tell) if self._legs else None
-        for leg in self._legs:
-            leg.report()
+        if self._turn == 0:
+            self._round = list(self._legs)
+        for leg in self._round[self._turn :: PROGRESS_TURNS]:
+            if leg in self._legs:
+                leg.report()
+        self._turn = (self._turn + 1) % PROGRESS_TURNS
+        if self._legs:
+            self._plan()
+        else:
+            self._timer, self._round, self._turn = None, [], 0
 
     def close(self) -> None:
         if self._timer is not None:

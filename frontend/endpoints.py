@@ -67,8 +67,10 @@ class CompletionService:
             exchange.count()
 
     async def embed(self, request: Request) -> Reply:
-        """Raises MeshError."""
+        """Answer one request for vectors, and count how it ended. Failures are answers too."""
         started = asyncio.get_running_loop().time()
+        request_id = new_id(request, "embd")
+        headers = request_id_headers(client_request_id(request) or request_id)
         result = "client_gone"
         try:
             deadline = started + timeout_s(request, self.limits)
@@ -77,12 +79,17 @@ class CompletionService:
                     asked = parse_embeddings(request.body)
                     asked = msgspec.structs.replace(asked, call=with_hints(request, asked.call))
                     model = await self.models.get(asked.call.model)
-                    reply = await embed(asked, model, self.generator, new_id(request, "embd"), deadline)
+                    reply = await embed(asked, model, self.generator, request_id, deadline)
             result = "ok"
-            return json_reply(reply)
+            return json_reply(reply, headers=headers)
         except MeshError as error:
             result = outcome(error)
-            raise
+            return refusal(error, None, headers)
+        except Exception:  # a bug is no client that has gone
+            log.exception("request %s failed", request_id)
+            bug = MeshError("the frontend failed", hint="see its log")
+            result = outcome(bug)
+            return refusal(bug, None, headers)
         finally:
             metrics.requests_of(Endpoint.EMBEDDINGS, result).inc()
             metrics.of_endpoint(Endpoint.EMBEDDINGS).duration.observe(asyncio.get_running_loop().time() - started)
@@ -113,8 +120,8 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
         self._request_id = new_id(request, dialect.id_prefix)
-        shown = client_request_id(request) or self._request_id
-        self._headers = {REQUEST_ID_HEADER: shown, "request-id": shown}  # OpenAI's and Anthropic's name for it
+        self._shown_id = client_request_id(request) or self._request_id
+        self._headers = request_id_headers(self._shown_id)
         self._job: Job | None = None
         self._stream: SseOutlet | None = None
         self.outcome = "client_gone"  # what remains if the handler is cancelled
@@ -155,7 +162,7 @@ class Exchange:
     def refuse(self, error: MeshError) -> Reply:
         """A reply for a failure before the headers."""
         self.outcome = outcome(error)
-        return refusal(error, self._dialect.error_body(error), self._headers)
+        return refusal(error, self._dialect.error_body(error, self._shown_id), self._headers)
 
     async def _fail(self, error: MeshError) -> Reply | ReplyStream:
         """After the headers a failure can only be the stream's last event."""
@@ -163,7 +170,7 @@ class Exchange:
             return self.refuse(error)
         self.outcome = outcome(error)
         log.warning("request %s broke off: %s", self._request_id, error)
-        return await self._stream.break_off(error)
+        return await self._stream.break_off(error, self._shown_id)
 
     def count(self) -> None:
         """Tell the metrics how it ended."""
@@ -240,9 +247,9 @@ class SseOutlet:
         self.reply.end(self._rest + self._writer.end(self._job.counts()))
         return self.reply
 
-    async def break_off(self, error: MeshError) -> ReplyStream:
+    async def break_off(self, error: MeshError, request_id: str) -> ReplyStream:
         assert self.reply is not None
-        self.reply.end(self._writer.error(error))
+        self.reply.end(self._writer.error(error, request_id))
         try:
             async with asyncio.timeout(ERROR_WRITE_S):
                 await self.reply.until_writable()
@@ -269,8 +276,14 @@ def count_tokens(endpoint: Endpoint, job: Job) -> None:
 
 
 def with_hints(request: Request, call: Call) -> Call:
-    """With what the headers ask for. Raises InvalidRequestError."""
+    """With what the headers ask for; the tenant of an API key is not theirs to say, and shares no cache with others.
+
+    Raises InvalidRequestError.
+    """
     hints = with_headers(call.hints, request.headers)
+    if tenant := request.tenant:
+        own = f"{tenant} {call.cache_salt or ''}"  # no tenant's name has a space: none can take another's
+        return replace(call, hints=replace(hints, tenant=tenant), cache_salt=own)
     return call if hints is call.hints else replace(call, hints=hints)
 
 
@@ -290,6 +303,11 @@ def timeout_s(request: Request, limits: TimeLimits) -> float:
             param=TIMEOUT_HEADER,
         )
     return seconds
+
+
+def request_id_headers(shown_id: str) -> dict[str, str]:
+    """Under OpenAI's and under Anthropic's name."""
+    return {REQUEST_ID_HEADER: shown_id, "request-id": shown_id}
 
 
 def client_request_id(request: Request) -> str | None:

@@ -53,8 +53,8 @@ class FrontendApi:
         self._router_ready = router_ready
         self._metrics_folder = metrics_folder
         self._openapi = b""  # made when it is first asked for
-        limits = TimeLimits(settings.request_timeout_s, settings.max_request_timeout_s)
-        self._service = CompletionService(models, generator, self.admission, limits)
+        self._limits = TimeLimits(settings.request_timeout_s, settings.max_request_timeout_s)
+        self._service = CompletionService(models, generator, self.admission, self._limits)
         self.app = App(
             [
                 self._generating("/v1/chat/completions", ChatDialect()),
@@ -123,7 +123,7 @@ class FrontendApi:
 
     async def show_openapi(self, request: Request) -> Reply:
         if not self._openapi:
-            self._openapi = openapi(version("kvmesh"))
+            self._openapi = openapi(version("kvmesh"), self._limits.max_s)
         return Reply(self._openapi)
 
     async def show_metrics(self, request: Request) -> Reply:

@@ -1,6 +1,7 @@
 """Which models the mesh serves, and what the frontend needs to know of each."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -9,10 +10,13 @@ from itertools import islice
 from frontend.errors import UnknownModelError
 from frontend.formats import AnswerFormat, answer_format
 from frontend.templates import ChatTemplate
-from frontend.tokenizer import Tokenizer
+from frontend.tokenizer import CACHE_BYTES, Tokenizer
+from frontend.tokenizing.backends import BackendName, require_backend
 from protocol.errors import InvalidRequestError, NoWorkerError
 from protocol.ids import WorkerId
 from protocol.messages import Feature, Role, WorkerCard
+
+log = logging.getLogger(__name__)
 
 MAX_NAMES_TOLD = 32  # in an error
 
@@ -62,6 +66,7 @@ class Served:
     reasoning_parser: str = ""
     cards: dict[WorkerId, WorkerCard] = field(default_factory=dict)
     features: frozenset[Feature] = frozenset()  # what all of its workers can do
+    loras: frozenset[str] = frozenset()  # adapters that can be asked for; without a worker, those of the last one
     loading: asyncio.Task[Model] | None = None  # also holds the loaded model
 
     def take_in(self, card: WorkerCard) -> None:
@@ -74,16 +79,14 @@ class Served:
 
     def _compare(self) -> None:
         self.features = frozenset(Feature).intersection(*[card.features for card in self.cards.values()])
+        if self.ready:
+            answering = [card for card in self.cards.values() if card.role is not Role.PREFILL]
+            self.loras = frozenset(name for card in answering for name in card.loras)
 
     @property
     def ready(self) -> bool:
         """A worker that only prefills cannot answer."""
         return any(card.role is not Role.PREFILL for card in self.cards.values())
-
-    @property
-    def loras(self) -> set[str]:
-        """Adapters that can be asked for."""
-        return {name for card in self.cards.values() if card.role is not Role.PREFILL for name in card.loras}
 
     def agrees(self, card: WorkerCard) -> bool:
         return card.block_size == self.block_size and card.context_tokens == self.context_tokens
@@ -99,7 +102,12 @@ class ModelRegistry:
     there is no such model (404). Its facts are taken anew from the next worker.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: BackendName = "auto", cache_bytes: int = CACHE_BYTES) -> None:
+        """`tokenizer`, `cache_bytes`: of every model, see Tokenizer.load. Raises ConfigError if the package for that
+        is missing."""
+        require_backend(tokenizer)
+        self._tokenizer: BackendName = tokenizer
+        self._cache_bytes = cache_bytes
         self._served: dict[str, Served] = {}
         self._model_of: dict[WorkerId, str] = {}
 
@@ -136,11 +144,12 @@ class ModelRegistry:
         if (served := self._served.get(card.model)) is not None:
             self._load(served)
 
-    @staticmethod
-    def _load(served: Served) -> asyncio.Task[Model]:
+    def _load(self, served: Served) -> asyncio.Task[Model]:
         """The load under way or done; a failed one is tried again."""
         if served.loading is None or _failed(served.loading):
-            served.loading = asyncio.create_task(asyncio.to_thread(_load, served), name=f"load {served.name}")
+            loading = asyncio.to_thread(_load, served, self._tokenizer, self._cache_bytes)
+            served.loading = asyncio.create_task(loading, name=f"load {served.name}")
+            served.loading.add_done_callback(_tell_failure)
         return served.loading
 
     def find(self, name: str) -> Served:
@@ -155,7 +164,9 @@ class ModelRegistry:
         return served
 
     def _with_lora(self, name: str) -> Served | None:
-        return next((served for served in self._served.values() if name in served.loras), None)
+        """Of several models with an adapter of that name, one that is ready."""
+        having = [served for served in self._served.values() if name in served.loras]
+        return next((served for served in having if served.ready), having[0] if having else None)
 
     def names(self) -> Iterator[tuple[str, Served]]:
         """What can be asked for: models that are ready, and their adapters. Each name once, as `find` reads it."""
@@ -191,11 +202,17 @@ def _failed(task: asyncio.Task[Model]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _load(served: Served) -> Model:
+def _tell_failure(task: asyncio.Task[Model]) -> None:
+    """To the log as well: nobody may have asked for the model yet."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s failed: %s", task.get_name(), error)
+
+
+def _load(served: Served, tokenizer: BackendName, cache_bytes: int) -> Model:
     template = ChatTemplate.load(served.model_path)
     return Model(
         name=served.name,
-        tokenizer=Tokenizer.load(served.model_path),
+        tokenizer=Tokenizer.load(served.model_path, tokenizer, cache_bytes),
         template=template,
         format=answer_format(served.tool_parser, served.reasoning_parser, template.source if template else ""),
         context_tokens=served.context_tokens,

@@ -17,6 +17,7 @@ MAX_CHOICES = 128  # answers of one request
 MAX_TOOLS = 1536
 MAX_BIASES = 1024
 MAX_ALLOWED_TOKENS = 4096
+ROLES = ("assistant", "developer", "system", "tool", "user")
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(ge=0, le=1)]
@@ -30,6 +31,9 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=96)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 SchemaName = Annotated[str, Meta(min_length=1, max_length=64)]
+# described by all they may be, and checked where an error can say more than the decoder's
+RoleName = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
+TextPartType = Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
 
 
 class Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +107,7 @@ class RequestBase(Strict, frozen=True):
 
 
 class TextPart(Strict, frozen=True):
-    type: str
+    type: TextPartType
     text: str | None = None
     # of parts that are known and not supported
     image_url: Any = None
@@ -130,7 +134,7 @@ class ToolCall(Strict, frozen=True):
 
 
 class Message(Strict, frozen=True):
-    role: str
+    role: RoleName
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -306,6 +310,58 @@ class Response(Struct, Generic[ChoiceT], frozen=True, kw_only=True):
     choices: list[ChoiceT]
     usage: Usage
     kvmesh: TraceReport | UnsetType = UNSET
+
+
+# --- streams, as `chunks.ChunkWriter` writes them -------------------------------------------------------
+
+
+class DeltaFunction(Struct, frozen=True):
+    name: str | UnsetType = UNSET  # where the call begins
+    arguments: str = ""
+
+
+class DeltaToolCall(Struct, frozen=True, kw_only=True):
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: DeltaFunction
+
+
+class ChatDelta(Struct, frozen=True):
+    """What is new in a message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[DeltaToolCall] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class CompletionChunkChoice(Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class Chunk(Struct, Generic[ChoiceT], frozen=True, kw_only=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChoiceT]
+    usage: Usage | UnsetType | None = UNSET
+    kvmesh: TraceReport | UnsetType = UNSET
+
+
+# --- models -------------------------------------------------------------------------------------------
 
 
 class ModelObject(Struct, frozen=True, kw_only=True):

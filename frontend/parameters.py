@@ -1,7 +1,8 @@
 """Read and check a request body: JSON in, a `Call` or an error that names the parameter out. Pure."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -11,6 +12,7 @@ from frontend.generator import Hints
 from frontend.openai import (
     MAX_CHOICES,
     MAX_U32,
+    ROLES,
     ChatRequest,
     CompletionRequest,
     JsonObjectFormat,
@@ -29,7 +31,6 @@ from frontend.templates import ChatMessage
 from protocol.errors import InvalidRequestError
 from protocol.messages import Guide, GuideKind, SamplingParams
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; chats default to what the context leaves
 LEAST_TOP_P = 1e-9  # 0 is allowed, and leaves the likeliest token
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
@@ -56,10 +57,12 @@ def parse_chat(body: bytes) -> Call:
     tools = _tools(request)
     max_tokens = _chat_max_tokens(request)
     _check(request, max_tokens)
+    n = _choices(request.n or 1, 1, request)
     return Call(
         endpoint=Endpoint.CHAT,
         messages=[message_of(message, n) for n, message in enumerate(request.messages)],
-        n=_choices(request.n or 1, 1, request),
+        n=n,
+        best_of=n,
         sampling=sampling_params(request, _chat_logprobs(request)),
         max_tokens=max_tokens,
         guide=guide_of(request.response_format, tools),
@@ -101,9 +104,9 @@ def parse_either(body: bytes) -> Call:
 def _check(request: RequestBase, max_tokens: int | None) -> None:
     min_tokens = request.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        _refuse("min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
+        refuse("min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
     if request.stream_options is not None and not request.stream:
-        _refuse("stream_options", "only allowed when stream is true")
+        refuse("stream_options", "only allowed when stream is true")
 
 
 def common_fields(request: RequestBase) -> dict[str, Any]:
@@ -125,28 +128,28 @@ def common_fields(request: RequestBase) -> dict[str, Any]:
 
 def _choices(n: int, prompts: int, request: RequestBase) -> int:
     if n * prompts > MAX_CHOICES:
-        _refuse("n", f"{n} answers to {prompts} prompts are more than {MAX_CHOICES}")
+        refuse("n", f"{n} answers to {prompts} prompts are more than {MAX_CHOICES}")
     if n > 1 and request.temperature == 0:
-        _refuse("n", "with temperature 0 all answers are the same; send n 1 or a temperature")
+        refuse("n", "with temperature 0 all answers are the same; send n 1 or a temperature")
     return n
 
 
 def _best_of(request: CompletionRequest, n: int, prompts: int) -> int:
     best_of = request.best_of or n
     if best_of < n:
-        _refuse("best_of", f"{best_of} is less than n, {n}")
+        refuse("best_of", f"{best_of} is less than n, {n}")
     if best_of > n and request.stream:
-        _refuse("best_of", "an answer can be streamed only if none is left out; send best_of equal to n")
+        refuse("best_of", "an answer can be streamed only if none is left out; send best_of equal to n")
     if best_of > n and request.temperature == 0:
-        _refuse("best_of", "with temperature 0 all answers are the same")
+        refuse("best_of", "with temperature 0 all answers are the same")
     if best_of * prompts > MAX_CHOICES:
-        _refuse("best_of", f"{best_of} answers to {prompts} prompts are more than {MAX_CHOICES}")
+        refuse("best_of", f"{best_of} answers to {prompts} prompts are more than {MAX_CHOICES}")
     return best_of
 
 
 def _echo(request: CompletionRequest) -> bool:
     if request.echo and request.logprobs is not None:
-        _not_supported("echo", "logprobs of the prompt are not computed; send one of echo and logprobs")
+        not_supported("echo", hint="logprobs of the prompt are not computed; send one of echo and logprobs")
     return bool(request.echo)
 
 
@@ -202,43 +205,55 @@ def shortened(text: str) -> str:
     return text if len(text) <= MAX_TOLD_CHARS else text[:MAX_TOLD_CHARS] + "..."
 
 
-def _refuse(param: str, reason: str) -> NoReturn:
+def refuse(param: str, reason: str) -> NoReturn:
     raise InvalidRequestError(f"Invalid value for '{param}': {reason}", param=param)
 
 
-def _not_supported(param: str, hint: str = "leave it out") -> NoReturn:
-    raise InvalidRequestError(f"The parameter '{param}' is not supported", hint=hint, param=param)
+def not_supported(param: str, what: str = "", hint: str = "leave it out") -> NoReturn:
+    """`what` the parameter is, if its name alone does not say it."""
+    reason = f"The parameter '{param}' is not supported" + (f": {what}" if what else "")
+    raise InvalidRequestError(reason, hint=hint, param=param)
 
 
 # --- parameters that are known and not supported ------------------------------------------------------
 
-Harmless = Callable[[Any], bool]
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """The values of a parameter that ask for nothing; null is always one of them."""
+
+    values: tuple[object, ...]
+    hint: str  # what to do instead of sending another
+    json_name: str  # where it is not that of the field
 
 
-def _one_of(*values: object) -> Harmless:
-    return lambda value: value in values
+def only(*values: object, hint: str = "its default is accepted, or leave it out", json_name: str = "") -> Only:
+    return Only(values, hint, json_name)
 
 
-CHAT_DEFAULTS: dict[str, Harmless] = {
-    "functions": _one_of([]),
-    "function_call": _one_of("none"),
-    "modalities": _one_of([], ["text"]),
-    "audio": _one_of(),
-    "prediction": _one_of(),
-    "service_tier": _one_of("auto", "default"),
-    "verbosity": _one_of("medium"),
-    "web_search_options": _one_of(),
-    "moderation": _one_of(),
+CHAT_DEFAULTS: Mapping[str, Only] = {
+    "functions": only([], hint="send tools"),
+    "function_call": only("none", hint="send tools and tool_choice"),
+    "modalities": only([], ["text"]),
+    "audio": only(),
+    "prediction": only(),
+    "service_tier": only("auto", "default"),
+    "verbosity": only("medium"),
+    "web_search_options": only(),
+    "moderation": only(),
 }
-INSTEAD = {"functions": "send tools", "function_call": "send tools and tool_choice"}
+MESSAGE_DEFAULTS: Mapping[str, Only] = {"audio": only(), "function_call": only(hint="send tool_calls")}
+PART_DEFAULTS: Mapping[str, Only] = {
+    name: only(hint="send text") for name in ("image_url", "input_audio", "file", "refusal", "video_url")
+}
 
 
-def refuse_unsupported(request: RequestBase, defaults: dict[str, Harmless]) -> None:
-    """A parameter that would change the answer is refused by name; its null or default is harmless."""
+def refuse_unsupported(holder: msgspec.Struct, defaults: Mapping[str, Only], where: str = "") -> None:
+    """A parameter that would change the answer is refused by name. `where`: before the name."""
     for name, harmless in defaults.items():
-        value = getattr(request, name)
-        if value is not None and not harmless(value):
-            _not_supported(name, INSTEAD.get(name, "its default is accepted, or leave it out"))
+        value = getattr(holder, name)
+        if value is not None and value not in harmless.values:
+            not_supported(where + (harmless.json_name or name), hint=harmless.hint)
 
 
 # --- tools and structured output ----------------------------------------------------------------------
@@ -249,7 +264,7 @@ def _tools(request: ChatRequest) -> Tools | None:
     choice = request.tool_choice
     if not request.tools:
         if choice not in (None, "none", "auto"):
-            _refuse("tool_choice", "there are no tools to choose from; send tools")
+            refuse("tool_choice", "there are no tools to choose from; send tools")
         return None
     if choice == "none":
         return None
@@ -261,7 +276,7 @@ def tools_of(specs: Sequence[ToolSpec], choice: str | NamedToolChoice | None, *,
     functions = tuple(_function(spec, n) for n, spec in enumerate(specs))
     named = choice.function.name if isinstance(choice, NamedToolChoice) else ""
     if named and named not in {function.name for function in functions}:
-        _refuse("tool_choice", f"{named!r} is none of the tools")
+        refuse("tool_choice", f"{named!r} is none of the tools")
     kind = ToolChoice.NAMED if named else ToolChoice(choice if isinstance(choice, str) else "auto")
     shown = tuple(_shown_tool(spec) for spec in specs)
     return Tools(functions, shown, kind, named, parallel)
@@ -269,7 +284,7 @@ def tools_of(specs: Sequence[ToolSpec], choice: str | NamedToolChoice | None, *,
 
 def _function(spec: ToolSpec, index: int) -> Tool:
     if not TOOL_NAME.fullmatch(spec.function.name):
-        _refuse(f"tools[{index}].function.name", "use letters, digits, and . _ : / -")
+        refuse(f"tools[{index}].function.name", "use letters, digits, and . _ : / -")
     return Tool(spec.function.name, spec.function.parameters or {})
 
 
@@ -293,7 +308,7 @@ def guide_of(response_format: ResponseFormat | None, tools: Tools | None) -> Gui
     if tools is None or tools.is_free:
         return guide
     if guide is not None:
-        _refuse("response_format", "a call that is forced by tool_choice has a format of its own; send one of them")
+        refuse("response_format", "a call that is forced by tool_choice has a format of its own; send one of them")
     if tools.choice is ToolChoice.NAMED:
         [tool] = [tool for tool in tools.functions if tool.name == tools.named][:1]
         return schema_guide(named_schema(tool))
@@ -303,10 +318,10 @@ def guide_of(response_format: ResponseFormat | None, tools: Tools | None) -> Gui
 def schema_guide(schema: dict[str, Any], param: str = "tools") -> Guide:
     """`param`: where the schema comes from. Raises InvalidRequestError if it is too deep or too large."""
     if is_deeper(schema, MAX_SCHEMA_DEPTH):
-        _refuse(param, f"a schema is nested deeper than {MAX_SCHEMA_DEPTH} levels; flatten it, or use $defs")
+        refuse(param, f"a schema is nested deeper than {MAX_SCHEMA_DEPTH} levels; flatten it, or use $defs")
     text = msgspec.json.encode(schema)
     if len(text) > MAX_SCHEMA_BYTES:
-        _refuse(param, f"what the answer is held to has {len(text)} bytes of schema, more than {MAX_SCHEMA_BYTES}")
+        refuse(param, f"what the answer is held to has {len(text)} bytes of schema, more than {MAX_SCHEMA_BYTES}")
     return Guide(kind=GuideKind.JSON_SCHEMA, value=text.decode())
 
 
@@ -330,7 +345,7 @@ def template_options(given: dict[str, Any] | None, reasoning_effort: str | None)
     """`given`: under `chat_template_kwargs`. Raises InvalidRequestError."""
     options = dict(given or {})
     if taken := sorted(RESERVED_OPTIONS & options.keys()):
-        _refuse(f"chat_template_kwargs.{taken[0]}", "it is given by the request itself")
+        refuse(f"chat_template_kwargs.{taken[0]}", "it is given by the request itself")
     if reasoning_effort is not None:
         options["reasoning_effort"] = reasoning_effort
         if reasoning_effort == "none":
@@ -342,9 +357,9 @@ def _continues(request: ChatRequest) -> bool:
     if not request.continue_final_message:
         return False
     if request.add_generation_prompt:
-        _refuse("continue_final_message", "it excludes add_generation_prompt")
+        refuse("continue_final_message", "it excludes add_generation_prompt")
     if request.messages[-1].role != "assistant":
-        _refuse("continue_final_message", "the last message is not the assistant's")
+        refuse("continue_final_message", "the last message is not the assistant's")
     return True
 
 
@@ -373,7 +388,7 @@ def _biases(biases: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
     for text, bias in (biases or {}).items():
         is_number = len(text) <= MAX_TOKEN_ID_CHARS and text.isascii() and text.isdigit()
         if not is_number or int(text) > MAX_U32:
-            _refuse("logit_bias", f"{text[:40]!r} is not a token id")
+            refuse("logit_bias", f"{text[:40]!r} is not a token id")
         pairs.append((int(text), bias))
     return tuple(pairs)
 
@@ -391,7 +406,7 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 def _chat_logprobs(request: ChatRequest) -> int | None:
     if not request.logprobs:
         if request.top_logprobs:
-            _refuse("top_logprobs", "only allowed when logprobs is true")
+            refuse("top_logprobs", "only allowed when logprobs is true")
         return None
     return request.top_logprobs or 0
 
@@ -399,7 +414,7 @@ def _chat_logprobs(request: ChatRequest) -> int | None:
 def _chat_max_tokens(request: ChatRequest) -> int | None:
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
-        _refuse("max_tokens", f"it is {old} and max_completion_tokens is {new}; send one of them")
+        refuse("max_tokens", f"it is {old} and max_completion_tokens is {new}; send one of them")
     return new if new is not None else old
 
 
@@ -408,15 +423,15 @@ def prompts_of(prompt: str | Sequence[str | int | list[int]], param: str, most: 
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        _refuse(param, "it is empty")
+        refuse(param, "it is empty")
     token_ids = [item for item in prompt if isinstance(item, int)]
     if len(token_ids) == len(prompt):
         return [token_ids]
     prompts = [item for item in prompt if not isinstance(item, int)]
     if len(prompts) != len(prompt):
-        _refuse(param, "token ids stand among texts; send token ids alone, or a list")
+        refuse(param, "token ids stand among texts; send token ids alone, or a list")
     if len(prompts) > most:
-        _refuse(param, f"{len(prompts)} are more than {most}")
+        refuse(param, f"{len(prompts)} are more than {most}")
     return prompts
 
 
@@ -427,14 +442,10 @@ def message_of(message: Message, index: int) -> ChatMessage:
     """A message as chat templates want it: text content, tool arguments as objects."""
     where = f"messages[{index}]"
     if message.role not in ROLES:
-        _refuse(
-            f"{where}.role", f"unknown role {shortened(message.role)!r}; expected one of {', '.join(sorted(ROLES))}"
-        )
-    for name in ("audio", "function_call"):
-        if getattr(message, name) is not None:
-            _not_supported(f"{where}.{name}")
+        refuse(f"{where}.role", f"unknown role {shortened(message.role)!r}; expected one of {', '.join(ROLES)}")
+    refuse_unsupported(message, MESSAGE_DEFAULTS, f"{where}.")
     if message.content is None and not (message.role == "assistant" and message.tool_calls):
-        _refuse(f"{where}.content", "null is allowed with tool calls only")
+        refuse(f"{where}.content", "null is allowed with tool calls only")
     return {
         "role": message.role,
         "content": _content(message.content, where),
@@ -454,9 +465,10 @@ def _content(content: str | list[TextPart] | None, where: str) -> str | None:
 
 def _part(part: TextPart, where: str) -> str:
     if part.type != "text":
-        _refuse(f"{where}.type", f"{shortened(part.type)!r} is not supported; send text")
+        refuse(f"{where}.type", f"{shortened(part.type)!r} is not supported; send text")
+    refuse_unsupported(part, PART_DEFAULTS, f"{where}.")
     if part.text is None:
-        _refuse(f"{where}.text", "a text part needs it")
+        refuse(f"{where}.text", "a text part needs it")
     return part.text
 
 
@@ -485,4 +497,4 @@ def arguments_of(arguments: str | dict[str, Any] | None, param: str) -> dict[str
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
-        _refuse(param, "not a JSON object")
+        refuse(param, "not a JSON object")

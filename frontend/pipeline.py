@@ -141,16 +141,16 @@ def make_branch(call: Call, model: Model, prompt: Prompt, number: int, request_i
     parser = None
     if call.messages is not None:
         parser = model.format.parser(call.tools, prompt.tail, is_guided=call.guide is not None)
+    name = request_id if number == 0 else RequestId(f"{request_id}-{number}")
+    request = generate_request(call, model, prompt, name, number)
     answer = Answer(
         model.tokenizer.detokenizer(model.format.markers if parser is not None else frozenset()),
         call.stops,
         call.min_tokens,
-        logprobs=call.sampling.top_logprobs is not None,
+        logprobs=request.sampling.top_logprobs is not None,
         parser=parser,
         only_one_call=call.tools is not None and not call.tools.parallel,
     )
-    name = request_id if number == 0 else RequestId(f"{request_id}-{number}")
-    request = generate_request(call, model, prompt, name, number)
     return Branch(number, request, answer, Trace(), Timing(started), prompt.text)
 
 
@@ -182,6 +182,7 @@ async def chat_prompt(call: Call, model: Model) -> Prompt:
         add_generation_prompt=call.add_generation_prompt,
         continue_final_message=call.continue_final_message,
         options=call.template_options,
+        param=call.prompt_param,
     )
     check_length(text, call, model)
     tokens = await model.tokenizer.encode_packed(text, add_special_tokens=False, salt=call.cache_salt or "")

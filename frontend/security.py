@@ -5,8 +5,9 @@ import hmac
 import logging
 import re
 import ssl
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -17,10 +18,11 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MAX_KEYS = 10_000  # every request is compared with all of them
-LOOK_S = 2.0  # between looks whether the file of keys has changed
+LOOK_S = 2.0  # between looks whether files have changed
 _KEY = re.compile(r"[\x21-\x7e]{1,1024}")
 _TENANT = re.compile(r"[\x21-\x7e]{1,256}")
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
+_CARRIERS = ("authorization", "x-api-key")
 _SEND = "send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
 
 
@@ -63,6 +65,7 @@ class ApiKeyGuard:
         self._stamp = self._look()
         self._keys = self._read()
         self._next_look = clock() + LOOK_S
+        warn_if_public("--api-keys-file", path)
 
     def __call__(self, request: Request) -> None:
         """Name the tenant of its key in the request. Raises UnauthorizedError."""
@@ -92,16 +95,18 @@ class ApiKeyGuard:
         else:
             log.info("the API keys were read again", extra={"keys": len(self._keys)})
 
-    def _look(self) -> tuple[int, int, int]:
-        """What changes with the content."""
+    def _look(self) -> "Stamp":
         try:
-            found = self._path.stat()
+            return stamp_of([str(self._path)])
         except OSError as error:
             self._cannot_read(error)
-        return found.st_mtime_ns, found.st_ino, found.st_size
 
     def _read(self) -> list[ApiKey]:
         try:
+            if self._path.stat().st_mode & stat.S_IWOTH:
+                raise ConfigError(
+                    f"every user of this machine can write API keys into {self._path}", hint="chmod o-w it"
+                )
             return read_api_keys(self._path.read_text("utf-8"), str(self._path))
         except (OSError, UnicodeDecodeError) as error:
             self._cannot_read(error)
@@ -114,7 +119,14 @@ class ApiKeyGuard:
 
 
 def sent_key(request: Request) -> str | None:
-    """The key that a request carries: OpenAI's clients send a bearer token, Anthropic's a header of its own."""
+    """The key that a request carries: OpenAI's clients send a bearer token, Anthropic's a header of its own.
+
+    Raises UnauthorizedError for one of these headers that was sent twice: what is in front of us may have looked at
+    the other.
+    """
+    names = [name for name, _ in request.headers if name in _CARRIERS]
+    if len(set(names)) < len(names):
+        raise UnauthorizedError("a header with an API key was sent twice", hint="send one key; " + _SEND)
     if found := _BEARER.fullmatch(request.header("authorization") or ""):
         return found[1]
     return request.header("x-api-key") or None
@@ -124,22 +136,73 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def tls_context(cert: str, key: str, client_ca: str) -> ssl.SSLContext | None:
+def tls_context(
+    cert: str, key: str, client_ca: str, *, clock: Callable[[], float] = time.monotonic
+) -> ssl.SSLContext | None:
     """For a listener; None without `cert`. All are paths of PEM files, "" where not given.
 
     Without `key` it is looked for in the file of `cert`. With `client_ca`, clients need a certificate signed by it.
-    Raises ConfigError.
+    Files that change count for the connections that come then. Raises ConfigError.
     """
     if not cert:
         if key or client_ca:
             given = "--tls-key" if key else "--tls-client-ca"
             raise ConfigError(f"{given} is given without --tls-cert", hint="give --tls-cert too, or none of them")
         return None
+    renewal = TlsRenewal(cert, key, client_ca, clock)
+    context = _load_context(cert, key, client_ca)
+    context.sni_callback = renewal
+    warn_if_public("--tls-key", key or cert)
+    return context
+
+
+class TlsRenewal:
+    """Called in each handshake (not only for a client that names the server): gives it the files as they are now."""
+
+    def __init__(self, cert: str, key: str, client_ca: str, clock: Callable[[], float]) -> None:
+        """Raises ConfigError."""
+        self._files = (cert, key, client_ca)
+        self._clock = clock
+        self._stamp = self._look()
+        self._next_look = clock() + LOOK_S
+        self._renewed: ssl.SSLContext | None = None
+
+    def __call__(
+        self, connection: ssl.SSLSocket | ssl.SSLObject, server_name: str | None, context: ssl.SSLContext
+    ) -> None:
+        if self._clock() >= self._next_look:
+            self._read_again()
+        if self._renewed is not None:
+            connection.context = self._renewed
+
+    def _read_again(self) -> None:
+        """Keep what we have if the files cannot be used: half of them may be written."""
+        self._next_look = self._clock() + LOOK_S
+        try:
+            stamp = self._look()
+            if stamp == self._stamp:
+                return
+            self._renewed, self._stamp = _load_context(*self._files), stamp
+        except (ConfigError, OSError) as error:
+            log.error("the TLS certificate stays as it was: %s", error)
+        else:
+            log.info("the TLS certificate was read again")
+
+    def _look(self) -> "Stamp":
+        """Raises ConfigError."""
+        cert, key, client_ca = self._files
+        files = [("--tls-cert", cert), ("--tls-key", key or cert), ("--tls-client-ca", client_ca)]
+        given = [(flag, path) for flag, path in files if path]
+        for flag, path in given:
+            _check_readable(flag, path)
+        return stamp_of([path for _, path in given])
+
+
+def _load_context(cert: str, key: str, client_ca: str) -> ssl.SSLContext:
+    """Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    _check_readable("--tls-cert", cert)
-    _check_readable("--tls-key", key or cert)
     try:
         context.load_cert_chain(cert, key or None, password=_no_password)
     except ssl.SSLError as error:
@@ -148,7 +211,6 @@ def tls_context(cert: str, key: str, client_ca: str) -> ssl.SSLContext | None:
             hint="give --tls-cert the certificate with its chain and --tls-key its private key, both as PEM",
         ) from error
     if client_ca:
-        _check_readable("--tls-client-ca", client_ca)
         try:
             context.load_verify_locations(client_ca)
         except ssl.SSLError as error:
@@ -158,6 +220,24 @@ def tls_context(cert: str, key: str, client_ca: str) -> ssl.SSLContext | None:
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+Stamp = tuple[tuple[int, int, int], ...]  # of files: changes with what is in them
+
+
+def stamp_of(paths: Sequence[str]) -> Stamp:
+    """Raises OSError."""
+    found = [Path(path).stat() for path in paths]
+    return tuple((file.st_mtime_ns, file.st_ino, file.st_size) for file in found)
+
+
+def warn_if_public(flag: str, path: str) -> None:
+    try:
+        is_public = Path(path).stat().st_mode & stat.S_IROTH
+    except OSError:  # it has just been read; whoever reads it again says what is wrong
+        return
+    if is_public:
+        log.warning("every user of this machine can read the secrets in %s %s: chmod o-r it", flag, path)
 
 
 def _check_readable(flag: str, path: str) -> None:

@@ -61,8 +61,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
+        param: str = "messages",
     ) -> str:
-        """`options`: further names for the template. Raises InvalidRequestError if it refuses the messages."""
+        """`options`: further names for the template; `param`: where the messages come from, for errors.
+
+        Raises InvalidRequestError if it refuses the messages.
+        """
         plain = [self._message(message) for message in messages]
         if continue_final_message:
             plain[-1]["content"] = _marked(plain[-1].get("content"))
@@ -79,14 +83,14 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {str(error)[:MAX_REFUSAL_CHARS]}", param="messages"
+                f"the model's chat template refuses these messages: {str(error)[:MAX_REFUSAL_CHARS]}", param=param
             ) from error
         except Exception as error:  # a template is a program: it may fail in any way
             log.warning("chat template failed", exc_info=True)
             raise InvalidRequestError(
                 f"the model's chat template cannot render these messages: {type(error).__name__}: "
                 f"{str(error)[:MAX_REFUSAL_CHARS]}",
-                param="messages",
+                param=param,
             ) from error
         return _up_to_mark(text) if continue_final_message else text
 

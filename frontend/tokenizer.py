@@ -92,10 +92,6 @@ class Tokenizer:
         """Which library is used: hf or fastokens."""
         return self._backend.name
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokens of `text`. Rendered chats hold their special tokens already, raw prompts do not."""
-        return unpacked(await self.encode_packed(text, add_special_tokens=add_special_tokens))
-
     async def encode_packed(self, text: str, *, add_special_tokens: bool, salt: str = "") -> bytes:
         """Tokens of `text`, u32 little endian. Rendered chats hold their special tokens already, raw prompts do not.
 
@@ -166,8 +162,12 @@ class Tokenizer:
         return self._decoder.token_bytes(token_id)
 
     def special_token_id(self, text: str) -> int | None:
-        """The special token that is written `text`; None if there is none."""
-        return self._names.special_ids.get(text)
+        """The token that `text` becomes wherever it stands; None if there is none.
+
+        Not only those that are marked special, which decides what an answer shows: the marks around a gap, for one,
+        are merely added in some tokenizers (Qwen 2.5) and special in others.
+        """
+        return self._names.added_ids.get(text)
 
 
 class Lookup:
@@ -216,12 +216,6 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
-
-
-def unpacked(ids: bytes) -> list[int]:
-    tokens = array("I")
-    tokens.frombytes(ids)
-    return tokens.tolist()
 
 
 async def _in_thread(run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -12,7 +12,7 @@ COMMANDS = {
     "doctor": ("kvmesh.doctor", "check this machine and say what to do"),
     "explain": ("kvmesh.explain", "ask a running mesh where a prompt would run, and why"),
     "replay": ("benchmarks.replay", "drive the router through a request trace, in simulated time"),
-    "bench": ("benchmarks.__main__", "measure one part: `kvmesh bench frontend`, engine, index"),
+    "bench": ("benchmarks.__main__", "measure one part: `kvmesh bench frontend`, streams, soak, engine, index"),
 }
 SERVICES = {
     "frontend": "one frontend: OpenAI's API in, tokens out",

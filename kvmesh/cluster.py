@@ -37,6 +37,9 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model_path: Annotated[str, Meta(description="Hugging Face folder; default: the tiny model")] = str(CHECKPOINT_DIR)
     model: Annotated[str, Meta(description="name the model is served under; default: tiny, or that of its folder")] = ""
     engine: Annotated[Literal["torch", "mock"], Meta(description="what computes")] = "torch"
+    loras: Annotated[str, Meta(description="mock: names of adapters, comma-separated")] = ""
+    tool_parser: Annotated[str, Meta(description="how the model writes tool calls; default: guessed")] = ""
+    reasoning_parser: Annotated[str, Meta(description="how the model sets its thoughts apart; default: guessed")] = ""
     device: Annotated[str, Meta(description="torch: cpu, cuda, cuda:<n> or auto")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], Meta(description="torch: auto is float32 on a CPU")
@@ -90,6 +93,9 @@ def worker_config(config: UpConfig, role: Role, name: str, discovery: str) -> Wo
         engine=config.engine,
         model_path=config.model_path,
         model=served_name(config),
+        loras=config.loras,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
         device=config.device,
         dtype=config.dtype,
         mock_speedup=config.mock_speedup,

@@ -139,6 +139,7 @@ def route_request(body: PlaceBody, request_id: RequestId, isl_tokens: int, hashe
         session=body.session,
         tenant=body.tenant,
         priority=body.priority,
+        lora=body.lora,
         explain=body.explain,
     )
 

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple, NoReturn
 from frontend.anthropic.shapes import (
     Block,
     Message,
+    OnlyText,
     RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
+from frontend.parameters import refuse
 from frontend.templates import ChatMessage
-from protocol.errors import InvalidRequestError
 
 FAILED = "Error: "  # before the result of a tool that failed: templates know no other way to say it
 
@@ -29,7 +30,7 @@ class _Placed(NamedTuple):
     block: Block
 
 
-def chat_messages(system: str | Sequence[TextBlock] | None, messages: Sequence[Message]) -> list[ChatMessage]:
+def chat_messages(system: str | Sequence[OnlyText] | None, messages: Sequence[Message]) -> list[ChatMessage]:
     """Raises InvalidRequestError that names the block which stands where it cannot."""
     said: list[ChatMessage] = []
     if prompt := _text(system):
@@ -53,12 +54,12 @@ def continues(said: Sequence[ChatMessage]) -> bool:
     if last["role"] != "assistant":
         return False
     if last["tool_calls"]:
-        _refuse("messages", "the last message calls tools; send their results after it")
+        refuse("messages", "the last message calls tools; send their results after it")
     text = last["content"] or ""
     if text != text.rstrip():
-        _refuse("messages", "the last message, which the answer goes on with, ends with white space")
+        refuse("messages", "the last message, which the answer goes on with, ends with white space")
     if not text:
-        _refuse("messages", "the last message is the assistant's, and has no text that the answer could go on with")
+        refuse("messages", "the last message is the assistant's, and has no text that the answer could go on with")
     return True
 
 
@@ -67,7 +68,7 @@ def _blocks(message: Message, index: int) -> list[_Placed]:
     if isinstance(message.content, str):
         return [_Placed(where, TextBlock(text=message.content))]
     if not message.content:
-        _refuse(where, "it is empty")
+        refuse(where, "it is empty")
     return [_Placed(f"{where}[{n}]", block) for n, block in enumerate(message.content)]
 
 
@@ -128,15 +129,11 @@ def _text_block(placed: _Placed, role: str) -> TextBlock:
     return placed.block
 
 
-def _text(content: str | Sequence[TextBlock] | None) -> str:
+def _text(content: str | Sequence[TextBlock | OnlyText] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join([block.text for block in content])
 
 
 def _misplaced(where: str, block: Block, role: str) -> NoReturn:
-    _refuse(f"{where}.type", f"{block.__struct_config__.tag!r} cannot stand in a message of the role {role!r}")
-
-
-def _refuse(param: str, reason: str) -> NoReturn:
-    raise InvalidRequestError(f"Invalid value for '{param}': {reason}", param=param)
+    refuse(f"{where}.type", f"{block.__struct_config__.tag!r} cannot stand in a message of the role {role!r}")

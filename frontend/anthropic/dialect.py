@@ -41,8 +41,8 @@ class MessagesDialect:
     def writer(self, job: Job) -> "MessagesWriter":
         return MessagesWriter(job)
 
-    def error_body(self, error: MeshError) -> bytes:
-        return error_body(error)
+    def error_body(self, error: MeshError, request_id: str = "") -> bytes:
+        return error_body(error, request_id)
 
 
 def answer_of(
@@ -192,5 +192,5 @@ class MessagesWriter:
         usage = b',"usage":' + encode(usage_of(counts))
         return framed("message_delta", b',"delta":' + delta + usage) + framed("message_stop", last)
 
-    def error(self, error: MeshError) -> bytes:
-        return b"event: error\ndata: " + error_body(error, self._job.heading.id) + b"\n\n"
+    def error(self, error: MeshError, request_id: str) -> bytes:
+        return b"event: error\ndata: " + error_body(error, request_id) + b"\n\n"

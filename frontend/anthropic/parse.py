@@ -1,8 +1,8 @@
 """Read and check a request body: JSON in, a `Call` or an error that names the parameter out. Pure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,7 +23,19 @@ from frontend.call import Call, Endpoint, Tools
 from frontend.generator import Hints
 from frontend.openai import FunctionChoice, FunctionSpec, KvmeshOptions, NamedToolChoice
 from frontend.openai import ToolSpec as OpenAiTool
-from frontend.parameters import LEAST_TOP_P, TOOL_NAME, decode_body, guide_of, schema_guide, tools_of
+from frontend.parameters import (
+    LEAST_TOP_P,
+    TOOL_NAME,
+    Only,
+    decode_body,
+    guide_of,
+    not_supported,
+    only,
+    refuse,
+    refuse_unsupported,
+    schema_guide,
+    tools_of,
+)
 from protocol.errors import InvalidRequestError
 from protocol.messages import Guide, SamplingParams
 
@@ -119,58 +131,34 @@ def _refuse_foreign(body: bytes) -> None:
     for n, tool in enumerate(glance.tools or ()):
         if tool.type not in (None, "custom"):
             what = f"{tool.type[:64]!r} is a tool of Anthropic's"
-            _not_supported(f"tools[{n}].type", what, "describe the tool with name and input_schema")
+            not_supported(f"tools[{n}].type", what, "describe the tool with name and input_schema")
     for n, turn in enumerate(glance.messages):
         for k, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
             if block.type is not None and block.type not in BLOCKS:
                 what = f"there is no {block.type[:64]!r} here"
-                _not_supported(f"messages[{n}].content[{k}].type", what, f"send {', '.join(BLOCKS)}")
-
-
-def _refuse(param: str, reason: str) -> NoReturn:
-    raise InvalidRequestError(f"Invalid value for '{param}': {reason}", param=param)
-
-
-def _not_supported(param: str, what: str = "", hint: str = "leave it out") -> NoReturn:
-    reason = f"The parameter '{param}' is not supported" + (f": {what}" if what else "")
-    raise InvalidRequestError(reason, hint=hint, param=param)
+                not_supported(f"messages[{n}].content[{k}].type", what, f"send {', '.join(BLOCKS)}")
 
 
 # --- parameters that are known and not supported ------------------------------------------------------
 
-Harmless = Callable[[Any], bool]
-
-
-def _one_of(*values: object) -> Harmless:
-    return lambda value: value in values
-
-
 KEEP_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}  # an edit that changes nothing
-PROMPT_DEFAULTS: Mapping[str, Harmless] = {
-    "speed": _one_of("standard"),
-    "context_management": _one_of({}, {"edits": []}, {"edits": [KEEP_THOUGHTS]}),
-    "mcp_servers": _one_of([]),
+PROMPT_DEFAULTS: Mapping[str, Only] = {
+    "speed": only("standard"),
+    "context_management": only({}, {"edits": []}, {"edits": [KEEP_THOUGHTS]}),
+    "mcp_servers": only([]),
 }
-MESSAGES_DEFAULTS: Mapping[str, Harmless] = {
-    "service_tier": _one_of("auto", "standard_only"),
-    "container": _one_of(),
-    "inference_geo": _one_of(),
-    "diagnostics": _one_of(),
-    "user_profile_id": _one_of(),
+MESSAGES_DEFAULTS: Mapping[str, Only] = {
+    "service_tier": only("auto", "standard_only"),
+    "container": only(),
+    "inference_geo": only(),
+    "diagnostics": only(),
+    "user_profile_id": only(),
 }
-TOOL_DEFAULTS: Mapping[str, Harmless] = {
-    "defer_loading": _one_of(False),
-    "allowed_callers": _one_of(["direct"]),
-    "input_examples": _one_of([]),
+TOOL_DEFAULTS: Mapping[str, Only] = {
+    "defer_loading": only(False),
+    "allowed_callers": only(["direct"]),
+    "input_examples": only([]),
 }
-
-
-def refuse_unsupported(holder: msgspec.Struct, defaults: Mapping[str, Harmless], where: str = "") -> None:
-    """A parameter that would change the answer is refused by name; its null or default is harmless."""
-    for name, harmless in defaults.items():
-        value = getattr(holder, name)
-        if value is not None and not harmless(value):
-            _not_supported(where + name, hint="its default is accepted, or leave it out")
 
 
 # --- tools and structured output ----------------------------------------------------------------------
@@ -181,7 +169,7 @@ def _tools(request: CountRequest) -> Tools | None:
     choice = request.tool_choice
     if not request.tools:
         if isinstance(choice, AnyChoice | NamedChoice):
-            _refuse("tool_choice", "there are no tools to choose from; send tools")
+            refuse("tool_choice", "there are no tools to choose from; send tools")
         return None
     specs = [_tool(tool, f"tools[{n}].") for n, tool in enumerate(request.tools)]
     match choice:
@@ -200,7 +188,7 @@ def _tools(request: CountRequest) -> Tools | None:
 def _tool(tool: ToolSpec, where: str) -> OpenAiTool:
     refuse_unsupported(tool, TOOL_DEFAULTS, where)
     if not TOOL_NAME.fullmatch(tool.name):
-        _refuse(f"{where}name", "use letters, digits, and . _ : / -")
+        refuse(f"{where}name", "use letters, digits, and . _ : / -")
     function = FunctionSpec(name=tool.name, description=tool.description, parameters=tool.input_schema)
     return OpenAiTool(function=function)
 
@@ -210,7 +198,7 @@ def _guide(request: CountRequest, tools: Tools | None) -> Guide | None:
     if form is None:
         return guide_of(None, tools)
     if tools is not None and not tools.is_free:
-        _refuse("output_config.format", "a call that is forced by tool_choice has a format of its own")
+        refuse("output_config.format", "a call that is forced by tool_choice has a format of its own")
     return schema_guide(form.schema)
 
 
@@ -226,7 +214,7 @@ def _template_options(request: CountRequest) -> dict[str, Any]:
         case None:
             return options
         case ThinkingBetweenTools():
-            _not_supported("thinking.type", "'between_tools'", "send enabled, adaptive or disabled")
+            not_supported("thinking.type", "'between_tools'", "send enabled, adaptive or disabled")
         case ThinkingEnabled(budget_tokens=budget_tokens):
             options["thinking_budget"] = budget_tokens
     thinks = not isinstance(request.thinking, ThinkingDisabled)
@@ -236,7 +224,7 @@ def _template_options(request: CountRequest) -> dict[str, Any]:
 def _check_budget(request: MessagesRequest) -> None:
     thinking = request.thinking
     if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= request.max_tokens:
-        _refuse(
+        refuse(
             "thinking.budget_tokens",
             f"{thinking.budget_tokens} is not less than max_tokens, {request.max_tokens}, which thoughts count towards",
         )

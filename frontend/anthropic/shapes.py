@@ -1,7 +1,7 @@
 """Anthropic's wire shapes for messages: what comes in, what goes out.
 
 Fields that are known but not supported are here as well, so that they can be refused by name
-(`parse.refuse_unsupported`); a field that is not here is unknown and refused by the decoder.
+(`parse.PROMPT_DEFAULTS` and so on); a field that is not here is unknown and refused by the decoder.
 """
 
 from typing import Annotated, Any, Literal
@@ -36,6 +36,15 @@ class TextBlock(Strict, frozen=True, tag_field="type", tag="text"):
     citations: list[Any] | None = None  # ignored: sources of an earlier answer
 
 
+class OnlyText(Strict, frozen=True):
+    """A text block where no other may stand."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Any = None
+    citations: list[Any] | None = None
+
+
 class ThinkingBlock(Strict, frozen=True, tag_field="type", tag="thinking"):
     """Thoughts of an earlier answer."""
 
@@ -66,7 +75,7 @@ class ToolUseBlock(Strict, frozen=True, tag_field="type", tag="tool_use"):
 
 class ToolResultBlock(Strict, frozen=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[OnlyText] | None = None
     is_error: bool | None = None
     toolset_name: None = None
     cache_control: Any = None
@@ -159,7 +168,7 @@ class CountRequest(Strict, frozen=True):
 
     model: ModelName
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | list[TextBlock] | None = None
+    system: str | list[OnlyText] | None = None
     tools: Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None = None
     thinking: Thinking | None = None
@@ -205,7 +214,7 @@ class AnswerThinking(Struct, frozen=True, tag_field="type", tag="thinking"):
 class AnswerToolUse(Struct, frozen=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: msgspec.Raw  # a JSON object
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
 
 
 AnswerBlock = AnswerThinking | AnswerText | AnswerToolUse
@@ -243,3 +252,57 @@ class ErrorDetail(Struct, frozen=True):
 class ErrorAnswer(Struct, frozen=True, tag_field="type", tag="error"):
     error: ErrorDetail
     request_id: str | UnsetType = UNSET
+
+
+# --- the events of a stream, as `dialect.MessagesWriter` writes them -----------------------------------
+
+
+class MessageStart(Struct, frozen=True, tag_field="type", tag="message_start"):
+    message: Answer
+
+
+class BlockStart(Struct, frozen=True, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: AnswerBlock
+
+
+class TextDelta(Struct, frozen=True, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(Struct, frozen=True, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(Struct, frozen=True, tag_field="type", tag="signature_delta"):
+    signature: str
+
+
+class InputDelta(Struct, frozen=True, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+class BlockDelta(Struct, frozen=True, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
+
+
+class BlockStop(Struct, frozen=True, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class Ending(Struct, frozen=True):
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class MessageDelta(Struct, frozen=True, tag_field="type", tag="message_delta"):
+    delta: Ending
+    usage: Usage
+
+
+class MessageStop(Struct, frozen=True, tag_field="type", tag="message_stop"):
+    kvmesh: TraceReport | UnsetType = UNSET
+
+
+Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | ErrorAnswer

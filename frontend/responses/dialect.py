@@ -48,7 +48,7 @@ class ResponsesDialect:
     def writer(self, job: Job) -> "ResponsesWriter":
         return ResponsesWriter(job)
 
-    def error_body(self, error: MeshError) -> bytes:
+    def error_body(self, error: MeshError, request_id: str = "") -> bytes:
         return error_body(error)
 
 
@@ -234,7 +234,7 @@ class ResponsesWriter:
         is_whole = response.status == "completed"
         return self._send([ResponseCompleted(response=response) if is_whole else ResponseIncomplete(response=response)])
 
-    def error(self, error: MeshError) -> bytes:
+    def error(self, error: MeshError, request_id: str) -> bytes:
         param = error.param if isinstance(error, InvalidRequestError) else None
         told = ErrorEvent(code=http_failure(error.code).code, message=str(error), param=param)
         rest = [] if self._open is None else [self._open.item("incomplete")]

@@ -4,9 +4,9 @@
 send the whole conversation each time, our own output items among it, thoughts in plain text. Pure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,10 +20,14 @@ from frontend.openai import (
 )
 from frontend.parameters import (
     TOOL_NAME,
+    Only,
     arguments_of,
     common_fields,
     decode_body,
     guide_of,
+    only,
+    refuse,
+    refuse_unsupported,
     sampling_params,
     schema_guide,
     template_options,
@@ -31,7 +35,9 @@ from frontend.parameters import (
     validation_error,
 )
 from frontend.responses.shapes import (
+    INCLUDABLE,
     LOGPROBS,
+    TEXT_PARTS,
     AllowedTools,
     ContentPart,
     FunctionCallItem,
@@ -54,11 +60,7 @@ from frontend.responses.shapes import (
     ThoughtPart,
 )
 from frontend.templates import ChatMessage
-from protocol.errors import InvalidRequestError
 from protocol.messages import Guide, GuideKind
-
-TEXT_PARTS = frozenset({"input_text", "output_text"})
-INCLUDABLE = frozenset({LOGPROBS, "reasoning.encrypted_content"})  # the latter: thoughts are there, in plain text
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 ShapeT = TypeVar("ShapeT")
@@ -91,72 +93,58 @@ def parse_responses(body: bytes) -> ResponsesCall:
     )
 
 
-def _refuse(param: str, reason: str) -> NoReturn:
-    raise InvalidRequestError(f"Invalid value for '{param}': {reason}", param=param)
-
-
-def _not_supported(param: str, hint: str) -> NoReturn:
-    raise InvalidRequestError(f"The parameter '{param}' is not supported", hint=hint, param=param)
-
-
 # --- parameters that are known and not supported ------------------------------------------------------
 
 _STATELESS = "nothing is stored here; send the whole conversation as input"
-_DEFAULTS = "its default is accepted, or leave it out"
-_HARMLESS: dict[str, tuple[Sequence[object], str]] = {  # values, and what to do instead of sending others
-    "previous_response_id": ((), _STATELESS),
-    "conversation": ((), _STATELESS),
-    "prompt": ((), "no prompt templates are stored here; send instructions and input"),
-    "background": ((False,), "send stream, and stay connected"),
-    "truncation": (("disabled",), "input is never cut here; leave old items out yourself"),
-    "service_tier": (("auto", "default"), _DEFAULTS),
-    "moderation": ((), "leave it out"),
-    "context_management": (([],), "leave it out"),
-    "access_programs": ((), "leave it out"),
-    "image": ((), "leave it out"),
-    "max_tokens": ((), "send max_output_tokens"),
-    "response_format": ((), "send text.format"),
-    "n": ((1,), _DEFAULTS),
+DEFAULTS: Mapping[str, Only] = {
+    "previous_response_id": only(hint=_STATELESS),
+    "conversation": only(hint=_STATELESS),
+    "prompt": only(hint="no prompt templates are stored here; send instructions and input"),
+    "background": only(False, hint="send stream, and stay connected"),
+    "truncation": only("disabled", hint="input is never cut here; leave old items out yourself"),
+    "service_tier": only("auto", "default"),
+    "moderation": only(hint="leave it out"),
+    "context_management": only([], hint="leave it out"),
+    "access_programs": only(hint="leave it out"),
+    "image": only(hint="leave it out"),
+    "max_tokens": only(hint="send max_output_tokens"),
+    "response_format": only(hint="send text.format"),
+    "n": only(1),
 }
-_HARMLESS_PARTS: dict[str, dict[str, Sequence[object]]] = {
-    "text": {"verbosity": ("medium",)},
-    "reasoning": {
-        "summary": ("auto",),  # there are none: thoughts are shown whole
-        "generate_summary": ("auto",),
-        "context": ("auto",),
-        "mode": ("standard",),
-    },
+TEXT_DEFAULTS: Mapping[str, Only] = {"verbosity": only("medium")}
+REASONING_DEFAULTS: Mapping[str, Only] = {
+    "summary": only("auto"),  # there are none: thoughts are shown whole
+    "generate_summary": only("auto"),
+    "context": only("auto"),
+    "mode": only("standard"),
 }
+TOOL_DEFAULTS: Mapping[str, Only] = {
+    "is_async": only(False, json_name="async"),
+    "defer_loading": only(False),
+    "allowed_callers": only([], ["direct"]),
+    "output_schema": only(),
+}
+_FILES = ("refusal", "image_url", "file_id", "detail", "file_data", "file_url", "filename", "input_audio")
+PART_DEFAULTS: Mapping[str, Only] = {name: only(hint="send text") for name in _FILES}
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
-    for name, (harmless, hint) in _HARMLESS.items():
-        value = getattr(request, name)
-        if value is not None and value not in harmless:
-            _not_supported(name, hint)
-    for name, parts in _HARMLESS_PARTS.items():
-        _refuse_parts(getattr(request, name), name, parts)
-
-
-_ATTRIBUTES = {"async": "is_async"}  # where a field's name is none in Python
-
-
-def _refuse_parts(given: object, where: str, parts: dict[str, Sequence[object]]) -> None:
-    for name, harmless in parts.items():
-        value = getattr(given, _ATTRIBUTES.get(name, name), None)
-        if value is not None and value not in harmless:
-            _not_supported(f"{where}.{name}", _DEFAULTS)
+    refuse_unsupported(request, DEFAULTS)
+    if request.text is not None:
+        refuse_unsupported(request.text, TEXT_DEFAULTS, "text.")
+    if request.reasoning is not None:
+        refuse_unsupported(request.reasoning, REASONING_DEFAULTS, "reasoning.")
 
 
 def _check(request: ResponsesRequest) -> None:
     for n, name in enumerate(request.include or ()):
         if name not in INCLUDABLE:
-            _refuse(f"include[{n}]", f"{name[:64]!r} is not there to be included; there are: {', '.join(INCLUDABLE)}")
+            refuse(f"include[{n}]", f"{name[:64]!r} is not there to be included; there are: {', '.join(INCLUDABLE)}")
     min_tokens, max_tokens = request.min_tokens or 0, request.max_output_tokens
     if max_tokens is not None and min_tokens > max_tokens:
-        _refuse("min_tokens", f"{min_tokens} is more than max_output_tokens, {max_tokens}")
+        refuse("min_tokens", f"{min_tokens} is more than max_output_tokens, {max_tokens}")
     if request.stream_options is not None and not request.stream:
-        _refuse("stream_options", "only allowed when stream is true")
+        refuse("stream_options", "only allowed when stream is true")
 
 
 # --- single parameters --------------------------------------------------------------------------------
@@ -166,7 +154,7 @@ def _top_logprobs(request: ResponsesRequest) -> int | None:
     if LOGPROBS in (request.include or ()):
         return request.top_logprobs or 0
     if request.top_logprobs:
-        _refuse("top_logprobs", f"only allowed when include has {LOGPROBS!r}")
+        refuse("top_logprobs", f"only allowed when include has {LOGPROBS!r}")
     return None
 
 
@@ -179,7 +167,7 @@ def _guide(text: TextConfig | None, tools: Tools | None) -> Guide | None:
     if wanted is None or isinstance(wanted, PlainTextFormat):
         return guide_of(None, tools)
     if tools is not None and not tools.is_free:
-        _refuse("text.format", "a call that is forced by tool_choice has a format of its own; send one of them")
+        refuse("text.format", "a call that is forced by tool_choice has a format of its own; send one of them")
     if isinstance(wanted, JsonTextFormat):
         return Guide(kind=GuideKind.JSON)
     return schema_guide(wanted.schema, "text.format.schema")
@@ -226,42 +214,34 @@ def _encoded(value: dict[str, Any] | None) -> msgspec.Raw:
 
 # --- tools --------------------------------------------------------------------------------------------
 
-_HARMLESS_OF_TOOLS: dict[str, Sequence[object]] = {
-    "async": (False,),
-    "defer_loading": (False,),
-    "allowed_callers": ([], ["direct"]),
-    "output_schema": (),
-}
-
 
 def _function_tool(tool: dict[str, Any], index: int) -> FunctionTool:
     where = f"tools[{index}]"
     if (kind := tool.get("type")) != "function":
-        _refuse(f"{where}.type", f"{_shown(kind)} is not supported; only functions are, which the client runs")
+        refuse(f"{where}.type", f"{_shown(kind)} is not supported; only functions are, which the client runs")
     spec = _read(tool, FunctionTool, where)
     if not TOOL_NAME.fullmatch(spec.name):
-        _refuse(f"{where}.name", "use letters, digits, and . _ : / -")
-    _refuse_parts(spec, where, _HARMLESS_OF_TOOLS)
+        refuse(f"{where}.name", "use letters, digits, and . _ : / -")
+    refuse_unsupported(spec, TOOL_DEFAULTS, f"{where}.")
     return spec
 
 
 def _choice(choice: str | dict[str, Any] | None) -> Choice | None:
     if choice is None or isinstance(choice, str):
         return choice
-    match choice.get("type"):
-        case "function":
-            return _read(choice, FunctionToolChoice, "tool_choice")
-        case "allowed_tools":
-            return _read(choice, AllowedTools, "tool_choice")
-        case kind:
-            _refuse("tool_choice.type", f"{_shown(kind)} is not supported; send 'function' or 'allowed_tools'")
+    kind = choice.get("type")
+    if kind not in ("function", "allowed_tools"):
+        refuse("tool_choice.type", f"{_shown(kind)} is not supported; send 'function' or 'allowed_tools'")
+    if kind == "function":
+        return _read(choice, FunctionToolChoice, "tool_choice")
+    return _read(choice, AllowedTools, "tool_choice")
 
 
 def _tools(specs: Sequence[FunctionTool], choice: Choice | None, *, parallel: bool) -> Tools | None:
     """None if the model is to know of no tool."""
     if not specs:
         if choice not in (None, "none", "auto"):
-            _refuse("tool_choice", "there are no tools to choose from; send tools")
+            refuse("tool_choice", "there are no tools to choose from; send tools")
         return None
     if choice == "none":
         return None
@@ -277,7 +257,7 @@ def _allowed(specs: Sequence[FunctionTool], choice: AllowedTools) -> list[Functi
     names = {tool.name for tool in choice.tools}
     for n, tool in enumerate(choice.tools):
         if tool.name not in known:
-            _refuse(f"tool_choice.tools[{n}]", f"{tool.name!r} is none of the tools")
+            refuse(f"tool_choice.tools[{n}]", f"{tool.name!r} is none of the tools")
     return [spec for spec in specs if spec.name in names]
 
 
@@ -298,7 +278,7 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
             conversation.add(item, f"input[{n}]")
         messages = conversation.messages
         if not messages:
-            _refuse("input", "it holds no message; send one for the model to answer")
+            refuse("input", "it holds no message; send one for the model to answer")
     return list(_with_instructions(request.instructions, messages))
 
 
@@ -334,10 +314,10 @@ class Conversation:
             case "reasoning":
                 self._thoughts = _joined(self._thoughts, _thoughts(_read(item, ReasoningItem, where)))
             case "item_reference" | None:
-                _refuse(f"{where}.type", "it refers to a stored item, and nothing is stored here; send the item itself")
+                refuse(f"{where}.type", "it refers to a stored item, and nothing is stored here; send the item itself")
             case kind:
                 known = "message, function_call, function_call_output, reasoning"
-                _refuse(f"{where}.type", f"{_shown(kind)} is not supported; there are: {known}")
+                refuse(f"{where}.type", f"{_shown(kind)} is not supported; there are: {known}")
 
     def _add_message(self, item: MessageItem, where: str) -> None:
         message: dict[str, Any] = {"role": item.role, "content": _text(item.content, f"{where}.content")}
@@ -359,7 +339,7 @@ class Conversation:
 
     def _add_output(self, item: FunctionOutputItem, where: str) -> None:
         if (name := self._called.get(item.call_id)) is None:
-            _refuse(f"{where}.call_id", f"{item.call_id[:64]!r} is none of the calls before it; send the call as well")
+            refuse(f"{where}.call_id", f"{item.call_id[:64]!r} is none of the calls before it; send the call as well")
         content = _text(item.output, f"{where}.output")
         self._append({"role": "tool", "content": content, "tool_call_id": item.call_id, "name": name})
 
@@ -387,9 +367,10 @@ def _text(content: str | list[ContentPart], where: str) -> str:
 
 def _part(part: ContentPart, where: str) -> str:
     if part.type not in TEXT_PARTS:
-        _refuse(f"{where}.type", f"{part.type[:64]!r} is not supported; send input_text or output_text")
+        refuse(f"{where}.type", f"{part.type[:64]!r} is not supported; send input_text or output_text")
+    refuse_unsupported(part, PART_DEFAULTS, f"{where}.")
     if part.text is None:
-        _refuse(f"{where}.text", "a text part needs it")
+        refuse(f"{where}.text", "a text part needs it")
     return part.text
 
 

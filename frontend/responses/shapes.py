@@ -14,9 +14,13 @@ from frontend.openai import MAX_TOOLS, ChatLogprob, Count, FunctionName, Request
 MAX_METADATA = 16
 MAX_INPUT_ITEMS = 1 << 16
 LOGPROBS = "message.output_text.logprobs"  # what a caller has included to get them
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # the latter: thoughts are there, in plain text
+TEXT_PARTS = ("input_text", "output_text")
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
+Included = Annotated[str, Meta(extra_json_schema={"enum": list(INCLUDABLE)})]
+TextPartType = Annotated[str, Meta(extra_json_schema={"enum": list(TEXT_PARTS)})]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -69,18 +73,23 @@ class FunctionToolChoice(Strict, frozen=True, tag_field="type", tag="function"):
     name: FunctionName
 
 
+class AllowedTool(Strict, frozen=True):
+    type: Literal["function"]
+    name: FunctionName
+
+
 class AllowedTools(Strict, frozen=True, tag_field="type", tag="allowed_tools"):
     """Only these may be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionToolChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ResponsesRequest(RequestBase, frozen=True, kw_only=True):
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_INPUT_ITEMS)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    include: list[str] | None = None
+    include: list[Included] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -113,7 +122,7 @@ class ResponsesRequest(RequestBase, frozen=True, kw_only=True):
 
 
 class ContentPart(Strict, frozen=True):
-    type: str
+    type: TextPartType
     text: str | None = None
     # what our own answers carry
     annotations: list[Any] | None = None
@@ -133,7 +142,7 @@ class ContentPart(Strict, frozen=True):
 class MessageItem(Strict, frozen=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[ContentPart]
-    type: str | None = None
+    type: Literal["message"] | None = None
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -143,7 +152,7 @@ class FunctionCallItem(Strict, frozen=True):
     call_id: str
     name: str
     arguments: str
-    type: str | None = None
+    type: Literal["function_call"]
     id: str | None = None
     status: str | None = None
     namespace: str | None = None
@@ -155,7 +164,7 @@ class FunctionCallItem(Strict, frozen=True):
 class FunctionOutputItem(Strict, frozen=True):
     call_id: str
     output: str | list[ContentPart]
-    type: str | None = None
+    type: Literal["function_call_output"]
     id: str | None = None
     name: str | None = None
     status: str | None = None
@@ -170,9 +179,9 @@ class ThoughtPart(Strict, frozen=True):
 
 
 class ReasoningItem(Strict, frozen=True):
+    type: Literal["reasoning"]
     summary: list[ThoughtPart] | None = None
     content: list[ThoughtPart] | None = None
-    type: str | None = None
     id: str | None = None
     status: str | None = None
     encrypted_content: str | None = None  # nobody here can read it
@@ -245,7 +254,7 @@ class ResponseError(Struct, frozen=True):
 
 class ShownSchemaFormat(Struct, frozen=True, tag_field="type", tag="json_schema"):
     name: str
-    schema: msgspec.Raw  # encoded once: it may be large
+    schema: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]  # encoded once: it may be large
     description: str | None
     strict: bool | None
 
@@ -263,7 +272,7 @@ class ReasoningSettings(Struct, frozen=True):
 class ShownTool(Struct, frozen=True, tag_field="type", tag="function"):
     name: str
     description: str | None
-    parameters: msgspec.Raw  # encoded once: they may be large; an object or null
+    parameters: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": ["object", "null"]})]  # encoded once, too
     strict: bool | None
 
 
@@ -390,3 +399,23 @@ class ArgumentsDelta(ItemEvent, kw_only=True, tag="response.function_call_argume
 
 class ArgumentsDone(ItemEvent, kw_only=True, tag="response.function_call_arguments.done"):
     arguments: str
+
+
+Event = (
+    ResponseCreated
+    | ResponseInProgress
+    | ResponseCompleted
+    | ResponseIncomplete
+    | ResponseFailed
+    | ErrorEvent
+    | ItemAdded
+    | ItemDone
+    | PartAdded
+    | PartDone
+    | TextDelta
+    | TextDone
+    | ReasoningDelta
+    | ReasoningDone
+    | ArgumentsDelta
+    | ArgumentsDone
+)

@@ -39,7 +39,7 @@ CJK = "的了是人中上大一不在有はがをにのてでたるすとも"  #
 JOINTS = ((WORD, " "), (WORD, "\n"), (CJK, "，"), (CJK, "。"), (CJK, "、"))
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-MAX_TRIES = 32  # per piece: `<` is common in code
+MAX_TRIES = 32  # per piece and first character of an added token: `<` is common in code
 SPLITS_AT_SPACE = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
 ACT_PER_CHARACTER = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Precompiled", "Nmt"}
 
@@ -52,6 +52,7 @@ class CutRules:
     dropped_chars: int = 0  # after a cut in plain text
     anchor: re.Pattern[str] | None = None  # matches where an added token starts before which a cut is
     anchor_chars: str = ""  # what such tokens start with
+    either: re.Pattern[str] | None = None  # `plain`, as a group, or `anchor`
 
     def __bool__(self) -> bool:
         return self.plain is not None or self.anchor is not None
@@ -60,41 +61,35 @@ class CutRules:
         """`text` in pieces: cut before an added token after `least_chars`, else in plain text after `most_chars`.
 
         Where a piece ends depends only on the text before and a few characters after: equal beginnings give equal
-        pieces. A piece is longer where there is no place for a cut.
+        pieces. A piece is longer where there is no place for a cut. Each character is looked at once or twice.
         """
         pieces: list[str] = []
-        start, plain = 0, self.plain
-        while len(text) - start > most_chars:
-            end = self._anchor_at(text, start + least_chars, start + most_chars, MAX_TRIES)
+        start = 0
+        while self.either is not None and len(text) - start > most_chars:
+            end = self._anchor_at(text, start + least_chars, start + most_chars)
             dropped_chars = 0
-            if end < 0 and plain is not None:
-                found = plain.search(text, start + most_chars)
-                end = -1 if found is None else found.start()
-                dropped_chars = self.dropped_chars
-            if end < 0:  # no plain cut in all the rest
-                plain, dropped_chars = None, 0
-                end = self._anchor_at(text, start + most_chars, len(text), len(text))
             if end < 0:
-                break
+                found = self.either.search(text, start + most_chars)
+                if found is None:
+                    break
+                end = found.start()
+                dropped_chars = self.dropped_chars if found.lastgroup else 0
             pieces.append(text[start:end])
             start = end + dropped_chars
         pieces.append(text[start:] if start else text)
         return pieces
 
-    def _anchor_at(self, text: str, start: int, end: int, max_tries: int) -> int:
-        """Where the first added token starts in text[start:end], -1 if none does.
-
-        `max_tries`: how often its first character may turn out to be something else.
-        """
+    def _anchor_at(self, text: str, start: int, end: int) -> int:
+        """Where the first added token starts in text[start:end], -1 if none does."""
         first = -1
         for char in self.anchor_chars:
-            if (at := self._find(text, char, start, end, max_tries)) >= 0:
+            if (at := self._find(text, char, start, end)) >= 0:
                 first = end = at
         return first
 
-    def _find(self, text: str, char: str, start: int, end: int, max_tries: int) -> int:
+    def _find(self, text: str, char: str, start: int, end: int) -> int:
         assert self.anchor is not None
-        for _ in range(max_tries):
+        for _ in range(MAX_TRIES):
             at = text.find(char, start, end)
             if at < 0 or self.anchor.match(text, at):
                 return at
@@ -110,12 +105,20 @@ def cut_rules(spec: dict[str, Any], normalize: Callable[[str], str]) -> CutRules
         return CutRules()
     anchors = _anchors(added)
     plain, dropped_chars = _plain_cuts(spec, normalize)
+    anchor = _any_of(anchors) if anchors else None
     return CutRules(
         plain=plain,
         dropped_chars=dropped_chars,
-        anchor=_any_of(anchors) if anchors else None,
+        anchor=anchor,
         anchor_chars="".join(sorted({token[0] for token in anchors})),
+        either=_either(plain, anchor),
     )
+
+
+def _either(plain: re.Pattern[str] | None, anchor: re.Pattern[str] | None) -> re.Pattern[str] | None:
+    patterns = [f"(?P<plain>{plain.pattern})"] if plain is not None else []
+    patterns += [anchor.pattern] if anchor is not None else []
+    return re.compile("|".join(patterns)) if patterns else None
 
 
 # --- before added tokens ------------------------------------------------------------------------------

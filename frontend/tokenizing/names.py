@@ -14,6 +14,7 @@ class TokenNames:
         for name, token_id in ids.items():
             self._names[token_id] = name
         added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
+        self.added_ids = {token.content: token_id for token_id, token in added.items()}  # special ones among them
         self.special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         self.longest_chars = max(map(len, ids), default=1)
 

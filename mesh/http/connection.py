@@ -33,6 +33,11 @@ MAX_AHEAD_BYTES = 64 << 10  # of pipelined requests, kept while one is handled
 SLICE_BYTES = 4 << 10  # parsed in one go: not more requests at a time than fit in here
 SEND_BUFFER_BYTES = 128 << 10  # the kernel would keep megabytes for a client that does not read
 WRITE_BUFFER_BYTES = 64 << 10  # from here on a reply counts as full
+KEEPALIVE = (  # the network does not say that a client is gone: two minutes of silence do
+    ("TCP_KEEPIDLE", 60),
+    ("TCP_KEEPINTVL", 15),
+    ("TCP_KEEPCNT", 4),
+)
 LINGER_S = 1.0  # a client that is sending still would miss a reply that a reset follows
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _NAMES = {
@@ -73,6 +78,7 @@ class Connection(asyncio.Protocol):
         "_task",
         "_transport",
         "_unread_bytes",
+        "_unsent_bytes",
         "_url",
         "_waiting",
         "_writable",
@@ -83,7 +89,7 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self._since = server.now()  # when it fell idle, or the request being read began
+        self._since = server.now()  # when it fell idle, the request being read began, or its client last took something
         # what is read
         self._url = b""
         self._headers: list[tuple[str, str]] = []
@@ -106,6 +112,7 @@ class Connection(asyncio.Protocol):
         self._is_closing = False
         self._writable: asyncio.Event | None = None  # while somebody waits
         self.is_full = False  # the client reads more slowly than is written
+        self._unsent_bytes = 0  # while it is full: when that was last looked at
 
     @property
     def is_lost(self) -> bool:
@@ -123,8 +130,7 @@ class Connection(asyncio.Protocol):
         raw = transport.get_extra_info("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             with suppress(OSError):  # it is gone already
-                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a token must not wait for the last's ACK
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+                _tune(raw)
         self._server.add(self)
         if self._server.is_closing:
             self.close()
@@ -148,6 +154,8 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.is_full = True
+        self._since = self._server.now()
+        self._unsent_bytes = 0
 
     def resume_writing(self) -> None:
         self.is_full = False
@@ -313,10 +321,13 @@ class Connection(asyncio.Protocol):
 
     def expire(self, now: float, receive_timeout_s: float, keep_alive_s: float) -> None:
         """Hang up on a client that does not finish its request, reads no reply, or wants nothing."""
+        if self.is_full:
+            self._expire_reader(now, keep_alive_s)
+            return
         if self._task is not None:
             return
         idle_s = now - self._since
-        if self._is_receiving and not self._is_deaf and not self.is_full:
+        if self._is_receiving and not self._is_deaf:
             if idle_s > receive_timeout_s:
                 self._refuse(self._server.late)
         elif idle_s > keep_alive_s:
@@ -324,6 +335,16 @@ class Connection(asyncio.Protocol):
                 self.abort()  # it would wait for ever
             else:
                 self.close()
+
+    def _expire_reader(self, now: float, patience_s: float) -> None:
+        """Cut off a client that takes nothing of its reply, however long that may go on: a worker waits for it."""
+        unsent_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        if unsent_bytes < self._unsent_bytes:
+            self._since = now
+        elif now - self._since > patience_s:
+            log.info("cut off a client that reads no more", extra={"unsent_bytes": unsent_bytes})
+            self.abort()
+        self._unsent_bytes = unsent_bytes
 
     # --- handling --------------------------------------------------------------------------------------------
 
@@ -456,6 +477,16 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
 
+def _tune(raw: socket.socket) -> None:
+    """Raises OSError."""
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a token must not wait for the last's ACK
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE:
+        if (option := getattr(socket, name, None)) is not None:  # macOS has other names
+            raw.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 def _cause(stop: httptools.HttpParserCallbackError) -> MeshError:
     """What a callback raised to end the parsing."""
     error = stop.__context__
@@ -503,6 +534,8 @@ def _read_framing(headers: list[tuple[str, str]], needs_host: bool) -> tuple[int
             length_bytes = int(value)
         elif name == "expect":
             expects_continue = needs_host and value.lower() == "100-continue"
+        elif not needs_host:  # what a proxy of that age passes on without understanding it
+            raise InvalidRequestError("HTTP/1.0 has no transfer-encoding", hint="send a Content-Length")
         elif value.lower() != "chunked":
             raise InvalidRequestError("the only known transfer-encoding is chunked", hint="send the body as it is")
     if hosts > 1 or (needs_host and hosts == 0):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from mesh.http.connection import Connection, DateLine, refusal
 from mesh.http.errors import MethodNotAllowedError, NotFoundError, RequestTimeoutError, error_body
+from mesh.http.files import make_room_for_files
 from mesh.http.request import Reply, ReplyStream, Request
 from protocol.errors import ConfigError, MeshError
 
@@ -21,9 +22,13 @@ Guard = Callable[[Request], None]
 ErrorBody = Callable[[MeshError], bytes]
 CLIENT_GONE = 499  # in the access log: the client left before the end of its reply
 REQUEST_ID_HEADER = "x-request-id"
-SHUTDOWN_S = 1.0  # for requests to finish, and then for handlers to be cancelled
+SHUTDOWN_S = 1.0  # at the end: for requests to finish
+FLUSH_S = 2.0  # ... in all, for clients to read the rest of replies that are complete
+CANCEL_S = 0.5  # ... and then for handlers that were cancelled
+SPARE_FILES = 256  # of this process, that are no connections of clients
 TLS_HANDSHAKE_S = 10.0
 TLS_GOODBYE_S = 2.0  # for the other side to say that it closes too
+_SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,7 @@ class Server:
         self.max_body_bytes = app.limits.max_body_bytes
         self.max_bodies_bytes = app.limits.max_bodies_bytes
         self.body_bytes = 0  # of all requests that are read or handled
+        self.max_connections = app.limits.max_connections
         self.is_closing = False
         self.logs_access = app.logs_access
         self.late = RequestTimeoutError(f"the request did not come to its end in {app.limits.receive_timeout_s:g} s")
@@ -156,7 +162,20 @@ class Server:
         return self.is_closing or (self._app.is_draining is not None and self._app.is_draining())
 
     def is_crowded(self) -> bool:
-        return len(self.connections) > self._app.limits.max_connections
+        return len(self.connections) > self.max_connections
+
+    def make_room(self) -> None:
+        """Let this process open as many files as there may be connections, or take fewer of those."""
+        wanted = self.max_connections
+        possible = max(1, make_room_for_files(wanted + SPARE_FILES) - SPARE_FILES)
+        if possible < wanted:
+            self.max_connections = possible
+            log.info(
+                "takes %d connections instead of %d: the system lets this process open no more files; "
+                "raise its hard limit (`ulimit -Hn`, LimitNOFILE=)",
+                possible,
+                wanted,
+            )
 
     def admit(self, request: Request) -> None:
         """Look at the head of a request, before its body takes memory. Raises MeshError."""
@@ -177,6 +196,8 @@ class Server:
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
             reply = self._refusal(route, MeshError("the server failed", hint="see its log"))
+        if isinstance(reply, Reply):
+            give_id_back(request, reply)
         self._count(route, reply)
         return reply
 
@@ -185,6 +206,8 @@ class Server:
         log.info("refused a request before it was read: %s", error)
         route = self._app.find_or_none(request) if request is not None else None
         reply = self._refusal(route, error)
+        if request is not None:
+            give_id_back(request, reply)
         self._count(route, reply)
         if self.logs_access:
             self.log_access(request, reply)
@@ -220,24 +243,41 @@ class Server:
             connection.expire(now, limits.receive_timeout_s, limits.keep_alive_s)
 
     async def close(self) -> None:
-        """Hang up: at once on idle connections, after SHUTDOWN_S on those whose requests go on."""
+        """Hang up: at once on idle connections, after SHUTDOWN_S on those whose requests go on, and after FLUSH_S on
+        those whose clients have not read all of their reply."""
+        began = self.now()
         self.is_closing = True
         if self._sweep is not None:
             self._sweep.cancel()
         for connection in list(self.connections):
             if not connection.is_busy:
                 connection.close()
-        await self._until_empty(SHUTDOWN_S)
+        await self._until(lambda: not any(c.is_busy for c in self.connections), began + SHUTDOWN_S)
+        for connection in list(self.connections):
+            if connection.is_busy:
+                connection.abort()
+        await self._until(lambda: not self.connections, began + FLUSH_S)
         for connection in list(self.connections):
             connection.abort()
-        await self._until_empty(SHUTDOWN_S)
+        await self._until(lambda: not self.connections, self.now() + CANCEL_S)
         if self.connections:
             log.warning("%d handlers go on though they were cancelled", len(self.connections))
 
-    async def _until_empty(self, patience_s: float) -> None:
-        deadline = self.now() + patience_s
-        while self.connections and self.now() < deadline:  # noqa: ASYNC110 - twice in a server's life
+    async def _until(self, condition: Callable[[], bool], deadline: float) -> None:
+        while not condition() and self.now() < deadline:  # noqa: ASYNC110 - three times in a server's life
             await asyncio.sleep(0.01)
+
+
+def client_request_id(request: Request) -> str | None:
+    """The client's own id, if it is sane enough for logs and headers."""
+    text = request.header(REQUEST_ID_HEADER) or ""
+    return text if _SANE_ID.fullmatch(text) else None
+
+
+def give_id_back(request: Request, reply: Reply) -> None:
+    """Unless the handler has named the request itself."""
+    if REQUEST_ID_HEADER not in reply.headers and (sent := client_request_id(request)) is not None:
+        reply.headers = {**reply.headers, REQUEST_ID_HEADER: sent}
 
 
 @asynccontextmanager
@@ -255,6 +295,7 @@ async def listening(
     Port 0 takes a free one. Raises ConfigError if the address cannot be had.
     """
     server = Server(app)
+    server.make_room()
     try:
         listener = await server.loop.create_server(
             server.connect,

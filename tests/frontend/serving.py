@@ -55,6 +55,7 @@ class Served:
         self.url = url
         self.port = int(url.rpartition(":")[2])
         self.admission = api.admission
+        self.app = api.app
         self.session = session
         self.models = models
         self.generator = generator

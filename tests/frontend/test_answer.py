@@ -1,16 +1,22 @@
 """From deltas to parts: the tokens decide, not how they are cut."""
 
 import json
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontend.answer import Answer
+from frontend.call import Tools
 from frontend.detokenizer import token_decoder
+from frontend.formats import answer_format
+from frontend.parsers.chain import merge
+from frontend.parsers.events import CallBegun, Event, Tool
 from protocol.messages import Delta, FinishReason, TokenLogprob
 from tests.frontend import tiny
 
 BACKEND = tiny.byte_level()
+TOOLS = Tools((Tool("f", {}), Tool("g", {})), (), parallel=False)
 DECODER = token_decoder(BACKEND, json.loads(BACKEND.to_str())["decoder"])
 
 
@@ -108,3 +114,36 @@ def test_any_cutting_into_deltas_gives_the_same(data: st.DataObject) -> None:
     whole = run(delta(tokens, FinishReason.LENGTH))
     assert run(delta(tokens[:cut]), delta(tokens[cut:], FinishReason.LENGTH)) == whole
     assert run(*[delta((token,)) for token in tokens], delta((), FinishReason.LENGTH)) == whole
+
+
+TWO_CALLS = (
+    'Hm.<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>\n{"name": "g", "arguments": {}}\n'
+    "</tool_call>"
+)
+
+
+@given(st.lists(st.integers(1, 200), max_size=4), st.booleans(), st.sampled_from([(), ("zzz",)]))
+@settings(max_examples=60, deadline=None)
+def test_without_parallel_calls_the_token_that_begins_a_second_one_is_the_last(
+    cuts: list[int], wants_logprobs: bool, stops: tuple[str, ...]
+) -> None:
+    """However the tokens are cut into deltas: what is told, counted and scored is the same."""
+    tokens = ids(TWO_CALLS)
+
+    def run(deltas: list[tuple[int, ...]]) -> tuple[list[Event], int, list[int]]:
+        parser = answer_format("hermes", "none", "").parser(TOOLS, "", is_guided=False)
+        one = Answer(DECODER.stream(), stops, logprobs=wants_logprobs, parser=parser, only_one_call=True)
+        told = [Delta(some, logprobs=logprobs(some) if wants_logprobs else None) for some in deltas]
+        parts = [one.on_delta(delta) for delta in told if one.finish_reason is None]
+        assert one.finish_reason is FinishReason.STOP
+        events = merge([event for part in parts for event in part.events])
+        scored = [placed.entry.token_id for part in parts for placed in part.logprobs]
+        assert scored == (list(tokens[: one.completion_tokens]) if wants_logprobs else [])
+        return events, one.completion_tokens, scored
+
+    edges = [0, *sorted({cut % len(tokens) for cut in cuts} - {0}), len(tokens)]
+    in_parts = run([tokens[begin:end] for begin, end in pairwise(edges)])
+    assert in_parts == run([(token,) for token in tokens])
+    events, completion_tokens, _ = in_parts
+    assert [event for event in events if isinstance(event, CallBegun)] == [CallBegun(0, "f")]
+    assert completion_tokens < len(tokens)

@@ -1,12 +1,17 @@
 """Which models are served, by the cards of the workers."""
 
 import asyncio
+import logging
+import sys
 from pathlib import Path
 
 import pytest
 
+from frontend.config import FrontendConfig
 from frontend.errors import UnknownModelError
 from frontend.models import ModelRegistry
+from frontend.tokenizing.backends import BackendName
+from mesh.config import load
 from protocol.errors import ConfigError, NoWorkerError
 from protocol.ids import WorkerId
 from protocol.messages import Role
@@ -72,3 +77,39 @@ async def test_a_failed_load_is_tried_again(tmp_path: Path) -> None:
         await registry.get("tiny")
     tiny.save_model(tmp_path)
     assert (await registry.get("tiny")).template is not None
+
+
+@pytest.mark.parametrize("backend", ["hf", "fastokens"])
+async def test_all_models_have_the_tokenizer_and_the_cache_that_are_set(tmp_path: Path, backend: BackendName) -> None:
+    registry = ModelRegistry(backend, cache_bytes=1 << 20)
+    registry.add(tiny.card("a", path=tiny.save_model(tmp_path)))
+    tokenizer = (await registry.get("tiny")).tokenizer
+    assert (tokenizer.backend_name, tokenizer.cache.max_bytes) == (backend, 1 << 20)
+
+
+def test_a_tokenizer_that_is_not_installed_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    ModelRegistry("auto")
+    with pytest.raises(ConfigError, match=r"not installed; install it .*, or set --tokenizer to auto or hf"):
+        ModelRegistry("fastokens")
+
+
+async def test_a_tokenizer_that_would_be_wrong_is_told_in_the_log_and_to_callers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = ModelRegistry("fastokens")
+    card = tiny.card("a", path=tiny.save_model(tmp_path, tokenizer=tiny.word_piece()))
+    registry.add(card)
+    with caplog.at_level(logging.ERROR):
+        registry.load_early(card)
+        with pytest.raises(ConfigError, match=r"cannot be used for .*tokenizer\.json: .*; set --tokenizer to auto"):
+            await registry.get("tiny")
+    assert "load tiny failed: fastokens cannot be used" in caplog.text
+
+
+def test_the_settings_of_the_tokenizer_have_ranges() -> None:
+    config = load(FrontendConfig, ["--tokenizer", "hf", "--tokenizer-cache-mib", "0.5"], {}, prefix="X_", prog="x")
+    assert (config.tokenizer, config.tokenizer_cache_mib) == ("hf", 0.5)
+    for flags in (["--tokenizer", "tiktoken"], ["--tokenizer-cache-mib", "-1"]):
+        with pytest.raises(ConfigError, match="tokenizer"):
+            load(FrontendConfig, flags, {}, prefix="X_", prog="x")

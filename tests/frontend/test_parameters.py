@@ -131,7 +131,7 @@ def test_nulls_and_defaults_of_what_is_not_supported_are_harmless() -> None:
 
 
 def test_several_answers_are_asked_for_by_n_and_best_of() -> None:
-    assert (chat(n=3).n, chat(n=3).best_of) == (3, 1)
+    assert (chat(n=3).n, chat(n=3).best_of) == (3, 3)
     assert [(c.n, c.best_of) for c in (completion(n=2), completion(n=2, best_of=5), completion(best_of=0))] == [
         (2, 2), (2, 5), (1, 1),
     ]  # fmt: skip

@@ -1,5 +1,6 @@
 """API keys and TLS: who gets through, and what the others are told."""
 
+import asyncio
 import logging
 import ssl
 import subprocess
@@ -72,6 +73,8 @@ def test_a_request_with_a_key_passes_and_has_its_tenant(
         (("x-api-key", ""),),
         (("x-api-key", "sk-third"),),
         (("authorization", "Bearer sk-third"), ("x-api-key", "sk-first")),  # what a proxy checks must be what we check
+        (("authorization", "Bearer sk-first"), ("authorization", "Bearer sk-second")),  # ... and here it may be either
+        (("x-api-key", "sk-first"), ("x-api-key", "sk-first")),
     ],
 )
 def test_all_others_do_not_and_the_key_is_not_repeated(
@@ -142,6 +145,29 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not(
     assert caplog.text.count("the API keys stay as they were") == 2
 
 
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, False), (0o644, True)])
+def test_keys_that_everybody_can_read_are_warned_of(
+    keys_file: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
+) -> None:
+    keys_file.chmod(mode)
+    ApiKeyGuard(str(keys_file))
+    assert (f"can read the secrets in --api-keys-file {keys_file}" in caplog.text) is warns
+
+
+def test_a_file_into_which_everybody_can_write_keys_is_refused(
+    keys_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    guard = ApiKeyGuard(str(keys_file), clock=lambda: now)
+    keys_file.write_text("sk-third")
+    keys_file.chmod(0o666)
+    now = 3.0
+    guard(request(("x-api-key", "sk-first")))
+    assert "the API keys stay as they were: every user" in caplog.text
+    with pytest.raises(ConfigError, match="chmod o-w"):
+        ApiKeyGuard(str(keys_file))
+
+
 async def echo(request: Request) -> Reply:
     return json_reply({"tenant": request.tenant})
 
@@ -175,7 +201,8 @@ class Certificates:
         self._openssl(
             "req", "-x509", *self._new("ca"), "-subj", "/CN=test ca", "-days", "2", "-out", self.file("ca.pem")
         )
-        self._sign("server", "subjectAltName=IP:127.0.0.1")
+        self._sign("server", "subjectAltName=IP:127.0.0.1,DNS:localhost")
+        self._sign("renewed", "subjectAltName=IP:127.0.0.1,DNS:localhost")
         self._sign("client", "extendedKeyUsage=clientAuth")
         self._openssl("req", "-x509", *self._new("stranger"), "-subj", "/CN=x", "-out", self.file("stranger.pem"))
 
@@ -233,6 +260,60 @@ async def test_with_a_client_ca_clients_need_a_certificate(certificates: Certifi
         for context in (certificates.for_client(), certificates.for_client("stranger")):
             with pytest.raises((aiohttp.ClientError, ConnectionError, ssl.SSLError)):
                 await health(url, context)
+
+
+class Rotation:
+    """The files of a running server, which can be exchanged, and its clock."""
+
+    def __init__(self, folder: Path, certificates: Certificates) -> None:
+        self._certificates = certificates
+        self.files = [str(folder / name) for name in ("cert", "key", "ca")]
+        self.now = 0.0
+
+    def exchange(self, cert: str, key: str, ca: str) -> None:
+        for target, source in zip(self.files, (cert, key, ca), strict=True):
+            Path(target).write_bytes(Path(self._certificates.file(source)).read_bytes())
+        self.now += 3.0
+
+    def context(self) -> ssl.SSLContext:
+        context = tls_context(*self.files, clock=lambda: self.now)
+        assert context is not None
+        return context
+
+
+async def common_name(url: str, context: ssl.SSLContext, server_name: str) -> str:
+    """Of the certificate that the server shows. Reads, since a server refuses a TLS 1.3 client after its handshake."""
+    port = int(url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=server_name)
+    try:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        if b" 200 OK" not in await reader.readline():
+            raise ConnectionError("the server has hung up")
+        subject = writer.get_extra_info("peercert")["subject"]
+        return str(dict(pair for part in subject for pair in part)["commonName"])
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
+async def test_a_renewed_certificate_and_client_ca_count_for_new_connections(
+    certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """A client that connects to an address does not name the server in its handshake."""
+    rotation = Rotation(tmp_path, certificates)
+    rotation.exchange("server.pem", "server.key", "ca.pem")
+    async with listening(app(), "127.0.0.1", 0, tls=rotation.context()) as url:
+        assert await common_name(url, certificates.for_client("client"), name) == "server"
+        rotation.exchange("renewed.pem", "renewed.key", "stranger.pem")
+        assert await common_name(url, certificates.for_client("stranger"), name) == "renewed"
+        with pytest.raises((ConnectionError, ssl.SSLError)):
+            await common_name(url, certificates.for_client("client"), name)
+        rotation.exchange("server.pem", "renewed.key", "ca.pem")  # which do not fit
+        assert await common_name(url, certificates.for_client("stranger"), name) == "renewed"
+        assert "the TLS certificate stays as it was" in caplog.text
+        Path(rotation.files[0]).unlink()
+        rotation.now += 3.0
+        assert await common_name(url, certificates.for_client("stranger"), name) == "renewed"
 
 
 def test_the_key_may_stand_in_the_certificates_file(certificates: Certificates, tmp_path: Path) -> None:

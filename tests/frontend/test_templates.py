@@ -98,6 +98,13 @@ def test_what_a_template_cannot_render_is_the_callers_error(source: str, words: 
     assert caught.value.param == "messages"
 
 
+@pytest.mark.parametrize("source", ["{{ raise_exception('no') }}", "{{ messages[0].content + 1 }}"])
+def test_the_error_names_where_the_messages_came_from(source: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}], param="input")
+    assert caught.value.param == "input"
+
+
 def test_a_broken_template_or_config_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="compile"):
         ChatTemplate("{% for %}", {})

@@ -29,16 +29,10 @@ def ids(packed: bytes) -> list[int]:
 
 
 async def test_raw_prompts_get_the_special_tokens_and_chats_do_not(tokenizer: Tokenizer) -> None:
-    bare = await tokenizer.encode("the fox", add_special_tokens=False)
-    with_bos = await tokenizer.encode("the fox", add_special_tokens=True)
-    assert with_bos == [tiny.byte_level().token_to_id("<s>"), *bare]
+    bare = ids(await tokenizer.encode_packed("the fox", add_special_tokens=False))
+    with_bos = ids(await tokenizer.encode_packed("the fox", add_special_tokens=True))
+    assert with_bos == [tiny.byte_level().token_to_id("<s>"), *bare] == tiny.byte_level().encode("the fox").ids
     assert tokenizer.decode(with_bos) == "the fox"
-
-
-async def test_tokens_come_packed(tokenizer: Tokenizer) -> None:
-    packed = await tokenizer.encode_packed("the fox", add_special_tokens=True)
-    assert ids(packed) == await tokenizer.encode("the fox", add_special_tokens=True)
-    assert ids(packed) == tiny.byte_level().encode("the fox").ids
 
 
 @pytest.mark.parametrize("text", ["", "the fox", "the fox lives at the edge of a forest. " * 200])
@@ -49,19 +43,28 @@ async def test_special_tokens_go_before_and_after_texts_of_any_length(text: str)
     for template in ("<s> $A </s>", "$A </s>", "<s> <s> $A", "$A", "<s> $A <s> $A"):
         backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
         tokenizer = Tokenizer.from_json(backend.to_str().encode())
-        assert await tokenizer.encode(text, add_special_tokens=True) == backend.encode(text).ids
+        assert ids(await tokenizer.encode_packed(text, add_special_tokens=True)) == backend.encode(text).ids
     backend.post_processor = before
 
 
 async def test_special_tokens_in_a_rendered_chat_are_one_token(tokenizer: Tokenizer) -> None:
-    ids = await tokenizer.encode("<|im_start|>", add_special_tokens=False)
-    assert ids == [tiny.byte_level().token_to_id("<|im_start|>")]
+    packed = await tokenizer.encode_packed("<|im_start|>", add_special_tokens=False)
+    assert ids(packed) == [tiny.byte_level().token_to_id("<|im_start|>")]
 
 
-def test_special_tokens_are_known_by_their_text(tokenizer: Tokenizer) -> None:
-    assert tokenizer.special_token_id("<|im_start|>") == tiny.byte_level().token_to_id("<|im_start|>")
-    assert tokenizer.special_token_id("<think>") is None  # an added token, but not special
-    assert tokenizer.special_token_id("the") is None
+@pytest.mark.parametrize("text", ["<|im_start|>", "<think>"], ids=["special", "added"])
+def test_tokens_that_a_text_cannot_take_apart_are_known_by_it(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.special_token_id(text) == tiny.byte_level().token_to_id(text)
+
+
+def test_a_word_of_the_vocabulary_is_no_special_token(tokenizer: Tokenizer) -> None:
+    assert tiny.byte_level().token_to_id("upon") is not None
+    assert tokenizer.special_token_id("upon") is None
+
+
+def test_only_special_tokens_are_hidden(tokenizer: Tokenizer) -> None:
+    assert "<|im_start|>" in tokenizer.special_tokens
+    assert "<think>" not in tokenizer.special_tokens
 
 
 def watched(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
@@ -145,7 +148,7 @@ async def test_a_saved_truncation_is_not_obeyed() -> None:
     backend.enable_padding(length=64)
     for name in ("hf", "auto"):
         tokenizer = Tokenizer.from_json(backend.to_str().encode(), backend=name)
-        assert len(await tokenizer.encode("hello", add_special_tokens=False)) == 4  # h e ll o
+        assert len(ids(await tokenizer.encode_packed("hello", add_special_tokens=False))) == 4  # h e ll o
 
 
 def test_a_folder_without_a_tokenizer_is_a_config_error(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from frontend.tokenizer import Tokenizer
 from frontend.tokenizing import backends
-from frontend.tokenizing.backends import FastokensBackend, HfBackend, choose_backend, difference
+from frontend.tokenizing.backends import FastokensBackend, HfBackend, choose_backend, difference, require_backend
 from frontend.tokenizing.probes import HARD_TEXTS, probes
 from protocol.errors import ConfigError
 from tests.frontend.kinds import KINDS, corpus
@@ -70,7 +70,7 @@ def test_other_models_are_encoded_by_the_reference(name: str, caplog: pytest.Log
     with caplog.at_level(logging.INFO):
         assert chosen(name).name == "hf"
     assert "slower than fastokens: it says" in caplog.text
-    with pytest.raises(ConfigError, match="set tokenizer to auto or hf"):
+    with pytest.raises(ConfigError, match="set --tokenizer to auto or hf"):
         chosen(name, "fastokens")
 
 
@@ -94,6 +94,15 @@ def test_without_the_package_the_reference_is_used(monkeypatch: pytest.MonkeyPat
     assert chosen("gpt2").name == "hf"
     with pytest.raises(ConfigError, match="not installed"):
         chosen("gpt2", "fastokens")
+
+
+def test_a_package_that_is_wanted_and_missing_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_backend("fastokens")
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    for wanted in ("auto", "hf"):
+        require_backend(wanted)
+    with pytest.raises(ConfigError, match=r"pip install fastokens.*, or set --tokenizer to auto or hf"):
+        require_backend("fastokens")
 
 
 def test_the_reference_is_used_where_it_is_asked_for() -> None:

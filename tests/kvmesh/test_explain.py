@@ -108,6 +108,11 @@ async def test_a_router_is_asked_itself_with_the_tokens_that_a_frontend_would_ma
         assert "w would compute prompt and answer" in shown(reply)
 
 
+def test_one_prompt_does_not_pay_for_the_choice_of_a_tokenizer(tmp_path: Path) -> None:
+    model = explain.load_model(tiny.card("w", path=tiny.save_model(tmp_path)))
+    assert (model.tokenizer.backend_name, model.tokenizer.cache.max_bytes) == ("hf", 0)
+
+
 async def test_a_router_without_workers_of_the_model_says_so(router_url: str) -> None:
     with pytest.raises(ConfigError, match="no worker of the model 'big'"):
         await explain.ask(ExplainConfig(router=router_url, model="big"), "hi")

@@ -140,13 +140,22 @@ async def test_a_prompt_may_be_sent_as_tokens_as_bytes_or_as_hashes(served: Serv
 
 
 async def test_adapters_and_salts_have_prefixes_of_their_own(served: Served) -> None:
-    await served.join(card("d1"))
+    await served.join(card("d1", loras=("a",)))
     await served.place(lora="a", cache_salt="s")
     hashes = sequence_hashes(TOKENS, BLOCK, hash_seed("a", "s"))
     for fields, overlap in (({}, 0), ({"lora": "a"}, 0), ({"lora": "a", "cache_salt": "s"}, 10)):
         assert (await served.place(book=False, **fields))["decode"]["overlap_blocks"] == overlap
     _, answer = await served.ask("POST", "/place", {"model": "m", "sequence_hashes": hashes, "book": False})
     assert (answer["decode"]["overlap_blocks"], answer["isl_tokens"]) == (10, 160)
+
+
+async def test_an_adapter_is_placed_where_it_is(served: Served) -> None:
+    await served.join(card("d1"), card("d2", loras=("a",)), card("d3"))
+    for _ in range(2):
+        assert (await served.place(lora="a"))["decode"]["name"] == "d2"
+    status, answer = await served.ask("POST", "/place", PLACE | {"lora": "b"})
+    assert (status, answer["error"]["code"]) == (503, "no_worker")
+    assert "'b'" in answer["error"]["message"]
 
 
 async def test_without_booking_nothing_stays_and_the_answer_explains(served: Served) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from frontend.anthropic.conversation import chat_messages, continues
-from frontend.anthropic.shapes import Message, TextBlock
+from frontend.anthropic.shapes import Message, OnlyText
 from protocol.errors import InvalidRequestError
 
 CALL = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Köln"}}
@@ -22,7 +22,7 @@ def said(*turns: tuple[str, Any], system: Any = None) -> list[dict[str, Any]]:
     """The messages, without what is not there."""
     messages = [{"role": role, "content": content} for role, content in turns]
     read = msgspec.json.decode(json.dumps(messages).encode(), type=list[Message])
-    prompt = msgspec.json.decode(json.dumps(system).encode(), type=str | list[TextBlock] | None)
+    prompt = msgspec.json.decode(json.dumps(system).encode(), type=str | list[OnlyText] | None)
     return [{key: value for key, value in m.items() if value is not None} for m in chat_messages(prompt, read)]
 
 

@@ -283,6 +283,32 @@ async def test_failures_after_the_headers_are_the_last_event(
     assert last["request_id"] == served.generator.requests[-1].request_id
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_an_error_tells_the_request_id_of_its_headers(served: Served, path: str) -> None:
+    refused = ASKED | {"model": "gpt"} if path == "/v1/messages" else {"model": "gpt", "messages": ASKED["messages"]}
+    status, headers, body = await served.post(refused, path)
+    assert (status, body["request_id"]) == (404, headers["request-id"])
+    _, headers, body = await served.post(refused, path, x_request_id="mine")
+    assert body["request_id"] == headers["request-id"] == headers["x-request-id"] == "mine"
+
+
+async def test_an_error_after_the_headers_tells_it_too(served: Served) -> None:
+    served.generator.script = [Delta(ids("Once")), EngineError("broken")]
+    *_, last = await served.events(ASKED, x_request_id="mine")
+    assert last["request_id"] == "mine"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_parallel_use_of_tools_the_answer_ends_before_a_second_call(served: Served, stream: bool) -> None:
+    served.generator.script = words(calling("Oslo"), calling("Rome"), " and so on")
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    body = ASKED | {"tools": [WEATHER], "tool_choice": choice}
+    answer = put_together(await served.events(body)) if stream else (await served.post(body))[2]
+    assert [(block["type"], block["input"]) for block in answer["content"]] == [("tool_use", {"city": "Oslo"})]
+    assert answer["stop_reason"] == "tool_use"
+    assert served.generator.closed_early == 1, "what is still generated is cancelled"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_breaks_off_never_looks_whole(served: Served, stream: bool) -> None:
     served.generator.script = [Delta(ids("Once"))]

@@ -112,7 +112,7 @@ def test_a_stream_that_breaks_off_tells_what_was_said(
     writer = ResponsesDialect().writer(job)
     deltas = cut("".join(pieces), sizes, FinishReason.STOP)[:-1][:taken]
     chunks = [writer.part(0, job.branches[0].answer.on_delta(delta)) for delta in deltas]
-    stream = b"".join([writer.opening(), *chunks, writer.error(EngineError("broken"))])
+    stream = b"".join([writer.opening(), *chunks, writer.error(EngineError("broken"), "resp-1")])
     *events, error, failed = read_events(stream.decode())
     assert (error["type"], failed["type"]) == ("error", "response.failed")
     said = "".join([event["delta"] for event in events if "delta" in event])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import socket
 import struct
 import time
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from mesh.http import server as server_module
-from mesh.http.connection import MAX_AHEAD_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, WRITE_BUFFER_BYTES, Connection
-from mesh.http.server import App, HttpLimits, listening
+from mesh.http.connection import KEEPALIVE, MAX_AHEAD_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, WRITE_BUFFER_BYTES, Connection
+from mesh.http.server import SPARE_FILES, App, HttpLimits, listening
 from tests.mesh.http.raw import (
     CLOSE,
     HOST,
@@ -138,6 +139,25 @@ async def test_too_many_connections_are_told_so(site: Site) -> None:
         assert [reply.status for reply in await small.ask(get("/echo", CLOSE))] == [200]
 
 
+@pytest.mark.parametrize(("possible", "takes"), [(50_000, 1000), (1000, 1000 - SPARE_FILES), (10, 1)])
+async def test_a_server_takes_no_more_connections_than_it_may_open_files(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, possible: int, takes: int
+) -> None:
+    """The others get a 429; without a file to spare they would get nothing."""
+    caplog.set_level(logging.INFO)
+    asked: list[int] = []
+    monkeypatch.setattr(server_module, "make_room_for_files", lambda wanted: asked.append(wanted) or possible)
+    server = server_module.Server(App([], HttpLimits(max_connections=1000)))
+    server.make_room()
+    assert (asked, server.max_connections) == ([1000 + SPARE_FILES], takes)
+    assert ("raise its hard limit" in caplog.text) is (takes < 1000)
+    server.connections = {Connection(server) for _ in range(takes)}
+    assert not server.is_crowded()
+    server.connections.add(Connection(server))
+    assert server.is_crowded()
+    server.connections.clear()
+
+
 async def test_what_comes_ahead_of_its_turn_is_bounded(site: Site) -> None:
     _, writer = await site.open(post("/wait", b""))
     await site.handlers.began.wait()
@@ -261,6 +281,49 @@ async def test_a_reply_that_nobody_reads_is_given_up(small: Site) -> None:
     writer.transport.abort()
 
 
+async def test_a_stream_that_nobody_reads_is_cut_off_and_its_handler_cancelled(small: Site) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", small.port, limit=1024)
+    writer.write(get("/endless"))
+    async with asyncio.timeout(PATIENCE_S):
+        await small.handlers.cancelled.wait()
+    await small.until_clean()  # while the client is still there
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize(("request_", "is_handled"), [(get("/slow"), True), (get("/large"), False)])
+async def test_a_client_that_reads_slowly_is_waited_for_as_long_as_it_reads(request_: bytes, is_handled: bool) -> None:
+    handlers = Handlers()
+    server = server_module.Server(App(handlers.routes(), SMALL))
+    connection, transport = server.connect(), MemoryTransport()
+    connection.connection_made(transport)
+    connection.data_received(request_)
+    while not transport.written:
+        await asyncio.sleep(0)
+    connection.pause_writing()
+    now, step_s = server.now(), 0.9 * SMALL.keep_alive_s
+    for unsent_bytes in range(100_000, 0, -10_000):
+        transport.unsent_bytes = unsent_bytes
+        connection.expire(now := now + step_s, SMALL.receive_timeout_s, SMALL.keep_alive_s)
+        assert not transport.is_closed
+    assert connection.is_busy is is_handled
+    connection.expire(now + 1.2 * SMALL.keep_alive_s, SMALL.receive_timeout_s, SMALL.keep_alive_s)
+    assert transport.is_closed
+    connection.connection_lost(None)
+    await server.close()
+
+
+async def test_the_system_looks_after_clients_that_vanish_without_a_goodbye(site: Site) -> None:
+    _, writer = await site.open(post("/wait", b""))
+    await site.handlers.began.wait()
+    [connection] = site.server.connections
+    assert connection._transport is not None
+    raw = connection._transport.get_extra_info("socket")
+    asked = [raw.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name, _ in KEEPALIVE]
+    assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert asked == [value for _, value in KEEPALIVE]
+    writer.close()
+
+
 async def test_a_slow_handler_is_nobodys_fault(small: Site) -> None:
     reader, writer = await small.open(post("/wait", b"", CLOSE))
     await small.handlers.began.wait()
@@ -363,6 +426,26 @@ async def test_at_the_end_handlers_that_go_on_are_cancelled_and_awaited(monkeypa
         writer.write(post("/wait", b""))
         await handlers.began.wait()
     assert handlers.cancelled.is_set()
+    writer.close()
+
+
+async def test_at_the_end_a_slow_client_gets_the_rest_of_a_complete_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "SHUTDOWN_S", 0.01)
+    monkeypatch.setattr(server_module, "FLUSH_S", PATIENCE_S)
+    handlers = Handlers()
+    async with listening(App(handlers.routes()), "127.0.0.1", 0) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1024)
+        writer.write(get("/large"))
+        while not handlers.handled:
+            await asyncio.sleep(0)
+
+        async def read_late() -> bytes:
+            await asyncio.sleep(0.2)
+            return await reader.read()
+
+        reading = asyncio.create_task(read_late())
+    [reply] = read_replies(await reading)
+    assert len(reply.body) == 1 << 20
     writer.close()
 
 

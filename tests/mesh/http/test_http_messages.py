@@ -249,11 +249,22 @@ BAD = {
     "list of lengths": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 3, 3\r\n\r\nabc",
     "empty length": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length:\r\n\r\nabc",
     "length beyond 64 bits": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 99999999999999999999\r\n\r\n",
+    "chunks of 1.0": b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "gzip": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: gzip\r\n\r\n",
     "gzip, chunked": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     "chunked twice": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "chunk size without digits": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"\r\nx\r\n",
     "chunk size beyond 64 bits": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"\r\nfffffffffffffffff\r\n",
+    "0x in a chunk size": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"\r\n0x1\r\na\r\n0\r\n\r\n",
+    "bare LF after a chunk size": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"\r\n1\na\r\n0\r\n\r\n",
+    "bare LF after a chunk": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"\r\n1\r\na\n0\r\n\r\n",
+    "bare LF in a chunk extension": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"\r\n1;a\nb\r\na\r\n0\r\n\r\n",
+    "bare LF after the chunks": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"\r\n1\r\na\r\n0\r\n\n",
+    "length in a trailer": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"\r\n0\r\nContent-Length: 3\r\n\r\nabc",
+    "bare LF after the head": b"GET / HTTP/1.1\r\n" + HOST + b"\n",
+    "vertical tab before chunked": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
+    "upgrade with length and chunks": b"POST / HTTP/1.1\r\n" + _CHUNKED
+    + b"Content-Length: 5\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n0\r\n\r\n",
     "chunk longer than told": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"\r\n3\r\nabcd\r\n0\r\n\r\n",
 }  # fmt: skip
 
@@ -406,6 +417,29 @@ async def test_the_guard_sees_the_head_before_the_body_comes() -> None:
         assert [reply.status for reply in await site.ask(get("/open", CLOSE))] == [200]
         [reply] = await site.ask(post("/echo", b"body", "Authorization: x", CLOSE))
         assert (seen(reply.body)["tenant"], seen(reply.body)["body"]) == ("t", "body")
+
+
+@pytest.mark.parametrize("sent", ["my-id.7_A", "two words", "a" * 129, ""])
+async def test_every_reply_gives_the_clients_id_back_if_it_is_sane(sent: str) -> None:
+    def guard(request: Request) -> None:
+        if request.path == "/wait":
+            raise OverloadedError("not you")
+
+    async with serving(guard=guard) as site:
+        field = f"X-Request-Id: {sent}"
+        replies = await site.ask(get("/echo", field) + get("/nowhere", field) + post("/stream", b"", field, CLOSE))
+        replies += await site.ask(post("/wait", b"", field))
+    assert [reply.status for reply in replies] == [200, 404, 405, 429]
+    given = {reply.headers.get("x-request-id") for reply in replies}
+    assert given == {sent if sent == "my-id.7_A" else None}
+
+
+async def test_a_handler_may_name_the_request_itself() -> None:
+    async def answer(request: Request) -> Reply:
+        return Reply(headers={"x-request-id": "ours"})
+
+    [reply] = read_replies(await replies_of(answer, get("/", "X-Request-Id: theirs", CLOSE)))
+    assert reply.headers["x-request-id"] == "ours"
 
 
 async def test_every_reply_is_told_with_its_route() -> None:

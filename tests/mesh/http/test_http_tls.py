@@ -5,11 +5,13 @@ import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from mesh.http.server import HttpLimits
+from mesh.http import server
+from mesh.http.server import App, HttpLimits, listening
 from tests.mesh.http.raw import CLOSE, PATIENCE_S, Site, get, post, read_replies, serving
 
 LIMITS = HttpLimits(receive_timeout_s=0.05, keep_alive_s=0.1, sweep_s=0.01)
@@ -54,6 +56,31 @@ async def test_replies_streams_and_refusals(site: Site) -> None:
     assert await ask(site, get("/echo") + b"garbage") == [200, 400]
     assert await ask(site, b"GET /") == [408]
     assert await ask(site, b"") == []
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02"], ids=["nothing", "a part"])
+async def test_who_does_not_come_to_the_end_of_the_handshake_is_hung_up_on(
+    tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(server, "TLS_HANDSHAKE_S", 0.05)
+    async with listening(App([]), "127.0.0.1", 0, tls=tls) as url, asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(sent)
+        with suppress(ConnectionResetError):
+            await reader.read()
+        writer.close()
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_either_version_of_tls_is_answered(site: Site, version: ssl.TLSVersion) -> None:
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    trusting.minimum_version = trusting.maximum_version = version
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port, ssl=trusting)
+    writer.write(get("/echo", CLOSE))
+    async with asyncio.timeout(PATIENCE_S):
+        assert [reply.status for reply in read_replies(await reader.read())] == [200]
+    writer.close()
 
 
 @pytest.mark.parametrize("goodbye", ["close", "abort"])

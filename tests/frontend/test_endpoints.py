@@ -1,0 +1,41 @@
+"""What an endpoint reads from a request beside its body, and what it says in its headers."""
+
+from typing import cast
+
+import pytest
+
+from frontend.call import Call, Endpoint
+from frontend.endpoints import with_hints
+from frontend.generator import Hints
+from mesh.http.connection import Connection
+from mesh.http.request import Request
+from tests.frontend.serving import TEXT, Served
+
+CALL = Call(endpoint=Endpoint.CHAT, model="tiny", hints=Hints(session="s"))
+
+
+def request(*headers: tuple[str, str], tenant: str = "") -> Request:
+    made = Request(cast(Connection, None), "POST", "/v1/chat/completions", "", list(headers), 0.0)
+    made.tenant = tenant
+    return made
+
+
+def test_the_tenant_of_an_api_key_wins_over_the_header() -> None:
+    asked = request(("x-kvmesh-tenant", "theirs"), ("x-kvmesh-priority", "3"), tenant="ours")
+    assert with_hints(asked, CALL).hints == Hints(session="s", tenant="ours", priority=3)
+    assert with_hints(request(tenant="ours"), CALL).hints.tenant == "ours"
+
+
+def test_without_such_a_key_the_header_is_believed() -> None:
+    assert with_hints(request(("x-kvmesh-tenant", "theirs")), CALL).hints.tenant == "theirs"
+    assert with_hints(request(), CALL) is CALL
+
+
+@pytest.mark.parametrize("model", ["tiny", "none"])
+async def test_embeddings_tell_the_request_id_whatever_comes_of_them(able: Served, model: str) -> None:
+    body = {"model": model, "input": TEXT["prompt"]}
+    status, headers, _ = await able.post("/v1/embeddings", body, x_request_id="mine")
+    assert status == (200 if model == "tiny" else 404)
+    assert headers["x-request-id"] == "mine"
+    _, headers, _ = await able.post("/v1/embeddings", body)
+    assert headers["x-request-id"].startswith("embd-")

@@ -1,0 +1,171 @@
+"""Answers that are held to a format or to some tokens, over real sockets: what reaches the engine, who refuses it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+from msgspec.structs import replace
+
+from protocol.errors import InvalidRequestError
+from protocol.ids import WorkerId
+from protocol.messages import Delta, Feature, Guide, GuideKind, Role
+from tests.frontend.serving import BACKEND, CHAT, TEXT, Served, able_card, ids, serving, words
+
+PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+OBJECT = {"type": "json_object"}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
+LAST_TOKEN = BACKEND.get_vocab_size() - 1
+
+
+def without(*features: Feature) -> tuple[Feature, ...]:
+    return tuple(feature for feature in Feature if feature not in features)
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+# --- response_format ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("asked", "guide"),
+    [
+        (OBJECT, Guide(kind=GuideKind.JSON)),
+        (SCHEMA, Guide(kind=GuideKind.JSON_SCHEMA, value=json.dumps(CITY, separators=(",", ":")))),
+        ({"type": "text"}, None),
+        (None, None),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+async def test_a_format_reaches_the_engine(able: Served, path: str, asked: Any, guide: Guide | None) -> None:
+    status, _, _ = await able.post(path, PATHS[path] | {"response_format": asked})
+    assert (status, able.generator.requests[0].guide) == (200, guide)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", ['{"city": "<think>Rom</think>"}', '{"call": "<tool_call>{}</tool_call>"}'])
+async def test_an_answer_in_a_format_is_not_searched_for_thoughts_and_calls(
+    able: Served, text: str, stream: bool
+) -> None:
+    able.generator.script = [*[Delta((token,)) for token in ids(text)], *words()]
+    if stream:
+        *chunks, _ = await able.events("/v1/chat/completions", CHAT | {"response_format": OBJECT})
+        content = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    else:
+        _, _, body = await able.post("/v1/chat/completions", CHAT | {"response_format": OBJECT})
+        assert body["choices"][0]["message"].keys() == {"role", "content", "refusal"}
+        content = text_of(body["choices"][0])
+    assert content == text
+
+
+async def test_each_of_several_answers_is_held_to_it(able: Served) -> None:
+    await able.post("/v1/completions", TEXT | {"n": 2, "response_format": SCHEMA})
+    first, second = able.generator.requests
+    assert first.guide is not None
+    assert first.guide == second.guide
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("asked", [OBJECT, SCHEMA], ids=["object", "schema"])
+async def test_without_an_engine_that_can_the_parameter_is_refused(able_folder: Path, path: str, asked: Any) -> None:
+    async with serving(able_card(able_folder, features=without(Feature.GUIDED))) as served:
+        status, _, body = await served.post(path, PATHS[path] | {"response_format": asked})
+        assert (status, body["error"]["param"], body["error"]["type"]) == (
+            400, "response_format", "invalid_request_error",
+        )  # fmt: skip
+        assert "not supported by the engine of 'tiny'; leave it out" in body["error"]["message"]
+        assert served.generator.requests == []
+        assert (await served.post(path, PATHS[path] | {"response_format": {"type": "text"}}))[0] == 200
+
+
+async def test_all_workers_of_a_model_have_to_be_able(able_folder: Path) -> None:
+    """A stream may move from one to the other, and so may not depend on which it is."""
+    async with serving(able_card(able_folder)) as served:
+        less = able_card(able_folder, worker_id=WorkerId("less"), features=without(Feature.GUIDED))
+        body = CHAT | {"response_format": OBJECT}
+        for card, status in ((less, 400), (replace(less, role=Role.PREFILL), 400)):
+            served.models.add(card)
+            assert (await served.post("/v1/chat/completions", body))[0] == status
+            served.models.remove(WorkerId("less"))
+            assert (await served.post("/v1/chat/completions", body))[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_schema_that_the_engine_cannot_compile_is_the_callers_error(able: Served, stream: bool) -> None:
+    able.generator.script = [InvalidRequestError("the schema cannot be compiled: 'if' is not known")]
+    body = CHAT | {"response_format": SCHEMA, "stream": stream}
+    status, _, reply = await able.post("/v1/chat/completions", body)
+    assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
+    assert "'if' is not known" in reply["error"]["message"]
+
+
+# --- tokens -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_biases_and_allowed_tokens_reach_the_engine(able: Served, path: str) -> None:
+    fields = {"logit_bias": {"5": -100, str(LAST_TOKEN): 2}, "allowed_token_ids": [5, LAST_TOKEN]}
+    assert (await able.post(path, PATHS[path] | fields))[0] == 200
+    sampling = able.generator.requests[0].sampling
+    assert sampling.logit_bias == ((5, -100.0), (LAST_TOKEN, 2.0))
+    assert sampling.allowed_token_ids == (5, LAST_TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("feature", "field"),
+    [(Feature.LOGIT_BIAS, {"logit_bias": {"5": 1}}), (Feature.ALLOWED_TOKENS, {"allowed_token_ids": [5]})],
+)
+async def test_what_an_engine_cannot_weigh_is_refused_by_name(able_folder: Path, feature: Feature, field: Any) -> None:
+    [name] = field
+    async with serving(able_card(able_folder, features=without(feature))) as served:
+        status, _, body = await served.post("/v1/chat/completions", CHAT | field)
+        assert (status, body["error"]["param"]) == (400, name)
+        assert (await served.post("/v1/chat/completions", CHAT | {"logit_bias": {}}))[0] == 200
+
+
+@pytest.mark.parametrize("field", [{"logit_bias": {str(LAST_TOKEN + 1): 1}}, {"allowed_token_ids": [LAST_TOKEN + 1]}])
+async def test_tokens_that_do_not_exist_are_refused(able: Served, field: dict[str, Any]) -> None:
+    [name] = field
+    status, _, body = await able.post("/v1/completions", TEXT | field)
+    assert (status, body["error"]["param"]) == (400, name)
+    assert f"the token {LAST_TOKEN + 1}" in body["error"]["message"]
+    assert f"has {LAST_TOKEN + 1} tokens" in body["error"]["message"]
+
+
+# --- the official client ------------------------------------------------------------------------------
+
+
+class City(pydantic.BaseModel):
+    city: str
+    rivers: list[str] = []
+
+
+async def test_the_official_client_parses_an_answer_of_its_schema(able: Served) -> None:
+    able.generator.script = words('{"city": "Rom", "rivers"', ': ["Tiber"]}')
+    async with able.openai() as client:
+        answer = await client.chat.completions.parse(model="tiny", messages=CHAT["messages"], response_format=City)
+        assert answer.choices[0].message.parsed == City(city="Rom", rivers=["Tiber"])
+        guide = able.generator.requests[0].guide
+        assert guide is not None
+        assert json.loads(guide.value)["properties"].keys() == {"city", "rivers"}
+        async with client.chat.completions.stream(
+            model="tiny", messages=CHAT["messages"], response_format=City
+        ) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+async def test_the_official_client_is_told_what_the_engine_cannot(able_folder: Path) -> None:
+    async with (
+        serving(able_card(able_folder, features=without(Feature.GUIDED))) as served,
+        served.openai() as client,
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.parse(model="tiny", messages=CHAT["messages"], response_format=City)
+        assert refused.value.param == "response_format"

@@ -1,0 +1,147 @@
+"""GET /openapi.json says what the API does: all of it, and no more."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec import Struct, convert
+from msgspec.structs import fields
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from frontend.anthropic.shapes import CountRequest, MessagesRequest
+from frontend.embeddings import EmbeddingsRequest
+from frontend.hints import HEADERS
+from frontend.http import FrontendApi, HttpSettings
+from frontend.models import ModelRegistry
+from frontend.openai import ChatRequest, CompletionRequest
+from frontend.openapi import EXAMPLES, HINT_HEADERS, OPERATIONS, PARTLY_SUPPORTED, READ_LATER, SSE, docs_page, openapi
+from frontend.parameters import Only
+from frontend.responses.shapes import ResponsesRequest
+from frontend.tokenize import DetokenizeRequest, TokenizeRequest
+from mesh.http.errors import CODES, http_failure
+from tests.frontend.serving import Served
+from tests.support.generator import ScriptedGenerator
+
+DOCUMENT: dict[str, Any] = json.loads(openapi("1.2.3", 3600.0))
+SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
+REQUESTS = (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountRequest,
+    EmbeddingsRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+
+
+def schema_of(kind: type[Struct]) -> dict[str, Any]:
+    """Where two types have one name, their modules are part of it."""
+    return SCHEMAS.get(kind.__name__) or SCHEMAS[f"{kind.__module__}.{kind.__name__}"]
+
+
+def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in DOCUMENT["paths"].items():
+        for method, operation in methods.items():
+            yield method.upper(), path, operation
+
+
+def test_it_is_valid_openapi_31() -> None:
+    assert DOCUMENT["openapi"] == "3.1.0"
+    assert DOCUMENT["info"]["version"] == "1.2.3"
+    assert list(OpenAPIV31SpecValidator(DOCUMENT).iter_errors()) == []
+
+
+def test_every_route_is_an_operation_and_every_operation_a_route() -> None:
+    app = FrontendApi(HttpSettings(), ModelRegistry(), ScriptedGenerator()).app
+    routes = {(route.method, route.path): route for route in app.routes}
+    assert routes.keys() == OPERATIONS.keys()
+    assert {key: route.is_open for key, route in routes.items()} == {key: op.is_open for key, op in OPERATIONS.items()}
+    assert len(list(operations())) == len(routes)
+
+
+def test_operations_have_names_of_their_own() -> None:
+    names = [operation["operationId"] for _, _, operation in operations()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
+def test_every_parameter_of_a_request_is_described_and_no_other_is_taken(kind: type[Struct]) -> None:
+    schema = schema_of(kind)
+    assert schema["properties"].keys() == {field.encode_name for field in fields(kind)}
+    assert schema["additionalProperties"] is False
+    assert set(schema["required"]) == {field.encode_name for field in fields(kind) if field.required}
+
+
+PARTS = [(kind, name, only) for kind, table in PARTLY_SUPPORTED for name, only in table.items()]
+
+
+@pytest.mark.parametrize(("kind", "name", "only"), PARTS, ids=[f"{kind.__name__}.{name}" for kind, name, _ in PARTS])
+def test_of_what_is_not_supported_the_harmless_values_are_described(kind: type[Struct], name: str, only: Only) -> None:
+    field = schema_of(kind)["properties"][only.json_name or name]
+    assert field == {"enum": [None, *only.values], "default": None}
+
+
+@pytest.mark.parametrize(("kind", "name"), READ_LATER)
+def test_objects_of_several_kinds_are_described_by_their_kinds(kind: type[Struct], name: str) -> None:
+    field = json.dumps(schema_of(kind)["properties"][name])
+    assert '{"type": "object"}' not in field
+    assert all(f'schemas/{part.__name__}"' in field for part in READ_LATER[kind, name])
+
+
+@pytest.mark.parametrize(("kind", "name"), EXAMPLES)
+def test_examples_can_be_sent(kind: type[Struct], name: str) -> None:
+    [example] = schema_of(kind)["properties"][name]["examples"]
+    convert(example, next(field.type for field in fields(kind) if field.name == name))
+
+
+def test_all_headers_that_are_hints_are_described() -> None:
+    assert HINT_HEADERS.keys() == HEADERS.keys()
+    chat = DOCUMENT["paths"]["/v1/chat/completions"]["post"]
+    described = {parameter["name"] for parameter in chat["parameters"]}
+    assert described == {"x-request-id", "x-request-timeout-s", *HEADERS}
+
+
+def test_the_longest_timeout_is_that_of_the_settings() -> None:
+    chat = DOCUMENT["paths"]["/v1/chat/completions"]["post"]
+    [timeout] = [parameter for parameter in chat["parameters"] if parameter["name"] == "x-request-timeout-s"]
+    assert timeout["schema"]["maximum"] == 3600.0
+
+
+def test_whoever_is_told_to_come_back_is_told_when() -> None:
+    for method, path, operation in operations():
+        for status in {"429", "503"} & operation["responses"].keys():
+            if path != "/health":
+                assert "retry-after" in operation["responses"][status]["headers"], (method, path, status)
+
+
+def test_what_can_fail_in_a_request_that_is_run_is_described() -> None:
+    statuses = {http_failure(code).status for code in CODES} | {500}
+    of_routing_and_media_types = {405, 415}
+    chat = DOCUMENT["paths"]["/v1/chat/completions"]["post"]
+    assert {int(status) for status in chat["responses"]} == {200, *statuses} - of_routing_and_media_types
+
+
+def test_a_stream_is_described_by_its_events() -> None:
+    streaming = {path for _, path, operation in operations() if SSE in operation["responses"]["200"]["content"]}
+    assert streaming == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+    event = DOCUMENT["paths"]["/v1/messages"]["post"]["responses"]["200"]["content"][SSE]["schema"]
+    assert event["properties"]["data"]["contentMediaType"] == "application/json"
+    assert "message_start" in json.dumps(event["properties"]["data"]["contentSchema"])
+
+
+async def test_it_is_served_and_so_is_a_page_that_shows_it(able: Served) -> None:
+    status, document = await able.get("/openapi.json")
+    assert status == 200
+    assert document["paths"] == DOCUMENT["paths"]
+    status, page = await able.get("/docs")
+    assert (status, page) == (200, docs_page().decode())
+
+
+def test_the_page_loads_nothing_from_elsewhere() -> None:
+    page = docs_page().decode()
+    assert 'fetch("openapi.json")' in page
+    assert "http://" not in page
+    assert "https://" not in page

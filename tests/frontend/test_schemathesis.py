@@ -1,0 +1,173 @@
+"""Schemathesis reads our own description of the API and tries to prove it wrong, over HTTP against a whole mesh.
+
+Runs are the same every time. A longer one that is not: KVMESH_SCHEMATHESIS_EXAMPLES=1000 pytest <this file>.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from schemathesis.config import SchemathesisConfig
+
+from frontend.http import HttpSettings
+from frontend.openapi import OPERATIONS, SSE, openapi
+from kvmesh.tiny_model import CHECKPOINT_DIR
+from tests.frontend.whole_mesh import ADAPTER, MODEL, PREFILL_WORKER, WORKER, whole_mesh
+
+CONTEXT_TOKENS = 192
+EXAMPLES = int(os.environ.get("KVMESH_SCHEMATHESIS_EXAMPLES", "0"))
+DOCUMENT = json.loads(openapi("0", HttpSettings().max_request_timeout_s))
+REFUSED = "400"  # data that fits the description may be refused for what a schema cannot say: see `names_the_fault`
+PATIENCE_S = 30.0
+CHECKS = {
+    "positive_data_acceptance": {"expected-statuses": ["2xx", "404", REFUSED, "503", "504"]},
+    "negative_data_rejection": {"expected-statuses": ["400", "404", "503", "504"]},
+    "not_a_server_error": {"expected-statuses": ["2xx", "4xx", "503", "504"]},  # see `has_not_failed`
+}
+
+
+def configured(mode: str, phases: Sequence[str], **more: Any) -> SchemathesisConfig:
+    """`mode`: "positive", or "all" for data that does not fit as well."""
+    generation = {
+        "mode": mode,
+        "max-examples": EXAMPLES or 12,
+        "deterministic": not EXAMPLES,
+        "database": "none",
+        "allow-extra-parameters": False,  # unknown headers are a gateway's
+    }
+    return SchemathesisConfig.from_dict(
+        more
+        | {
+            "generation": generation,
+            "checks": CHECKS,
+            "max-stream-events": 1_000_000,
+            "phases": {name: {"enabled": name in phases} for name in ("examples", "coverage", "fuzzing", "stateful")},
+        }
+    )
+
+
+def narrowed(document: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
+    """With names that there are, so that most requests go all the way, and answers that hold what is described only."""
+    document = json.loads(json.dumps(document))
+    schemas = document["components"]["schemas"]
+    for schema in schemas.values():
+        properties = schema.get("properties", {})
+        if schema.get("additionalProperties") is False and "model" in properties:
+            properties["model"]["enum"] = [MODEL, ADAPTER]
+            if streams and "stream" in properties:
+                properties["stream"] = {"enum": [True]}
+                schema["required"].append("stream")
+        if properties:
+            schema.setdefault("additionalProperties", False)
+    for operation in [operation for path in document["paths"].values() for operation in path.values()]:
+        for parameter in operation.get("parameters", ()):
+            parameter["schema"] |= NARROW.get(parameter["name"], {})
+    return document
+
+
+NARROW: dict[str, Any] = {
+    "name": {"enum": [MODEL, ADAPTER, "none/such"]},
+    "x-kvmesh-worker": {"enum": [WORKER]},
+    "x-kvmesh-prefill-worker": {"enum": [PREFILL_WORKER]},
+    "x-kvmesh-dp-rank": {"maximum": 0},
+}
+STREAMING = [path for (_, path), operation in OPERATIONS.items() if operation.events]
+LIKE_OTHERS = [  # they take the others' requests
+    {"include-path": path, "phases": {"coverage": {"enabled": False}}}
+    for path in ("/kvmesh/route", "/v1/messages/count_tokens")
+]
+schema = schemathesis.openapi.from_dict(
+    narrowed(DOCUMENT), config=configured("all", ["examples", "coverage", "fuzzing"], operations=LIKE_OTHERS)
+)
+streaming = schemathesis.openapi.from_dict(
+    narrowed(DOCUMENT, streams=True), config=configured("positive", ["examples", "fuzzing"])
+)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with whole_mesh(tmp_path_factory.mktemp("mesh"), Path(CHECKPOINT_DIR), CONTEXT_TOKENS) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with requests.Session() as session:
+        yield session
+
+
+# --- what else must hold --------------------------------------------------------------------------------
+
+
+def has_not_failed(context: Any, response: Any, case: Any) -> None:
+    """A worker that is named and not there may come back, which is why that is a 503. Nothing else may be one, and
+    time runs out for those alone who give little."""
+    if response.status_code == 503:
+        assert re.search(r"no (prefill|decode) worker ['\\]", response.text), response.text
+    if response.status_code == 504:
+        assert float(case.headers["x-request-timeout-s"]) < PATIENCE_S
+
+
+def names_the_fault(context: Any, response: Any, case: Any) -> None:
+    """A refusal tells what is wrong, and where: a parameter of the request."""
+    if response.status_code != 400 or "/v1/messages" in case.path:  # Anthropic's errors have no field for it
+        return
+    error = response.json()["error"]
+    is_unread = error["message"].startswith(("the request body is not valid JSON", "Invalid request body"))
+    assert is_unread or error["param"], error
+
+
+def is_a_whole_stream(context: Any, response: Any, case: Any) -> None:
+    """It ends as its API says, and never just stops. What each event holds is checked against the description."""
+    if response.status_code != 200:
+        return
+    assert response.headers["content-type"] == [SSE]
+    assert response.text.endswith("\n\n")
+    *_, last = response.text[:-2].split("\n\n")
+    ends = {
+        "/v1/chat/completions": "data: [DONE]",
+        "/v1/completions": "data: [DONE]",
+        "/v1/messages": "event: message_stop\n",
+        "/v1/responses": ("event: response.completed\n", "event: response.incomplete\n"),
+    }
+    assert last.startswith(ends[case.path]), last
+
+
+@schemathesis.check
+class EveryOperationIsReached:
+    """Else all that was tested is how requests are refused."""
+
+    def __init__(self) -> None:
+        self.tested: set[str] = set()
+        self.reached: set[str] = set()
+
+    def after_response(self, context: Any, response: Any, case: Any) -> None:
+        self.tested.add(case.operation.label)
+        if response.status_code == 200:
+            self.reached.add(case.operation.label)
+
+    def after_run(self, context: Any) -> None:
+        assert not self.tested - self.reached, f"never answered with 200: {sorted(self.tested - self.reached)}"
+
+
+@schema.parametrize()
+def test_an_operation_keeps_to_its_description_whatever_is_sent(case: Any, url: str, session: requests.Session) -> None:
+    case.call_and_validate(base_url=url, session=session, additional_checks=[has_not_failed, names_the_fault])
+
+
+@streaming.include(path=STREAMING).parametrize()
+def test_a_stream_keeps_to_its_description_and_is_whole(case: Any, url: str, session: requests.Session) -> None:
+    checks = [has_not_failed, names_the_fault, is_a_whole_stream]
+    case.call_and_validate(base_url=url, session=session, additional_checks=checks)
+
+
+def test_the_description_under_test_is_the_one_that_is_served(url: str) -> None:
+    served = httpx.get(f"{url}/openapi.json").json()
+    assert served | {"info": None} == DOCUMENT | {"info": None}
