@@ -2,6 +2,8 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from protocol.messages import Placed
+
 PLACEMENTS = Counter("kvmesh_router_placements_total", "Requests placed.", ["kind"])  # aggregated, disaggregated
 FAILURES = Counter("kvmesh_router_failures_total", "Requests that could not be placed.", ["code"])
 PLACE_SECONDS = Histogram("kvmesh_router_place_seconds", "Time to choose workers.", buckets=(1e-5, 1e-4, 1e-3, 1e-2))
@@ -24,3 +26,9 @@ RESUMED = Counter("kvmesh_router_resumed_total", "Bookings taken over from a rou
 GOSSIP_SENT = Counter("kvmesh_router_gossip_sent_total", "Messages to other routers.")
 GOSSIP_RECEIVED = Counter("kvmesh_router_gossip_received_total", "Messages from other routers.")
 PEERS = Gauge("kvmesh_router_peers", "Other routers that gossip.")
+
+_AGGREGATED, _DISAGGREGATED = PLACEMENTS.labels("aggregated"), PLACEMENTS.labels("disaggregated")
+
+
+def count_placement(placed: Placed) -> None:
+    (_AGGREGATED if placed.prefill is None else _DISAGGREGATED).inc()
