@@ -1,11 +1,12 @@
 """How many requests are in progress, and whether more may begin."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
 
 from frontend.metrics import INFLIGHT
-from protocol.errors import DeadlineExceededError, DrainingError, OverloadedError
+from protocol.errors import DeadlineExceededError, DrainingError, MeshError, OverloadedError
 
 
 class Admission:
@@ -17,38 +18,26 @@ class Admission:
         self._idle.set()
         self.inflight = 0
         self.draining = False
-        self._timeouts: set[asyncio.Timeout] = set()  # of the requests in progress
+        self.timeouts: set[asyncio.Timeout] = set()  # of the requests in progress
         self._is_cut_off = False
 
-    @contextmanager
-    def enter(self) -> Iterator[None]:
+    def enter(self) -> "_Place":
         """Hold a place for one request. Raises DrainingError, OverloadedError."""
         if self.draining:
             raise DrainingError("this frontend is shutting down", hint="try again")
         if self.inflight >= self._max_inflight:
             raise OverloadedError(f"{self.inflight} requests are in progress here", hint="try again later")
-        self._count(+1)
-        try:
-            yield
-        finally:
-            self._count(-1)
+        return _Place(self.count)
 
-    @asynccontextmanager
-    async def until(self, deadline: float) -> AsyncIterator[None]:
+    def until(self, deadline: float) -> "_Until":
         """Raises DeadlineExceededError when the event loop's clock reaches `deadline`, DrainingError on `cut_off`."""
-        timeout = asyncio.timeout_at(deadline)
-        try:
-            async with timeout:
-                self._timeouts.add(timeout)
-                yield
-        except TimeoutError as error:
-            if not timeout.expired():
-                raise
-            if self._is_cut_off:
-                raise DrainingError("this frontend has stopped", hint="try again") from error
-            raise DeadlineExceededError("the request took longer than its timeout") from error
-        finally:
-            self._timeouts.discard(timeout)
+        return _Until(self, deadline)
+
+    def too_late(self) -> MeshError:
+        """Why a request that ran out of time was ended."""
+        if self._is_cut_off:
+            return DrainingError("this frontend has stopped", hint="try again")
+        return DeadlineExceededError("the request took longer than its timeout")
 
     def drain(self) -> None:
         self.draining = True
@@ -56,7 +45,7 @@ class Admission:
     def cut_off(self) -> None:
         """End what is in progress: it has had its time."""
         self._is_cut_off = True
-        for timeout in self._timeouts:
+        for timeout in self.timeouts:
             with suppress(RuntimeError):  # it expires at this very moment
                 timeout.reschedule(asyncio.get_running_loop().time())
 
@@ -64,10 +53,46 @@ class Admission:
         """Return once no request is in progress."""
         await self._idle.wait()
 
-    def _count(self, change: int) -> None:
+    def count(self, change: int) -> None:
         self.inflight += change
         INFLIGHT.inc(change)
         if self.inflight:
             self._idle.clear()
         else:
             self._idle.set()
+
+
+class _Place:
+    """The block for which a request is in progress. Like `_Until`, not a generator's: two for each request add up."""
+
+    __slots__ = ("_count",)
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        self._count = count
+
+    def __enter__(self) -> None:
+        self._count(+1)
+
+    def __exit__(self, *_: object) -> None:
+        self._count(-1)
+
+
+class _Until:
+    __slots__ = ("_admission", "_timeout")
+
+    def __init__(self, admission: Admission, deadline: float) -> None:
+        self._admission = admission
+        self._timeout = asyncio.timeout_at(deadline)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+        self._admission.timeouts.add(self._timeout)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._admission.timeouts.discard(self._timeout)
+        try:
+            await self._timeout.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise self._admission.too_late() from error

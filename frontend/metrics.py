@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from functools import cache
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
+
+from mesh.histogram import Distribution, LoopHistogram
 
 _GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -16,11 +18,13 @@ REQUESTS = Counter(  # outcome: errors.OUTCOMES
 )
 INFLIGHT = Gauge(_P + "inflight", "Requests in progress.")
 MODELS_READY = Gauge(_P + "models_ready", "Models that can be asked.")
-TTFT = Histogram(_P + "ttft_seconds", "Request received to first token sent.", ["endpoint"], buckets=_WAITS_S)
-ITL = Histogram(_P + "itl_seconds", "Mean gap between the tokens of one answer.", ["endpoint"], buckets=_GAPS_S)
-DURATION = Histogram(_P + "request_duration_seconds", "Request received to its end.", ["endpoint"], buckets=_WHOLE_S)
-INPUT_TOKENS = Histogram(_P + "input_sequence_tokens", "Tokens of the prompt.", ["endpoint"], buckets=_TOKENS)
-OUTPUT_TOKENS = Histogram(_P + "output_sequence_tokens", "Tokens of the answer.", ["endpoint"], buckets=_TOKENS)
+TTFT = LoopHistogram(_P + "ttft_seconds", "Request received to first token sent.", ["endpoint"], buckets=_WAITS_S)
+ITL = LoopHistogram(_P + "itl_seconds", "Mean gap between the tokens of one answer.", ["endpoint"], buckets=_GAPS_S)
+DURATION = LoopHistogram(
+    _P + "request_duration_seconds", "Request received to its end.", ["endpoint"], buckets=_WHOLE_S
+)
+INPUT_TOKENS = LoopHistogram(_P + "input_sequence_tokens", "Tokens of the prompt.", ["endpoint"], buckets=_TOKENS)
+OUTPUT_TOKENS = LoopHistogram(_P + "output_sequence_tokens", "Tokens of the answer.", ["endpoint"], buckets=_TOKENS)
 CACHED_TOKENS = Counter(_P + "cached_tokens_total", "Prompt tokens found in a prefix cache.", ["endpoint"])
 MIGRATIONS = Counter(_P + "migrations_total", "Streams that went on at another worker.", ["endpoint"])
 
@@ -29,11 +33,11 @@ MIGRATIONS = Counter(_P + "migrations_total", "Streams that went on at another w
 class EndpointMetrics:
     """The children of one endpoint: looking them up for every request costs as much as counting does."""
 
-    ttft: Histogram
-    itl: Histogram
-    duration: Histogram
-    input_tokens: Histogram
-    output_tokens: Histogram
+    ttft: Distribution
+    itl: Distribution
+    duration: Distribution
+    input_tokens: Distribution
+    output_tokens: Distribution
     cached_tokens: Counter
     migrations: Counter
 

@@ -291,6 +291,18 @@ class RouterState:
         deadlines = [deadline for pool in self._pools.values() if (deadline := pool.queue.next_deadline()) is not None]
         return min([*deadlines, *self._suspect_until.values()]) if deadlines else None
 
+    def try_place(self, request: RouteRequest, now: float) -> Placed | None:
+        """In one step what `submit` and `dispatch` come to for a request that comes alone while nobody waits.
+
+        None: it has to wait; `submit` it. Raises NoWorkerError.
+        """
+        self._suspect(request.exclude, now)
+        pool = self._pools.get(request.model)
+        if pool is not None and (pool.queue or not self._has_room(pool, now)):
+            return None
+        plan = self._plan(request, now, _Before())
+        return None if plan.is_full else self._book(plan, now, waited_s=0.0)
+
     def place(self, request: RouteRequest, now: float) -> Placed:
         """Place and book at once, whoever waits and however full the workers are. Raises NoWorkerError."""
         self._suspect(request.exclude, now)
@@ -490,7 +502,8 @@ class RouterState:
         hashes = request.sequence_hashes
         overlaps, active = self._overlaps(pool, hashes, now)
         is_prefill = computing[0].card.role is Role.PREFILL
-        self._count_busy(self.load.take_told(), now)
+        if told := self.load.take_told():
+            self._count_busy(told, now)
         busy = pool.busy[is_prefill].of(len(pool.prefillers if is_prefill else pool.decoders), now)
         depths = [overlaps.get(slot.holder, NOWHERE)[-1] for slot in computing]
         deepest = max(depths)
@@ -626,8 +639,9 @@ class RouterState:
                 self._suspect_until[worker_id] = now + self.rules.suspect_s
 
     def _forgive(self, now: float) -> None:
-        for worker_id in [known for known, until in self._suspect_until.items() if until <= now]:
-            del self._suspect_until[worker_id]
+        if self._suspect_until:
+            for worker_id in [known for known, until in self._suspect_until.items() if until <= now]:
+                del self._suspect_until[worker_id]
 
     # --- booking -----------------------------------------------------------------------------------
 

@@ -149,6 +149,8 @@ class ActiveLoad:
 
     def take_told(self) -> list[Change]:
         """What `update_elsewhere` has changed since the last call."""
+        if not self._told:
+            return []
         told, self._told = self._told, set()
         return [change for holder in told if holder in self._loads for change in self._note_busy(holder)]
 

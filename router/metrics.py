@@ -1,13 +1,18 @@
 """All metrics of the router. Label values come from closed sets: never a request id."""
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
+
+from mesh.histogram import LoopHistogram
+from protocol.messages import Placed
 
 PLACEMENTS = Counter("kvmesh_router_placements_total", "Requests placed.", ["kind"])  # aggregated, disaggregated
 FAILURES = Counter("kvmesh_router_failures_total", "Requests that could not be placed.", ["code"])
-PLACE_SECONDS = Histogram("kvmesh_router_place_seconds", "Time to choose workers.", buckets=(1e-5, 1e-4, 1e-3, 1e-2))
-WAIT_SECONDS = Histogram(
+PLACE_SECONDS = LoopHistogram(
+    "kvmesh_router_place_seconds", "Time to choose workers.", buckets=(1e-5, 1e-4, 1e-3, 1e-2)
+).labels()
+WAIT_SECONDS = LoopHistogram(
     "kvmesh_router_wait_seconds", "Time until a request was placed.", buckets=(1e-4, 1e-3, 1e-2, 0.1, 1, 10, 60)
-)
+).labels()
 PROMPT_TOKENS = Counter("kvmesh_router_prompt_tokens_total", "Prompt tokens of requests that have begun.")
 PREDICTED_TOKENS = Counter("kvmesh_router_predicted_reuse_tokens_total", "Of those, believed to be cached.")
 REUSED_TOKENS = Counter("kvmesh_router_reused_tokens_total", "Of those, found in the cache by the worker.")
@@ -24,3 +29,9 @@ RESUMED = Counter("kvmesh_router_resumed_total", "Bookings taken over from a rou
 GOSSIP_SENT = Counter("kvmesh_router_gossip_sent_total", "Messages to other routers.")
 GOSSIP_RECEIVED = Counter("kvmesh_router_gossip_received_total", "Messages from other routers.")
 PEERS = Gauge("kvmesh_router_peers", "Other routers that gossip.")
+
+_AGGREGATED, _DISAGGREGATED = PLACEMENTS.labels("aggregated"), PLACEMENTS.labels("disaggregated")
+
+
+def count_placement(placed: Placed) -> None:
+    (_AGGREGATED if placed.prefill is None else _DISAGGREGATED).inc()

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from typing import Protocol
 
 from kvevents.subscriber import KvEventSubscriber
@@ -46,7 +46,6 @@ from router.metrics import (
     ORPHAN_BLOCKS,
     PEERS,
     PLACE_SECONDS,
-    PLACEMENTS,
     PREDICTED_TOKENS,
     PROMPT_TOKENS,
     RESUMED,
@@ -54,6 +53,7 @@ from router.metrics import (
     WAIT_SECONDS,
     WAITING,
     WORKERS,
+    count_placement,
 )
 
 log = logging.getLogger(__name__)
@@ -101,6 +101,22 @@ class LocalBooking:
     def end(self, *, ok: bool) -> None:
         """A second call does nothing."""
         self._router.on_end(self, ok=ok)
+
+
+class _Placing:
+    """The block for which a booking counts."""
+
+    __slots__ = ("_booking", "_placing")
+
+    def __init__(self, placing: Coroutine[None, None, LocalBooking]) -> None:
+        self._placing = placing
+
+    async def __aenter__(self) -> LocalBooking:
+        self._booking = await self._placing
+        return self._booking
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._booking.end(ok=kind is None)
 
 
 class WorkerFeed:
@@ -213,6 +229,8 @@ class LocalRouter:
             before.end(ok=False)
         started = time.monotonic()
         try:
+            if (placed := self.state.try_place(request, started)) is not None:
+                return self._placed_at_once(request, placed, started)
             displaced = self.state.submit(request, started, started + timeout_s)
         except MeshError as error:
             FAILURES.labels(error.code).inc()
@@ -230,16 +248,19 @@ class LocalRouter:
             del self._placing[request.request_id]
             WAIT_SECONDS.observe(time.monotonic() - started)
 
-    @asynccontextmanager
-    async def book(self, request: RouteRequest, timeout_s: float) -> AsyncIterator[LocalBooking]:
+    def _placed_at_once(self, request: RouteRequest, placed: Placed, started: float) -> LocalBooking:
+        PLACE_SECONDS.observe(time.monotonic() - started)
+        WAIT_SECONDS.observe(0.0)
+        count_placement(placed)
+        if self._next_sweep is None:
+            self._schedule()
+        if self.gossip is not None:
+            self.gossip.on_change()
+        return self._booked(request, placed)
+
+    def book(self, request: RouteRequest, timeout_s: float) -> "_Placing":
         """The same; it counts until the block is left."""
-        booking = await self.place(request, timeout_s)
-        ok = False
-        try:
-            yield booking
-            ok = True
-        finally:
-            booking.end(ok=ok)
+        return _Placing(self.place(request, timeout_s))
 
     async def preview(self, request: RouteRequest, timeout_s: float) -> Placed:
         """Where it would run if it came now, with the explanation. Raises NoWorkerError."""
@@ -336,7 +357,7 @@ class LocalRouter:
                 if placing is None or placing.done():  # its caller has left in this very turn
                     self.state.free(request_id, time.monotonic(), ok=False)
                     continue
-                PLACEMENTS.labels("disaggregated" if result.prefill else "aggregated").inc()
+                count_placement(result)
                 placing.set_result(result)
             elif placing is not None and not placing.done():
                 FAILURES.labels(result.code).inc()

@@ -3,8 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -169,31 +168,12 @@ class PlaneClient:
     def __init__(self) -> None:
         self._links: dict[str, asyncio.Task[_ClientLink]] = {}
 
-    @asynccontextmanager
-    async def open(self, address: str, method: str, body: object, timeout_s: float) -> AsyncIterator[Stream]:
+    def open(self, address: str, method: str, body: object, timeout_s: float) -> "_Opening":
         """Call `method` at host:port. Leaving the block before the end cancels the call at the peer.
 
         Raises UnreachableError if the peer cannot be reached; a passed deadline is DeadlineExceededError.
         """
-        overdue = DeadlineExceededError(f"{method} at {address} did not end in the {timeout_s:.3g} s left for it")
-        if timeout_s <= 0:
-            raise overdue
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        try:
-            async with asyncio.timeout_at(deadline):
-                link = await self._link(address)
-        except TimeoutError:
-            raise overdue from None
-        stream = link.open(method, encode(body), timeout_s)
-        # A timer that ends the stream, and no asyncio.timeout around the block: the block may be suspended in an
-        # async generator, and a timeout would then cancel whatever else its task does.
-        timer = loop.call_at(deadline, stream.on_end, overdue)
-        try:
-            yield stream
-        finally:
-            timer.cancel()
-            link.leave(stream)
+        return _Opening(self, address, method, body, timeout_s)
 
     async def ask(self, address: str, method: str, body: object, reply: type[T], timeout_s: float) -> T:
         """A call with one message for an answer."""
@@ -224,8 +204,18 @@ class PlaneClient:
             if isinstance(outcome, _ClientLink):
                 outcome.close()
 
-    async def _link(self, address: str) -> "_ClientLink":
-        """The connection to a peer; callers who come while it is being opened share it."""
+    async def link(self, address: str, deadline: float) -> "_ClientLink":
+        """The connection to a peer; callers who come while it is being opened share it.
+
+        Raises UnreachableError, TimeoutError at the event loop's time `deadline`.
+        """
+        task = self._links.get(address)
+        if task is not None and task.done() and not _is_dead(task):
+            return task.result()
+        async with asyncio.timeout_at(deadline):
+            return await self._connected(address)
+
+    async def _connected(self, address: str) -> "_ClientLink":
         task = self._links.get(address)
         if task is None or _is_dead(task):
             task = asyncio.get_running_loop().create_task(self._connect(address), name=f"connect {address}")
@@ -251,6 +241,46 @@ class PlaneClient:
         task = self._links.get(link.address)
         if task is not None and _is_dead(task):
             del self._links[link.address]
+
+
+class _Opening:
+    """The block for which a call is open. Entered once per request, and so not a generator's, which costs more."""
+
+    __slots__ = ("_address", "_body", "_client", "_link", "_method", "_stream", "_timeout_s", "_timer")
+
+    def __init__(self, client: PlaneClient, address: str, method: str, body: object, timeout_s: float) -> None:
+        self._client = client
+        self._address = address
+        self._method = method
+        self._body = body
+        self._timeout_s = timeout_s
+
+    async def __aenter__(self) -> Stream:
+        loop, timeout_s = asyncio.get_running_loop(), self._timeout_s
+        if timeout_s <= 0:
+            raise self._overdue()
+        deadline = loop.time() + timeout_s
+        try:
+            self._link = await self._client.link(self._address, deadline)
+        except TimeoutError:
+            raise self._overdue() from None
+        self._stream = self._link.open(self._method, encode(self._body), timeout_s)
+        # A timer that ends the stream, and no asyncio.timeout around the block: the block may be suspended in an
+        # async generator, and a timeout would then cancel whatever else its task does.
+        self._timer = loop.call_at(deadline, self._expire)
+        return self._stream
+
+    async def __aexit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._link.leave(self._stream)
+
+    def _expire(self) -> None:
+        self._stream.on_end(self._overdue())
+
+    def _overdue(self) -> DeadlineExceededError:
+        return DeadlineExceededError(
+            f"{self._method} at {self._address} did not end in the {self._timeout_s:.3g} s left for it"
+        )
 
 
 def _is_dead(task: "asyncio.Task[_ClientLink]") -> bool:

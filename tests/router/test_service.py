@@ -334,15 +334,13 @@ async def test_a_request_that_waits_is_not_lost_with_the_booking_that_it_replace
     assert (len(router.state.load), router._placing, router._bookings) == (0, {}, {})
 
 
-async def test_of_two_requests_of_one_name_in_one_turn_the_second_is_refused(world: World) -> None:
+async def test_a_request_that_comes_alone_is_placed_without_waiting_for_a_turn_of_the_loop(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"))
-    first = asyncio.create_task(router.place(request(), 5))
-    await asyncio.sleep(0)
-    second = asyncio.create_task(router.place(request(), 5))  # its turn comes when the first has just been placed
-    with pytest.raises(InvalidRequestError, match="waits in the queue already"):
-        await second
-    (await first).end(ok=True)
+    placing = router.place(request(), 5)
+    with pytest.raises(StopIteration) as placed:
+        placing.send(None)
+    placed.value.value.end(ok=True)
     assert (len(router.state.load), router._placing, router._bookings) == (0, {}, {})
 
 
@@ -449,7 +447,8 @@ async def test_a_caller_that_leaves_the_queue_is_forgotten(world: World) -> None
 
 async def test_a_caller_that_leaves_in_the_turn_in_which_it_is_placed_leaves_nothing(world: World) -> None:
     router = await world.start_router("r")
-    await world.add(card("d1"))
+    await world.add(card("d1", max_num_seqs=1))
+    running = await router.place(request("running"), 5)
     settle = router._settle
 
     def leave_then(outcomes: Sequence[Outcome]) -> None:
@@ -459,6 +458,8 @@ async def test_a_caller_that_leaves_in_the_turn_in_which_it_is_placed_leaves_not
 
     router._settle = leave_then  # type: ignore[method-assign]
     placing = asyncio.create_task(router.place(request(), 5))
+    await until(lambda: router.state.waiting == 1)
+    running.end(ok=True)
     await asyncio.wait([placing])
     assert placing.cancelled()
     assert (len(router.state.load), router._placing, router._bookings) == (0, {}, {})
