@@ -1,9 +1,11 @@
 """A checked request, whatever the endpoint's spelling, and the ways an endpoint answers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct, field
 
 from frontend.generator import Hints
 from frontend.parsers.events import Tool
@@ -48,8 +50,7 @@ class Tools:
         return self.choice is ToolChoice.AUTO
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(Struct, frozen=True, kw_only=True):  # of all that is made per request, by far the most fields
     """Exactly one of `messages` and `prompts` is given; a prompt is text or token ids."""
 
     endpoint: Endpoint

@@ -7,7 +7,6 @@ since a draw depends on the seed and the token's number alone, the answer goes o
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import msgspec
 
@@ -110,7 +109,7 @@ class Dispatcher:
 
     async def preview(self, request: GenerateRequest, hints: Hints, deadline: float) -> Placed:
         """Implements frontend.generator.Generator."""
-        route = await self._route(request, replace(hints, explain=True), [])
+        route = await self._route(request, msgspec.structs.replace(hints, explain=True), [])
         return await self._router.preview(route, _left(deadline))
 
     async def embed(self, request: EmbedRequest, hints: Hints, deadline: float) -> Embedding:

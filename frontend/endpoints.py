@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -283,8 +283,8 @@ def with_hints(request: Request, call: Call) -> Call:
     hints = with_headers(call.hints, request.headers)
     if tenant := request.tenant:
         own = f"{tenant} {call.cache_salt or ''}"  # no tenant's name has a space: none can take another's
-        return replace(call, hints=replace(hints, tenant=tenant), cache_salt=own)
-    return call if hints is call.hints else replace(call, hints=hints)
+        return msgspec.structs.replace(call, hints=msgspec.structs.replace(hints, tenant=tenant), cache_salt=own)
+    return call if hints is call.hints else msgspec.structs.replace(call, hints=hints)
 
 
 def timeout_s(request: Request, limits: TimeLimits) -> float:

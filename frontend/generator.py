@@ -4,6 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec import Struct
+
 from protocol.messages import Delta, Embedding, EmbedRequest, Explanation, GenerateRequest, Placed
 
 MAX_EXPLANATIONS = 8  # of one request, the latest: it may be placed again and again
@@ -26,8 +28,7 @@ class Trace:
     explanations: deque[Explanation] = field(default_factory=lambda: deque(maxlen=MAX_EXPLANATIONS))
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
+class Hints(Struct, frozen=True):
     """What the caller asks of the mesh, beside the answer. The names are those of protocol.messages.RouteRequest."""
 
     disaggregate: bool | None = None  # None: the router decides

@@ -6,8 +6,9 @@ set them, or to strip those that come from outside.
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
+
+import msgspec
 
 from frontend.generator import Hints
 from protocol.errors import InvalidRequestError
@@ -34,7 +35,7 @@ def with_headers(hints: Hints, headers: Iterable[tuple[str, str]]) -> Hints:
         given[known.field] = value
     if not given:
         return hints
-    hints = replace(hints, **given)
+    hints = msgspec.structs.replace(hints, **given)
     if hints.pin_rank is not None and hints.pin is None:
         _refuse("x-kvmesh-dp-rank", "needs a worker", "send x-kvmesh-worker as well")
     return hints

@@ -1,7 +1,6 @@
 """Read and check a request body: JSON in, a `Call` or an error that names the parameter out. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -44,8 +43,7 @@ _count_decoder = msgspec.json.Decoder(CountRequest)
 RequestT = TypeVar("RequestT", bound=CountRequest)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessagesCall(Call):
+class MessagesCall(Call, frozen=True, kw_only=True):
     omits_thoughts: bool = False  # say that there were thoughts, not which
 
 

@@ -5,7 +5,6 @@ send the whole conversation each time, our own output items among it, thoughts i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -67,8 +66,7 @@ ShapeT = TypeVar("ShapeT")
 Choice = str | FunctionToolChoice | AllowedTools
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesCall(Call):
+class ResponsesCall(Call, frozen=True, kw_only=True):
     settings: Settings  # as the answer repeats them
 
 

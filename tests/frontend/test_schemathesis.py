@@ -21,7 +21,7 @@ from frontend.openapi import OPERATIONS, SSE, openapi
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from tests.frontend.whole_mesh import ADAPTER, MODEL, PREFILL_WORKER, WORKER, whole_mesh
 
-CONTEXT_TOKENS = 192
+CONTEXT_TOKENS = 96
 EXAMPLES = int(os.environ.get("KVMESH_SCHEMATHESIS_EXAMPLES", "0"))
 DOCUMENT = json.loads(openapi("0", HttpSettings().max_request_timeout_s))
 REFUSED = "400"  # data that fits the description may be refused for what a schema cannot say: see `names_the_fault`
