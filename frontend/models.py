@@ -12,6 +12,7 @@ from frontend.formats import AnswerFormat, answer_format
 from frontend.templates import ChatTemplate
 from frontend.tokenizer import CACHE_BYTES, Tokenizer
 from frontend.tokenizing.backends import BackendName, require_backend
+from mesh.lifecycle import settle
 from protocol.errors import InvalidRequestError, NoWorkerError
 from protocol.ids import WorkerId
 from protocol.messages import Feature, Role, WorkerCard
@@ -147,10 +148,15 @@ class ModelRegistry:
     def _load(self, served: Served) -> asyncio.Task[Model]:
         """The load under way or done; a failed one is tried again."""
         if served.loading is None or _failed(served.loading):
-            loading = asyncio.to_thread(_load, served, self._tokenizer, self._cache_bytes)
+            loading = self._loaded(served)
             served.loading = asyncio.create_task(loading, name=f"load {served.name}")
             served.loading.add_done_callback(_tell_failure)
         return served.loading
+
+    async def _loaded(self, served: Served) -> Model:
+        model = await asyncio.to_thread(_load, served, self._tokenizer, self._cache_bytes)
+        settle()
+        return model
 
     def find(self, name: str) -> Served:
         """Raises UnknownModelError; NoWorkerError as long as none is known: we may have just been started."""

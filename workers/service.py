@@ -11,7 +11,7 @@ from kvevents.batches import in_parts
 from kvevents.formats import encode_payload
 from kvevents.transport import Publisher, open_publisher
 from mesh.discovery import open_discovery
-from mesh.lifecycle import watch_parent
+from mesh.lifecycle import settle, watch_parent
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import request_context, serve_metrics
 from protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
@@ -72,6 +72,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
         cleanup.push_async_callback(discovery.close)
         card = make_card(name, worker_id, config, info, address, publisher, metrics_url)
         registration = await discovery.put(f"workers/{worker_id}", encode(card))
+        settle()
         log.info("ready", extra={"worker": worker_id, "address": address, "model": info.model, "kv": info.transfer})
         await until_stopped(stop, engine)
         log.info("draining")
