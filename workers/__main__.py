@@ -1,6 +1,7 @@
 """`python -m workers`: run one worker."""
 
 import os
+import shlex
 import sys
 
 from mesh.config import load
@@ -15,7 +16,7 @@ def main() -> int:
     try:
         config = load(
             WorkerConfig,
-            sys.argv[1:],
+            with_engine_args(sys.argv[1:]),
             os.environ,
             prefix="KVMESH_WORKER_",
             prog="python -m workers",
@@ -27,6 +28,14 @@ def main() -> int:
         print(f"kvmesh worker: {error}", file=sys.stderr)
         return 2
     return run(lambda stop: serve(config, stop))
+
+
+def with_engine_args(argv: list[str]) -> list[str]:
+    """What stands after `--` is for the engine."""
+    if "--" not in argv:
+        return argv
+    at = argv.index("--")
+    return [*argv[:at], f"--engine-args={shlex.join(argv[at + 1 :])}"]
 
 
 if __name__ == "__main__":

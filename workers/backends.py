@@ -12,6 +12,24 @@ from workers.step_engine import StepEngine, StepEngineConfig
 
 def open_engine(config: WorkerConfig) -> Engine:
     """Raises ConfigError if the settings do not fit together or to this machine."""
+    if config.engine == "attach":
+        from workers.attached.engine import open_attached
+
+        return open_attached(config)
+    if config.engine == "vllm":
+        from workers.vllm_engine.engine import VllmEngine
+
+        return VllmEngine(config, served_name(config))
+    if config.engine == "sglang":
+        from workers.sglang_engine.engine import SglangEngine
+
+        return SglangEngine(config, served_name(config))
+    if config.engine == "trtllm":
+        from workers.trtllm_engine.engine import TrtllmEngine
+
+        return TrtllmEngine(config, served_name(config))
+    if config.engine_args:
+        raise ConfigError(f"--engine {config.engine} takes no flags after --", hint="leave them out")
     step_config = StepEngineConfig(
         model=served_name(config),
         model_path=str(Path(config.model_path).resolve()),

@@ -12,8 +12,11 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name: Annotated[str, Meta(description="stable name of this worker; default: its role")] = ""
     role: Annotated[Role, Meta(description="prefill, decode, or aggregated: both halves")] = Role.AGGREGATED
-    engine: Annotated[Literal["torch", "mock"], Meta(description="what computes")] = "torch"
-    model_path: Annotated[str, Meta(description="Hugging Face folder (mock: of the tokenizer)")]
+    engine: Annotated[
+        Literal["torch", "mock", "vllm", "sglang", "trtllm", "attach"], Meta(description="what computes")
+    ] = "torch"
+    engine_args: Annotated[str, Meta(description="vllm, sglang, trtllm: their own flags, or give them after --")] = ""
+    model_path: Annotated[str, Meta(description="Hugging Face folder (mock, attach: of the tokenizer)")]
     model: Annotated[str, Meta(description="name the model is served under; default: that of its folder")] = ""
     random_weights: Annotated[bool, Meta(description="torch: make weights up, the folder has only config.json")] = False
     device: Annotated[str, Meta(description="torch: cpu, cuda, cuda:<n> or auto")] = "auto"
@@ -32,7 +35,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mock_itl_ms: Annotated[float, Meta(ge=0, description="mock: fixed time of a step that decodes; 0: as modelled")] = (
         0.0
     )
-    loras: Annotated[str, Meta(description="mock: names of adapters, comma-separated")] = ""
+    loras: Annotated[str, Meta(description="adapters, comma-separated: vllm: name=path; mock: names")] = ""
+    attach_url: Annotated[str, Meta(description="attach: the server's, http://host:port")] = ""
+    attach_kv_events: Annotated[str, Meta(description="attach: its KV events, tcp://host:port; empty: ask it")] = ""
+    attach_kv_replay: Annotated[str, Meta(description="attach: their replay socket, tcp://host:port")] = ""
     tool_parser: Annotated[str, Meta(description="how the model writes tool calls; default: guessed")] = ""
     reasoning_parser: Annotated[str, Meta(description="how the model sets its thoughts apart; default: guessed")] = ""
     kv_transfer: Annotated[

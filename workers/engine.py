@@ -5,11 +5,11 @@ Every backend passes tests/contracts/test_engine.py.
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from protocol.events import Digest, KvEvent
 from protocol.ids import WorkerId
-from protocol.messages import Delta, Embedding, EmbedRequest, Feature, GenerateRequest, KvLayout
+from protocol.messages import Control, ControlReply, Delta, Embedding, EmbedRequest, Feature, GenerateRequest, KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class EngineInfo:
     transfer: str  # name of the KV transfer backend, "" if it has none
     features: tuple[Feature, ...] = ()
     loras: tuple[str, ...] = ()
+    dp_size: int = 1
+    tells_events: bool = True  # of its KV cache; else routers guess what it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +77,11 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Abort what runs and free everything. A second call does nothing."""
+
+
+@runtime_checkable
+class Controllable(Protocol):
+    """An engine that operators can tell to do something besides answering requests."""
+
+    async def control(self, request: Control) -> ControlReply:
+        """Carry out what is asked. Raises InvalidRequestError for what cannot be done here, and EngineError."""

@@ -4,19 +4,21 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import replace
 
 from kvevents.batches import in_parts
 from kvevents.formats import encode_payload
 from kvevents.transport import Publisher, open_publisher
-from mesh.discovery import open_discovery
+from mesh.discovery import Registration, open_discovery
 from mesh.lifecycle import settle, watch_parent
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import request_context, serve_metrics
 from protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
 from protocol.ids import WorkerId, new_worker_id
 from protocol.messages import (
+    Control,
     EmbedRequest,
     GenerateRequest,
     KvDigest,
@@ -29,7 +31,7 @@ from protocol.messages import (
 )
 from workers.backends import open_engine
 from workers.config import WorkerConfig
-from workers.engine import Engine, EngineInfo
+from workers.engine import Controllable, Engine, EngineInfo
 from workers.metrics import CACHED_BLOCKS, OFFERS, REQUESTS, RUNNING, USED_BLOCKS, WAITING
 
 log = logging.getLogger(__name__)
@@ -70,8 +72,13 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
         observe_load(engine)
         discovery = open_discovery(config.discovery)
         cleanup.push_async_callback(discovery.close)
-        card = make_card(name, worker_id, config, info, address, publisher, metrics_url)
-        registration = await discovery.put(f"workers/{worker_id}", encode(card))
+
+        async def register(info: EngineInfo) -> Registration:
+            card = make_card(name, worker_id, config, info, address, publisher, metrics_url)
+            return await discovery.put(f"workers/{worker_id}", encode(card))
+
+        registration = await register(info)
+        worker.on_info = register
         settle()
         log.info("ready", extra={"worker": worker_id, "address": address, "model": info.model, "kv": info.transfer})
         await until_stopped(stop, engine)
@@ -106,6 +113,7 @@ class Worker:
         self._engine = engine
         self._publisher = publisher
         self.info: EngineInfo | None = None
+        self.on_info: Callable[[EngineInfo], Awaitable[object]] = _nobody_told
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -114,6 +122,7 @@ class Worker:
             "release": self.release,
             "kv_snapshot": self.kv_snapshot,
             "kv_digest": self.kv_digest,
+            "control": self.control,
         }
 
     async def generate(self, call: Call) -> None:
@@ -147,6 +156,19 @@ class Worker:
         digest = self._engine.kv_digest()
         await call.send(KvDigest(seq=self._publisher.last_seq, blocks=digest.blocks, value=digest.value))
 
+    async def control(self, call: Call) -> None:
+        request = decode(call.body, Control)
+        if self.info is None:
+            raise DrainingError("this worker is still starting")
+        if not isinstance(self._engine, Controllable):
+            raise InvalidRequestError(f"this worker's engine cannot {request.action.value}", hint="vLLM's can")
+        reply = await self._engine.control(request)
+        log.info("control", extra={"action": request.action.value, "detail": reply.detail})
+        if reply.loras != self.info.loras:
+            self.info = replace(self.info, loras=reply.loras)
+            await self.on_info(self.info)
+        await call.send(reply)
+
     def _check_model(self, model: str) -> None:
         if self.info is None:
             raise DrainingError("this worker is still starting")
@@ -159,6 +181,10 @@ class Worker:
             raise InvalidRequestError("a decode worker offers no KV", hint="send prefill legs to prefill workers")
         if self._role is Role.PREFILL and not request.offer_kv:
             raise InvalidRequestError("a prefill worker only prefills", hint="send the request to a decode worker")
+
+
+async def _nobody_told(info: EngineInfo) -> None:
+    """Before the worker has joined the mesh."""
 
 
 @contextmanager
@@ -200,9 +226,10 @@ def make_card(
         total_blocks=info.total_blocks,
         context_tokens=info.context_tokens,
         max_num_seqs=info.max_num_seqs,
-        kv_events=publisher.endpoint,
-        kv_replay=publisher.replay_endpoint,
+        kv_events=publisher.endpoint if info.tells_events else "",
+        kv_replay=publisher.replay_endpoint if info.tells_events else "",
         transfer=info.transfer,
+        dp_size=info.dp_size,
         pid=os.getpid(),
         metrics_url=metrics_url,
         features=info.features,

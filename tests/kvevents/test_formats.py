@@ -1,6 +1,7 @@
 """vLLM's event format: what engines of all ages send, and what we send."""
 
 import gc
+from base64 import b64decode
 from typing import Any
 
 import msgspec
@@ -13,6 +14,18 @@ from protocol.errors import WireError
 from protocol.events import Cleared, KvEvent, Removed, Stored
 from protocol.ids import EngineHash
 
+SALTED_FRAME = b64decode(
+    b"k8tB2sBzpqPbAJGLpHR5cGWrQmxvY2tTdG9yZWSsYmxvY2tfaGFzaGVzls/9tV1ORpfk1M+pMllXhzgu4M8dce/bGiiE/88Zkqk93YV8EM+Q"
+    b"sGsK7LWNxs/nbrZoh0jEc7FwYXJlbnRfYmxvY2tfaGFzaMCpdG9rZW5faWRz3ADAPWLMh8yszNHM9s0BG80BQM0BZc0Bis0Br80B1M0B+c0C"
+    b"Hs0CQ80CaM0Cjc0Css0C180C/M0DIc0DRs0Da80DkM0Dtc0D2s0D/80EJM0ESc0Ebs0Ek80EuM0E3c0FAs0FJ80FTM0Fcc0Fls0Fu80F4M0G"
+    b"Bc0GKs0GT80GdM0Gmc0Gvs0G480HCM0HLc0HUs0Hd80HnFV6zJ/MxMzpzQEOzQEzzQFYzQF9zQGizQHHzQHszQIRzQI2zQJbzQKAzQKlzQLK"
+    b"zQLvzQMUzQM5zQNezQODzQOozQPNzQPyzQQXzQQ8zQRhzQSGzQSrzQTQzQT1zQUazQU/zQVkzQWJzQWuzQXTzQX4zQYdzQZCzQZnzQaMzQax"
+    b"zQbWzQb7zQcgzQdFzQdqzQePSG3Mksy3zNzNAQHNASbNAUvNAXDNAZXNAbrNAd/NAgTNAinNAk7NAnPNApjNAr3NAuLNAwfNAyzNA1HNA3bN"
+    b"A5vNA8DNA+XNBArNBC/NBFTNBHnNBJ7NBMPNBOjNBQ3NBTLNBVfNBXzNBaHNBcbNBevNBhDNBjXNBlrNBn/NBqTNBsnNBu7NBxPNBzjNB13N"
+    b"B4I7YMyFzKrMz8z0zQEZzQE+zQFjzQGIzQGtzQHSzQH3zQIczQJBzQJmzQKLzQKwzQLVzQL6zQMfzQNEzQNpzQOOzQOzzQPYzQP9zQQizQRH"
+    b"zQRszQSRzQS2zQTbzQUAzQUlzQVKzQVvzQWUqmJsb2NrX3NpemUgp2xvcmFfaWTApm1lZGl1baNHUFWpbG9yYV9uYW1lwKpleHRyYV9rZXlz"
+    b"lpGodGVuYW50LWHAwMDAwKlncm91cF9pZHgAsmt2X2NhY2hlX3NwZWNfa2luZK5mdWxsX2F0dGVudGlvbgA="
+)
 HIGH = 0xFFFF_0000_0000_0001
 
 
@@ -112,6 +125,36 @@ SLIDING = {"kv_cache_spec_kind": "sliding_window"}
 )
 def test_blocks_count_where_a_group_of_layers_looks_at_all_of_a_prefix(said: dict[str, object], counts: bool) -> None:
     assert len(decode(stored_map(**said))) == counts
+
+
+@pytest.mark.parametrize(
+    ("changes", "salt"),
+    [
+        ({"extra_keys": [["tenant"], None]}, "tenant"),
+        ({"extra_keys": [["poet", "tenant"], ["poet"]], "lora_name": "poet"}, "tenant"),
+        ({"extra_keys": [["poet"], ["poet"]], "lora_name": "poet"}, None),
+        ({"extra_keys": [["same", "same"], ["same"]], "lora_name": "same"}, "same"),
+        ({"extra_keys": [[["image", 3], "tenant", b"digest"], None]}, "tenant"),
+        ({"extra_keys": [None, ["tenant"]]}, None),
+        ({"extra_keys": []}, None),
+        ({"extra_keys": None}, None),
+        ({"extra_keys": "something else"}, None),
+        ({"extra_keys": [["theirs"], None], "cache_salt": "ours"}, "ours"),
+        ({"extra_keys": [["tenant"], None], "parent_block_hash": 7}, None),
+    ],
+)
+def test_the_salt_is_found_where_a_stock_engine_says_it(changes: dict[str, object], salt: str | None) -> None:
+    (event,) = decode(stored_map(**{"parent_block_hash": None, **changes}))
+    assert isinstance(event, Stored)
+    assert event.salt == salt
+
+
+def test_a_recorded_frame_of_a_salted_prompt() -> None:
+    """Two blocks of a prompt under a salt, as vLLM 0.32 sent them; block size 32."""
+    (event,) = decode_payload(SALTED_FRAME).events
+    assert isinstance(event, Stored)
+    assert (event.salt, event.lora, event.parent, event.block_size) == ("tenant-a", None, None, 32)
+    assert len(event.hashes) * 32 == len(event.token_ids)
 
 
 def test_groups_call_equal_prefixes_the_same_and_are_kept_apart() -> None:

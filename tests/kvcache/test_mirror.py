@@ -1,0 +1,224 @@
+"""What is announced of an engine that tells of every copy it stores and removes."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.mirror import CacheMirror
+from protocol.errors import WireError
+from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from protocol.hashing import digest_term, hash_seed, sequence_hashes
+from protocol.ids import EngineHash, SequenceHash
+
+BLOCK = 2
+
+
+def key_of(tokens: Sequence[int], lora: str | None = None, salt: str | None = None) -> EngineHash:
+    """What the engine calls the block that ends these tokens: nothing like our names."""
+    return EngineHash(random.Random(repr((tuple(tokens), lora, salt))).getrandbits(64))
+
+
+def keys_of(tokens: Sequence[int], lora: str | None = None, salt: str | None = None) -> tuple[EngineHash, ...]:
+    return tuple(key_of(tokens[:end], lora, salt) for end in range(BLOCK, len(tokens) + 1, BLOCK))
+
+
+def stored(tokens: Sequence[int], start: int = 0, lora: str | None = None, salt: str | None = None) -> Stored:
+    """The engine stores the blocks of `tokens` from block `start` on; like vLLM it says the salt in the first alone."""
+    keys = keys_of(tokens, lora, salt)
+    return Stored(
+        hashes=keys[start:],
+        parent=keys[start - 1] if start else None,
+        token_ids=tuple(tokens[start * BLOCK : len(keys) * BLOCK]),
+        block_size=BLOCK,
+        lora=lora,
+        salt=None if start else salt,
+    )
+
+
+def removed(tokens: Sequence[int], *blocks: int) -> Removed:
+    keys = keys_of(tokens)
+    return Removed(tuple(keys[block] for block in blocks))
+
+
+def names(tokens: Sequence[int], lora: str | None = None, salt: str | None = None) -> tuple[EngineHash, ...]:
+    return tuple(EngineHash(name) for name in sequence_hashes(tokens, BLOCK, hash_seed(lora, salt)))
+
+
+class Follower:
+    """Replays what is announced; every event must change something."""
+
+    def __init__(self) -> None:
+        self.held: set[EngineHash] = set()
+
+    def replay(self, events: Sequence[KvEvent]) -> "Follower":
+        for event in events:
+            match event:
+                case Stored():
+                    assert event.parent is None or event.parent in self.held
+                    assert len(event.token_ids) == BLOCK * len(event.hashes)
+                    assert not self.held & set(event.hashes)
+                    self.held |= set(event.hashes)
+                case Removed():
+                    assert self.held >= set(event.hashes)
+                    self.held -= set(event.hashes)
+                case Cleared():
+                    self.held.clear()
+        return self
+
+
+def digest_of(held: set[EngineHash]) -> Digest:
+    return Digest(len(held), sum(map(digest_term, held)) & 0xFFFF_FFFF_FFFF_FFFF)
+
+
+TOKENS = [1, 2, 3, 4, 5, 6]
+
+
+def test_blocks_are_announced_under_our_names() -> None:
+    [event] = CacheMirror(BLOCK).apply([stored(TOKENS)])
+    assert event == Stored(names(TOKENS), None, tuple(TOKENS), BLOCK)
+
+
+def test_blocks_that_follow_known_ones_are_announced_as_their_children() -> None:
+    mirror = CacheMirror(BLOCK)
+    mirror.apply([stored(TOKENS[:4])])
+    [event] = mirror.apply([stored(TOKENS, start=2)])
+    assert event == Stored(names(TOKENS)[2:], names(TOKENS)[1], (5, 6), BLOCK)
+
+
+def test_adapters_and_tenants_have_names_of_their_own_in_every_block() -> None:
+    mirror = CacheMirror(BLOCK)
+    mirror.apply([stored(TOKENS[:2], lora="poet", salt="tenant")])
+    [event] = mirror.apply([stored(TOKENS, start=1, lora="poet", salt="tenant")])
+    assert event == Stored(
+        names(TOKENS, "poet", "tenant")[1:],
+        names(TOKENS, "poet", "tenant")[0],
+        tuple(TOKENS[2:]),
+        BLOCK,
+        "poet",
+        "tenant",
+    )
+
+
+def test_a_second_copy_is_not_announced_and_neither_is_its_end() -> None:
+    mirror = CacheMirror(BLOCK)
+    mirror.apply([stored(TOKENS)])
+    assert mirror.apply([stored(TOKENS), removed(TOKENS, 0, 1, 2)]) == []
+    assert mirror.digest == digest_of(set(names(TOKENS)))
+    assert Follower().replay(mirror.apply([removed(TOKENS, 0, 1, 2)]) and []).held == set()
+    assert mirror.digest == Digest(0, 0)
+
+
+def test_what_follows_a_block_that_is_gone_goes_with_it_children_first() -> None:
+    mirror = CacheMirror(BLOCK)
+    mirror.apply([stored(TOKENS)])
+    first, second, third = names(TOKENS)
+    assert mirror.apply([removed(TOKENS, 0)]) == [Removed((third, second, first))]
+
+
+def test_what_follows_comes_back_with_the_block_before_it() -> None:
+    mirror = CacheMirror(BLOCK)
+    mirror.apply([stored(TOKENS), removed(TOKENS, 1)])
+    again = Stored((keys_of(TOKENS)[1],), keys_of(TOKENS)[0], (3, 4), BLOCK)
+    assert mirror.apply([again]) == [Stored(names(TOKENS)[1:], names(TOKENS)[0], (3, 4, 5, 6), BLOCK)]
+
+
+def test_a_block_that_cannot_be_reached_leaves_without_a_word() -> None:
+    mirror = CacheMirror(BLOCK)
+    mirror.apply([stored(TOKENS), removed(TOKENS, 0)])
+    assert mirror.apply([removed(TOKENS, 2), removed(TOKENS, 1)]) == []
+    assert mirror.stats == {}
+    assert mirror.apply([stored(TOKENS[:2])]) == [Stored(names(TOKENS)[:1], None, (1, 2), BLOCK)]
+
+
+def test_two_names_of_the_engine_for_one_prefix_are_one_of_ours() -> None:
+    mirror = CacheMirror(BLOCK)
+    mirror.apply([stored(TOKENS[:2])])
+    twin = Stored((EngineHash(7),), None, (1, 2), BLOCK)
+    assert mirror.apply([twin, removed(TOKENS, 0)]) == []
+    assert mirror.snapshot() == [Stored(names(TOKENS)[:1], None, (1, 2), BLOCK)]
+
+
+def test_blocks_after_an_unknown_one_and_unknown_removals_are_counted() -> None:
+    mirror = CacheMirror(BLOCK)
+    assert mirror.apply([stored(TOKENS, start=1), removed(TOKENS, 0)]) == []
+    assert mirror.stats == {"unknown_parents": 2, "unknown_removals": 1}
+
+
+def test_a_copy_in_another_medium_does_not_count() -> None:
+    mirror = CacheMirror(BLOCK)
+    in_memory = Stored(keys_of(TOKENS), None, tuple(TOKENS), BLOCK, medium="CPU")
+    assert mirror.apply([in_memory, stored(TOKENS), Removed(keys_of(TOKENS), medium="CPU")]) == [
+        Stored(names(TOKENS), None, tuple(TOKENS), BLOCK)
+    ]
+
+
+def test_clearing_forgets_all_that_was_said() -> None:
+    mirror = CacheMirror(BLOCK)
+    assert mirror.apply([stored(TOKENS), Cleared()]) == [Cleared()]
+    assert (mirror.digest, mirror.snapshot()) == (Digest(0, 0), [])
+
+
+def test_blocks_of_another_size_are_refused() -> None:
+    with pytest.raises(WireError, match="blocks of 4 tokens, it began with 2"):
+        CacheMirror(BLOCK).apply([Stored((EngineHash(1),), None, (1, 2, 3, 4), 4)])
+
+
+def test_no_more_blocks_are_kept_than_allowed() -> None:
+    mirror = CacheMirror(BLOCK, max_blocks=2)
+    assert mirror.apply([stored(TOKENS)]) == [Stored(names(TOKENS)[:2], None, (1, 2, 3, 4), BLOCK)]
+    assert mirror.stats == {"over_limit": 1}
+
+
+# --- against a model that works everything out from scratch -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Act:
+    tokens: tuple[int, ...]
+    start: int
+    kind: str  # "store", "remove" or "clear"
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Act]:
+    prompt = st.lists(st.sampled_from([(0, 0), (0, 1)]), min_size=1, max_size=4).map(lambda p: sum(p, ()))
+    kinds = st.sampled_from(["store"] * 10 + ["remove"] * 9 + ["clear"])
+    act = st.builds(Act, prompt, st.integers(0, 2), kinds)
+    return draw(st.lists(act, max_size=60))
+
+
+@given(histories())
+def test_what_is_announced_is_what_can_be_reached(history: list[Act]) -> None:
+    mirror, follower = CacheMirror(BLOCK), Follower()
+    copies: Counter[tuple[int, ...]] = Counter()
+    for act in history:
+        blocks = [act.tokens[:end] for end in range(BLOCK, len(act.tokens) + 1, BLOCK)]
+        match act.kind:
+            case "clear":
+                copies.clear()
+                follower.replay(mirror.apply([Cleared()]))
+            case "remove":
+                follower.replay(mirror.apply([Removed((key_of(act.tokens),))]))
+                copies[act.tokens] -= copies[act.tokens] > 0
+            case _:
+                start = min(act.start, len(blocks) - 1)
+                if start and not copies[blocks[start - 1]]:
+                    continue  # an engine stores after a block only while that is there
+                follower.replay(mirror.apply([stored(act.tokens, start)]))
+                copies.update(blocks[start:])
+        reachable = {
+            SequenceHash(names(tokens)[-1])
+            for tokens, count in copies.items()
+            if count and all(copies[tokens[:end]] for end in range(BLOCK, len(tokens), BLOCK))
+        }
+        assert follower.held == reachable
+        assert Follower().replay(mirror.snapshot()).held == reachable
+        assert mirror.digest == digest_of(follower.held)
+    everything = [Removed((key_of(tokens),)) for tokens, count in copies.items() for _ in range(count)]
+    follower.replay(mirror.apply(everything))
+    assert (follower.held, mirror._blocks, mirror._roots) == (set(), {}, {})

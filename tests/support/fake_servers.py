@@ -1,0 +1,408 @@
+"""OpenAI-compatible servers without a model: they speak as vLLM 0.32, llama.cpp and nameless others were heard to.
+
+Tokens are invented from those before them, so that an answer that goes on elsewhere can be checked. `VllmServer` keeps
+a prefix cache that it tells of over ZMQ, hands KV over by kv_transfer_params, and dies of what the real one dies of.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from aiohttp import web
+from tokenizers import Tokenizer
+
+from kvevents.publisher import KvEventPublisher
+from kvmesh.tiny_model import CHECKPOINT_DIR
+from protocol.events import KvEvent, Removed, Stored
+from protocol.ids import EngineHash
+
+BLOCK = 16
+CONTEXT = 2048
+EOS = 2
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What follows `tokens`: by its last and their number."""
+    return (tokens[-1] * 7 + len(tokens) * 13) % 1900 + 50
+
+
+def answer_to(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Knobs:
+    """What a test wants of a server, and what it saw."""
+
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    connections: set[object] = field(default_factory=set)  # that completions came over
+    left: list[int] = field(default_factory=list)  # tokens sent to each caller that went away
+    refuse_with: tuple[int, Any] | None = None  # status and body of every answer
+    hold_after: int | None = None  # tokens, then it waits until that is None again
+    die_after: int | None = None  # tokens, then the connection breaks
+    fail_after: int | None = None  # tokens, then an event says that it failed
+    stop_after: int | None = None  # tokens, the last of them EOS
+    is_healthy: bool = True
+
+
+class Server:
+    """What all have. Subclasses say how they write."""
+
+    owned_by = "someone"
+    has_health = True
+
+    def __init__(self, model: str = "tiny", *, port: int = 0) -> None:
+        self.model = model
+        self.knobs = Knobs()
+        self.url = ""
+        self._port = port
+        self._tokenizer: Tokenizer = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        app = web.Application()
+        app.add_routes(self.routes())
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", self._port)
+        await site.start()
+        self._port = runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        try:
+            yield
+        finally:
+            self.knobs.hold_after = None
+            await runner.cleanup()
+
+    def routes(self) -> list[web.RouteDef]:
+        routes = [web.get("/v1/models", self.models), web.post("/v1/completions", self.completions)]
+        return [*routes, web.get("/health", self.health)] if self.has_health else routes
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.knobs.is_healthy else 503)
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": self.model_cards()})
+
+    def model_cards(self) -> list[dict[str, Any]]:
+        return [{"id": self.model, "object": "model", "owned_by": self.owned_by}]
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.knobs.bodies.append(body)
+        self.knobs.connections.add(request.transport)
+        if self.knobs.refuse_with is not None:
+            status, said = self.knobs.refuse_with
+            return web.json_response(said, status=status)
+        if body["model"] not in self.names():
+            return error(404, f"The model `{body['model']}` does not exist.", "model")
+        prompt = self.read_prompt(body["prompt"])
+        if len(prompt) >= CONTEXT:
+            return error(400, f"This model's maximum context length is {CONTEXT} tokens.", "input_tokens")
+        if body.get("stream"):
+            return await self.stream(request, body, prompt)
+        return web.json_response(self.whole(body, prompt))
+
+    def names(self) -> list[str]:
+        return [card["id"] for card in self.model_cards()]
+
+    def read_prompt(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
+            return ids
+        return list(prompt)
+
+    def whole(self, body: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
+        tokens, reason = self.planned(body, prompt)
+        return {"choices": [self.choice(body, prompt, tokens, reason, is_first=True)], "usage": usage(prompt, tokens)}
+
+    def planned(self, body: dict[str, Any], prompt: list[int]) -> tuple[list[int], str]:
+        stop_after = self.knobs.stop_after
+        if stop_after is not None and stop_after <= body["max_tokens"]:
+            return [*answer_to(prompt, stop_after - 1), EOS], "stop"
+        return answer_to(prompt, body["max_tokens"]), "length"
+
+    async def stream(self, request: web.Request, body: dict[str, Any], prompt: list[int]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        tokens, reason = self.planned(body, prompt)
+        sent = 0
+        try:
+            for sent, token in enumerate(tokens):
+                if self.knobs.die_after == sent:
+                    assert request.transport is not None
+                    request.transport.abort()
+                    return response
+                if self.knobs.fail_after == sent:
+                    told = {"error": {"message": "it broke", "type": "InternalServerError", "code": 500}}
+                    await response.write(event(told))
+                    return response
+                while self.knobs.hold_after is not None and self.knobs.hold_after <= sent:
+                    await asyncio.sleep(0.005)
+                is_last = sent + 1 == len(tokens)
+                choice = self.choice(body, prompt, [token], reason if is_last else None, is_first=not sent)
+                await response.write(event({"id": "cmpl-1", "object": "text_completion", "choices": [choice]}))
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.knobs.left.append(sent)
+            raise
+        await response.write(event({"choices": [], "usage": usage(prompt, tokens)}) + b"data: [DONE]\n\n")
+        return response
+
+    def choice(
+        self, body: dict[str, Any], prompt: list[int], tokens: list[int], reason: str | None, *, is_first: bool
+    ) -> dict[str, Any]:
+        texts = "".join(self.text(token) for token in tokens)
+        return {"index": 0, "text": texts, "logprobs": None, "finish_reason": reason}
+
+    def text(self, token: int) -> str:
+        """A special token is not part of the text; what is no whole character is written as �."""
+        told: str = self._tokenizer.decode([token], skip_special_tokens=True)
+        return told
+
+
+class OpenAiServer(Server):
+    """Texts in, texts out, and nothing else."""
+
+    has_health = False
+
+    def read_prompt(self, prompt: Any) -> list[int]:
+        assert isinstance(prompt, str), "this server takes no token ids"
+        return super().read_prompt(prompt)
+
+
+class LlamaCppServer(Server):
+    """Token ids in, texts out, no KV events."""
+
+    owned_by = "llamacpp"
+
+    def routes(self) -> list[web.RouteDef]:
+        return [*super().routes(), web.get("/props", self.props), web.get("/metrics", self.metrics)]
+
+    def model_cards(self) -> list[dict[str, Any]]:
+        return [super().model_cards()[0] | {"meta": {"n_ctx_train": 32768, "vocab_type": 2}}]
+
+    async def props(self, request: web.Request) -> web.Response:
+        return web.json_response({"total_slots": 4, "default_generation_settings": {"n_ctx": CONTEXT}})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text="llamacpp:requests_processing 1\nllamacpp:requests_deferred 0\n")
+
+
+class VllmServer(Server):
+    """Token ids in and out, KV events, KV handover."""
+
+    owned_by = "vllm"
+
+    def __init__(self, model: str = "tiny", *, loras: Sequence[str] = (), tells_events: bool = True) -> None:
+        super().__init__(model)
+        self.loras = loras
+        self.cached: dict[bytes, EngineHash] = {}
+        self.hit_tokens = 0
+        self.pulled: list[dict[str, Any]] = []
+        self.can_pull = True
+        self.has_connector = True
+        self._tells_events = tells_events
+        self._publisher: KvEventPublisher | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with super().running():
+            if self._tells_events:
+                self._publisher = KvEventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+            try:
+                yield
+            finally:
+                if self._publisher is not None:
+                    await self._publisher.close()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            *super().routes(),
+            web.get("/metrics", self.metrics),
+            web.get("/kv_event_sources", self.event_sources),
+        ]
+
+    def model_cards(self) -> list[dict[str, Any]]:
+        base = super().model_cards()[0] | {"root": str(CHECKPOINT_DIR), "parent": None, "max_model_len": CONTEXT}
+        return [base, *(base | {"id": name, "root": "/" + name, "parent": self.model} for name in self.loras)]
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        labels = f'engine="0",model_name="{self.model}"'
+        lines = [
+            f"vllm:num_requests_running{{{labels}}} 1.0",
+            f"vllm:num_requests_waiting{{{labels}}} 0.0",
+            f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} 5.0',
+            f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
+            f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0",num_gpu_blocks="1000"}} 1.0',
+        ]
+        return web.Response(text="\n".join(lines) + "\n")
+
+    async def event_sources(self, request: web.Request) -> web.Response:
+        if self._publisher is None:
+            return web.json_response({})
+        source = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self._publisher.endpoint,
+            "replay_endpoint": self._publisher.replay_endpoint,
+            "buffer_steps": 10_000,
+            "topic": "",
+        }
+        return web.json_response({"0": source})
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        params = body.get("kv_transfer_params") or {}
+        if params.get("do_remote_prefill"):
+            if not isinstance(params.get("remote_block_ids"), list):
+                self.knobs.is_healthy = False  # the engine process asserts, and is gone
+                return error(500, "EngineCore encountered an issue.", None)
+            if not self.can_pull:
+                self.knobs.bodies.append(body)
+                return error(500, "Internal server error", None)
+            self.pulled.append(params)
+        return await super().completions(request)
+
+    def whole(self, body: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
+        answer = super().whole(body, prompt)
+        is_asked = self.has_connector and (body.get("kv_transfer_params") or {}).get("do_remote_decode")
+        return answer | {"kv_transfer_params": offer_of(prompt) if is_asked else None}
+
+    def choice(
+        self, body: dict[str, Any], prompt: list[int], tokens: list[int], reason: str | None, *, is_first: bool
+    ) -> dict[str, Any]:
+        if is_first:
+            self.cache(prompt, body.get("cache_salt"))
+        choice = super().choice(body, prompt, tokens, reason, is_first=is_first)
+        choice |= {"stop_reason": None, "prompt_token_ids": prompt if is_first else None}
+        if body.get("return_token_ids"):
+            choice["token_ids"] = tokens
+        if body.get("logprobs") is not None:
+            choice["logprobs"] = logprobs(tokens, body["logprobs"])
+        return choice
+
+    def cache(self, prompt: list[int], salt: str | None) -> None:
+        """Store the full blocks that are not there, and tell of them."""
+        names = list(block_names(prompt, salt))
+        known = next((i for i, name in enumerate(names) if name not in self.cached), len(names))
+        self.hit_tokens += known * BLOCK
+        if known == len(names):
+            return
+        new = {name: EngineHash(int.from_bytes(name[:8], "big")) for name in names[known:]}
+        self.cached |= new
+        parent = self.cached[names[known - 1]] if known else None
+        tokens = tuple(prompt[known * BLOCK : len(names) * BLOCK])
+        self._tell([Stored(tuple(new.values()), parent, tokens, BLOCK, salt=salt)])
+
+    def evict(self, prompt: list[int]) -> None:
+        gone = [name for name in block_names(prompt, None) if name in self.cached]
+        hashes = tuple(self.cached.pop(name) for name in gone)
+        self._tell([Removed((one,)) for one in reversed(hashes)])
+
+    def _tell(self, events: Sequence[KvEvent]) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(events)
+
+
+def block_names(prompt: Sequence[int], salt: str | None) -> Iterator[bytes]:
+    """Of each full block, by itself and all before it: vLLM's are sha256 too."""
+    name = (salt or "").encode()
+    for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
+        name = sha256(name + json.dumps(list(prompt[start : start + BLOCK])).encode()).digest()
+        yield name
+
+
+def offer_of(prompt: Sequence[int]) -> dict[str, Any]:
+    """As vLLM 0.32 with the NixlConnector answers."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(range(1, 1 + -(-len(prompt) // BLOCK)))],
+        "remote_engine_id": "c356e84f-9746-4563-8c3e-1d29fdaede99",
+        "remote_request_id": "cmpl-94fe675cbfd62f93-0-b9407613",
+        "remote_host": "127.0.0.1",
+        "remote_port": 5601,
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": len(prompt),
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+    }
+
+
+def logprobs(tokens: Sequence[int], top: int) -> dict[str, Any]:
+    likeliest = [{f"token_id:{token + i}": -0.5 - i for i in range(max(top, 1))} for token in tokens]
+    return {
+        "tokens": [f"token_id:{token}" for token in tokens],
+        "token_logprobs": [-0.5] * len(tokens),
+        "top_logprobs": likeliest,
+        "text_offset": [0] * len(tokens),
+    }
+
+
+def usage(prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
+    return {"prompt_tokens": len(prompt), "completion_tokens": len(tokens), "prompt_tokens_details": None}
+
+
+def error(status: int, message: str, param: str | None) -> web.Response:
+    kind = {400: "BadRequestError", 404: "NotFoundError"}.get(status, "InternalServerError")
+    body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return web.json_response(body, status=status)
+
+
+def event(data: Any) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+@contextmanager
+def served(*servers: Server) -> Iterator["Loop"]:
+    """The servers run on an event loop in a thread of their own until the block ends."""
+    loop = Loop()
+    try:
+        for server in servers:
+            loop.start(server)
+        yield loop
+    finally:
+        loop.close()
+
+
+class Loop:
+    """An event loop in a thread: servers for tests that wait for other processes."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fake servers")
+        self._thread.start()
+        self._running: dict[Server, Any] = {}
+
+    def start(self, server: Server) -> None:
+        """Also one that was stopped: at the same address."""
+        context = server.running()
+        self._run(context.__aenter__)
+        self._running[server] = context
+
+    def stop(self, server: Server) -> None:
+        context = self._running.pop(server)
+        self._run(lambda: context.__aexit__(None, None, None))
+
+    def close(self) -> None:
+        for server in list(self._running):
+            self.stop(server)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, make: Callable[[], Any]) -> None:
+        async def call() -> None:
+            await make()
+
+        asyncio.run_coroutine_threadsafe(call(), self._loop).result(10)

@@ -1,0 +1,122 @@
+"""Stands for vLLM behind workers.vllm_engine.driver.Driver: deterministic tokens, real KV events on its endpoints."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+from kvevents.publisher import KvEventPublisher
+from protocol.errors import EngineError, InvalidRequestError
+from protocol.events import KvEvent
+from workers.vllm_engine.driver import Facts, Load, LoadedAdapter
+from workers.vllm_engine.translate import Question, Step
+
+CONTEXT = 512
+BLOCK = 32
+EOS = 2
+
+
+def token_after(tokens: Sequence[int]) -> int:
+    """A function of all tokens before it, so that an answer that goes on elsewhere goes on as it would have."""
+    return 3 + sum((i + 1) * token for i, token in enumerate(tokens)) % 997
+
+
+class FakeVllm:
+    """Implements workers.vllm_engine.driver.Driver."""
+
+    def __init__(self, flags: Sequence[str], environ: Mapping[str, str]) -> None:
+        self.flags = list(flags)
+        self.facts = Facts(BLOCK, 64, 1024, CONTEXT, 8, frozenset({EOS}), frozenset({"generate", "embed"}))
+        self.load = Load()
+        self.asked: list[Question] = []
+        self.adapters: list[LoadedAdapter | None] = []  # of the questions
+        self.closed_early = 0
+        self.pull_fails = False
+        self.first_pulled: int | None = None  # what it draws after a pull, instead of the right token
+        self.unloadable = ""  # path of an adapter
+        self.dead = ""
+        self.calls: list[str] = []
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self._publisher: KvEventPublisher | None = None
+
+    async def prepare(self) -> None:
+        events = json.loads(self.flags[self.flags.index("--kv-events-config") + 1])
+        self._publisher = KvEventPublisher(events["endpoint"], events["replay_endpoint"])
+
+    def tell(self, *events: KvEvent) -> None:
+        assert self._publisher is not None
+        self._publisher.publish(events)
+
+    async def generate(
+        self, question: Question, request_id: str, salt: str | None, adapter: LoadedAdapter | None
+    ) -> AsyncGenerator[Step, None]:
+        self.asked.append(question)
+        self.adapters.append(adapter)
+        pulls = question.kv is not None and bool(question.kv["do_remote_prefill"])
+        if pulls and self.pull_fails:
+            yield Step([], "error")
+            return
+        tokens = list(question.prompt)
+        ended = False
+        try:
+            for number in range(question.sampling["max_tokens"]):
+                if number:
+                    await self.may_go_on.wait()
+                if self.dead:
+                    raise EngineError(self.dead)
+                drawn = self.first_pulled if pulls and number == 0 else None
+                tokens.append(token_after(tokens) if drawn is None else drawn)
+                ended = number + 1 == question.sampling["max_tokens"]
+                kv = self._offered(question) if question.offers else None
+                yield Step([tokens[-1]], "length" if ended else None, cached_tokens=0, kv=kv)
+        finally:
+            self.closed_early += not ended
+
+    async def embed(
+        self, prompt: Sequence[int], request_id: str, salt: str | None, adapter: LoadedAdapter | None
+    ) -> bytes:
+        return bytes(4)
+
+    async def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset")
+        return True
+
+    async def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    async def wake(self) -> None:
+        self.calls.append("wake")
+
+    async def profile(self, start: bool) -> None:
+        raise InvalidRequestError("vLLM cannot profile")
+
+    async def add_adapter(self, adapter: LoadedAdapter) -> None:
+        if adapter.path == self.unloadable:
+            raise InvalidRequestError("no adapter there")
+
+    async def remove_adapter(self, adapter: LoadedAdapter) -> None:
+        self.calls.append(f"remove {adapter.number}")
+
+    def failure(self) -> str:
+        return self.dead
+
+    async def close(self) -> None:
+        self.calls.append("close")
+        if self._publisher is not None:
+            await self._publisher.close()
+
+    def _offered(self, question: Question) -> dict[str, object]:
+        num_tokens = len(question.prompt)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(range(1, 1 - (-num_tokens // BLOCK)))],
+            "remote_engine_id": "engine",
+            "remote_request_id": "request",
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "remote_num_tokens": num_tokens,
+        }
+
+
+OpenFake = Callable[[Sequence[str], Mapping[str, str]], FakeVllm]

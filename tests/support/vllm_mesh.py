@@ -1,0 +1,112 @@
+"""A mesh whose workers are vLLM on the CPU: its processes, and what vLLM's own counters say."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvmesh.tiny_model import CHECKPOINT_DIR
+from tests.support.mesh import Mesh, until
+
+START_S = 240.0  # two at once take a minute and a half on two cores
+BLOCK = 32  # vLLM wants multiples of it on a CPU
+ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+FLAGS = ("--enforce-eager", "--block-size", str(BLOCK), "--max-model-len", "1024", "--max-num-seqs", "8")
+ASKED_FOR = bool(os.environ.get("KVMESH_VLLM_PYTHON")) and importlib.util.find_spec("vllm") is not None
+
+needs_vllm = pytest.mark.skipif(not ASKED_FOR, reason="runs by `make test-vllm`, in an environment that has vLLM")
+
+
+class VllmMesh(Mesh):
+    """Its workers are started one by one: nobody starts them anew."""
+
+    def __init__(self, process: subprocess.Popen[bytes], run_dir: Path) -> None:
+        super().__init__(process, run_dir)
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start_worker(self, name: str, role: str, *flags: str) -> None:
+        command = ["-m", "workers", "--engine", "vllm", "--name", name, "--role", role, "--model", "tiny"]
+        command += ["--model-path", str(CHECKPOINT_DIR), "--dtype", "float32"]
+        command += ["--discovery", f"file:{self.run_dir / 'discovery'}", "--", *FLAGS, *flags]
+        self.started[name] = _start(self.run_dir, name, command)
+
+    def until_ready(self, *names: str) -> None:
+        def all_there() -> bool:
+            for name in names:
+                assert self.started[name].poll() is None, f"{name} ended\n{self.logs()}"
+            return self.workers().keys() >= set(names)
+
+        until(all_there, START_S, f"the workers {names}")
+
+    def tree(self, name: str) -> list[psutil.Process]:
+        """The worker and vLLM's own processes below it."""
+        worker = psutil.Process(self.started[name].pid)
+        return [worker, *worker.children(recursive=True)]
+
+    def signal_all(self, name: str, number: signal.Signals) -> list[psutil.Process]:
+        processes = self.tree(name)
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        return processes
+
+    def prompt_tokens(self, worker: str, source: str) -> float:
+        """By vLLM: local_compute, local_cache_hit or external_kv_transfer."""
+        return self.metric("vllm:prompt_tokens_by_source_total", worker, source=source)
+
+
+@contextmanager
+def running_vllm_mesh(run_dir: Path) -> Iterator[VllmMesh]:
+    """A frontend; the test starts the workers. At the end every process is gone."""
+    discovery = f"file:{run_dir / 'discovery'}"
+    frontend = _start(run_dir, "frontend", ["-m", "frontend", "--port", "0", "--discovery", discovery])
+    mesh = VllmMesh(frontend, run_dir)
+    try:
+        until(lambda: bool(mesh.entries("frontends/")), 60.0, "the frontend")
+        mesh.find_frontend()
+        yield mesh
+    except BaseException:
+        print(mesh.logs())
+        raise
+    finally:
+        _end([frontend, *mesh.started.values()])
+
+
+def idle_cores(processes: Sequence[psutil.Process], over_s: float = 3.0) -> float:
+    """How many cores these processes use together while nobody asks anything."""
+
+    def used_s() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    began, before = time.monotonic(), used_s()
+    time.sleep(over_s)
+    return (used_s() - before) / (time.monotonic() - began)
+
+
+def _start(run_dir: Path, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    with (run_dir / "logs" / f"{name}.log").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *command], stdout=output, stderr=output, env={**os.environ, **ENV}, start_new_session=True
+        )
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,151 @@
+"""Prefill and decode on two real vLLM workers, through a real frontend: where the KV comes from, and what if not."""
+
+import asyncio
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from kvmesh.tiny_model import CHECKPOINT_DIR
+from mesh.plane.client import PlaneClient
+from protocol.ids import new_request_id
+from protocol.messages import (
+    Delta,
+    GenerateRequest,
+    Guide,
+    GuideKind,
+    SamplingParams,
+    StopConditions,
+    Ticket,
+    WorkerCard,
+    pack_tokens,
+)
+from tests.support.vllm_mesh import BLOCK, VllmMesh, idle_cores, needs_vllm, running_vllm_mesh
+
+pytestmark = [needs_vllm, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmMesh]:
+    with running_vllm_mesh(tmp_path_factory.mktemp("mesh")) as mesh:
+        mesh.start_worker("prefill-0", "prefill")
+        mesh.start_worker("decode-0", "decode")
+        mesh.until_ready("prefill-0", "decode-0")
+        yield mesh
+
+
+def prompt(length: int, first: int) -> list[int]:
+    return [(first + 43 * i) % 1900 + 50 for i in range(length)]
+
+
+def answer(mesh: VllmMesh, tokens: Sequence[int], **body: Any) -> tuple[str, dict[str, Any]]:
+    """The text, and the trace."""
+    reply = mesh.complete(tokens, max_tokens=24, **{"ignore_eos": True, **body})
+    return reply["choices"][0]["text"], reply["kvmesh"]
+
+
+def alone(mesh: VllmMesh, tokens: Sequence[int], **body: Any) -> str:
+    """What the decode worker answers when it computes the prompt itself."""
+    return answer(mesh, tokens, kvmesh={"trace": True, "disaggregate": False}, **body)[0]
+
+
+@pytest.mark.parametrize("length", [340, 352, 33, 31])
+def test_the_whole_prompt_is_pulled_and_the_answer_is_that_of_one_worker(mesh: VllmMesh, length: int) -> None:
+    """By vLLM's own counters; 352 is a multiple of the block size."""
+    sources = ("external_kv_transfer", "local_compute")
+    before = [mesh.prompt_tokens("decode-0", source) for source in sources]
+    tokens = prompt(length, first=7 * length)
+    text, trace = answer(mesh, tokens)
+    after = [mesh.prompt_tokens("decode-0", source) for source in sources]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [length, 0]
+    assert trace["transfer"] == "vllm-nixl"
+    assert trace["kv_bytes_pulled"] == -(-length // BLOCK) * BLOCK * 2 * 4 * 2 * 32 * 4  # k and v, layers, heads, f32
+    assert text == alone(mesh, tokens)
+
+
+def test_a_seed_draws_the_same_answer_with_and_without_a_prefill_worker(mesh: VllmMesh) -> None:
+    sampled = {"temperature": 1.0, "seed": 11}
+    tokens = prompt(200, first=3)
+    assert answer(mesh, tokens, **sampled)[0] == alone(mesh, tokens, **sampled)
+
+
+def test_idle_workers_leave_the_cores_alone(mesh: VllmMesh) -> None:
+    assert idle_cores([*mesh.tree("prefill-0"), *mesh.tree("decode-0")]) < 0.6
+
+
+# --- what if the prefill worker dies; the last test takes it away ------------------------------------------
+
+
+def request_of(tokens: Sequence[int], **fields: Any) -> GenerateRequest:
+    return GenerateRequest(
+        **{
+            "request_id": new_request_id(),
+            "model": "tiny",
+            "prompt": pack_tokens(tokens),
+            "sampling": SamplingParams(temperature=0),
+            "stop": StopConditions(max_tokens=12, ignore_eos=True),
+            **fields,
+        }
+    )
+
+
+def ask(card: WorkerCard, request: GenerateRequest) -> list[Delta]:
+    async def asked() -> list[Delta]:
+        plane = PlaneClient()
+        try:
+            async with plane.open(card.address, "generate", request, 120.0) as stream:
+                return [delta async for delta in stream.messages(Delta)]
+        finally:
+            await plane.close()
+
+    return asyncio.run(asked())
+
+
+def prefilled(mesh: VllmMesh, tokens: Sequence[int], **fields: Any) -> tuple[tuple[int, ...], Ticket]:
+    """The first token and the ticket, from the prefill worker itself."""
+    [delta] = ask(mesh.workers()["prefill-0"], request_of(tokens, offer_kv=True, **fields))
+    assert delta.ticket is not None
+    return delta.token_ids, delta.ticket
+
+
+def test_a_guide_holds_across_the_two_workers(mesh: VllmMesh) -> None:
+    form = {"guide": Guide(kind=GuideKind.REGEX, value="(red|green)-[0-9]{3}"), "stop": StopConditions(max_tokens=20)}
+    first, ticket = prefilled(mesh, prompt(100, first=5), **form)
+    deltas = ask(mesh.workers()["decode-0"], request_of(prompt(100, first=5), generated=first, ticket=ticket, **form))
+    assert deltas[0].pull is not None
+    assert not deltas[0].pull.error
+    tokens = [*first, *(token for delta in deltas for token in delta.token_ids)]
+    text = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json")).decode(tokens)
+    assert re.fullmatch("(red|green)-[0-9]{3}", text)
+
+
+def test_a_prefill_worker_that_dies_while_it_is_pulled_from_costs_time_alone(mesh: VllmMesh) -> None:
+    tokens = prompt(340, first=900)
+    first, ticket = prefilled(mesh, tokens)
+    decode = mesh.workers()["decode-0"]
+    whole = [token for delta in ask(decode, request_of(prompt(340, first=900))) for token in delta.token_ids]
+    later = prompt(340, first=1100)
+    later_first, later_ticket = prefilled(mesh, later)
+    stopped = mesh.signal_all("prefill-0", signal.SIGSTOP)
+    killer = threading.Timer(2.0, lambda: [process.kill() for process in stopped])
+    killer.start()
+    during = ask(decode, request_of(later, generated=later_first, ticket=later_ticket))
+    killer.join()
+    after = ask(decode, request_of(tokens, generated=first, ticket=ticket))
+    psutil.wait_procs(stopped, 10)
+    assert during[0].pull is not None
+    assert during[0].pull.error
+    assert sum(len(delta.token_ids) for delta in during) == 11
+    assert [*first, *(token for delta in after for token in delta.token_ids)] == whole
+    reference = [token for delta in ask(decode, request_of(later)) for token in delta.token_ids]
+    assert [*later_first, *(token for delta in during for token in delta.token_ids)] == reference
+
+
+def test_without_its_prefill_worker_the_mesh_still_answers(mesh: VllmMesh) -> None:
+    tokens = prompt(340, first=1300)
+    assert answer(mesh, tokens)[0] == alone(mesh, tokens)

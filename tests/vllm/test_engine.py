@@ -1,0 +1,305 @@
+"""A real vLLM on the CPU behind the engine seam, against the same vLLM asked directly."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import pytest_asyncio
+from prometheus_client import REGISTRY
+from tokenizers import Tokenizer
+
+from kvmesh.tiny_model import CHECKPOINT_DIR
+from protocol.errors import ContextLengthError, EngineError, InvalidRequestError
+from protocol.events import Cleared, KvEvent, Removed, Stored
+from protocol.hashing import sequence_hashes
+from protocol.ids import RequestId, WorkerId
+from protocol.messages import (
+    Control,
+    ControlAction,
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    Guide,
+    GuideKind,
+    SamplingParams,
+    StopConditions,
+    pack_tokens,
+)
+from tests.support.vllm_mesh import BLOCK, ENV, FLAGS, needs_vllm
+from workers.config import WorkerConfig
+from workers.engine import EngineInfo
+from workers.vllm_engine.engine import VllmEngine
+
+pytestmark = [needs_vllm, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
+
+NUM_BLOCKS = 96
+numbers = itertools.count()
+
+
+class Worker:
+    """The engine, and a follower that knows only what it announces."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine = engine
+        self.info: EngineInfo
+        self.held: set[int] = set()
+        self.num_removed = 0
+        engine.on_kv_events(self.follow)
+
+    def follow(self, events: Sequence[KvEvent]) -> None:
+        for event in events:
+            match event:
+                case Stored():
+                    self.held |= set(event.hashes)
+                case Removed():
+                    self.held -= set(event.hashes)
+                    self.num_removed += len(event.hashes)
+                case Cleared():
+                    self.held.clear()
+
+    async def settled(self) -> None:
+        """vLLM tells its events from a thread of its own: wait until there are no more."""
+        before = None
+        while (now := self.engine.kv_digest()) != before:
+            before = now
+            await asyncio.sleep(0.3)
+
+    def overlap_blocks(self, tokens: Sequence[int]) -> int:
+        """How much of a prompt is held; its last token is always computed."""
+        hashes = sequence_hashes(tokens[: len(tokens) - 1], BLOCK)
+        return len(list(itertools.takewhile(self.held.__contains__, hashes)))
+
+    async def run(self, tokens: Sequence[int], max_tokens: int = 12, **fields: Any) -> list[Delta]:
+        return [delta async for delta in self.engine.generate(ask(tokens, max_tokens, **fields))]
+
+    async def control(self, action: ControlAction, **arguments: str) -> tuple[str, ...]:
+        return (await self.engine.control(Control(action=action, arguments=arguments))).loras
+
+
+def ask(tokens: Sequence[int], max_tokens: int = 12, *, ignore_eos: bool = True, **fields: Any) -> GenerateRequest:
+    return GenerateRequest(
+        **{
+            "request_id": RequestId(f"r{next(numbers)}"),
+            "model": "tiny",
+            "prompt": pack_tokens(tokens),
+            "sampling": SamplingParams(temperature=0),
+            "stop": StopConditions(max_tokens=max_tokens, ignore_eos=ignore_eos),
+            **fields,
+        }
+    )
+
+
+def prompt(length: int, first: int = 11) -> list[int]:
+    return [(first + 37 * i) % 1900 + 50 for i in range(length)]
+
+
+def tokens_of(deltas: Sequence[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def text_of(deltas: Sequence[Delta]) -> str:
+    return str(Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json")).decode(tokens_of(deltas)))
+
+
+def write_adapter(folder: Path, seed: int) -> str:
+    """Random weights on the queries and values of the tiny model's four layers."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator, rank, hidden = torch.Generator().manual_seed(seed), 8, 192
+    weights = {}
+    for layer, (name, size) in itertools.product(range(4), (("q_proj", 192), ("v_proj", 64))):
+        at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        weights[f"{at}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
+        weights[f"{at}.lora_B.weight"] = torch.randn(size, rank, generator=generator)
+    folder.mkdir()
+    save_file(weights, str(folder / "adapter_model.safetensors"))
+    described = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 16, "bias": "none"}
+    described |= {"target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": str(CHECKPOINT_DIR)}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return str(folder)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worker]:
+    folder = tmp_path_factory.mktemp("adapters")
+    poet, cook = write_adapter(folder / "poet", 1), write_adapter(folder / "cook", 2)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENV.items():
+            patch.setenv(name, value)
+        flags = [*FLAGS, "--num-gpu-blocks-override", str(NUM_BLOCKS)]
+        settings = {"model_path": str(CHECKPOINT_DIR), "model": "tiny", "dtype": "float32", "engine": "vllm"}
+        settings |= {"engine_args": " ".join(flags), "loras": f"poet={poet},cook={cook}"}
+        worker = Worker(VllmEngine(msgspec.convert(settings, WorkerConfig), "tiny"))
+        try:
+            worker.info = await worker.engine.start(WorkerId("w"), "127.0.0.1:1")
+            yield worker
+        finally:
+            await worker.engine.stop()
+
+
+async def test_greedy_answers_are_those_of_vllm_alone(worker: Worker) -> None:
+    from vllm import SamplingParams as VllmParams
+    from vllm.inputs import TokensPrompt
+
+    llm = worker.engine._driver._llm  # type: ignore[union-attr]
+    for length in (1, 31, 32, 33, 200):
+        alone: list[int] = []
+        params = VllmParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        async for output in llm.generate(TokensPrompt(prompt_token_ids=prompt(length)), params, f"alone-{length}"):
+            alone = list(output.outputs[0].token_ids)
+        assert tokens_of(await worker.run(prompt(length))) == alone
+
+
+async def test_an_answer_goes_on_elsewhere_as_it_would_have(worker: Worker) -> None:
+    whole = tokens_of(await worker.run(prompt(100), 12))
+    assert tokens_of(await worker.run(prompt(100), 12, generated=tuple(whole[:5]))) == whole[5:]
+
+
+async def test_a_seed_draws_the_same_answer_again(worker: Worker) -> None:
+    draws = [
+        tokens_of(await worker.run(prompt(50), 12, sampling=SamplingParams(temperature=1.0, seed=seed)))
+        for seed in (2**64 - 1, 2**64 - 1, 7)
+    ]
+    assert draws[0] == draws[1] != draws[2]
+
+
+async def test_logprobs_are_sorted_and_belong_to_the_tokens(worker: Worker) -> None:
+    for delta in await worker.run(prompt(50), 4, sampling=SamplingParams(temperature=0, top_logprobs=3)):
+        assert delta.logprobs is not None
+        for token, entry in zip(delta.token_ids, delta.logprobs, strict=True):
+            assert entry.top[0] == (token, entry.logprob)  # greedy: the likeliest is chosen
+            assert [logprob for _, logprob in entry.top] == sorted((p for _, p in entry.top), reverse=True)
+            assert len(entry.top) == 3
+
+
+@pytest.mark.parametrize(
+    ("guide", "is_in_form"),
+    [
+        (Guide(kind=GuideKind.CHOICE, value='["red", "green"]'), lambda text: text in ("red", "green")),
+        (Guide(kind=GuideKind.REGEX, value="[0-9]{3}-[ab]c"), lambda text: len(text) == 6 and text[:3].isdigit()),
+        (Guide(kind=GuideKind.GRAMMAR, value='root ::= "x" | "yy"'), lambda text: text in ("x", "yy")),
+        (
+            Guide(kind=GuideKind.JSON_SCHEMA, value='{"enum": ["only", "these"]}'),
+            lambda text: json.loads(text) in ("only", "these"),
+        ),
+    ],
+    ids=["choice", "regex", "grammar", "schema"],
+)
+async def test_a_guide_holds_the_answer_to_its_form(worker: Worker, guide: Guide, is_in_form: Any) -> None:
+    deltas = await worker.run(prompt(40), 40, guide=guide, ignore_eos=False)
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert is_in_form(text_of(deltas))
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (ask([99_999]), InvalidRequestError),
+        (ask([]), InvalidRequestError),
+        (ask([5] * 2000), ContextLengthError),
+        (ask([5], guide=Guide(kind=GuideKind.JSON_SCHEMA, value='{"type": 3}')), InvalidRequestError),
+        (ask([5], sampling=SamplingParams(temperature=-1.0)), InvalidRequestError),
+        (ask([5], lora="nobody"), InvalidRequestError),
+    ],
+)
+async def test_what_vllm_cannot_do_is_the_callers_error(
+    worker: Worker, request_: GenerateRequest, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        async for _ in worker.engine.generate(request_):
+            pass
+    worker.engine.check_health()
+
+
+async def test_an_answer_that_nobody_wants_leaves_vllm(worker: Worker) -> None:
+    deltas = worker.engine.generate(ask(prompt(50), 900))
+    await anext(deltas)
+    await deltas.aclose()
+    assert worker.engine._driver._llm.get_num_unfinished_requests() == 0  # type: ignore[union-attr]
+    assert worker.engine.load().running == worker.engine.load().waiting == 0
+
+
+async def test_adapters_answer_differently_and_share_no_cache(worker: Worker) -> None:
+    assert worker.info.loras == ("poet", "cook")
+    answers = {name: tokens_of(await worker.run(prompt(100, 5), lora=name)) for name in (None, "poet", "cook")}
+    assert len({tuple(answer) for answer in answers.values()}) == 3
+    again = await worker.run(prompt(100, 5), lora="poet")
+    assert (tokens_of(again), again[0].cached_tokens) == (answers["poet"], 96)
+
+
+async def test_tenants_share_no_cache(worker: Worker) -> None:
+    await worker.run(prompt(100, 6), cache_salt="a")
+    assert [(await worker.run(prompt(100, 6), cache_salt=salt))[0].cached_tokens for salt in ("b", "a")] == [0, 96]
+
+
+async def test_what_is_announced_is_what_vllm_finds_through_evictions(worker: Worker) -> None:
+    """Forty prompts of ten blocks, of which some begin alike, in 96 blocks: every hit of vLLM is foreseen."""
+    await worker.settled()
+    hits_before, foreseen, removed_before = hits(), 0, worker.num_removed
+    for turn in range(40):
+        tokens = prompt(200, first=turn % 7) + prompt(140, first=turn % 13)
+        overlap = worker.overlap_blocks(tokens)
+        [first, *_] = await worker.run(tokens, 2)
+        assert first.cached_tokens == overlap * BLOCK, f"turn {turn}"
+        foreseen += overlap * BLOCK
+        await worker.settled()
+        assert worker.engine.kv_digest().blocks == len(worker.held) <= NUM_BLOCKS
+    assert worker.num_removed > removed_before
+    assert hits() - hits_before == foreseen > 0
+
+
+def hits() -> float:
+    """By vLLM's own counter, tokens; it stands in the metrics of the worker under its own name."""
+    return sum(
+        sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == "vllm:prefix_cache_hits_total"
+    )
+
+
+async def test_an_emptied_cache_is_announced(worker: Worker) -> None:
+    tokens = prompt(100, 77)
+    await worker.run(tokens)
+    await worker.settled()
+    assert worker.overlap_blocks(tokens) == 3
+    await worker.control(ControlAction.RESET_PREFIX_CACHE)
+    await worker.run(prompt(40, 78))  # vLLM tells of it with its next step
+    await worker.settled()
+    assert worker.overlap_blocks(tokens) == 0
+
+
+async def test_it_sleeps_and_wakes_with_the_same_mind(worker: Worker) -> None:
+    before = tokens_of(await worker.run(prompt(60)))
+    await worker.control(ControlAction.SLEEP)
+    await worker.control(ControlAction.WAKE)
+    assert tokens_of(await worker.run(prompt(60))) == before
+
+
+async def test_adapters_can_be_taken_away_and_bad_ones_do_no_harm(worker: Worker) -> None:
+    assert await worker.control(ControlAction.UNLOAD_LORA, name="cook") == ("poet",)
+    with pytest.raises(InvalidRequestError, match="cannot load adapter 'bad'"):
+        await worker.control(ControlAction.LOAD_LORA, name="bad", path="/nowhere")
+    worker.engine.check_health()
+    assert await worker.control(ControlAction.LIST_LORAS) == ("poet",)
+
+
+async def test_the_death_of_its_engine_process_is_noticed(worker: Worker) -> None:
+    """The last test: nothing is left to ask."""
+    deltas = worker.engine.generate(ask(prompt(50), 900))
+    await anext(deltas)
+    for process in psutil.Process().children():
+        if "EngineCore" in " ".join(process.cmdline()):
+            process.kill()
+    with pytest.raises(EngineError, match="died"):
+        async for _ in deltas:
+            pass
+    with pytest.raises(EngineError, match="died"):
+        worker.engine.check_health()

@@ -1,0 +1,473 @@
+"""The engine seam over servers that know nothing of it."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+from kvevents.formats import decode_payload, encode_payload
+from kvmesh.tiny_model import CHECKPOINT_DIR
+from protocol.errors import (
+    ConfigError,
+    ContextLengthError,
+    DrainingError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    PeerLostError,
+    UnreachableError,
+)
+from protocol.events import Digest, KvEvent, Removed, Stored
+from protocol.hashing import digest_term, hash_seed, sequence_hashes
+from protocol.ids import RequestId, new_worker_id
+from protocol.messages import (
+    Delta,
+    EmbedRequest,
+    Feature,
+    FinishReason,
+    GenerateRequest,
+    Role,
+    SamplingParams,
+    StopConditions,
+    Ticket,
+    pack_tokens,
+)
+from tests.support.fake_servers import (
+    BLOCK,
+    CONTEXT,
+    EOS,
+    LlamaCppServer,
+    OpenAiServer,
+    Server,
+    VllmServer,
+    answer_to,
+)
+from workers.attached import engine as engine_module
+from workers.attached.engine import AttachedEngine, open_attached
+from workers.config import WorkerConfig
+
+TOKENIZER: Tokenizer = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
+POLL_S = 0.02
+numbers = itertools.count()
+Attach = Callable[..., Awaitable[AttachedEngine]]
+
+
+@pytest_asyncio.fixture
+async def attach() -> AsyncIterator[Attach]:
+    """Starts a server and an engine in front of it."""
+    async with AsyncExitStack() as stack:
+
+        async def start(
+            server: Server, role: Role = Role.AGGREGATED, *, poll_s: float = POLL_S, **settings: Any
+        ) -> AttachedEngine:
+            await stack.enter_async_context(server.running())
+            engine = AttachedEngine(config_of(server, role, **settings), poll_s=poll_s)
+            stack.push_async_callback(engine.stop)
+            await engine.start(new_worker_id("w"), "127.0.0.1:1")
+            return engine
+
+        yield start
+
+
+def config_of(server: Server, role: Role = Role.AGGREGATED, **settings: Any) -> WorkerConfig:
+    fields = {"engine": "attach", "attach_url": server.url, "role": role, "model_path": str(CHECKPOINT_DIR), **settings}
+    return msgspec.convert(fields, WorkerConfig)
+
+
+def prompt_of(length: int, first: int = 100) -> list[int]:
+    return [(first + 7 * i) % 1900 + 50 for i in range(length)]
+
+
+def ask(prompt: Sequence[int], max_tokens: int = 8, **fields: Any) -> GenerateRequest:
+    sampling = fields.pop("sampling", SamplingParams(temperature=0))
+    return GenerateRequest(
+        request_id=RequestId(f"r{next(numbers)}"),
+        model="tiny",
+        prompt=pack_tokens(prompt),
+        sampling=sampling,
+        stop=StopConditions(max_tokens=max_tokens),
+        **fields,
+    )
+
+
+async def run(engine: AttachedEngine, request: GenerateRequest) -> list[Delta]:
+    async with asyncio.timeout(10):
+        return [delta async for delta in engine.generate(request)]
+
+
+async def collect(deltas: AsyncIterator[Delta], into: list[Delta]) -> None:
+    """What comes before a failure is kept."""
+    async for delta in deltas:
+        into.append(delta)  # noqa: PERF401
+
+
+def tokens(deltas: Sequence[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# --- answers ------------------------------------------------------------------------------------------
+
+
+async def test_vllm_answers_in_token_ids(attach: Attach) -> None:
+    server = VllmServer()
+    deltas = await run(await attach(server), ask(prompt_of(40)))
+    assert tokens(deltas) == answer_to(prompt_of(40), 8)
+    assert [delta.finish_reason for delta in deltas][-1] is FinishReason.LENGTH
+    assert all(delta.finish_reason is None for delta in deltas[:-1])
+    assert server.knobs.bodies[0]["prompt"] == prompt_of(40)
+
+
+async def test_the_token_that_ends_an_answer_is_part_of_it(attach: Attach) -> None:
+    server = VllmServer()
+    server.knobs.stop_after = 3
+    deltas = await run(await attach(server), ask(prompt_of(40)))
+    assert tokens(deltas)[-1] == EOS
+    assert (deltas[-1].finish_reason, deltas[-1].stop_token) == (FinishReason.STOP, EOS)
+
+
+async def test_a_continued_answer_goes_on_as_it_would_have(attach: Attach) -> None:
+    engine = await attach(VllmServer())
+    whole = tokens(await run(engine, ask(prompt_of(40))))
+    assert tokens(await run(engine, ask(prompt_of(40), generated=tuple(whole[:5])))) == whole[5:]
+    assert await run(engine, ask(prompt_of(40), generated=tuple(whole))) == [Delta(finish_reason=FinishReason.LENGTH)]
+
+
+async def test_logprobs_come_with_their_tokens(attach: Attach) -> None:
+    engine = await attach(VllmServer())
+    deltas = await run(engine, ask(prompt_of(20), sampling=SamplingParams(temperature=0, top_logprobs=2)))
+    told = [one for delta in deltas for one in delta.logprobs or ()]
+    assert [one.token_id for one in told] == tokens(deltas)
+    assert all(len(one.top) == 2 for one in told)
+
+
+@pytest.mark.parametrize("server", [LlamaCppServer(), OpenAiServer()])
+async def test_texts_are_tokenized_by_the_models_own_tokenizer(attach: Attach, server: Server) -> None:
+    """The tokens mean the text that came, whatever they were at the server."""
+    prompt = TOKENIZER.encode("Tell me a story about a small robot.").ids
+    deltas = await run(await attach(server), ask(prompt, 30))
+    expected = "".join(server.text(token) for token in answer_to(prompt, 30))
+    assert TOKENIZER.decode(tokens(deltas)) == expected
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    [body] = server.knobs.bodies
+    takes_ids = isinstance(server, LlamaCppServer)
+    assert body["prompt"] == (prompt if takes_ids else TOKENIZER.decode(prompt, skip_special_tokens=False))
+
+
+async def test_what_a_server_would_not_heed_is_refused_before_it_is_asked(attach: Attach) -> None:
+    server = OpenAiServer()
+    engine = await attach(server)
+    with pytest.raises(InvalidRequestError, match="logprobs"):
+        await run(engine, ask([5], sampling=SamplingParams(top_logprobs=1)))
+    with pytest.raises(InvalidRequestError, match="top_k"):
+        await run(engine, ask([5], sampling=SamplingParams(top_k=3)))
+    with pytest.raises(InvalidRequestError, match="embeddings"):
+        await engine.embed(EmbedRequest(request_id=RequestId("e"), model="tiny", prompt=pack_tokens([1])))
+    assert server.knobs.bodies == []
+
+
+async def test_an_adapter_is_the_model_of_the_request(attach: Attach) -> None:
+    server = VllmServer(loras=["poet"])
+    await run(await attach(server), ask(prompt_of(20), lora="poet"))
+    assert server.knobs.bodies[0]["model"] == "poet"
+
+
+async def test_answers_one_after_the_other_share_a_connection(attach: Attach) -> None:
+    server = VllmServer()
+    engine = await attach(server, poll_s=60.0)
+    for _ in range(3):
+        await run(engine, ask(prompt_of(20)))
+    assert len(server.knobs.connections) == 1
+
+
+async def test_closing_the_answer_closes_the_connection(attach: Attach) -> None:
+    server = VllmServer()
+    server.knobs.hold_after = 2
+    engine = await attach(server)
+    async with aclosing(engine.generate(ask(prompt_of(20), 100))) as deltas:
+        assert (await anext(deltas)).token_ids
+        assert engine.load().running == 1
+    await until(lambda: len(server.knobs.left) == 1)
+    assert engine.load().running == 0
+
+
+# --- failures -----------------------------------------------------------------------------------------
+
+
+async def test_who_is_to_blame_is_told(attach: Attach) -> None:
+    server = VllmServer()
+    engine = await attach(server)
+    with pytest.raises(ContextLengthError, match="2048"):
+        await run(engine, ask(prompt_of(CONTEXT)))
+    for status, kind in ((400, InvalidRequestError), (429, OverloadedError), (500, EngineError), (503, DrainingError)):
+        server.knobs.refuse_with = (status, {"error": {"message": "because", "code": status}})
+        with pytest.raises(kind, match="because"):
+            await run(engine, ask(prompt_of(20)))
+    assert engine.load().running == 0
+
+
+@pytest.mark.parametrize("count", [0, 3])
+async def test_a_server_that_dies_in_the_middle_is_a_lost_peer(attach: Attach, count: int) -> None:
+    """So that the mesh goes on elsewhere, after the tokens that came."""
+    server = VllmServer()
+    server.knobs.die_after = count
+    seen: list[Delta] = []
+    with pytest.raises(PeerLostError):
+        await collect((await attach(server)).generate(ask(prompt_of(20))), seen)
+    assert tokens(seen) == answer_to(prompt_of(20), count)
+
+
+async def test_a_failure_in_the_stream_is_the_engines(attach: Attach) -> None:
+    server = VllmServer()
+    server.knobs.fail_after = 2
+    with pytest.raises(EngineError, match="it broke"):
+        await run(await attach(server), ask(prompt_of(20)))
+
+
+@pytest.mark.parametrize("said", [{"choices": [{}, {}]}, [], "text"])
+async def test_an_answer_nobody_understands_is_the_engines_failure(attach: Attach, said: Any) -> None:
+    server = VllmServer()
+    server.knobs.refuse_with = (200, said)
+    with pytest.raises((EngineError, PeerLostError)):
+        await run(await attach(server), ask(prompt_of(20)))
+
+
+async def test_a_server_that_is_gone_takes_its_worker_out_of_the_mesh() -> None:
+    server = VllmServer()
+    async with AsyncExitStack() as stack:
+        context = server.running()
+        await context.__aenter__()
+        engine = AttachedEngine(config_of(server), poll_s=POLL_S)
+        stack.push_async_callback(engine.stop)
+        await engine.start(new_worker_id("w"), "127.0.0.1:1")
+        engine.check_health()
+        await context.__aexit__(None, None, None)
+        with pytest.raises(UnreachableError):
+            await run(engine, ask(prompt_of(20)))
+        await until(lambda: is_ill(engine))
+
+
+async def test_a_server_that_says_it_is_ill_is_gone_too(attach: Attach) -> None:
+    server = VllmServer()
+    engine = await attach(server)
+    server.knobs.is_healthy = False
+    await until(lambda: is_ill(engine))
+    with pytest.raises(EngineError, match="503"):
+        await run(engine, ask(prompt_of(20)))
+
+
+def is_ill(engine: AttachedEngine) -> bool:
+    try:
+        engine.check_health()
+    except EngineError:
+        return True
+    return False
+
+
+# --- starting -----------------------------------------------------------------------------------------
+
+
+async def test_what_the_server_tells_of_itself_is_what_the_mesh_knows(attach: Attach) -> None:
+    server = VllmServer(loras=["poet"])
+    async with server.running():
+        engine = AttachedEngine(config_of(server, model_path=""), poll_s=POLL_S)
+        info = await engine.start(new_worker_id("w"), "127.0.0.1:1")
+        await engine.stop()
+    assert (info.model, info.block_size, info.total_blocks, info.context_tokens) == ("tiny", BLOCK, 1000, CONTEXT)
+    assert (info.loras, info.tells_events, info.transfer) == (("poet",), True, "")
+    assert info.model_path == str(CHECKPOINT_DIR.resolve()), "the folder that the server has its model from"
+    assert Feature.GUIDED in info.features
+
+
+async def test_a_server_without_events_says_so(attach: Attach) -> None:
+    for server in (LlamaCppServer(), OpenAiServer(), VllmServer(tells_events=False)):
+        engine = await attach(server)
+        assert not engine._ready().tells_events
+        assert engine.kv_snapshot() == []
+
+
+async def test_a_server_that_is_not_there_yet_is_waited_for(unused_tcp_port: int) -> None:
+    server = VllmServer()
+    server._port = unused_tcp_port
+    server.url = f"http://127.0.0.1:{unused_tcp_port}"
+    engine = AttachedEngine(config_of(server), poll_s=POLL_S)
+    starting = asyncio.create_task(engine.start(new_worker_id("w"), "127.0.0.1:1"))
+    await asyncio.sleep(3 * POLL_S)
+    assert not starting.done()
+    async with server.running():
+        assert (await starting).model == "tiny"
+        await engine.stop()
+
+
+async def test_it_is_not_waited_for_without_end(unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "START_S", 0.05)
+    server = VllmServer()
+    server.url = f"http://127.0.0.1:{unused_tcp_port}"
+    engine = AttachedEngine(config_of(server), poll_s=POLL_S)
+    with pytest.raises(EngineError, match="is it running there"):
+        await engine.start(new_worker_id("w"), "127.0.0.1:1")
+    await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"attach_url": ""}, "http://host:port"),
+        ({"attach_url": "localhost:8000"}, "http://host:port"),
+        ({"attach_kv_replay": "tcp://h:1"}, "--attach-kv-events"),
+        ({"attach_kv_events": "h:1"}, "tcp://host:port"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, str], said: str) -> None:
+    fields = {"engine": "attach", "attach_url": "http://h:1", "model_path": "x", **settings}
+    with pytest.raises(ConfigError, match=said):
+        open_attached(msgspec.convert(fields, WorkerConfig))
+
+
+async def test_what_the_server_cannot_be_is_refused_at_the_start(attach: Attach) -> None:
+    with pytest.raises(ConfigError, match="only vLLM"):
+        await attach(LlamaCppServer(), Role.PREFILL)
+    with pytest.raises(ConfigError, match="no model 'big'"):
+        await attach(VllmServer(), model="big")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        await attach(OpenAiServer(), model_path="/nowhere")
+    without = VllmServer()
+    without.has_connector = False
+    with pytest.raises(ConfigError, match="--kv-transfer-config"):
+        await attach(without, Role.PREFILL)
+
+
+# --- prefill there, decode here -----------------------------------------------------------------------
+
+
+async def pair(attach: Attach) -> tuple[VllmServer, AttachedEngine, VllmServer, AttachedEngine]:
+    prefill, decode = VllmServer(), VllmServer()
+    return prefill, await attach(prefill, Role.PREFILL), decode, await attach(decode, Role.DECODE)
+
+
+async def offered(engine: AttachedEngine, prompt: Sequence[int], **fields: Any) -> Ticket:
+    [delta] = await run(engine, ask(prompt, offer_kv=True, **fields))
+    assert delta.ticket is not None
+    assert delta.token_ids == ()
+    return delta.ticket
+
+
+async def test_a_prompt_is_computed_there_and_the_answer_here(attach: Attach) -> None:
+    prefill, prefiller, decode, decoder = await pair(attach)
+    ticket = await offered(prefiller, prompt_of(40))
+    body = prefill.knobs.bodies[-1]
+    assert (body["max_tokens"], body["stream"]) == (1, False)
+    deltas = await run(decoder, ask(prompt_of(40), ticket=ticket))
+    assert tokens(deltas) == answer_to(prompt_of(40), 8)
+    assert deltas[0].pull is not None
+    assert (deltas[0].pull.backend, deltas[0].pull.num_blocks, deltas[0].pull.error) == ("vllm-nixl", 3, "")
+    assert all(delta.pull is None for delta in deltas[1:])
+    assert len(decode.pulled) == 1
+
+
+@pytest.mark.parametrize("opaque", [b"", b"{}", b'{"do_remote_prefill": true, "remote_block_ids": null}'])
+async def test_a_malformed_ticket_never_reaches_a_server(attach: Attach, opaque: bytes) -> None:
+    """A stock engine would be gone. The prompt is computed anew, and the report says why."""
+    _, prefiller, decode, decoder = await pair(attach)
+    ticket = msgspec.structs.replace(await offered(prefiller, prompt_of(40)), opaque=opaque)
+    deltas = await run(decoder, ask(prompt_of(40), ticket=ticket))
+    assert tokens(deltas) == answer_to(prompt_of(40), 8)
+    assert deltas[0].pull is not None
+    assert "kv_transfer_params" in deltas[0].pull.error
+    assert decode.knobs.is_healthy
+    assert "kv_transfer_params" not in decode.knobs.bodies[-1]
+
+
+async def test_what_cannot_be_pulled_is_computed(attach: Attach) -> None:
+    _, prefiller, decode, decoder = await pair(attach)
+    ticket = await offered(prefiller, prompt_of(40))
+    decode.can_pull = False
+    deltas = await run(decoder, ask(prompt_of(40), ticket=ticket))
+    assert tokens(deltas) == answer_to(prompt_of(40), 8)
+    assert deltas[0].pull is not None
+    assert "500" in deltas[0].pull.error
+
+
+async def test_a_failure_after_the_first_token_is_not_tried_again(attach: Attach) -> None:
+    _, prefiller, decode, decoder = await pair(attach)
+    ticket = await offered(prefiller, prompt_of(40))
+    decode.knobs.fail_after = 2
+    with pytest.raises(EngineError, match="it broke"):
+        await run(decoder, ask(prompt_of(40), ticket=ticket))
+    assert len(decode.knobs.bodies) == 1
+
+
+# --- KV events ----------------------------------------------------------------------------------------
+
+
+def replayed(payloads: Sequence[bytes]) -> set[int]:
+    held: set[int] = set()
+    for payload in payloads:
+        for event in decode_payload(payload).events:
+            if isinstance(event, Stored):
+                held |= set(event.hashes)
+            elif isinstance(event, Removed):
+                held -= set(event.hashes)
+            else:
+                held.clear()
+    return held
+
+
+async def test_what_the_server_caches_is_told_under_our_names(attach: Attach) -> None:
+    server = VllmServer()
+    engine = await attach(server)
+    told: list[bytes] = []
+
+    def listen(events: Sequence[KvEvent]) -> None:
+        told.append(encode_payload(events, 1.0))
+
+    engine.on_kv_events(listen)
+    prompts = [prompt_of(50), prompt_of(80), prompt_of(64, 900)]
+    for prompt in prompts:
+        await run(engine, ask(prompt))
+    expected = {name for prompt in prompts for name in sequence_hashes(prompt, BLOCK)}
+    await until(lambda: replayed(told) == expected)
+    total = sum(digest_term(name) for name in expected) % 2**64
+    assert engine.kv_digest() == Digest(len(expected), total)
+    assert replayed([encode_payload(engine.kv_snapshot(), 1.0)]) == expected
+    server.evict(prompts[2])
+    await until(lambda: replayed(told) == expected - set(sequence_hashes(prompts[2], BLOCK)))
+
+
+async def test_what_was_cached_before_we_came_is_known_too(attach: Attach) -> None:
+    server = VllmServer()
+    async with server.running():
+        server.cache(prompt_of(64), None)
+        engine = AttachedEngine(config_of(server), poll_s=POLL_S)
+        await engine.start(new_worker_id("w"), "127.0.0.1:1")
+        await until(lambda: engine.kv_digest().blocks == 4)
+        await engine.stop()
+
+
+async def test_tenants_are_told_apart(attach: Attach) -> None:
+    engine = await attach(VllmServer())
+    await run(engine, ask(prompt_of(40), cache_salt="a"))
+    names = sequence_hashes(prompt_of(40), BLOCK, hash_seed(None, "a"))
+    await until(lambda: engine.kv_digest() == Digest(2, sum(map(digest_term, names)) % 2**64))
+
+
+async def test_load_is_the_servers_own(attach: Attach) -> None:
+    server = VllmServer()
+    server.knobs.hold_after = 1
+    engine = await attach(server)
+    async with aclosing(engine.generate(ask(prompt_of(20)))) as deltas:
+        await anext(deltas)
+        await until(lambda: engine.load().used_blocks == 250)
+        assert (engine.load().running, engine.load().waiting, engine.load().total_blocks) == (1, 0, 1000)
+    assert engine.load().running == 0

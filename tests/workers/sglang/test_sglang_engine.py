@@ -1,0 +1,185 @@
+"""What is SGLang's own: warm-up, signals, ranks, metrics, offers that are running prefills."""
+
+import asyncio
+import os
+import pickle
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from protocol.errors import ConfigError, WireError
+from protocol.ids import RequestId, new_worker_id
+from protocol.messages import Feature, GenerateRequest, Role, SamplingParams, StopConditions, pack_tokens
+from tests.support.fake_sglang import FakeSglang
+from workers.backends import open_engine
+from workers.config import WorkerConfig
+from workers.sglang_engine.engine import SglangEngine, free_ports
+from workers.sglang_engine.offers import Offers
+from workers.sglang_engine.runtime import FAKE_BOOTSTRAP_HOST, Metrics, read_metrics
+
+Make = Callable[..., Awaitable[SglangEngine]]
+
+
+@pytest.fixture
+def fake() -> FakeSglang:
+    return FakeSglang()
+
+
+@pytest_asyncio.fixture
+async def make(fake: FakeSglang) -> AsyncIterator[Make]:
+    engines: list[SglangEngine] = []
+
+    async def start(flags: str = "", **fields: object) -> SglangEngine:
+        config = WorkerConfig(model_path="/models/toy", engine_args=flags, **fields)  # type: ignore[arg-type]
+        engines.append(SglangEngine(config, "m", fake.package))
+        await engines[-1].start(new_worker_id("w"), "127.0.0.1:1")
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        await engine.stop()
+
+
+def ask(length: int = 40, **fields: object) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId("r"),
+        model="m",
+        prompt=pack_tokens(range(10, 10 + length)),
+        sampling=SamplingParams(temperature=0),
+        stop=StopConditions(max_tokens=4, ignore_eos=True),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_prefill_worker_is_warm_before_it_is_known(make: Make, fake: FakeSglang) -> None:
+    await make(role=Role.PREFILL)
+    assert not [room for room in fake.rooms if room[0] == FAKE_BOOTSTRAP_HOST], "nobody is to fetch it"
+    assert fake.engines[0].warm_ups == 1
+
+
+async def test_a_decode_worker_has_nothing_to_warm_up_with(make: Make, fake: FakeSglang) -> None:
+    await make(role=Role.DECODE)
+    assert fake.engines[0].warm_ups == 0
+
+
+async def test_sigterm_stays_the_workers(make: Make) -> None:
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stopped.set)
+    try:
+        await make()
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(5):
+            await stopped.wait()
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def test_a_prefill_goes_on_after_its_ticket_until_it_is_released(make: Make, fake: FakeSglang) -> None:
+    engine = await make(role=Role.PREFILL)
+    fake.engines[0].gate.clear()
+    async with aclosing(engine.generate(ask(offer_kv=True))) as deltas:
+        [delta] = [delta async for delta in deltas]
+    assert delta.ticket is not None
+    assert engine.load().offers == 1
+    await until(lambda: len(fake.engines[0].requests.running) == 1)
+    engine.release(delta.ticket.offer_id, delta.ticket.nonce + 1)
+    await asyncio.sleep(0)
+    assert engine.load().offers == 1
+    engine.release(delta.ticket.offer_id, delta.ticket.nonce)
+    await until(lambda: engine.load().offers == 0 and not fake.engines[0].requests.running)
+    assert fake.engines[0].requests.aborted
+
+
+async def test_an_offer_that_nobody_takes_ends_with_its_lease() -> None:
+    offers = Offers(lease_s=0.01)
+    offers.open(asyncio.Event().wait)  # type: ignore[arg-type]
+    assert len(offers) == 1
+    await until(lambda: len(offers) == 0)
+
+
+async def test_a_prefill_that_fails_ends_its_offer() -> None:
+    async def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    offers = Offers()
+    offers.open(fail)
+    await until(lambda: len(offers) == 0)
+
+
+async def test_load_is_what_the_schedulers_tell(make: Make, fake: FakeSglang) -> None:
+    engine = await make(block_size=16)
+    async with aclosing(engine.generate(ask())) as deltas:
+        async for _ in deltas:
+            pass
+    await until(lambda: engine.load().used_blocks > 0)
+    assert engine.load().total_blocks == fake.num_blocks
+    assert engine.load().running == 1, "as the fake counts when it publishes"
+
+
+def test_metrics_are_read_as_sglang_writes_them_and_no_pickle_is_opened() -> None:
+    told = ["KvMetrics", 3, 8, 640, 4096, 2, 0.15, 0.5, 1]
+    assert read_metrics(msgspec.msgpack.encode(told)) == Metrics(3, 8, 640, 4096, 2, 0.15, 0.5, 1)
+    for bad in (pickle.dumps(told), msgspec.msgpack.encode(["Other", 1]), b"", b"\xc1"):
+        with pytest.raises(WireError, match="SGLANG_USE_PICKLE_IPC"):
+            read_metrics(bad)
+
+
+async def test_structured_output_is_told_of_where_a_grammar_backend_is_set(make: Make, fake: FakeSglang) -> None:
+    def features(engine: SglangEngine) -> tuple[Feature, ...]:
+        assert engine._info is not None
+        return engine._info.features
+
+    assert Feature.GUIDED not in features(await make())
+    assert Feature.GUIDED in features(await make("--grammar-backend xgrammar"))
+
+
+async def test_ranks_publish_on_ports_in_a_row(make: Make, fake: FakeSglang) -> None:
+    await make("--dp-size 2")
+    config = fake.engines[0].events_config
+    live, replay = (int(config[key].rpartition(":")[2]) for key in ("endpoint", "replay_endpoint"))
+    assert replay == live + 2
+
+
+def test_free_ports_are_in_a_row_or_not_there() -> None:
+    assert 1024 <= free_ports(4) <= 65_532
+    with pytest.raises(ConfigError, match="in a row"):
+        free_ports(70_000)
+
+
+async def test_a_node_that_does_not_lead_serves_nobody(make: Make, fake: FakeSglang) -> None:
+    engine = await make("--nnodes 2 --node-rank 1")
+    assert engine._info is not None
+    assert (engine._info.features, engine._info.tells_events) == ((), False)
+    with pytest.raises(Exception, match="--node-rank 0"):
+        async with aclosing(engine.generate(ask())) as deltas:
+            await anext(deltas)
+    engine.check_health()
+
+
+async def test_flags_that_sglang_refuses_are_a_bad_setting(make: Make) -> None:
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.23 refused its flags"):
+        await make("--no-such-flag")
+
+
+async def test_another_page_size_than_the_routers_count_in_is_refused(make: Make, fake: FakeSglang) -> None:
+    fake.page_size = 64
+    with pytest.raises(ConfigError, match="set --block-size 64"):
+        await make(block_size=16)
+
+
+async def test_without_the_package_it_says_what_to_install() -> None:
+    engine = open_engine(WorkerConfig(engine="sglang", model_path="/models/toy"))
+    with pytest.raises(ConfigError, match="needs the sglang package"):
+        await engine.start(new_worker_id("w"), "127.0.0.1:1")
+    await engine.stop()

@@ -1,0 +1,315 @@
+"""What the mesh gets from vLLM, and what it is spared: with a fake in its place."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from protocol.errors import ConfigError, DrainingError, EngineError, InvalidRequestError
+from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from protocol.hashing import sequence_hashes
+from protocol.ids import EngineHash, RequestId, WorkerId
+from protocol.messages import (
+    Control,
+    ControlAction,
+    Delta,
+    EmbedRequest,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    StopConditions,
+    pack_tokens,
+)
+from tests.support.fake_vllm import BLOCK, FakeVllm, token_after
+from workers.config import WorkerConfig
+from workers.engine import Controllable, EngineInfo
+from workers.vllm_engine.engine import VllmEngine
+
+PROMPT = list(range(100, 170))
+
+
+@dataclass
+class Running:
+    engine: VllmEngine
+    vllm: FakeVllm
+    info: EngineInfo
+    events: list[KvEvent] = field(default_factory=list)
+
+
+Start = Callable[..., Awaitable[Running]]
+
+
+@pytest_asyncio.fixture
+async def start() -> AsyncIterator[Start]:
+    started: list[VllmEngine] = []
+
+    async def start(**settings: Any) -> Running:
+        fakes: list[FakeVllm] = []
+
+        def open_fake(flags: Sequence[str], environ: Mapping[str, str]) -> FakeVllm:
+            fakes.append(FakeVllm(flags, environ))
+            return fakes[0]
+
+        config = msgspec.convert({"model_path": "/models/m", **settings}, WorkerConfig)
+        engine = VllmEngine(config, "m", open_fake)
+        started.append(engine)
+        info = await engine.start(WorkerId("w"), "127.0.0.1:1")
+        running = Running(engine, fakes[0], info)
+        running.vllm.asked.clear()
+        engine.on_kv_events(running.events.extend)
+        return running
+
+    yield start
+    for engine in started:
+        await engine.stop()
+
+
+def ask(max_tokens: int = 6, **fields: Any) -> GenerateRequest:
+    defaults: dict[str, Any] = {
+        "request_id": RequestId("r"),
+        "model": "m",
+        "prompt": pack_tokens(PROMPT),
+        "sampling": SamplingParams(temperature=0),
+        "stop": StopConditions(max_tokens=max_tokens, ignore_eos=True),
+    }
+    return GenerateRequest(**(defaults | fields))
+
+
+async def run(engine: VllmEngine, request: GenerateRequest) -> list[Delta]:
+    async with asyncio.timeout(10):
+        return [delta async for delta in engine.generate(request)]
+
+
+def tokens(deltas: Sequence[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def answer_to(prompt: Sequence[int], count: int) -> list[int]:
+    all_tokens = list(prompt)
+    for _ in range(count):
+        all_tokens.append(token_after(all_tokens))
+    return all_tokens[len(prompt) :]
+
+
+async def test_an_answer_comes_step_by_step_and_ends_with_a_reason(start: Start) -> None:
+    running = await start()
+    deltas = await run(running.engine, ask(6))
+    assert tokens(deltas) == answer_to(PROMPT, 6)
+    assert [delta.finish_reason for delta in deltas] == [None] * 5 + [FinishReason.LENGTH]
+    assert running.engine.load().running == running.engine.load().waiting == 0
+
+
+async def test_closing_the_answer_aborts_it(start: Start) -> None:
+    running = await start()
+    async with aclosing(running.engine.generate(ask(6))) as deltas:
+        await anext(deltas)
+        running.vllm.may_go_on.clear()
+        assert running.engine.load().waiting == 1
+    assert running.vllm.closed_early == 1
+    assert running.engine.load().waiting == 0
+
+
+async def test_a_prefill_leg_gives_a_token_and_a_ticket_that_a_decode_leg_uses(start: Start) -> None:
+    prefill, decode = await start(role="prefill"), await start(role="decode")
+    [first] = await run(prefill.engine, ask(6, offer_kv=True))
+    assert first.ticket is not None
+    assert (first.finish_reason, first.ticket.backend, first.ticket.num_tokens) == (None, "vllm-nixl", len(PROMPT))
+    assert prefill.info.transfer == "vllm-nixl"
+    deltas = await run(decode.engine, ask(6, generated=first.token_ids, ticket=first.ticket))
+    assert [*first.token_ids, *tokens(deltas)] == answer_to(PROMPT, 6)
+    [question] = decode.vllm.asked
+    assert question.kv is not None
+    assert question.kv["remote_engine_id"] == "engine"
+    assert deltas[0].pull is not None
+    assert (deltas[0].pull.num_blocks, deltas[0].pull.num_bytes, deltas[0].pull.error) == (3, 3 * 1024, "")
+
+
+async def test_an_offer_stands_until_it_is_released_by_who_got_it(start: Start) -> None:
+    running = await start(role="prefill")
+    [delta] = await run(running.engine, ask(6, offer_kv=True))
+    assert delta.ticket is not None
+    running.engine.release(delta.ticket.offer_id, delta.ticket.nonce + 1)
+    assert running.engine.load().offers == 1
+    running.engine.release(delta.ticket.offer_id, delta.ticket.nonce)
+    assert running.engine.load().offers == 0
+
+
+async def test_a_pull_that_fails_costs_time_alone(start: Start) -> None:
+    prefill, decode = await start(role="prefill"), await start(role="decode")
+    [first] = await run(prefill.engine, ask(6, offer_kv=True))
+    decode.vllm.pull_fails = True
+    deltas = await run(decode.engine, ask(6, generated=first.token_ids, ticket=first.ticket))
+    assert [*first.token_ids, *tokens(deltas)] == answer_to(PROMPT, 6)
+    assert deltas[0].pull is not None
+    assert "'error'" in deltas[0].pull.error
+    assert [question.kv is None for question in decode.vllm.asked] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        {"opaque": b'{"do_remote_prefill": true}'},
+        {"opaque": b"\xff"},
+        {"num_tokens": 5},
+        {"backend": "nixl"},
+    ],
+)
+async def test_a_ticket_that_could_kill_vllm_never_reaches_it(start: Start, harm: dict[str, Any]) -> None:
+    prefill, decode = await start(role="prefill"), await start(role="decode")
+    [first] = await run(prefill.engine, ask(6, offer_kv=True))
+    assert first.ticket is not None
+    ticket = msgspec.structs.replace(first.ticket, **harm)
+    deltas = await run(decode.engine, ask(6, generated=first.token_ids, ticket=ticket))
+    assert [*first.token_ids, *tokens(deltas)] == answer_to(PROMPT, 6)
+    assert [question.kv for question in decode.vllm.asked] == [None]
+    assert deltas[0].pull is not None
+    assert deltas[0].pull.error
+
+
+async def test_where_vllm_draws_another_first_token_the_answer_goes_on_after_the_given_one(start: Start) -> None:
+    prefill, decode = await start(role="prefill"), await start(role="decode")
+    [first] = await run(prefill.engine, ask(6, offer_kv=True))
+    decode.vllm.first_pulled = 1
+    deltas = await run(decode.engine, ask(6, generated=first.token_ids, ticket=first.ticket))
+    assert [*first.token_ids, *tokens(deltas)] == answer_to(PROMPT, 6)
+    assert decode.vllm.closed_early == 1
+
+
+async def test_an_aggregated_worker_offers_nothing(start: Start) -> None:
+    with pytest.raises(InvalidRequestError, match="no KV transfer"):
+        await run((await start()).engine, ask(offer_kv=True))
+
+
+async def test_the_death_of_vllm_is_the_death_of_the_worker(start: Start) -> None:
+    running = await start()
+    running.vllm.dead = "it was killed"
+    with pytest.raises(EngineError, match="it was killed"):
+        running.engine.check_health()
+    with pytest.raises(EngineError):
+        await run(running.engine, ask())
+
+
+async def test_stopping_ends_vllm_once_and_leaves_no_files(start: Start) -> None:
+    running = await start()
+    folder = Path(
+        json.loads(running.vllm.flags[running.vllm.flags.index("--kv-events-config") + 1])["endpoint"][6:]
+    ).parent
+    assert folder.is_dir()
+    await running.engine.stop()
+    await running.engine.stop()
+    assert running.vllm.calls.count("close") == 1
+    assert not folder.exists()
+
+
+async def test_a_vector_comes_from_where_there_are_embeddings(start: Start) -> None:
+    request = EmbedRequest(request_id=RequestId("e"), model="m", prompt=pack_tokens(PROMPT))
+    assert (await (await start()).engine.embed(request)).vector == bytes(4)
+
+
+# --- what it caches ---------------------------------------------------------------------------------------
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_what_vllm_stores_is_announced_under_our_names_once(start: Start) -> None:
+    running = await start()
+    [first, second] = sequence_hashes(PROMPT, BLOCK)
+    copies = Stored((EngineHash(1), EngineHash(2)), None, tuple(PROMPT[:64]), BLOCK)
+    running.vllm.tell(copies, copies, Removed((EngineHash(2),)))
+    await until(lambda: bool(running.events))
+    assert running.events == [Stored((EngineHash(first), EngineHash(second)), None, tuple(PROMPT[:64]), BLOCK)]
+    assert running.engine.kv_digest().blocks == 2
+    assert running.engine.kv_snapshot() == running.events
+    running.vllm.tell(Removed((EngineHash(2),)))
+    await until(lambda: len(running.events) == 2)
+    assert running.events[1] == Removed((EngineHash(second),))
+    running.vllm.tell(Cleared())
+    await until(lambda: running.engine.kv_digest() == Digest(0, 0))
+
+
+# --- what operators ask -----------------------------------------------------------------------------------
+
+
+def control(action: ControlAction, **arguments: str) -> Control:
+    return Control(action=action, arguments=arguments)
+
+
+async def test_operators_can_control_it(start: Start) -> None:
+    running = await start()
+    assert isinstance(running.engine, Controllable)
+    await running.engine.control(control(ControlAction.RESET_PREFIX_CACHE))
+    assert running.vllm.calls == ["reset"]
+
+
+async def test_a_worker_that_sleeps_takes_no_request_until_it_wakes(start: Start) -> None:
+    running = await start()
+    await running.engine.control(control(ControlAction.SLEEP, level="2"))
+    with pytest.raises(DrainingError, match="wake"):
+        await run(running.engine, ask())
+    await running.engine.control(control(ControlAction.WAKE))
+    assert len(tokens(await run(running.engine, ask(6)))) == 6
+    assert running.vllm.calls == ["sleep 2", "wake"]
+
+
+async def test_adapters_come_and_go(start: Start) -> None:
+    running = await start()
+    reply = await running.engine.control(control(ControlAction.LOAD_LORA, name="poet", path="/poet"))
+    assert reply.loras == ("poet",)
+    await run(running.engine, ask(lora="poet"))
+    adapter = running.vllm.adapters[-1]
+    assert adapter is not None
+    assert (adapter.name, adapter.path) == ("poet", "/poet")
+    assert (await running.engine.control(control(ControlAction.UNLOAD_LORA, name="poet"))).loras == ()
+    with pytest.raises(InvalidRequestError, match="no adapter 'poet'"):
+        await run(running.engine, ask(lora="poet"))
+
+
+async def test_an_adapter_that_cannot_be_loaded_is_never_asked_for(start: Start) -> None:
+    running = await start()
+    running.vllm.unloadable = "/nope"
+    with pytest.raises(InvalidRequestError, match="no adapter there"):
+        await running.engine.control(control(ControlAction.LOAD_LORA, name="poet", path="/nope"))
+    with pytest.raises(InvalidRequestError, match="no adapter 'poet'"):
+        await run(running.engine, ask(lora="poet"))
+
+
+async def test_a_name_stands_for_one_adapter_because_its_kv_stays_cached(start: Start) -> None:
+    running = await start()
+    await running.engine.control(control(ControlAction.LOAD_LORA, name="poet", path="/poet"))
+    await running.engine.control(control(ControlAction.UNLOAD_LORA, name="poet"))
+    with pytest.raises(InvalidRequestError, match="another adapter before"):
+        await running.engine.control(control(ControlAction.LOAD_LORA, name="poet", path="/other"))
+    reply = await running.engine.control(control(ControlAction.LOAD_LORA, name="poet", path="/poet"))
+    assert reply.loras == ("poet",)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        control(ControlAction.SLEEP, level="3"),
+        control(ControlAction.LOAD_LORA, name="poet"),
+        control(ControlAction.LOAD_LORA, name="m", path="/m"),
+        control(ControlAction.UNLOAD_LORA, name="poet"),
+        control(ControlAction.START_PROFILE),
+    ],
+)
+async def test_what_cannot_be_done_is_refused(start: Start, request_: Control) -> None:
+    with pytest.raises(InvalidRequestError):
+        await (await start()).engine.control(request_)
+
+
+def test_an_adapter_says_its_rank_before_vllm_is_started(tmp_path: Path) -> None:
+    config = WorkerConfig(model_path="/m", engine="vllm", loras=f"poet={tmp_path}")
+    with pytest.raises(ConfigError, match="'poet' cannot be read"):
+        VllmEngine(config, "m")

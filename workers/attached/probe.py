@@ -1,0 +1,230 @@
+"""What a server is, by what it says of itself. Pure; `http.py` asks.
+
+Flavours are told apart by `owned_by` in /v1/models: the one thing that each of them writes, and none of the others.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+from protocol.errors import ConfigError, WireError
+
+MAX_NAMES = 4096  # of models that a server lists
+MAX_RANKS = 1024
+
+T = TypeVar("T")
+
+
+class Flavour(StrEnum):
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    TRTLLM = "trtllm"
+    LLAMACPP = "llama.cpp"
+    OPENAI = "openai"  # whatever else has /v1/completions
+
+
+_FLAVOUR_OF_OWNER = {
+    "vllm": Flavour.VLLM,
+    "sglang": Flavour.SGLANG,
+    "tensorrt_llm": Flavour.TRTLLM,
+    "llamacpp": Flavour.LLAMACPP,
+}
+TAKES_TOKEN_IDS = frozenset(Flavour) - {Flavour.OPENAI}  # as the prompt of /v1/completions
+RETURNS_TOKEN_IDS = frozenset({Flavour.VLLM})
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where one data-parallel rank publishes its KV events."""
+
+    endpoint: str
+    replay_endpoint: str = ""
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """None: it does not say."""
+
+    flavour: Flavour
+    model: str  # as the server calls it
+    loras: tuple[str, ...] = ()
+    root: str = ""  # where it has the model from
+    context_tokens: int | None = None
+    block_size: int | None = None
+    num_blocks: int | None = None
+    slots: int | None = None  # sequences at once
+    event_sources: Mapping[int, EventSource] = field(default_factory=dict)  # by rank
+
+    @property
+    def takes_token_ids(self) -> bool:
+        return self.flavour in TAKES_TOKEN_IDS
+
+    @property
+    def returns_token_ids(self) -> bool:
+        return self.flavour in RETURNS_TOKEN_IDS
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    running: int = 0
+    waiting: int = 0
+    cache_usage: float = 0.0  # share of the KV blocks that running requests hold
+
+
+class _Meta(msgspec.Struct):
+    n_ctx_train: int | None = None
+    n_ctx: int | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+    owned_by: str = ""
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+    meta: _Meta | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Rank(msgspec.Struct):
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+class _SlotSettings(msgspec.Struct):
+    n_ctx: int | None = None
+
+
+class _Props(msgspec.Struct):
+    total_slots: int | None = None
+    default_generation_settings: _SlotSettings | None = None
+
+
+def read_models(body: bytes, wanted: str) -> Server:
+    """What /v1/models tells of the model `wanted`, as the server calls it; "": the only one it has.
+
+    Raises WireError for what is no such list, ConfigError if the model is not in it.
+    """
+    models = _decode(body, _Models, "/v1/models").data
+    if len(models) > MAX_NAMES:
+        raise WireError(f"/v1/models lists {len(models)} models", hint=f"at most {MAX_NAMES} are accepted")
+    bases = [model for model in models if model.parent is None]
+    found = [model for model in bases if wanted in ("", model.id)]
+    if not found or (not wanted and len(found) > 1 and len({model.root for model in found}) > 1):
+        names = ", ".join(model.id for model in bases[:10]) or "none"
+        raise ConfigError(
+            f"the server has {'no model ' + repr(wanted) if wanted else 'no single model'}; it has: {names}",
+            hint="name one of these with --model",
+        )
+    model = found[0]
+    return Server(
+        flavour=_FLAVOUR_OF_OWNER.get(model.owned_by, Flavour.OPENAI),
+        model=model.id,
+        loras=tuple(one.id for one in models if one.parent is not None and one.parent in (model.id, model.root)),
+        root=model.root or "",
+        context_tokens=model.max_model_len or (model.meta and (model.meta.n_ctx or model.meta.n_ctx_train)) or None,
+    )
+
+
+def read_cache_config(metrics: str) -> tuple[int, int] | None:
+    """Tokens per KV block and number of blocks, from vLLM's metrics; None if they are not there."""
+    for labels, _ in _samples(metrics, "vllm:cache_config_info"):
+        size, count = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
+        if size.isdecimal() and count.isdecimal() and 1 <= int(size) <= 1 << 20 and 2 <= int(count) <= 1 << 32:
+            return int(size), int(count)
+    return None
+
+
+_LOAD_METRICS: Mapping[Flavour, tuple[str, str, str]] = {  # running, waiting, cache usage
+    Flavour.VLLM: ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+    Flavour.SGLANG: ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
+    Flavour.LLAMACPP: ("llamacpp:requests_processing", "llamacpp:requests_deferred", "llamacpp:kv_cache_usage_ratio"),
+}
+
+
+def tells_load(flavour: Flavour) -> bool:
+    return flavour in _LOAD_METRICS
+
+
+def read_load(metrics: str, flavour: Flavour) -> ServerLoad:
+    """Summed over the ranks; the usage is their mean. Zeros for what is not there."""
+    running, waiting, usage = _LOAD_METRICS[flavour]
+    shares = [value for _, value in _samples(metrics, usage)]
+    return ServerLoad(
+        running=_total(value for _, value in _samples(metrics, running)),
+        waiting=_total(value for _, value in _samples(metrics, waiting)),
+        cache_usage=min(max(sum(shares) / len(shares), 0.0), 1.0) if shares else 0.0,
+    )
+
+
+def read_event_sources(body: bytes, host: str) -> dict[int, EventSource]:
+    """What vLLM's /kv_event_sources tells, by rank; a wildcard address is read as `host`. Raises WireError."""
+    ranks = _decode(body, dict[int, _Rank], "/kv_event_sources")
+    if len(ranks) > MAX_RANKS:
+        raise WireError(f"/kv_event_sources lists {len(ranks)} ranks", hint=f"at most {MAX_RANKS} are accepted")
+    return {
+        rank: EventSource(reachable(told.endpoint, host), reachable(told.replay_endpoint or "", host), told.topic)
+        for rank, told in ranks.items()
+        if told.enable_kv_cache_events and told.publisher == "zmq" and told.endpoint
+    }
+
+
+def read_props(body: bytes) -> tuple[int | None, int | None]:
+    """Sequences at once, and tokens each of them can have, from llama.cpp's /props. Raises WireError."""
+    props = _decode(body, _Props, "/props")
+    settings = props.default_generation_settings
+    return props.total_slots, None if settings is None else settings.n_ctx
+
+
+def reachable(endpoint: str, host: str) -> str:
+    """`endpoint` as who binds it writes it, as who connects to it must: tcp://*:5557 is tcp://<host>:5557."""
+    for wildcard in ("*", "0.0.0.0", "[::]"):
+        if endpoint.startswith(f"tcp://{wildcard}:"):
+            return f"tcp://{host}:{endpoint.removeprefix(f'tcp://{wildcard}:')}"
+    return endpoint
+
+
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+def _samples(metrics: str, name: str) -> Iterator[tuple[dict[str, str], float]]:
+    """Labels and value of each sample called `name`: a tenth of the work of a parser for everything."""
+    for line in metrics.splitlines():
+        if not line.startswith(name) or line[len(name) : len(name) + 1] not in ("{", " "):
+            continue
+        labels, _, value = line[len(name) :].rpartition(" ")
+        try:
+            number = float(value)
+        except ValueError:
+            continue
+        if number == number:  # no NaN
+            yield dict(_LABEL.findall(labels)), number
+
+
+def _total(values: Iterator[float]) -> int:
+    return int(min(max(sum(values), 0.0), 1e9))
+
+
+def _decode(body: bytes, kind: type[T], path: str) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(
+            f"{path} of the server is not what was expected: {error}", hint="is this URL an OpenAI-compatible server?"
+        ) from error
+
+
+def only_rank(sources: Mapping[int, EventSource]) -> EventSource | None:
+    """The source of a server with one rank; None if it has none, or several, of which one answers whatever we say."""
+    return next(iter(sources.values())) if len(sources) == 1 else None

@@ -1,0 +1,69 @@
+"""What a server's error means for the mesh: whose fault it is, and whether another worker should try. Pure."""
+
+import msgspec
+
+from protocol.errors import (
+    ContextLengthError,
+    DrainingError,
+    EngineError,
+    InvalidRequestError,
+    MeshError,
+    OverloadedError,
+)
+
+MAX_MESSAGE_CHARS = 2000
+
+_BAD_REQUEST = {400, 404, 413, 415, 422}
+_ACCESS = {401, 403}
+_LENGTH_PARAMS = {"input_tokens", "max_tokens", "input_text"}
+
+
+class ErrorBody(msgspec.Struct):
+    """`{"error": {...}}`: all that servers agree on, more or less."""
+
+    message: str = ""
+    type: str | None = None
+    param: str | None = None
+    code: int | str | None = None
+
+
+class _Wrapped(msgspec.Struct):
+    error: ErrorBody | str | None = None
+    message: str = ""
+    detail: object = None
+
+
+def refusal(status: int, body: bytes, retry_after: str = "") -> MeshError:
+    """The error for an answer with `status`, which is no 2xx. `retry_after`: that header."""
+    return _error_of(status, _read(body), retry_after)
+
+
+def failure_in_stream(error: ErrorBody) -> MeshError:
+    """The error for an event that says that the rest will not come."""
+    code = error.code if isinstance(error.code, int) else 500
+    return _error_of(code if 400 <= code < 600 else 500, error, "")
+
+
+def _error_of(status: int, error: ErrorBody, retry_after: str) -> MeshError:
+    said = f"the server said {status}: {error.message[:MAX_MESSAGE_CHARS] or 'no reason'}"
+    if status in _BAD_REQUEST:
+        is_too_long = error.param in _LENGTH_PARAMS or "context length" in error.message
+        return (ContextLengthError if is_too_long else InvalidRequestError)(said)
+    if status == 429:
+        return OverloadedError(said, retry_after_s=int(retry_after) if retry_after.isdecimal() else None)
+    if status == 503:
+        return DrainingError(said)
+    if status in _ACCESS:
+        return EngineError(said, hint="give the server's key to this worker in KVMESH_ATTACH_API_KEY")
+    return EngineError(said, hint="see the server's log")
+
+
+def _read(body: bytes) -> ErrorBody:
+    """The text itself where it is no JSON that we know."""
+    try:
+        wrapped = msgspec.json.decode(body, type=_Wrapped)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ErrorBody(message=body[:MAX_MESSAGE_CHARS].decode(errors="replace").strip())
+    if isinstance(wrapped.error, ErrorBody):
+        return wrapped.error
+    return ErrorBody(message=wrapped.error or wrapped.message or str(wrapped.detail or ""))

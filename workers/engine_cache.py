@@ -1,0 +1,137 @@
+"""The cache of an engine that tells only events: one mirror per data-parallel rank, told to the mesh as one cache.
+
+Implements kvevents.subscriber.Sink, for engines that publish over ZMQ; one that is polled calls `apply`. Belongs to
+the event loop it was made on.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from kvcache.mirror import CacheMirror
+from kvevents.formats import decode_payload
+from protocol.errors import WireError
+from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from protocol.hashing import digest_term
+from protocol.ids import EngineHash, SequenceHash, WorkerId
+
+Listener = Callable[[Sequence[KvEvent]], object]
+
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
+
+
+class EngineCache:
+    """What the ranks hold together: a block is there while at least one of them has it and all before it."""
+
+    def __init__(self, block_size: int, num_ranks: int = 1) -> None:
+        self.listeners: list[Listener] = []
+        self._mirrors = [CacheMirror(block_size) for _ in range(num_ranks)]
+        self._copies: Counter[EngineHash] = Counter()  # ranks that hold it
+        self._digest = 0  # sum of the terms of all in _copies
+
+    def apply(self, rank: int, events: Iterable[KvEvent]) -> None:
+        """Take what rank `rank` says that it stored and removed. Raises WireError for blocks of another size."""
+        if not 0 <= rank < len(self._mirrors):
+            raise WireError(f"events of rank {rank}, the engine has {len(self._mirrors)}", hint="check --dp-size")
+        self._tell(self._merged(rank, self._mirrors[rank].apply(events)))
+
+    def clear(self, rank: int) -> None:
+        """What that rank holds is no longer known."""
+        self._tell(self._merged(rank, self._mirrors[rank].clear()))
+
+    def snapshot(self) -> list[KvEvent]:
+        told: set[EngineHash] = set()
+        events: list[KvEvent] = []
+        for event in chain.from_iterable(mirror.snapshot() for mirror in self._mirrors):
+            assert isinstance(event, Stored), "a snapshot has nothing else"
+            events += _runs(event, lambda name: name not in told)
+            told.update(event.hashes)
+        return events
+
+    @property
+    def digest_now(self) -> Digest:
+        return Digest(len(self._copies), self._digest & _U64)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._copies)
+
+    # --- kvevents.subscriber.Sink ---------------------------------------------------------------------
+
+    def on_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> None:
+        self.apply(dp_rank, decode_payload(payload).events)
+
+    def on_reset(self, worker_id: WorkerId, dp_rank: int, payloads: Sequence[bytes]) -> None:
+        self.clear(dp_rank)
+        for payload in payloads:
+            self.on_batch(worker_id, dp_rank, payload)
+
+    def digest(self, worker_id: WorkerId, dp_rank: int) -> Digest | None:
+        """None: an engine tells no digest to compare with."""
+        return None
+
+    # --- from a rank's news to the cache's ------------------------------------------------------------
+
+    def _merged(self, rank: int, news: Iterable[KvEvent]) -> list[KvEvent]:
+        events: list[KvEvent] = []
+        for event in news:
+            match event:
+                case Stored():
+                    events += self._added(event)
+                case Removed():
+                    events += self._dropped(event.hashes)
+                case Cleared():  # the mirror has forgotten by now which they were
+                    events += self._recounted(rank)
+        return events
+
+    def _added(self, event: Stored) -> list[Stored]:
+        runs = list(_runs(event, lambda name: name not in self._copies))
+        for name in event.hashes:
+            self._copies[name] += 1
+        for run in runs:
+            self._digest += sum(digest_term(SequenceHash(name)) for name in run.hashes)
+        return runs
+
+    def _dropped(self, names: Iterable[EngineHash]) -> list[Removed]:
+        gone: list[EngineHash] = []
+        for name in names:
+            self._copies[name] -= 1
+            if not self._copies[name]:
+                del self._copies[name]
+                self._digest -= digest_term(SequenceHash(name))
+                gone.append(name)
+        return [Removed(tuple(gone))] if gone else []
+
+    def _recounted(self, rank: int) -> list[KvEvent]:
+        """Rank `rank` holds nothing: what the others hold is told anew. Rare, so it may take its time."""
+        self._copies.clear()
+        self._digest = 0
+        events: list[KvEvent] = [Cleared()]
+        for number, mirror in enumerate(self._mirrors):
+            if number != rank:
+                events += [
+                    run for event in mirror.snapshot() if isinstance(event, Stored) for run in self._added(event)
+                ]
+        return events
+
+    def _tell(self, events: Sequence[KvEvent]) -> None:
+        if events:
+            for listener in self.listeners:
+                listener(events)
+
+
+def _runs(event: Stored, wanted: Callable[[EngineHash], bool]) -> Iterator[Stored]:
+    """The parts of `event` whose blocks are wanted, each with its parent."""
+    start = 0
+    while start < len(event.hashes):
+        if not wanted(event.hashes[start]):
+            start += 1
+            continue
+        end = start
+        while end < len(event.hashes) and wanted(event.hashes[end]):
+            end += 1
+        tokens = event.token_ids[start * event.block_size : end * event.block_size]
+        parent = event.hashes[start - 1] if start else event.parent
+        yield replace(event, hashes=event.hashes[start:end], parent=parent, token_ids=tokens)
+        start = end

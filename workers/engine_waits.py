@@ -1,0 +1,41 @@
+"""Waiting for an engine's next output, in a way that can be ended: one that is gone would let us wait for ever."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+from protocol.errors import EngineError
+
+T = TypeVar("T")
+
+
+class Waits:
+    """All who wait for one engine. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._waits: set[asyncio.Timeout] = set()
+        self._error: EngineError | None = None
+
+    async def next(self, stream: AsyncIterator[T]) -> T | None:
+        """The next item, None after the last. Raises what `fail` was given, and what the stream raises."""
+        if self._error is not None:
+            raise self._error
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits.add(wait)
+                try:
+                    return await anext(stream, None)
+                finally:
+                    self._waits.discard(wait)
+        except TimeoutError:
+            if self._error is None or not wait.expired():
+                raise
+            raise self._error from None
+
+    def fail(self, error: EngineError) -> None:
+        """End all waits, and those that would begin. The first error is the one that is told."""
+        self._error = self._error or error
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            wait.reschedule(now)
+        self._waits.clear()

@@ -1,0 +1,291 @@
+"""From a worker's settings and the flags after `--` to vLLM's own flags. Pure.
+
+The host sets what makes a worker of the mesh: the model, its name, KV events, and how prefill and decode hand the KV
+over. All else is vLLM's to decide, or the user's to say; what both would say is refused.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.errors import ConfigError
+from protocol.messages import Role
+from workers.config import WorkerConfig
+
+TRANSFER = "vllm-nixl"  # what the worker's card and its tickets call vLLM's NIXL connector
+
+_CONNECTOR_MODULE = "workers.vllm_engine.connector"
+_KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.AGGREGATED: "kv_both"}
+_NIXL = "NixlConnector"
+_CHAIN = "MultiConnector"
+
+_HOSTS = {
+    "model": "set --model-path before the --",
+    "model-tag": "set --model-path before the --",
+    "served-model-name": "set --model before the --",
+    "host": "set --host before the --; vLLM itself listens to nobody here",
+    "port": "set --port before the --; vLLM itself listens to nobody here",
+    "kv-events-config": "the worker wires KV events itself",
+    "load-format": "set --random-weights before the --",
+    "dtype": "set --dtype before the --",
+    "lora-modules": "set --loras name=path,... before the --",
+}
+_ALSO_HOSTS = {"load-format": "random_weights", "dtype": "dtype"}  # refused only where the worker's setting is given
+_ALIASES = {"-dp": "data-parallel-size", "-dpn": "data-parallel-rank", "-dpl": "data-parallel-size-local"}
+_TORCH_ONLY = {
+    "block_size": "--block-size",
+    "num_blocks": "--num-gpu-blocks-override",
+    "max_num_seqs": "--max-num-seqs",
+    "max_step_tokens": "--max-num-batched-tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One of --loras."""
+
+    name: str
+    path: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the worker found on its machine."""
+
+    events: str  # ZMQ endpoints on which vLLM tells its KV events and replays them
+    replay: str
+    side_channel_port: int  # free, for NIXL's handshakes
+    num_cpus: int  # that this process may use
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    flags: tuple[str, ...]  # for vLLM's own parser
+    environ: dict[str, str]  # to be set where it is not set yet
+    transfer: str  # TRANSFER, or "" where no NIXL connector is in use
+    tells_events: bool
+
+
+def plan_start(config: WorkerConfig, name: str, adapters: Sequence[Adapter], surroundings: Surroundings) -> Plan:
+    """`name`: that the model is served under. Raises ConfigError for what contradicts itself, with what to do."""
+    given = split_flags(config.engine_args)
+    names = _names(given)
+    _check_torch_settings(config)
+    _check_hosts_flags(config, names)
+    transfer_config, given = _take_transfer_config(config, given)
+    flags = ["--model", config.model_path, "--served-model-name", name, *given]
+    if config.dtype != "auto":
+        flags += ["--dtype", config.dtype]
+    if config.random_weights:
+        flags += ["--load-format", "dummy"]
+    caches_prefixes = "no-enable-prefix-caching" not in names
+    if caches_prefixes:
+        flags += ["--enable-prefix-caching", "--kv-events-config", _events_config(surroundings)]
+    if transfer_config is not None:
+        flags += ["--kv-transfer-config", json.dumps(transfer_config)]
+    flags += _adapter_flags(adapters, names)
+    return Plan(
+        flags=tuple(flags),
+        environ=_environ(config, names, surroundings),
+        transfer=TRANSFER if transfer_config is not None and _nixl_parts(transfer_config) else "",
+        tells_events=caches_prefixes,
+    )
+
+
+def split_flags(text: str) -> list[str]:
+    """Raises ConfigError for quotes that are not closed."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--engine-args cannot be read: {error}", hint="quote it as for a shell") from error
+
+
+def parse_adapters(loras: str, served_name: str) -> list[tuple[str, str]]:
+    """(name, path) of each adapter in `name=path,...`. Raises ConfigError."""
+    adapters: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in loras.split(","))):
+        name, _, path = part.partition("=")
+        if not name or not path:
+            raise ConfigError(f"--loras has {part!r}", hint="give every adapter as name=path, with commas between")
+        if name == served_name or name in adapters:
+            raise ConfigError(f"--loras names {name!r}, which is taken", hint="give every adapter a name of its own")
+        adapters[name] = path
+    return list(adapters.items())
+
+
+def _names(flags: Sequence[str]) -> dict[str, str]:
+    """The flags that are given: their names as vLLM spells them, and how they were written."""
+    names: dict[str, str] = {}
+    for flag in flags:
+        head = flag.partition("=")[0]
+        if head in _ALIASES:
+            names[_ALIASES[head]] = head
+        elif flag.startswith("--"):
+            names[head[2:].replace("_", "-").partition(".")[0]] = head
+    return names
+
+
+def _check_torch_settings(config: WorkerConfig) -> None:
+    """These have defaults made for the torch engine; vLLM's own are better, and depend on the machine."""
+    for field, flag in _TORCH_ONLY.items():
+        default = WorkerConfig.__struct_defaults__[WorkerConfig.__struct_fields__.index(field) - _num_required()]
+        if getattr(config, field) != default:
+            mine = "--" + field.replace("_", "-")
+            raise ConfigError(f"{mine} is not for vLLM", hint=f"give vLLM's own: -- {flag} {getattr(config, field)}")
+    if config.device != "auto":
+        raise ConfigError("--device is not for vLLM", hint="vLLM computes on what it was built for; leave it out")
+    if config.kv_transfer == "shm":
+        raise ConfigError("vLLM moves no KV by shm", hint="set --kv-transfer auto")
+
+
+def _num_required() -> int:
+    return len(WorkerConfig.__struct_fields__) - len(WorkerConfig.__struct_defaults__)
+
+
+def _check_hosts_flags(config: WorkerConfig, names: Mapping[str, str]) -> None:
+    for name, written in names.items():
+        if name.startswith("data-parallel"):
+            raise ConfigError(f"{written} is the mesh's business", hint="start one worker per data-parallel rank")
+        if name not in _HOSTS:
+            continue
+        setting = _ALSO_HOSTS.get(name)
+        if setting is None or getattr(config, setting) not in ("auto", False):
+            raise ConfigError(f"{written} stands after --, and the worker sets it itself", hint=_HOSTS[name])
+
+
+# --- handing KV over ------------------------------------------------------------------------------------
+
+
+def _take_transfer_config(config: WorkerConfig, given: list[str]) -> tuple[dict[str, Any] | None, list[str]]:
+    """The --kv-transfer-config to use, completed, and the flags without it."""
+    text, rest = _take(given, "kv-transfer-config")
+    if text is None and any(name == "kv-transfer-config" for name in _names(rest)):
+        raise ConfigError("--kv-transfer-config is given in parts", hint="give it as one JSON object")
+    if text is None:
+        if config.role is Role.AGGREGATED and config.kv_transfer != "nixl":
+            return None, rest
+        found: dict[str, Any] = {"kv_connector": _NIXL}
+    else:
+        found = _json_object(text)
+    role = _KV_ROLES[config.role]
+    if found.setdefault("kv_role", role) != role and config.role is not Role.AGGREGATED:
+        raise ConfigError(
+            f"kv_role {found['kv_role']!r} does not fit --role {config.role.value}",
+            hint=f"leave kv_role out, or set it to {role}",
+        )
+    nixl = _nixl_parts(found)
+    if not nixl and config.role is not Role.AGGREGATED:
+        raise ConfigError(
+            f"--role {config.role.value} hands KV over by {_NIXL}, and --kv-transfer-config has none",
+            hint=f"leave it out, or make it a {_CHAIN} of which one is {_NIXL}",
+        )
+    for part in nixl:
+        _complete_nixl(part, found["kv_role"], config)
+    return found, rest
+
+
+def _complete_nixl(part: dict[str, Any], role: str, config: WorkerConfig) -> None:
+    part.setdefault("kv_role", role)
+    part.setdefault("kv_connector_module_path", _CONNECTOR_MODULE)
+    extra = part.setdefault("kv_connector_extra_config", {})
+    if isinstance(extra, dict):
+        extra.setdefault("kv_lease_duration", max(1, round(config.offer_lease_s)))
+        extra.setdefault("num_threads", 0)  # of UCX, each would poll without a pause
+
+
+def _nixl_parts(transfer_config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where in it NIXL stands: alone, or in a chain."""
+    if transfer_config.get("kv_connector") == _NIXL:
+        return [transfer_config]
+    if transfer_config.get("kv_connector") != _CHAIN:
+        return []
+    extra = transfer_config.get("kv_connector_extra_config")
+    children = extra.get("connectors") if isinstance(extra, dict) else None
+    parts = children if isinstance(children, list) else []
+    return [part for part in parts if isinstance(part, dict) and part.get("kv_connector") == _NIXL]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--kv-transfer-config is no JSON: {error}", hint="give it as one JSON object") from error
+    if not isinstance(found, dict):
+        raise ConfigError("--kv-transfer-config is no JSON object", hint='such as {"kv_connector": "NixlConnector"}')
+    return found
+
+
+def _take(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """The value of a flag, given once as `--name value` or `--name=value`, and the rest."""
+    value: str | None = None
+    rest: list[str] = []
+    pending = list(flags)
+    while pending:
+        flag = pending.pop(0)
+        head, has_value, tail = flag.partition("=")
+        if not head.startswith("--") or head[2:].replace("_", "-") != name:
+            rest.append(flag)
+            continue
+        if value is not None:
+            raise ConfigError(f"--{name} is given twice", hint="give it once")
+        if not has_value and not pending:
+            raise ConfigError(f"--{name} has no value", hint="a JSON object belongs there")
+        value = tail if has_value else pending.pop(0)
+    return value, rest
+
+
+# --- all else -------------------------------------------------------------------------------------------
+
+
+def _events_config(surroundings: Surroundings) -> str:
+    """ipc:// is bound by vLLM; a tcp:// address without a * it would connect to."""
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": surroundings.events,
+        "replay_endpoint": surroundings.replay,
+    }
+    return json.dumps(events)
+
+
+def _adapter_flags(adapters: Sequence[Adapter], names: Mapping[str, str]) -> list[str]:
+    if not adapters:
+        return []
+    flags = [] if "enable-lora" in names else ["--enable-lora"]
+    if "max-loras" not in names:
+        flags += ["--max-loras", str(len(adapters))]
+    if "max-lora-rank" not in names:
+        flags += ["--max-lora-rank", str(_rank_limit(max(adapter.rank for adapter in adapters)))]
+    return flags
+
+
+def _rank_limit(rank: int) -> int:
+    """The least limit that vLLM knows and that takes `rank`."""
+    limits = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+    for limit in limits:
+        if rank <= limit:
+            return limit
+    raise ConfigError(f"an adapter has rank {rank}", hint=f"vLLM takes at most {limits[-1]}")
+
+
+def _environ(config: WorkerConfig, names: Mapping[str, str], surroundings: Surroundings) -> dict[str, str]:
+    """`nobind`: by default vLLM pins one thread to every core of the machine, and workers that share it starve each
+    other. Without torch.compile a request for logprobs would still compile a function, for many seconds."""
+    host = config.advertise_host or config.host
+    threads = config.num_threads or max(1, surroundings.num_cpus // 2)
+    environ = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(surroundings.side_channel_port),
+    }
+    if "enforce-eager" in names:
+        environ["TORCHDYNAMO_DISABLE"] = "1"
+    if host not in ("0.0.0.0", "::"):
+        environ["VLLM_HOST_IP"] = host
+    return environ

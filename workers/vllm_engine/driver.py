@@ -1,0 +1,306 @@
+"""The only module that imports vLLM: from plain values to its objects and back, and from its errors to ours.
+
+Its imports take many seconds and its start longer: `open_driver` is for a thread.
+"""
+
+import asyncio
+import contextlib
+import io
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from protocol.errors import ConfigError, EngineError, InvalidRequestError
+from workers.vllm_engine.translate import Question, Step
+
+SHUTDOWN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What vLLM decided when it started."""
+
+    block_size: int
+    total_blocks: int
+    block_bytes: int  # of all layers; 0: not known
+    context_tokens: int
+    max_num_seqs: int
+    eos_token_ids: frozenset[int]
+    tasks: frozenset[str]
+
+
+@dataclass(slots=True)
+class Load:
+    """By vLLM's last step."""
+
+    running: int = 0
+    waiting: int = 0
+    used_share: float = 0.0  # of its KV blocks, by requests
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    name: str
+    number: int  # >= 1, unique to it
+    path: str
+
+
+class Driver(Protocol):
+    facts: Facts  # known after `prepare`
+    load: Load
+
+    async def prepare(self) -> None:
+        """To be called once, on the event loop that it will be used on."""
+
+    def generate(
+        self, question: Question, request_id: str, salt: str | None, adapter: LoadedAdapter | None
+    ) -> AsyncGenerator[Step, None]:
+        """Closing it aborts the request. Raises InvalidRequestError, EngineError."""
+
+    async def embed(
+        self, prompt: Sequence[int], request_id: str, salt: str | None, adapter: LoadedAdapter | None
+    ) -> bytes:
+        """float32 little endian, of length 1. Raises InvalidRequestError, EngineError."""
+
+    async def reset_prefix_cache(self) -> bool:
+        """False: blocks are in use, nothing was done."""
+
+    async def sleep(self, level: int) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def profile(self, start: bool) -> None:
+        """Raises InvalidRequestError if vLLM was started without a profiler."""
+
+    async def add_adapter(self, adapter: LoadedAdapter) -> None:
+        """Raises InvalidRequestError if it cannot be loaded."""
+
+    async def remove_adapter(self, adapter: LoadedAdapter) -> None: ...
+
+    def failure(self) -> str:
+        """Why it can serve no more; "" while it can."""
+
+    async def close(self) -> None: ...
+
+
+def open_driver(flags: Sequence[str], environ: Mapping[str, str]) -> Driver:
+    """Blocks until vLLM is ready. What `environ` says is set where it is not set yet: vLLM's processes inherit it.
+
+    Raises ConfigError if vLLM is not installed or refuses the flags, EngineError if it does not start.
+    """
+    for name, value in environ.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError as error:
+        hint = "`make test-vllm` installs it for the CPU; for GPUs: pip install vllm"
+        raise ConfigError(f"the vllm engine needs vLLM: {error}", hint=hint) from error
+    config = _engine_config(AsyncEngineArgs, FlexibleArgumentParser, flags)
+    try:
+        return _VllmDriver(config)
+    except Exception as error:
+        raise EngineError(f"vLLM did not start: {error}", hint="its own log, above, says why") from error
+
+
+def _engine_config(engine_args: Any, parser: Any, flags: Sequence[str]) -> Any:
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            parsed = engine_args.add_cli_args(parser(prog="vllm", add_help=False)).parse_args(list(flags))
+    except SystemExit as error:
+        reason = (told.getvalue().strip().splitlines() or ["see above"])[-1]
+        raise ConfigError(f"vLLM does not know these flags: {reason}", hint="see `vllm serve --help`") from error
+    try:
+        return engine_args.from_cli_args(parsed).create_engine_config()
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"vLLM refuses its flags: {error}", hint="change what stands after --") from error
+
+
+class _VllmDriver:
+    def __init__(self, config: Any) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.facts: Facts
+        self.load = Load()
+        self._llm: Any = AsyncLLM.from_vllm_config(config, stat_loggers=[_stat_logger(self.load)])
+
+    async def prepare(self) -> None:
+        tasks = frozenset(await self._llm.get_supported_tasks())
+        self.facts = _facts(self._llm.vllm_config, tasks)
+
+    async def generate(
+        self, question: Question, request_id: str, salt: str | None, adapter: LoadedAdapter | None
+    ) -> AsyncGenerator[Step, None]:
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        params = _sampling(question)
+        prompt = _prompt(question.prompt, salt)
+        outputs = self._llm.generate(prompt, params, request_id, lora_request=_lora(adapter))
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield _step(output)
+        except EngineDeadError as error:
+            raise EngineError("vLLM's engine process died", hint="see the worker's log") from error
+        except EngineGenerateError as error:
+            raise EngineError(f"vLLM failed the request: {error.__cause__}", hint="see the worker's log") from error
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
+
+    async def embed(
+        self, prompt: Sequence[int], request_id: str, salt: str | None, adapter: LoadedAdapter | None
+    ) -> bytes:
+        from vllm import PoolingParams
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        params = PoolingParams(task="embed")
+        outputs = self._llm.encode(_prompt(list(prompt), salt), params, request_id, lora_request=_lora(adapter))
+        vector = b""
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    vector = output.outputs.data.float().cpu().numpy().astype("<f4").tobytes()
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineError(f"vLLM failed an embedding: {error}", hint="see the worker's log") from error
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
+        return vector
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(await self._llm.reset_prefix_cache())
+
+    async def sleep(self, level: int) -> None:
+        await self._llm.sleep(level)
+
+    async def wake(self) -> None:
+        await self._llm.wake_up()
+
+    async def profile(self, start: bool) -> None:
+        try:
+            await (self._llm.start_profile() if start else self._llm.stop_profile())
+        except Exception as error:  # vLLM raises plain ones
+            hint = 'start the worker with -- --profiler-config \'{"profiler": "torch", ...}\''
+            raise InvalidRequestError(f"vLLM cannot profile: {error}", hint=hint) from error
+
+    async def add_adapter(self, adapter: LoadedAdapter) -> None:
+        try:
+            await self._llm.add_lora(_lora(adapter))
+        except Exception as error:  # vLLM raises plain ones
+            raise InvalidRequestError(f"vLLM cannot load adapter {adapter.name!r}: {error}", param="path") from error
+
+    async def remove_adapter(self, adapter: LoadedAdapter) -> None:
+        await self._llm.remove_lora(adapter.number)
+
+    def failure(self) -> str:
+        if self._llm is None:
+            return "it was shut down"
+        return str(self._llm.dead_error) if self._llm.errored else ""
+
+    async def close(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
+
+
+def _facts(config: Any, tasks: frozenset[str]) -> Facts:
+    cache, model = config.cache_config, config.model_config
+    return Facts(
+        block_size=cache.block_size,
+        total_blocks=cache.num_gpu_blocks,
+        block_bytes=_block_bytes(config),
+        context_tokens=model.max_model_len,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        eos_token_ids=_eos_token_ids(model),
+        tasks=tasks,
+    )
+
+
+def _block_bytes(config: Any) -> int:
+    """Keys and values of all layers, where every layer keeps them."""
+    model = config.model_config
+    if model.use_mla or model.is_hybrid:
+        return 0
+    item_bytes = 1 if str(config.cache_config.cache_dtype).startswith("fp8") else model.dtype.itemsize
+    num_layers = model.get_num_layers(config.parallel_config)
+    num_heads = model.get_total_num_kv_heads()
+    return int(2 * num_layers * num_heads * model.get_head_size() * config.cache_config.block_size * item_bytes)
+
+
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for source in (
+        getattr(model.hf_config, "eos_token_id", None),
+        model.try_get_generation_config().get("eos_token_id"),
+    ):
+        found.update([source] if isinstance(source, int) else source or [])
+    return frozenset(found)
+
+
+def _prompt(tokens: list[int], salt: str | None) -> Any:
+    from vllm.inputs import TokensPrompt
+
+    return TokensPrompt(prompt_token_ids=tokens, **({"cache_salt": salt} if salt else {}))
+
+
+def _sampling(question: Question) -> Any:
+    """Raises InvalidRequestError."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMClientError
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    try:
+        guide = None if question.guide is None else StructuredOutputsParams(**question.guide)
+        return SamplingParams(
+            **question.sampling,
+            output_kind=RequestOutputKind.DELTA,
+            structured_outputs=guide,
+            extra_args=None if question.kv is None else {"kv_transfer_params": dict(question.kv)},
+        )
+    except (VLLMClientError, ValueError) as error:
+        raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
+
+
+def _lora(adapter: LoadedAdapter | None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return None if adapter is None else LoRARequest(adapter.name, adapter.number, adapter.path)
+
+
+def _step(output: Any) -> Step:
+    completion = output.outputs[0]
+    return Step(
+        token_ids=completion.token_ids,
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        logprobs=completion.logprobs,
+        cached_tokens=output.num_cached_tokens,
+        kv=output.kv_transfer_params,
+    )
+
+
+def _stat_logger(load: Load) -> Any:
+    """A class, as vLLM wants it: it makes one per engine. Called on the event loop after every step."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class LoadLogger(StatLoggerBase):  # type: ignore[misc, unused-ignore]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+            if scheduler_stats is not None:
+                load.running = scheduler_stats.num_running_reqs
+                load.waiting = scheduler_stats.num_waiting_reqs
+                load.used_share = scheduler_stats.kv_cache_usage
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+        def log(self) -> None:
+            pass
+
+    return LoadLogger

@@ -1,0 +1,61 @@
+"""Follow the KV events of the vLLM in this worker, and tell the mesh what it caches."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvevents.subscriber import KvEventSubscriber
+from kvevents.transport import KvSource
+from protocol.events import Digest
+from protocol.ids import WorkerId
+from workers.engine_cache import EngineCache
+
+log = logging.getLogger(__name__)
+
+
+class EventFeed:
+    """Feeds `cache` until it is closed. Implements kvevents.subscriber.Sink.
+
+    Batches that were lost come by replay. Where the replay no longer reaches back, what the engine holds cannot be
+    known: then nothing is announced, and `empty_cache` makes that true.
+    """
+
+    def __init__(self, cache: EngineCache, empty_cache: Callable[[], Awaitable[bool]]) -> None:
+        self._cache = cache
+        self._empty_cache = empty_cache
+        self._subscriber = KvEventSubscriber(self)
+        self._emptying: set[asyncio.Task[None]] = set()
+
+    def follow(self, worker_id: WorkerId, endpoint: str, replay_endpoint: str) -> None:
+        self._subscriber.add(KvSource(worker_id, endpoint, replay_endpoint))
+
+    async def close(self) -> None:
+        """A second call does nothing."""
+        await self._subscriber.close()
+        for task in self._emptying:
+            task.cancel()
+        await asyncio.gather(*self._emptying, return_exceptions=True)
+
+    def on_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> None:
+        self._cache.on_batch(worker_id, dp_rank, payload)
+
+    def on_reset(self, worker_id: WorkerId, dp_rank: int, payloads: Sequence[bytes]) -> None:
+        self._cache.on_reset(worker_id, dp_rank, payloads)
+        if not payloads:
+            task = asyncio.create_task(self._empty(), name="empty a cache whose content is not known")
+            self._emptying.add(task)
+            task.add_done_callback(self._emptying.discard)
+
+    def digest(self, worker_id: WorkerId, dp_rank: int) -> Digest | None:
+        return None
+
+    async def _empty(self) -> None:
+        try:
+            emptied = await self._empty_cache()
+        except Exception:
+            log.exception("vLLM's cache could not be emptied")
+            return
+        log.warning(
+            "KV events were lost; vLLM's cache %s",
+            "was emptied" if emptied else "is in use: what it holds is not announced until it is stored again",
+        )

@@ -1,0 +1,307 @@
+"""Between the mesh's words and vLLM's. Pure, and without vLLM: plain fields in, plain fields out.
+
+A decode leg asks vLLM for the prompt alone and lets it draw the first token again: vLLM pulls as many tokens as the
+prompt has, and with one more it would wait for a block that the prefill worker never wrote. `Answer` checks that the
+token is the one the client has already, and leaves it out.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, TransferError
+from protocol.hashing import mix64
+from protocol.messages import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    Guide,
+    GuideKind,
+    PullReport,
+    Ticket,
+    TokenLogprob,
+    unpack_tokens,
+)
+
+MAX_TICKET_BYTES = 1 << 20
+
+_U63 = 0x7FFF_FFFF_FFFF_FFFF
+_OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+# --- questions ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What vLLM is asked."""
+
+    prompt: list[int]
+    expected: tuple[int, ...]  # what it has to answer first: tokens that exist already
+    sampling: dict[str, Any]  # fields of vLLM's SamplingParams
+    guide: dict[str, Any] | None  # fields of its StructuredOutputsParams
+    kv: dict[str, Any] | None  # kv_transfer_params
+    offers: bool = False  # the answer has to be a ticket
+
+
+def whole(request: GenerateRequest, context_tokens: int) -> Question:
+    """Compute all of it here. Raises InvalidRequestError."""
+    tokens = _tokens(request, context_tokens)
+    if request.guide is not None and request.generated:
+        raise EngineError(
+            "vLLM cannot take up a guided answer in the middle", hint="the request has to be sent anew, from its start"
+        )
+    return _question(request, tokens, (), context_tokens)
+
+
+def offering(request: GenerateRequest, context_tokens: int) -> Question:
+    """A prefill leg: one token, and a ticket for the rest if there is one. Raises InvalidRequestError."""
+    question = whole(request, context_tokens)
+    if question.sampling["max_tokens"] == 1:
+        return question
+    sampling = question.sampling | {"max_tokens": 1, "min_tokens": min(1, question.sampling["min_tokens"])}
+    return Question(question.prompt, (), sampling, question.guide, dict(_OFFER), offers=True)
+
+
+def pulling(request: GenerateRequest, ticket: Ticket, block_size: int, context_tokens: int) -> Question:
+    """A decode leg. Raises TransferError for a ticket that does not belong to the request, else as `whole`."""
+    tokens = _tokens(request, context_tokens)
+    kv = read_ticket(ticket, block_size)
+    if ticket.num_tokens != len(tokens) - 1 or not request.generated:
+        raise TransferError(f"the ticket is for {ticket.num_tokens} tokens, the request has {len(tokens)} and one new")
+    return _question(request, tokens[:-1], (tokens[-1],), context_tokens, kv)
+
+
+def unpulled(question: Question) -> Question:
+    """The same answer without the KV of others."""
+    return Question(question.prompt, question.expected, question.sampling, question.guide, None)
+
+
+def _tokens(request: GenerateRequest, context_tokens: int) -> list[int]:
+    prompt = unpack_tokens(request.prompt)
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty", param="prompt")
+    if request.stop.max_tokens <= len(request.generated):
+        raise InvalidRequestError(
+            f"{len(request.generated)} of at most {request.stop.max_tokens} tokens are generated already"
+        )
+    tokens = [*prompt, *request.generated]
+    if len(tokens) >= context_tokens:
+        raise ContextLengthError(
+            f"the prompt has {len(tokens)} tokens, the context of this model {context_tokens}",
+            hint="shorten the prompt",
+        )
+    return tokens
+
+
+def _question(
+    request: GenerateRequest,
+    prompt: list[int],
+    expected: tuple[int, ...],
+    context_tokens: int,
+    kv: dict[str, Any] | None = None,
+) -> Question:
+    drawn = len(request.generated) - len(expected)  # tokens of the answer that are now part of the prompt
+    max_tokens = min(request.stop.max_tokens - drawn, context_tokens - len(prompt))
+    sampling = _sampling(request, drawn)
+    sampling |= {"max_tokens": max_tokens, "min_tokens": max(0, min(request.stop.min_tokens - drawn, max_tokens))}
+    return Question(prompt, expected, sampling, None if request.guide is None else _guide(request.guide), kv)
+
+
+def _sampling(request: GenerateRequest, drawn: int) -> dict[str, Any]:
+    """All is said, so that nothing comes from the model's own defaults."""
+    sampling, stop = request.sampling, request.stop
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "seed": None if sampling.temperature == 0 else _seed(sampling.seed, drawn),
+        "logprobs": sampling.top_logprobs,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
+        "stop_token_ids": list(stop.stop_token_ids),
+        "ignore_eos": stop.ignore_eos,
+        "detokenize": False,
+    }
+
+
+def _seed(seed: int, drawn: int) -> int:
+    """vLLM numbers its draws from the start of a request: one that goes on must not repeat the first ones."""
+    return (mix64(seed + drawn) if drawn else seed) & _U63
+
+
+def _guide(guide: Guide) -> dict[str, Any]:
+    match guide.kind:
+        case GuideKind.JSON:
+            return {"json_object": True}
+        case GuideKind.JSON_SCHEMA:
+            return {"json": guide.value}
+        case GuideKind.REGEX:
+            return {"regex": guide.value}
+        case GuideKind.GRAMMAR:
+            return {"grammar": guide.value}
+        case GuideKind.CHOICE:
+            return {"choice": _choices(guide.value)}
+
+
+_Choices = list[str]
+
+
+def _choices(value: str) -> list[str]:
+    try:
+        return msgspec.json.decode(value, type=_Choices)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequestError(f"the choices cannot be read: {error}", param="guide") from error
+
+
+# --- tickets --------------------------------------------------------------------------------------------
+
+_BlockId = Annotated[int, Meta(ge=0, le=1 << 40)]
+_Name = Annotated[str, Meta(min_length=1, max_length=256)]
+_Size = Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class _Params(Struct, frozen=True, kw_only=True):
+    """kv_transfer_params of vLLM's NIXL connector. A decode engine dies of some that are incomplete, so each field
+    is checked, and no other is passed on."""
+
+    do_remote_prefill: bool
+    do_remote_decode: bool
+    remote_block_ids: Annotated[list[list[_BlockId]], Meta(min_length=1, max_length=64)]
+    remote_engine_id: _Name
+    remote_request_id: _Name
+    remote_host: _Name
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    remote_num_tokens: Annotated[int, Meta(ge=1, le=1 << 32)]
+    tp_size: _Size = 1
+    dcp_size: _Size = 1
+    pp_size: _Size = 1
+    remote_blocks_expiry_time: float | None = None
+    transfer_mode: Literal["pull"] = "pull"
+    remote_prefill_cached_tokens: Annotated[int, Meta(ge=0)] | None = None
+
+
+def write_ticket(params: Mapping[str, Any]) -> tuple[bytes, int]:
+    """What a prefill engine answered, as `Ticket.opaque`, and the tokens it is for. Raises TransferError."""
+    opaque = json.dumps(dict(params)).encode()
+    return opaque, _read_params(opaque).remote_num_tokens
+
+
+def read_ticket(ticket: Ticket, block_size: int) -> dict[str, Any]:
+    """kv_transfer_params for the decode engine. Raises TransferError for whatever could harm it."""
+    params = _read_params(ticket.opaque)
+    if params.remote_num_tokens != ticket.num_tokens:
+        raise TransferError(f"a ticket for {ticket.num_tokens} tokens offers {params.remote_num_tokens}")
+    if len(params.remote_block_ids) == 1:
+        needed, found = -(-ticket.num_tokens // block_size), len(params.remote_block_ids[0])
+        if found != needed:
+            raise TransferError(f"{ticket.num_tokens} tokens take {needed} blocks here, the ticket has {found}")
+    return msgspec.to_builtins(params)  # type: ignore[no-any-return]
+
+
+def _read_params(opaque: bytes) -> _Params:
+    if len(opaque) > MAX_TICKET_BYTES:
+        raise TransferError(f"a ticket of {len(opaque)} bytes", hint=f"at most {MAX_TICKET_BYTES} are accepted")
+    try:
+        params = msgspec.json.decode(opaque, type=_Params)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise TransferError(f"a ticket that vLLM could not use: {error}", hint="run one version everywhere") from error
+    if not params.do_remote_prefill or params.do_remote_decode or not any(params.remote_block_ids):
+        raise TransferError("a ticket that offers nothing", hint="it has to come from a prefill worker's answer")
+    return params
+
+
+# --- answers --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What vLLM adds to one answer; plain values of its RequestOutput."""
+
+    token_ids: Sequence[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: Sequence[Mapping[int, Any]] | None = None  # per token: id -> object with logprob and rank
+    cached_tokens: int | None = None
+    kv: Mapping[str, Any] | None = None
+
+
+class PullFailedError(Exception):
+    """vLLM could not fetch the KV; nothing of the answer was given yet."""
+
+
+class DivergedError(Exception):
+    """The first token is not the one that the prefill worker drew, though the seed is the same."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """Turns the steps of one question into deltas."""
+
+    question: Question
+    eos_token_ids: frozenset[int]
+    report: PullReport | None = None  # of a decode leg, for its first delta
+    _expected: list[int] = field(init=False)
+    _has_begun: bool = False
+
+    def __post_init__(self) -> None:
+        self._expected = list(self.question.expected)
+
+    def take(self, step: Step) -> Delta | None:
+        """None where there is nothing to tell. Raises PullFailedError, DivergedError, EngineError."""
+        if step.finish_reason not in (None, "stop", "length"):
+            if self.question.kv is not None and not self.question.offers and not self._has_begun:
+                raise PullFailedError(f"vLLM ended it with {step.finish_reason!r}")
+            raise EngineError(f"vLLM gave the request up with {step.finish_reason!r}", hint="see the worker's log")
+        known = self._skip(step.token_ids)
+        token_ids = tuple(step.token_ids[known:])
+        if not token_ids and step.finish_reason is None:
+            return None
+        finish = None if step.finish_reason is None else FinishReason(step.finish_reason)
+        if self.question.offers and finish is FinishReason.LENGTH:
+            finish = None  # it goes on elsewhere
+        delta = Delta(
+            token_ids=token_ids,
+            finish_reason=finish,
+            logprobs=self._logprobs(step, known),
+            cached_tokens=None if self._has_begun else step.cached_tokens,
+            pull=None if self._has_begun else self.report,
+            stop_token=self._stop_token(step, token_ids) if finish is FinishReason.STOP else None,
+        )
+        self._has_begun = True
+        return delta
+
+    def _skip(self, token_ids: Sequence[int]) -> int:
+        """How many of them exist already."""
+        known = min(len(self._expected), len(token_ids))
+        if list(token_ids[:known]) != self._expected[:known]:
+            raise DivergedError
+        del self._expected[:known]
+        return known
+
+    def _logprobs(self, step: Step, known: int) -> tuple[TokenLogprob, ...] | None:
+        count = self.question.sampling["logprobs"]
+        if count is None or step.logprobs is None or known == len(step.token_ids):
+            return None
+        pairs = zip(step.token_ids[known:], step.logprobs[known:], strict=True)
+        return tuple(_logprob(token_id, at_token, count) for token_id, at_token in pairs)
+
+    def _stop_token(self, step: Step, token_ids: Sequence[int]) -> int | None:
+        if isinstance(step.stop_reason, int):
+            return step.stop_reason
+        return token_ids[-1] if token_ids and token_ids[-1] in self.eos_token_ids else None
+
+
+def _logprob(token_id: int, at_token: Mapping[int, Any], count: int) -> TokenLogprob:
+    """vLLM gives the likeliest ones and, wherever it stands, the chosen one."""
+    ranked = sorted((entry.rank, other, entry.logprob) for other, entry in at_token.items())
+    top = tuple((other, logprob) for rank, other, logprob in ranked if rank <= count)
+    return TokenLogprob(token_id, at_token[token_id].logprob, top)
