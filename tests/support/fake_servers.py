@@ -14,6 +14,7 @@ from hashlib import sha256
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from tokenizers import Tokenizer
 
 from kvevents.publisher import KvEventPublisher
@@ -51,6 +52,7 @@ class Knobs:
     fail_after: int | None = None  # tokens, then an event says that it failed
     stop_after: int | None = None  # tokens, the last of them EOS
     is_healthy: bool = True
+    api_key: str = ""  # that everything under /v1 wants
 
 
 class Server:
@@ -68,7 +70,7 @@ class Server:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        app = web.Application()
+        app = web.Application(middlewares=[self.check_key])
         app.add_routes(self.routes())
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
@@ -81,6 +83,13 @@ class Server:
         finally:
             self.knobs.hold_after = None
             await runner.cleanup()
+
+    @web.middleware
+    async def check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        told = request.headers.get("authorization", "")
+        if self.knobs.api_key and request.path.startswith("/v1") and told != f"Bearer {self.knobs.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
 
     def routes(self) -> list[web.RouteDef]:
         routes = [web.get("/v1/models", self.models), web.post("/v1/completions", self.completions)]

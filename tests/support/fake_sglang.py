@@ -15,6 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -94,6 +95,21 @@ class _Requests:
         asyncio.get_running_loop().add_signal_handler(15, lambda: None)
         self._engine.open_sockets()
 
+    async def flush_cache(self) -> SimpleNamespace:
+        """Refused while anything runs; with one event if it is done."""
+        if self.running:
+            return SimpleNamespace(success=False, message="requests are running")
+        self._engine.empty_cache()
+        return SimpleNamespace(success=True, message="")
+
+    async def start_profile(self) -> None:
+        if self._engine.is_profiling:
+            raise RuntimeError("Profiling is already in progress")
+        self._engine.is_profiling = True
+
+    async def stop_profile(self) -> None:
+        self._engine.is_profiling = False
+
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         self.aborted.append(rid)
         if (state := self.running.get(rid)) is not None:
@@ -158,25 +174,41 @@ class FakeEngine:
         self.cache = PagedCache(network.num_blocks, args.page_size)
         self.seen: list[dict[str, Any]] = []  # arguments of async_generate
         self.warm_ups = 0
+        self.is_profiling = False
+        self.adapters = dict(pair.split("=", 1) for pair in args.lora_paths)
         self.child_pids: list[int] = [os.getpid()]
         self.is_shut_down = False
         self.gate = asyncio.Event()  # cleared: no request computes a token
         self.gate.set()
         self._network = network
-        self._publishers: list[_EventSockets] = []
+        self._publishers: list[EventSockets] = []
         self._push: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open_sockets(self) -> None:
         if not self._publishers:
             self._loop = asyncio.get_running_loop()
-            self._publishers.append(_EventSockets(self.events_config))
+            self._publishers.append(EventSockets(self.events_config))
             self._push = open_socket(zmq.PUSH)
             self._push.connect(self.port_args.metrics_ipc_name)
 
     async def async_generate(self, **kwargs: Any) -> AsyncGenerator[dict[str, Any], None]:
         assert kwargs.pop("stream") is True
         return self._generate_request(**kwargs)
+
+    async def async_load_lora_adapter(self, lora_name: str, lora_path: str) -> SimpleNamespace:
+        if not self.server_args.enable_lora:
+            return SimpleNamespace(success=False, error_message="LoRA is not enabled.")
+        self.adapters[lora_name] = lora_path
+        return SimpleNamespace(success=True, error_message=None)
+
+    async def async_unload_lora_adapter(self, lora_name: str) -> SimpleNamespace:
+        del self.adapters[lora_name]
+        return SimpleNamespace(success=True, error_message=None)
+
+    def empty_cache(self) -> None:
+        self.cache = PagedCache(self._network.num_blocks, self.server_args.page_size)
+        self._publishers[0].publish_maps([{"type": "AllBlocksCleared"}])
 
     def get_all_child_pids(self) -> Sequence[int]:
         return self.child_pids
@@ -300,7 +332,7 @@ def state_reason(state: _State, params: dict[str, Any], limit: int) -> dict[str,
     return {"type": "length", "length": limit} if len(state.output_ids) >= limit else {}
 
 
-class _EventSockets:
+class EventSockets:
     """A rank's PUB and ROUTER sockets; the ring replays what was sent."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -314,7 +346,10 @@ class _EventSockets:
         self._next_seq = 0
 
     def publish(self, news: list[Event], block_size: int) -> None:
-        payload = msgspec.msgpack.encode([time.time(), [event_map(event, block_size) for event in news], 0])
+        self.publish_maps([event_map(event, block_size) for event in news])
+
+    def publish_maps(self, events: list[dict[str, Any]]) -> None:
+        payload = msgspec.msgpack.encode([time.time(), events, 0])
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         self._ring.append((seq, payload))
         self._pub.send_multipart([b"", seq.to_bytes(8, "big"), payload])

@@ -78,7 +78,7 @@ def test_idle_workers_leave_the_cores_alone(mesh: VllmMesh) -> None:
     assert idle_cores([*mesh.tree("prefill-0"), *mesh.tree("decode-0")]) < 0.6
 
 
-# --- what if the prefill worker dies; the last test takes it away ------------------------------------------
+# --- what if the prefill worker dies; the last tests take workers away ------------------------------------------
 
 
 def request_of(tokens: Sequence[int], **fields: Any) -> GenerateRequest:
@@ -149,3 +149,11 @@ def test_a_prefill_worker_that_dies_while_it_is_pulled_from_costs_time_alone(mes
 def test_without_its_prefill_worker_the_mesh_still_answers(mesh: VllmMesh) -> None:
     tokens = prompt(340, first=1300)
     assert answer(mesh, tokens)[0] == alone(mesh, tokens)
+
+
+def test_a_worker_that_is_killed_leaves_none_of_vllms_processes_behind(mesh: VllmMesh) -> None:
+    processes = mesh.tree("decode-0")
+    assert len(processes) > 2
+    processes[0].kill()
+    mesh.started["decode-0"].wait(10)
+    assert psutil.wait_procs(processes, 20)[1] == []

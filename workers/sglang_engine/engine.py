@@ -6,6 +6,7 @@ standing offer until the decode worker has what it needs, and the first token co
 """
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import secrets
@@ -28,6 +29,8 @@ from protocol.events import Digest, KvEvent
 from protocol.ids import WorkerId
 from protocol.messages import (
     NO_LAYOUT,
+    Control,
+    ControlReply,
     Delta,
     Embedding,
     EmbedRequest,
@@ -50,6 +53,8 @@ from workers.sglang_engine.arguments import (
     bootstrap_host,
     read_flags,
 )
+from workers.sglang_engine.control import carry_out
+from workers.sglang_engine.metrics import export_metrics
 from workers.sglang_engine.offers import Offers
 from workers.sglang_engine.runtime import (
     FAKE_BOOTSTRAP_HOST,
@@ -118,6 +123,7 @@ class SglangEngine:
         server_args = await asyncio.to_thread(parse, sglang, argv)
         runtime = await asyncio.to_thread(launch, sglang, server_args, is_leader=self._flags.is_leader)
         self._runtime = runtime
+        export_metrics(self._cleanup)
         if runtime.tokenizer_manager is not None:
             with signals_kept(asyncio.get_running_loop()):
                 runtime.tokenizer_manager.auto_create_handle_loop()
@@ -184,6 +190,13 @@ class SglangEngine:
             error = EngineError(f"SGLang's process {pid} has ended", hint="see its log; the worker is started anew")
             self._waits.fail(error)
             raise error
+
+    async def control(self, request: Control) -> ControlReply:
+        """Implements workers.engine.Controllable."""
+        info, runtime, manager = self._ready()
+        done = await carry_out(request, runtime, manager, info.loras)
+        self._info = dataclasses.replace(info, loras=done.loras)
+        return ControlReply(detail=done.detail, loras=done.loras)
 
     async def stop(self) -> None:
         if self._stopping:

@@ -12,7 +12,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import psutil
+
 from protocol.errors import ConfigError, EngineError, InvalidRequestError
+from workers.vllm_engine.guard import Guard
 from workers.vllm_engine.translate import Question, Step
 
 SHUTDOWN_S = 10.0
@@ -125,7 +128,14 @@ class _VllmDriver:
 
         self.facts: Facts
         self.load = Load()
-        self._llm: Any = AsyncLLM.from_vllm_config(config, stat_loggers=[_stat_logger(self.load)])
+        self._guard = Guard()
+        not_vllms = {child.pid for child in psutil.Process().children()}
+        try:
+            self._llm: Any = AsyncLLM.from_vllm_config(config, stat_loggers=[_stat_logger(self.load)])
+        except BaseException:
+            self._guard.close()
+            raise
+        self._guard.watch({child.pid for child in psutil.Process().children()} - not_vllms)
 
     async def prepare(self) -> None:
         tasks = frozenset(await self._llm.get_supported_tasks())
@@ -205,6 +215,7 @@ class _VllmDriver:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
+            await asyncio.to_thread(self._guard.close)
 
 
 def _facts(config: Any, tasks: frozenset[str]) -> Facts:

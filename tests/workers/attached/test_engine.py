@@ -348,6 +348,20 @@ async def test_what_the_server_cannot_be_is_refused_at_the_start(attach: Attach)
         await attach(without, Role.PREFILL)
 
 
+async def test_a_server_may_want_a_key() -> None:
+    server = VllmServer()
+    server.knobs.api_key = "secret"
+    async with server.running():
+        knowing = AttachedEngine(config_of(server), api_key="secret", poll_s=POLL_S)
+        await knowing.start(new_worker_id("w"), "127.0.0.1:1")
+        assert tokens(await run(knowing, ask(prompt_of(20), 3))) == answer_to(prompt_of(20), 3)
+        await knowing.stop()
+        without = AttachedEngine(config_of(server), poll_s=POLL_S)
+        with pytest.raises(ConfigError, match="KVMESH_ATTACH_API_KEY"):
+            await without.start(new_worker_id("w"), "127.0.0.1:1")
+        await without.stop()
+
+
 # --- prefill there, decode here -----------------------------------------------------------------------
 
 

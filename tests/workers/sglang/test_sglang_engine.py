@@ -11,15 +11,26 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from protocol.errors import ConfigError, WireError
+from protocol.errors import ConfigError, InvalidRequestError, WireError
 from protocol.ids import RequestId, new_worker_id
-from protocol.messages import Feature, GenerateRequest, Role, SamplingParams, StopConditions, pack_tokens
+from protocol.messages import (
+    Control,
+    ControlAction,
+    ControlReply,
+    Feature,
+    GenerateRequest,
+    Role,
+    SamplingParams,
+    StopConditions,
+    pack_tokens,
+)
 from tests.support.fake_sglang import FakeSglang
 from workers.backends import open_engine
 from workers.config import WorkerConfig
+from workers.engine import Controllable
 from workers.sglang_engine.engine import SglangEngine, free_ports
 from workers.sglang_engine.offers import Offers
-from workers.sglang_engine.runtime import FAKE_BOOTSTRAP_HOST, Metrics, read_metrics
+from workers.sglang_engine.runtime import FAKE_BOOTSTRAP_HOST, Metrics, read_metrics, signals_kept
 
 Make = Callable[..., Awaitable[SglangEngine]]
 
@@ -178,8 +189,98 @@ async def test_another_page_size_than_the_routers_count_in_is_refused(make: Make
         await make(block_size=16)
 
 
+# --- control calls ----------------------------------------------------------------------------------------------------
+
+
+async def told(engine: SglangEngine, action: ControlAction, **arguments: str) -> ControlReply:
+    assert isinstance(engine, Controllable)
+    return await engine.control(Control(action=action, arguments=arguments))
+
+
+async def test_an_operator_can_empty_the_cache_when_nothing_runs(make: Make, fake: FakeSglang) -> None:
+    engine = await make()
+    async with aclosing(engine.generate(ask())) as deltas:
+        await anext(deltas)
+        with pytest.raises(InvalidRequestError, match="requests are running"):
+            await told(engine, ControlAction.RESET_PREFIX_CACHE)
+        async for _ in deltas:
+            pass
+    await until(lambda: engine.kv_digest().blocks > 0)
+    await told(engine, ControlAction.RESET_PREFIX_CACHE)
+    await until(lambda: engine.kv_digest().blocks == 0)
+
+
+async def test_adapters_come_and_go_and_are_served_by_name(make: Make) -> None:
+    engine = await make(loras="poet=/adapters/poet")
+    reply = await told(engine, ControlAction.LOAD_LORA, name="cook", path="/adapters/cook")
+    assert reply.loras == ("poet", "cook")
+    async with aclosing(engine.generate(ask(lora="cook"))) as deltas:
+        assert [delta async for delta in deltas]
+    assert (await told(engine, ControlAction.UNLOAD_LORA, name="poet")).loras == ("cook",)
+    with pytest.raises(InvalidRequestError, match="no adapter 'poet'"):
+        async with aclosing(engine.generate(ask(lora="poet"))) as deltas:
+            await anext(deltas)
+    assert (await told(engine, ControlAction.LIST_LORAS)).detail == "cook"
+
+
+@pytest.mark.parametrize(
+    ("action", "arguments", "says"),
+    [
+        (ControlAction.LOAD_LORA, {"name": "a", "path": "/a"}, "LoRA is not enabled"),
+        (ControlAction.LOAD_LORA, {"name": "a"}, "needs 'path'"),
+        (ControlAction.UNLOAD_LORA, {"name": "a"}, "no adapter 'a'"),
+        (ControlAction.SLEEP, {}, "cannot sleep"),
+        (ControlAction.WAKE, {}, "cannot wake"),
+    ],
+)
+async def test_what_an_operator_cannot_have_is_refused_with_what_sglang_says(
+    make: Make, action: ControlAction, arguments: dict[str, str], says: str
+) -> None:
+    engine = await make()
+    with pytest.raises(InvalidRequestError, match=says):
+        await told(engine, action, **arguments)
+
+
+async def test_profiling_is_begun_once(make: Make, fake: FakeSglang) -> None:
+    engine = await make()
+    await told(engine, ControlAction.START_PROFILE)
+    with pytest.raises(InvalidRequestError, match="already in progress"):
+        await told(engine, ControlAction.START_PROFILE)
+    await told(engine, ControlAction.STOP_PROFILE)
+    assert not fake.engines[0].is_profiling
+
+
 async def test_without_the_package_it_says_what_to_install() -> None:
     engine = open_engine(WorkerConfig(engine="sglang", model_path="/models/toy"))
     with pytest.raises(ConfigError, match="needs the sglang package"):
         await engine.start(new_worker_id("w"), "127.0.0.1:1")
     await engine.stop()
+
+
+def test_signals_are_kept_on_the_loop_that_workers_run_on() -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def take_signals() -> list[str]:
+        loop = asyncio.get_running_loop()
+        heard: list[str] = []
+        both = asyncio.Event()
+
+        def hear(who: str) -> None:
+            heard.append(who)
+            if len(heard) == 2:
+                both.set()
+
+        loop.add_signal_handler(signal.SIGTERM, hear, "worker")
+        with signals_kept(loop):
+            loop.add_signal_handler(signal.SIGTERM, hear, "sglang")
+            loop.add_signal_handler(signal.SIGUSR1, hear, "sglang")
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        async with asyncio.timeout(5):
+            await both.wait()
+        loop.remove_signal_handler(signal.SIGTERM)
+        loop.remove_signal_handler(signal.SIGUSR1)
+        return sorted(heard)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(take_signals()) == ["sglang", "worker"]
