@@ -190,8 +190,9 @@ class WholeOutlet:
         self._job = job
         self._answers = [Whole(branch.index) for branch in job.branches]
 
-    def put(self, branch: Branch, part: Part) -> None:
+    def put(self, branch: Branch, part: Part) -> bool:
         self._answers[branch.index].add(part)
+        return True
 
     async def until_ready(self) -> None:
         return
@@ -215,7 +216,7 @@ class SseOutlet:
         self._rest = b""  # the end of the last answer
         self.reply: ReplyStream | None = None  # once its headers are on their way
 
-    def put(self, branch: Branch, part: Part) -> None:
+    def put(self, branch: Branch, part: Part) -> bool:
         chunk = self._writer.part(branch.index, part)
         if (reason := branch.answer.finish_reason) is not None:
             chunk += self._writer.finish(branch.index, reason)
@@ -228,6 +229,7 @@ class SseOutlet:
             self._rest = chunk
         elif chunk:
             reply.write(chunk)
+        return not reply.is_full
 
     def _open(self) -> ReplyStream:
         explained = placement_headers(self._job.branches[0].trace) if self._job.call.hints.explain else {}

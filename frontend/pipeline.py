@@ -295,7 +295,9 @@ def answer_limit(call: Call, context_tokens: int, prompt_tokens: int) -> int:
 class Outlet(Protocol):
     """Where the parts of the answers go."""
 
-    def put(self, branch: Branch, part: Part) -> None: ...
+    def put(self, branch: Branch, part: Part) -> bool:
+        """Whether it is not full."""
+        ...
 
     @property
     def is_full(self) -> bool: ...
@@ -313,14 +315,17 @@ class _Feed:
         self._now = asyncio.get_running_loop().time
         self.has_begun = asyncio.Event()
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: Delta) -> bool:
         if not delta.token_ids and delta.finish_reason is None:
-            return
-        now = self._now()
-        self._branch.timing.on_tokens(now)
-        self._job.timing.on_tokens(now)
-        self._outlet.put(self._branch, self._branch.answer.on_delta(delta))
-        self.has_begun.set()
+            return not (self.is_done or self.is_full)
+        branch = self._branch
+        branch.timing.last_token = self._job.timing.last_token = now = self._now()
+        if branch.timing.first_token is None:
+            branch.timing.first_token = now
+            self._job.timing.on_tokens(now)
+            self.has_begun.set()
+        has_room = self._outlet.put(branch, branch.answer.on_delta(delta))
+        return has_room and branch.answer.finish_reason is None
 
     @property
     def is_done(self) -> bool:
