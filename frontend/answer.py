@@ -70,9 +70,6 @@ class Answer:
         """Take the next delta. Once `finish_reason` is set, none may follow."""
         if self._only_one_call and len(delta.token_ids) > 1:
             return self._take_singly(delta)
-        return self._take(delta)
-
-    def _take(self, delta: Delta) -> Part:
         if self._stops is None and not self._wants_logprobs:
             return self._take_all(delta)
         return self._take_each(delta)
@@ -82,7 +79,7 @@ class Answer:
         events: list[Event] = []
         logprobs: list[PlacedLogprob] = []
         for single in _singles(delta):
-            part = self._take(single)
+            part = self.on_delta(single)
             events += part.events
             logprobs += part.logprobs
             if self.finish_reason is not None:
@@ -91,7 +88,7 @@ class Answer:
 
     def _take_all(self, delta: Delta) -> Part:
         self.completion_tokens += len(delta.token_ids)
-        text = self._detokenizer.push(_shown_tokens(delta))
+        text = self._detokenizer.push(delta.token_ids if delta.stop_token is None else _shown_tokens(delta))
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             text += self._detokenizer.flush()

@@ -251,10 +251,10 @@ class _Course:
         self.generated = list(generated)
         self._has_ended = False  # by itself
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: Delta) -> bool:
         self.generated += delta.token_ids
         self._has_ended = delta.finish_reason is not None
-        self.consumer.take(delta)
+        return self.consumer.take(delta) and not self._has_ended
 
     @property
     def is_done(self) -> bool:
@@ -279,7 +279,7 @@ class _Leg:
         self._note(delta)
         self._course.take(msgspec.structs.replace(delta, ticket=None))
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: Delta) -> bool:
         if self.ticket is not None:  # with its first delta the decode worker is done with the offer
             assert self.on_offer_taken is not None
             self.on_offer_taken(self.ticket)
@@ -289,7 +289,7 @@ class _Leg:
             self._note(delta)
         else:
             self._osl_tokens += len(delta.token_ids)
-        self._course.take(delta)
+        return self._course.take(delta)
 
     @property
     def is_done(self) -> bool:

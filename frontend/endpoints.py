@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -22,6 +23,7 @@ from frontend.pipeline import Branch, Job, placement_headers, prepare, run
 from frontend.whole import Whole
 from mesh.http.connection import refusal
 from mesh.http.request import Reply, ReplyStream, Request, json_reply
+from mesh.http.server import Handler
 from protocol.errors import InvalidRequestError, MeshError
 from protocol.ids import RequestId, new_request_id
 from protocol.messages import RouteRequest
@@ -82,14 +84,10 @@ class CompletionService:
                     reply = await embed(asked, model, self.generator, request_id, deadline)
             result = "ok"
             return json_reply(reply, headers=headers)
-        except MeshError as error:
-            result = outcome(error)
-            return refusal(error, None, headers)
-        except Exception:  # a bug is no client that has gone
-            log.exception("request %s failed", request_id)
-            bug = MeshError("the frontend failed", hint="see its log")
-            result = outcome(bug)
-            return refusal(bug, None, headers)
+        except Exception as error:
+            failure = as_failure(error, request_id)
+            result = outcome(failure)
+            return refusal(failure, None, headers)
         finally:
             metrics.requests_of(Endpoint.EMBEDDINGS, result).inc()
             metrics.of_endpoint(Endpoint.EMBEDDINGS).duration.observe(asyncio.get_running_loop().time() - started)
@@ -136,11 +134,8 @@ class Exchange:
                 reply = await (self._send_stream if call.stream else self._send_whole)(job, deadline)
             self.outcome = "ok"
             return reply
-        except MeshError as error:
-            return await self._fail(error)
-        except Exception:  # a bug met by one request must not end as something like an answer
-            log.exception("request %s failed", self._request_id)
-            return await self._fail(MeshError("the frontend failed", hint="see its log"))
+        except Exception as error:
+            return await self._fail(as_failure(error, self._request_id))
 
     async def _send_whole(self, job: Job, deadline: float) -> Reply:
         answers = WholeOutlet(job)
@@ -190,8 +185,9 @@ class WholeOutlet:
         self._job = job
         self._answers = [Whole(branch.index) for branch in job.branches]
 
-    def put(self, branch: Branch, part: Part) -> None:
+    def put(self, branch: Branch, part: Part) -> bool:
         self._answers[branch.index].add(part)
+        return True
 
     async def until_ready(self) -> None:
         return
@@ -215,7 +211,7 @@ class SseOutlet:
         self._rest = b""  # the end of the last answer
         self.reply: ReplyStream | None = None  # once its headers are on their way
 
-    def put(self, branch: Branch, part: Part) -> None:
+    def put(self, branch: Branch, part: Part) -> bool:
         chunk = self._writer.part(branch.index, part)
         if (reason := branch.answer.finish_reason) is not None:
             chunk += self._writer.finish(branch.index, reason)
@@ -228,6 +224,7 @@ class SseOutlet:
             self._rest = chunk
         elif chunk:
             reply.write(chunk)
+        return not reply.is_full
 
     def _open(self) -> ReplyStream:
         explained = placement_headers(self._job.branches[0].trace) if self._job.call.hints.explain else {}
@@ -256,6 +253,30 @@ class SseOutlet:
         except TimeoutError:  # it does not read: nothing but the end of the connection can tell it
             self.reply.abort()
         return self.reply
+
+
+def identified(handler: Handler, prefix: str, error_body: Callable[[MeshError, str], bytes] | None = None) -> Handler:
+    """For endpoints that run nothing: every reply tells the request's id, and failures are replies too."""
+
+    async def answer(request: Request) -> Reply | ReplyStream:
+        shown_id = client_request_id(request) or new_request_id(prefix)
+        try:
+            reply = await handler(request)
+        except Exception as error:
+            failure = as_failure(error, shown_id)
+            reply = refusal(failure, error_body(failure, shown_id) if error_body is not None else None)
+        reply.headers = request_id_headers(shown_id) | dict(reply.headers)
+        return reply
+
+    return answer
+
+
+def as_failure(error: Exception, request_id: str) -> MeshError:
+    """What the client is told. A bug met by one request must not end as something like an answer."""
+    if isinstance(error, MeshError):
+        return error
+    log.error("request %s failed", request_id, exc_info=error)
+    return MeshError("the frontend failed", hint="see its log")
 
 
 def count_tokens(endpoint: Endpoint, job: Job) -> None:

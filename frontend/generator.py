@@ -44,7 +44,9 @@ class Hints(Struct, frozen=True):
 class DeltaConsumer(Protocol):
     """Takes an answer as it is generated, where it is read from the network: no task is woken for a token."""
 
-    def take(self, delta: Delta) -> None: ...
+    def take(self, delta: Delta) -> bool:
+        """Whether it wants the next one at once. If not, it is done or full."""
+        ...
 
     @property
     def is_done(self) -> bool:

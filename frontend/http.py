@@ -15,7 +15,7 @@ from frontend.anthropic.errors import error_body as anthropic_error_body
 from frontend.call import Dialect
 from frontend.chat import ChatDialect
 from frontend.completions import CompletionsDialect
-from frontend.endpoints import CompletionService, TimeLimits
+from frontend.endpoints import CompletionService, TimeLimits, identified
 from frontend.generator import Generator
 from frontend.models import ModelRegistry, Served
 from frontend.openai import ModelList, ModelObject
@@ -61,13 +61,18 @@ class FrontendApi:
                 self._generating("/v1/completions", CompletionsDialect()),
                 self._generating("/v1/responses", ResponsesDialect()),
                 self._generating("/v1/messages", MessagesDialect()),
-                Route("POST", "/v1/messages/count_tokens", self.count_message_tokens, error_body=anthropic_error_body),
+                Route(
+                    "POST",
+                    "/v1/messages/count_tokens",
+                    identified(self.count_message_tokens, "count", anthropic_error_body),
+                    error_body=anthropic_error_body,
+                ),
                 Route("POST", "/v1/embeddings", self._service.embed),
-                Route("POST", "/tokenize", self.tokenize),
-                Route("POST", "/detokenize", self.detokenize),
-                Route("POST", "/kvmesh/route", self._service.preview),
-                Route("GET", "/v1/models", self.list_models),
-                Route("GET", "/v1/models/{name:path}", self.show_model),  # names may contain slashes
+                Route("POST", "/tokenize", identified(self.tokenize, "tokenize")),
+                Route("POST", "/detokenize", identified(self.detokenize, "detokenize")),
+                Route("POST", "/kvmesh/route", identified(self._service.preview, "route")),
+                Route("GET", "/v1/models", identified(self.list_models, "models")),
+                Route("GET", "/v1/models/{name:path}", identified(self.show_model, "models")),  # names may have slashes
                 Route("GET", "/health", self.health, is_open=True),
                 Route("GET", "/live", live, is_open=True),
                 Route("GET", "/metrics", self.show_metrics, is_open=True),
@@ -142,6 +147,6 @@ def model_object(name: str, served: Served) -> ModelObject:
         id=name,
         created=served.created,
         parent=None if name == served.name else served.name,
-        max_model_len=served.context_tokens,
-        block_size=served.block_size,
+        max_model_len=served.facts.context_tokens,
+        block_size=served.facts.block_size,
     )

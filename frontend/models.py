@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 from frontend.errors import UnknownModelError
 from frontend.formats import AnswerFormat, answer_format
@@ -20,6 +22,7 @@ from protocol.messages import Feature, Role, WorkerCard
 log = logging.getLogger(__name__)
 
 MAX_NAMES_TOLD = 32  # in an error
+RETRY_S = 5.0  # between tries to load a model that cannot be loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +57,28 @@ class Model:
         return self.template
 
 
+class Facts(NamedTuple):
+    """What loading a model takes, as its workers tell it."""
+
+    model_path: str
+    context_tokens: int
+    block_size: int
+    tool_parser: str
+    reasoning_parser: str
+
+
 @dataclass(slots=True)
 class Served:
     """What the workers of one model agree on."""
 
     name: str
-    model_path: str
-    context_tokens: int
-    block_size: int
+    facts: Facts  # told by one of its workers, or the last one
     created: int
-    tool_parser: str = ""
-    reasoning_parser: str = ""
     cards: dict[WorkerId, WorkerCard] = field(default_factory=dict)
     features: frozenset[Feature] = frozenset()  # what all of its workers can do
     loras: frozenset[str] = frozenset()  # adapters that can be asked for; without a worker, those of the last one
     loading: asyncio.Task[Model] | None = None  # also holds the loaded model
+    retry_at: float = 0.0  # when a load that failed may be tried again
 
     def take_in(self, card: WorkerCard) -> None:
         self.cards[card.worker_id] = card
@@ -79,6 +89,9 @@ class Served:
             self._compare()
 
     def _compare(self) -> None:
+        told = [facts_of(card) for card in self.cards.values()]
+        if self.facts not in told:  # all who said so have left, as when workers are started anew with other settings
+            self.facts, self.loading = told[0], None
         self.features = frozenset(Feature).intersection(*[card.features for card in self.cards.values()])
         if self.ready:
             answering = [card for card in self.cards.values() if card.role is not Role.PREFILL]
@@ -89,9 +102,6 @@ class Served:
         """A worker that only prefills cannot answer."""
         return any(card.role is not Role.PREFILL for card in self.cards.values())
 
-    def agrees(self, card: WorkerCard) -> bool:
-        return card.block_size == self.block_size and card.context_tokens == self.context_tokens
-
     def count(self) -> dict[str, int]:
         return {role.value: sum(1 for card in self.cards.values() if card.role is role) for role in Role}
 
@@ -100,13 +110,19 @@ class ModelRegistry:
     """Follows worker cards; loads a model's tokenizer and template once, in a thread.
 
     A model whose workers have all gone stays known, so that callers are told to come back (503) and not that
-    there is no such model (404). Its facts are taken anew from the next worker.
+    there is no such model (404). Its facts are taken anew from another worker once all who told them have gone.
     """
 
-    def __init__(self, tokenizer: BackendName = "auto", cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(
+        self,
+        tokenizer: BackendName = "auto",
+        cache_bytes: int = CACHE_BYTES,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`tokenizer`, `cache_bytes`: of every model, see Tokenizer.load. Raises ConfigError if the package for that
         is missing."""
         require_backend(tokenizer)
+        self._now = now
         self._tokenizer: BackendName = tokenizer
         self._cache_bytes = cache_bytes
         self._served: dict[str, Served] = {}
@@ -117,8 +133,8 @@ class ModelRegistry:
         if self._model_of.get(card.worker_id, card.model) != card.model:
             self.remove(card.worker_id)
         served = self._served.get(card.model)
-        if served is None or not served.agrees(card):
-            served = self._served[card.model] = _first_seen(card, served)
+        if served is None:
+            served = self._served[card.model] = Served(card.model, facts_of(card), created=int(time.time()))
         served.take_in(card)
         self._model_of[card.worker_id] = card.model
 
@@ -146,15 +162,22 @@ class ModelRegistry:
             self._load(served)
 
     def _load(self, served: Served) -> asyncio.Task[Model]:
-        """The load under way or done; a failed one is tried again."""
-        if served.loading is None or _failed(served.loading):
+        """The load under way or done. A failed one is tried again, but not by every request: it takes time and a core,
+        and meanwhile the last failure is told."""
+        if served.loading is None or (_failed(served.loading) and self._now() >= served.retry_at):
             loading = self._loaded(served)
             served.loading = asyncio.create_task(loading, name=f"load {served.name}")
-            served.loading.add_done_callback(_tell_failure)
+            served.loading.add_done_callback(partial(self._on_loaded, served))
         return served.loading
 
+    def _on_loaded(self, served: Served, task: asyncio.Task[Model]) -> None:
+        """To the log as well: nobody may have asked for the model yet."""
+        served.retry_at = self._now() + RETRY_S
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed: %s", task.get_name(), error)
+
     async def _loaded(self, served: Served) -> Model:
-        model = await asyncio.to_thread(_load, served, self._tokenizer, self._cache_bytes)
+        model = await asyncio.to_thread(_load, served, served.facts, self._tokenizer, self._cache_bytes)
         settle()
         return model
 
@@ -191,38 +214,23 @@ class ModelRegistry:
         return {name: served.count() for name, served in self._served.items()}
 
 
-def _first_seen(card: WorkerCard, before: Served | None) -> Served:
-    created = before.created if before is not None else int(time.time())
-    return Served(
-        card.model,
-        card.model_path,
-        card.context_tokens,
-        card.block_size,
-        created,
-        card.tool_parser,
-        card.reasoning_parser,
-    )
+def facts_of(card: WorkerCard) -> Facts:
+    return Facts(card.model_path, card.context_tokens, card.block_size, card.tool_parser, card.reasoning_parser)
 
 
 def _failed(task: asyncio.Task[Model]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _tell_failure(task: asyncio.Task[Model]) -> None:
-    """To the log as well: nobody may have asked for the model yet."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s failed: %s", task.get_name(), error)
-
-
-def _load(served: Served, tokenizer: BackendName, cache_bytes: int) -> Model:
-    template = ChatTemplate.load(served.model_path)
+def _load(served: Served, facts: Facts, tokenizer: BackendName, cache_bytes: int) -> Model:
+    template = ChatTemplate.load(facts.model_path)
     return Model(
         name=served.name,
-        tokenizer=Tokenizer.load(served.model_path, tokenizer, cache_bytes),
+        tokenizer=Tokenizer.load(facts.model_path, tokenizer, cache_bytes),
         template=template,
-        format=answer_format(served.tool_parser, served.reasoning_parser, template.source if template else ""),
-        context_tokens=served.context_tokens,
-        block_size=served.block_size,
+        format=answer_format(facts.tool_parser, facts.reasoning_parser, template.source if template else ""),
+        context_tokens=facts.context_tokens,
+        block_size=facts.block_size,
         created=served.created,
         base=served.name,
         features=served.features,

@@ -16,6 +16,7 @@ MAX_U32 = 2**32 - 1
 MAX_CHOICES = 128  # answers of one request
 MAX_TOOLS = 1536
 MAX_BIASES = 1024
+MAX_MESSAGES = 100_000
 MAX_ALLOWED_TOKENS = 4096
 ROLES = ("assistant", "developer", "system", "tool", "user")
 
@@ -137,7 +138,7 @@ class Message(Strict, frozen=True):
     role: RoleName
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     # what our own answers and OpenAI's carry, so that a client can send them back as they were
@@ -169,7 +170,7 @@ class NamedToolChoice(Strict, frozen=True):
 
 
 class ChatRequest(RequestBase, frozen=True, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -38,6 +38,7 @@ MAX_TOLD_CHARS = 200  # of what a client has sent and an error repeats
 MAX_SCHEMA_DEPTH = 96  # Python's recursion ends deeper schemas anywhere on their way
 MAX_SCHEMA_BYTES = 1 << 20  # it goes out with each answer of a request
 MAX_TOKEN_ID_CHARS = 10
+MAX_NESTS = 1 << 20  # lists and objects in a body, each of which takes 60 bytes and more; brackets in text count too
 
 
 class _MaybeMessages(msgspec.Struct):
@@ -171,6 +172,11 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
+    """Raises InvalidRequestError."""
+    if len(body) > MAX_NESTS and (nests := body.count(b"[") + body.count(b"{")) > MAX_NESTS:
+        raise InvalidRequestError(
+            f"the request body has {nests} opening brackets and braces, more than {MAX_NESTS}", hint="send less"
+        )
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

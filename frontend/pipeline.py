@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -27,6 +28,7 @@ from router.api import explained
 
 MAX_HEADER_CHARS = 512
 PROMPTS_AT_ONCE = 16  # tokenized in one turn of the event loop
+LONG_TURNS = 512  # messages and calls in them; rendering more in the event loop would hold it up for milliseconds
 PROMPT_TAIL_CHARS = 64  # of a rendered chat, to see whether it opens thoughts
 _NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]")
 
@@ -176,7 +178,8 @@ async def read_prompts(call: Call, model: Model) -> list[Prompt]:
 async def chat_prompt(call: Call, model: Model) -> Prompt:
     """A rendered chat holds its special tokens."""
     assert call.messages is not None
-    text = model.chat_template().render(
+    render = partial(
+        model.chat_template().render,
         call.messages,
         tools=call.tools.shown if call.tools is not None else None,
         add_generation_prompt=call.add_generation_prompt,
@@ -184,6 +187,8 @@ async def chat_prompt(call: Call, model: Model) -> Prompt:
         options=call.template_options,
         param=call.prompt_param,
     )
+    turns = sum([1 + len(message.get("tool_calls") or ()) for message in call.messages])
+    text = render() if turns <= LONG_TURNS else await asyncio.to_thread(render)
     check_length(text, call, model)
     tokens = await model.tokenizer.encode_packed(text, add_special_tokens=False, salt=call.cache_salt or "")
     return Prompt(tokens, text[-PROMPT_TAIL_CHARS:])
@@ -295,7 +300,9 @@ def answer_limit(call: Call, context_tokens: int, prompt_tokens: int) -> int:
 class Outlet(Protocol):
     """Where the parts of the answers go."""
 
-    def put(self, branch: Branch, part: Part) -> None: ...
+    def put(self, branch: Branch, part: Part) -> bool:
+        """Whether it is not full."""
+        ...
 
     @property
     def is_full(self) -> bool: ...
@@ -313,14 +320,17 @@ class _Feed:
         self._now = asyncio.get_running_loop().time
         self.has_begun = asyncio.Event()
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: Delta) -> bool:
         if not delta.token_ids and delta.finish_reason is None:
-            return
-        now = self._now()
-        self._branch.timing.on_tokens(now)
-        self._job.timing.on_tokens(now)
-        self._outlet.put(self._branch, self._branch.answer.on_delta(delta))
-        self.has_begun.set()
+            return not (self.is_done or self.is_full)
+        branch = self._branch
+        branch.timing.last_token = self._job.timing.last_token = now = self._now()
+        if branch.timing.first_token is None:
+            branch.timing.first_token = now
+            self._job.timing.on_tokens(now)
+            self.has_begun.set()
+        has_room = self._outlet.put(branch, branch.answer.on_delta(delta))
+        return has_room and branch.answer.finish_reason is None
 
     @property
     def is_done(self) -> bool:

@@ -61,7 +61,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
                 router = remote = RemoteRouter(plane)
                 router_ready = remote.is_ready
                 follow.append(feeds.create_task(remote.run(discovery), name="frontend: follow routers"))
-            dispatcher = Dispatcher(router, plane, lambda model: models.find(model).block_size)
+            dispatcher = Dispatcher(router, plane, lambda model: models.find(model).facts.block_size)
             folder = Path(config.shares_port_with) if config.shares_port_with else None
             if folder is not None:
                 await cleanup.enter_async_context(sharing(folder))

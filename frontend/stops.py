@@ -22,9 +22,10 @@ class StopMatcher:
         """Take more text; return what can be shown now. After a hit nothing is shown any more."""
         if self.hit is not None:
             return ""
+        held_chars = len(self._held)
         text = self._held + text
         self._held = ""
-        if found := self._first_hit(text):
+        if found := self._first_hit(text, held_chars):
             _end, start, self.hit = found
             return text[:start]
         shown_chars = self._held_from(text)
@@ -36,9 +37,11 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _first_hit(self, text: str) -> tuple[int, int, str] | None:
-        """(end, start, stop) of the hit that ends first."""
-        hits = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+    def _first_hit(self, text: str, held_chars: int) -> tuple[int, int, str] | None:
+        """(end, start, stop) of the hit that ends first. None ends in what was held back, so none is looked for there:
+        of a text that repeats itself, every look would cost the length of the text times that of the stop."""
+        starts = [text.find(stop, max(0, held_chars + 1 - len(stop))) for stop in self._stops]
+        hits = [(at + len(stop), at, stop) for at, stop in zip(starts, self._stops, strict=True) if at >= 0]
         return min(hits, default=None)
 
     def _held_from(self, text: str) -> int:

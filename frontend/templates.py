@@ -72,7 +72,7 @@ class ChatTemplate:
             plain[-1]["content"] = _marked(plain[-1].get("content"))
         try:
             text = self._template.render(
-                **{
+                {
                     **self._special_tokens,
                     **(options or {}),
                     "messages": plain,

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from frontend.call import Call, Endpoint
 from frontend.models import Model
-from frontend.openai import MAX_TOOLS, Message, ModelName, Strict, TokenId, ToolSpec
+from frontend.openai import MAX_MESSAGES, MAX_TOOLS, Message, ModelName, Strict, TokenId, ToolSpec
 from frontend.parameters import decode_body, message_of, template_options, tools_of
 from frontend.pipeline import chat_prompt, check_length, check_token_ids
 from protocol.errors import ContextLengthError, InvalidRequestError
@@ -25,7 +25,7 @@ class TokenizeRequest(Strict, frozen=True):
 
     model: ModelName
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None  # default: of a prompt yes; a rendered chat holds its own
     add_generation_prompt: bool = True

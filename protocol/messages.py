@@ -4,9 +4,9 @@ Token ids travel as little-endian u32 bytes (`pack_tokens`): an 8k prompt is one
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -366,10 +366,26 @@ def encode(message: object) -> bytes:
 
 def decode(data: bytes | memoryview, kind: type[T]) -> T:
     """Read one message. Raises WireError; the sender is named by the caller's log context."""
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError as error:
-        raise WireError(f"unreadable {kind.__name__}: {error}", hint="run one version everywhere") from error
+    return reader(kind)(data)
+
+
+_readers: dict[type, Callable[[bytes | memoryview], Any]] = {}  # as many as there are kinds of messages
+
+
+def reader(kind: type[T]) -> Callable[[bytes | memoryview], T]:
+    """`decode` for many messages of one kind."""
+    if (known := _readers.get(kind)) is not None:
+        return known
+    read = msgspec.msgpack.Decoder(kind).decode
+
+    def decoded(data: bytes | memoryview) -> T:
+        try:
+            return read(data)
+        except msgspec.DecodeError as error:
+            raise WireError(f"unreadable {kind.__name__}: {error}", hint="run one version everywhere") from error
+
+    _readers[kind] = decoded
+    return decoded
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

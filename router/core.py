@@ -733,6 +733,12 @@ class RouterState:
         mine = [card for card in serving if request.lora is None or request.lora in card.loras]
         able = sorted(card.name for card in mine if card.role is not Role.PREFILL)
         if request.pin is not None:
+            pinned = [c for c in mine if c.role is not Role.PREFILL and request.pin in (c.worker_id, c.name)]
+            ranks = max((card.dp_size for card in pinned), default=0)
+            if request.pin_rank is not None and 0 < ranks <= request.pin_rank:
+                return f"the worker {request.pin!r} has no rank {request.pin_rank}; it has {ranks}, counted from 0"
+            if pinned and all(card.worker_id in request.exclude for card in pinned):
+                return f"the worker {request.pin!r} has failed this request"
             return f"no decode worker {request.pin!r} serves {wanted}; there are: {', '.join(able) or 'none'}"
         if request.exclude and able:
             return f"every worker of the model {wanted} that could decode has failed this request"

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from frontend.openai import (
+    MAX_MESSAGES,
     MAX_STOPS,
     MAX_TOOLS,
     MAX_U32,
@@ -24,7 +25,6 @@ from frontend.openai import (
     TraceReport,
 )
 
-MAX_MESSAGES = 100_000
 LEAST_BUDGET_TOKENS = 1024
 
 ToolName = Annotated[str, Meta(min_length=1, max_length=128)]

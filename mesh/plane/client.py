@@ -18,7 +18,7 @@ from protocol.errors import (
     WireError,
     from_wire,
 )
-from protocol.messages import decode, encode
+from protocol.messages import decode, encode, reader
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,9 @@ T_contra = TypeVar("T_contra", contravariant=True)
 class Consumer(Protocol[T_contra]):
     """Takes the messages of a stream where they are read, without a task being woken for each."""
 
-    def take(self, message: T_contra) -> None: ...
+    def take(self, message: T_contra) -> bool:
+        """Whether it wants the next one at once. If not, it is done or full."""
+        ...
 
     @property
     def is_done(self) -> bool:
@@ -85,7 +87,9 @@ class Stream:
                 return None
             self._arrived.clear()
             await self._arrived.wait()
-        self._count()
+        self._taken += 1
+        if self._taken >= WINDOW_MESSAGES // 2:
+            self._renew_credit()
         return self._messages.popleft()
 
     async def feed(self, kind: type[T], consumer: Consumer[T]) -> None:
@@ -94,13 +98,15 @@ class Stream:
         Most are taken as soon as they are read from the connection; they wait only while the consumer is full.
         """
         failure: Exception | None = None
+        give, read = consumer.take, reader(kind)
 
         def take(raw: msgspec.Raw) -> bool:
             nonlocal failure
-            self._count()
+            self._taken += 1
+            if self._taken >= WINDOW_MESSAGES // 2:
+                self._renew_credit()
             try:
-                consumer.take(decode(raw, kind))
-                return not (consumer.is_done or consumer.is_full)
+                return give(read(raw))
             except Exception as error:  # it is the waiting caller's business, not the connection's
                 failure = error
                 return False
@@ -134,10 +140,9 @@ class Stream:
         finally:
             self._take = None
 
-    def _count(self) -> None:
-        """A message was taken; now and then the peer is told, so that it may go on sending."""
-        self._taken += 1
-        if self._taken >= WINDOW_MESSAGES // 2 and not self._ended:
+    def _renew_credit(self) -> None:
+        """Messages were taken: the peer may go on sending."""
+        if not self._ended:
             self._link.write(Credit(self.number, self._taken))
             self._taken = 0
 

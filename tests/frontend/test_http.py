@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from prometheus_client import REGISTRY
 
 from frontend.generator import Hints, Trace
 from frontend.http import HttpSettings
+from frontend.pipeline import LONG_TURNS
+from frontend.templates import ChatTemplate
 from protocol.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -475,6 +478,22 @@ async def test_a_model_without_a_template_says_what_to_do(served: Served, tmp_pa
     assert "/v1/completions" in reply["error"]["message"]
 
 
+async def test_a_long_conversation_is_rendered_beside_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def render(template: ChatTemplate, messages: Any, **options: Any) -> str:
+        threads.append(threading.get_ident())
+        return "hi"
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    for count in (LONG_TURNS, LONG_TURNS + 1):
+        status, _, _ = await served.post("/v1/chat/completions", CHAT | {"messages": CHAT["messages"] * count})
+        assert status == 200
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]
+
+
 # --- leaving, limits, draining ------------------------------------------------------------------------
 
 
@@ -563,6 +582,37 @@ async def test_request_ids_go_in_and_out(served: Served) -> None:
         _, headers, body = await served.post("/v1/chat/completions", CHAT, x_request_id=insane)
         assert headers["x-request-id"] == body["id"]
         assert re.fullmatch(r"chatcmpl-[0-9a-f]{24}", body["id"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", TEXT),
+        ("/tokenize", {}),
+        ("/detokenize", {"model": "tiny", "tokens": [1]}),
+        ("/detokenize", {"model": "none", "tokens": [1]}),
+        ("/kvmesh/route", TEXT),
+        ("/v1/messages/count_tokens", CHAT),
+        ("/v1/messages/count_tokens", {}),
+    ],
+)
+async def test_what_runs_nothing_tells_a_request_id_too(served: Served, path: str, body: Any) -> None:
+    _, headers, _ = await served.post(path, body)
+    assert re.fullmatch(r"[a-z]+-[0-9a-f]{24}", headers["x-request-id"])
+    assert headers["request-id"] == headers["x-request-id"]
+    _, headers, _ = await served.post(path, body, x_request_id="mine")
+    assert headers["x-request-id"] == "mine"
+
+
+async def test_a_bug_where_nothing_runs_is_told_with_the_request_id_and_without_its_words(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.models, "names", lambda: 1 / 0)
+    async with served.session.get(served.url + "/v1/models") as reply:
+        error = (await reply.json())["error"]
+    assert (reply.status, error["code"]) == (500, "internal")
+    assert "see its log" in error["message"]
+    assert reply.headers["x-request-id"].startswith("models-")
 
 
 async def test_the_deadline_is_the_loops_time(served: Served) -> None:

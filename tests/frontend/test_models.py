@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from frontend.config import FrontendConfig
 from frontend.errors import UnknownModelError
-from frontend.models import ModelRegistry
+from frontend.models import RETRY_S, ModelRegistry
 from frontend.tokenizing.backends import BackendName
 from mesh.config import load
 from protocol.errors import ConfigError, NoWorkerError
@@ -35,14 +36,14 @@ def test_facts_are_taken_anew_once_all_workers_have_gone() -> None:
     registry.add(tiny.card("a"))
     registry.remove(WorkerId("a"))
     registry.add(tiny.card("b", block_size=64))
-    assert registry.find("tiny").block_size == 64
+    assert registry.find("tiny").facts.block_size == 64
 
 
 def test_a_worker_may_correct_itself_and_change_its_model() -> None:
     registry = ModelRegistry()
     registry.add(tiny.card("a"))
     registry.add(tiny.card("a", block_size=64))
-    assert registry.find("tiny").block_size == 64
+    assert registry.find("tiny").facts.block_size == 64
     registry.add(tiny.card("a", model="other"))
     assert [served.name for served in registry.ready()] == ["other"]
 
@@ -70,13 +71,30 @@ async def test_a_model_is_loaded_once_and_survives_an_impatient_caller(tmp_path:
     assert first.cancelled()
 
 
-async def test_a_failed_load_is_tried_again(tmp_path: Path) -> None:
-    registry = ModelRegistry()
+async def test_a_failed_load_is_tried_again_but_not_by_every_request(tmp_path: Path) -> None:
+    now = 100.0
+    registry = ModelRegistry(now=lambda: now)
     registry.add(tiny.card("a", path=tmp_path))
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         await registry.get("tiny")
     tiny.save_model(tmp_path)
+    now += RETRY_S - 0.1
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        await registry.get("tiny")
+    now += 0.2
     assert (await registry.get("tiny")).template is not None
+
+
+async def test_workers_that_are_started_anew_with_other_settings_are_believed_without_a_pause(tmp_path: Path) -> None:
+    registry = ModelRegistry(now=lambda: 0.0)
+    registry.add(replace(tiny.card("a", path=tmp_path / "none"), tool_parser="none"))
+    with pytest.raises(ConfigError):
+        await registry.get("tiny")
+    registry.add(replace(tiny.card("b", path=tiny.save_model(tmp_path)), tool_parser="hermes"))
+    with pytest.raises(ConfigError):  # the worker that says otherwise is still there
+        await registry.get("tiny")
+    registry.remove(WorkerId("a"))
+    assert (await registry.get("tiny")).format.tools is not None
 
 
 @pytest.mark.parametrize("backend", ["hf", "fastokens"])

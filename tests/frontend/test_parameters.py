@@ -14,10 +14,11 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from frontend.call import Call, ToolChoice
 from frontend.generator import Hints
-from frontend.openai import MAX_TOOLS, ChatRequest, CompletionRequest
+from frontend.openai import MAX_MESSAGES, MAX_TOOLS, ChatRequest, CompletionRequest
 from frontend.parameters import (
     CHAT_DEFAULTS,
     LEAST_TOP_P,
+    MAX_NESTS,
     MAX_SCHEMA_BYTES,
     MAX_SCHEMA_DEPTH,
     is_deeper,
@@ -50,6 +51,23 @@ def test_defaults_are_openais() -> None:
     assert (call.sampling.top_p, call.sampling.top_k, call.sampling.top_logprobs) == (1.0, 0, None)
     assert (call.max_tokens, call.has_seed, call.stream, call.hints) == (None, False, False, Hints())
     assert completion().max_tokens == 16
+
+
+@pytest.mark.parametrize("nest", [b"[]", b"{}"])
+def test_a_body_that_would_unfold_to_many_times_its_size_is_refused_unread(nest: bytes) -> None:
+    body = b'{"model":"tiny","messages":[],"metadata":{"a":[' + b",".join([nest] * (MAX_NESTS + 1)) + b"]}}"
+    with pytest.raises(InvalidRequestError, match="opening brackets and braces, more than"):
+        parse_chat(body)
+
+
+def test_a_chat_has_a_largest_number_of_messages_and_a_message_of_calls() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(messages=USER * (MAX_MESSAGES + 1))
+    assert caught.value.param == "messages"
+    call = {"id": "a", "function": {"name": "f"}}
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(messages=[{"role": "assistant", "tool_calls": [call] * (MAX_TOOLS + 1)}])
+    assert caught.value.param == "messages[0].tool_calls"
 
 
 def test_every_parameter_arrives() -> None:

@@ -98,6 +98,11 @@ def test_what_a_template_cannot_render_is_the_callers_error(source: str, words: 
     assert caught.value.param == "messages"
 
 
+def test_any_name_may_be_an_option() -> None:
+    template = ChatTemplate("{{ effort }}{{ this }}", {})
+    assert template.render([{"role": "user", "content": "x"}], options={"effort": 1, "this": 2, "self": 3}) == "12"
+
+
 @pytest.mark.parametrize("source", ["{{ raise_exception('no') }}", "{{ messages[0].content + 1 }}"])
 def test_the_error_names_where_the_messages_came_from(source: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:

@@ -299,13 +299,14 @@ class Taker:
         self._enough = enough
         self._breaks_at = breaks_at
 
-    def take(self, message: int) -> None:
+    def take(self, message: int) -> bool:
         assert not (self.is_full or self.is_done), "it wants nothing"
         self.taken.append(message)
         self.tasks.add(asyncio.current_task())
         if len(self.taken) == self._breaks_at:
             raise ZeroDivisionError("a bug of the consumer")
         self.is_full = bool(self._every) and len(self.taken) % self._every == 0
+        return not (self.is_full or self.is_done)
 
     @property
     def is_done(self) -> bool:

@@ -3,6 +3,8 @@
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvevents.formats import encode_payload
 from protocol.errors import DeadlineExceededError, InvalidRequestError, NoWorkerError, OverloadedError
@@ -340,6 +342,37 @@ def test_a_pin_is_obeyed_by_id_and_by_name() -> None:
     assert place(state, "r2", pin=WorkerId("x")) == "x2"
     with pytest.raises(NoWorkerError, match=r"no decode worker 'y' serves 'm'; there are: d, x"):
         state.place(request("r3", pin=WorkerId("y")), 0.0)
+
+
+def test_a_pin_that_cannot_be_obeyed_is_refused_for_its_own_reason() -> None:
+    state = router(card("d1", dp_size=3), card("x2"))
+    with pytest.raises(NoWorkerError, match="the worker 'd1' has no rank 3; it has 3, counted from 0"):
+        state.place(request("r1", pin=WorkerId("d1"), pin_rank=3), 0.0)
+    with pytest.raises(NoWorkerError, match="the worker 'x2' has failed this request"):
+        state.place(request("r2", pin=WorkerId("x2"), exclude=(WorkerId("x2"),)), 0.0)
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.booleans())
+def test_who_comes_alone_is_placed_as_if_it_had_waited_for_a_dispatch(starts: list[int], disaggregated: bool) -> None:
+    """`try_place` is a short cut, not another policy."""
+    cards = [*([card("p1", P)] if disaggregated else []), card("d1"), card("d2")]
+    waiting, at_once = router(*cards), router(*cards)
+    for number, start in enumerate(starts):
+        name = f"r{number}"
+        submit(waiting, name, prompt(start))
+        placed = at_once.try_place(request(name, prompt(start)), 0.0)
+        [outcome] = waiting.dispatch(0.0)
+        assert placed == outcome.result
+        assert at_once.load.shares() == waiting.load.shares()
+
+
+def test_who_would_have_to_wait_is_not_placed_at_once() -> None:
+    state = router(card("d1"), saturation=ONE_AT_A_TIME)
+    assert state.try_place(request("r1", prompt(1)), 0.0) is not None
+    assert state.try_place(request("r2", prompt(2)), 0.0) is None
+    submit(state, "r3", prompt(3))
+    end(state, "r1")
+    assert state.try_place(request("r2", prompt(2)), 0.0) is None, "another one waits"
 
 
 def test_a_pin_to_a_rank_is_obeyed() -> None:

@@ -17,10 +17,11 @@ class OneByOne:
         self._delta: Delta | None = None
         self._changed = asyncio.Event()
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: Delta) -> bool:
         assert not self.is_full, "nothing may be given to a full consumer"
         self._delta = delta
         self._changed.set()
+        return False
 
     @property
     def is_full(self) -> bool:

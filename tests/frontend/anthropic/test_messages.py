@@ -228,7 +228,9 @@ async def test_tokens_are_counted_without_a_worker(served: Served) -> None:
 
 
 async def test_a_prompt_that_is_sure_not_to_fit_is_not_counted(served: Served) -> None:
-    served.models.add(tiny.card("s", model="small", path=served.models.find("tiny").model_path, context_tokens=16))
+    served.models.add(
+        tiny.card("s", model="small", path=served.models.find("tiny").facts.model_path, context_tokens=16)
+    )
     asked = {"model": "small", "messages": [{"role": "user", "content": "word " * 1000}]}
     status, _, body = await served.post(asked, "/v1/messages/count_tokens")
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
@@ -342,7 +344,9 @@ async def test_a_prompt_that_fills_the_context_is_refused(served: Served) -> Non
 
 
 async def test_a_schema_needs_an_engine_that_keeps_to_it(served: Served) -> None:
-    card = replace(tiny.card("u", model="unguided", path=served.models.find("tiny").model_path), context_tokens=8192)
+    card = replace(
+        tiny.card("u", model="unguided", path=served.models.find("tiny").facts.model_path), context_tokens=8192
+    )
     served.models.add(replace(card, tool_parser="hermes"))
     asked = WITH_TOOLS | {"model": "unguided", "tool_choice": {"type": "any"}}
     status, _, body = await served.post(asked)
