@@ -136,7 +136,7 @@ def test_prefill_there_and_decode_here(tmp_path: Path) -> None:
             answer = complete(mesh, prompt_of(40), logprobs=0, kvmesh={"trace": True, "disaggregate": True})
             report = answer["kvmesh"]
             assert (report["prefill_worker"], report["decode_worker"]) == ("p", "d")
-            assert (report["transfer"], report.get("pull_error") or "") == ("vllm-nixl", "")
+            assert (report["transfer"], report.get("pull_error") or "") == ("vllm-nixl-http", "")
             assert answer["choices"][0]["logprobs"]["tokens"] == names_of(answer_to(prompt_of(40), 8))
             assert [params["remote_num_tokens"] for params in decode.pulled] == [40]
 

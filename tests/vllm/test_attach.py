@@ -287,7 +287,7 @@ def test_prefill_there_and_decode_here_over_nixl(tmp_path: Path) -> None:
                 answer = complete(mesh.url, prompt, kvmesh={"trace": True, "disaggregate": True})
                 assert answer["kvmesh"]["prefill_worker"] == "p"
                 assert answer["kvmesh"]["decode_worker"] == "d"
-                assert answer["kvmesh"]["transfer"] == "vllm-nixl"
+                assert answer["kvmesh"]["transfer"] == "vllm-nixl-http"
                 assert not answer["kvmesh"].get("pull_error")
                 assert text(answer) == text(complete(prefill.url, prompt))
             pulled = decode.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")

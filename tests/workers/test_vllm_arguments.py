@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from protocol.errors import ConfigError
+from workers.__main__ import with_engine_args
 from workers.config import WorkerConfig
 from workers.vllm_engine.arguments import TRANSFER, Adapter, Plan, Surroundings, parse_adapters, plan_start
 
@@ -178,3 +179,19 @@ def test_adapters_are_named_with_their_folders() -> None:
 def test_adapters_without_a_folder_or_a_name_of_their_own_are_refused(loras: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_adapters(loras, "m")
+
+
+@pytest.mark.parametrize(
+    ("argv", "engine_args"),
+    [
+        (["--role", "decode", "--", "--max-model-len", "99"], "--max-model-len 99"),
+        (["--", "--chat-template", "a b", "--", "c"], "--chat-template 'a b' -- c"),
+        (["--"], ""),
+    ],
+)
+def test_all_that_stands_after_the_dashes_is_for_the_engine(argv: list[str], engine_args: str) -> None:
+    assert with_engine_args(argv) == [*argv[: argv.index("--")], f"--engine-args={engine_args}"]
+
+
+def test_without_the_dashes_nothing_is_for_the_engine() -> None:
+    assert with_engine_args(["--role", "decode"]) == ["--role", "decode"]

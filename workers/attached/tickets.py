@@ -16,7 +16,7 @@ from protocol.errors import EngineError, TransferError
 from protocol.ids import WorkerId
 from protocol.messages import Ticket
 
-BACKEND = "vllm-nixl"
+BACKEND = "vllm-nixl-http"  # not the name of workers that hold vLLM themselves: those hand the first token over as well
 ASK_FOR_TICKET: Mapping[str, bool] = {"do_remote_decode": True, "do_remote_prefill": False}
 
 MAX_OPAQUE_BYTES = 8 << 20

@@ -385,7 +385,7 @@ async def test_a_prompt_is_computed_there_and_the_answer_here(attach: Attach) ->
     deltas = await run(decoder, ask(prompt_of(40), ticket=ticket))
     assert tokens(deltas) == answer_to(prompt_of(40), 8)
     assert deltas[0].pull is not None
-    assert (deltas[0].pull.backend, deltas[0].pull.num_blocks, deltas[0].pull.error) == ("vllm-nixl", 3, "")
+    assert (deltas[0].pull.backend, deltas[0].pull.num_blocks, deltas[0].pull.error) == ("vllm-nixl-http", 3, "")
     assert all(delta.pull is None for delta in deltas[1:])
     assert len(decode.pulled) == 1
 

@@ -25,7 +25,7 @@ def ticket(offer: Any, **fields: Any) -> Ticket:
 
 def test_an_offer_comes_through_as_it_was() -> None:
     whole = ticket(OFFER)
-    assert (whole.backend, whole.num_tokens, whole.address) == ("vllm-nixl", TOKENS, "h:1")
+    assert (whole.backend, whole.num_tokens, whole.address) == ("vllm-nixl-http", TOKENS, "h:1")
     assert params_of(whole, TOKENS, BLOCK) == (OFFER, 3)
 
 

@@ -1,0 +1,62 @@
+"""An operator's call reaches the engine that can do it, and the mesh hears what changed by it."""
+
+from typing import Any, cast
+
+import pytest
+
+from mesh.plane.server import Call
+from protocol.errors import DrainingError, InvalidRequestError
+from protocol.messages import NO_LAYOUT, Control, ControlAction, ControlReply, Role, encode
+from workers.engine import EngineInfo
+from workers.service import Worker
+
+INFO = EngineInfo("m", "/m", 32, 64, 512, 8, NO_LAYOUT, "")
+
+
+class Engine:
+    """Only what a control call needs of one."""
+
+    async def control(self, request: Control) -> ControlReply:
+        return ControlReply(detail="done", loras=(request.arguments["name"],))
+
+
+class FakeCall:
+    def __init__(self, request: Control) -> None:
+        self.body = encode(request)
+        self.sent: list[object] = []
+
+    async def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+LOAD = Control(action=ControlAction.LOAD_LORA, arguments={"name": "poet", "path": "/poet"})
+
+
+def worker_with(engine: object, info: EngineInfo | None = INFO) -> Worker:
+    worker = Worker(Role.AGGREGATED, cast(Any, engine), cast(Any, None))
+    worker.info = info
+    return worker
+
+
+async def test_adapters_that_come_are_told_to_the_mesh() -> None:
+    worker, told = worker_with(Engine()), []
+
+    async def tell(info: EngineInfo) -> None:
+        told.append(info.loras)
+
+    worker.on_info = tell
+    call = FakeCall(LOAD)
+    await worker.control(cast(Call, call))
+    await worker.control(cast(Call, FakeCall(LOAD)))
+    assert call.sent == [ControlReply(detail="done", loras=("poet",))]
+    assert told == [("poet",)]
+
+
+async def test_an_engine_that_takes_no_orders_says_which_does() -> None:
+    with pytest.raises(InvalidRequestError, match="cannot load_lora; vLLM's can"):
+        await worker_with(object()).control(cast(Call, FakeCall(LOAD)))
+
+
+async def test_a_worker_that_is_starting_takes_no_orders() -> None:
+    with pytest.raises(DrainingError):
+        await worker_with(Engine(), None).control(cast(Call, FakeCall(LOAD)))
