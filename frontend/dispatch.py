@@ -203,7 +203,10 @@ class Dispatcher:
                     self._release(leg.ticket)
 
     async def _prefill(self, target: Target, request: GenerateRequest, deadline: float, leg: "_Leg") -> Ticket | None:
-        """The first token, and the ticket for the prompt's KV unless the answer ends there."""
+        """The first token, and the ticket for the prompt's KV unless the answer ends there.
+
+        An engine whose halves meet while the prompt is computed gives the ticket at once, and no token.
+        """
         body = msgspec.structs.replace(request, offer_kv=True)
         try:
             async with self._plane.open(target.address, "generate", body, _left(deadline)) as stream:
@@ -211,6 +214,8 @@ class Dispatcher:
                     if delta.ticket is not None or delta.finish_reason is not None:
                         leg.trace.prefill_worker = target.name
                         leg.ticket = delta.ticket
+                        if not delta.token_ids and delta.finish_reason is None:
+                            return delta.ticket  # it has only begun: the decode worker fetches what it computes
                         while leg.is_full:
                             await leg.until_ready()
                         leg.on_first(delta)

@@ -35,7 +35,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mock_itl_ms: Annotated[float, Meta(ge=0, description="mock: fixed time of a step that decodes; 0: as modelled")] = (
         0.0
     )
-    loras: Annotated[str, Meta(description="adapters, comma-separated: vllm: name=path; mock: names")] = ""
+    loras: Annotated[str, Meta(description="adapters, comma-separated: vllm, sglang: name=path; mock: names")] = ""
     attach_url: Annotated[str, Meta(description="attach: the server's, http://host:port")] = ""
     attach_kv_events: Annotated[str, Meta(description="attach: its KV events, tcp://host:port; empty: ask it")] = ""
     attach_kv_replay: Annotated[str, Meta(description="attach: their replay socket, tcp://host:port")] = ""

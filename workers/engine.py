@@ -27,6 +27,7 @@ class EngineInfo:
     features: tuple[Feature, ...] = ()
     loras: tuple[str, ...] = ()
     dp_size: int = 1
+    serves: bool = True  # else it computes for another node's worker, and the mesh does not hear of it
     tells_events: bool = True  # of its KV cache; else routers guess what it holds
 
 

@@ -77,13 +77,14 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
             card = make_card(name, worker_id, config, info, address, publisher, metrics_url)
             return await discovery.put(f"workers/{worker_id}", encode(card))
 
-        registration = await register(info)
+        registration = await register(info) if info.serves else None
         worker.on_info = register
         settle()
         log.info("ready", extra={"worker": worker_id, "address": address, "model": info.model, "kv": info.transfer})
         await until_stopped(stop, engine)
         log.info("draining")
-        await registration.withdraw()
+        if registration is not None:
+            await registration.withdraw()
         deadline = asyncio.get_running_loop().time() + config.drain_timeout_s
         if cut_off := await server.drain(config.drain_timeout_s):
             log.warning("stopped with %d calls unanswered after %.1f s", cut_off, config.drain_timeout_s)

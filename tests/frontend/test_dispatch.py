@@ -33,6 +33,7 @@ from protocol.messages import (
     Role,
     SamplingParams,
     StopConditions,
+    Ticket,
     pack_tokens,
 )
 from tests.support.deltas import deltas_of
@@ -124,6 +125,22 @@ async def test_one_worker_does_both_halves(checked: list[Run]) -> None:
     assert run.deltas[-1].finish_reason is FinishReason.LENGTH
     assert (run.trace.prefill_worker, run.trace.decode_worker, run.trace.migrations) == (None, "d0", 0)
     assert run.trace.cached_tokens == 7
+
+
+async def test_a_prefill_worker_that_gives_only_a_ticket_leaves_all_tokens_to_the_decode_worker(
+    checked: list[Run],
+) -> None:
+    ticket = Ticket(
+        offer_id=1, worker_id=WorkerId("p0-id"), address="p0:1", backend="meets", nonce=1001, opaque=b"room 7"
+    )
+    p, d = prefill([Delta(ticket=ticket), asyncio.Event()]), decode()
+    run = await Run(p, d)()
+    checked.append(run)
+    assert run.tokens == answer(PROMPT, 10)
+    assert d.requests[0].generated == ()
+    assert d.requests[0].ticket == ticket
+    assert all(delta.token_ids for delta in run.deltas), "nobody is told of a token that is not there"
+    assert (run.trace.prefill_worker, run.trace.decode_worker) == ("p0", "d0")
 
 
 async def test_a_prefill_worker_hands_over_to_a_decode_worker(checked: list[Run]) -> None:

@@ -273,6 +273,7 @@ class SglangEngine:
             transfer="" if self._config.role is Role.AGGREGATED else backend_name(self._flags.transfer),
             features=() if manager is None else (*features, *([Feature.GUIDED] if self._flags.has_tokenizer else [])),
             loras=self._loras,
+            serves=manager is not None,
             tells_events=manager is not None,
         )
 
