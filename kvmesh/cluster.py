@@ -36,8 +36,9 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     )
     model_path: Annotated[str, Meta(description="Hugging Face folder; default: the tiny model")] = str(CHECKPOINT_DIR)
     model: Annotated[str, Meta(description="name the model is served under; default: tiny, or that of its folder")] = ""
-    engine: Annotated[Literal["torch", "mock"], Meta(description="what computes")] = "torch"
-    loras: Annotated[str, Meta(description="mock: names of adapters, comma-separated")] = ""
+    engine: Annotated[Literal["torch", "mock", "vllm", "sglang", "trtllm"], Meta(description="what computes")] = "torch"
+    engine_args: Annotated[str, Meta(description="vllm, sglang, trtllm: flags of their own, as for a shell")] = ""
+    loras: Annotated[str, Meta(description="vllm, sglang: name=path, comma-separated; mock: names")] = ""
     tool_parser: Annotated[str, Meta(description="how the model writes tool calls; default: guessed")] = ""
     reasoning_parser: Annotated[str, Meta(description="how the model sets its thoughts apart; default: guessed")] = ""
     device: Annotated[str, Meta(description="torch: cpu, cuda, cuda:<n> or auto")] = "auto"
@@ -91,6 +92,7 @@ def worker_config(config: UpConfig, role: Role, name: str, discovery: str) -> Wo
         name=name,
         role=role,
         engine=config.engine,
+        engine_args=config.engine_args,
         model_path=config.model_path,
         model=served_name(config),
         loras=config.loras,
