@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from router.service import LinkWatch, LocalRouter, WorkerFeed
 log = logging.getLogger(__name__)
 
 CUT_OFF_S = 2.0  # for telling the clients of requests that are cut off
+FIRST_NEWS_S = 3.0  # of workers, for a process that shares its port
 
 
 async def serve(config: FrontendConfig, router_config: RouterConfig, stop: asyncio.Event) -> None:
@@ -65,6 +66,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             folder = Path(config.shares_port_with) if config.shares_port_with else None
             if folder is not None:
                 await cleanup.enter_async_context(sharing(folder))
+                await heard_of(workers)
             api = FrontendApi(settings_of(config), models, dispatcher, router_ready, folder)
             api.app.guard, api.app.logs_access = guard, config.access_log
             api.app.is_draining = lambda: api.admission.draining
@@ -79,6 +81,13 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             await dispatcher.close()
             for feed in follow:
                 feed.cancel()
+
+
+async def heard_of(workers: WorkerFeed) -> None:
+    """Others answer on the same port: a process that knows no worker yet would turn away what they could do."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_NEWS_S):
+            await workers.seen.wait()
 
 
 def always() -> bool:

@@ -166,7 +166,7 @@ class RouterApi:
         """Whether placements can be asked for."""
         state = self._router.state
         feeds = [self._router.feed_of(card) for card in state.cards]
-        status = "draining" if self._draining else "ready" if self._workers.has_seen else "no worker is known yet"
+        status = "draining" if self._draining else "ready" if self._workers.seen.is_set() else "no worker is known yet"
         report = {
             "status": status,
             "workers": len(feeds),

@@ -129,7 +129,7 @@ class WorkerFeed:
         self._members = Members()
         self._joined: list[Callable[[WorkerCard], object]] = []
         self._left: list[Callable[[WorkerId], object]] = []
-        self.has_seen = False  # discovery has told of workers
+        self.seen = asyncio.Event()  # discovery has told of workers
 
     def listen(self, joined: Callable[[WorkerCard], object], left: Callable[[WorkerId], object]) -> None:
         self._joined.append(joined)
@@ -138,7 +138,7 @@ class WorkerFeed:
     async def run(self, discovery: Discovery) -> None:
         """Until cancelled. Raises FeedLostError if the feed ends: stale routing would go wrong in silence."""
         async for change in discovery.watch("workers/"):
-            self.has_seen = True
+            self.seen.set()
             match change:
                 case Put():
                     self._join(change.key, change.value)
