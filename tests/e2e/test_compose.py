@@ -31,6 +31,7 @@ START_TIMEOUT_S = 60.0
 POLL_S = 0.25
 
 SERVICES: Mapping[str, Any] = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
+NUM_WORKERS = sum("workers" in service["command"] for service in SERVICES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,17 @@ async def until_healthy(host: Host, service: str, process: asyncio.subprocess.Pr
         await asyncio.sleep(POLL_S)  # as Docker does, only faster
 
 
+async def until_known(address: str, workers: int) -> None:
+    """A worker is healthy once its card is there; the frontend has it some milliseconds later."""
+    async with aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"http://{address}/health") as response:
+                known = (await response.json())["workers"]
+            if sum(sum(of_model.values()) for of_model in known.values()) == workers:
+                return
+            await asyncio.sleep(POLL_S)
+
+
 async def complete(address: str, prompt: str) -> dict[str, Any]:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "kvmesh": {"trace": True}}
     async with aiohttp.ClientSession() as http, http.post(f"http://{address}/v1/completions", json=body) as response:
@@ -141,11 +153,12 @@ async def test_the_services_of_the_file_serve_a_completion_and_stop_cleanly(tmp_
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await asyncio.gather(*(until_healthy(host, service, process) for service, process in processes.items()))
+                await until_known(host.address("frontend", "8000"), NUM_WORKERS)
             answer = await complete(host.address("frontend", "8000"), "Once upon a time there was a fox. " * 8)
             assert answer["usage"]["completion_tokens"] > 0
             assert answer["choices"][0]["text"].strip()
             trace = answer["kvmesh"]
-            assert trace["prefill_worker"] == "prefill-0"
+            assert trace["prefill_worker"] == "prefill-0", trace
             assert trace["decode_worker"] in ("decode-0", "decode-1")
             assert trace["kv_bytes_pulled"] > 0, trace
             assert trace["transfer"] == choose_backend("auto")

@@ -85,8 +85,14 @@ class Mesh:
         return pid
 
     def until_replaced(self, name: str, pid: int) -> None:
-        """Wait until the supervisor has started `name` again and it has rejoined."""
+        """Wait until the supervisor has started `name` again, it has rejoined, and the frontend has heard of it."""
         until(lambda: any(c.name == name and c.pid != pid for c in self.workers().values()), what=f"a new {name}")
+        until(lambda: self.workers_seen() == len(self.workers()), what=f"the frontend to hear of the new {name}")
+
+    def workers_seen(self) -> int:
+        """How many the frontend knows: a card is there some milliseconds before it is read."""
+        seen = self._scraper.get(f"{self.url}/health").json()["workers"]
+        return sum(sum(of_model.values()) for of_model in seen.values())
 
     def complete(self, prompt: str | Sequence[int], **body: Any) -> dict[str, Any]:
         """A text completion, greedy unless said otherwise."""
