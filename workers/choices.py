@@ -1,17 +1,25 @@
-"""A choice among strings, for engines whose structured output knows regular expressions but no choices. Pure."""
+"""The choices of a Guide, and as a regular expression for engines that know no choices. Pure."""
 
-import json
 import re
+
+import msgspec
 
 from protocol.errors import InvalidRequestError
 
+_Choices = list[str]
+
+
+def choices_of(value: str) -> list[str]:
+    """`value`: a JSON list of strings, none of them empty. Raises InvalidRequestError for anything else."""
+    try:
+        choices = msgspec.json.decode(value, type=_Choices)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise InvalidRequestError(f"the choices are not a JSON list of strings: {error}", param="guide") from error
+    if not choices or not all(choices):
+        raise InvalidRequestError("there must be a choice, and none may be empty", param="guide")
+    return choices
+
 
 def choice_regex(value: str) -> str:
-    """`value`: a JSON list of strings, as in a Guide. Raises InvalidRequestError for anything else."""
-    try:
-        choices = json.loads(value)
-    except ValueError as error:
-        raise InvalidRequestError(f"the choices are not JSON: {error}", param="guide") from error
-    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
-        raise InvalidRequestError("the choices are not a list of strings", param="guide")
-    return "(" + "|".join(map(re.escape, choices)) + ")"
+    """As `choices_of`, for engines whose structured output knows regular expressions."""
+    return "(" + "|".join(map(re.escape, choices_of(value))) + ")"

@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import EngineError, InvalidRequestError
 from protocol.messages import Guide, GuideKind
+from workers.choices import choices_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -201,17 +201,9 @@ def _grammar(guide: Guide) -> str:
             return LLMatcher.grammar_from_lark(guide.value)
         case GuideKind.CHOICE:
             # JSON writes a string as Lark does.
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in _choices(guide)))
-
-
-def _choices(guide: Guide) -> list[str]:
-    try:
-        choices = msgspec.json.decode(guide.value, type=list[str])
-    except msgspec.DecodeError as error:
-        raise InvalidRequestError(f"the choices are not a JSON list of strings: {error}", param="guide") from error
-    if not choices or not all(choices):
-        raise InvalidRequestError("there must be a choice, and none may be empty", param="guide")
-    return choices
+            return LLMatcher.grammar_from_lark(
+                "start: " + " | ".join(json.dumps(choice) for choice in choices_of(guide.value))
+            )
 
 
 def _named(guide: Guide) -> str:

@@ -15,6 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -224,6 +225,7 @@ class FakeEngine:
             publisher.close()
         if self._push is not None:
             self._push.close()
+        Path(self.port_args.metrics_ipc_name.removeprefix("ipc://")).unlink(missing_ok=True)
 
     async def _generate_request(
         self,

@@ -53,7 +53,7 @@ from workers.attached.probe import (
 )
 from workers.attached.refusals import failure_in_stream
 from workers.attached.texts import Texts, read_texts
-from workers.attached.tickets import ASK_FOR_TICKET, BACKEND, START_HINT, params_of, ticket_of
+from workers.attached.tickets import BACKEND, START_HINT, params_of, ticket_of
 from workers.attached.translate import (
     Answer,
     Body,
@@ -67,6 +67,7 @@ from workers.attached.translate import (
 )
 from workers.config import WorkerConfig
 from workers.engine import EngineInfo, EngineLoad
+from workers.vllm_params import ASK_FOR_OFFER
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class AttachedEngine:
             await self._prove_transfer()
         if (source := self._event_source()) is not None:
             self._follower = Follower(worker_id, source, self._info.block_size)
-            self._follower.listeners.append(self._announce)
+            self._follower.cache.listeners.append(self._announce)
             self._info = replace(self._info, tells_events=True)
         self._watch = asyncio.create_task(self._watch_server(), name=f"watch {self._config.attach_url}")
         log.info("attached to %s, %s server of %s", self._config.attach_url, self._server.flavour, self._server.model)
@@ -165,10 +166,10 @@ class AttachedEngine:
         self._listeners.append(listener)
 
     def kv_snapshot(self) -> list[KvEvent]:
-        return [] if self._follower is None else self._follower.mirror.snapshot()
+        return [] if self._follower is None else self._follower.cache.snapshot()
 
     def kv_digest(self) -> Digest:
-        return Digest(0, 0) if self._follower is None else self._follower.mirror.digest
+        return Digest(0, 0) if self._follower is None else self._follower.cache.digest_now
 
     def load(self) -> EngineLoad:
         total = 0 if self._info is None else self._info.total_blocks
@@ -207,7 +208,7 @@ class AttachedEngine:
         """
         prompt = prompt_of(request)
         body = body_of(request, self._server, prompt, max_tokens=1, stream=False)
-        body["kv_transfer_params"] = dict(ASK_FOR_TICKET)
+        body["kv_transfer_params"] = dict(ASK_FOR_OFFER)
         answer = _checked(read_answer(await self._client.post(COMPLETIONS, body)))
         ticket = self._ticket(answer, len(prompt))
         return Delta(ticket=ticket, cached_tokens=answer.cached_tokens)
@@ -371,7 +372,7 @@ class AttachedEngine:
         body = {"model": self._server.model, "prompt": [1], "max_tokens": 1, "temperature": 0}
         with _as_engine_errors():
             answer = read_answer(
-                await self._client.post(COMPLETIONS, body | {"kv_transfer_params": dict(ASK_FOR_TICKET)})
+                await self._client.post(COMPLETIONS, body | {"kv_transfer_params": dict(ASK_FOR_OFFER)})
             )
             try:
                 self._ticket(answer, 1)

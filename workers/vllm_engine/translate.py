@@ -8,10 +8,9 @@ token is the one the client has already, and leaves it out.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
 
 from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, TransferError
 from protocol.hashing import mix64
@@ -26,11 +25,10 @@ from protocol.messages import (
     TokenLogprob,
     unpack_tokens,
 )
-
-MAX_TICKET_BYTES = 1 << 20
+from workers.choices import choices_of
+from workers.vllm_params import ASK_FOR_OFFER, read_params
 
 _U63 = 0x7FFF_FFFF_FFFF_FFFF
-_OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 # --- questions ------------------------------------------------------------------------------------------
@@ -64,7 +62,7 @@ def offering(request: GenerateRequest, context_tokens: int) -> Question:
     if question.sampling["max_tokens"] == 1:
         return question
     sampling = question.sampling | {"max_tokens": 1, "min_tokens": min(1, question.sampling["min_tokens"])}
-    return Question(question.prompt, (), sampling, question.guide, dict(_OFFER), offers=True)
+    return Question(question.prompt, (), sampling, question.guide, dict(ASK_FOR_OFFER), offers=True)
 
 
 def pulling(request: GenerateRequest, ticket: Ticket, block_size: int, context_tokens: int) -> Question:
@@ -149,74 +147,32 @@ def _guide(guide: Guide) -> dict[str, Any]:
         case GuideKind.GRAMMAR:
             return {"grammar": guide.value}
         case GuideKind.CHOICE:
-            return {"choice": _choices(guide.value)}
-
-
-_Choices = list[str]
-
-
-def _choices(value: str) -> list[str]:
-    try:
-        return msgspec.json.decode(value, type=_Choices)
-    except msgspec.MsgspecError as error:
-        raise InvalidRequestError(f"the choices cannot be read: {error}", param="guide") from error
+            return {"choice": choices_of(guide.value)}
 
 
 # --- tickets --------------------------------------------------------------------------------------------
-
-_BlockId = Annotated[int, Meta(ge=0, le=1 << 40)]
-_Name = Annotated[str, Meta(min_length=1, max_length=256)]
-_Size = Annotated[int, Meta(ge=1, le=1 << 16)]
-
-
-class _Params(Struct, frozen=True, kw_only=True):
-    """kv_transfer_params of vLLM's NIXL connector. A decode engine dies of some that are incomplete, so each field
-    is checked, and no other is passed on."""
-
-    do_remote_prefill: bool
-    do_remote_decode: bool
-    remote_block_ids: Annotated[list[list[_BlockId]], Meta(min_length=1, max_length=64)]
-    remote_engine_id: _Name
-    remote_request_id: _Name
-    remote_host: _Name
-    remote_port: Annotated[int, Meta(ge=1, le=65535)]
-    remote_num_tokens: Annotated[int, Meta(ge=1, le=1 << 32)]
-    tp_size: _Size = 1
-    dcp_size: _Size = 1
-    pp_size: _Size = 1
-    remote_blocks_expiry_time: float | None = None
-    transfer_mode: Literal["pull"] = "pull"
-    remote_prefill_cached_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
 def write_ticket(params: Mapping[str, Any]) -> tuple[bytes, int]:
     """What a prefill engine answered, as `Ticket.opaque`, and the tokens it is for. Raises TransferError."""
     opaque = json.dumps(dict(params)).encode()
-    return opaque, _read_params(opaque).remote_num_tokens
+    pull, _ = read_params(opaque)
+    if not pull.remote_num_tokens:
+        raise TransferError("kv_transfer_params that do not say how many tokens they are for")
+    return opaque, pull.remote_num_tokens
 
 
 def read_ticket(ticket: Ticket, block_size: int) -> dict[str, Any]:
-    """kv_transfer_params for the decode engine. Raises TransferError for whatever could harm it."""
-    params = _read_params(ticket.opaque)
-    if params.remote_num_tokens != ticket.num_tokens:
-        raise TransferError(f"a ticket for {ticket.num_tokens} tokens offers {params.remote_num_tokens}")
-    if len(params.remote_block_ids) == 1:
-        needed, found = -(-ticket.num_tokens // block_size), len(params.remote_block_ids[0])
+    """kv_transfer_params for the decode engine, only keys that are known. Raises TransferError for what harms it."""
+    pull, _ = read_params(ticket.opaque)
+    if pull.remote_num_tokens != ticket.num_tokens:
+        raise TransferError(f"a ticket for {ticket.num_tokens} tokens offers {pull.remote_num_tokens} (remote_num_tokens)")
+    groups = pull.block_groups
+    if len(groups) == 1:
+        needed, found = -(-ticket.num_tokens // block_size), len(groups[0])
         if found != needed:
             raise TransferError(f"{ticket.num_tokens} tokens take {needed} blocks here, the ticket has {found}")
-    return msgspec.to_builtins(params)  # type: ignore[no-any-return]
-
-
-def _read_params(opaque: bytes) -> _Params:
-    if len(opaque) > MAX_TICKET_BYTES:
-        raise TransferError(f"a ticket of {len(opaque)} bytes", hint=f"at most {MAX_TICKET_BYTES} are accepted")
-    try:
-        params = msgspec.json.decode(opaque, type=_Params)
-    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise TransferError(f"a ticket that vLLM could not use: {error}", hint="run one version everywhere") from error
-    if not params.do_remote_prefill or params.do_remote_decode or not any(params.remote_block_ids):
-        raise TransferError("a ticket that offers nothing", hint="it has to come from a prefill worker's answer")
-    return params
+    return {**msgspec.to_builtins(pull), "remote_block_ids": groups}
 
 
 # --- answers --------------------------------------------------------------------------------------------
