@@ -1,0 +1,112 @@
+"""What was measured, or estimated, of one kind of worker: how long prompts and steps take on it. Pure.
+
+The profiler writes it; the mock engine, the simulator and the planner read it. One file describes one mapping (how an
+engine is spread over its GPUs) of one model; prefill and decode workers may have different ones.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from protocol.errors import ConfigError
+
+MAX_PROFILE_BYTES = 16 << 20
+
+_Seconds = Annotated[float, Meta(ge=0)]
+_Axis = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=4096)]
+
+
+class PrefillTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`ttft_s[i]`: one prompt of `isl_tokens[i]` uncached tokens, alone on the worker. Increasing in isl_tokens."""
+
+    isl_tokens: _Axis
+    ttft_s: list[_Seconds]
+
+
+class DecodeTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`itl_s[i][j]`: one step while `kv_tokens[i]` tokens are held, in sequences of `context_tokens[j]` each.
+
+    Both axes increase. The batch of a cell is kv_tokens / context_tokens.
+    """
+
+    kv_tokens: _Axis
+    context_tokens: _Axis
+    itl_s: list[list[_Seconds]]
+
+
+class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    schema: Literal["kvmesh-profile-1"] = "kvmesh-profile-1"
+    model: str
+    engine: str  # torch, mock, vllm, ...
+    device: str  # as the engine or the data sheet names it
+    mapping: str = "tp1"  # e.g. tp4, tep8, dep16
+    gpus: Annotated[int, Meta(ge=0)] = 1  # that one worker takes; 0: none, it runs on CPUs
+    provider: str = "measured"  # measured, polynomial, roofline, aiconfigurator
+    notes: str = ""  # how it was obtained: versions, seeds, dates
+    prefill: PrefillTable | None = None  # None: this mapping was not looked at as a prefill worker
+    decode: DecodeTable | None = None
+    total_kv_tokens: Annotated[int, Meta(ge=1)]
+    max_num_seqs: Annotated[int, Meta(ge=1)] = 256
+    max_step_tokens: Annotated[int, Meta(ge=1)] = 8192
+    kv_bytes_per_token: Annotated[int, Meta(ge=0)] = 0  # of one token in all layers; 0: not known
+    start_s: _Seconds = 0.0  # from the order until it takes requests
+
+    def prefill_s(self, isl_tokens: float) -> float:
+        """Linear between the points and, by the nearest two, beyond them; never below 0. 0 for no token."""
+        if self.prefill is None or isl_tokens <= 0:
+            return 0.0
+        return max(0.0, _along(self.prefill.isl_tokens, self.prefill.ttft_s, isl_tokens, clamp=False))
+
+    def decode_s(self, kv_tokens: float, context_tokens: float) -> float:
+        """Bilinear; outside the measured range the value at its edge."""
+        if self.decode is None:
+            return 0.0
+        table = self.decode
+        at_context = [_along(table.context_tokens, row, context_tokens, clamp=True) for row in table.itl_s]
+        return _along(table.kv_tokens, at_context, kv_tokens, clamp=True)
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises ConfigError for what is no profile."""
+    try:
+        if (size := path.stat().st_size) > MAX_PROFILE_BYTES:
+            raise ConfigError(f"{path} has {size} bytes, a profile has at most {MAX_PROFILE_BYTES}")
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        raise ConfigError(f"no profile at {path}: {error.strerror}", hint="write one with `kvmesh profile`") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no profile: {error}", hint="write one with `kvmesh profile`") from error
+    check_profile(profile, str(path))
+    return profile
+
+
+def check_profile(profile: Profile, where: str) -> None:
+    """What the types cannot say. Raises ConfigError."""
+    tables: list[tuple[str, Sequence[int], int]] = []
+    if profile.prefill is not None:
+        tables.append(("prefill.isl_tokens", profile.prefill.isl_tokens, len(profile.prefill.ttft_s)))
+    if profile.decode is not None:
+        decode = profile.decode
+        tables.append(("decode.kv_tokens", decode.kv_tokens, len(decode.itl_s)))
+        tables += [("decode.context_tokens", decode.context_tokens, len(row)) for row in decode.itl_s]
+    for name, axis, count in tables:
+        if len(axis) != count:
+            raise ConfigError(f"{where}: {name} has {len(axis)} points, its table {count}")
+        if any(later <= earlier for earlier, later in pairwise(axis)):
+            raise ConfigError(f"{where}: {name} does not increase")
+
+
+def _along(axis: Sequence[int], values: Sequence[float], at: float, *, clamp: bool) -> float:
+    if len(axis) == 1:
+        return values[0]
+    if clamp:
+        at = min(max(at, axis[0]), axis[-1])
+    right = min(max(bisect_right(axis, at), 1), len(axis) - 1)
+    low, high = axis[right - 1], axis[right]
+    share = (at - low) / (high - low)
+    return values[right - 1] + share * (values[right] - values[right - 1])

@@ -1,0 +1,54 @@
+"""How long the steps of an engine take that computes nothing: by a fitted polynomial, by a profile. Pure.
+
+The mock engine keeps to it in real time, the simulator in simulated time.
+"""
+
+from typing import Protocol
+
+from protocol.profile import Profile
+
+
+class Timing(Protocol):
+    """Of one worker. A step that does both takes the sum."""
+
+    def prefill_s(self, new_tokens: int) -> float:
+        """To compute so many tokens of prompts in one step; 0 for none."""
+
+    def decode_s(self, sequences: int, kv_tokens: int) -> float:
+        """One token for each of `sequences`, while `kv_tokens` are held in all on the worker; 0 for no sequence."""
+
+
+class PolynomialTiming:
+    """A fit to measurements of an 8B model on one data-centre GPU: what there is without a profile."""
+
+    def __init__(self, total_kv_tokens: int, speedup: float = 1.0) -> None:
+        """`speedup`: how many times as fast as the fit; > 0."""
+        self._total = max(1, total_kv_tokens)
+        self._speedup = speedup
+
+    def prefill_s(self, new_tokens: int) -> float:
+        if new_tokens <= 0:
+            return 0.0
+        return (4.209989e-07 * new_tokens**2 + 1.518344e-02 * new_tokens + 16.50142) / 1e3 / self._speedup
+
+    def decode_s(self, sequences: int, kv_tokens: int) -> float:
+        if sequences <= 0:
+            return 0.0
+        usage = kv_tokens / self._total
+        return max(1.0, -25.74 * usage**2 + 54.01 * usage + 5.74) / 1e3 / self._speedup
+
+
+class ProfileTiming:
+    """By the tables of a profile."""
+
+    def __init__(self, profile: Profile, speedup: float = 1.0) -> None:
+        self._profile = profile
+        self._speedup = speedup
+
+    def prefill_s(self, new_tokens: int) -> float:
+        return self._profile.prefill_s(new_tokens) / self._speedup
+
+    def decode_s(self, sequences: int, kv_tokens: int) -> float:
+        if sequences <= 0:
+            return 0.0
+        return self._profile.decode_s(kv_tokens, kv_tokens / sequences) / self._speedup
