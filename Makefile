@@ -16,10 +16,10 @@ DEV := .venv/.installed-dev
 VLLM := .venv-vllm/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev up demo doctor test test-vllm check fmt clean force
+.PHONY: help install dev up demo demo-planner doctor test test-vllm check fmt clean force
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(RUNTIME) ## make .venv and install what a mesh needs (TORCH=cuda: torch with CUDA)
 	@echo 'kvmesh is installed in .venv; next: make demo, make up'
@@ -32,6 +32,9 @@ up: $(RUNTIME) ## run a mesh on this machine until Ctrl-C (ARGS=--help: its opti
 
 demo: $(RUNTIME) ## start a mesh, send it real requests, show what happened (ARGS=--json)
 	@exec $(PY) -m kvmesh demo $(ARGS)
+
+demo-planner: $(DEV) ## a load that triples and falls, and a planner that follows it (ARGS=--json)
+	@exec $(PY) -m kvmesh demo-planner $(ARGS)
 
 doctor: $(RUNTIME) ## check this machine and say what to do
 	@exec $(PY) -m kvmesh doctor $(ARGS)

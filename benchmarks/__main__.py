@@ -7,8 +7,10 @@ from protocol.errors import ConfigError
 
 BENCHMARKS = {
     "engine": "benchmarks.engine",
+    "fidelity": "benchmarks.fidelity",
     "frontend": "benchmarks.frontend",
     "index": "benchmarks.index",
+    "planner": "benchmarks.planner",
     "soak": "benchmarks.soak",
     "streams": "benchmarks.streams",
 }

@@ -1,55 +1,72 @@
-"""`kvmesh replay`: drive the real router core and real block pools through a trace, in simulated time.
+"""`kvmesh replay`: a trace or synthetic load through the live router, schedulers and block pools, in simulated time."""
 
-The workers are prefill workers: each is a FIFO that computes the uncached tokens of one prompt at a time, at a fixed
-rate. Its block pool decides what is cached, and tells the router by the same events as a live worker. TTFT is the time
-from the arrival to the end of the prompt's computation; nothing else is modelled: no decode (one worker that is never
-full takes all answers), no network, no step overhead.
-"""
-
-import heapq
 import json
-import math
-import random
-import statistics
 import time
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from benchmarks.trace import TraceRequest, expand, read_rows
-from kvcache.pool import BlockPool
+from benchmarks.simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
+from benchmarks.simulator.access_log import read_access_log
+from benchmarks.simulator.config import Mode
+from benchmarks.simulator.loads import Rate, Shape, bursty, constant, diurnal, sawtooth, step, synthesize
+from benchmarks.simulator.page import as_html
+from benchmarks.simulator.picture import draw
+from benchmarks.simulator.tables import as_table
+from benchmarks.simulator.traces import from_rows, jittered
+from benchmarks.trace import stream_rows
 from mesh.config import load
-from protocol.errors import MeshError
-from protocol.hashing import sequence_hash_bytes, unpack_hashes
-from protocol.ids import RequestId, SequenceHash, WorkerId
-from protocol.messages import Placed, Role, RouteRequest, WorkerCard
-from router.core import Outcome, RouterRules, RouterState, Saturation
-from router.index import Holder
-from router.load import Share
+from planner.core import PlannerCore
+from planner.model import PlannerConfig
+from planner.profiles import polynomial_profile
+from protocol.errors import ConfigError
+from protocol.profile import Profile, read_profile
 from router.selection import Policy
 
-MODEL = "trace"
-_FOREVER = float("inf")
+Load = Literal["constant", "diurnal", "bursty", "step", "sawtooth"]
 
 
 class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_REPLAY_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    trace: Annotated[str, Meta(description="a trace in Mooncake's format: JSON lines")]
-    workers: Annotated[int, Meta(ge=1, description="workers")] = 8
+    trace: Annotated[str, Meta(description="a trace in Mooncake's format: JSON lines")] = ""
+    access_log: Annotated[str, Meta(description="instead: what a frontend with --access-log wrote")] = ""
+    load: Annotated[Load | None, Meta(description="instead: synthetic requests, a Poisson process of this shape")] = (
+        None
+    )
+    rate: Annotated[float, Meta(gt=0, description="synthetic: requests/s, on average")] = 4.0
+    peak_rate: Annotated[float, Meta(ge=0, description="synthetic: requests/s at most; 0: 1.6 times --rate")] = 0.0
+    duration_s: Annotated[float, Meta(gt=0, description="synthetic: for so long")] = 3600.0
+    period_s: Annotated[float, Meta(gt=0, description="synthetic: of what repeats itself")] = 3600.0
+    isl: Annotated[float, Meta(ge=1, description="synthetic: prompt tokens; of a later turn, what it adds")] = 3000.0
+    osl: Annotated[float, Meta(ge=1, description="synthetic, access log: answer tokens")] = 300.0
+    spread: Annotated[float, Meta(ge=0, description="synthetic: sigma of log-normal lengths")] = 0.0
+    prefix_groups: Annotated[int, Meta(ge=0, description="synthetic: prefixes, one of which begins a prompt")] = 0
+    prefix_tokens: Annotated[int, Meta(ge=0, description="synthetic: length of those")] = 0
+    turns: Annotated[int, Meta(ge=1, description="synthetic: of a conversation")] = 1
+    mode: Annotated[Mode, Meta(description="aggregated, or prefill and decode on different workers")] = "aggregated"
+    workers: Annotated[int, Meta(ge=1, description="workers, those that prefill among them")] = 8
+    prefill_workers: Annotated[int, Meta(ge=0, description="disaggregated: of them; 0: half of them")] = 0
     blocks_per_worker: Annotated[int, Meta(ge=1, description="KV blocks of each worker")] = 6000
-    block_size: Annotated[int, Meta(ge=1, description="tokens per block, as in the trace")] = 512
-    prefill_rate: Annotated[float, Meta(gt=0, description="tokens/s that one worker computes")] = 8000.0
+    block_size: Annotated[int, Meta(ge=1, description="tokens per block, a divisor of the trace's")] = 512
+    trace_block_size: Annotated[int, Meta(ge=1, description="tokens that a block id of the trace stands for")] = 512
+    max_num_seqs: Annotated[int, Meta(ge=1, description="sequences that a worker runs at once")] = 256
+    max_step_tokens: Annotated[int, Meta(ge=1, description="new tokens of a step")] = 8192
+    profile: Annotated[str, Meta(description="file of `kvmesh profile` that times the workers; default: a fit")] = ""
+    prefill_profile: Annotated[str, Meta(description="the same for prefill workers alone")] = ""
+    speedup: Annotated[float, Meta(gt=0, description="how many times as fast as profile or fit")] = 1.0
+    prefill_rate: Annotated[
+        float, Meta(ge=0, description="instead: tokens/s that a worker computes; 0: as profile or fit say")
+    ] = 0.0
+    itl_s: Annotated[float, Meta(ge=0, description="with --prefill-rate: time of a step that decodes")] = 0.0
+    kv_bandwidth_gbps: Annotated[
+        float, Meta(ge=0, description="gigabytes of KV per second from prefill to decode workers; 0: no limit")
+    ] = 64.0
     policy: Annotated[Policy, Meta(description="how a worker is chosen")] = "kv"
     recompute_price: Annotated[
         float, Meta(ge=0, description="blocks in a queue that one to compute weighs as much as; 0: worked out")
@@ -60,27 +77,27 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     routers: Annotated[int, Meta(ge=1, description="routers that share the requests")] = 1
     gossip_lag_s: Annotated[float, Meta(ge=0, description="how old what a router knows of the others' load is")] = 0.005
     event_lag_s: Annotated[float, Meta(ge=0, description="from a cache's change until the routers know")] = 0.005
+    hop_s: Annotated[float, Meta(ge=0, description="from client to router, and back: what the frontend takes")] = 0.0
+    arrival_speedup: Annotated[float, Meta(gt=0, description="requests come so many times as fast")] = 1.0
+    concurrency: Annotated[
+        int, Meta(ge=0, description="so many requests at a time, whenever the trace has them; 0: by the trace")
+    ] = 0
     jitter_s: Annotated[
         float, Meta(ge=0, description="spread each arrival over so long: traces have coarse clocks")
     ] = 0.0
-    limit: Annotated[int, Meta(ge=0, description="requests of the trace; 0: all")] = 0
-    seed: Annotated[int, Meta(ge=0, description="of what is random: policies that draw, the jitter")] = 1
+    limit: Annotated[int, Meta(ge=0, description="requests at most; 0: all")] = 0
+    ttft_slo_s: Annotated[float, Meta(gt=0, description="TTFT to keep")] = 0.5
+    itl_slo_s: Annotated[float, Meta(gt=0, description="gap between tokens to keep, on a request's average")] = 0.05
+    planner: Annotated[
+        bool, Meta(description="the planner starts, stops and turns workers; --workers are the first")
+    ] = False
+    max_gpus: Annotated[int, Meta(ge=1, description="with --planner: GPUs of all workers together, at most")] = 16
+    start_s: Annotated[float, Meta(ge=0, description="with --planner: cold start of a worker")] = 30.0
+    flip_s: Annotated[float, Meta(ge=0, description="with --planner: turn of a drained worker to its other role")] = 3.0
+    seed: Annotated[int, Meta(ge=0, description="of what is random: policies that draw, synthetic load, jitter")] = 1
     json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
-
-
-class ReplayReport(Struct, frozen=True, kw_only=True):
-    requests: int
-    failed: int
-    hit_share: float  # of all prompt tokens, those found in the cache of the worker that computed the prompt
-    predicted_hit_share: float  # the same as the router had believed when it placed
-    ttft_mean_s: float
-    ttft_p50_s: float
-    ttft_p99_s: float
-    ttft_max_s: float
-    queue_mean_s: float  # of the TTFT, spent waiting in the router
-    balance: float  # most / mean computed tokens of a worker
-    busy_share: float  # of the workers' time until the last request ended
-    cpu_s: float  # of this replay
+    html: Annotated[str, Meta(description="write a page with figures and curves, all in one file")] = ""
+    png: Annotated[str, Meta(description="write the curves as a picture; needs matplotlib")] = ""
 
 
 def main(argv: list[str]) -> int:
@@ -90,276 +107,185 @@ def main(argv: list[str]) -> int:
         {},
         prefix="KVMESH_REPLAY_",
         prog="kvmesh replay",
-        description="Drive the router through a request trace, with workers simulated as FIFOs.",
+        description="Drive router, schedulers and KV caches through a trace or synthetic load, in simulated time.",
     )
-    rows = read_rows(Path(config.trace), config.limit)
     console = Console(stderr=config.json)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task(f"replaying {len(rows)} requests", total=len(rows))
-        report = replay(expand(rows, config.block_size), config, lambda: progress.advance(task))
+    started = time.process_time()
+    with Progress(*Progress.get_default_columns()[:1], console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        ended = iter(range(1, 1 << 60))
+
+        def on_end() -> None:
+            if (number := next(ended)) % 100 == 0:
+                progress.update(task, description=f"{number} requests have ended")
+
+        report = simulate(requests_of(config), simulated(config), hook_of(config), on_end)
+    title = f"{report.requests} requests, {config.workers} workers, {config.mode}, {config.policy}"
+    if config.png:
+        draw(report, title, Path(config.png))
+    if config.html:
+        Path(config.html).write_text(as_html(report, title, settings_of(config)), encoding="utf-8")
     if config.json:
-        print(json.dumps(msgspec.to_builtins(report)))
+        print(json.dumps(as_json(report)))
     else:
-        console.print(as_table(config, report))
+        console.print(as_table(report, title))
+        console.print(f"CPU of this replay: {time.process_time() - started:.1f} s")
     return 0
 
 
-def replay(requests: Iterator[TraceRequest], config: ReplayConfig, done: Callable[[], object] = bool) -> ReplayReport:
-    started = time.process_time()
-    simulation = Simulation(config, done)
-    simulation.run(requests)
-    return simulation.report(time.process_time() - started)
+def replay(requests: Iterator[SimRequest], config: ReplayConfig) -> SimReport:
+    return simulate(requests, simulated(config))
 
 
-@dataclass(slots=True)
-class _Request:
-    route: RouteRequest
-    tokens: bytes
-    arrival_s: float
-    router: int
-    placed_s: float = 0.0
-    cached_tokens: int = 0
-    predicted_tokens: int = 0
+def simulated(config: ReplayConfig) -> SimConfig:
+    """Raises ConfigError for profiles that cannot be read or lack a table that is needed."""
+    profile = read_profile(Path(config.profile)) if config.profile else None
+    prefill_profile = read_profile(Path(config.prefill_profile)) if config.prefill_profile else profile
+    if config.mode == "disaggregated" and config.workers < 2:
+        raise ConfigError("one worker cannot be both", hint="set --workers to 2 or more, or --mode aggregated")
+    if config.prefill_workers >= config.workers:
+        found = f"{config.prefill_workers} of {config.workers} workers prefill: none is left to decode"
+        raise ConfigError(found, hint="--workers counts those of --prefill-workers too")
+    _check_tables(config, prefill_profile, profile)
+    return SimConfig(
+        mode=config.mode,
+        workers=config.workers,
+        prefill_workers=config.prefill_workers,
+        blocks=config.blocks_per_worker,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        prefill_profile=prefill_profile,
+        decode_profile=profile,
+        speedup=config.speedup,
+        prefill_rate=config.prefill_rate,
+        itl_s=config.itl_s,
+        kv_bandwidth_gbps=config.kv_bandwidth_gbps,
+        policy=config.policy,
+        recompute_price=config.recompute_price,
+        saturation_tokens=config.saturation_tokens,
+        routers=config.routers,
+        gossip_lag_s=config.gossip_lag_s,
+        event_lag_s=config.event_lag_s,
+        hop_s=config.hop_s,
+        concurrency=config.concurrency,
+        start_s=config.start_s,
+        flip_s=config.flip_s,
+        gpus_per_prefill=1.0 if prefill_profile is None else prefill_profile.gpus,
+        gpus_per_decode=1.0 if profile is None else profile.gpus,
+        ttft_slo_s=config.ttft_slo_s,
+        itl_slo_s=config.itl_slo_s,
+        seed=config.seed,
+    )
 
 
-@dataclass(slots=True)
-class _Worker:
-    """A FIFO in front of a block pool."""
+def hook_of(config: ReplayConfig) -> PlannerHook | None:
+    """The live planner core, as `python -m planner` would run it. Raises ConfigError if it cannot size such workers."""
+    if not config.planner:
+        return None
+    if config.mode != "disaggregated" or config.prefill_rate:
+        hint = "set --mode disaggregated, and --profile instead of --prefill-rate"
+        raise ConfigError("the planner sizes prefill and decode workers, by their profiles", hint=hint)
+    if config.speedup != 1.0 and (config.profile or config.prefill_profile):
+        raise ConfigError("the planner goes by the profile as it is", hint="leave --speedup out")
+    kv_tokens = config.blocks_per_worker * config.block_size
+    fit = polynomial_profile(kv_tokens, config.max_num_seqs, config.max_step_tokens, config.speedup)
+    settings = simulated(config)
+    rules = PlannerConfig(
+        ttft_slo_s=config.ttft_slo_s,
+        itl_slo_s=config.itl_slo_s,
+        max_gpus=config.max_gpus,
+        start_s=config.start_s,
+        flip_s=config.flip_s,
+    )
+    core = PlannerCore(rules, settings.prefill_profile or fit, settings.decode_profile or fit)
+    return PlannerHook(core.decide, rules.reactive_interval_s, rules.reactive_interval_s)
 
-    card: WorkerCard
-    pool: BlockPool
-    waiting: deque[_Request] = field(default_factory=deque)
-    running: _Request | None = None
-    held: list[int] = field(default_factory=list)
-    computed_tokens: int = 0
+
+def as_json(report: SimReport) -> dict[str, object]:
+    """All of it, and what is looked at most under names of its own."""
+    flat = {
+        f"{name}_{figure}_s": getattr(spread, figure)
+        for name, spread in (("ttft", report.ttft_s), ("itl", report.itl_s), ("e2e", report.e2e_s))
+        for figure in ("mean", "p50", "p99", "max")
+    }
+    whole: dict[str, object] = msgspec.to_builtins(report)
+    return whole | flat
 
 
-class Simulation:
-    """Discrete events: arrivals, ends of computation, and news that arrive with a lag."""
+def _check_tables(config: ReplayConfig, prefill: Profile | None, decode: Profile | None) -> None:
+    """Decode workers compute prompts too, when the router finds that cheaper."""
+    for flag, profile, needs_decode in (("--prefill-profile", prefill, False), ("--profile", decode, True)):
+        if profile is None:
+            continue
+        if profile.prefill is None or (needs_decode and profile.decode is None):
+            missing = "prefill" if profile.prefill is None else "decode"
+            raise ConfigError(f"the profile of {flag} has no {missing} table", hint="measure it: `kvmesh profile`")
 
-    def __init__(self, config: ReplayConfig, done: Callable[[], object]) -> None:
-        self._config = config
-        self._done = done
-        limits = Saturation(queued_tokens=config.saturation_tokens) if config.saturation_tokens else None
-        rules = RouterRules(policy=config.policy, saturation=limits, recompute_price=config.recompute_price, ramp_s=0)
-        self._routers = [RouterState(rules, seed=config.seed + number) for number in range(config.routers)]
-        self._workers = {worker.card.worker_id: worker for worker in map(self._worker, range(config.workers))}
-        for router in self._routers:
-            router.add_worker(self._card("decode", Role.DECODE, 1 << 40))
-            for worker in self._workers.values():
-                router.add_worker(worker.card)
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = count()
-        self._now = 0.0
-        self._open: dict[RequestId, _Request] = {}
-        self._ttfts_s: list[float] = []
-        self._waits_s: list[float] = []
-        self._isl_tokens = self._cached_tokens = self._predicted_tokens = self._failed = 0
 
-    def run(self, requests: Iterator[TraceRequest]) -> None:
-        """Requests that arrive at the same instant are in the queue together before any of them is placed."""
-        arrivals = self._arrivals(requests)
-        arrival = next(arrivals, None)
-        while arrival is not None or self._agenda:
-            self._now = min(
-                arrival.arrival_s if arrival else _FOREVER, self._agenda[0][0] if self._agenda else _FOREVER
-            )
-            while self._agenda and self._agenda[0][0] <= self._now:
-                heapq.heappop(self._agenda)[2]()
-            while arrival is not None and arrival.arrival_s <= self._now:
-                self._submit(arrival)
-                arrival = next(arrivals, None)
-            for number in range(len(self._routers)):
-                self._dispatch(number)
-
-    def report(self, cpu_s: float) -> ReplayReport:
-        computed = [worker.computed_tokens for worker in self._workers.values()]
-        ttfts = sorted(self._ttfts_s)
-        return ReplayReport(
-            requests=len(ttfts) + self._failed,
-            failed=self._failed,
-            hit_share=self._cached_tokens / max(1, self._isl_tokens),
-            predicted_hit_share=self._predicted_tokens / max(1, self._isl_tokens),
-            ttft_mean_s=statistics.fmean(ttfts) if ttfts else 0.0,
-            ttft_p50_s=percentile(ttfts, 0.5),
-            ttft_p99_s=percentile(ttfts, 0.99),
-            ttft_max_s=ttfts[-1] if ttfts else 0.0,
-            queue_mean_s=statistics.fmean(self._waits_s) if self._waits_s else 0.0,
-            balance=max(computed) / max(1e-9, statistics.fmean(computed)),
-            busy_share=sum(computed) / self._config.prefill_rate / max(1e-9, self._now) / len(computed),
-            cpu_s=round(cpu_s, 3),
+def requests_of(config: ReplayConfig) -> Iterator[SimRequest]:
+    """Raises ConfigError, now or while they are read."""
+    sources = [name for name in ("trace", "access_log", "load") if getattr(config, name)]
+    if len(sources) != 1:
+        found = f"{' and '.join(sources)} are given" if sources else "no requests are given"
+        raise ConfigError(found, hint="give one of --trace, --access-log and --load")
+    if config.load is not None:
+        found_requests = synthesize(
+            rate_of(config), config.duration_s, shape_of(config), seed=config.seed, block_size=config.block_size
         )
-
-    def _worker(self, number: int) -> _Worker:
-        blocks = self._config.blocks_per_worker
-        card = self._card(f"worker-{number:04d}", Role.PREFILL, blocks)
-        return _Worker(card, BlockPool(blocks, self._config.block_size))
-
-    def _card(self, name: str, role: Role, blocks: int) -> WorkerCard:
-        return WorkerCard(
-            worker_id=WorkerId(name),
-            name=name,
-            role=role,
-            model=MODEL,
-            model_path="",
-            address="",
-            block_size=self._config.block_size,
-            total_blocks=blocks,
-            context_tokens=1 << 30,
-            max_num_seqs=1 << 40,
-            kv_events="simulated",
-            transfer="simulated",
+    elif config.access_log:
+        found_requests = read_access_log(
+            Path(config.access_log), config.block_size, round(config.osl), round(config.isl)
         )
-
-    def _arrivals(self, requests: Iterator[TraceRequest]) -> Iterator[_Request]:
-        late = _jittered(requests, self._config) if self._config.jitter_s else requests
-        for number, request in enumerate(late):
-            hashes = sequence_hash_bytes(request.tokens, self._config.block_size)
-            route = RouteRequest(
-                request_id=RequestId(str(number)),
-                model=MODEL,
-                isl_tokens=request.isl_tokens,
-                sequence_hashes=hashes,
-                disaggregate=True,
-            )
-            yield _Request(route, request.tokens, request.arrival_s, number % len(self._routers))
-
-    def _at(self, when: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._agenda, (when, next(self._numbers), action))
-
-    # --- the router's side ---------------------------------------------------------------------------
-
-    def _submit(self, request: _Request) -> None:
-        router = self._routers[request.router]
-        self._open[request.route.request_id] = request
-        try:
-            outcomes = router.submit(request.route, self._now)
-        except MeshError:
-            self._fail(request)
-            return
-        for outcome in outcomes:
-            self._fail(self._open[outcome.request_id])
-
-    def _dispatch(self, number: int) -> None:
-        outcomes = self._routers[number].dispatch(self._now)
-        for outcome in outcomes:
-            self._place(outcome)
-        if outcomes:
-            self._gossip(number)
-
-    def _place(self, outcome: Outcome) -> None:
-        request = self._open[outcome.request_id]
-        if not isinstance(outcome.result, Placed):
-            self._fail(request)
-            return
-        target = outcome.result.prefill
-        assert target is not None
-        request.placed_s = self._now
-        request.predicted_tokens = target.overlap_blocks * self._config.block_size
-        worker = self._workers[target.worker_id]
-        worker.waiting.append(request)
-        self._begin(worker)
-
-    def _fail(self, request: _Request) -> None:
-        del self._open[request.route.request_id]
-        self._failed += 1
-        self._done()
-
-    def _gossip(self, number: int) -> None:
-        """What this router has placed by now, as the others will know it a little later."""
-        if len(self._routers) == 1:
-            return
-        shares = self._routers[number].load.shares()
-        self._at(self._now + self._config.gossip_lag_s, lambda: self._hear(number, shares))
-
-    def _hear(self, number: int, shares: Mapping[Holder, Share]) -> None:
-        for other, router in enumerate(self._routers):
-            if other != number:
-                router.set_elsewhere(str(number), shares)
-
-    # --- the worker's side ---------------------------------------------------------------------------
-
-    def _begin(self, worker: _Worker) -> None:
-        if worker.running is not None or not worker.waiting:
-            return
-        request = worker.running = worker.waiting.popleft()
-        hashes = _names(request.route.sequence_hashes)
-        matched = worker.pool.match(hashes)
-        room = min(len(hashes) - len(matched), worker.pool.available_blocks)
-        worker.held = matched + worker.pool.allocate(room)
-        request.cached_tokens = min(request.route.isl_tokens, len(matched) * self._config.block_size)
-        uncached = request.route.isl_tokens - request.cached_tokens
-        worker.computed_tokens += uncached
-        self._at(self._now + uncached / self._config.prefill_rate, lambda: self._end(worker))
-
-    def _end(self, worker: _Worker) -> None:
-        request = worker.running
-        assert request is not None
-        worker.running = None
-        self._cache(worker, request)
-        self._ttfts_s.append(self._now - request.arrival_s)
-        self._waits_s.append(request.placed_s - request.arrival_s)
-        self._isl_tokens += request.route.isl_tokens
-        self._cached_tokens += request.cached_tokens
-        self._predicted_tokens += request.predicted_tokens
-        router = self._routers[request.router]
-        router.prefill_done(request.route.request_id, self._now)
-        router.free(request.route.request_id, self._now)
-        self._gossip(request.router)
-        del self._open[request.route.request_id]
-        self._done()
-        self._begin(worker)
-
-    def _cache(self, worker: _Worker, request: _Request) -> None:
-        """The computed blocks are shared from now on, and the routers hear of what came and went."""
-        stride = 4 * self._config.block_size
-        previous: int | None = None
-        for number, name in enumerate(_names(request.route.sequence_hashes)[: len(worker.held)]):
-            block_id = worker.held[number]
-            tokens = array("I", request.tokens[number * stride : (number + 1) * stride])
-            previous = worker.held[number] = worker.pool.commit(block_id, name, previous, tokens)
-        worker.pool.release(worker.held)
-        worker.held = []
-        events = worker.pool.take_events()
-        worker_id = worker.card.worker_id
-
-        def tell() -> None:
-            for router in self._routers:
-                router.on_kv_events(worker_id, 0, events)
-
-        if events:
-            self._at(self._now + self._config.event_lag_s, tell)
+    else:
+        rows = stream_rows(Path(config.trace), config.limit)
+        found_requests = from_rows(rows, config.block_size, config.trace_block_size)
+    if config.arrival_speedup != 1.0:
+        found_requests = (
+            msgspec.structs.replace(request, arrival_s=request.arrival_s / config.arrival_speedup)
+            for request in found_requests
+        )
+    if config.jitter_s:
+        found_requests = jittered(found_requests, config.jitter_s, config.seed)
+    return _first(config.limit, found_requests) if config.limit else found_requests
 
 
-def _names(hashes: bytes) -> list[SequenceHash]:
-    return [SequenceHash(name) for name in unpack_hashes(hashes)]
+def rate_of(config: ReplayConfig) -> Rate:
+    """The mean is --rate for all shapes but `step` and `bursty`, whose low level it is."""
+    peak = config.peak_rate or 1.6 * config.rate
+    match config.load:
+        case "diurnal":
+            return diurnal(config.rate, min(1.0, peak / config.rate - 1), config.period_s)
+        case "bursty":
+            return bursty(config.rate, peak, config.period_s, config.period_s / 4, config.seed, config.duration_s)
+        case "step":
+            return step(config.rate, peak, config.duration_s / 3, config.duration_s * 2 / 3)
+        case "sawtooth":
+            return sawtooth(max(0.0, 2 * config.rate - peak), peak, config.period_s)
+    return constant(config.rate)
 
 
-def _jittered(requests: Iterator[TraceRequest], config: ReplayConfig) -> Iterator[TraceRequest]:
-    """Arrivals moved by up to `jitter_s`, in order again. Holds what lies within that time of each other."""
-    rng = random.Random(config.seed)
-    pending: list[tuple[float, int, TraceRequest]] = []
-    for number, request in enumerate(requests):
-        moved = request.arrival_s + rng.random() * config.jitter_s
-        while pending and pending[0][0] <= request.arrival_s:
-            yield heapq.heappop(pending)[2]
-        heapq.heappush(pending, (moved, number, msgspec.structs.replace(request, arrival_s=moved)))
-    while pending:
-        yield heapq.heappop(pending)[2]
+def shape_of(config: ReplayConfig) -> Shape:
+    return Shape(
+        isl_tokens=config.isl,
+        osl_tokens=config.osl,
+        spread=config.spread,
+        groups=config.prefix_groups,
+        prefix_tokens=config.prefix_tokens,
+        turns=config.turns,
+    )
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, math.floor(len(ordered) * share))] if ordered else 0.0
+def settings_of(config: ReplayConfig) -> dict[str, str]:
+    """Those that differ from their defaults, but for where results go."""
+    ours = msgspec.to_builtins(config)
+    theirs = msgspec.to_builtins(ReplayConfig())
+    return {name: str(value) for name, value in ours.items() if value != theirs[name] and name not in _OUTPUTS}
 
 
-def as_table(config: ReplayConfig, report: ReplayReport) -> Table:
-    title = f"{report.requests} requests, {config.workers} workers x {config.blocks_per_worker} blocks, {config.policy}"
-    table = Table("figure", "value", title=title)
-    table.add_row("prompt tokens from cache", f"{report.hit_share:.1%} (predicted {report.predicted_hit_share:.1%})")
-    table.add_row("TTFT mean", f"{report.ttft_mean_s:.3f} s, of it in the router's queue {report.queue_mean_s:.3f} s")
-    table.add_row("TTFT p50, p99, max", f"{report.ttft_p50_s:.3f}, {report.ttft_p99_s:.3f}, {report.ttft_max_s:.3f} s")
-    table.add_row("balance (most / mean tokens computed)", f"{report.balance:.3f}")
-    table.add_row("workers busy", f"{report.busy_share:.1%}")
-    table.add_row("failed", str(report.failed))
-    table.add_row("CPU of this replay", f"{report.cpu_s:.1f} s")
-    return table
+_OUTPUTS = ("json", "html", "png")
+
+
+def _first(count: int, requests: Iterator[SimRequest]) -> Iterator[SimRequest]:
+    for _, request in zip(range(count), requests, strict=False):
+        yield request

@@ -144,6 +144,8 @@ class Dispatcher:
     async def _embed(self, request: EmbedRequest, route: RouteRequest, deadline: float) -> Embedding:
         async with self._router.book(route, _left(deadline)) as booking:
             target = booking.placed.decode
+            if target.dp_rank:
+                request = msgspec.structs.replace(request, dp_rank=target.dp_rank)
             try:
                 vector = await self._plane.ask(target.address, "embed", request, Embedding, _left(deadline))
             except ELSEWHERE as error:
@@ -207,7 +209,7 @@ class Dispatcher:
 
         An engine whose halves meet while the prompt is computed gives the ticket at once, and no token.
         """
-        body = msgspec.structs.replace(request, offer_kv=True)
+        body = msgspec.structs.replace(request, offer_kv=True, dp_rank=target.dp_rank)
         try:
             async with self._plane.open(target.address, "generate", body, _left(deadline)) as stream:
                 async for delta in stream.messages(Delta):
@@ -226,6 +228,8 @@ class Dispatcher:
 
     async def _decode(self, target: Target, request: GenerateRequest, deadline: float, leg: "_Leg") -> None:
         leg.on_offer_taken = self._release
+        if target.dp_rank:
+            request = msgspec.structs.replace(request, dp_rank=target.dp_rank)
         try:
             async with self._plane.open(target.address, "generate", request, _left(deadline)) as stream:
                 await stream.feed(Delta, leg)

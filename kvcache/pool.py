@@ -13,13 +13,13 @@ that the next prompt may share). Invariants, checked by the property test:
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
+from kvcache.digest import digest_terms
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
-from protocol.hashing import digest_term
 from protocol.ids import EngineHash, SequenceHash
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
+_AT_ONCE = 4096
 
 
 class PoolExhaustedError(Exception):
@@ -38,6 +38,24 @@ class _Block:
     salt: str | None = None
 
 
+@dataclass(slots=True)
+class _StoredRun:
+    """Blocks that follow each other, on their way to one event."""
+
+    parent: SequenceHash | None
+    hashes: list[SequenceHash]
+    tokens: list[int]
+    lora: str | None
+    salt: str | None
+
+    def goes_on_with(self, parent: SequenceHash | None, lora: str | None, salt: str | None) -> bool:
+        return self.hashes[-1] == parent and self.lora == lora and self.salt == salt
+
+
+_News = _StoredRun | list[SequenceHash] | Cleared  # a list: removed
+_CLEARED = Cleared()
+
+
 class BlockPool:
     """Blocks 0..num_blocks-1 of `block_size` tokens each."""
 
@@ -52,8 +70,10 @@ class BlockPool:
         self._evictable: list[tuple[int, int]] = []  # heap of (last_used, block id), checked when popped
         self._num_cached = 0  # committed blocks without references
         self._tick = 0
-        self._events: list[KvEvent] = []
-        self._digest = 0  # sum of the terms of all in _by_hash, mod 2**64 where it is read
+        self._events: list[_News] = []  # neighbours that could be one are one
+        self._digest = 0  # sum of the terms of all in _by_hash, mod 2**64 where it is read, but for:
+        self._came: list[SequenceHash] = []  # not summed up yet: many at once cost a tenth
+        self._went: list[SequenceHash] = []
 
     @property
     def available_blocks(self) -> int:
@@ -71,6 +91,7 @@ class BlockPool:
     @property
     def digest(self) -> Digest:
         """Of all that is announced, whether it was taken by `take_events` or not."""
+        self._sum_up()
         return Digest(len(self._by_hash), self._digest & _U64)
 
     def match(self, hashes: Sequence[SequenceHash]) -> list[int]:
@@ -92,6 +113,12 @@ class BlockPool:
                 break
             depth += 1
         return depth
+
+    def has_room(self, hashes: Sequence[SequenceHash], count: int) -> bool:
+        """Whether `count` blocks can be had of which the first are the longest cached prefix of `hashes`."""
+        matched = [self._by_hash[name] for name in hashes[: self.peek(hashes)]]
+        to_reuse = sum([self._blocks[block_id].refs == 0 for block_id in matched])
+        return count - len(matched) <= self.available_blocks - to_reuse
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, evicting prefixes where needed. All or none: raises PoolExhaustedError."""
@@ -166,8 +193,16 @@ class BlockPool:
         block.hash, block.parent, block.tokens = name, parent, tuple(tokens)
         block.lora, block.salt = lora, salt
         self._by_hash[name] = block_id
-        self._digest += digest_term(name)
-        self._events.append(self._stored(block))
+        self._came.append(name)
+        if len(self._came) >= _AT_ONCE:
+            self._sum_up()
+        events = self._events
+        last = events[-1] if events else None
+        if type(last) is _StoredRun and last.goes_on_with(parent, lora, salt):
+            last.hashes.append(name)
+            last.tokens += block.tokens
+        else:
+            events.append(_StoredRun(parent, [name], list(block.tokens), lora, salt))
         return block_id
 
     def clear(self) -> None:
@@ -181,36 +216,54 @@ class BlockPool:
         self._evictable.clear()
         self._num_cached = 0
         self._digest = 0
-        self._events.append(Cleared())
+        self._came.clear()
+        self._went.clear()
+        self._events.append(_CLEARED)
 
     def take_events(self) -> list[KvEvent]:
         """What changed since the last call, runs of stored blocks of one chain merged into one event."""
-        events, self._events = self._events, []
-        return _merge(events)
+        if not self._events:
+            return []
+        news, self._events = self._events, []
+        return [self._event(each) for each in news]
 
     def snapshot(self) -> list[KvEvent]:
         """Events that rebuild the present content, parents before children."""
         children: dict[SequenceHash | None, list[int]] = {}
         for block_id in self._by_hash.values():
             children.setdefault(self._blocks[block_id].parent, []).append(block_id)
-        events: list[KvEvent] = []
+        runs: list[_StoredRun] = []
         pending = list(reversed(children.get(None, [])))
         while pending:
             block = self._blocks[pending.pop()]
-            events.append(self._stored(block))
+            assert block.hash is not None
+            last = runs[-1] if runs else None
+            if last is not None and last.goes_on_with(block.parent, block.lora, block.salt):
+                last.hashes.append(block.hash)
+                last.tokens += block.tokens
+            else:
+                runs.append(_StoredRun(block.parent, [block.hash], list(block.tokens), block.lora, block.salt))
             pending.extend(reversed(children.get(block.hash, [])))
-        return _merge(events)
+        return [self._event(run) for run in runs]
 
-    def _stored(self, block: _Block) -> Stored:
-        assert block.hash is not None
+    def _event(self, news: "_News") -> KvEvent:
+        if isinstance(news, list):
+            return Removed(tuple(map(EngineHash, news)))
+        if isinstance(news, Cleared):
+            return news
         return Stored(
-            hashes=(EngineHash(block.hash),),
-            parent=None if block.parent is None else EngineHash(block.parent),
-            token_ids=block.tokens,
+            hashes=tuple(map(EngineHash, news.hashes)),
+            parent=None if news.parent is None else EngineHash(news.parent),
+            token_ids=tuple(news.tokens),
             block_size=self.block_size,
-            lora=block.lora,
-            salt=block.salt,
+            lora=news.lora,
+            salt=news.salt,
         )
+
+    def _sum_up(self) -> None:
+        self._digest += digest_terms(self._came) - digest_terms(self._went)
+        self._came.clear()
+        self._went.clear()
 
     def _offer_to_evictor(self, block_id: int) -> None:
         block = self._blocks[block_id]
@@ -235,12 +288,18 @@ class BlockPool:
             if not self._is_stale(last_used, block_id):
                 break
         block = self._blocks[block_id]
-        assert block.hash is not None
-        del self._by_hash[block.hash]
-        self._digest -= digest_term(block.hash)
+        name, parent = block.hash, block.parent
+        assert name is not None
+        del self._by_hash[name]
+        self._went.append(name)
+        if len(self._went) >= _AT_ONCE:
+            self._sum_up()
         self._num_cached -= 1
-        self._events.append(Removed((EngineHash(block.hash),)))
-        parent = block.parent
+        events = self._events
+        if events and type(events[-1]) is list:
+            events[-1].append(name)
+        else:
+            events.append([name])
         self._forget(block)
         self._free.append(block_id)
         if parent is not None:
@@ -253,48 +312,3 @@ class BlockPool:
         block.hash = block.parent = block.lora = block.salt = None
         block.children = 0
         block.tokens = ()
-
-
-def _merge(events: Sequence[KvEvent]) -> list[KvEvent]:
-    """Join stored blocks that follow each other, and runs of removals; the order of effects stays."""
-    merged: list[KvEvent] = []
-    run: list[Stored] = []
-    gone: list[EngineHash] = []
-
-    def flush() -> None:
-        if run:
-            merged.append(
-                Stored(
-                    hashes=tuple(s.hashes[0] for s in run),
-                    parent=run[0].parent,
-                    token_ids=tuple(chain.from_iterable(s.token_ids for s in run)),
-                    block_size=run[0].block_size,
-                    lora=run[0].lora,
-                    salt=run[0].salt,
-                )
-            )
-            run.clear()
-        if gone:
-            merged.append(Removed(tuple(gone)))
-            gone.clear()
-
-    for event in events:
-        match event:
-            case Stored():
-                follows = run and (event.parent, event.lora, event.salt) == (
-                    run[-1].hashes[-1],
-                    run[-1].lora,
-                    run[-1].salt,
-                )
-                if not follows:
-                    flush()
-                run.append(event)
-            case Removed():
-                if run:
-                    flush()
-                gone.extend(event.hashes)
-            case Cleared():
-                flush()
-                merged.append(event)
-    flush()
-    return merged

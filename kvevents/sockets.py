@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 Frames = list[bytes]
 
+_MAX_SOCKETS = 16_384  # of a process; two for each worker that it hosts or follows. ZMQ's own limit is 1023
 _SLICE_S = 0.001  # about: of one socket, then it is the turn of others
 _CLOCK_EVERY = 8  # messages
 
@@ -113,7 +114,9 @@ def open_socket(kind: int, *, receive: int = 1000, send: int = 1000, max_bytes: 
 
     A peer that sends a message of more than `max_bytes` is disconnected.
     """
-    socket: zmq.Socket[bytes] = zmq.Context[zmq.Socket[bytes]].instance().socket(kind)
+    context = zmq.Context[zmq.Socket[bytes]].instance()
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)  # counts as long as there is none
+    socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, receive)
     socket.setsockopt(zmq.SNDHWM, send)

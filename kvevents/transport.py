@@ -121,16 +121,16 @@ class Links:
 
 
 def open_publisher(
-    transport: str, worker_id: WorkerId, *, bind: str, advertise_host: str = "", nats_url: str
+    transport: str, worker_id: WorkerId, *, bind: str, advertise_host: str = "", nats_url: str, dp_rank: int = 0
 ) -> Publisher:
     """`bind`: where ZMQ listens, as `tcp://host:port`. Raises ConfigError if it cannot be opened."""
     match transport:
         case "zmq":
             from kvevents.publisher import KvEventPublisher
 
-            return KvEventPublisher(bind, bind, advertise_host=advertise_host or None)
+            return KvEventPublisher(bind, bind, dp_rank=dp_rank, advertise_host=advertise_host or None)
         case "nats":
             from kvevents.nats import NatsKvEventPublisher
 
-            return NatsKvEventPublisher(nats_url, worker_id)
+            return NatsKvEventPublisher(nats_url, worker_id, dp_rank=dp_rank)
     raise ConfigError(f"no KV event transport {transport!r}", hint="set --kv-events-transport to zmq or nats")

@@ -12,7 +12,10 @@ COMMANDS = {
     "demo": ("kvmesh.demo", "start a mesh, send it real requests, show what happened"),
     "doctor": ("kvmesh.doctor", "check this machine and say what to do"),
     "explain": ("kvmesh.explain", "ask a running mesh where a prompt would run, and why"),
+    "planner": ("kvmesh.planner", "decide how many workers there are; `kvmesh planner explain`: what, and why"),
+    "demo-planner": ("kvmesh.demo_planner", "a load that triples and falls, and a planner that follows it"),
     "replay": ("benchmarks.replay", "drive the router through a request trace, in simulated time"),
+    "profile": ("benchmarks.profiler.__main__", "how fast a worker is, measured or estimated; what an SLO takes"),
     "bench": ("benchmarks.__main__", "measure one part: `kvmesh bench frontend`, streams, soak, engine, index"),
 }
 SERVICES = {
@@ -56,7 +59,7 @@ def open_standard_streams() -> None:
 
 def usage() -> str:
     rows = [(name, text) for name, (_, text) in COMMANDS.items()] + list(SERVICES.items())
-    lines = [f"  {name:<10} {text}" for name, text in rows]
+    lines = [f"  {name:<12} {text}" for name, text in rows]
     return "\n".join(["usage: kvmesh <command> [options]; `kvmesh <command> --help` lists them", "", *lines])
 
 

@@ -9,18 +9,26 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import aiohttp
+import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
+from kvmesh.control import control_socket
+from kvmesh.crew import Crew
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from mesh.config import to_flags
 from mesh.discovery import Discovery, Put, open_discovery
 from mesh.supervisor import ProcessSpec, Supervisor
+from planner.config import ServiceConfig
+from planner.profiles import polynomial_profile
 from protocol.errors import ConfigError, EngineError, MeshError
 from protocol.messages import FrontendCard, Role, WorkerCard, decode
+from protocol.profile import Profile, read_profile
 from workers.config import WorkerConfig
 
 START_TIMEOUT_S = 180.0
 HEALTH_POLL_S = 0.05
+PLANNER = "planner"  # name of its process
 
 
 class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +57,11 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mock_itl_ms: Annotated[float, Meta(ge=0, description="mock: fixed time of a step that decodes; 0: as modelled")] = (
         0.0
     )
+    mock_profile: Annotated[str, Meta(description="mock: file of `kvmesh profile` whose timing it keeps to")] = ""
+    mock_start_s: Annotated[float, Meta(ge=0, description="mock: how long a worker takes to load")] = 0.0
+    mock_kv_bandwidth_gbps: Annotated[
+        float, Meta(ge=0, description="mock: GB/s at which KV moves between workers; 0: no delay")
+    ] = 0.0
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per KV block")] = 16
     num_blocks: Annotated[int, Meta(ge=2, description="KV blocks of each worker")] = 2048
     max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in one step")] = 32
@@ -57,6 +70,12 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "nixl", "shm"], Meta(description="how KV moves between workers; auto: nixl if it loads")
     ] = "auto"
     offer_lease_s: Annotated[float, Meta(gt=0, description="a KV offer that nobody fetches is unpinned after")] = 30.0
+    planner: Annotated[
+        bool,
+        Meta(
+            description="a planner starts and stops workers; its options begin with --planner-, see python -m planner"
+        ),
+    ] = False
     run_dir: Annotated[str, Meta(description="for discovery and logs; default: a new one, removed at the end")] = ""
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
@@ -79,12 +98,18 @@ def process_specs(config: UpConfig, run_dir: Path, config_file: str = "") -> lis
     specs = [ProcessSpec("frontend", ["-m", "frontend", *frontend, *common])]
     if config.router == "remote":
         specs.append(ProcessSpec("router", ["-m", "router", *common]))
+    return specs + [worker_spec(config, role, name, run_dir) for name, role in first_workers(config).items()]
+
+
+def first_workers(config: UpConfig) -> dict[str, Role]:
+    """Those that the mesh begins with: roles by name."""
     counts = {Role.PREFILL: config.prefill, Role.DECODE: config.decode, Role.AGGREGATED: config.aggregated}
-    for role, count in counts.items():
-        for number in range(count):
-            worker = worker_config(config, role, f"{role.value}-{number}", discovery)
-            specs.append(ProcessSpec(worker.name, ["-m", "workers", *to_flags(worker)]))
-    return specs
+    return {f"{role.value}-{number}": role for role, count in counts.items() for number in range(count)}
+
+
+def worker_spec(config: UpConfig, role: Role, name: str, run_dir: Path) -> ProcessSpec:
+    worker = worker_config(config, role, name, f"file:{run_dir / 'discovery'}")
+    return ProcessSpec(name, ["-m", "workers", *to_flags(worker)])
 
 
 def worker_config(config: UpConfig, role: Role, name: str, discovery: str) -> WorkerConfig:
@@ -102,6 +127,9 @@ def worker_config(config: UpConfig, role: Role, name: str, discovery: str) -> Wo
         dtype=config.dtype,
         mock_speedup=config.mock_speedup,
         mock_itl_ms=config.mock_itl_ms,
+        mock_profile=config.mock_profile,
+        mock_start_s=config.mock_start_s,
+        mock_kv_bandwidth_gbps=config.mock_kv_bandwidth_gbps,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         max_num_seqs=config.max_num_seqs,
@@ -117,14 +145,26 @@ def worker_config(config: UpConfig, role: Role, name: str, discovery: str) -> Wo
 class Cluster:
     """A running mesh, as seen from the process that started it."""
 
-    def __init__(self, config: UpConfig, run_dir: Path, supervisor: Supervisor, discovery: Discovery) -> None:
+    def __init__(
+        self,
+        config: UpConfig,
+        run_dir: Path,
+        supervisor: Supervisor,
+        discovery: Discovery,
+        crew: Crew,
+        tell: Callable[[str], None],
+    ) -> None:
         self.config = config
         self.run_dir = run_dir
         self.supervisor = supervisor
+        self.crew = crew  # the workers, while their number changes
         self._discovery = discovery
+        self._tell = tell
         self.model = served_name(config)
         self.url = ""  # of the HTTP API, known when it is ready
-        self.cards: dict[str, WorkerCard] = {}  # by name
+        self.control = ""  # unix:<path> of its control socket
+        self.planner_record = ""  # file of what its planner decides, "" if it has none
+        self.cards: dict[str, WorkerCard] = {}  # by name, of those it began with
 
     async def until_ready(self, tell: Callable[[str], None]) -> None:
         """Wait for every process. Raises EngineError, with the end of its log, if one cannot run."""
@@ -178,9 +218,17 @@ class Cluster:
                     return
                 await asyncio.sleep(HEALTH_POLL_S)
 
+    def on_planner_lost(self, failure: MeshError) -> None:
+        """Requests are answered without one, too; but one that cannot be started as asked is a failure."""
+        if isinstance(failure, ConfigError):
+            self.supervisor.fail(failure)
+        else:
+            self._tell(f"the workers stay as they are: {failure}")
+
     async def stop(self) -> None:
-        """The frontend first: it drains while the workers still work."""
+        """The planner first, that nobody starts workers now; then the frontend: it drains while the workers work."""
         timeout_s = self.config.drain_timeout_s + 5
+        await self.supervisor.stop([PLANNER], timeout_s)
         await self.supervisor.stop(["frontend"], timeout_s)
         await self.supervisor.stop_all(timeout_s)
 
@@ -191,23 +239,66 @@ def make_run_dir(given: str) -> Path:
     return run_dir
 
 
+def planner_spec(config: UpConfig, planner: ServiceConfig, run_dir: Path, control: str) -> ProcessSpec:
+    """`planner`: as asked for. It acts on this mesh, and of mock workers it knows what they can do."""
+    if config.engine == "mock" and not planner.prefill_profile:
+        path = run_dir / "mock-profile.json"
+        path.write_bytes(msgspec.json.encode(mock_profile(config, planner.start_s)))
+        planner = replace(planner, prefill_profile=str(path))
+    settings = replace(
+        planner,
+        flips=planner.flips and config.engine in ("torch", "mock"),  # the others cannot change their role
+        local_control=control,
+        discovery=f"file:{run_dir / 'discovery'}",
+        record_file=record_file_of(planner, run_dir),
+        log_level=config.log_level,
+    )
+    return ProcessSpec(PLANNER, ["-m", "planner", *to_flags(settings)])
+
+
+def record_file_of(planner: ServiceConfig, run_dir: Path) -> str:
+    is_default = planner.record_file == ServiceConfig().record_file
+    return str(run_dir / "planner.jsonl") if is_default else planner.record_file
+
+
+def mock_profile(config: UpConfig, start_s: float) -> Profile:
+    if config.mock_profile:
+        return read_profile(Path(config.mock_profile))
+    profile = polynomial_profile(
+        config.num_blocks * config.block_size,
+        config.max_num_seqs,
+        config.max_step_tokens,
+        config.mock_speedup or 1.0,
+        config.mock_itl_ms / 1000,
+    )
+    return replace(profile, start_s=start_s)
+
+
 @asynccontextmanager
 async def running_cluster(
-    config: UpConfig, tell: Callable[[str], None], config_file: str = ""
+    config: UpConfig, tell: Callable[[str], None], config_file: str = "", planner: ServiceConfig | None = None
 ) -> AsyncIterator[Cluster]:
-    """Start the processes; stop them and remove what they left when the block ends.
+    """Start the processes; stop them and remove what they left when the block ends. With `planner` one of them is it.
 
     After a failure the logs stay, if the run directory is ours: its place is in the error's text.
     """
     run_dir = make_run_dir(config.run_dir)
     discovery = open_discovery(f"file:{run_dir / 'discovery'}")
     supervisor = Supervisor(run_dir / "logs", tell)
-    cluster = Cluster(config, run_dir, supervisor, discovery)
+    crew = Crew(supervisor, lambda role, name: worker_spec(config, role, name, run_dir), config.drain_timeout_s, tell)
+    cluster = Cluster(config, run_dir, supervisor, discovery, crew, tell)
+    following = asyncio.create_task(crew.follow(discovery), name="follow workers")
     keep = False
     try:
+        for name, role in first_workers(config).items():
+            crew.adopt(name, role)
         for spec in process_specs(config, run_dir, config_file):
             supervisor.start(spec)
-        yield cluster
+        async with control_socket(crew, run_dir) as cluster.control:
+            if planner is not None:
+                cluster.planner_record = record_file_of(planner, run_dir)
+                supervisor.start(planner_spec(config, planner, run_dir, cluster.control), cluster.on_planner_lost)
+            yield cluster
     except ConfigError:  # its text says it all
         raise
     except MeshError:
@@ -218,6 +309,8 @@ async def running_cluster(
         try:
             await cluster.stop()
         finally:  # also after a second Ctrl-C, which cancels the polite stop
+            following.cancel()
+            await crew.close()
             await supervisor.kill_all()
             await discovery.close()
             if not config.run_dir and not keep:

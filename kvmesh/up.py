@@ -4,19 +4,24 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Sequence
 
 from rich.console import Console
 
 from kvmesh.cluster import Cluster, UpConfig, running_cluster
 from mesh.config import config_path, load
 from mesh.lifecycle import run
+from planner.config import ServiceConfig
 from protocol.errors import ConfigError
+
+PLANNER_FLAG = "--planner-"
 
 
 def main(argv: list[str]) -> int:
+    own, for_planner = split_flags(argv)
     config = load(
         UpConfig,
-        argv,
+        own,
         os.environ,
         prefix="KVMESH_UP_",
         prog="kvmesh up",
@@ -24,11 +29,55 @@ def main(argv: list[str]) -> int:
         section="up",
     )
     console = Console(highlight=False)
-    config_file = config_path(argv, os.environ, "KVMESH_UP_")
-    return run(lambda stop: up(config, stop, console, config_file))
+    config_file = config_path(own, os.environ, "KVMESH_UP_")
+    planner = planner_config(config, for_planner, config_file)
+    return run(lambda stop: up(config, stop, console, config_file, planner))
 
 
-async def up(config: UpConfig, stop: asyncio.Event, console: Console, config_file: str = "") -> None:
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those of `up`, and those of its planner: `--planner-ttft-slo-s 1` is that one's `--ttft-slo-s 1`."""
+    own: list[str] = []
+    others: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        no, flag = ("--no-", word.replace("--no-", "--", 1)) if word.startswith("--no-planner-") else ("--", word)
+        if not flag.startswith(PLANNER_FLAG):
+            own.append(word)
+            continue
+        others.append(no + flag.removeprefix(PLANNER_FLAG))
+        if "=" not in word and words and not words[0].startswith("--"):
+            others.append(words.pop(0))
+    return own, others
+
+
+def planner_config(config: UpConfig, argv: Sequence[str], config_file: str) -> ServiceConfig | None:
+    """None if there is to be no planner. Raises ConfigError."""
+    if not config.planner:
+        if argv:
+            raise ConfigError(f"{PLANNER_FLAG}{argv[0].removeprefix('--')} without a planner", hint="add --planner")
+        return None
+    if config.aggregated:
+        raise ConfigError("a planner scales prefill and decode workers", hint="leave --aggregated out")
+    file_flags = ["--config", config_file] if config_file else []
+    return load(
+        ServiceConfig,
+        [*file_flags, *argv],
+        {"KVMESH_PLANNER_CONNECTOR": "local", **os.environ},
+        prefix="KVMESH_PLANNER_",
+        prog="kvmesh up --planner",
+        section="planner",
+        foreign=("KVMESH_PLANNER_EXPLAIN_",),
+    )
+
+
+async def up(
+    config: UpConfig,
+    stop: asyncio.Event,
+    console: Console,
+    config_file: str = "",
+    planner: ServiceConfig | None = None,
+) -> None:
     started = time.monotonic()
 
     def tell(line: str) -> None:
@@ -37,7 +86,7 @@ async def up(config: UpConfig, stop: asyncio.Event, console: Console, config_fil
     check_counts(config)
     parts = {"prefill": config.prefill, "decode": config.decode, "aggregated": config.aggregated}
     tell("starting a frontend and " + ", ".join(f"{n} {role}" for role, n in parts.items() if n) + " workers")
-    async with running_cluster(config, tell, config_file) as cluster:
+    async with running_cluster(config, tell, config_file, planner) as cluster:
         ready = asyncio.create_task(cluster.until_ready(tell), name="wait until ready")
         stopping = asyncio.create_task(stop.wait(), name="wait for Ctrl-C")
         failing = asyncio.create_task(cluster.supervisor.failed.wait(), name="wait for a failure")
@@ -66,6 +115,7 @@ def check_counts(config: UpConfig) -> None:
 def show_how_to_use(cluster: Cluster, console: Console) -> None:
     messages = [{"role": "user", "content": "Tell me a story."}]
     body = {"model": cluster.model, "stream": True, "max_tokens": 200, "messages": messages}
+    explain = f"\n  planner  kvmesh planner explain --changes --record-file {cluster.planner_record}"
     console.print(
         f"""
 [bold green]The mesh is up.[/bold green]  Ctrl-C stops it.
@@ -80,7 +130,8 @@ def show_how_to_use(cluster: Cluster, console: Console) -> None:
 
   logs     {cluster.run_dir}/logs
   workers  join it with --discovery file:{cluster.run_dir}/discovery
-  metrics  {cluster.url}/metrics
+  control  curl --unix-socket {cluster.control.removeprefix("unix:")} http://localhost/workers
+  metrics  {cluster.url}/metrics{explain if cluster.planner_record else ""}
 """,
         soft_wrap=True,
         markup=True,

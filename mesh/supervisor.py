@@ -45,13 +45,23 @@ class Supervisor:
     def __init__(self, log_dir: Path | None, tell: Callable[[str], None] = lambda line: None) -> None:
         self._log_dir = log_dir
         self._tell = tell
+        self._specs: dict[str, ProcessSpec] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, asyncio.subprocess.Process] = {}
+        self._ending: set[str] = set()  # they had a SIGTERM: another would tell them to hurry
         self.failed = asyncio.Event()
         self.failure: MeshError | None = None
 
-    def start(self, spec: ProcessSpec) -> None:
-        self._keepers[spec.name] = asyncio.create_task(self._keep(spec), name=f"keep {spec.name}")
+    def start(self, spec: ProcessSpec, on_failure: Callable[[MeshError], None] | None = None) -> None:
+        """Keep it running. `on_failure` is called if that is given up; without it, `failed` is set."""
+        self._specs[spec.name] = spec
+        keep = self._keep(spec.name, on_failure or self.fail)
+        self._keepers[spec.name] = asyncio.create_task(keep, name=f"keep {spec.name}")
+
+    def respecify(self, spec: ProcessSpec) -> None:
+        """From the next time on that it has to be started anew."""
+        if spec.name in self._specs:
+            self._specs[spec.name] = spec
 
     def pid(self, name: str) -> int | None:
         process = self._running.get(name)
@@ -79,6 +89,9 @@ class Supervisor:
         if keepers:
             await asyncio.wait(keepers)
         await asyncio.gather(*(self._end(name, timeout_s) for name in names))
+        for name in names:
+            if name not in self._keepers:
+                self._specs.pop(name, None)
 
     async def stop_all(self, timeout_s: float) -> None:
         await self.stop(list(self._keepers | self._running), timeout_s)
@@ -101,38 +114,46 @@ class Supervisor:
         process = self._running.get(name)
         if process is None:
             return
-        with suppress(ProcessLookupError):
-            process.terminate()
+        if name not in self._ending:
+            self._ending.add(name)
+            with suppress(ProcessLookupError):
+                process.terminate()
         try:
             await asyncio.wait_for(process.wait(), timeout_s)
         except TimeoutError:
             self._tell(f"{name} does not end: killed")
-            process.kill()
+            with suppress(ProcessLookupError):
+                process.kill()
             await process.wait()
-        self._running.pop(name, None)
+        self._ending.discard(name)
+        if self._running.get(name) is process:
+            del self._running[name]
 
-    async def _keep(self, spec: ProcessSpec) -> None:
+    def fail(self, failure: MeshError) -> None:
+        """One of those that are needed does not run: whoever waits for `failed` is told."""
+        self.failure = failure
+        self.failed.set()
+
+    async def _keep(self, name: str, give_up: Callable[[MeshError], None]) -> None:
         """Run one process for as long as it can be run. Cancelled by `stop`, which then ends the process."""
         clock = asyncio.get_running_loop().time
         run_times_s: list[float] = []
         while True:
             started = clock()
             try:
-                process = await self._spawn(spec)
+                process = await self._spawn(self._specs[name])
             except OSError as error:
-                self.failure = EngineError(f"{spec.name} cannot be started: {error}")
-                self.failed.set()
+                give_up(EngineError(f"{name} cannot be started: {error}"))
                 return
             code = await process.wait()
-            self._running.pop(spec.name, None)
+            self._running.pop(name, None)
             run_times_s = [*run_times_s[-MAX_QUICK_EXITS:], clock() - started]
             delay = restart_delay_s(run_times_s)
             if delay is None or code == EXIT_BAD_SETTINGS:
                 kind = ConfigError if code == EXIT_BAD_SETTINGS else EngineError
-                self.failure = kind(f"{spec.name} does not run:\n{self.log_tail(spec.name)}")
-                self.failed.set()
+                give_up(kind(f"{name} does not run:\n{self.log_tail(name)}"))
                 return
-            self._tell(f"{spec.name} ended with {describe_exit(code)}, starting it anew")
+            self._tell(f"{name} ended with {describe_exit(code)}, starting it anew")
             await asyncio.sleep(delay)
 
     async def _spawn(self, spec: ProcessSpec) -> asyncio.subprocess.Process:

@@ -20,7 +20,7 @@ from protocol.ids import BlockHash, SequenceHash
 CHAIN_SEED = 1337
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _PAIR = Struct("<QQ")
-_TIER_MARK = 0x9E37_79B9_7F4A_7C15  # odd, so that marks of different tiers differ
+TIER_MARK = 0x9E37_79B9_7F4A_7C15  # odd, so that marks of different tiers differ
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview | array[int]"  # whatever gives its memory; numpy arrays do too
 
@@ -116,7 +116,7 @@ def digest_term(sequence_hash: int, tier: int = 0) -> int:
 
     A digest is the sum of these mod 2**64: it does not depend on the order, and taking away is subtracting.
     """
-    return mix64((sequence_hash + (tier + 1) * _TIER_MARK) & _U64)
+    return mix64((sequence_hash + (tier + 1) * TIER_MARK) & _U64)
 
 
 def _integers(buffer: Buffer, size: int, code: Literal["I", "Q"]) -> memoryview:

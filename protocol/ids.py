@@ -5,7 +5,7 @@ import time
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
-WorkerId = NewType("WorkerId", str)  # an engine process; new on every start
+WorkerId = NewType("WorkerId", str)  # an engine in a process; new on every start, and when it changes its role
 BlockHash = NewType("BlockHash", int)  # u64, the tokens of one block alone
 SequenceHash = NewType("SequenceHash", int)  # u64, a block and all blocks before it
 EngineHash = NewType("EngineHash", int)  # u64, what an engine calls a block in its KV events

@@ -128,6 +128,7 @@ class GenerateRequest(Message, frozen=True):
     guide: Guide | None = None
     offer_kv: bool = False  # prefill leg: keep the prompt's blocks and answer with a ticket
     ticket: Ticket | None = None  # decode leg: fetch these blocks first
+    dp_rank: int = 0  # of the worker, where it has several
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -184,8 +185,9 @@ class WorkerCard(Message, frozen=True):
     max_num_seqs: int = 64
     kv_events: str = ""  # tcp://host:port (ZMQ) or nats://host:port/subject; "" if the worker publishes none
     kv_replay: str = ""  # ZMQ alone
+    rank_kv_events: tuple[tuple[str, str], ...] = ()  # (kv_events, kv_replay) of data-parallel ranks 1, 2, ...
     transfer: str = ""  # backend that can move its KV; prefill and decode must agree
-    dp_size: int = 1
+    dp_size: int = 1  # total_blocks, max_num_seqs: of each rank
     capacity: float = 1.0  # speed against the other workers of its role: one of 2.0 is given twice the work
     pid: int = 0
     metrics_url: str = ""
@@ -303,6 +305,7 @@ class EmbedRequest(Message, frozen=True):
     prompt: bytes  # u32 little endian, see pack_tokens
     lora: str | None = None
     cache_salt: str | None = None
+    dp_rank: int = 0
 
 
 class Embedding(Message, frozen=True):
@@ -327,6 +330,7 @@ class ControlAction(StrEnum):
     LOAD_LORA = "load_lora"  # arguments: name, path
     UNLOAD_LORA = "unload_lora"  # arguments: name
     LIST_LORAS = "list_loras"
+    SET_ROLE = "set_role"  # arguments: role; the worker leaves and comes back under another id, its cache kept
 
 
 class Control(Message, frozen=True):
@@ -339,6 +343,13 @@ class Control(Message, frozen=True):
 class ControlReply(Message, frozen=True):
     detail: str = ""  # what was done, for people
     loras: tuple[str, ...] = ()  # names of the adapters that are there now
+    worker_id: WorkerId | None = None  # set_role: under which it is in the mesh now
+
+
+class KvRank(Message, frozen=True):
+    """Asks `kv_snapshot` and `kv_digest` for one data-parallel rank; None asks for the first."""
+
+    dp_rank: int = 0
 
 
 class KvSnapshot(Message, frozen=True):

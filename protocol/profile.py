@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -46,6 +46,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     device: str  # as the engine or the data sheet names it
     mapping: str = "tp1"  # e.g. tp4, tep8, dep16
     gpus: Annotated[int, Meta(ge=0)] = 1  # that one worker takes; 0: none, it runs on CPUs
+    dp_size: Annotated[int, Meta(ge=1)] = 1  # ranks: each computes a prompt; ttft_s is with all of them at it
     provider: str = "measured"  # measured, polynomial, roofline, aiconfigurator
     notes: str = ""  # how it was obtained: versions, seeds, dates
     prefill: PrefillTable | None = None  # None: this mapping was not looked at as a prefill worker
@@ -60,15 +61,17 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Linear between the points and, by the nearest two, beyond them; never below 0. 0 for no token."""
         if self.prefill is None or isl_tokens <= 0:
             return 0.0
-        return max(0.0, _along(self.prefill.isl_tokens, self.prefill.ttft_s, isl_tokens, clamp=False))
+        return max(0.0, _Place.of(self.prefill.isl_tokens, isl_tokens).in_row(self.prefill.ttft_s))
 
     def decode_s(self, kv_tokens: float, context_tokens: float) -> float:
         """Bilinear; outside the measured range the value at its edge."""
         if self.decode is None:
             return 0.0
         table = self.decode
-        at_context = [_along(table.context_tokens, row, context_tokens, clamp=True) for row in table.itl_s]
-        return _along(table.kv_tokens, at_context, kv_tokens, clamp=True)
+        kv = _Place.within(table.kv_tokens, kv_tokens)
+        context = _Place.within(table.context_tokens, context_tokens)
+        low, high = context.in_row(table.itl_s[kv.left]), context.in_row(table.itl_s[kv.right])
+        return low + kv.share * (high - low)
 
 
 def read_profile(path: Path) -> Profile:
@@ -101,12 +104,25 @@ def check_profile(profile: Profile, where: str) -> None:
             raise ConfigError(f"{where}: {name} does not increase")
 
 
-def _along(axis: Sequence[int], values: Sequence[float], at: float, *, clamp: bool) -> float:
-    if len(axis) == 1:
-        return values[0]
-    if clamp:
-        at = min(max(at, axis[0]), axis[-1])
-    right = min(max(bisect_right(axis, at), 1), len(axis) - 1)
-    low, high = axis[right - 1], axis[right]
-    share = (at - low) / (high - low)
-    return values[right - 1] + share * (values[right] - values[right - 1])
+class _Place(NamedTuple):
+    """Between two points of an axis: `share` of the way from `left` to `right`, beyond them below 0 or above 1."""
+
+    left: int
+    right: int
+    share: float
+
+    @classmethod
+    def of(cls, axis: Sequence[int], at: float) -> "_Place":
+        if len(axis) == 1:
+            return cls(0, 0, 0.0)
+        right = min(max(bisect_right(axis, at), 1), len(axis) - 1)
+        low, high = axis[right - 1], axis[right]
+        return cls(right - 1, right, (at - low) / (high - low))
+
+    @classmethod
+    def within(cls, axis: Sequence[int], at: float) -> "_Place":
+        """The nearest point of the axis for what is beyond it."""
+        return cls.of(axis, min(max(at, axis[0]), axis[-1]))
+
+    def in_row(self, values: Sequence[float]) -> float:
+        return values[self.left] + self.share * (values[self.right] - values[self.left])

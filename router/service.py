@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Protocol
 
 from kvevents.subscriber import KvEventSubscriber
@@ -21,6 +22,7 @@ from protocol.events import Digest
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
     KvDigest,
+    KvRank,
     KvSnapshot,
     Placed,
     Progress,
@@ -287,7 +289,8 @@ class LocalRouter:
             return "none"
         if card.worker_id in self._unfollowed:
             return "broken"
-        return "live" if self._subscriber.is_live(card.worker_id) else "recovering"
+        ranks = range(1 + min(len(card.rank_kv_events), card.dp_size - 1))
+        return "live" if all(self._subscriber.is_live(card.worker_id, rank) for rank in ranks) else "recovering"
 
     def card(self, address: str = "", http_url: str = "") -> RouterCard:
         """`address`: where placements are asked for; "": nowhere."""
@@ -391,15 +394,18 @@ class LocalRouter:
             self._follow_events(card)
 
     def _follow_events(self, card: WorkerCard) -> None:
-        source = KvSource(
-            worker_id=card.worker_id,
-            endpoint=card.kv_events,
-            replay_endpoint=card.kv_replay,
-            snapshot=lambda: self._snapshot(card),
-            digest=lambda: self._digest(card),
-        )
+        endpoints = ((card.kv_events, card.kv_replay), *card.rank_kv_events)[: card.dp_size]
         try:
-            self._subscriber.add(source)
+            for dp_rank, (live, replay) in enumerate(endpoints):
+                source = KvSource(
+                    worker_id=card.worker_id,
+                    endpoint=live,
+                    replay_endpoint=replay,
+                    dp_rank=dp_rank,
+                    snapshot=partial(self._snapshot, card, dp_rank),
+                    digest=partial(self._digest, card, dp_rank),
+                )
+                self._subscriber.add(source)
         except ConfigError as error:  # one bad card must not end the router; it places there by load alone
             self._unfollowed.add(card.worker_id)
             log.warning("the KV events of worker %s are not followed: %s", card.worker_id, error)
@@ -410,17 +416,19 @@ class LocalRouter:
         self.state.remove_worker(worker_id, time.monotonic())
         self._on_change()
 
-    async def _snapshot(self, card: WorkerCard) -> Snapshot:
+    async def _snapshot(self, card: WorkerCard, dp_rank: int) -> Snapshot:
         """What a worker's cache holds, asked for when its event ring does not reach back far enough."""
         seq, payloads = -1, list[bytes]()
-        async with self._plane.open(card.address, "kv_snapshot", None, SNAPSHOT_TIMEOUT_S) as stream:
+        rank = KvRank(dp_rank=dp_rank)
+        async with self._plane.open(card.address, "kv_snapshot", rank, SNAPSHOT_TIMEOUT_S) as stream:
             async for part in stream.messages(KvSnapshot):
                 seq = part.seq
                 payloads.append(part.payload)
         return Snapshot(seq, payloads)
 
-    async def _digest(self, card: WorkerCard) -> KvDigest:
-        return await self._plane.ask(card.address, "kv_digest", None, KvDigest, SNAPSHOT_TIMEOUT_S)
+    async def _digest(self, card: WorkerCard, dp_rank: int) -> KvDigest:
+        rank = KvRank(dp_rank=dp_rank)
+        return await self._plane.ask(card.address, "kv_digest", rank, KvDigest, SNAPSHOT_TIMEOUT_S)
 
 
 class KvSink:

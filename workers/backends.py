@@ -1,13 +1,21 @@
 """From settings to an engine. Each backend is imported only when it is asked for."""
 
+from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvcache.transfer.backend import TransferBackend, choose_backend, open_backend
 from protocol.errors import ConfigError
+from protocol.profile import read_profile
+from protocol.timing import pull_s_per_token
 from workers.config import WorkerConfig
 from workers.engine import Engine
 from workers.executor import Executor
+from workers.ranks import RankedEngine
 from workers.step_engine import StepEngine, StepEngineConfig
+
+if TYPE_CHECKING:
+    from workers.mock_engine.vocabulary import Vocabulary
 
 
 def open_engine(config: WorkerConfig) -> Engine:
@@ -39,7 +47,12 @@ def open_engine(config: WorkerConfig) -> Engine:
         offer_lease_s=config.offer_lease_s,
         pull_timeout_s=config.pull_timeout_s,
     )
-    return StepEngine(_open_executor(config), _open_transfer(config), step_config)
+    if config.dp_size == 1:
+        return StepEngine(_open_executor(config), _open_transfer(config), step_config)
+    if config.engine != "mock":
+        raise ConfigError("--dp-size is for the mock engine", hint="start a worker for each rank instead")
+    ranks = [StepEngine(_open_executor(config), _open_transfer(config), step_config) for _ in range(config.dp_size)]
+    return RankedEngine(ranks)
 
 
 def served_name(config: WorkerConfig) -> str:
@@ -57,16 +70,7 @@ def adapter_names(config: WorkerConfig) -> tuple[str, ...]:
 
 def _open_executor(config: WorkerConfig) -> Executor:
     if config.engine == "mock":
-        from workers.mock_engine.executor import MockExecutor
-        from workers.mock_engine.vocabulary import read_vocabulary
-
-        return MockExecutor(
-            block_size=config.block_size,
-            vocabulary=read_vocabulary(Path(config.model_path)),
-            speedup=config.mock_speedup,
-            itl_ms=config.mock_itl_ms,
-            loras=adapter_names(config),
-        )
+        return _open_mock(config)
     if config.loras:
         raise ConfigError("the torch engine serves no adapters", hint="leave --loras out, or set --engine mock")
     try:
@@ -84,6 +88,36 @@ def _open_executor(config: WorkerConfig) -> Executor:
         num_threads=config.num_threads,
         random_weights=config.random_weights,
     )
+
+
+def _open_mock(config: WorkerConfig) -> Executor:
+    from workers.mock_engine.executor import MockExecutor, missing_tables
+
+    profile = read_profile(Path(config.mock_profile)) if config.mock_profile else None
+    if missing := missing_tables(profile, config.role):
+        raise ConfigError(
+            f"the profile {config.mock_profile} has no {' and no '.join(missing)} table, "
+            f"a worker in the role {config.role.value} needs it",
+            hint="measure it with `kvmesh profile`, or give another --mock-profile",
+        )
+    return MockExecutor(
+        block_size=config.block_size,
+        vocabulary=_vocabulary(Path(config.model_path).resolve()),
+        speedup=config.mock_speedup,
+        itl_ms=config.mock_itl_ms,
+        profile=profile,
+        pull_s_per_token=pull_s_per_token(profile, config.mock_kv_bandwidth_gbps, config.mock_speedup),
+        start_s=config.mock_start_s,
+        loras=adapter_names(config),
+    )
+
+
+@lru_cache(1)
+def _vocabulary(folder: Path) -> "Vocabulary":
+    """Many workers in one process have one model."""
+    from workers.mock_engine.vocabulary import read_vocabulary
+
+    return read_vocabulary(folder)
 
 
 def _open_transfer(config: WorkerConfig) -> TransferBackend:

@@ -35,6 +35,18 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mock_itl_ms: Annotated[float, Meta(ge=0, description="mock: fixed time of a step that decodes; 0: as modelled")] = (
         0.0
     )
+    mock_profile: Annotated[
+        str,
+        Meta(description="mock: file of `kvmesh profile` by which steps are timed; default: a fit to a real engine"),
+    ] = ""
+    mock_kv_bandwidth_gbps: Annotated[
+        float, Meta(ge=0, description="mock: gigabytes of KV per second that a pull brings at most; 0: no limit")
+    ] = 0.0
+    mock_start_s: Annotated[float, Meta(ge=0, description="mock: time to load, before it joins the mesh")] = 0.0
+    dp_size: Annotated[int, Meta(ge=1, le=64, description="mock: data-parallel ranks, each with its own cache")] = 1
+    count: Annotated[
+        int, Meta(ge=1, le=1024, description="mock: workers in this process, called <name>-0, <name>-1, ...")
+    ] = 1
     loras: Annotated[str, Meta(description="adapters, comma-separated: vllm, sglang: name=path; mock: names")] = ""
     attach_url: Annotated[str, Meta(description="attach: the server's, http://host:port")] = ""
     attach_kv_events: Annotated[str, Meta(description="attach: its KV events, tcp://host:port; empty: ask it")] = ""

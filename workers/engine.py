@@ -9,7 +9,17 @@ from typing import Protocol, runtime_checkable
 
 from protocol.events import Digest, KvEvent
 from protocol.ids import WorkerId
-from protocol.messages import Control, ControlReply, Delta, Embedding, EmbedRequest, Feature, GenerateRequest, KvLayout
+from protocol.messages import (
+    Control,
+    ControlReply,
+    Delta,
+    Embedding,
+    EmbedRequest,
+    Feature,
+    GenerateRequest,
+    KvLayout,
+    Role,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +36,8 @@ class EngineInfo:
     transfer: str  # name of the KV transfer backend, "" if it has none
     features: tuple[Feature, ...] = ()
     loras: tuple[str, ...] = ()
-    dp_size: int = 1
+    dp_size: int = 1  # total_blocks, max_num_seqs: of each rank
+    roles: tuple[Role, ...] = ()  # between which it can change while it runs, if it is Turnable
     serves: bool = True  # else it computes for another node's worker, and the mesh does not hear of it
     tells_events: bool = True  # of its KV cache; else routers guess what it holds
 
@@ -39,6 +50,7 @@ class EngineLoad:
     cached_blocks: int  # hold a prefix, evictable
     total_blocks: int
     offers: int  # standing KV offers
+    queued_tokens: int | None = None  # of prompts, still to compute; None: the engine does not say
 
 
 class Engine(Protocol):
@@ -78,6 +90,22 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Abort what runs and free everything. A second call does nothing."""
+
+
+@runtime_checkable
+class Ranked(Protocol):
+    """An engine of several data-parallel ranks, each of which tells events of its own."""
+
+    @property
+    def ranks(self) -> Sequence[Engine]: ...
+
+
+@runtime_checkable
+class Turnable(Protocol):
+    """An engine whose worker can go from one role to another, of those in its EngineInfo, and keep its cache."""
+
+    def rename(self, worker_id: WorkerId) -> None:
+        """It is called so from now on. Offers that stand, and later ones, keep the name that it started with."""
 
 
 @runtime_checkable

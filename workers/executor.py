@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvcache.memory import KvRegion
-from protocol.messages import Feature, KvLayout, SamplingParams, TokenLogprob
+from protocol.messages import Feature, KvLayout, Role, SamplingParams, TokenLogprob
 from workers.guides import Guides, Matcher
 
 
@@ -24,6 +24,8 @@ class ModelInfo:
     loras: tuple[str, ...] = ()
     guides: Guides | None = None  # None: it cannot be held to a guide
     pace: "Pace | None" = None  # None: a step takes the time that it takes, in a thread
+    start_s: float = 0.0  # it takes so much longer until the engine is ready
+    roles: tuple[Role, ...] = tuple(Role)  # that it can have
 
 
 @dataclass(slots=True)
@@ -64,6 +66,12 @@ class Pace(Protocol):
     """Of an executor that computes next to nothing: its steps run on the event loop, and end when this returns."""
 
     async def keep(self, rows: Sequence[Row]) -> None: ...
+
+    def rest(self) -> None:
+        """There is nothing to compute until the next step begins."""
+
+    def pull_s(self, num_tokens: int) -> float:
+        """The least time that the KV of so many tokens takes to come from a prefill worker."""
 
 
 class Executor(Protocol):

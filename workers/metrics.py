@@ -1,4 +1,4 @@
-"""All metrics of a worker. Label values come from closed sets: never a request id."""
+"""All metrics of a worker. Label values come from small sets: never a request id."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -15,8 +15,13 @@ PULL_SECONDS = Histogram(
     ["backend"],
     buckets=(1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3),
 )
-RUNNING = Gauge("kvmesh_worker_running_requests", "Requests in the batch.")
-WAITING = Gauge("kvmesh_worker_waiting_requests", "Requests that wait for a place.")
-USED_BLOCKS = Gauge("kvmesh_worker_used_blocks", "KV blocks held by requests and offers.")
-CACHED_BLOCKS = Gauge("kvmesh_worker_cached_blocks", "KV blocks that hold a reusable prefix and no request.")
-OFFERS = Gauge("kvmesh_worker_kv_offers", "KV offers that wait for a decode worker.")
+TURNS = Counter("kvmesh_worker_role_changes_total", "Times a worker of this process has changed its role.", ["role"])
+# By name of the worker: one process may host many, and these say how each of them is. All else is their sum.
+RUNNING = Gauge("kvmesh_worker_running_requests", "Requests in the batch.", ["worker"])
+WAITING = Gauge("kvmesh_worker_waiting_requests", "Requests that wait for a place.", ["worker"])
+QUEUED_TOKENS = Gauge("kvmesh_worker_queued_tokens", "Prompt tokens that are still to compute.", ["worker"])
+USED_BLOCKS = Gauge("kvmesh_worker_used_blocks", "KV blocks held by requests and offers.", ["worker"])
+CACHED_BLOCKS = Gauge(
+    "kvmesh_worker_cached_blocks", "KV blocks that hold a reusable prefix and no request.", ["worker"]
+)
+OFFERS = Gauge("kvmesh_worker_kv_offers", "KV offers that wait for a decode worker.", ["worker"])

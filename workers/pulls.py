@@ -35,12 +35,19 @@ class Pulls:
     before the transfer has let go of them."""
 
     def __init__(
-        self, transfer: TransferBackend | None, scheduler: Scheduler, timeout_s: float, wake: Callable[[], None]
+        self,
+        transfer: TransferBackend | None,
+        scheduler: Scheduler,
+        timeout_s: float,
+        wake: Callable[[], None],
+        least_s: Callable[[int], float] | None = None,
     ) -> None:
+        """`least_s`: the shortest time that a pull of so many tokens is to take."""
         self._transfer = transfer
         self._scheduler = scheduler
         self._timeout_s = timeout_s
         self._wake = wake  # the scheduler has something new to plan
+        self._least_s = least_s
         self._waited_for: dict[RequestId, _Running] = {}
         self._running: set[_Running] = set()  # those given up included
         self._reports: dict[RequestId, PullReport] = {}
@@ -79,7 +86,14 @@ class Pulls:
         assert ticket is not None
         if self._transfer is None:
             raise TransferError("this worker has no KV transfer", hint="start it with --kv-transfer")
-        return await self._transfer.fetch(ticket, pull.skip, pull.into)
+        if self._least_s is None:
+            return await self._transfer.fetch(ticket, pull.skip, pull.into)
+        missing = ticket.num_tokens - pull.skip * self._scheduler.pool.block_size
+        due_s = time.monotonic() + self._least_s(missing)
+        num_bytes = await self._transfer.fetch(ticket, pull.skip, pull.into)
+        if (rest_s := due_s - time.monotonic()) > 0:
+            await asyncio.sleep(rest_s)
+        return num_bytes
 
     def _on_timeout(self, request_id: RequestId) -> None:
         if (running := self._waited_for.get(request_id)) is not None:

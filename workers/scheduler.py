@@ -5,11 +5,12 @@ sequence that decodes, the rest for prompts, in chunks where they do not fit. Se
 first served; when blocks run out the youngest is preempted and computes again later what is not cached.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvcache.pool import BlockPool, PoolExhaustedError
 from protocol.errors import ContextLengthError, InvalidRequestError, MeshError
@@ -39,14 +40,23 @@ class Limits:
     max_waiting: int = 4096
 
 
+class Tokens(Protocol):
+    """A list of token ids, or what stands for one where the ids matter to nobody."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> Sequence[int]: ...
+    def append(self, token_id: int, /) -> None: ...
+    def extend(self, token_ids: Sequence[int], /) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class SequenceState:
     """One request on its way. Positions < num_computed have their KV in `table`."""
 
     request: GenerateRequest
-    prompt: list[int]
+    prompt: Sequence[int]
     output: list[int]
-    tokens: list[int]  # prompt + output
+    tokens: Tokens  # prompt + output
     stop_ids: frozenset[int]
     seed: int  # of the block hashes
     table: list[int] = field(default_factory=list)
@@ -70,6 +80,17 @@ class SequenceState:
         """Tokens whose KV is still to compute before the next one can be sampled; >= 1."""
         return len(self.tokens) - self.num_computed
 
+    def extend_hashes(self, count: int, block_size: int) -> None:
+        """Know the names of the first `count` blocks, or more."""
+        known = len(self.hashes)
+        if count > known:
+            blocks = block_hashes(self.tokens[known * block_size : count * block_size], block_size, self.seed)
+            self.hashes += extend_chain(self.hashes[-1] if known else None, blocks)
+
+    def block_tokens(self, number: int, block_size: int) -> Sequence[int]:
+        """What a full block holds."""
+        return self.tokens[number * block_size : (number + 1) * block_size]
+
 
 @dataclass(frozen=True, slots=True)
 class Pull:
@@ -85,6 +106,23 @@ class Step:
     rows: list[Row] = field(default_factory=list)
     sequences: list[SequenceState] = field(default_factory=list)  # of the rows
     pulls: list[Pull] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRun:
+    """Steps in which each of `sequences` gets one token and nothing else happens, but for blocks filled and taken.
+
+    It stands until the scheduler is told anything else.
+    """
+
+    sequences: tuple[SequenceState, ...]
+    steps: int  # at most; >= 1
+    held_blocks: int  # entries of their block tables, before the first step
+    growth: tuple[int, ...]  # steps, counted from 0, that take one more block each before they begin; in order
+
+    def blocks_at(self, step: int) -> int:
+        """Entries of the block tables while that step is computed."""
+        return self.held_blocks + bisect_right(self.growth, step)
 
 
 class Output(NamedTuple):
@@ -106,6 +144,7 @@ class Scheduler:
         self._waiting: deque[SequenceState] = deque()
         self._running: list[SequenceState] = []  # oldest first; those that pull included
         self._known: dict[RequestId, SequenceState] = {}
+        self.num_preempted = 0  # how often blocks were taken from a sequence for an older one
 
     @property
     def num_running(self) -> int:
@@ -115,6 +154,15 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def queued_tokens(self) -> int:
+        """Of prompts, still to compute, as far as is known: what one that waits will find cached is not.
+
+        Prompts that will be pulled do not count.
+        """
+        running = sum(s.num_missing for s in self._running if s.num_missing > 1 and not s.pulling)
+        return running + sum(s.num_missing for s in self._waiting if s.request.ticket is None or s.pulled)
+
     def add(self, request: GenerateRequest, guide: Matcher | None = None) -> None:
         """Queue a request. Raises InvalidRequestError if it can never run here.
 
@@ -122,13 +170,13 @@ class Scheduler:
         """
         prompt = unpack_tokens(request.prompt)
         output = list(request.generated)
-        self._check_size(len(prompt), len(output), request.stop.max_tokens)
+        self.check_size(len(prompt), len(output), request.stop.max_tokens)
         self._check_tokens(prompt, output)
         self._check_rules(request.sampling)
         stop_ids = frozenset(request.stop.stop_token_ids)
         if guide is not None or not request.stop.ignore_eos:  # a guide allows the end only where it is one
             stop_ids |= self._eos
-        self._queue(
+        self.queue(
             SequenceState(
                 request=request,
                 prompt=prompt,
@@ -156,7 +204,7 @@ class Scheduler:
             lora=request.lora,
             cache_salt=request.cache_salt,
         )
-        self._queue(
+        self.queue(
             SequenceState(
                 request=stands_for,
                 prompt=prompt,
@@ -168,13 +216,15 @@ class Scheduler:
             )
         )
 
-    def _queue(self, sequence: SequenceState) -> None:
+    def queue(self, sequence: SequenceState) -> None:
+        """Queue what was made into a sequence, and checked, elsewhere. Raises InvalidRequestError if it is here already."""
         if sequence.request_id in self._known:
             raise InvalidRequestError(f"request {sequence.request_id} runs here already")
         self._known[sequence.request_id] = sequence
         self._waiting.append(sequence)
 
-    def _check_size(self, isl_tokens: int, num_generated: int, max_tokens: int) -> None:
+    def check_size(self, isl_tokens: int, num_generated: int, max_tokens: int) -> None:
+        """Raises InvalidRequestError for what can never run here, whatever its tokens are."""
         if isl_tokens == 0:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         if max_tokens <= num_generated:
@@ -281,6 +331,99 @@ class Scheduler:
                 outputs.append(Output(sequence.request_id, vector=result.vector))
         return outputs
 
+    def plan_run(self) -> DecodeRun | None:
+        """Steps that `plan` and `complete` would go through with nothing but tokens to tell, or None.
+
+        Nobody is admitted, ends, is preempted or has a prompt to compute in them, and no stop token can come.
+        """
+        sequences = [sequence for sequence in self._running if not sequence.pulling]
+        if not 0 < len(sequences) <= self._limits.max_step_tokens or not all(map(self._is_steady, sequences)):
+            return None
+        steps = min(map(self._tokens_left, sequences)) - 1  # the last one ends somebody
+        if steps > 0 and self._could_admit(len(sequences)):
+            head = self._waiting[0]
+            if self._fits(head):
+                return None
+            steps = min(steps, *map(self._steps_to_commit, sequences))  # which may be what it waits for
+        if steps > 0 and (growth := self._growth(sequences, steps)) is not None:
+            return growth
+        return None
+
+    def complete_run(
+        self, run: DecodeRun, steps: int, draw: Callable[[SequenceState, int], tuple[int, ...]]
+    ) -> list[Output]:
+        """As if `steps` of the run had been planned and completed, with one delta each for all of them.
+
+        `steps`: from 1 to `run.steps`. `draw(sequence, n)`: its next n tokens.
+        """
+        size = self.pool.block_size
+        happenings: list[tuple[int, int, int, SequenceState]] = []  # (when, order, computed then, sequence)
+        outputs: list[Output] = []
+        for order, sequence in enumerate(run.sequences):
+            start = sequence.num_computed
+            grows = range(len(sequence.table) * size - start, steps, size)  # before those steps, counted from 0
+            fills = range(size - start % size, steps + 1, size)  # after so many steps
+            happenings += [(2 * step, order, 0, sequence) for step in grows]
+            happenings += [(2 * step - 1, order, start + step, sequence) for step in fills]
+            drawn = draw(sequence, steps)
+            sequence.output.extend(drawn)
+            sequence.tokens.extend(drawn)
+            cached = None if sequence.told_cached else sequence.cached_tokens
+            sequence.told_cached = True
+            outputs.append(Output(sequence.request_id, Delta(token_ids=drawn, cached_tokens=cached)))
+        happenings.sort()
+        computed_at_end = [sequence.num_computed + steps for sequence in run.sequences]
+        for _, _, num_computed, sequence in happenings:
+            if num_computed:
+                sequence.num_computed = num_computed
+                self._commit_full_blocks(sequence)
+            else:
+                sequence.table += self.pool.allocate(1)
+        for sequence, num_computed in zip(run.sequences, computed_at_end, strict=True):
+            sequence.num_computed = num_computed
+        return outputs
+
+    def _is_steady(self, sequence: SequenceState) -> bool:
+        """It decodes, and goes on until it has all its tokens."""
+        request = sequence.request
+        return (
+            sequence.num_missing == 1
+            and bool(sequence.table)
+            and sequence.told_cached  # its first token is told by itself
+            and sequence.num_computed // self.pool.block_size == sequence.num_committed
+            and not (sequence.stop_ids or sequence.embed or request.offer_kv)
+            and sequence.guide is None
+            and request.sampling.top_logprobs is None
+        )
+
+    def _tokens_left(self, sequence: SequenceState) -> int:
+        return min(
+            sequence.request.stop.max_tokens - len(sequence.output), self._limits.context_tokens - len(sequence.tokens)
+        )
+
+    def _could_admit(self, num_decoding: int) -> bool:
+        """There is somebody to admit, a seat, and budget."""
+        has_room = len(self._running) < self._limits.max_num_seqs and num_decoding < self._limits.max_step_tokens
+        return bool(self._waiting) and has_room
+
+    def _steps_to_commit(self, sequence: SequenceState) -> int:
+        """Until its next block is full."""
+        return self.pool.block_size - sequence.num_computed % self.pool.block_size
+
+    def _growth(self, sequences: Sequence[SequenceState], most_steps: int) -> DecodeRun | None:
+        """The run of those, as far as the blocks go. None if they do not go a step."""
+        size = self.pool.block_size
+        growth: list[int] = []
+        for sequence in sequences:
+            growth.extend(range(len(sequence.table) * size - sequence.num_computed, most_steps, size))
+        growth.sort()
+        room = self.pool.available_blocks
+        steps = growth[room] if len(growth) > room else most_steps  # before that step somebody is preempted
+        if steps == 0:
+            return None
+        held_blocks = sum([len(sequence.table) for sequence in sequences])
+        return DecodeRun(tuple(sequences), steps, held_blocks, tuple(growth[: bisect_left(growth, steps)]))
+
     def pull_ended(self, sequence: SequenceState, *, arrived: bool) -> None:
         """The blocks of a pull hold the KV of all tokens but the last, or (not `arrived`) must be computed."""
         sequence.pulling = False
@@ -321,21 +464,26 @@ class Scheduler:
         The last token is always computed, its logits are needed: a prompt that is cached whole is matched up
         to the block before.
         """
-        block_size = self.pool.block_size
-        matchable = (len(sequence.tokens) - 1) // block_size
-        self._extend_hashes(sequence, matchable)
-        matched = self.pool.match(sequence.hashes[:matchable])
-        try:
-            fresh = self.pool.allocate(self._blocks_for(len(sequence.tokens)) - len(matched))
-        except PoolExhaustedError:
-            self.pool.release(matched)
+        if not self._fits(sequence):
             return False
+        block_size = self.pool.block_size
+        matched = self.pool.match(self._matchable(sequence))
+        fresh = self.pool.allocate(self._blocks_for(len(sequence.tokens)) - len(matched))
         sequence.table = matched + fresh
         sequence.num_computed = len(matched) * block_size
         sequence.num_committed = len(matched)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, len(sequence.prompt))
         return True
+
+    def _matchable(self, sequence: SequenceState) -> Sequence[SequenceHash]:
+        count = (len(sequence.tokens) - 1) // self.pool.block_size
+        sequence.extend_hashes(count, self.pool.block_size)
+        return sequence.hashes[:count]
+
+    def _fits(self, sequence: SequenceState) -> bool:
+        """Whether a waiting sequence could be admitted. To ask changes nothing, not even what is evicted first."""
+        return self.pool.has_room(self._matchable(sequence), self._blocks_for(len(sequence.tokens)))
 
     def _reserve(self, sequence: SequenceState, count: int, step: Step) -> bool:
         """Make room for `count` more tokens, at the cost of the youngest if need be."""
@@ -363,6 +511,7 @@ class Scheduler:
         self._running.remove(sequence)
         self._free(sequence)
         self._waiting.appendleft(sequence)
+        self.num_preempted += 1
 
     def _add_row(self, step: Step, sequence: SequenceState, count: int) -> None:
         start, tokens, request = sequence.num_computed, sequence.tokens, sequence.request
@@ -438,24 +587,17 @@ class Scheduler:
         num_full = sequence.num_computed // block_size
         if num_full <= sequence.num_committed:
             return
-        self._extend_hashes(sequence, num_full)
+        sequence.extend_hashes(num_full, block_size)
         for i in range(sequence.num_committed, num_full):
             sequence.table[i] = self.pool.commit(
                 sequence.table[i],
                 sequence.hashes[i],
                 sequence.table[i - 1] if i else None,
-                sequence.tokens[i * block_size : (i + 1) * block_size],
+                sequence.block_tokens(i, block_size),
                 lora=sequence.request.lora,
                 salt=sequence.request.cache_salt,
             )
         sequence.num_committed = num_full
-
-    def _extend_hashes(self, sequence: SequenceState, count: int) -> None:
-        known = len(sequence.hashes)
-        if count > known:
-            block_size = self.pool.block_size
-            blocks = block_hashes(sequence.tokens[known * block_size : count * block_size], block_size, sequence.seed)
-            sequence.hashes += extend_chain(sequence.hashes[-1] if known else None, blocks)
 
     def _free(self, sequence: SequenceState) -> None:
         self.pool.release(sequence.table)

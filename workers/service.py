@@ -1,120 +1,174 @@
-"""Run one worker: its engine, the calls it answers, its KV events and its place in the mesh."""
+"""Run the workers of a process: each has an engine, calls that it answers, KV events and a place in the mesh."""
 
 import asyncio
 import logging
-import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
 
 from kvevents.batches import in_parts
 from kvevents.formats import encode_payload
-from kvevents.transport import Publisher, open_publisher
-from mesh.discovery import Registration, open_discovery
+from mesh.discovery import Discovery, open_discovery
+from mesh.http.files import make_room_for_files
 from mesh.lifecycle import settle, watch_parent
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import request_context, serve_metrics
-from protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
-from protocol.ids import WorkerId, new_worker_id
+from protocol.errors import ConfigError, DrainingError, EngineError, InvalidRequestError, MeshError
 from protocol.messages import (
     Control,
+    ControlAction,
     EmbedRequest,
     GenerateRequest,
     KvDigest,
+    KvRank,
     KvSnapshot,
     ReleaseOffer,
     Role,
-    WorkerCard,
     decode,
     encode,
 )
 from workers.backends import open_engine
 from workers.config import WorkerConfig
-from workers.engine import Controllable, Engine, EngineInfo
-from workers.metrics import CACHED_BLOCKS, OFFERS, REQUESTS, RUNNING, USED_BLOCKS, WAITING
+from workers.engine import Controllable, Engine, EngineInfo, Ranked
+from workers.membership import Membership, worker_name
+from workers.metrics import CACHED_BLOCKS, OFFERS, QUEUED_TOKENS, REQUESTS, RUNNING, USED_BLOCKS, WAITING
+from workers.turning import Place, Turning, offers_taken, role_asked_for
 
 log = logging.getLogger(__name__)
 
 HEALTH_CHECK_S = 1.0
+FILES_PER_WORKER = 24  # 7 of its own, the rest for connections of frontends and followers of its events
+
+
+class Host:
+    """What the workers of a process share."""
+
+    def __init__(self, discovery: Discovery, metrics_url: str, num_workers: int) -> None:
+        self.discovery = discovery
+        self.metrics_url = metrics_url
+        self._starting = num_workers
+
+    def on_ready(self) -> None:
+        self._starting -= 1
+        if self._starting == 0:
+            settle()
 
 
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     """Work until `stop` is set, then leave the mesh and finish what is in flight.
 
-    Raises EngineError if the engine dies: a supervisor starts the worker anew.
+    Raises EngineError if an engine dies, in an ExceptionGroup where there are several workers: a supervisor starts
+    the process anew.
     """
     watch_parent(stop)
-    name = config.name or config.role.value
-    worker_id = new_worker_id(name)
+    configs = configs_of(config)
     async with AsyncExitStack() as cleanup:
         metrics_url, close_metrics = serve_metrics(
             config.host, config.metrics_port, advertise_host=config.advertise_host
         )
         cleanup.push_async_callback(asyncio.to_thread, close_metrics)
-        engine = open_engine(config)
-        publisher = open_publisher(
-            config.kv_events_transport,
-            worker_id,
-            bind=f"tcp://{config.host}:*",
-            advertise_host=config.advertise_host,
-            nats_url=config.nats_url,
-        )
-        cleanup.push_async_callback(publisher.close)
-        worker = Worker(config.role, engine, publisher)
-        server = PlaneServer(worker.handlers(), max_calls=config.max_calls, always={"release"})
-        cleanup.push_async_callback(server.close)
-        address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
-        cleanup.push_async_callback(engine.stop)
-        info = await engine.start(worker_id, address)
-        worker.info = info
-        engine.on_kv_events(publisher.publish)
-        observe_load(engine)
         discovery = open_discovery(config.discovery)
         cleanup.push_async_callback(discovery.close)
+        host = Host(discovery, metrics_url, len(configs))
+        if len(configs) == 1:
+            await serve_one(configs[0], host, stop)
+            return
+        make_room_for_files(FILES_PER_WORKER * len(configs) + 256)
+        async with asyncio.TaskGroup() as workers:
+            for one in configs:
+                workers.create_task(serve_one(one, host, stop), name=f"worker {one.name}")
 
-        async def register(info: EngineInfo) -> Registration:
-            card = make_card(name, worker_id, config, info, address, publisher, metrics_url)
-            return await discovery.put(f"workers/{worker_id}", encode(card))
 
-        registration = await register(info) if info.serves else None
-        worker.on_info = register
-        settle()
-        log.info("ready", extra={"worker": worker_id, "address": address, "model": info.model, "kv": info.transfer})
-        await until_stopped(stop, engine)
+def configs_of(config: WorkerConfig) -> list[WorkerConfig]:
+    """One for each worker of this process. Raises ConfigError if there cannot be several."""
+    if config.count == 1:
+        return [config]
+    if config.engine != "mock":
+        raise ConfigError("--count is for the mock engine", hint="start a process for each worker")
+    name = worker_name(config)
+    # An agent of NIXL for each worker would cost several threads and tens of megabytes.
+    transfer: Literal["nixl", "shm"] = "nixl" if config.kv_transfer == "nixl" else "shm"
+    return [
+        msgspec.structs.replace(
+            config, count=1, name=f"{name}-{i}", port=config.port and config.port + i, kv_transfer=transfer
+        )
+        for i in range(config.count)
+    ]
+
+
+async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> None:
+    async with AsyncExitStack() as cleanup:
+        engine = open_engine(config)
+        membership = Membership(config, engine, host.discovery, host.metrics_url)
+        cleanup.push_async_callback(membership.close)
+        worker = Worker(engine, membership, config.drain_timeout_s)
+        server = PlaneServer(worker.handlers(), max_calls=config.max_calls, always={"release"})
+        cleanup.push_async_callback(server.close)
+        membership.address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
+        cleanup.push_async_callback(engine.stop)
+        info = await unless_stopped(engine.start(membership.worker_id, membership.address), stop)
+        if info is None:
+            log.info("stopped before it was ready")
+            return
+        worker.info = info
+        membership.follow_caches()
+        observe_load(worker_name(config), engine)
+        cleanup.push_async_callback(membership.leave)
+        await membership.join(info)
+        host.on_ready()
+        log.info(
+            "ready",
+            extra={
+                "worker": membership.worker_id, "address": membership.address, "model": info.model, "kv": info.transfer
+            },
+        )  # fmt: skip
+        await until_stopped(stop, engine, worker.turning)
         log.info("draining")
-        if registration is not None:
-            await registration.withdraw()
+        await worker.turning.end()
+        await membership.leave()
         deadline = asyncio.get_running_loop().time() + config.drain_timeout_s
         if cut_off := await server.drain(config.drain_timeout_s):
             log.warning("stopped with %d calls unanswered after %.1f s", cut_off, config.drain_timeout_s)
         await offers_taken(engine, deadline)
 
 
-async def until_stopped(stop: asyncio.Event, engine: Engine) -> None:
+async def unless_stopped(starting: Coroutine[None, None, EngineInfo], stop: asyncio.Event) -> EngineInfo | None:
+    """None if `stop` was set before the engine was ready: its start is given up."""
+    start = asyncio.create_task(starting, name="start the engine")
+    stopped = asyncio.create_task(stop.wait(), name="wait for the stop")
+    try:
+        await asyncio.wait([start, stopped], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        if not start.done():
+            start.cancel()
+            await asyncio.wait([start])
+    return None if start.cancelled() else start.result()
+
+
+async def until_stopped(stop: asyncio.Event, engine: Engine, turning: Turning) -> None:
     while not stop.is_set():
         engine.check_health()
+        turning.check_health()
         try:
             await asyncio.wait_for(stop.wait(), HEALTH_CHECK_S)
         except TimeoutError:
             continue
 
 
-async def offers_taken(engine: Engine, deadline: float) -> None:
-    """A prefill worker that leaves while decode workers still fetch from it would make them compute again."""
-    while engine.load().offers and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)  # once in the life of a worker: not worth an event in the seam
-
-
 class Worker:
     """The calls a worker answers."""
 
-    def __init__(self, role: Role, engine: Engine, publisher: Publisher) -> None:
-        self._role = role
+    def __init__(self, engine: Engine, place: Place, drain_timeout_s: float = 0.0) -> None:
         self._engine = engine
-        self._publisher = publisher
+        self._place = place
+        self._ranks = engine.ranks if isinstance(engine, Ranked) else [engine]
+        self.turning = Turning(engine, place, drain_timeout_s)
         self.info: EngineInfo | None = None
-        self.on_info: Callable[[EngineInfo], Awaitable[object]] = _nobody_told
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -128,7 +182,7 @@ class Worker:
 
     async def generate(self, call: Call) -> None:
         request = decode(call.body, GenerateRequest)
-        with request_context(request.request_id), counted():
+        with request_context(request.request_id), counted(self.turning.requests):
             self._check_roles(request)
             async with aclosing(self._engine.generate(request)) as deltas:
                 async for delta in deltas:
@@ -136,7 +190,7 @@ class Worker:
 
     async def embed(self, call: Call) -> None:
         request = decode(call.body, EmbedRequest)
-        with request_context(request.request_id), counted():
+        with request_context(request.request_id), counted(self.turning.requests):
             self._check_model(request.model)
             await call.send(await self._engine.embed(request))
 
@@ -146,52 +200,75 @@ class Worker:
 
     async def kv_snapshot(self, call: Call) -> None:
         """One message per part; `seq` is the same in all: parts are cut before anything else can be published."""
-        events = self._engine.kv_snapshot()
-        seq, ts = self._publisher.last_seq, time.time()
-        payloads = await asyncio.to_thread(lambda: [encode_payload(part, ts, 0) for part in in_parts(events)])
+        rank = self._rank_asked_for(call)
+        events = self._ranks[rank].kv_snapshot()
+        seq, ts = self._place.publishers[rank].last_seq, time.time()
+        payloads = await asyncio.to_thread(lambda: [encode_payload(part, ts, rank) for part in in_parts(events)])
         for payload in payloads:
             await call.send(KvSnapshot(seq=seq, payload=payload))
 
     async def kv_digest(self, call: Call) -> None:
         """Of exactly what was published up to `seq`: between these two lines nothing can be."""
-        digest = self._engine.kv_digest()
-        await call.send(KvDigest(seq=self._publisher.last_seq, blocks=digest.blocks, value=digest.value))
+        rank = self._rank_asked_for(call)
+        digest = self._ranks[rank].kv_digest()
+        seq = self._place.publishers[rank].last_seq
+        await call.send(KvDigest(seq=seq, blocks=digest.blocks, value=digest.value))
 
     async def control(self, call: Call) -> None:
         request = decode(call.body, Control)
-        if self.info is None:
-            raise DrainingError("this worker is still starting")
+        info = self._info()
+        if request.action is ControlAction.SET_ROLE:
+            await call.send(await self.turning.set_role(role_asked_for(request.arguments), self._info))
+            return
         if not isinstance(self._engine, Controllable):
             raise InvalidRequestError(f"this worker's engine cannot {request.action.value}", hint="vLLM's can")
         reply = await self._engine.control(request)
         log.info("control", extra={"action": request.action.value, "detail": reply.detail})
-        if reply.loras != self.info.loras:
-            self.info = replace(self.info, loras=reply.loras)
-            await self.on_info(self.info)
+        if reply.loras != info.loras:
+            self.info = replace(info, loras=reply.loras)
+            await self._place.join(self.info)
         await call.send(reply)
 
-    def _check_model(self, model: str) -> None:
+    def _info(self) -> EngineInfo:
         if self.info is None:
             raise DrainingError("this worker is still starting")
-        if model != self.info.model:
+        return self.info
+
+    def _rank_asked_for(self, call: Call) -> int:
+        rank = 0 if call.body == _NONE else decode(call.body, KvRank).dp_rank
+        if not 0 <= rank < len(self._ranks):
+            raise InvalidRequestError(f"there is no rank {rank} here", hint=f"there are {len(self._ranks)}, from 0")
+        return rank
+
+    def _check_model(self, model: str) -> None:
+        info = self._info()
+        if self.turning.to is not None:
+            raise DrainingError(f"this worker is becoming a {self.turning.to.value} worker")
+        if model != info.model:
             raise InvalidRequestError(f"model {model!r} is not served here", hint="route by the worker's card")
 
     def _check_roles(self, request: GenerateRequest) -> None:
         self._check_model(request.model)
-        if request.offer_kv and self._role is Role.DECODE:
+        role = self._place.role
+        if role is not (Role.DECODE if request.offer_kv else Role.PREFILL):
+            return
+        if self.turning.count:  # who asks has not heard of it yet
+            raise DrainingError(f"this worker has become a {role.value} worker")
+        if role is Role.DECODE:
             raise InvalidRequestError("a decode worker offers no KV", hint="send prefill legs to prefill workers")
-        if self._role is Role.PREFILL and not request.offer_kv:
-            raise InvalidRequestError("a prefill worker only prefills", hint="send the request to a decode worker")
+        raise InvalidRequestError("a prefill worker only prefills", hint="send the request to a decode worker")
 
 
-async def _nobody_told(info: EngineInfo) -> None:
-    """Before the worker has joined the mesh."""
+_NONE = encode(None)
 
 
 @contextmanager
-def counted() -> Iterator[None]:
-    """One request ends here, in whatever way."""
+def counted(running: set[asyncio.Task[Any]]) -> Iterator[None]:
+    """One request ends here, in whatever way. Until then its task is among those `running`."""
     outcome = "cancelled"
+    task = asyncio.current_task()
+    assert task is not None
+    running.add(task)
     try:
         yield
         outcome = "ok"
@@ -204,46 +281,16 @@ def counted() -> Iterator[None]:
         outcome = "internal"
         raise
     finally:
+        running.discard(task)
         REQUESTS.labels(outcome).inc()
 
 
-def make_card(
-    name: str,
-    worker_id: WorkerId,
-    config: WorkerConfig,
-    info: EngineInfo,
-    address: str,
-    publisher: Publisher,
-    metrics_url: str,
-) -> WorkerCard:
-    return WorkerCard(
-        worker_id=worker_id,
-        name=name,
-        role=config.role,
-        model=info.model,
-        model_path=info.model_path,
-        address=address,
-        block_size=info.block_size,
-        total_blocks=info.total_blocks,
-        context_tokens=info.context_tokens,
-        max_num_seqs=info.max_num_seqs,
-        kv_events=publisher.endpoint if info.tells_events else "",
-        kv_replay=publisher.replay_endpoint if info.tells_events else "",
-        transfer=info.transfer,
-        dp_size=info.dp_size,
-        pid=os.getpid(),
-        metrics_url=metrics_url,
-        features=info.features,
-        loras=info.loras,
-        tool_parser=config.tool_parser,
-        reasoning_parser=config.reasoning_parser,
-    )
-
-
-def observe_load(engine: Engine) -> None:
+def observe_load(name: str, engine: Engine) -> None:
     """The gauges read the engine when they are scraped, and cost nothing otherwise."""
-    RUNNING.set_function(lambda: engine.load().running)
-    WAITING.set_function(lambda: engine.load().waiting)
-    USED_BLOCKS.set_function(lambda: engine.load().used_blocks)
-    CACHED_BLOCKS.set_function(lambda: engine.load().cached_blocks)
-    OFFERS.set_function(lambda: engine.load().offers)
+    RUNNING.labels(name).set_function(lambda: engine.load().running)
+    WAITING.labels(name).set_function(lambda: engine.load().waiting)
+    USED_BLOCKS.labels(name).set_function(lambda: engine.load().used_blocks)
+    CACHED_BLOCKS.labels(name).set_function(lambda: engine.load().cached_blocks)
+    OFFERS.labels(name).set_function(lambda: engine.load().offers)
+    if engine.load().queued_tokens is not None:
+        QUEUED_TOKENS.labels(name).set_function(lambda: engine.load().queued_tokens or 0)

@@ -68,6 +68,7 @@ class StepEngine:
         loop = asyncio.get_running_loop()
         self._worker_id = worker_id
         model: ModelInfo = await loop.run_in_executor(self._thread, self._executor.load)
+        await asyncio.sleep(model.start_s)
         self._guides, self._pace = model.guides, model.pace
         num_blocks = self._config.num_blocks
         memory = None if self._transfer is None else self._transfer.allocate(num_blocks * model.layout.block_bytes)
@@ -78,7 +79,10 @@ class StepEngine:
         limits = Limits(self._config.max_num_seqs, self._config.max_step_tokens, model.context_tokens, model.vocab_size)
         self._pool = BlockPool(num_blocks, model.layout.block_size)
         self._scheduler = Scheduler(self._pool, limits, model.eos_token_ids)
-        self._pulls = Pulls(self._transfer, self._scheduler, self._config.pull_timeout_s, self._wake.set)
+        least_s = None if model.pace is None else model.pace.pull_s
+        self._pulls = Pulls(self._transfer, self._scheduler, self._config.pull_timeout_s, self._wake.set, least_s)
+        if model.pace is not None:
+            self._thread.shutdown(wait=False)  # its work is done
         self._loop_task = asyncio.create_task(self._run(), name="engine steps")
         self._info = EngineInfo(
             model=self._config.model,
@@ -91,6 +95,7 @@ class StepEngine:
             transfer="" if self._transfer is None else self._transfer.name,
             features=model.features if model.guides is None else (*model.features, Feature.GUIDED),
             loras=model.loras,
+            roles=model.roles,
         )
         return self._info
 
@@ -152,6 +157,9 @@ class StepEngine:
         self._publish_events()
         return self._pool.digest
 
+    def rename(self, worker_id: WorkerId) -> None:
+        self._worker_id = worker_id
+
     def load(self) -> EngineLoad:
         return EngineLoad(
             running=self._scheduler.num_running,
@@ -160,6 +168,7 @@ class StepEngine:
             cached_blocks=self._pool.cached_blocks,
             total_blocks=self._pool.num_blocks,
             offers=len(self._offers),
+            queued_tokens=self._scheduler.queued_tokens,
         )
 
     def check_health(self) -> None:
@@ -212,6 +221,8 @@ class StepEngine:
                 for pull in step.pulls:
                     self._pulls.start(pull)
                 if not step.rows:
+                    if self._pace is not None:
+                        self._pace.rest()
                     self._wake.clear()
                     self._publish_events()
                     await self._wake.wait()

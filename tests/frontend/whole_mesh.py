@@ -15,16 +15,15 @@ import httpx
 from frontend.config import FrontendConfig
 from frontend.service import serve
 from kvcache.transfer.shm import ShmBackend
-from kvevents.publisher import KvEventPublisher
 from mesh.discovery import open_discovery
 from mesh.plane.server import PlaneServer
-from protocol.ids import new_worker_id
-from protocol.messages import FrontendCard, Role, decode, encode
+from protocol.messages import FrontendCard, Role, decode
 from router.config import RouterConfig
 from workers.config import WorkerConfig
+from workers.membership import Membership
 from workers.mock_engine.executor import MockExecutor
 from workers.mock_engine.vocabulary import read_vocabulary
-from workers.service import Worker, make_card
+from workers.service import Worker
 from workers.step_engine import StepEngine, StepEngineConfig
 
 MODEL = "tiny"
@@ -89,7 +88,7 @@ async def _frontend(place: str) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def _worker(name: str, role: Role, place: str, model_path: Path, context_tokens: int) -> AsyncIterator[None]:
-    config = WorkerConfig(engine="mock", role=role, model_path=str(model_path), model=MODEL, **PARSERS)
+    config = WorkerConfig(name=name, engine="mock", role=role, model_path=str(model_path), model=MODEL, **PARSERS)
     executor = MockExecutor(
         block_size=config.block_size,
         vocabulary=read_vocabulary(model_path),
@@ -106,21 +105,21 @@ async def _worker(name: str, role: Role, place: str, model_path: Path, context_t
         offer_lease_s=1.0,
         pull_timeout_s=1.0,
     )
-    engine, publisher, discovery = StepEngine(executor, ShmBackend(), limits), KvEventPublisher(), open_discovery(place)
-    worker, worker_id = Worker(role, engine, publisher), new_worker_id(name)
+    engine, discovery = StepEngine(executor, ShmBackend(), limits), open_discovery(place)
+    membership = Membership(config, engine, discovery, "")
+    worker = Worker(engine, membership)
     server = PlaneServer(worker.handlers())
-    address = await server.start(LOOPBACK, 0)
+    membership.address = await server.start(LOOPBACK, 0)
     try:
-        worker.info = await engine.start(worker_id, address)
-        engine.on_kv_events(publisher.publish)
-        card = make_card(name, worker_id, config, worker.info, address, publisher, "")
-        await discovery.put(f"workers/{worker_id}", encode(card))
+        worker.info = await engine.start(membership.worker_id, membership.address)
+        membership.follow_caches()
+        await membership.join(worker.info)
         yield
     finally:
         await discovery.close()
         await engine.stop()
         await server.close()
-        await publisher.close()
+        await membership.close()
 
 
 async def _until_ready(url: str) -> None:

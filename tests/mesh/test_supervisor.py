@@ -239,3 +239,35 @@ async def test_stopping_one_leaves_the_others(watched: Watched) -> None:
     await watched.supervisor.stop(["a"], 1)
     assert list(watched.supervisor.pids()) == ["b"]
     assert watched.supervisor.pid("a") is None
+
+
+async def test_who_is_asked_to_end_twice_gets_one_signal(watched: Watched) -> None:
+    """A second one would tell it to hurry, and cut off what it still answers."""
+    code = "import signal, time; signal.signal(15, lambda *a: print('told', flush=True)); print('up', flush=True); "
+    watched.start(code + "time.sleep(0.3); time.sleep(0.3)")
+    await watched.up()
+    await asyncio.gather(watched.supervisor.stop(["p"], 5), watched.supervisor.stop_all(5))
+    assert watched.supervisor.log_tail("p").count("told") == 1
+    assert watched.supervisor.pids() == {}
+
+
+# --- while it runs ------------------------------------------------------------------------------------
+
+
+async def test_started_anew_it_runs_as_it_was_respecified(watched: Watched) -> None:
+    watched.start(FOREVER)
+    first = await watched.up()
+    watched.supervisor.respecify(ProcessSpec("p", ["-c", "print('changed', flush=True); " + FOREVER]))
+    watched.supervisor.respecify(ProcessSpec("nobody", ["-c", FOREVER]))
+    os.kill(first, signal.SIGKILL)
+    await watched.up(times=2)
+    assert "changed" in watched.supervisor.log_tail("p")
+    assert list(watched.supervisor.pids()) == ["p"]
+
+
+async def test_the_failure_of_one_that_is_not_needed_is_told_to_who_started_it(watched: Watched) -> None:
+    failures: list[Exception] = []
+    watched.supervisor.start(ProcessSpec("extra", ["-c", "import sys; sys.exit(2)"]), failures.append)
+    await until(lambda: bool(failures))
+    assert isinstance(failures[0], ConfigError)
+    assert not watched.supervisor.failed.is_set()

@@ -756,6 +756,19 @@ async def test_what_the_ring_has_lost_comes_as_a_snapshot_in_parts(world: World)
     await publisher.close()
 
 
+async def test_each_rank_of_a_worker_is_followed_by_itself(world: World) -> None:
+    publishers = [KvEventPublisher(dp_rank=rank) for rank in range(2)]
+    router = await world.start_router("r")
+    first, second = ((one.endpoint, one.replay_endpoint) for one in publishers)
+    await world.add(card("d1", dp_size=2, kv_events=first[0], kv_replay=first[1], rank_kv_events=(second,)))
+    publishers[1].publish(stored(4))
+    await until(lambda: blocks(router) == 4)
+    hashes = pack_hashes(sequence_hashes(TOKENS, BLOCK))
+    assert set(router.state.overlaps("m", hashes, time.monotonic())) == {Holder(DECODE_1, 1)}
+    for publisher in publishers:
+        await publisher.close()
+
+
 async def test_events_that_cannot_be_followed_do_not_keep_a_worker_out(world: World) -> None:
     await world.start_router("r")
     await world.add(card("d1", kv_events="nonsense", kv_replay="nonsense"))

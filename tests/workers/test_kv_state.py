@@ -7,7 +7,8 @@ from kvcache.pool import BlockPool
 from kvevents.formats import decode_payload
 from protocol.events import Digest, KvEvent, Stored
 from protocol.hashing import sequence_hashes
-from protocol.messages import KvDigest, KvSnapshot, Role
+from protocol.messages import KvDigest, KvSnapshot, Role, encode
+from tests.support.place import FakePlace
 from workers.service import Worker
 
 
@@ -48,6 +49,7 @@ class Engine:
 
 class Call:
     def __init__(self) -> None:
+        self.body = encode(None)
         self.sent: list[Any] = []
 
     async def send(self, message: object) -> None:
@@ -63,7 +65,7 @@ async def ask(handler: Callable[..., Any]) -> list[Any]:
 async def test_digest_and_snapshot_are_of_the_batch_they_name() -> None:
     publisher = Publisher()
     engine = Engine(publisher.published.append)
-    handlers = Worker(Role.DECODE, engine, publisher).handlers()  # type: ignore[arg-type]
+    handlers = Worker(engine, FakePlace(Role.DECODE, publisher)).handlers()  # type: ignore[arg-type]
     assert await ask(handlers["kv_digest"]) == [KvDigest(seq=-1, blocks=0, value=0)]
     for step in range(3):
         engine.store(step, step)
@@ -83,5 +85,5 @@ async def test_a_snapshot_says_when_it_was_taken() -> None:
     publisher = Publisher()
     engine = Engine(publisher.published.append)
     engine.store(1, 1)
-    (snapshot,) = await ask(Worker(Role.DECODE, engine, publisher).kv_snapshot)  # type: ignore[arg-type]
+    (snapshot,) = await ask(Worker(engine, FakePlace(Role.DECODE, publisher)).kv_snapshot)  # type: ignore[arg-type]
     assert decode_payload(snapshot.payload).ts > 1e9

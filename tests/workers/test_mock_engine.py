@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,12 +15,16 @@ from hypothesis import strategies as st
 
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError, EngineError
-from protocol.messages import SamplingParams
+from protocol.messages import Role, SamplingParams
+from protocol.profile import DecodeTable, PrefillTable, Profile
+from protocol.timing import PolynomialTiming, Timing, pull_s_per_token
+from workers.backends import open_engine
+from workers.config import WorkerConfig
 from workers.executor import Row, Sampled
 from workers.mock_engine.alarm import Alarm
 from workers.mock_engine.answers import mock_token, mock_vector
 from workers.mock_engine.executor import MockExecutor
-from workers.mock_engine.pace import MockPace, decode_ms, prefill_ms
+from workers.mock_engine.pace import MockPace
 from workers.mock_engine.vocabulary import Vocabulary, read_vocabulary
 
 BLOCK = 4
@@ -152,8 +157,18 @@ class Clock:
         self.now_s = due_s
 
 
-def pace(clock: Clock, speedup: float, itl_ms: float = 0.0) -> MockPace:
-    return MockPace(speedup, itl_ms, clock.wait_until, num_blocks=64, clock=clock)
+class PlainTiming:
+    """10 ms and 1 ms a token for prompts; 1 s a sequence and 1 ms a token held for a step that decodes."""
+
+    def prefill_s(self, new_tokens: int) -> float:
+        return 0.010 + 0.001 * new_tokens
+
+    def decode_s(self, sequences: int, kv_tokens: int) -> float:
+        return sequences + 0.001 * kv_tokens
+
+
+def pace(clock: Clock, timing: Timing | None, itl_ms: float = 0.0) -> MockPace:
+    return MockPace(timing, itl_ms, clock.wait_until, block_size=BLOCK, clock=clock)
 
 
 DECODES = [row([7], 6, [0, 1])]
@@ -162,7 +177,7 @@ PREFILLS = [row(PROMPT, 0, [0, 1])]
 
 async def test_steps_end_on_a_schedule_whatever_comes_between_them() -> None:
     clock = Clock()
-    kept = pace(clock, 0, 5.0)
+    kept = pace(clock, None, 5.0)
     ends = []
     for work_ms in (0.0, 0.1, 3.0, 4.9, 0.5):
         clock.now_s += work_ms / 1000
@@ -174,27 +189,85 @@ async def test_steps_end_on_a_schedule_whatever_comes_between_them() -> None:
 @pytest.mark.parametrize("rest_s", [0.006, 10.0])
 async def test_after_a_rest_of_more_than_a_step_the_schedule_begins_anew(rest_s: float) -> None:
     clock = Clock()
-    kept = pace(clock, 0, 5.0)
+    kept = pace(clock, None, 5.0)
     await kept.keep(DECODES)
     clock.now_s += rest_s
     await kept.keep(DECODES)
     assert clock.now_s == pytest.approx(100.010 + rest_s)
 
 
+async def test_a_step_after_a_rest_takes_its_whole_time_however_short_the_rest_was() -> None:
+    clock = Clock()
+    kept = pace(clock, None, 5.0)
+    await kept.keep(DECODES)
+    kept.rest()
+    clock.now_s += 0.001
+    await kept.keep(DECODES)
+    assert clock.now_s == pytest.approx(100.011)
+
+
 def test_a_fixed_pace_leaves_prompts_as_modelled() -> None:
-    assert pace(Clock(), 0, 5.0).step_s(PREFILLS) == 0
-    assert pace(Clock(), 2, 5.0).step_s(PREFILLS + DECODES) * 1000 == pytest.approx(prefill_ms(6) / 2 + 5)
+    assert pace(Clock(), None, 5.0).step_s(PREFILLS) == 0
+    assert pace(Clock(), PlainTiming(), 5.0).step_s(PREFILLS + DECODES) == pytest.approx(0.016 + 0.005)
 
 
-def test_the_model_of_a_step_counts_new_tokens_and_the_share_of_the_cache() -> None:
-    assert pace(Clock(), 1).step_s(PREFILLS + DECODES) * 1000 == pytest.approx(prefill_ms(6) + decode_ms(4 / 64))
-    assert pace(Clock(), 4).step_s(DECODES) * 1000 == pytest.approx(decode_ms(2 / 64) / 4)
+def test_a_step_takes_what_the_timing_says_of_its_new_tokens_and_of_the_blocks_that_are_held() -> None:
+    assert pace(Clock(), PlainTiming()).step_s(PREFILLS) == pytest.approx(0.016)
+    assert pace(Clock(), PlainTiming()).step_s(DECODES) == pytest.approx(1 + 0.001 * 2 * BLOCK)
+    assert pace(Clock(), PlainTiming()).step_s(PREFILLS + DECODES) == pytest.approx(0.016 + 1 + 0.001 * 4 * BLOCK)
+
+
+def profile(**fields: Any) -> Profile:
+    tables = {
+        "prefill": PrefillTable(isl_tokens=[10, 20], ttft_s=[0.5, 1.0]),
+        "decode": DecodeTable(kv_tokens=[1, 9], context_tokens=[4, 8], itl_s=[[1.0, 1.0], [3.0, 3.0]]),
+    }
+    return Profile(**{"model": "m", "engine": "e", "device": "d", "total_kv_tokens": 99, **tables, **fields})
+
+
+@pytest.mark.parametrize("speedup", [1.0, 4.0])
+def test_an_executor_is_timed_by_its_profile_or_else_by_the_published_fit(speedup: float) -> None:
+    pace = ready(speedup=speedup, profile=profile()).load().pace
+    assert isinstance(pace, MockPace)
+    assert pace.step_s(PREFILLS) == pytest.approx(0.3 / speedup)
+    assert pace.step_s(DECODES) == pytest.approx(2.75 / speedup)
+    pace = ready(64, speedup=speedup).load().pace
+    assert isinstance(pace, MockPace)
+    assert pace.step_s(DECODES) == PolynomialTiming(64 * BLOCK, speedup).decode_s(1, 2 * BLOCK)
+    assert ready(speedup=0, profile=profile()).load().pace.step_s(PREFILLS + DECODES) == 0  # type: ignore[union-attr]
+
+
+def test_a_profile_says_which_roles_there_are_tables_for() -> None:
+    assert ready(profile=profile()).load().roles == tuple(Role)
+    assert ready(profile=profile(prefill=None)).load().roles == (Role.DECODE,)
+    assert ready(profile=profile(decode=None)).load().roles == (Role.PREFILL,)
+
+
+def test_a_profile_without_the_table_of_the_role_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(msgspec.json.encode(profile(prefill=None)))
+    settings = {"engine": "mock", "model_path": str(CHECKPOINT_DIR), "kv_transfer": "shm", "mock_profile": str(path)}
+    for role in (Role.PREFILL, Role.AGGREGATED):
+        with pytest.raises(ConfigError, match=r"profile\.json has no prefill table.*role " + role.value):
+            open_engine(WorkerConfig(role=role, **settings))
+    with pytest.raises(ConfigError, match="no profile at"):
+        open_engine(WorkerConfig(role=Role.DECODE, **{**settings, "mock_profile": str(tmp_path / "none")}))
+
+
+def test_kv_comes_at_the_bandwidth_that_is_set() -> None:
+    model_8b = pull_s_per_token(None, 64.0) * 1000  # 131 MB
+    assert model_8b == pytest.approx(131_072_000 / 64e9)
+    assert pull_s_per_token(profile(kv_bytes_per_token=64), 0.001, speedup=2) == pytest.approx(64 / 1e6 / 2)
+    assert pull_s_per_token(profile(), 0.0) == pull_s_per_token(profile(), 64.0, speedup=0) == 0
+    pace = ready(pull_s_per_token=0.25).load().pace
+    assert pace is not None
+    assert pace.pull_s(8) == 2
 
 
 async def test_without_a_speed_nothing_waits_but_others_get_their_turn() -> None:
     clock, turns = Clock(), []
     asyncio.get_running_loop().call_soon(turns.append, 1)
-    await pace(clock, 0).keep(PREFILLS + DECODES)
+    await pace(clock, None).keep(PREFILLS + DECODES)
     assert (clock.now_s, turns) == (100, [1])
 
 

@@ -19,11 +19,12 @@ BLOCKS = 4  # of 16 tokens
 
 
 class Pair:
-    def __init__(self, pull_timeout_s: float) -> None:
+    def __init__(self, pull_timeout_s: float, pull_s_per_token: float = 0.0) -> None:
         self.transfer = HangingBackend()
         config = StepEngineConfig("m", "", 64, 8, 512, offer_lease_s=30.0, pull_timeout_s=pull_timeout_s)
         self.prefiller = StepEngine(MockExecutor(block_size=16, speedup=0), ShmBackend(), config)
-        self.decoder = StepEngine(MockExecutor(block_size=16, speedup=0), self.transfer, config)
+        decoder = MockExecutor(block_size=16, speedup=0, pull_s_per_token=pull_s_per_token)
+        self.decoder = StepEngine(decoder, self.transfer, config)
 
     async def start(self) -> "Pair":
         for engine in (self.prefiller, self.decoder):
@@ -102,6 +103,22 @@ async def test_others_go_on_beside_a_pull_that_hangs(patient: Pair) -> None:
     delta = await hanging
     assert delta.pull is not None
     assert delta.pull.error == ""
+
+
+async def test_a_pull_takes_no_less_than_the_bandwidth_of_the_model_allows() -> None:
+    """For what is not cached: a second pull of the same prompt brings two tokens, those of its last block."""
+    pair = await Pair(pull_timeout_s=30.0, pull_s_per_token=0.002).start()
+    pair.transfer.go_on.set()
+    durations_s = []
+    for _ in range(2):
+        deltas = [delta async for delta in pair.decoder.generate(await pair.decode_leg())]
+        assert tokens(deltas) == [mock_token(PROMPT, i, 2048) for i in range(1, 6)]
+        assert deltas[0].pull is not None
+        assert deltas[0].pull.error == ""
+        durations_s.append(deltas[0].pull.duration_s)
+    await pair.stop()
+    assert durations_s[0] >= 50 * 0.002
+    assert 2 * 0.002 <= durations_s[1] < durations_s[0]
 
 
 async def all_free(engine: StepEngine) -> None:

@@ -155,6 +155,19 @@ def test_a_pull_brings_all_but_the_last_token_and_skips_what_is_here() -> None:
     assert output.delta.token_ids == (9,)
 
 
+def test_the_prompts_that_wait_are_counted_in_tokens_but_those_that_will_be_pulled_are_not() -> None:
+    scheduler = make(max_num_seqs=1)
+    scheduler.add(request("long", range(50)))
+    scheduler.add(request("next", range(100, 130)))
+    scheduler.add(request("pulled", range(200, 240), generated=(7,), ticket=ticket(40)))
+    assert scheduler.queued_tokens == 50 + 30
+    run_step(scheduler)
+    assert scheduler.queued_tokens == 50 - 16 + 30
+    for _ in range(3):
+        run_step(scheduler)
+    assert scheduler.queued_tokens == 30, "one that decodes has nothing left to compute"
+
+
 def test_a_failed_pull_is_computed_instead() -> None:
     scheduler = make()
     scheduler.add(request("a", range(100, 110), generated=(7,), ticket=ticket(10)))

@@ -1,5 +1,6 @@
 """What a worker tells of itself, and which calls it answers."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
+    NO_LAYOUT,
     Delta,
     Embedding,
     EmbedRequest,
@@ -21,11 +23,13 @@ from protocol.messages import (
     encode,
     pack_tokens,
 )
+from tests.support.place import FakePlace
 from workers.backends import open_engine
 from workers.config import WorkerConfig
-from workers.engine import Engine
+from workers.engine import Engine, EngineInfo
+from workers.membership import make_card
 from workers.mock_engine.answers import mock_token, mock_vector
-from workers.service import Worker, make_card
+from workers.service import Worker, configs_of, unless_stopped
 
 PROMPT = [5, 6, 7]
 
@@ -54,7 +58,7 @@ async def engine() -> Any:
 
 
 async def ready(engine: Engine, role: Role = Role.AGGREGATED) -> Worker:
-    worker = Worker(role, engine, SimpleNamespace())  # type: ignore[arg-type]
+    worker = Worker(engine, FakePlace(role))
     worker.info = await engine.start(WorkerId("w"), "127.0.0.1:1")
     return worker
 
@@ -69,10 +73,11 @@ def question(**fields: Any) -> GenerateRequest:
 
 
 async def test_the_card_tells_what_the_engine_can_do_and_how_its_model_writes(engine: Engine) -> None:
-    settings = config(loras="poet, critic", tool_parser="hermes", reasoning_parser="qwen3")
+    settings = config(name="n", loras="poet, critic", tool_parser="hermes", reasoning_parser="qwen3")
     info = await engine.start(WorkerId("w"), "127.0.0.1:1")
     publisher: Any = SimpleNamespace(endpoint="tcp://h:1", replay_endpoint="tcp://h:2")
-    card = make_card("n", WorkerId("w"), settings, info, "h:3", publisher, "")
+    card = make_card(settings, WorkerId("w"), Role.DECODE, info, "h:3", [publisher], "")
+    assert (card.name, card.role, card.kv_events, card.rank_kv_events) == ("n", Role.DECODE, "tcp://h:1", ())
     assert card.features == (Feature.COMPLETIONS, Feature.LOGPROBS, Feature.EMBEDDINGS)
     assert card.loras == ("poet", "critic")
     assert (card.tool_parser, card.reasoning_parser) == ("hermes", "qwen3")
@@ -115,6 +120,55 @@ def test_adapters_are_for_the_mock_and_have_names_of_their_own() -> None:
     for names in ("poet,poet", "poet, tiny"):
         with pytest.raises(ConfigError, match="which is taken"):
             open_engine(config(loras=names))
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stop_ends_a_start() -> None:
+    stop, given_up = asyncio.Event(), []
+
+    async def load() -> EngineInfo:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            given_up.append(True)
+            raise
+        raise AssertionError
+
+    starting = asyncio.create_task(unless_stopped(load(), stop))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not starting.done()
+    stop.set()
+    assert await starting is None
+    assert given_up == [True]
+
+
+async def test_a_start_that_ends_says_how() -> None:
+    info = EngineInfo("m", "/m", 32, 64, 512, 8, NO_LAYOUT, "")
+
+    async def load() -> EngineInfo:
+        return info
+
+    async def fail() -> EngineInfo:
+        raise ConfigError("no such model")
+
+    assert await unless_stopped(load(), asyncio.Event()) is info
+    with pytest.raises(ConfigError, match="no such model"):
+        await unless_stopped(fail(), asyncio.Event())
+
+
+def test_workers_of_one_process_are_told_apart_by_their_names_and_ports() -> None:
+    one = config(role=Role.DECODE)
+    assert configs_of(one) == [one]
+    many = configs_of(config(role=Role.DECODE, count=3, port=7000, kv_transfer="auto"))
+    assert [(c.name, c.port, c.kv_transfer, c.count) for c in many] == [
+        (f"decode-{i}", 7000 + i, "shm", 1) for i in range(3)
+    ]
+    assert {c.port for c in configs_of(config(count=2))} == {0}
+    with pytest.raises(ConfigError, match="--count is for the mock engine"):
+        configs_of(config(engine="torch", count=2))
 
 
 def test_a_mock_without_a_tokenizer_says_what_to_give(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from mesh.plane.server import Call
 from protocol.errors import DrainingError, InvalidRequestError
-from protocol.messages import NO_LAYOUT, Control, ControlAction, ControlReply, Role, encode
+from protocol.messages import NO_LAYOUT, Control, ControlAction, ControlReply, encode
+from tests.support.place import FakePlace
 from workers.engine import EngineInfo
 from workers.service import Worker
 
@@ -33,23 +34,20 @@ LOAD = Control(action=ControlAction.LOAD_LORA, arguments={"name": "poet", "path"
 
 
 def worker_with(engine: object, info: EngineInfo | None = INFO) -> Worker:
-    worker = Worker(Role.AGGREGATED, cast(Any, engine), cast(Any, None))
+    worker = Worker(cast(Any, engine), FakePlace())
     worker.info = info
     return worker
 
 
 async def test_adapters_that_come_are_told_to_the_mesh() -> None:
-    worker, told = worker_with(Engine()), []
-
-    async def tell(info: EngineInfo) -> None:
-        told.append(info.loras)
-
-    worker.on_info = tell
+    place = FakePlace()
+    worker = Worker(cast(Any, Engine()), place)
+    worker.info = INFO
     call = FakeCall(LOAD)
     await worker.control(cast(Call, call))
     await worker.control(cast(Call, FakeCall(LOAD)))
     assert call.sent == [ControlReply(detail="done", loras=("poet",))]
-    assert told == [("poet",)]
+    assert [info.loras for info in place.infos] == [("poet",)]
 
 
 async def test_an_engine_that_takes_no_orders_says_which_does() -> None:

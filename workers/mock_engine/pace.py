@@ -1,20 +1,12 @@
-"""How long the mock's steps take: as modelled on a real engine, faster, or at a fixed pace."""
+"""How long the mock's steps and pulls take: as a model of an engine says, or at a fixed pace."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from protocol.timing import Timing
 from workers.executor import Row
-
-
-def prefill_ms(new_tokens: int) -> float:
-    """Time to compute `new_tokens` of prompts in one step."""
-    return 4.209989e-07 * new_tokens**2 + 1.518344e-02 * new_tokens + 16.50142 if new_tokens else 0.0
-
-
-def decode_ms(kv_usage: float) -> float:
-    """Time of one token for each sequence, with a share `kv_usage` (0..1) of the KV cache in use."""
-    return max(1.0, -25.74 * kv_usage**2 + 54.01 * kv_usage + 5.74)
 
 
 class MockPace:
@@ -22,23 +14,25 @@ class MockPace:
 
     def __init__(
         self,
-        speedup: float,
+        timing: Timing | None,
         itl_ms: float,
         wait_until: Callable[[float], Awaitable[None]],
         *,
-        num_blocks: int = 0,
+        block_size: int = 1,
+        pull_s_per_token: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`speedup`: how much faster than modelled; 0: no delay. `itl_ms`: of a step that decodes; 0: as modelled.
+        """`timing`: None: no delay. `itl_ms`: of a step that decodes; 0: as `timing` says.
 
-        `num_blocks`: of the whole KV cache. `wait_until` takes a time of `clock`.
+        `wait_until` takes a time of `clock`.
         """
-        self.num_blocks = num_blocks
-        self._speedup = speedup
-        self._itl_ms = itl_ms
+        self.timing = timing
+        self._itl_s = itl_ms / 1000
         self._wait_until = wait_until
+        self._block_size = block_size
+        self._pull_s_per_token = pull_s_per_token
         self._clock = clock
-        self._due_s = 0.0
+        self._due_s = -math.inf
 
     async def keep(self, rows: Sequence[Row]) -> None:
         """Wait until a step of `rows` may end. Others are let run at least once."""
@@ -46,7 +40,7 @@ class MockPace:
             await asyncio.sleep(0)
             return
         now_s = self._clock()
-        if now_s - self._due_s > duration_s:  # there was nothing to do meanwhile
+        if now_s - self._due_s > duration_s:  # at rest, or too late to make up for
             self._due_s = now_s
         self._due_s += duration_s
         if self._due_s <= now_s:
@@ -54,9 +48,14 @@ class MockPace:
         else:
             await self._wait_until(self._due_s)
 
+    def rest(self) -> None:
+        """There is no step to make now: the next one counts from when it begins."""
+        self._due_s = -math.inf
+
     def step_s(self, rows: Sequence[Row]) -> float:
         """How long a step takes."""
-        if not (self._speedup or self._itl_ms):
+        timing, itl_s = self.timing, self._itl_s
+        if timing is None and not itl_s:
             return 0.0
         new_tokens = decoding = held_blocks = 0
         for row in rows:
@@ -65,9 +64,14 @@ class MockPace:
                 new_tokens += len(row.token_ids)
             else:
                 decoding += 1
-        took_ms = prefill_ms(new_tokens) / self._speedup if self._speedup else 0.0
-        if decoding and self._itl_ms:
-            took_ms += self._itl_ms
-        elif decoding:
-            took_ms += decode_ms(held_blocks / max(1, self.num_blocks)) / self._speedup
-        return took_ms / 1000
+        took_s = itl_s if decoding else 0.0
+        if timing is not None:
+            if new_tokens:
+                took_s += timing.prefill_s(new_tokens)
+            if decoding and not itl_s:
+                took_s += timing.decode_s(decoding, held_blocks * self._block_size)
+        return took_s
+
+    def pull_s(self, num_tokens: int) -> float:
+        """How long the KV of so many tokens takes to come, at least."""
+        return num_tokens * self._pull_s_per_token

@@ -39,7 +39,7 @@ async def carry_out(request: Control, runtime: Runtime, manager: TokenizerManage
             return Done(f"adapter {name!r} is gone", tuple(other for other in loras if other != name))
         case ControlAction.LIST_LORAS:
             return Done(", ".join(loras) or "no adapters", loras)
-        case ControlAction.SLEEP | ControlAction.WAKE:
+        case ControlAction.SLEEP | ControlAction.WAKE | ControlAction.SET_ROLE:
             raise InvalidRequestError(f"a SGLang worker cannot {request.action}", hint="stop it, and start it anew")
 
 

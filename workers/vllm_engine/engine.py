@@ -392,6 +392,8 @@ class VllmEngine:
                 return f"adapter {name!r} is gone"
             case ControlAction.LIST_LORAS:
                 return ", ".join(self._loaded) or "no adapters"
+            case ControlAction.SET_ROLE:
+                raise InvalidRequestError("a vLLM worker keeps its role", hint="start another worker in its place")
 
     async def _load_adapter(self, name: str, path: str) -> None:
         """vLLM's engine dies of a request whose adapter it cannot load: none is served that was not loaded before.

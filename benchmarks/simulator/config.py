@@ -1,0 +1,84 @@
+"""What is simulated."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from protocol.profile import Profile
+from protocol.timing import PolynomialTiming, ProfileTiming, Timing, pull_s_per_token
+from router.selection import Policy
+
+Mode = Literal["aggregated", "disaggregated"]
+
+
+class SimConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times in seconds of simulated time."""
+
+    mode: Mode = "aggregated"
+    workers: Annotated[int, Meta(ge=1)] = 8  # at first; prefill workers included
+    prefill_workers: Annotated[int, Meta(ge=0)] = 0  # of them, when disaggregated; 0: half of them
+    blocks: Annotated[int, Meta(ge=1)] = 2048  # of each worker
+    block_size: Annotated[int, Meta(ge=1)] = 512
+    max_num_seqs: Annotated[int, Meta(ge=1)] = 256
+    max_step_tokens: Annotated[int, Meta(ge=1)] = 8192
+    context_tokens: Annotated[int, Meta(ge=2)] = 1 << 20
+    prefill_profile: Profile | None = None  # None: PolynomialTiming
+    decode_profile: Profile | None = None  # of decode and aggregated workers
+    speedup: Annotated[float, Meta(gt=0)] = 1.0
+    prefill_rate: Annotated[float, Meta(ge=0)] = 0.0  # tokens/s; then a step that only decodes takes `itl_s`
+    itl_s: Annotated[float, Meta(ge=0)] = 0.0
+    kv_bandwidth_gbps: Annotated[float, Meta(ge=0)] = 64.0  # gigabytes/s from prefill to decode workers; 0: no limit
+    policy: Policy = "kv"
+    recompute_price: Annotated[float, Meta(ge=0)] = 0.0
+    saturation_tokens: Annotated[int, Meta(ge=0)] = 2048  # 0: nobody waits in the router
+    routers: Annotated[int, Meta(ge=1)] = 1
+    gossip_lag_s: Annotated[float, Meta(ge=0)] = 0.005
+    event_lag_s: Annotated[float, Meta(ge=0)] = 0.005
+    hop_s: Annotated[float, Meta(ge=0)] = 0.0  # from a client's request until the router sees it, and back
+    concurrency: Annotated[int, Meta(ge=0)] = 0  # > 0: so many requests at a time, whenever the trace has them arrive
+    start_s: Annotated[float, Meta(ge=0)] = 30.0  # from the order of a worker until it takes requests
+    flip_s: Annotated[float, Meta(ge=0)] = 3.0  # from the end of the drain until it has its other role
+    gpus_per_prefill: Annotated[float, Meta(ge=0)] = 1.0
+    gpus_per_decode: Annotated[float, Meta(ge=0)] = 1.0
+    ttft_slo_s: Annotated[float, Meta(gt=0)] = 0.5
+    itl_slo_s: Annotated[float, Meta(gt=0)] = 0.05
+    sample_s: Annotated[float, Meta(gt=0)] = 10.0  # of the time line; doubled when there are too many samples
+    seed: Annotated[int, Meta(ge=0)] = 1
+
+    @property
+    def num_prefill(self) -> int:
+        """Workers that only prefill, at first."""
+        if self.mode == "aggregated":
+            return 0
+        return self.prefill_workers or max(1, self.workers // 2)
+
+    @property
+    def total_kv_tokens(self) -> int:
+        return self.blocks * self.block_size
+
+
+class RateTiming:
+    """Prompts at a fixed rate, steps of decode in a fixed time."""
+
+    def __init__(self, tokens_per_s: float, itl_s: float) -> None:
+        self._tokens_per_s = tokens_per_s
+        self._itl_s = itl_s
+
+    def prefill_s(self, new_tokens: int) -> float:
+        return new_tokens / self._tokens_per_s
+
+    def decode_s(self, sequences: int, kv_tokens: int) -> float:
+        return self._itl_s if sequences else 0.0
+
+
+def timing_of(config: SimConfig, *, is_prefill: bool) -> Timing:
+    if config.prefill_rate:
+        return RateTiming(config.prefill_rate, config.itl_s)
+    profile = config.prefill_profile if is_prefill else config.decode_profile
+    if profile is not None:
+        return ProfileTiming(profile, config.speedup)
+    return PolynomialTiming(config.total_kv_tokens, config.speedup)
+
+
+def pull_s_per_token_of(config: SimConfig) -> float:
+    return pull_s_per_token(config.prefill_profile, config.kv_bandwidth_gbps, config.speedup)

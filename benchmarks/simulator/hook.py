@@ -1,0 +1,18 @@
+"""The planner in the loop."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.model import Decision, Observation
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerHook:
+    """`decide` is asked every `interval_s` of simulated time; its decision is carried out at once.
+
+    It is told a Traffic of the last `traffic_s` (a multiple of interval_s) when these have passed, and None between.
+    """
+
+    decide: Callable[[Observation], Decision]
+    interval_s: float = 5.0
+    traffic_s: float = 60.0

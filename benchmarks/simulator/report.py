@@ -1,0 +1,69 @@
+"""What a simulation has come to."""
+
+from msgspec import Struct
+
+
+class Spread(Struct, frozen=True, kw_only=True):
+    """Of many values, in seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """Of one interval of the time line. Workers as they were at its end."""
+
+    at_s: float  # its end
+    requests: int  # that arrived
+    ended: int
+    good: int  # of those that ended, within the SLO
+    ttft_s: float  # mean of the first tokens of the interval
+    itl_s: float  # mean of the requests that ended
+    prefill_ready: int
+    prefill_starting: int
+    decode_ready: int  # aggregated ones are counted here
+    decode_starting: int
+    draining: int
+    waiting: int  # in the routers
+
+
+class Change(Struct, frozen=True, kw_only=True):
+    """A decision of the planner that was not to hold."""
+
+    at_s: float
+    prefill: int
+    decode: int
+    flip: str  # "", or e.g. "2 to decode"
+    why: str
+
+
+class SimReport(Struct, frozen=True, kw_only=True):
+    requests: int
+    failed: int
+    duration_s: float  # until the last request ended
+    hit_share: float  # of all prompt tokens, those found in the cache of the worker that computed the prompt
+    predicted_hit_share: float  # the same as the router had believed when it placed
+    ttft_s: Spread
+    itl_s: Spread  # of requests: (last - first token) / (OSL - 1)
+    e2e_s: Spread
+    queue_mean_s: float  # of the TTFT, spent waiting in the router
+    attainment: float  # share of the requests that had their first token and their mean ITL within the SLO
+    ttft_attainment: float
+    itl_attainment: float
+    goodput_rps: float  # requests within the SLO, per second
+    output_tokens_per_s: float
+    preemptions: int
+    balance: float  # most / mean prompt tokens computed by a worker that was there from the first
+    busy_share: float  # of the workers' time
+    gpu_hours: float  # from a worker's order until it is gone, or the end
+    worker_hours: float
+    started: int  # workers ordered by the planner
+    stopped: int
+    flipped: int
+    timeline: tuple[Sample, ...]
+    changes: tuple[Change, ...]
+    changes_left_out: int

@@ -1,0 +1,263 @@
+"""The workers of a mesh on this host: more of them, fewer, others in their roles, while requests run."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+import aiohttp
+
+from mesh.discovery import Deleted, Discovery, Put
+from mesh.plane.client import PlaneClient
+from mesh.supervisor import ProcessSpec, Supervisor
+from planner.connectors.local_api import MAX_WORKERS, Flipped, MemberReport, Refusal, Scaled, State
+from planner.loads import fetch_load
+from protocol.errors import InvalidRequestError, MeshError, WireError
+from protocol.messages import Control, ControlAction, ControlReply, Role, WorkerCard, decode
+
+log = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 1.0
+REFUSAL_S = 1.0  # who will not change its role says so by then
+SCALED_ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
+MAX_FAILURES = 16  # of workers, kept for telling
+
+
+@dataclass(slots=True)
+class Member:
+    name: str
+    role: Role
+    card: WorkerCard | None = None  # the last that it put up, None while there is none
+    doing: Literal["", "flipping", "draining"] = ""
+    cards: dict[str, WorkerCard] = field(default_factory=dict)  # by key of discovery
+
+
+class Crew:
+    """Started by the owner of the mesh. Its methods may be called at any time, but one change is made at a time."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        spec_of: Callable[[Role, str], ProcessSpec],
+        drain_timeout_s: float,
+        tell: Callable[[str], None],
+        fetch: Callable[[WorkerCard], Awaitable[float | None]] | None = None,
+    ) -> None:
+        """`spec_of`: how to run a worker of that role and name. `fetch`: how many requests a worker has in hand."""
+        self._supervisor = supervisor
+        self._spec_of = spec_of
+        self._drain_timeout_s = drain_timeout_s
+        self._tell = tell
+        self._fetch = fetch or requests_in_hand
+        self._members: dict[str, Member] = {}
+        self._changing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._plane = PlaneClient()
+        self.failures: list[Refusal] = []
+
+    # --- what there is --------------------------------------------------------------------------------
+
+    def adopt(self, name: str, role: Role) -> None:
+        """A worker that the mesh was begun with: that it cannot run is a failure of the whole."""
+        self._members[name] = Member(name, role)
+
+    def reports(self) -> list[MemberReport]:
+        return [
+            MemberReport(name=m.name, role=m.role, state=self._state(m), pid=self._supervisor.pid(m.name))
+            for m in self._members.values()
+        ]
+
+    def cards(self) -> list[WorkerCard]:
+        """Of those that take requests."""
+        return [m.card for m in self._members.values() if m.card is not None and self._state(m) == "ready"]
+
+    async def follow(self, discovery: Discovery) -> None:
+        """Hear who is ready, until the watch ends."""
+        async for change in discovery.watch("workers/"):
+            if isinstance(change, Put):
+                try:
+                    card = decode(change.value, WorkerCard)
+                except WireError as error:
+                    log.warning("a card that cannot be read at %s: %s", change.key, error)
+                    continue
+                if (member := self._members.get(card.name)) is not None:
+                    member.cards[change.key] = card
+                    self._on_card(member, card)
+            elif isinstance(change, Deleted):
+                for member in self._members.values():
+                    if (gone := member.cards.pop(change.key, None)) is not None and member.card is gone:
+                        member.card = None
+
+    def _on_card(self, member: Member, card: WorkerCard) -> None:
+        if card.pid != self._supervisor.pid(member.name):  # of one that was killed, or of another mesh
+            return
+        member.card = card
+        if member.doing == "" and card.role is not member.role and card.role in SCALED_ROLES:
+            self._has_role(member, card.role)  # somebody else has told it to
+
+    def _state(self, member: Member) -> State:
+        if member.doing:
+            return member.doing
+        has_card = member.card is not None and member.card.pid == self._supervisor.pid(member.name)
+        return "ready" if has_card else "starting"
+
+    def _of(self, role: Role) -> list[Member]:
+        """Those that are ordered: they work in this role or soon will."""
+        return [m for m in self._members.values() if m.role is role and m.doing != "draining"]
+
+    # --- changing it ----------------------------------------------------------------------------------
+
+    async def scale(self, targets: Mapping[Role, int]) -> Scaled:
+        """Start what is missing, drain what is too many: those with the least in hand, and none that still starts.
+
+        Raises InvalidRequestError.
+        """
+        check_targets(targets)
+        async with self._changing:
+            started: list[str] = []
+            draining: list[str] = []
+            for role, target in targets.items():
+                present = self._of(role)
+                started += [self._start(role) for _ in range(target - len(present))]
+                ready = [m for m in present if self._state(m) == "ready"]
+                draining += await self._drain(ready, min(len(present), len(ready)) - target)
+            return Scaled(
+                counts={role: len(self._of(role)) for role in SCALED_ROLES},
+                started=tuple(started),
+                draining=tuple(draining),
+            )
+
+    def _start(self, role: Role) -> str:
+        numbers = iter(range(MAX_WORKERS * 4))
+        taken = self._members.keys() | self._supervisor.pids().keys()
+        name = next(name for n in numbers if (name := f"{role.value}-{n}") not in taken)
+        self._members[name] = Member(name, role)
+        self._supervisor.start(self._spec_of(role, name), lambda failure: self._lost(name, failure))
+        self._tell(f"{name} is being started")
+        return name
+
+    def _lost(self, name: str, failure: MeshError) -> None:
+        """The mesh goes on without one that was added and does not run."""
+        self._members.pop(name, None)
+        self.failures = [*self.failures, Refusal(name, str(failure))][-MAX_FAILURES:]
+        self._tell(f"{name} was given up: {failure}")
+
+    async def _drain(self, ready: Sequence[Member], count: int) -> list[str]:
+        if count <= 0:
+            return []
+        chosen = least_loaded(await self._loads(ready), count)
+        for member in chosen:
+            member.doing = "draining"
+            self._spawn(self._end(member), f"drain {member.name}")
+        return [member.name for member in chosen]
+
+    async def _end(self, member: Member) -> None:
+        self._tell(f"{member.name} is drained")
+        await self._supervisor.stop([member.name], 2 * self._drain_timeout_s + 5)  # requests, then what it offers
+        self._members.pop(member.name, None)
+        self._tell(f"{member.name} has ended")
+
+    async def flip(self, to_role: Role, count: int) -> Flipped:
+        """Have `count` workers of the other role, those with the least in hand, take on `to_role`.
+
+        Raises InvalidRequestError.
+        """
+        if to_role not in (Role.PREFILL, Role.DECODE) or not 0 <= count <= MAX_WORKERS:
+            raise InvalidRequestError(f"cannot turn {count} workers into {to_role.value} workers")
+        from_role = Role.DECODE if to_role is Role.PREFILL else Role.PREFILL
+        async with self._changing:
+            ready = [m for m in self._of(from_role) if self._state(m) == "ready"]
+            chosen = least_loaded(await self._loads(ready), count)
+            outcomes = await asyncio.gather(*(self._flip(member, to_role) for member in chosen))
+        refused = [Refusal(m.name, why) for m, why in zip(chosen, outcomes, strict=True) if why]
+        if len(chosen) < count:
+            refused.append(Refusal("", f"only {len(chosen)} of {count} {from_role.value} workers are ready"))
+        done = [m.name for m, why in zip(chosen, outcomes, strict=True) if not why]
+        return Flipped(flipped=tuple(done), refused=tuple(refused))
+
+    async def _flip(self, member: Member, role: Role) -> str:
+        """Begin it. Why not, "" if it is on its way."""
+        before, card = member.role, member.card
+        if card is None:
+            return "it has just left"
+        member.doing = "flipping"
+        self._has_role(member, role)
+        asked = self._spawn(self._ask_flip(member, card, role, before), f"flip {member.name}")
+        await asyncio.wait({asked}, timeout=REFUSAL_S)
+        if asked.done() and member.role is before:
+            return next((f.why for f in reversed(self.failures) if f.name == member.name), "it has not said why")
+        return ""
+
+    async def _ask_flip(self, member: Member, card: WorkerCard, role: Role, before: Role) -> None:
+        control = Control(action=ControlAction.SET_ROLE, arguments={"role": role.value})
+        timeout_s = 2 * self._drain_timeout_s + 10
+        try:
+            await self._plane.ask(card.address, "control", control, ControlReply, timeout_s)
+            self._tell(f"{member.name} is now a {role.value} worker")
+        except MeshError as error:
+            self._has_role(member, before)
+            self.failures = [*self.failures, Refusal(member.name, str(error))][-MAX_FAILURES:]
+            self._tell(f"{member.name} stays a {before.value} worker: {error}")
+        finally:
+            if member.doing == "flipping":
+                member.doing = ""
+
+    def _has_role(self, member: Member, role: Role) -> None:
+        """Also when it has to be started anew."""
+        member.role = role
+        self._supervisor.respecify(self._spec_of(role, member.name))
+
+    async def _loads(self, members: Sequence[Member]) -> list[tuple[Member, float | None]]:
+        cards = [m.card for m in members if m.card is not None]
+        loads = await asyncio.gather(*(self._fetch(card) for card in cards))
+        return list(zip([m for m in members if m.card is not None], loads, strict=True))
+
+    # --- the end --------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Awaitable[None], name: str) -> asyncio.Task[None]:
+        async def run() -> None:
+            await work
+
+        task = asyncio.create_task(run(), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Give up what is on its way; the supervisor still has the processes."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._plane.close()
+
+
+def check_targets(targets: Mapping[Role, int]) -> None:
+    """Raises InvalidRequestError."""
+    for role, target in targets.items():
+        if not 0 <= target <= MAX_WORKERS:
+            raise InvalidRequestError(
+                f"{target} {role.value} workers are asked for", hint=f"this host takes 0 to {MAX_WORKERS}"
+            )
+
+
+def least_loaded(loads: Iterable[tuple[Member, float | None]], count: int) -> list[Member]:
+    """Those whose loss costs least: the fewest requests in hand, of equals the youngest, last those who do not say."""
+
+    def cost(entry: tuple[Member, float | None]) -> tuple[float, int]:
+        member, load = entry
+        number = member.name.rpartition("-")[2]
+        return (float("inf") if load is None else load, -int(number) if number.isdigit() else 0)
+
+    return [member for member, _ in sorted(loads, key=cost)[: max(0, count)]]
+
+
+async def requests_in_hand(card: WorkerCard) -> float | None:
+    with suppress(aiohttp.ClientError, TimeoutError, MeshError):
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LOAD_TIMEOUT_S)) as http:
+            load = await fetch_load(http, card)
+            return float(load.running + load.waiting)
+    return None

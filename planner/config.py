@@ -1,0 +1,78 @@
+"""Settings of the planner's service; those of its core are in planner/model.py and count here too."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from planner.model import PlannerConfig
+
+CONTROL_FILE = "control.sock"
+
+
+class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A flag wins over `KVMESH_PLANNER_<NAME>`, that over [planner] of the `--config` file, that over the default."""
+
+    name: Annotated[str, Meta(description="name of this planner")] = "planner"
+    discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
+    connector: Annotated[
+        Literal["local", "compose", "kubernetes", "virtual", "dry-run"],
+        Meta(description="who starts and stops workers; dry-run: nobody, decisions are recorded alone"),
+    ] = "dry-run"
+    shadow: Annotated[
+        bool,
+        Meta(description="decide beside a planner that acts: never apply, believe that each order was carried out"),
+    ] = False
+    source: Annotated[
+        Literal["frontends", "prometheus"], Meta(description="where the traffic is read: /metrics of the frontends")
+    ] = "frontends"
+    frontends: Annotated[
+        tuple[str, ...], Meta(description="frontends: http://host:port of each; default: those found by discovery")
+    ] = ()
+    prometheus_url: Annotated[str, Meta(description="prometheus: the server, http://host:port")] = ""
+    prometheus_matcher: Annotated[
+        str, Meta(description='prometheus: labels of the frontends\' series, e.g. job="kvmesh-frontend"')
+    ] = ""
+    prometheus_window_s: Annotated[
+        float, Meta(gt=0, description="prometheus: traffic is asked for in pieces of this length; 4 scrapes or more")
+    ] = 60.0
+    prefill_profile: Annotated[
+        str, Meta(description="file of `kvmesh profile` for prefill workers; mock: the mock engine's own model")
+    ] = ""
+    decode_profile: Annotated[str, Meta(description="the same for decode workers; default: --prefill-profile")] = ""
+    mock_speedup: Annotated[float, Meta(gt=0, description="profile mock: --mock-speedup of the workers")] = 1.0
+    mock_kv_tokens: Annotated[int, Meta(ge=1, description="profile mock: KV tokens of a worker")] = 32768
+    mock_num_seqs: Annotated[int, Meta(ge=1, description="profile mock: --max-num-seqs of the workers")] = 32
+    mock_step_tokens: Annotated[int, Meta(ge=1, description="profile mock: --max-step-tokens of the workers")] = 512
+    local_control: Annotated[str, Meta(description=f"local: unix:<run directory>/{CONTROL_FILE} of `kvmesh up`")] = ""
+    compose_command: Annotated[str, Meta(description="compose: the command, as for a shell")] = "docker compose"
+    compose_files: Annotated[tuple[str, ...], Meta(description="compose: files (-f)")] = ()
+    compose_project: Annotated[str, Meta(description="compose: project (-p); default: that of its folder")] = ""
+    compose_prefill: Annotated[str, Meta(description="compose: service of the prefill workers")] = "prefill"
+    compose_decode: Annotated[str, Meta(description="compose: service of the decode workers")] = "decode"
+    kubernetes_prefill: Annotated[
+        str, Meta(description="kubernetes: deployment/<name> or leaderworkerset/<name> of the prefill workers")
+    ] = "deployment/kvmesh-prefill"
+    kubernetes_decode: Annotated[str, Meta(description="kubernetes: the same for decode workers")] = (
+        "deployment/kvmesh-decode"
+    )
+    kubernetes_namespace: Annotated[str, Meta(description="kubernetes: default: that of the service account")] = ""
+    kubernetes_url: Annotated[str, Meta(description="kubernetes: API server; default: of the pod's environment")] = ""
+    kubernetes_account: Annotated[
+        str, Meta(description="kubernetes: folder with token, ca.crt and namespace of the service account")
+    ] = "/var/run/secrets/kubernetes.io/serviceaccount"
+    virtual_host: Annotated[str, Meta(description="virtual: address on which decisions can be fetched")] = "127.0.0.1"
+    virtual_port: Annotated[int, Meta(ge=0, le=65535, description="virtual: its port; 0: any")] = 8090
+    virtual_timeout_s: Annotated[
+        float, Meta(gt=0, description="virtual: a decision that is not acknowledged by then is an error")
+    ] = 1800.0
+    virtual_token_file: Annotated[
+        str, Meta(description="virtual: file with a secret that callers send as Authorization: Bearer; empty: none")
+    ] = ""
+    record_file: Annotated[str, Meta(description="JSON lines of all decisions; empty: none is written")] = (
+        ".run/planner.jsonl"
+    )
+    record_mib: Annotated[float, Meta(gt=0, description="of that file and the one before it together, at most")] = 16.0
+    host: Annotated[str, Meta(description="address of /metrics")] = "127.0.0.1"
+    metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
+    log_format: Annotated[Literal["text", "json"], Meta(description="form of a log line")] = "text"

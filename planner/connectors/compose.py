@@ -1,0 +1,108 @@
+"""Workers that are services of docker compose: `up --scale`. Which container goes, compose decides."""
+
+import asyncio
+import os
+import shlex
+from collections.abc import Sequence
+
+import msgspec
+
+from planner.connectors.connector import Applied, ConnectorError, Fleets
+from planner.connectors.steps import applied_of, steps_to
+from planner.model import Decision, Fleet
+from protocol.errors import ConfigError
+
+LIST_TIMEOUT_S = 20.0
+SCALE_TIMEOUT_S = 180.0  # containers that go are waited for: their stop_grace_period
+MAX_OUTPUT_BYTES = 8 << 20
+
+
+class Container(msgspec.Struct, frozen=True):
+    """What `docker compose ps --format json` says of one, as far as it is of interest here."""
+
+    service: str = msgspec.field(name="Service", default="")
+    state: str = msgspec.field(name="State", default="")
+    health: str = msgspec.field(name="Health", default="")
+
+
+class ComposeConnector:
+    name = "compose"
+
+    def __init__(self, command: str, files: Sequence[str], project: str, *, prefill: str, decode: str) -> None:
+        """`command`: as for a shell. `prefill`, `decode`: services. Raises ConfigError."""
+        if prefill == decode:
+            raise ConfigError(
+                f"prefill and decode workers are both the service {prefill!r}",
+                hint="set --compose-prefill and --compose-decode",
+            )
+        self._command = [*shlex.split(command), *(word for file in files for word in ("-f", file))]
+        self._command += ["-p", project] if project else []
+        self._services = (prefill, decode)
+        self._changing = asyncio.Lock()
+
+    async def fleets(self) -> Fleets:
+        listed = await self._run(["ps", "--all", "--format", "json", *self._services], LIST_TIMEOUT_S)
+        containers = read_containers(listed)
+        prefill, decode = (fleet_of(containers, service) for service in self._services)
+        return Fleets(prefill=prefill, decode=decode)
+
+    async def apply(self, decision: Decision) -> Applied:
+        async with self._changing:
+            fleets = await self.fleets()
+            steps = steps_to(decision, fleets, name=self.name, can_flip=False, can_choose=False)
+            counts = (steps.prefill, steps.decode)
+            if counts != (fleets.prefill.ordered, fleets.decode.ordered):
+                scales = [f"--scale={service}={n}" for service, n in zip(self._services, counts, strict=True)]
+                flags = ["up", "--detach", "--no-deps", "--no-recreate", *scales, *self._services]
+                await self._run(flags, SCALE_TIMEOUT_S)
+                fleets = await self.fleets()
+            return applied_of(decision, fleets.prefill.ordered, fleets.decode.ordered, 0, steps.notes)
+
+    async def close(self) -> None:
+        pass
+
+    async def _run(self, arguments: Sequence[str], timeout_s: float) -> str:
+        """Its output. Raises ConnectorError. A call that takes too long is ended: it can be made again."""
+        command = [*self._command, *arguments]
+        shown = shlex.join(command[:4])
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=os.environ,
+            )
+        except OSError as error:
+            raise ConnectorError(f"{shown} cannot be run: {error}", hint="see --compose-command") from error
+        try:
+            async with asyncio.timeout(timeout_s):
+                out, err = await process.communicate()
+        except TimeoutError:
+            raise ConnectorError(f"{shown} has not ended after {timeout_s:g} s") from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode or len(out) > MAX_OUTPUT_BYTES:
+            said = err.decode(errors="replace").strip()[-500:]
+            raise ConnectorError(f"{shown} ended with {process.returncode}: {said}")
+        return out.decode(errors="replace")
+
+
+def read_containers(listed: str) -> list[Container]:
+    """Of one JSON list, or one object a line: versions of compose differ. Pure. Raises ConnectorError."""
+    try:
+        if listed.lstrip().startswith("["):
+            return msgspec.json.decode(listed, type=list[Container])
+        return [msgspec.json.decode(line, type=Container) for line in listed.splitlines() if line.strip()]
+    except msgspec.DecodeError as error:
+        raise ConnectorError(f"docker compose ps gives no list of containers: {error}") from error
+
+
+def fleet_of(containers: Sequence[Container], service: str) -> Fleet:
+    """A container without a health check is ready when it runs. One that has ended, or is ill, still is ordered."""
+    own = [c for c in containers if c.service == service]
+    there = [c for c in own if c.state not in ("exited", "dead", "removing")]
+    ready = sum(c.state == "running" and c.health in ("", "healthy") for c in there)
+    return Fleet(ready=ready, starting=len(there) - ready, draining=sum(c.state == "removing" for c in own))

@@ -1,0 +1,49 @@
+"""The connector seam: how a decision becomes workers. Each kind passes tests/contracts/test_planner_connectors.py."""
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from planner.model import Decision, Fleet
+from protocol.errors import MeshError
+
+
+class ConnectorError(MeshError):
+    """What makes the workers cannot be reached, or has refused. Nothing is known of what was done: ask, try again."""
+
+    code = "connector"
+
+
+class Fleets(Struct, frozen=True, kw_only=True):
+    """All workers that the connector answers for."""
+
+    prefill: Fleet
+    decode: Fleet
+
+
+class Applied(Struct, frozen=True, kw_only=True):
+    """What has become of a decision so far."""
+
+    prefill: int  # ordered now, as Fleet.ordered counts
+    decode: int
+    flipped: int = 0  # workers that have been told to change their role
+    is_complete: bool = True  # else it is to be applied again later
+    notes: tuple[str, ...] = ()  # what was not done as it was asked, and why
+
+
+class Connector(Protocol):
+    name: str
+
+    async def fleets(self) -> Fleets:
+        """What is there now. Raises ConnectorError if nobody can tell."""
+
+    async def apply(self, decision: Decision) -> Applied:
+        """Order what the decision says: more at once, fewer only as far as no worker that starts is taken away.
+
+        Never fewer than asked, and a second call with the same decision changes nothing more. A flip that cannot be
+        done is told in the notes, with the name of who refused; the counts are then reached without it.
+        Raises ConnectorError; a part may then have been done.
+        """
+
+    async def close(self) -> None:
+        """The workers stay as they are. A second call does nothing."""

@@ -1,0 +1,31 @@
+"""Nobody starts or stops anything: what would be done is told, and the workers are those that have joined the mesh."""
+
+from collections.abc import Callable
+
+from planner.connectors.connector import Applied, Fleets
+from planner.connectors.steps import applied_of
+from planner.model import Decision
+
+
+class DryRunConnector:
+    name = "dry-run"
+
+    def __init__(self, present: Callable[[], Fleets]) -> None:
+        """`present`: who has a card in discovery."""
+        self._present = present
+
+    async def fleets(self) -> Fleets:
+        return self._present()
+
+    async def apply(self, decision: Decision) -> Applied:
+        fleets = self._present()
+        prefill, decode = fleets.prefill.ordered, fleets.decode.ordered
+        notes: tuple[str, ...] = ()
+        if (prefill, decode) != (decision.prefill, decision.decode):
+            asked = f"{decision.prefill} prefill and {decision.decode} decode workers instead of {prefill} and {decode}"
+            flip = "" if decision.flip is None else f", {decision.flip.count} of them turned to {decision.flip.to_role}"
+            notes = (f"{self.name} changes nothing; it would have asked for {asked}{flip}",)
+        return applied_of(decision, prefill, decode, 0, notes)
+
+    async def close(self) -> None:
+        pass

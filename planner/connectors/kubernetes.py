@@ -1,0 +1,168 @@
+"""Workers that are pods of Deployments or LeaderWorkerSets: their scale subresource, with the pod's service account.
+
+Needs get on the workloads, get and patch on their /scale: docs/planner-operations.md has the Role.
+"""
+
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from planner.connectors.connector import Applied, ConnectorError, Fleets
+from planner.connectors.steps import applied_of, steps_to
+from planner.model import Decision, Fleet
+from planner.scrape import bounded
+from protocol.errors import ConfigError, WireError
+
+TIMEOUT_S = 15.0
+MAX_BODY_BYTES = 4 << 20
+TRIES = 3  # of a patch that meets another's
+_KINDS = {
+    "deployment": "apis/apps/v1/namespaces/{namespace}/deployments/{name}",
+    "statefulset": "apis/apps/v1/namespaces/{namespace}/statefulsets/{name}",
+    "leaderworkerset": "apis/leaderworkerset.x-k8s.io/v1/namespaces/{namespace}/leaderworkersets/{name}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Where the API server is, and who we are there."""
+
+    url: str
+    namespace: str
+    token_file: Path  # it is renewed while we run
+    ca_file: Path | None
+
+
+def account_of(folder: str, url: str, namespace: str) -> Account:
+    """From the files that Kubernetes puts into a pod. Raises ConfigError outside of one."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if not url and not host:
+        raise ConfigError("there is no Kubernetes here", hint="run the planner in a pod, or set --kubernetes-url")
+    files = Path(folder)
+    if not namespace:
+        try:
+            namespace = (files / "namespace").read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"no namespace in {folder}: {error}", hint="set --kubernetes-namespace") from error
+    shown = f"[{host}]" if ":" in host else host
+    ca_file = files / "ca.crt"
+    return Account(
+        url.rstrip("/") or f"https://{shown}:{port}", namespace, files / "token", ca_file if ca_file.exists() else None
+    )
+
+
+def workload_path(workload: str, namespace: str) -> str:
+    """`deployment/decode` -> its path under the API server. Raises ConfigError."""
+    kind, _, name = workload.partition("/")
+    if kind not in _KINDS or not name or not all(c.isalnum() or c in "-." for c in name):
+        raise ConfigError(f"no workload {workload!r}", hint=f"write <kind>/<name>, kind: {', '.join(_KINDS)}")
+    return _KINDS[kind].format(namespace=namespace, name=name)
+
+
+class KubernetesConnector:
+    name = "kubernetes"
+
+    def __init__(self, account: Account, *, prefill: str, decode: str) -> None:
+        """`prefill`, `decode`: deployment/<name> or leaderworkerset/<name>. Raises ConfigError."""
+        if prefill == decode:
+            raise ConfigError(
+                f"prefill and decode workers are both {prefill!r}",
+                hint="set --kubernetes-prefill and --kubernetes-decode",
+            )
+        self._account = account
+        self._paths = tuple(workload_path(workload, account.namespace) for workload in (prefill, decode))
+        self._http: aiohttp.ClientSession | None = None
+        self._tls: ssl.SSLContext | bool = True  # True: the certificates of this host
+
+    async def fleets(self) -> Fleets:
+        prefill, decode = [fleet_of(await self._call("GET", path)) for path in self._paths]
+        return Fleets(prefill=prefill, decode=decode)
+
+    async def apply(self, decision: Decision) -> Applied:
+        fleets = await self.fleets()
+        steps = steps_to(decision, fleets, name=self.name, can_flip=False, can_choose=False)
+        changes = zip(self._paths, (fleets.prefill, fleets.decode), (steps.prefill, steps.decode), strict=True)
+        # More before fewer: if the second call fails, there are too many rather than too few
+        for path, fleet, count in sorted(changes, key=lambda change: change[2] < change[1].ordered):
+            if count != fleet.ordered:
+                await self._scale(path, count)
+        return applied_of(decision, steps.prefill, steps.decode, 0, steps.notes)
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def _scale(self, path: str, count: int) -> None:
+        for tries in range(TRIES):
+            try:
+                scale = await self._call("PATCH", f"{path}/scale", {"spec": {"replicas": count}})
+            except ConflictError:
+                if tries + 1 == TRIES:
+                    raise
+                continue
+            if (told := _number(scale, "spec", "replicas")) != count:
+                raise ConnectorError(f"{path} was asked to have {count} replicas, and has {told} in its spec")
+            return
+
+    async def _call(self, method: str, path: str, body: object = None) -> Any:
+        """The JSON object that comes back. Raises ConnectorError."""
+        if self._http is None:
+            self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S))
+            if self._account.ca_file is not None:
+                self._tls = ssl.create_default_context(cafile=str(self._account.ca_file))
+        url = f"{self._account.url}/{path}"
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            headers = {"authorization": f"Bearer {self._account.token_file.read_text().strip()}"}
+            headers |= {} if body is None else {"content-type": "application/merge-patch+json"}
+            async with self._http.request(method, url, data=data, headers=headers, ssl=self._tls) as response:
+                content = await bounded(response, MAX_BODY_BYTES)
+            answer = msgspec.json.decode(content)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ConnectorError(f"{method} {url}: {error or f'no answer within {TIMEOUT_S:g} s'}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, WireError) as error:
+            raise ConnectorError(f"{method} {url} answered {response.status}, not with JSON: {error}") from error
+        if response.status == 409:
+            raise ConflictError(f"{method} {url}: another change came first")
+        if response.status != 200 or not isinstance(answer, dict):
+            said = answer.get("message", "") if isinstance(answer, dict) else content[:200].decode(errors="replace")
+            hint = "give the planner's service account the Role of docs/planner-operations.md"
+            raise ConnectorError(
+                f"{method} {url} answered {response.status}: {said}", hint=hint if response.status in (401, 403) else ""
+            )
+        return answer
+
+
+class ConflictError(ConnectorError):
+    """Somebody else has changed it at the same time."""
+
+
+def fleet_of(workload: Any) -> Fleet:
+    """Of a Deployment, StatefulSet or LeaderWorkerSet. Pure. Raises ConnectorError.
+
+    `replicas` of the status are pods that exist, with those that are not ready; more than the spec's are going.
+    """
+    wanted = _number(workload, "spec", "replicas", default=1)
+    exist = _number(workload, "status", "replicas", default=0)
+    ready = min(_number(workload, "status", "readyReplicas", default=0), wanted)
+    return Fleet(ready=ready, starting=wanted - ready, draining=max(0, exist - wanted))
+
+
+def _number(content: Any, *keys: str, default: int | None = None) -> int:
+    try:
+        for key in keys:
+            content = content[key]
+        value = int(content)
+    except (KeyError, TypeError, ValueError) as error:
+        if default is not None and isinstance(error, KeyError):
+            return default
+        raise ConnectorError(f"the API server's answer has no number at {'.'.join(keys)}") from error
+    if value < 0:
+        raise ConnectorError(f"the API server's answer has {value} at {'.'.join(keys)}")
+    return value

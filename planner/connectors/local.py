@@ -1,0 +1,97 @@
+"""Workers that `kvmesh up` runs as processes of this host, asked over its control socket."""
+
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from planner.connectors.connector import Applied, ConnectorError, Fleets
+from planner.connectors.local_api import (
+    MAX_BODY_BYTES,
+    Flipped,
+    FlipRequest,
+    MemberReport,
+    Members,
+    Scaled,
+    ScaleRequest,
+)
+from planner.connectors.steps import applied_of, steps_to
+from planner.model import Decision, Fleet
+from planner.scrape import bounded
+from protocol.errors import ConfigError, WireError
+from protocol.messages import Role
+
+TIMEOUT_S = 15.0
+T = TypeVar("T")
+
+
+class LocalConnector:
+    name = "local"
+
+    def __init__(self, control: str) -> None:
+        """`control`: unix:<path>. Raises ConfigError."""
+        scheme, _, path = control.partition(":")
+        if scheme != "unix" or not path:
+            raise ConfigError(
+                f"no control socket at {control!r}",
+                hint="set --local-control to unix:<run directory>/control.sock, as `kvmesh up` shows it",
+            )
+        self._path = path
+        self._http: aiohttp.ClientSession | None = None
+
+    async def fleets(self) -> Fleets:
+        workers = (await self._ask("GET", "/workers", Members)).workers
+        return Fleets(prefill=fleet_of(workers, Role.PREFILL), decode=fleet_of(workers, Role.DECODE))
+
+    async def apply(self, decision: Decision) -> Applied:
+        flipped: tuple[str, ...] = ()
+        notes: tuple[str, ...] = ()
+        steps = steps_to(decision, await self.fleets(), name=self.name, can_flip=True, can_choose=True)
+        if steps.flip and steps.flip_to is not None:
+            reply = await self._ask("POST", "/flip", Flipped, FlipRequest(to=steps.flip_to, count=steps.flip))
+            flipped = reply.flipped
+            notes = tuple(
+                f"{r.name or self.name} refused to turn into a {steps.flip_to} worker: {r.why}" for r in reply.refused
+            )
+            rest = msgspec.structs.replace(decision, flip=None)
+            steps = steps_to(rest, await self.fleets(), name=self.name, can_flip=True, can_choose=True)
+        counts = ScaleRequest(prefill=steps.prefill, decode=steps.decode)
+        scaled = await self._ask("POST", "/scale", Scaled, counts)
+        prefill, decode = scaled.counts.get(Role.PREFILL, 0), scaled.counts.get(Role.DECODE, 0)
+        return applied_of(decision, prefill, decode, len(flipped), notes + steps.notes)
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def _ask(self, method: str, path: str, reply: type[T], body: object = None) -> T:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                base_url="http://localhost",
+                connector=aiohttp.UnixConnector(self._path),
+                timeout=aiohttp.ClientTimeout(TIMEOUT_S),
+            )
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {"content-type": "application/json"}
+        try:
+            async with self._http.request(method, path, data=data, headers=headers) as response:
+                content = await bounded(response, MAX_BODY_BYTES * 16)
+            if response.status != 200:
+                raise ConnectorError(f"kvmesh up refuses {method} {path}: {content[:500].decode(errors='replace')}")
+            return msgspec.json.decode(content, type=reply)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ConnectorError(
+                f"nobody answers at {self._path}: {error or 'it took too long'}", hint="is `kvmesh up` running?"
+            ) from error
+        except (msgspec.DecodeError, WireError) as error:
+            raise ConnectorError(f"what answers at {self._path} cannot be understood: {error}") from error
+
+
+def fleet_of(workers: tuple[MemberReport, ...], role: Role) -> Fleet:
+    states = [worker.state for worker in workers if worker.role is role]
+    return Fleet(
+        ready=states.count("ready"),
+        starting=states.count("starting") + states.count("flipping"),
+        draining=states.count("draining"),
+    )

@@ -1,0 +1,64 @@
+"""What `kvmesh up` is asked and answers over its control socket: JSON over HTTP.
+
+GET /workers -> Members; POST /scale ScaleRequest -> Scaled; POST /flip FlipRequest -> Flipped. A refusal of the whole
+is a status of 400 or more with {"error": {"code", "message"}}.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from protocol.messages import Role
+
+MAX_BODY_BYTES = 64 << 10
+MAX_WORKERS = 256  # of a role on one host
+
+State = Literal["starting", "ready", "flipping", "draining"]
+Count = Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
+
+
+class MemberReport(Struct, frozen=True, kw_only=True):
+    name: str
+    role: Role  # that it has or is about to have
+    state: State
+    pid: int | None = None
+
+
+class Refusal(Struct, frozen=True):
+    """Of one worker; the name is "" for what was asked as a whole."""
+
+    name: str
+    why: str
+
+
+class Members(Struct, frozen=True, kw_only=True):
+    workers: tuple[MemberReport, ...]
+    failures: tuple[Refusal, ...] = ()  # of late: workers that were given up, roles that were not changed
+
+
+class ScaleRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Roles that are left out stay as they are."""
+
+    prefill: Count | None = None
+    decode: Count | None = None
+    aggregated: Count | None = None
+
+
+class Scaled(Struct, frozen=True, kw_only=True):
+    """A role's count is of those that are not being taken away."""
+
+    counts: dict[Role, int]
+    started: tuple[str, ...] = ()
+    draining: tuple[str, ...] = ()
+
+
+class FlipRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    to: Literal["prefill", "decode"]
+    count: Count = 1
+
+
+class Flipped(Struct, frozen=True, kw_only=True):
+    """`flipped` have been told and are at it, or have done it."""
+
+    flipped: tuple[str, ...] = ()
+    refused: tuple[Refusal, ...] = ()

@@ -1,0 +1,56 @@
+"""How much slower, or faster, workers are than their profile says: observed against expected, bounded. Pure."""
+
+import math
+from dataclasses import dataclass
+
+from planner.sizing import Demand, mean_wait_s, prefill_time_s, running_itl_s
+from protocol.profile import Profile
+
+LOWEST, HIGHEST = 0.7, 2.0
+WEIGHT = 0.2  # of a new ratio
+MIN_REQUESTS = 20  # of an interval: fewer say nothing
+BUSIEST = 0.75  # utilization beyond which waiting, not the worker, makes the TTFT
+
+
+@dataclass(frozen=True, slots=True)
+class Corrections:
+    """Factors of the profile's times; `note` says why the last interval changed nothing."""
+
+    ttft: float = 1.0
+    itl: float = 1.0
+    note: str = ""
+
+
+def corrected(
+    before: Corrections,
+    profiles: tuple[Profile, Profile],
+    demand: Demand,
+    requests: float,
+    workers: tuple[int, int],
+    observed: tuple[float | None, float | None],
+) -> Corrections:
+    """`profiles`, `workers`: of prefill and decode; `observed`: mean TTFT and ITL, None if they are not known."""
+    if requests < MIN_REQUESTS:
+        return Corrections(before.ttft, before.itl, f"{requests:.0f} requests are too few to correct by")
+    ttft_s, itl_s = observed
+    service_s = prefill_time_s(profiles[0], demand.uncached_tokens)
+    ttft, notes = before.ttft, []
+    used = demand.rps * service_s * before.ttft / max(1, workers[0])
+    if used > BUSIEST:
+        notes.append(f"prefill is used to {used:.0%}: its TTFT is mostly waiting")
+    elif ttft_s is not None and math.isfinite(ttft_s) and ttft_s > 0 and service_s > 0:
+        expected_s = service_s + mean_wait_s(max(1, workers[0]), demand.rps, service_s)
+        ttft = _toward(before.ttft, ttft_s / expected_s)
+    itl = before.itl
+    expected_itl_s = running_itl_s(profiles[1], demand, workers[1])
+    full_s = profiles[1].decode_s(profiles[1].total_kv_tokens, demand.context_tokens)
+    if expected_itl_s >= 0.98 * full_s:
+        notes.append("decode is full: its ITL is mostly waiting")
+    elif itl_s is not None and math.isfinite(itl_s) and itl_s > 0 and expected_itl_s > 0:
+        itl = _toward(before.itl, itl_s / expected_itl_s)
+    return Corrections(ttft, itl, "; ".join(notes))
+
+
+def _toward(before: float, ratio: float) -> float:
+    ratio = min(max(ratio, LOWEST), HIGHEST)
+    return min(max(before + WEIGHT * (ratio - before), LOWEST), HIGHEST)

@@ -1,0 +1,77 @@
+"""One planner at a time: of those that have put up a card, the one that did so first acts."""
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Callable
+
+from mesh.discovery import Discovery, Put, Registration
+from protocol.errors import WireError
+from protocol.messages import Message, decode, encode
+
+SETTLE_S = 1.0  # in which a planner that started in the same moment must have been seen
+PREFIX = "planners/"
+
+
+class PlannerCard(Message, frozen=True):
+    """A planner, under `planners/<when it came>-<random>`: the first of these acts, the others wait their turn."""
+
+    name: str
+    pid: int = 0
+    metrics_url: str = ""
+    record_file: str = ""
+    connector: str = ""
+
+
+class Lease:
+    """Ours as long as no key is before our own. Of clocks on several hosts: who came long before is first."""
+
+    def __init__(self, discovery: Discovery, card: PlannerCard, wall_ns: Callable[[], int] = time.time_ns) -> None:
+        self._discovery = discovery
+        self._card = card
+        self.key = f"{PREFIX}{wall_ns():020d}-{secrets.token_hex(4)}"
+        self._present: dict[str, PlannerCard | None] = {}
+        self._registration: Registration | None = None
+        self._visible_at_s: float | None = None
+
+    async def hold(self) -> None:
+        """Put up our card and follow those of others, until cancelled or the watch ends."""
+        self._registration = await self._discovery.put(self.key, encode(self._card))
+        try:
+            async for change in self._discovery.watch(PREFIX):
+                if isinstance(change, Put):
+                    self._present[change.key] = _read(change.value)
+                else:
+                    self._present.pop(change.key, None)
+                if self.key not in self._present:
+                    self._visible_at_s = None
+                elif self._visible_at_s is None:
+                    self._visible_at_s = asyncio.get_running_loop().time()
+        finally:
+            await self._registration.withdraw()
+
+    def is_ours(self, at_s: float) -> bool:
+        """Whether we may act at `at_s` of the loop's clock."""
+        is_first = bool(self._present) and min(self._present) == self.key
+        return is_first and self._visible_at_s is not None and at_s - self._visible_at_s >= SETTLE_S
+
+    def holder(self) -> str:
+        """Who it is, for people."""
+        if not self._present or min(self._present) == self.key:  # ours, as soon as nobody has objected
+            return ""
+        card = self._present[min(self._present)]
+        return "another planner" if card is None else f"{card.name} (pid {card.pid})"
+
+
+def card_of(name: str, metrics_url: str, record_file: str, connector: str) -> PlannerCard:
+    return PlannerCard(
+        name=name, pid=os.getpid(), metrics_url=metrics_url, record_file=record_file, connector=connector
+    )
+
+
+def _read(value: bytes) -> PlannerCard | None:
+    try:
+        return decode(value, PlannerCard)
+    except WireError:
+        return None

@@ -1,0 +1,187 @@
+"""Find out what goes on: who is there, what frontends have counted, what workers have in hand. A thin shell."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+
+from mesh.discovery import Discovery, Put
+from planner.connectors.connector import Fleets
+from planner.loads import fetch_loads
+from planner.model import Observation, Traffic
+from planner.scrape import fetch_page
+from planner.traffic import Page, TrafficMeter, age_query, queries, read_page, traffic_told
+from protocol.errors import MeshError, WireError
+from protocol.messages import FrontendCard, Role, WorkerCard, decode
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 5.0
+MAX_CARDS = 65_536
+
+
+class MeshView:
+    """Who has a card in discovery."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, WorkerCard] = {}
+        self._frontends: dict[str, FrontendCard] = {}
+
+    async def follow(self, discovery: Discovery) -> None:
+        """Until the watch ends."""
+        async for change in discovery.watch(""):
+            kind, _, _ = change.key.partition("/")
+            if not isinstance(change, Put):
+                self._workers.pop(change.key, None)
+                self._frontends.pop(change.key, None)
+                continue
+            try:
+                if kind == "workers" and len(self._workers) < MAX_CARDS:
+                    self._workers[change.key] = decode(change.value, WorkerCard)
+                elif kind == "frontends" and len(self._frontends) < MAX_CARDS:
+                    self._frontends[change.key] = decode(change.value, FrontendCard)
+            except WireError as error:
+                log.warning("a card that cannot be read at %s: %s", change.key, error)
+
+    def workers(self, role: Role) -> list[WorkerCard]:
+        return [card for card in self._workers.values() if card.role is role]
+
+    def frontends(self) -> dict[str, int]:
+        """How many processes answer, by URL."""
+        urls = [card.url for card in self._frontends.values()]
+        return {url: urls.count(url) for url in urls}
+
+
+class TrafficSource(Protocol):
+    async def piece(self, at_s: float) -> Traffic | None:
+        """What came since the piece before; None: nothing new, or not known, then `problem` says why.
+
+        Does not raise MeshError.
+        """
+
+    @property
+    def problem(self) -> str: ...
+
+
+class FrontendSource:
+    """The frontends' own pages."""
+
+    def __init__(self, http: aiohttp.ClientSession, frontends: Callable[[], dict[str, int]], longest_s: float) -> None:
+        """`frontends`: how many processes answer, by URL. `longest_s`: a piece that is open for so long is given up."""
+        self._http = http
+        self._frontends = frontends
+        self._longest_s = longest_s
+        self._meter = TrafficMeter(time.time())
+
+    @property
+    def problem(self) -> str:
+        return self._meter.problem
+
+    async def piece(self, at_s: float) -> Traffic | None:
+        self._meter.give_up(at_s, self._longest_s)
+        urls = self._frontends()
+        pages = await asyncio.gather(*(self._page(url, processes) for url, processes in urls.items()))
+        self._meter.on_scrape(at_s, dict(zip(urls, pages, strict=True)))
+        return self._meter.close(at_s)
+
+    async def _page(self, url: str, processes: int) -> Page | None:
+        try:
+            return read_page(await fetch_page(self._http, f"{url}/metrics", TIMEOUT_S), processes)
+        except MeshError as error:
+            log.warning("no traffic from a frontend: %s", error)
+            return None
+
+
+class PrometheusSource:
+    """A Prometheus server that scrapes them."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, matcher: str, window_s: float) -> None:
+        """`matcher`: labels that pick the frontends' series, as in PromQL: job="frontend".
+
+        `window_s`: the length of a piece, some times as long as it is between two scrapes.
+        """
+        self._http = http
+        self._url = url.rstrip("/")
+        self._matcher = matcher
+        self._window_s = window_s
+        self._next_s = -math.inf
+        self.problem = ""
+
+    async def piece(self, at_s: float) -> Traffic | None:
+        if at_s < self._next_s:
+            return None
+        asked = queries(self._matcher, self._window_s)
+        try:
+            age_s, *values = await asyncio.gather(
+                self._ask(age_query(self._matcher)), *(self._ask(query) for query in asked.values())
+            )
+        except MeshError as error:
+            self.problem = str(error)
+            return None
+        if age_s is None or not age_s <= self._window_s:
+            self.problem = "it has no sample of a frontend" + ("" if age_s is None else f" since {age_s:.0f} s")
+            return None
+        traffic = traffic_told(dict(zip(asked, values, strict=True)), at_s - self._window_s, at_s)
+        self.problem = "" if traffic is not None else "it does not say how many requests came"
+        if traffic is not None:
+            self._next_s = at_s + self._window_s
+        return traffic
+
+    async def _ask(self, query: str) -> float | None:
+        page = await fetch_page(self._http, f"{self._url}/api/v1/query", TIMEOUT_S, query=query)
+        return read_answer(page)
+
+
+def read_answer(body: str) -> float | None:
+    """The value of an instant query that gives one number; None if it gives none, or nan. Raises WireError. Pure."""
+    try:
+        answer: Any = msgspec.json.decode(body)
+        if answer["status"] != "success":
+            raise WireError(f"Prometheus says: {answer.get('error', answer['status'])}")
+        result = answer["data"]["result"]
+        if not result:
+            return None
+        if len(result) > 1:
+            raise WireError(f"Prometheus gave {len(result)} series where one is expected")
+        value = float(result[0]["value"][1])
+    except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise WireError(f"this is no answer of Prometheus: {body[:100]!r}") from error
+    return value if math.isfinite(value) else None
+
+
+class Observer:
+    """Puts together what the core is told."""
+
+    def __init__(self, http: aiohttp.ClientSession, view: MeshView, source: TrafficSource) -> None:
+        self._http = http
+        self._view = view
+        self._source = source
+        self._isl_tokens: float | None = None
+
+    @property
+    def problem(self) -> str:
+        return self._source.problem
+
+    async def observe(self, at_s: float, fleets: Fleets) -> Observation:
+        traffic = await self._source.piece(at_s)
+        if traffic is not None and traffic.isl_tokens is not None:
+            self._isl_tokens = traffic.isl_tokens
+        prefill, decode = await asyncio.gather(
+            *(
+                fetch_loads(self._http, self._view.workers(role), self._isl_tokens)
+                for role in (Role.PREFILL, Role.DECODE)
+            )
+        )
+        return Observation(
+            at_s=at_s,
+            prefill=fleets.prefill,
+            decode=fleets.decode,
+            traffic=traffic,
+            prefill_loads=prefill,
+            decode_loads=decode,
+        )

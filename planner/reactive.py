@@ -1,0 +1,153 @@
+"""The fast loop: what queues, caches and the last seconds' arrivals say that the forecast did not. Pure.
+
+It adds when there is evidence that the SLO breaks, and takes one away when the rest can clearly carry the load. What is
+starting counts as there: a queue that waits for a worker on its way is no reason to order another.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from planner.model import Fleet, Reason, WorkerLoad
+from planner.sizing import Demand, Need, Slo, decode_capacity, decode_need, prefill_need, prefill_time_s
+from protocol.profile import Profile
+
+CATCH_UP_S = 20.0  # in which a queue is to be gone
+SENSITIVITY = 0.8  # of the SLO: what the rest may come to before one worker is taken away
+KV_FULL = 0.9
+KV_CALM = 0.7  # share of the rest's KV that may be in use after one is taken away
+CONFIDENCE = 2.0  # standard deviations of a count of arrivals before it is evidence
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    profile: Profile
+    slo: Slo
+    utilization: float
+    correction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """The last seconds. `seconds` 0: nothing is known of them."""
+
+    demand: Demand
+    seconds: float
+
+    def at_least(self) -> Demand:
+        return self._moved(-1)
+
+    def at_most(self) -> Demand:
+        return self._moved(+1)
+
+    def _moved(self, sign: int) -> Demand:
+        rps = self.demand.rps
+        spread = CONFIDENCE * math.sqrt(max(rps, 1 / max(self.seconds, 1.0)) / max(self.seconds, 1.0))
+        moved = max(0.0, rps + sign * spread)
+        return Demand(moved, self.demand.isl_tokens, self.demand.osl_tokens, self.demand.hit_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """`workers`: how many of the role the evidence asks for; 0: none. `least`: as many could carry what there is."""
+
+    workers: int
+    least: int
+    reasons: tuple[Reason, ...] = ()
+
+
+def prefill_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: Recent | None) -> Pressure:
+    reasons: list[Reason] = []
+    workers = 0
+    ready = max(1, fleet.ready)
+    if recent is not None:
+        workers = _by_arrivals("prefill", prefill_need, rules, fleet, recent, reasons)
+        token_s = _token_s(rules, recent.demand)
+        service_s = _service_s(rules, recent.demand)
+        work = recent.demand.rps * service_s
+    else:
+        token_s = prefill_time_s(rules.profile, rules.profile.max_step_tokens) / rules.profile.max_step_tokens
+        service_s, work = 0.0, 0.0
+    backlog_s = sum(load.queued_tokens for load in loads) * token_s
+    ttft_s = backlog_s / ready + service_s
+    if loads and ttft_s > rules.slo.ttft_s and not fleet.starting:
+        wanted = math.ceil(work / rules.utilization + backlog_s / CATCH_UP_S)
+        wanted = max(wanted, fleet.ready + 1)
+        text = (
+            f"prefill queues make a TTFT of {ttft_s:.2f} s, the SLO is {rules.slo.ttft_s:.2f} s: {wanted} work off "
+            f"{backlog_s:.1f} s of them in {CATCH_UP_S:.0f} s"
+        )
+        reasons.append(Reason(code="prefill-queue", text=text))
+        workers = max(workers, wanted)
+    least = fleet.ordered
+    if loads and recent is not None and not fleet.starting:
+        rest = prefill_need(rules.profile, recent.at_most(), rules.slo, rules.utilization, rules.correction)
+        patience_s = SENSITIVITY * rules.slo.ttft_s - service_s
+        by_queue = math.ceil(backlog_s / patience_s) if patience_s > 0 else fleet.ordered
+        least = min(fleet.ordered, max(rest.workers, by_queue))
+    return Pressure(workers, least, tuple(reasons))
+
+
+def decode_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: Recent | None) -> Pressure:
+    reasons: list[Reason] = []
+    workers = 0
+    if recent is not None:
+        workers = _by_arrivals("decode", decode_need, rules, fleet, recent, reasons)
+    under_way = sum(load.running + load.waiting for load in loads)
+    used = sum(load.kv_tokens for load in loads)
+    total = sum(load.total_kv_tokens for load in loads)
+    usage = used / total if total else 0.0
+    batch = _batch(rules, recent)
+    crowded = under_way > batch * fleet.ready or (usage > KV_FULL and any(load.waiting for load in loads))
+    if loads and crowded and not fleet.starting:
+        wanted = max(
+            math.ceil(under_way / (batch * rules.utilization)), math.ceil(usage * fleet.ready), fleet.ready + 1
+        )
+        text = (
+            f"{under_way} requests under way on {fleet.ready} decode workers, each keeps the ITL up to {batch}; KV is "
+            f"used to {usage:.0%}: {wanted} workers"
+        )
+        reasons.append(Reason(code="decode-crowded", text=text))
+        workers = max(workers, wanted)
+    least = fleet.ordered
+    if loads and recent is not None and not fleet.starting:
+        rest = decode_need(rules.profile, recent.at_most(), rules.slo, rules.utilization, rules.correction)
+        by_batch = math.ceil(under_way / (SENSITIVITY * batch))
+        by_kv = math.ceil(usage * fleet.ready / KV_CALM)
+        least = min(fleet.ordered, max(rest.workers, by_batch, by_kv))
+    return Pressure(workers, least, tuple(reasons))
+
+
+def _by_arrivals(
+    role: str,
+    need: Callable[[Profile, Demand, Slo, float, float], Need],
+    rules: Rules,
+    fleet: Fleet,
+    recent: Recent,
+    reasons: list[Reason],
+) -> int:
+    """Workers for the last seconds' arrivals, if even a cautious reading of them is too much for those ordered."""
+    least = need(rules.profile, recent.at_least(), rules.slo, rules.utilization, rules.correction).workers
+    if least <= fleet.ordered:
+        return 0
+    wanted = need(rules.profile, recent.demand, rules.slo, rules.utilization, rules.correction).workers
+    text = (
+        f"{recent.demand.rps:.2f} requests/s in the last {recent.seconds:.0f} s take {wanted} {role} workers, "
+        f"{fleet.ordered} are ordered"
+    )
+    reasons.append(Reason(code=f"{role}-arrivals", text=text))
+    return wanted
+
+
+def _service_s(rules: Rules, demand: Demand) -> float:
+    return prefill_time_s(rules.profile, demand.uncached_tokens) * rules.correction
+
+
+def _token_s(rules: Rules, demand: Demand) -> float:
+    return _service_s(rules, demand) / demand.uncached_tokens
+
+
+def _batch(rules: Rules, recent: Recent | None) -> int:
+    if recent is None:
+        return rules.profile.max_num_seqs
+    return decode_capacity(rules.profile, recent.demand, rules.slo.itl_s, rules.correction).batch

@@ -1,0 +1,106 @@
+"""Every decision with its reasons, in a file of JSON lines that does not grow beyond a bound."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from planner.connectors.connector import Applied
+from planner.model import Decision, Observation, WorkerLoad
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 1 << 20
+MAX_LOADS = 64  # of workers of a role, in a record: those with the most in hand
+
+
+class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line. `applied` is None where nothing was to be done, `error` says why it was not."""
+
+    ts_s: float  # wall clock
+    planner: str
+    mode: Literal["active", "shadow"]
+    connector: str
+    observation: Observation | None
+    decision: Decision
+    applied: Applied | None = None
+    error: str = ""
+
+
+def kept(observation: Observation | None) -> Observation | None:
+    """As much of it as is recorded, however many workers there are."""
+    if observation is None:
+        return None
+    return replace(
+        observation,
+        prefill_loads=_busiest(observation.prefill_loads),
+        decode_loads=_busiest(observation.decode_loads),
+    )
+
+
+def _busiest(loads: tuple[WorkerLoad, ...]) -> tuple[WorkerLoad, ...]:
+    if len(loads) <= MAX_LOADS:
+        return loads
+    return tuple(sorted(loads, key=lambda load: (-load.queued_tokens, -load.kv_tokens, load.name))[:MAX_LOADS])
+
+
+class RecordFile:
+    """When the file has half of the bound, it becomes `<name>.1`, in place of what that was before."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Raises ConfigError if nothing can be written there."""
+        self._path = path
+        self._max_bytes = max_bytes
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
+                self._size = file.tell()
+        except OSError as error:
+            raise ConfigError(f"no record can be written to {path}: {error}", hint="set --record-file") from error
+
+    def add(self, record: Record) -> None:
+        """One write of some kilobytes, every few seconds. A full disk is logged, and stops nobody."""
+        line = msgspec.json.encode(record) + b"\n"
+        try:
+            if self._size and self._size + len(line) > self._max_bytes // 2:
+                self._path.replace(older(self._path))
+                self._size = 0
+            with self._path.open("ab") as file:
+                file.write(line)
+            self._size += len(line)
+        except OSError as error:
+            log.warning("a decision was not recorded in %s: %s", self._path, error)
+
+
+def older(path: Path) -> Path:
+    return path.with_name(path.name + ".1")
+
+
+def read_records(path: Path, last: int) -> list[Record]:
+    """The last of them, oldest first. A line that is cut off, or not ours, is passed over. Raises ConfigError."""
+    if not path.exists():
+        raise ConfigError(f"there is no record at {path}", hint="start a planner, or set --record-file")
+    records: list[Record] = []
+    for file in (older(path), path):
+        records = [*records, *_read(file)][-last:]
+    return records
+
+
+def _read(path: Path) -> Iterator[Record]:
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(Record)
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                try:
+                    yield decoder.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}", hint="set --record-file") from error

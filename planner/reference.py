@@ -1,0 +1,55 @@
+"""The reference's published formulas: what the benchmark holds ours against, and a check of our own reading. Pure.
+
+Two generations of them. Neither leaves room for a queue: they plan for servers that are used to 100 %, of requests
+that all are as long as the mean and come one after the other.
+"""
+
+import math
+
+from planner.budget import Counts, Limits, published_budget
+from planner.sizing import Demand, Slo, decode_capacity, prefill_time_s
+from protocol.profile import Profile
+
+
+def legacy_prefill(
+    requests: float, isl_tokens: float, interval_s: float, tokens_per_s_gpu: float, gpus: int, correction: float = 1.0
+) -> int:
+    """`requests` in one interval; a correction above 1 is not believed."""
+    return math.ceil(requests * isl_tokens / interval_s * min(1.0, correction) / tokens_per_s_gpu / gpus)
+
+
+def legacy_decode(requests: float, osl_tokens: float, interval_s: float, tokens_per_s_gpu: float, gpus: int) -> int:
+    return math.ceil(requests * osl_tokens / interval_s / tokens_per_s_gpu / gpus)
+
+
+def decode_throughput(profile: Profile, context_tokens: float, itl_slo_s: float, correction: float = 1.0) -> float:
+    """Tokens/s of one GPU at the fullest KV whose ITL fits, sought from the top down; of the emptiest if none does."""
+    wanted_s = itl_slo_s / correction if correction > 0 else itl_slo_s
+    step = 100
+    for percent in range(step, 0, -1):
+        kv_tokens = profile.total_kv_tokens * percent / step
+        itl_s = profile.decode_s(kv_tokens, context_tokens)
+        if itl_s <= wanted_s:
+            break
+    return kv_tokens / context_tokens / max(itl_s, 1e-9) / max(1, profile.gpus)
+
+
+def legacy_sizing(prefill: Profile, decode: Profile, demand: Demand, slo: Slo, interval_s: float) -> Counts:
+    """From the throughputs of the profiles; prefix hits are not looked at."""
+    requests = demand.rps * interval_s
+    prefill_rate = demand.isl_tokens / max(prefill.prefill_s(demand.isl_tokens), 1e-9) / max(1, prefill.gpus)
+    decode_rate = decode_throughput(decode, demand.context_tokens, slo.itl_s)
+    return Counts(
+        legacy_prefill(requests, demand.isl_tokens, interval_s, prefill_rate, max(1, prefill.gpus)),
+        legacy_decode(requests, demand.osl_tokens, interval_s, decode_rate, max(1, decode.gpus)),
+    )
+
+
+def reference_sizing(prefill: Profile, decode: Profile, demand: Demand, slo: Slo, limits: Limits) -> Counts:
+    """The newer one: requests/s over what one worker does, with prefix hits; then the budget."""
+    ttft_s = prefill_time_s(prefill, demand.uncached_tokens)
+    prefills = math.ceil(demand.rps * ttft_s)
+    if ttft_s > slo.ttft_s:
+        prefills = max(prefills, math.ceil(ttft_s / slo.ttft_s))
+    decodes = math.ceil(demand.rps / decode_capacity(decode, demand, slo.itl_s).rps)
+    return published_budget(Counts(max(limits.min_prefill, prefills), max(limits.min_decode, decodes)), limits)

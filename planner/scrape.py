@@ -1,0 +1,46 @@
+"""Read a /metrics page: of all that stands there, the samples that are asked for."""
+
+import asyncio
+from collections.abc import Iterator
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from protocol.errors import MeshError, UnreachableError, WireError
+
+MAX_PAGE_BYTES = 8 << 20
+
+
+def samples(page: str, prefix: str) -> Iterator[Sample]:
+    """Of the metrics whose names begin with `prefix`. Pure. Raises WireError for what is no such page."""
+    lines = [line for line in page.splitlines() if line.startswith(prefix)]  # most of a page is of no interest here
+    try:
+        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+            yield from family.samples
+    except (ValueError, KeyError, IndexError) as error:
+        raise WireError(f"this is no page of metrics: {error}") from error
+
+
+async def fetch_page(http: aiohttp.ClientSession, url: str, timeout_s: float, **params: str) -> str:
+    """Raises UnreachableError, WireError for too much, MeshError for a status that is not 200."""
+    try:
+        async with asyncio.timeout(timeout_s), http.get(url, params=params or None) as response:
+            body = await bounded(response, MAX_PAGE_BYTES)
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise UnreachableError(f"{url} does not answer: {error or f'not within {timeout_s:g} s'}") from error
+    if response.status != 200:
+        raise MeshError(f"{url} answered {response.status}: {body[:200].decode(errors='replace')}")
+    return body.decode(errors="replace")
+
+
+async def bounded(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """The body. Raises WireError if it is larger."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.content.iter_chunked(1 << 16):
+        size += len(part)
+        if size > max_bytes:
+            raise WireError(f"{response.url} sends more than {max_bytes} bytes")
+        parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,283 @@
+"""Run the planner: observe, decide, apply, and say why."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+from msgspec.structs import replace
+
+from mesh.discovery import open_discovery
+from mesh.lifecycle import watch_parent
+from mesh.telemetry import serve_metrics
+from planner import metrics
+from planner.config import ServiceConfig
+from planner.connectors.connector import Applied, Connector, ConnectorError, Fleets
+from planner.connectors.kinds import open_connector
+from planner.connectors.shadow import ShadowConnector
+from planner.core import PlannerCore
+from planner.lease import Lease, card_of
+from planner.model import Action, Decision, Fleet, Flip, Observation, Reason
+from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, TrafficSource
+from planner.profiles import open_profiles
+from planner.record import Record, RecordFile, kept
+from protocol.errors import ConfigError, FeedLostError
+from protocol.messages import Role
+from protocol.profile import Profile
+
+log = logging.getLogger(__name__)
+
+LEASE_POLL_S = 0.5
+NO_FLIPS = ("compose", "kubernetes")  # connectors that cannot turn workers
+LATE_PIECES = 12  # a piece of traffic that could not be closed for so many ticks is given up
+MAYBE_SEVERAL = 2  # processes behind a URL of which only the address is known
+MAX_GAP_TICKS = 3.0  # of a longer gap between two looks nothing is known of the GPU-hours
+
+
+class Core(Protocol):
+    """planner.core.PlannerCore, or what a test puts in its place."""
+
+    def decide(self, seen: Observation) -> Decision: ...
+
+
+class Sees(Protocol):
+    """planner.observe.Observer, or what a test puts in its place."""
+
+    async def observe(self, at_s: float, fleets: Fleets) -> Observation: ...
+
+    @property
+    def problem(self) -> str: ...
+
+
+async def serve(config: ServiceConfig, stop: asyncio.Event) -> None:
+    """Plan until `stop` is set; the workers then stay as they are.
+
+    Raises ConfigError, and FeedLostError if discovery ends: a planner that sees nobody must not go on.
+    """
+    watch_parent(stop)
+    prefill, decode = open_profiles(config)
+    core = PlannerCore(planned_with(config), prefill, decode)
+    records = RecordFile(Path(config.record_file), int(config.record_mib * 2**20)) if config.record_file else None
+    async with AsyncExitStack() as cleanup:
+        metrics_url, close_metrics = serve_metrics(config.host, config.metrics_port)
+        cleanup.push_async_callback(asyncio.to_thread, close_metrics)
+        http = await cleanup.enter_async_context(aiohttp.ClientSession())
+        discovery = open_discovery(config.discovery)
+        cleanup.push_async_callback(discovery.close)
+        view = MeshView()
+        connector = await open_connector(config, lambda: present(view))
+        cleanup.push_async_callback(connector.close)
+        if config.shadow:
+            connector = ShadowConnector(connector, asyncio.get_running_loop().time, config.start_s, config.flip_s)
+        lease = Lease(discovery, card_of(config.name, metrics_url, config.record_file, config.connector))
+        planner = Planner(
+            config,
+            core,
+            Observer(http, view, open_source(config, http, view)),
+            connector,
+            records,
+            gpus_of(prefill, decode),
+        )
+        acts: Callable[[float], bool] = always if config.shadow else lease.is_ours
+        log.info("ready", extra={"connector": connector.name, "metrics": metrics_url, "record": config.record_file})
+        async with asyncio.TaskGroup() as feeds:
+            follow = [feeds.create_task(lost_if_it_ends(view.follow(discovery)), name="planner: follow the mesh")]
+            if not config.shadow:
+                follow.append(feeds.create_task(lost_if_it_ends(lease.hold()), name="planner: hold the lease"))
+            await planner.run(stop, acts, lease.holder)
+            for feed in follow:
+                feed.cancel()
+
+
+def planned_with(config: ServiceConfig) -> ServiceConfig:
+    """Without role flips where nobody could carry them out: a start takes longer, and is ordered earlier."""
+    return replace(config, flips=False) if config.connector in NO_FLIPS else config
+
+
+async def lost_if_it_ends(feed: Awaitable[None]) -> None:
+    await feed
+    raise FeedLostError("discovery has ended", hint="see the planner's log, and --discovery")
+
+
+def open_source(config: ServiceConfig, http: aiohttp.ClientSession, view: MeshView) -> TrafficSource:
+    """Raises ConfigError."""
+    if config.source == "frontends":
+        named = dict.fromkeys((url.rstrip("/") for url in config.frontends), MAYBE_SEVERAL)
+        return FrontendSource(http, lambda: named or view.frontends(), LATE_PIECES * tick_s(config))
+    if not config.prometheus_url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"no Prometheus server at {config.prometheus_url!r}", hint="set --prometheus-url to http://host:port"
+        )
+    return PrometheusSource(http, config.prometheus_url, config.prometheus_matcher, config.prometheus_window_s)
+
+
+def tick_s(config: ServiceConfig) -> float:
+    return (
+        config.reactive_interval_s if config.reactive else min(config.reactive_interval_s, config.predictive_interval_s)
+    )
+
+
+def present(view: MeshView) -> Fleets:
+    """Who has joined the mesh: all that can be known where nobody tells what is being started."""
+    return Fleets(
+        prefill=Fleet(ready=len(view.workers(Role.PREFILL))), decode=Fleet(ready=len(view.workers(Role.DECODE)))
+    )
+
+
+def gpus_of(prefill: Profile, decode: Profile) -> tuple[int, int]:
+    """GPUs of one worker of each role; one that runs on CPUs counts as one."""
+    return max(1, prefill.gpus), max(1, decode.gpus)
+
+
+def always(at_s: float) -> bool:
+    return True
+
+
+class Planner:
+    """The loop: one look, one decision, and what is to be done about it, every tick."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        core: Core,
+        observer: Sees,
+        connector: Connector,
+        records: RecordFile | None,
+        gpus: tuple[int, int],
+    ) -> None:
+        """`gpus`: of one prefill and one decode worker."""
+        self._config = config
+        self._core = core
+        self._observer = observer
+        self._connector = connector
+        self._records = records
+        self._gpus = gpus
+        self._last_s: float | None = None  # when it looked last
+        self._flip: Flip | None = None  # it was decided and could not be told
+        self._target: tuple[int, int] | None = None
+        self._problem = ""
+        self._said = ""
+
+    async def run(self, stop: asyncio.Event, acts: Callable[[float], bool], holder: Callable[[], str]) -> None:
+        """Until `stop` is set. `acts`: whether this planner may, at a time of the loop's clock; `holder`: else, who."""
+        clock = asyncio.get_running_loop().time
+        waiting_for = ""
+        while not stop.is_set():
+            at_s = clock()
+            if not acts(at_s):
+                metrics.ACTING.set(0)
+                if (who := holder()) and who != waiting_for:
+                    waiting_for = who
+                    log.info("waiting: %s holds the lease", who)
+                await either(stop, LEASE_POLL_S)
+                continue
+            waiting_for = ""
+            metrics.ACTING.set(0 if self._config.shadow else 1)
+            await self.step(at_s)
+            await either(stop, max(0.05, at_s + tick_s(self._config) - clock()))
+
+    async def step(self, at_s: float) -> Decision | None:
+        """One look and what follows from it; None if it is not known who is there."""
+        try:
+            fleets = await self._connector.fleets()
+        except ConnectorError as error:
+            self._blind(at_s, error)
+            return None
+        observation = await self._observer.observe(at_s, fleets)
+        metrics.show_observation(observation)
+        self._count_gpu_hours(at_s, fleets)
+        decision = self._core.decide(observation)
+        if observation.traffic is None and self._observer.problem:
+            metrics.LATE.inc()
+            text = f"the traffic is not known: {self._observer.problem}"
+            decision = replace(decision, reasons=(*decision.reasons, Reason(code="no-traffic", text=text)))
+        decision = self._with_flip(decision)
+        metrics.show_decision(decision)
+        applied, error_text = None, ""
+        if self._is_due(decision, fleets):
+            try:
+                applied = await self._connector.apply(decision)
+                self._flip = None
+                metrics.APPLIED.labels("ok" if applied.is_complete else "partial").inc()
+                if applied.flipped and decision.flip is not None:
+                    metrics.FLIPS.labels(decision.flip.to_role).inc(applied.flipped)
+            except ConnectorError as error:
+                self._flip = decision.flip
+                error_text = str(error)
+                metrics.APPLIED.labels("error").inc()
+        self._tell(observation, decision, applied, error_text)
+        return decision
+
+    def _is_due(self, decision: Decision, fleets: Fleets) -> bool:
+        """Also when it was decided before and is not so: an order that failed or was cut short is given again."""
+        return decision.flip is not None or (decision.prefill, decision.decode) != (
+            fleets.prefill.ordered,
+            fleets.decode.ordered,
+        )
+
+    def _with_flip(self, decision: Decision) -> Decision:
+        """A flip that could not be told is part of the same target when that is tried again."""
+        target = (decision.prefill, decision.decode)
+        if target != self._target:
+            self._target, self._flip = target, None
+        if self._flip is not None and decision.flip is None:
+            return replace(decision, flip=self._flip)
+        return decision
+
+    def _blind(self, at_s: float, error: ConnectorError) -> None:
+        """Nobody knows who is there: nothing is decided."""
+        metrics.APPLIED.labels("error").inc()
+        prefill, decode = self._target or (0, 0)
+        reason = Reason(code="no-fleet", text=f"it is not known which workers there are: {error}")
+        decision = Decision(
+            at_s=at_s, loop="none", action=Action.HOLD, prefill=prefill, decode=decode, reasons=(reason,)
+        )
+        metrics.DECISIONS.labels("none", "hold", reason.code).inc()
+        self._tell(None, decision, None, str(error))
+
+    def _count_gpu_hours(self, at_s: float, fleets: Fleets) -> None:
+        longest_s = MAX_GAP_TICKS * tick_s(self._config)
+        if self._last_s is not None and at_s - self._last_s <= longest_s:
+            there = zip((fleets.prefill, fleets.decode), self._gpus, strict=True)
+            gpus = sum((fleet.ordered + fleet.draining) * of_one for fleet, of_one in there)
+            metrics.GPU_HOURS.inc(gpus * (at_s - self._last_s) / 3600)
+        self._last_s = at_s
+
+    def _tell(self, observation: Observation | None, decision: Decision, applied: Applied | None, error: str) -> None:
+        """What changes something, and what goes wrong for the first time, is logged; everything is recorded."""
+        why = "; ".join(f"{reason.code}: {reason.text}" for reason in decision.reasons) or "as decided before"
+        if error and error != self._problem:
+            log.warning("not done: %s", error)
+        elif applied is not None:
+            notes = "".join(f"; {note}" for note in applied.notes)
+            said = f"{decision.prefill} prefill, {decision.decode} decode{notes}"
+            if applied.is_complete or said != self._said:  # what waits for something is not said at every look
+                log.info("%s: %s", said, why)
+            self._said = said
+        self._problem = error
+        if self._records is not None:
+            self._records.add(
+                Record(
+                    ts_s=time.time(),
+                    planner=self._config.name,
+                    mode="shadow" if self._config.shadow else "active",
+                    connector=self._connector.name,
+                    observation=kept(observation),
+                    decision=decision,
+                    applied=applied,
+                    error=error,
+                )
+            )
+
+
+async def either(stop: asyncio.Event, timeout_s: float) -> None:
+    """Until `stop` is set or the time has passed."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await stop.wait()
+    except TimeoutError:
+        pass

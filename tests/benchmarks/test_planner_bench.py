@@ -1,0 +1,96 @@
+"""Planning against other ways to decide, in the simulator."""
+
+import json
+
+import pytest
+
+from benchmarks import planner
+from benchmarks.planner import POLICIES, PlannerBenchConfig, load_of
+from benchmarks.policies import ReferencePlanner, clairvoyant, fixed, mean_of, peak_of, slots_of
+from benchmarks.simulator.loads import Rate, Shape, synthesize
+from planner.budget import Counts
+from planner.model import Fleet, Observation, Traffic, WorkerLoad
+from protocol.errors import ConfigError
+
+
+def rate_that_doubles() -> Rate:
+    return Rate(lambda at_s: 4.0 if at_s >= 300 else 2.0, 4.0)
+
+
+def seen(at_s: float, requests: float = 10.0, loads: tuple[WorkerLoad, ...] = (), fleet: int = 4) -> Observation:
+    return Observation(
+        at_s=at_s,
+        prefill=Fleet(ready=fleet),
+        decode=Fleet(ready=fleet),
+        traffic=Traffic(start_s=at_s - 5, end_s=at_s, requests=requests, isl_tokens=3000.0, osl_tokens=150.0),
+        prefill_loads=loads,
+        decode_loads=loads,
+    )
+
+
+def setting() -> planner.Setting:
+    load = load_of("step", PlannerBenchConfig())
+    assert load is not None
+    return load.setting
+
+
+def test_slots_hold_all_requests_in_their_time() -> None:
+    requests = list(synthesize(rate_that_doubles(), 600, Shape(), seed=1))
+    slots = slots_of(requests, 0.0)
+    assert [slot.start_s for slot in slots] == [60.0 * k for k in range(10)]
+    assert sum(slot.demand.rps * 60 for slot in slots) == pytest.approx(len(requests))
+    assert mean_of(slots).rps == pytest.approx(len(requests) / 600)
+    assert peak_of(slots).rps > mean_of(slots).rps
+
+
+def test_the_clairvoyant_orders_before_the_load_comes_and_lets_go_when_it_has_gone() -> None:
+    rate = Rate(lambda at_s: 4.0 if 300 <= at_s < 600 else 1.0, 4.0)
+    slots = slots_of(synthesize(rate, 900, Shape(), seed=1), 0.0)
+    decide = clairvoyant(setting(), slots)
+    counts = {at_s: decide(seen(float(at_s))).prefill for at_s in (100, 245, 450, 800)}
+    assert counts[100] < counts[245]
+    assert counts[245] <= counts[450] + 1
+    assert counts[800] < counts[450]
+
+
+def test_fixed_counts_stay() -> None:
+    decision = fixed(Counts(3, 5))(seen(5.0))
+    assert (decision.prefill, decision.decode) == (3, 5)
+
+
+def test_the_reference_plans_by_its_formulas_once_an_interval() -> None:
+    reference = ReferencePlanner(setting())
+    decisions = [reference.decide(seen(5.0 * (k + 1), requests=20.0)) for k in range(12)]
+    assert decisions[-1].prefill == 7  # 4 requests/s of 1.58 s
+    assert {(decision.prefill, decision.decode) for decision in decisions[:-1]} == {(4, 4)}
+
+
+def test_the_reference_adds_one_when_all_are_too_slow_and_takes_one_when_the_rest_would_do() -> None:
+    slow = WorkerLoad(name="w", queued_tokens=50_000, kv_tokens=390_000, total_kv_tokens=400_000)
+    assert ReferencePlanner(setting()).decide(seen(5.0, loads=(slow,) * 4)).prefill == 5
+    idle = WorkerLoad(name="w", total_kv_tokens=400_000)
+    reference = ReferencePlanner(setting())
+    assert reference.decide(seen(5.0, loads=(slow, idle, slow, slow))).prefill == 4
+
+
+def test_all_policies_serve_all_requests_and_are_told_beside_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planner.main(["--loads", "step", "--share", "0.04", "--seed", "3", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["policy"] for row in rows] == list(POLICIES)
+    for row in rows:
+        assert row["load"] == "step"
+        assert row["failed"] == 0
+        assert 0 <= row["attainment"] <= min(row["ttft_attainment"], row["itl_attainment"]) + 1e-9
+        assert row["gpu_hours"] > 0 and row["clairvoyant_gpu_hours"] > 0
+    assert len({row["requests"] for row in rows}) == 1
+
+
+def test_a_load_or_policy_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no load 'weekly'"):
+        planner.main(["--loads", "weekly"])
+    with pytest.raises(ConfigError, match="no policy 'luck'"):
+        planner.main(["--policies", "luck"])
+
+
+def test_without_a_trace_the_conversation_is_left_out() -> None:
+    assert load_of("conversation", PlannerBenchConfig()) is None

@@ -1,0 +1,583 @@
+"""What every connector of the planner promises, and what each promises beyond."""
+
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from kvmesh.control import control_socket
+from planner.connectors.compose import ComposeConnector
+from planner.connectors.connector import Connector, ConnectorError, Fleets
+from planner.connectors.dry_run import DryRunConnector
+from planner.connectors.kubernetes import Account, KubernetesConnector, account_of, workload_path
+from planner.connectors.local import LocalConnector
+from planner.connectors.shadow import ShadowConnector
+from planner.connectors.virtual import VirtualConnector, read_token
+from planner.model import Action, Decision, Fleet, Flip, Reason
+from protocol.errors import ConfigError
+from protocol.messages import Role
+from tests.support import fake_docker
+from tests.support.fake_crew import FakeHost
+from tests.support.fake_kubernetes import FakeKubernetes, Workload
+
+PREFILL, DECODE = 2, 3  # workers that every world begins with, all ready
+
+
+def decision(prefill: int, decode: int, flip: Flip | None = None) -> Decision:
+    return Decision(
+        at_s=0.0,
+        loop="reactive",
+        action=Action.SCALE,
+        prefill=prefill,
+        decode=decode,
+        flip=flip,
+        reasons=(Reason(code="test", text="a test wants it"),),
+    )
+
+
+class World(Protocol):
+    """What a connector acts on. `can_flip`: it changes roles; `acts`: it changes anything."""
+
+    connector: Connector
+    can_flip: bool
+    acts: bool
+
+    async def start(self, cleanup: AsyncExitStack) -> None: ...
+
+    async def carry_out(self) -> None:
+        """Whoever carries orders out in a while does so now; nobody who starts is ready by that."""
+
+    async def all_ready(self) -> None:
+        """Whoever starts is ready now."""
+
+    async def ordered(self) -> tuple[int, int]:
+        """What there really is, ready or starting."""
+
+    def break_down(self) -> None:
+        """From now on orders fail ..."""
+
+    def mend(self) -> None:
+        """... and no longer."""
+
+
+class LocalWorld:
+    can_flip, acts = True, True
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.host = FakeHost()
+
+    async def start(self, cleanup: AsyncExitStack) -> None:
+        await self.host.start(PREFILL, DECODE)
+        cleanup.push_async_callback(self.host.close)
+        control = await cleanup.enter_async_context(control_socket(self.host.crew, self._folder))
+        self._path = Path(control.removeprefix("unix:"))
+        self.connector: Connector = LocalConnector(control)
+
+    async def carry_out(self) -> None:
+        await self.host.heard()
+
+    async def all_ready(self) -> None:
+        await self.host.all_ready()
+
+    async def ordered(self) -> tuple[int, int]:
+        roles = list(self.host.roles().values())
+        return roles.count(Role.PREFILL), roles.count(Role.DECODE)
+
+    def break_down(self) -> None:
+        self._path.rename(self._path.with_suffix(".away"))
+
+    def mend(self) -> None:
+        self._path.with_suffix(".away").rename(self._path)
+
+
+class ComposeWorld:
+    can_flip, acts = False, True
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._state = folder / "docker.json"
+        monkeypatch.setenv("FAKE_DOCKER_STATE", str(self._state))
+        containers = [{"Service": "p", "State": "running", "Health": "healthy"} for _ in range(PREFILL)]
+        containers += [{"Service": "d", "State": "running", "Health": ""} for _ in range(DECODE)]
+        self.save({"containers": containers, "fail": "", "calls": []})
+        command = f"{sys.executable} {fake_docker.__file__} compose"
+        self.connector: Connector = ComposeConnector(command, ["a.yml", "b.yml"], "mesh", prefill="p", decode="d")
+
+    def load(self) -> dict:
+        return json.loads(self._state.read_text())
+
+    def save(self, state: dict) -> None:
+        self._state.write_text(json.dumps(state))
+
+    async def start(self, cleanup: AsyncExitStack) -> None:
+        pass
+
+    async def carry_out(self) -> None:
+        pass
+
+    async def all_ready(self) -> None:
+        state = self.load()
+        for container in state["containers"]:
+            container["Health"] = "healthy"
+        self.save(state)
+
+    async def ordered(self) -> tuple[int, int]:
+        services = [container["Service"] for container in self.load()["containers"]]
+        return services.count("p"), services.count("d")
+
+    def break_down(self) -> None:
+        self.save(self.load() | {"fail": "Cannot connect to the Docker daemon"})
+
+    def mend(self) -> None:
+        self.save(self.load() | {"fail": ""})
+
+
+class KubernetesWorld:
+    can_flip, acts = False, True
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = [workload_path(name, "ns") for name in ("deployment/p", "leaderworkerset/d")]
+        counts = zip(self.paths, (PREFILL, DECODE), strict=True)
+        self.server = FakeKubernetes(workloads={path: Workload(count, count) for path, count in counts})
+        self._token = folder / "token"
+        self._token.write_text(self.server.token + "\n")
+
+    async def start(self, cleanup: AsyncExitStack) -> None:
+        await cleanup.enter_async_context(self.server.running())
+        account = Account(self.server.url, "ns", self._token, None)
+        self.connector: Connector = KubernetesConnector(account, prefill="deployment/p", decode="leaderworkerset/d")
+
+    async def carry_out(self) -> None:
+        pass
+
+    async def all_ready(self) -> None:
+        for workload in self.server.workloads.values():
+            workload.ready, workload.going = workload.replicas, 0
+
+    async def ordered(self) -> tuple[int, int]:
+        prefill, decode = (self.server.workloads[path].replicas for path in self.paths)
+        return prefill, decode
+
+    def break_down(self) -> None:
+        self.server.refuse_with = 503
+
+    def mend(self) -> None:
+        self.server.refuse_with = None
+
+
+class VirtualWorld:
+    """An orchestrator that asks over HTTP when the test lets it."""
+
+    can_flip, acts = False, True
+
+    def __init__(self) -> None:
+        self.ready = Fleets(prefill=Fleet(ready=PREFILL), decode=Fleet(ready=DECODE))
+        self.has = (PREFILL, DECODE)
+        self.now_s = 0.0
+        self.is_away = False
+        self.last_id = 0
+        self.virtual = VirtualConnector(lambda: self.ready, 60.0, "a-long-enough-secret", lambda: self.now_s)
+        self.connector: Connector = self.virtual
+
+    async def start(self, cleanup: AsyncExitStack) -> None:
+        await self.virtual.start("127.0.0.1", 0)
+        headers = {"authorization": "Bearer a-long-enough-secret"}
+        self.http = await cleanup.enter_async_context(aiohttp.ClientSession(base_url=self.virtual.url, headers=headers))
+
+    async def carry_out(self) -> None:
+        if self.is_away:
+            return
+        async with self.http.get("/decision", params={"after": self.last_id}) as response:
+            if response.status == 204:
+                return
+            order = await response.json()
+        self.has = (order["prefill"], order["decode"])
+        self.last_id = order["decision_id"]
+        said = {"prefill": order["prefill"], "decode": order["decode"]}
+        async with self.http.post(f"/decision/{self.last_id}/acknowledge", json=said) as response:
+            assert response.status == 204
+
+    async def all_ready(self) -> None:
+        self.ready = Fleets(prefill=Fleet(ready=self.has[0]), decode=Fleet(ready=self.has[1]))
+
+    async def ordered(self) -> tuple[int, int]:
+        return self.has
+
+    def break_down(self) -> None:
+        self.is_away = True
+
+    def mend(self) -> None:
+        self.is_away = False
+
+
+class DryWorld:
+    can_flip, acts = False, False
+
+    def __init__(self) -> None:
+        self.fleets = Fleets(prefill=Fleet(ready=PREFILL), decode=Fleet(ready=DECODE))
+        self.connector: Connector = DryRunConnector(lambda: self.fleets)
+
+    async def start(self, cleanup: AsyncExitStack) -> None:
+        pass
+
+    async def carry_out(self) -> None:
+        pass
+
+    async def all_ready(self) -> None:
+        pass
+
+    async def ordered(self) -> tuple[int, int]:
+        return PREFILL, DECODE
+
+    def break_down(self) -> None:
+        pass
+
+    def mend(self) -> None:
+        pass
+
+
+class ShadowWorld(DryWorld):
+    can_flip, acts = True, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.connector = ShadowConnector(DryRunConnector(lambda: self.fleets), lambda: self.now_s, 10.0, 2.0)
+
+    async def all_ready(self) -> None:
+        self.now_s += 11
+
+    async def ordered(self) -> tuple[int, int]:
+        fleets = await self.connector.fleets()
+        return fleets.prefill.ordered, fleets.decode.ordered
+
+
+KINDS = ["local", "compose", "kubernetes", "virtual", "dry-run", "shadow"]
+
+
+@pytest_asyncio.fixture(params=KINDS)
+async def world(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[World]:
+    made: dict[str, Callable[[], World]] = {
+        "local": lambda: LocalWorld(tmp_path),
+        "compose": lambda: ComposeWorld(tmp_path, monkeypatch),
+        "kubernetes": lambda: KubernetesWorld(tmp_path),
+        "virtual": VirtualWorld,
+        "dry-run": DryWorld,
+        "shadow": ShadowWorld,
+    }
+    world = made[request.param]()
+    async with AsyncExitStack() as cleanup:
+        await world.start(cleanup)
+        yield world
+        await world.connector.close()
+        await world.connector.close()
+
+
+# --- all of them --------------------------------------------------------------------------------------
+
+
+async def test_it_tells_who_is_there(world: World) -> None:
+    fleets = await world.connector.fleets()
+    assert (fleets.prefill.ready, fleets.decode.ready) == (PREFILL, DECODE)
+    assert (fleets.prefill.ordered, fleets.decode.ordered) == (PREFILL, DECODE)
+
+
+async def test_more_are_ordered_at_once_and_told_as_starting_until_they_are_ready(world: World) -> None:
+    await world.connector.apply(decision(4, 5))
+    await world.carry_out()
+    if not world.acts:
+        assert await world.ordered() == (PREFILL, DECODE)
+        return
+    assert await world.ordered() == (4, 5)
+    fleets = await world.connector.fleets()
+    assert (fleets.prefill.ready, fleets.prefill.starting) == (PREFILL, 2)
+    assert (fleets.decode.ready, fleets.decode.starting) == (DECODE, 2)
+    await world.all_ready()
+    fleets = await world.connector.fleets()
+    assert (fleets.prefill.ready, fleets.decode.ready) == (4, 5)
+
+
+async def test_to_apply_a_decision_again_changes_nothing_more(world: World) -> None:
+    for wanted in (decision(3, 5), decision(1, 2), decision(2, 1, Flip(to_role="prefill", count=1))):
+        await world.connector.apply(wanted)
+        await world.carry_out()
+        before = await world.ordered()
+        for _ in range(3):
+            await world.connector.apply(wanted)
+            await world.carry_out()
+        assert await world.ordered() == before
+        await world.all_ready()
+
+
+async def test_fewer_are_kept_and_no_fewer_than_asked(world: World) -> None:
+    await world.connector.apply(decision(1, 1))
+    await world.carry_out()
+    assert await world.ordered() == ((1, 1) if world.acts else (PREFILL, DECODE))
+
+
+async def test_what_was_done_is_told_and_whether_it_is_all(world: World) -> None:
+    applied = await world.connector.apply(decision(2, 4))
+    await world.carry_out()
+    applied = await world.connector.apply(decision(2, 4))
+    assert (applied.prefill, applied.decode) == await world.ordered()
+    assert applied.is_complete is world.acts
+    if not world.acts:
+        assert any("dry-run" in note for note in applied.notes)
+
+
+async def test_nobody_who_starts_is_taken_away_and_that_is_told(world: World) -> None:
+    await world.connector.apply(decision(2, 6))
+    await world.carry_out()
+    if not world.acts or isinstance(world, VirtualWorld):  # there the orchestrator sees to it
+        return
+    applied = await world.connector.apply(decision(2, 3))
+    assert await world.ordered() == (2, 6)
+    assert (applied.decode, applied.is_complete) == (6, False)
+    assert any("still start" in note for note in applied.notes)
+    await world.all_ready()
+    applied = await world.connector.apply(decision(2, 3))
+    await world.carry_out()
+    assert applied.is_complete
+    assert await world.ordered() == (2, 3)
+
+
+async def test_a_flip_is_done_or_refused_by_name_and_the_counts_are_reached_either_way(world: World) -> None:
+    flip = decision(1, 4, Flip(to_role="decode", count=1))
+    await world.connector.apply(flip)
+    await world.carry_out()
+    if not world.acts:
+        return
+    assert await world.ordered() == (1, 4)
+
+
+async def test_who_flips_says_how_many_and_who_cannot_says_so(world: World) -> None:
+    flip = decision(1, 4, Flip(to_role="decode", count=1))
+    applied = await world.connector.apply(flip)
+    if isinstance(world, VirtualWorld):
+        await world.carry_out()
+        applied = await world.connector.apply(flip)
+    if world.can_flip:
+        assert applied.flipped == 1
+        assert applied.notes == ()
+        return
+    assert applied.flipped == 0
+    assert any(note.startswith(world.connector.name) for note in applied.notes)
+
+
+async def test_a_failure_is_told_and_the_next_try_succeeds(world: World) -> None:
+    if isinstance(world, DryWorld):
+        pytest.skip("nothing can fail")
+    world.break_down()
+    with pytest.raises(ConnectorError) as failure:
+        await world.connector.apply(decision(3, 3))
+        world.now_s += 61  # of an orchestrator that asks no more, it is told when it has had its time
+        await world.connector.apply(decision(3, 3))
+    assert len(str(failure.value)) > 20
+    assert await world.ordered() == (PREFILL, DECODE)
+    world.mend()
+    await world.connector.apply(decision(3, 3))
+    await world.carry_out()
+    assert await world.ordered() == (3, 3)
+    assert (await world.connector.apply(decision(3, 3))).is_complete
+
+
+async def test_closing_leaves_the_workers_as_they_are(world: World) -> None:
+    await world.connector.close()
+    assert await world.ordered() == (PREFILL, DECODE)
+
+
+# --- local --------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_that_will_not_flip_is_named_with_its_reason(tmp_path: Path) -> None:
+    async with AsyncExitStack() as cleanup:
+        world = LocalWorld(tmp_path)
+        await world.start(cleanup)
+        cleanup.push_async_callback(world.connector.close)
+        world.host.refuses = {"prefill-0", "prefill-1"}
+        applied = await world.connector.apply(decision(1, 4, Flip(to_role="decode", count=1)))
+        assert applied.flipped == 0
+        assert any("prefill-1 refused" in note and "cannot change its role" in note for note in applied.notes)
+        assert await world.ordered() == (1, 4), "without the flip"
+
+
+def test_a_control_socket_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--local-control"):
+        LocalConnector("http://localhost")
+
+
+# --- compose ------------------------------------------------------------------------------------------
+
+
+async def test_compose_is_called_with_files_and_project_and_only_when_something_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = ComposeWorld(tmp_path, monkeypatch)
+    await world.connector.apply(decision(2, 3))
+    calls = world.load()["calls"]
+    assert ["up" in call for call in calls] == [False]
+    await world.connector.apply(decision(2, 4))
+    changes = [call for call in world.load()["calls"] if "up" in call]
+    assert changes == [
+        ["compose", "-f", "a.yml", "-f", "b.yml", "-p", "mesh", "up", "--detach", "--no-deps", "--no-recreate",
+         "--scale=p=2", "--scale=d=4", "p", "d"]
+    ]  # fmt: skip
+
+
+async def test_without_docker_the_error_says_what_to_set() -> None:
+    connector = ComposeConnector("/nowhere/docker compose", [], "", prefill="p", decode="d")
+    with pytest.raises(ConnectorError, match="--compose-command"):
+        await connector.fleets()
+
+
+async def test_what_is_no_list_of_containers_is_refused() -> None:
+    connector = ComposeConnector("echo {broken", [], "", prefill="p", decode="d")
+    with pytest.raises(ConnectorError, match="no list of containers"):
+        await connector.fleets()
+
+
+# --- kubernetes ---------------------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[KubernetesWorld]:
+    async with AsyncExitStack() as cleanup:
+        world = KubernetesWorld(tmp_path)
+        await world.start(cleanup)
+        cleanup.push_async_callback(world.connector.close)
+        yield world
+
+
+async def test_a_change_that_meets_another_is_tried_again(cluster: KubernetesWorld) -> None:
+    cluster.server.conflicts = 2
+    await cluster.connector.apply(decision(3, 3))
+    assert await cluster.ordered() == (3, 3)
+
+
+async def test_more_are_ordered_before_fewer(cluster: KubernetesWorld) -> None:
+    await cluster.connector.apply(decision(1, 4))
+    assert [count for _, count in cluster.server.patches] == [4, 1]
+
+
+async def test_a_token_that_was_renewed_is_read_anew(cluster: KubernetesWorld) -> None:
+    await cluster.connector.fleets()
+    cluster.server.token = "another"
+    with pytest.raises(ConnectorError, match="401"):
+        await cluster.connector.fleets()
+    cluster._token.write_text("another")
+    await cluster.connector.fleets()
+
+
+async def test_who_lacks_the_right_is_told_which_to_give(cluster: KubernetesWorld) -> None:
+    cluster.server.refuse_with = 403
+    with pytest.raises(ConnectorError, match="Role"):
+        await cluster.connector.apply(decision(3, 3))
+
+
+async def test_pods_that_go_are_told_as_draining(cluster: KubernetesWorld) -> None:
+    await cluster.connector.apply(decision(2, 1))
+    assert (await cluster.connector.fleets()).decode == Fleet(ready=1, draining=2)
+
+
+@pytest.mark.parametrize("workload", ["pod/x", "deployment/", "deployment", "deployment/../x", "deployment/a?b"])
+def test_what_is_no_workload_is_refused(workload: str) -> None:
+    with pytest.raises(ConfigError, match="<kind>/<name>"):
+        workload_path(workload, "ns")
+
+
+def test_an_account_is_what_kubernetes_put_into_the_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "namespace").write_text("serving\n")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+    account = account_of(str(tmp_path), "", "")
+    assert (account.url, account.namespace, account.ca_file) == ("https://10.0.0.1:6443", "serving", None)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    with pytest.raises(ConfigError, match="no Kubernetes here"):
+        account_of(str(tmp_path), "", "")
+
+
+# --- virtual ------------------------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture
+async def orchestrated() -> AsyncIterator[VirtualWorld]:
+    async with AsyncExitStack() as cleanup:
+        world = VirtualWorld()
+        await world.start(cleanup)
+        cleanup.push_async_callback(world.connector.close)
+        yield world
+
+
+async def test_a_decision_has_a_number_and_is_asked_for_after_the_last_one(orchestrated: VirtualWorld) -> None:
+    async with orchestrated.http.get("/decision") as response:
+        assert response.status == 204
+    await orchestrated.connector.apply(decision(3, 4))
+    async with orchestrated.http.get("/decision") as response:
+        order = await response.json()
+    assert order == {"decision_id": 1, "prefill": 3, "decode": 4, "flip": None, "reasons": ["a test wants it"]}
+    async with orchestrated.http.get("/decision", params={"after": 1}) as response:
+        assert response.status == 204
+
+
+async def test_until_it_is_acknowledged_a_decision_is_incomplete(orchestrated: VirtualWorld) -> None:
+    applied = await orchestrated.connector.apply(decision(3, 4))
+    assert (applied.is_complete, applied.prefill, applied.decode) == (False, PREFILL, DECODE)
+    async with orchestrated.http.post(
+        "/decision/1/acknowledge", json={"prefill": 3, "decode": 3, "done": False, "notes": ["no room"]}
+    ) as response:
+        assert response.status == 204
+    applied = await orchestrated.connector.apply(decision(3, 4))
+    assert (applied.is_complete, applied.decode, applied.notes) == (False, 3, ("no room",))
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "status"),
+    [
+        (1, {"prefill": 1, "decode": 4}, 422),  # fewer, and done
+        (2, {"prefill": 3, "decode": 4}, 409),  # another decision
+        (1, {"prefill": -1, "decode": 4}, 400),
+        (1, {"prefill": 3}, 400),
+        (1, {"prefill": 3, "decode": 4, "more": 1}, 400),
+        (1, {"prefill": 3, "decode": 4, "notes": ["x" * 501]}, 400),
+        (1, {"prefill": 3, "decode": 4, "notes": ["x" * 400] * 200}, 413),
+    ],
+)
+async def test_an_acknowledgement_that_cannot_be_is_refused(
+    orchestrated: VirtualWorld, number: int, said: dict, status: int
+) -> None:
+    await orchestrated.connector.apply(decision(3, 4))
+    async with orchestrated.http.post(f"/decision/{number}/acknowledge", json=said) as response:
+        assert response.status == status
+    assert not (await orchestrated.connector.apply(decision(3, 4))).is_complete
+
+
+async def test_without_the_token_nothing_is_told(orchestrated: VirtualWorld) -> None:
+    async with orchestrated.http.get("/decision", headers={"authorization": "Bearer wrong"}) as response:
+        assert response.status == 401
+
+
+def test_a_token_that_is_too_short_or_missing_is_refused(tmp_path: Path) -> None:
+    assert read_token("") == ""
+    (tmp_path / "token").write_text("short")
+    with pytest.raises(ConfigError, match="16"):
+        read_token(str(tmp_path / "token"))
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_token(str(tmp_path / "none"))
+
+
+# --- shadow -------------------------------------------------------------------------------------------
+
+
+async def test_a_shadow_never_touches_what_is_there() -> None:
+    world = ShadowWorld()
+    await world.connector.apply(decision(5, 5))
+    assert world.fleets == Fleets(prefill=Fleet(ready=PREFILL), decode=Fleet(ready=DECODE))
+    assert (await world.connector.fleets()).prefill == Fleet(ready=PREFILL, starting=3)

@@ -1,0 +1,128 @@
+"""`kvmesh up --planner` and `kvmesh planner explain`."""
+
+from pathlib import Path
+
+import pytest
+
+from kvmesh.cluster import UpConfig, planner_spec
+from kvmesh.planner import main
+from kvmesh.up import planner_config, split_flags
+from mesh.config import load
+from planner.config import ServiceConfig
+from planner.connectors.connector import Applied
+from planner.model import Action, Decision, Fleet, Observation, Reason, Traffic
+from planner.record import Record, RecordFile
+from protocol.errors import ConfigError
+from protocol.profile import read_profile
+from protocol.timing import PolynomialTiming
+
+# --- up -----------------------------------------------------------------------------------------------
+
+
+def test_the_planners_flags_are_told_apart_from_those_of_up() -> None:
+    argv = ["--planner", "--planner-ttft-slo-s", "2", "--decode=3", "--no-planner-flips", "--planner-forecast=kalman"]
+    assert split_flags(argv) == (
+        ["--planner", "--decode=3"],
+        ["--ttft-slo-s", "2", "--no-flips", "--forecast=kalman"],
+    )
+
+
+def test_in_a_mesh_of_ones_own_the_planner_acts_unless_it_is_told_otherwise() -> None:
+    up = UpConfig(planner=True)
+    assert planner_config(UpConfig(), [], "") is None
+    config = planner_config(up, ["--ttft-slo-s", "2"], "")
+    assert config is not None
+    assert (config.connector, config.ttft_slo_s) == ("local", 2.0)
+    dry = planner_config(up, ["--connector", "dry-run"], "")
+    assert dry is not None
+    assert dry.connector == "dry-run"
+
+
+def test_flags_of_a_planner_that_is_not_asked_for_are_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="add --planner"):
+        planner_config(UpConfig(), ["--ttft-slo-s", "2"], "")
+    with pytest.raises(ConfigError, match="aggregated"):
+        planner_config(UpConfig(planner=True, aggregated=1), [], "")
+    with pytest.raises(ConfigError, match="did you mean --ttft-slo-s"):
+        planner_config(UpConfig(planner=True), ["--ttft-slo", "2"], "")
+
+
+def settings_of(up: UpConfig, planner: ServiceConfig, run_dir: Path) -> ServiceConfig:
+    """What the planner's process will read."""
+    spec = planner_spec(up, planner, run_dir, "unix:/x/control.sock")
+    assert spec.argv[:2] == ["-m", "planner"]
+    return load(ServiceConfig, spec.argv[2:], {}, prefix="KVMESH_PLANNER_", prog="planner")
+
+
+def test_the_planner_is_told_where_its_mesh_is(tmp_path: Path) -> None:
+    told = settings_of(UpConfig(), ServiceConfig(connector="local", prefill_profile="x.json", itl_slo_s=0.1), tmp_path)
+    assert told.local_control == "unix:/x/control.sock"
+    assert told.discovery == f"file:{tmp_path}/discovery"
+    assert told.record_file == f"{tmp_path}/planner.jsonl"
+    assert (told.connector, told.prefill_profile, told.itl_slo_s) == ("local", "x.json", 0.1)
+
+
+def test_of_mock_workers_it_is_told_what_they_can_do(tmp_path: Path) -> None:
+    up = UpConfig(engine="mock", mock_speedup=0.5, num_blocks=100, block_size=10, max_num_seqs=4, max_step_tokens=256)
+    profile = read_profile(Path(settings_of(up, ServiceConfig(start_s=7.0), tmp_path).prefill_profile))
+    assert (profile.total_kv_tokens, profile.max_num_seqs, profile.start_s) == (1000, 4, 7.0)
+    assert profile.prefill_s(200) == pytest.approx(PolynomialTiming(1000, 0.5).prefill_s(200), rel=0.01)
+
+
+@pytest.mark.parametrize(("engine", "flips"), [("mock", True), ("torch", True), ("vllm", False), ("sglang", False)])
+def test_flips_are_planned_only_where_engines_can(tmp_path: Path, engine: str, flips: bool) -> None:
+    up = load(UpConfig, ["--engine", engine], {}, prefix="KVMESH_UP_", prog="up")
+    assert settings_of(up, ServiceConfig(prefill_profile="x.json"), tmp_path).flips is flips
+
+
+# --- explain ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def record_file(tmp_path: Path) -> Path:
+    file = RecordFile(tmp_path / "planner.jsonl", 1 << 20)
+    for number in range(1, 6):
+        traffic = Traffic(start_s=0.0, end_s=5.0, requests=10.0 * number, ttft_s=0.1 if number > 1 else None)
+        seen = Observation(at_s=0.0, prefill=Fleet(ready=1), decode=Fleet(ready=2, starting=1), traffic=traffic)
+        decision = Decision(
+            at_s=0.0, loop="reactive", action=Action.SCALE, prefill=1, decode=2 + number,
+            reasons=(Reason(code="queue", text=f"reason number {number}"),),
+        )  # fmt: skip
+        applied = Applied(prefill=1, decode=2 + number, notes=("a note",)) if number == 3 else None
+        file.add(
+            Record(
+                ts_s=1000.0 + number, planner="p", mode="active", connector="local", observation=seen,
+                decision=decision, applied=applied, error="it broke" if number == 4 else "",
+            )
+        )  # fmt: skip
+    return tmp_path / "planner.jsonl"
+
+
+def explain(record_file: Path, *flags: str) -> int:
+    return main(["explain", "--record-file", str(record_file), *flags])
+
+
+def test_the_last_decisions_are_shown_with_what_was_seen_and_why(
+    record_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explain(record_file, "--last", "4") == 0
+    shown = capsys.readouterr().out
+    assert "reason number 1" not in shown
+    for part in ("reason number 2", "2+1 -> 5", "note: a note", "failed: it broke", "100.0", "10.0"):
+        assert part in shown
+
+
+def test_only_changes_and_failures_are_shown_on_demand(record_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    explain(record_file, "--changes")
+    shown = capsys.readouterr().out
+    assert [number for number in range(1, 6) if f"reason number {number}" in shown] == [3, 4]
+
+
+def test_records_can_be_had_as_they_are(record_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    explain(record_file, "--json", "--last", "2")
+    assert [line[:10] for line in capsys.readouterr().out.splitlines()] == ['{"ts_s":10'] * 2
+
+
+def test_without_a_record_the_error_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--record-file"):
+        explain(tmp_path / "none.jsonl")

@@ -1,0 +1,210 @@
+"""Frontends and a Prometheus server, asked over HTTP."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from mesh.discovery.memory import MemoryDiscovery
+from planner.connectors.connector import Fleets
+from planner.model import Fleet
+from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, read_answer
+from planner.traffic import Totals
+from protocol.errors import WireError
+from protocol.messages import FrontendCard, encode
+
+
+def answer(value: str | None) -> str:
+    result = [] if value is None else [{"metric": {}, "value": [1.0, value]}]
+    return json.dumps({"status": "success", "data": {"resultType": "vector", "result": result}})
+
+
+class Server:
+    """/metrics of a frontend, and Prometheus' query API, on one port."""
+
+    def __init__(self) -> None:
+        self.ended = 0.0
+        self.is_up = True
+        self.url = ""
+        self.values: dict[str, str | None] = {}  # by a part of the query
+        self.asked: list[str] = []
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        if not self.is_up:
+            return web.Response(status=500)
+        lines = [f'kvmesh_frontend_requests_total{{endpoint="chat",outcome="ok"}} {self.ended}']
+        lines += ["kvmesh_frontend_inflight 0", "process_start_time_seconds 5"]
+        return web.Response(text="\n".join(lines) + "\n")
+
+    async def query(self, request: web.Request) -> web.Response:
+        query = request.query["query"]
+        self.asked.append(query)
+        if not self.is_up:
+            return web.Response(status=503, text="starting")
+        value = next((value for part, value in self.values.items() if part in query), None)
+        return web.Response(text=answer(value), content_type="application/json")
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    app = web.Application()
+    app.add_routes([web.get("/metrics", server.metrics), web.get("/api/v1/query", server.query)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield server
+    await runner.cleanup()
+
+
+@pytest_asyncio.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def turns() -> None:
+    """Let others run."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+# --- frontends ----------------------------------------------------------------------------------------
+
+
+async def test_frontends_are_found_by_their_cards_once_for_each_port() -> None:
+    discovery, view = MemoryDiscovery(), MeshView()
+    for name, url in (("a-0", "http://x:1"), ("a-1", "http://x:1"), ("b", "http://y:1")):
+        await discovery.put(f"frontends/{name}", encode(FrontendCard(name=name, url=url)))
+    gone = await discovery.put("frontends/c", encode(FrontendCard(name="c", url="http://z:1")))
+    await discovery.put("frontends/broken", b"\xc1")
+    await discovery.put("routers/x", b"whatever")
+    following = asyncio.create_task(view.follow(discovery))
+    await turns()
+    assert view.frontends() == {"http://x:1": 2, "http://y:1": 1, "http://z:1": 1}
+    await gone.withdraw()
+    await turns()
+    assert view.frontends() == {"http://x:1": 2, "http://y:1": 1}
+    await discovery.close()
+    await following
+
+
+async def test_pieces_follow_each_other(server: Server, http: aiohttp.ClientSession) -> None:
+    source = FrontendSource(http, lambda: {server.url: 1}, 60.0)
+    assert await source.piece(100.0) is None, "counting has just begun"
+    server.ended = 8
+    first = await source.piece(105.0)
+    server.ended = 9
+    second = await source.piece(107.0)
+    assert first is not None
+    assert second is not None
+    assert [(t.start_s, t.end_s, t.requests) for t in (first, second)] == [(100.0, 105.0, 8.0), (105.0, 107.0, 1.0)]
+
+
+async def test_what_a_frontend_does_not_say_is_unknown_and_why_is_told(
+    server: Server, http: aiohttp.ClientSession
+) -> None:
+    source = FrontendSource(http, lambda: {server.url: 1}, 60.0)
+    await source.piece(100.0)
+    server.is_up = False
+    assert await source.piece(105.0) is None
+    assert server.url in source.problem
+    server.is_up, server.ended = True, 4
+    back = await source.piece(110.0)
+    assert back is not None
+    assert (back.start_s, back.requests) == (100.0, 4.0)
+    assert source.problem == ""
+
+
+async def test_after_a_long_time_without_a_look_nothing_is_concluded_from_what_was_counted_meanwhile(
+    server: Server, http: aiohttp.ClientSession
+) -> None:
+    source = FrontendSource(http, lambda: {server.url: 1}, 60.0)
+    await source.piece(100.0)
+    server.ended = 1_000_000
+    assert await source.piece(5000.0) is None
+    server.ended += 2
+    traffic = await source.piece(5005.0)
+    assert traffic is not None
+    assert (traffic.start_s, traffic.requests) == (5000.0, 2.0)
+
+
+async def test_an_observation_holds_what_was_seen(server: Server, http: aiohttp.ClientSession) -> None:
+    observer = Observer(http, MeshView(), FrontendSource(http, lambda: {server.url: 1}, 60.0))
+    fleets = Fleets(prefill=Fleet(ready=1), decode=Fleet(ready=2, starting=1))
+    await observer.observe(0.0, fleets)
+    server.ended = 3
+    seen = await observer.observe(5.0, fleets)
+    assert (seen.at_s, seen.prefill, seen.decode) == (5.0, fleets.prefill, fleets.decode)
+    assert seen.traffic is not None
+    assert seen.traffic.requests == 3
+    assert seen.decode_loads == ()
+
+
+# --- Prometheus ---------------------------------------------------------------------------------------
+
+
+async def test_prometheus_is_asked_once_for_each_window(server: Server, http: aiohttp.ClientSession) -> None:
+    server.values = {"timestamp": "3", "requests_total": "120", "delta": "-4"}
+    server.values |= {"input_sequence_tokens_sum": "900", "input_sequence_tokens_count": "9"}
+    source = PrometheusSource(http, server.url + "/", 'job="fe"', 60.0)
+    traffic = await source.piece(1000.0)
+    assert traffic is not None
+    assert (traffic.start_s, traffic.end_s, traffic.requests, traffic.isl_tokens) == (940.0, 1000.0, 116.0, 100.0)
+    assert len(server.asked) == 1 + len(Totals.__dataclass_fields__)
+    assert await source.piece(1030.0) is None
+    assert source.problem == ""
+    assert await source.piece(1060.0) is not None
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"timestamp": "61", "requests_total": "120", "delta": "0"}, "since 61 s"),  # late
+        ({"timestamp": None, "requests_total": "120", "delta": "0"}, "no sample"),
+        ({"timestamp": "NaN", "requests_total": "120", "delta": "0"}, "no sample"),
+        ({"timestamp": "1", "requests_total": "120", "delta": None}, "how many"),
+    ],
+)
+async def test_what_prometheus_has_not_or_not_lately_is_unknown(
+    server: Server, http: aiohttp.ClientSession, values: dict[str, str | None], says: str
+) -> None:
+    server.values = values
+    source = PrometheusSource(http, server.url, "", 60.0)
+    assert await source.piece(1000.0) is None
+    assert says in source.problem
+
+
+async def test_a_prometheus_that_is_away_is_asked_again_at_the_next_look(
+    server: Server, http: aiohttp.ClientSession
+) -> None:
+    server.values, server.is_up = {"timestamp": "1", "requests_total": "6", "delta": "0"}, False
+    source = PrometheusSource(http, server.url, "", 60.0)
+    assert await source.piece(1000.0) is None
+    assert "503" in source.problem
+    server.is_up = True
+    assert await source.piece(1005.0) is not None
+
+
+@pytest.mark.parametrize("body", ["", "[]", "{}", '{"status":"error","error":"bad"}', answer("1")[:-3], answer("x")])
+def test_what_is_no_answer_is_refused(body: str) -> None:
+    with pytest.raises(WireError):
+        read_answer(body)
+
+
+def test_more_than_one_series_is_refused() -> None:
+    two: Any = json.loads(answer("1"))
+    two["data"]["result"] *= 2
+    with pytest.raises(WireError, match="2 series"):
+        read_answer(json.dumps(two))
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf"])
+def test_no_number_is_unknown(value: str) -> None:
+    assert read_answer(answer(value)) is None

@@ -1,0 +1,226 @@
+"""How many workers an SLO takes."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.budget import Counts, Limits
+from planner.reference import decode_throughput, legacy_decode, legacy_prefill, legacy_sizing, reference_sizing
+from planner.sizing import (
+    Demand,
+    Slo,
+    decode_capacity,
+    decode_need,
+    late_share,
+    mean_wait_s,
+    prefill_need,
+    prefill_time_s,
+    running_itl_s,
+    waiting_share,
+)
+from protocol.profile import DecodeTable, PrefillTable, Profile
+from tests.support.planning import an_8b, demands
+
+SLO = Slo(ttft_s=0.5, itl_s=0.05)
+WIDE = Limits(1, 1, 10_000, 1, 1, 10_000, 10_000)
+
+
+def one_speed(tokens_per_s: float, itl_s: float, total_kv_tokens: int) -> Profile:
+    """A prompt takes its tokens / `tokens_per_s`, a step `itl_s` whatever it holds."""
+    return Profile(
+        model="m",
+        engine="mock",
+        device="d",
+        prefill=PrefillTable(isl_tokens=[0, 8192], ttft_s=[0.0, 8192 / tokens_per_s]),
+        decode=DecodeTable(kv_tokens=[1], context_tokens=[1], itl_s=[[itl_s]]),
+        total_kv_tokens=total_kv_tokens,
+    )
+
+
+# --- queues -------------------------------------------------------------------------------------------
+
+
+def test_erlang_c_of_one_server_is_its_utilization() -> None:
+    assert waiting_share(1, 0.6) == pytest.approx(0.6)
+
+
+def test_erlang_c_has_the_value_of_the_tables() -> None:
+    """10 servers, 7 erlangs: 22.17 % wait, for S / (n - a) * that in the mean."""
+    assert waiting_share(10, 7.0) == pytest.approx(0.2217, abs=1e-4)
+    assert mean_wait_s(10, 7.0, 1.0) == pytest.approx(0.2217 / 3, abs=1e-4)
+
+
+def test_who_offers_more_work_than_there_are_servers_makes_everybody_wait_for_ever() -> None:
+    assert waiting_share(3, 3.0) == 1.0
+    assert late_share(3, 4.0, 1.0, 100.0) == 1.0
+    assert mean_wait_s(3, 4.0, 1.0) == math.inf
+
+
+@given(st.integers(1, 200), st.floats(0.01, 0.99))
+def test_more_servers_make_fewer_wait(servers: int, share: float) -> None:
+    assert 0 <= waiting_share(servers + 1, share * servers) <= waiting_share(servers, share * servers) <= 1
+
+
+# --- the number of workers ----------------------------------------------------------------------------
+
+
+def test_prefill_is_not_planned_to_be_busy_all_the_time() -> None:
+    """10 prompts/s of 0.1 s are one erlang: one worker would be busy all the time and its queue without an end."""
+    need = prefill_need(one_speed(10_000, 0.01, 10**6), Demand(10.0, 1000, 100), SLO, 0.8)
+    assert need.workers >= 2
+    assert need.utilization <= 0.8
+
+
+def test_a_tighter_ttft_takes_more_prefill_workers() -> None:
+    profile, demand = one_speed(10_000, 0.01, 10**6), Demand(50.0, 1000, 100)
+    relaxed = prefill_need(profile, demand, Slo(2.0, 0.05), 1.0).workers
+    tight = prefill_need(profile, demand, Slo(0.11, 0.05), 1.0).workers
+    assert tight > relaxed
+
+
+def test_what_is_cached_is_no_work() -> None:
+    profile = one_speed(10_000, 0.01, 10**6)
+    cold = prefill_need(profile, Demand(50.0, 1000, 100), SLO, 0.8).workers
+    warm = prefill_need(profile, Demand(50.0, 1000, 100, hit_share=0.75), SLO, 0.8).workers
+    assert (cold, warm) == (7, 2)
+
+
+def test_a_prompt_that_alone_takes_longer_than_the_slo_is_said_to_and_the_load_still_carried() -> None:
+    need = prefill_need(one_speed(1000, 0.01, 10**6), Demand(10.0, 1000, 100), SLO, 0.8)
+    assert not need.fits
+    assert need.workers == 13  # 10 erlangs at 80 %
+
+
+def test_long_prompts_are_cut_into_steps() -> None:
+    profile = an_8b()
+    assert prefill_time_s(profile, 20_000) == pytest.approx(
+        2 * profile.prefill_s(profile.max_step_tokens) + profile.prefill_s(20_000 - 2 * profile.max_step_tokens)
+    )
+
+
+def test_the_batch_is_the_largest_that_keeps_the_itl() -> None:
+    profile, demand = an_8b(), Demand(1.0, 2000, 200)
+    batch = decode_capacity(profile, demand, 0.02).batch
+    context = demand.context_tokens
+    assert profile.decode_s(batch * context, context) <= 0.02 < profile.decode_s((batch + 1) * context, context)
+
+
+def test_the_batch_is_at_most_what_kv_and_sequences_allow() -> None:
+    profile = one_speed(10_000, 0.001, 10_000)
+    assert decode_capacity(profile, Demand(1.0, 950, 100), 1.0).batch == 10
+    assert decode_capacity(profile, Demand(1.0, 1, 2), 1.0).batch == profile.max_num_seqs
+
+
+def test_an_itl_that_no_batch_keeps_is_said() -> None:
+    need = decode_need(one_speed(10_000, 0.1, 10**6), Demand(1.0, 1000, 100), SLO, 0.8)
+    assert not need.fits
+    assert need.workers == 18  # each carries one sequence; 10 are under way, 17.4 by chance
+
+
+def test_decode_has_room_for_more_than_the_mean_under_way() -> None:
+    """4 requests/s * 100 tokens * 10 ms = 4 under way; by chance there are up to 4 + 2.33 * 2 in 99 % of the time."""
+    profile = one_speed(10_000, 0.01, 1050 * 4)  # batches of 4
+    assert decode_need(profile, Demand(4.0, 1000, 100), SLO, 1.0).workers == math.ceil((4 + 2.33 * 2) / 4)
+
+
+def test_no_load_needs_nobody() -> None:
+    profile = an_8b()
+    assert prefill_need(profile, Demand(0.0, 2000, 200), SLO, 0.8).workers == 0
+    assert decode_need(profile, Demand(0.0, 2000, 200), SLO, 0.8).workers == 0
+
+
+def test_slower_workers_than_the_profile_says_are_more() -> None:
+    profile, demand = an_8b(), Demand(100.0, 2000, 200)
+    assert prefill_need(profile, demand, SLO, 0.8, 1.5).workers > prefill_need(profile, demand, SLO, 0.8).workers
+    assert decode_need(profile, demand, SLO, 0.8, 1.5).workers > decode_need(profile, demand, SLO, 0.8).workers
+
+
+@given(demands(), st.floats(1.0, 3.0))
+def test_more_load_never_takes_fewer_workers(demand: Demand, more: float) -> None:
+    profile = an_8b()
+    heavier = Demand(demand.rps * more, demand.isl_tokens, demand.osl_tokens, demand.hit_share)
+    for need in (prefill_need, decode_need):
+        assert need(profile, heavier, SLO, 0.8).workers >= need(profile, demand, SLO, 0.8).workers
+
+
+@given(demands(), st.integers(1, 50))
+def test_the_itl_of_workers_that_share_a_load_lies_between_an_empty_and_a_full_one(demand: Demand, n: int) -> None:
+    profile = an_8b()
+    itl_s = running_itl_s(profile, demand, n)
+    assert profile.decode_s(0, 1) * 0.99 <= itl_s <= profile.decode_s(profile.total_kv_tokens, 1) * 1.01
+
+
+# --- the reference ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("requests", "decode_rate", "expected"),
+    [(10, 10_000, (1, 1)), (500, 1_000, (1, 2))],
+)
+def test_the_legacy_formulas_give_their_published_values(
+    requests: int, decode_rate: float, expected: tuple[int, int]
+) -> None:
+    """A minute's requests of 3000 tokens in, 150 out, on GPUs that prefill 40,000 tokens/s."""
+    prefill = legacy_prefill(requests, 3000, 60, 40_000, 1)
+    assert (prefill, legacy_decode(requests, 150, 60, decode_rate, 1)) == expected
+
+
+@pytest.mark.parametrize(("rps", "expected"), [(10, (1, 1)), (20, (2, 1))])
+def test_the_legacy_formulas_scale_as_the_published_scenario(rps: int, expected: tuple[int, int]) -> None:
+    """3000/150 tokens; an 8B model on one GPU per role: 40,000 tokens/s prefill, 10,000 tokens/s decode."""
+    assert (legacy_prefill(rps * 60, 3000, 60, 40_000, 1), legacy_decode(rps * 60, 150, 60, 10_000, 1)) == expected
+
+
+def test_the_legacy_formulas_divide_by_the_gpus_of_a_worker() -> None:
+    assert (legacy_prefill(20, 3000, 60, 40_000, 2), legacy_decode(20, 150, 60, 5_000, 4)) == (1, 1)
+
+
+def test_the_legacy_prefill_does_not_believe_that_workers_are_slow() -> None:
+    assert legacy_prefill(1000, 3000, 60, 40_000, 1, 2.5) == legacy_prefill(1000, 3000, 60, 40_000, 1, 1.0) == 2
+    assert legacy_prefill(1000, 3000, 60, 40_000, 1, 0.5) == 1
+
+
+def test_the_published_interpolation_gives_the_published_request_rates() -> None:
+    """110,893.48 tokens/s of prefill saturate at 36.96 requests/s of 3000, 10,226.60 of decode at 68.18 of 150."""
+    assert legacy_prefill(36.96, 3000, 1, 110_893.48, 1) == 1
+    assert legacy_prefill(36.97, 3000, 1, 110_893.48, 1) == 2
+    assert legacy_decode(68.17, 150, 1, 10_226.60, 1) == 1
+    assert legacy_decode(68.18, 150, 1, 10_226.60, 1) == 2
+
+
+def test_the_decode_throughput_is_that_of_the_fullest_kv_that_keeps_the_itl() -> None:
+    profile = an_8b()
+    context, slo_s = 2100, 0.02
+    rate = decode_throughput(profile, context, slo_s)
+    kv_tokens = next(
+        profile.total_kv_tokens * percent / 100
+        for percent in range(100, 0, -1)
+        if profile.decode_s(profile.total_kv_tokens * percent / 100, context) <= slo_s
+    )
+    assert rate == pytest.approx(kv_tokens / context / profile.decode_s(kv_tokens, context))
+    assert decode_throughput(profile, context, slo_s, correction=2.0) < rate
+    assert decode_throughput(profile, context, slo_s, correction=0.0) == rate  # nothing is divided by
+
+
+@given(demands())
+def test_ours_never_plans_with_fewer_workers_than_the_reference(demand: Demand) -> None:
+    profile = an_8b()
+    theirs = reference_sizing(profile, profile, demand, SLO, WIDE)
+    ours = (prefill_need(profile, demand, SLO, 0.8).workers, decode_need(profile, demand, SLO, 0.8).workers)
+    assert (max(1, ours[0]) >= theirs.prefill) or not prefill_need(profile, demand, SLO, 0.8).fits
+    assert max(1, ours[1]) >= theirs.decode
+
+
+def test_the_legacy_sizing_does_not_see_what_is_cached() -> None:
+    profile = an_8b()
+    cold, warm = Demand(100.0, 4000, 100), Demand(100.0, 4000, 100, hit_share=0.9)
+    assert legacy_sizing(profile, profile, cold, SLO, 60) == legacy_sizing(profile, profile, warm, SLO, 60)
+    newer = reference_sizing(profile, profile, warm, SLO, WIDE)
+    assert newer.prefill < reference_sizing(profile, profile, cold, SLO, WIDE).prefill
+
+
+def test_a_load_without_end_still_gives_a_number() -> None:
+    assert prefill_need(an_8b(), Demand(1e6, 8000, 100), SLO, 0.8).workers <= 4096
+    assert reference_sizing(an_8b(), an_8b(), Demand(0.0, 100, 100), SLO, WIDE) == Counts(1, 1)

@@ -1,0 +1,85 @@
+"""From what is there to what was decided, in steps that are safe to repeat."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.connectors.connector import Fleets
+from planner.connectors.steps import Steps, reachable, steps_to
+from planner.model import Action, Decision, Fleet, Flip
+
+fleets = st.builds(Fleet, ready=st.integers(0, 12), starting=st.integers(0, 5), draining=st.integers(0, 3))
+flips = st.none() | st.builds(Flip, to_role=st.sampled_from(["prefill", "decode"]), count=st.integers(0, 6))
+decisions = st.builds(
+    lambda prefill, decode, flip: Decision(
+        at_s=0.0, loop="none", action=Action.SCALE, prefill=prefill, decode=decode, flip=flip
+    ),
+    st.integers(0, 15),
+    st.integers(1, 15),
+    flips,
+)
+
+
+def after(there: Fleets, steps: Steps) -> Fleets:
+    """Carried out: those that flip start, and who is taken away was ready."""
+    to_prefill = steps.flip if steps.flip_to == "prefill" else -steps.flip
+    prefill, decode = turned(there.prefill, to_prefill), turned(there.decode, -to_prefill)
+    return Fleets(prefill=scaled(prefill, steps.prefill), decode=scaled(decode, steps.decode))
+
+
+def turned(fleet: Fleet, more: int) -> Fleet:
+    if more >= 0:
+        return Fleet(ready=fleet.ready, starting=fleet.starting + more)
+    return Fleet(ready=fleet.ready + more, starting=fleet.starting)
+
+
+def scaled(fleet: Fleet, count: int) -> Fleet:
+    more = count - fleet.ordered
+    if more >= 0:
+        return Fleet(ready=fleet.ready, starting=fleet.starting + more)
+    assert fleet.ready + more >= 0, "somebody who starts was taken away"
+    return Fleet(ready=fleet.ready + more, starting=fleet.starting)
+
+
+def all_ready(there: Fleets) -> Fleets:
+    return Fleets(prefill=Fleet(ready=there.prefill.ordered), decode=Fleet(ready=there.decode.ordered))
+
+
+@given(decisions, fleets, fleets, st.booleans(), st.booleans())
+def test_never_fewer_than_asked_and_in_the_end_as_many(
+    decision: Decision, prefill: Fleet, decode: Fleet, can_flip: bool, can_choose: bool
+) -> None:
+    there = Fleets(prefill=prefill, decode=decode)
+    steps = steps_to(decision, there, name="x", can_flip=can_flip, can_choose=can_choose)
+    there = after(there, steps)
+    assert there.prefill.ordered >= decision.prefill
+    assert there.decode.ordered >= decision.decode
+    again = steps_to(decision, there, name="x", can_flip=can_flip, can_choose=can_choose)
+    assert after(there, again) == there, "a second time nothing changes"
+    last = steps_to(decision, all_ready(there), name="x", can_flip=can_flip, can_choose=can_choose)
+    there = after(all_ready(there), last)
+    assert (there.prefill.ordered, there.decode.ordered) == (decision.prefill, decision.decode)
+
+
+@given(decisions, fleets, fleets)
+def test_who_cannot_flip_does_not_and_says_so(decision: Decision, prefill: Fleet, decode: Fleet) -> None:
+    there = Fleets(prefill=prefill, decode=decode)
+    could = steps_to(decision, there, name="stone", can_flip=True, can_choose=True)
+    cannot = steps_to(decision, there, name="stone", can_flip=False, can_choose=True)
+    assert cannot.flip == 0
+    assert any("stone cannot turn" in note for note in cannot.notes) == (could.flip > 0)
+
+
+def test_a_flip_takes_no_more_than_one_role_has_to_spare_and_the_other_lacks() -> None:
+    there = Fleets(prefill=Fleet(ready=4), decode=Fleet(ready=2))
+    wanted = Decision(
+        at_s=0.0, loop="none", action=Action.SCALE, prefill=3, decode=6, flip=Flip(to_role="decode", count=3)
+    )
+    steps = steps_to(wanted, there, name="x", can_flip=True, can_choose=True)
+    assert (steps.flip_to, steps.flip, steps.prefill, steps.decode) == ("decode", 1, 3, 6)
+
+
+def test_those_who_start_stay_and_as_many_ready_ones_as_were_asked_for() -> None:
+    assert reachable(Fleet(ready=1, starting=3), 1, can_choose=True) == 4
+    assert reachable(Fleet(ready=3, starting=1), 2, can_choose=True) == 3
+    assert reachable(Fleet(ready=3, starting=1), 2, can_choose=False) == 4
+    assert reachable(Fleet(ready=3, draining=1), 2, can_choose=False) == 2

@@ -1,0 +1,235 @@
+"""From what frontends have counted to the traffic of an interval: what is missing is unknown, never zero."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from mesh.histogram import LoopHistogram
+from planner.traffic import (
+    Page,
+    Totals,
+    TrafficMeter,
+    age_query,
+    queries,
+    read_page,
+    traffic_told,
+)
+from protocol.errors import WireError
+
+BEGAN_S = 1000.0  # wall clock, when the planner began
+OLD, NEW = BEGAN_S - 500, BEGAN_S + 500  # when a frontend started
+
+
+def page(ended: float = 0, inflight: float = 0, *, started_s: float = OLD, processes: int = 1, **more: float) -> Page:
+    return Page(Totals(ended=ended, inflight=inflight, **more), started_s, processes)
+
+
+def meter(*scrapes: dict[str, Page | None]) -> TrafficMeter:
+    """One that has read these, a second apart, from second 0 on."""
+    one = TrafficMeter(BEGAN_S)
+    for at_s, pages in enumerate(scrapes):
+        one.on_scrape(float(at_s), pages)
+    return one
+
+
+def requests(one: TrafficMeter, at_s: float) -> float | None:
+    traffic = one.close(at_s)
+    return None if traffic is None else traffic.requests
+
+
+# --- one page -----------------------------------------------------------------------------------------
+
+
+def text_of_a_frontend(inflight: float = 3) -> str:
+    registry = CollectorRegistry()
+    P = "kvmesh_frontend_"  # noqa: N806
+    ended = Counter(P + "requests_total", "", ["endpoint", "outcome"], registry=registry)
+    ended.labels("chat", "ok").inc(10)
+    ended.labels("chat", "overloaded").inc(2)
+    ended.labels("chat", "invalid_request").inc(50)
+    ended.labels("embeddings", "ok").inc(1000)
+    Gauge(P + "inflight", "", registry=registry).set(inflight)
+    isl = LoopHistogram(P + "input_sequence_tokens", "", ["endpoint"], buckets=(1, 10), registry=registry)
+    for endpoint, tokens in (("chat", 100), ("completions", 300), ("embeddings", 5000)):
+        isl.labels(endpoint).observe(tokens)
+    LoopHistogram(P + "ttft_seconds", "", ["endpoint"], buckets=(1,), registry=registry).labels("chat").observe(0.25)
+    Counter(P + "cached_tokens_total", "", ["endpoint"], registry=registry).labels("chat").inc(40)
+    Gauge("process_start_time_seconds", "", registry=registry).set(77)
+    return generate_latest(registry).decode()
+
+
+def test_a_page_is_added_up_over_endpoints_that_generate_and_outcomes_that_were_demand() -> None:
+    read = read_page(text_of_a_frontend())
+    assert read.started_s == 77
+    assert read.totals == Totals(
+        ended=12, inflight=3, isl_sum=400, isl_count=2, cached_tokens=40, ttft_sum=0.25, ttft_count=1
+    )
+
+
+@pytest.mark.parametrize("text", ["", "hello\n", "kvmesh_frontend_requests_total{ 1\n", "# nothing\nup 1\n"])
+def test_what_is_not_a_frontends_page_is_refused(text: str) -> None:
+    with pytest.raises(WireError):
+        read_page(text)
+
+
+def test_a_page_that_holds_no_number_is_refused() -> None:
+    with pytest.raises(WireError, match="no number"):
+        read_page(text_of_a_frontend(math.nan))
+
+
+# --- the interval -------------------------------------------------------------------------------------
+
+
+def test_what_arrived_is_what_ended_and_what_is_now_in_progress_more_than_before() -> None:
+    one = meter({"a": page(100, 5)}, {"a": page(107, 9)})
+    assert requests(one, 10.0) == 11
+
+
+def test_means_are_over_the_interval_alone() -> None:
+    before = page(100, isl_sum=50_000, isl_count=100, ttft_sum=90, ttft_count=100, itl_sum=1, itl_count=10)
+    after = page(
+        104, isl_sum=50_800, isl_count=104, osl_sum=60, osl_count=3, cached_tokens=200, ttft_sum=91, ttft_count=104,
+        itl_sum=1.2, itl_count=14,
+    )  # fmt: skip
+    traffic = meter({"a": before}, {"a": after}).close(60.0)
+    assert traffic is not None
+    assert (traffic.start_s, traffic.end_s, traffic.requests) == (0.0, 60.0, 4)
+    assert (traffic.isl_tokens, traffic.osl_tokens, traffic.hit_share) == (200, 20, 0.25)
+    assert traffic.ttft_s == pytest.approx(0.25)
+    assert traffic.itl_s == pytest.approx(0.05)
+
+
+def test_silence_is_zero_requests_and_means_that_nobody_knows() -> None:
+    traffic = meter({"a": page(7)}, {"a": page(7)}).close(10.0)
+    assert traffic is not None
+    assert traffic.requests == 0.0
+    assert (traffic.isl_tokens, traffic.osl_tokens, traffic.hit_share, traffic.ttft_s, traffic.itl_s) == (None,) * 5
+
+
+def test_several_frontends_are_added_up() -> None:
+    one = meter({"a": page(100), "b": page(10)}, {"a": page(103), "b": page(11, 2)})
+    assert requests(one, 10.0) == 6
+
+
+def test_without_frontends_nothing_is_known() -> None:
+    one = meter({}, {})
+    assert requests(one, 10.0) is None
+    assert one.problem == "there is no frontend"
+    assert requests(meter({"a": None}), 10.0) is None
+
+
+def test_when_all_frontends_have_gone_at_once_that_is_not_taken_for_silence() -> None:
+    one = meter({"a": page(100)}, {})
+    assert requests(one, 10.0) is None
+    one.on_scrape(11.0, {"a": page(130)})
+    assert requests(one, 11.0) == 30
+
+
+def test_a_frontend_that_does_not_answer_leaves_the_interval_open_until_it_does() -> None:
+    one = meter({"a": page(100), "b": page(5)}, {"a": page(103), "b": None})
+    assert requests(one, 10.0) is None
+    assert "b" in one.problem
+    one.on_scrape(12.0, {"a": page(104), "b": page(9)})
+    traffic = one.close(12.0)
+    assert traffic is not None
+    assert (traffic.start_s, traffic.requests) == (0.0, 8)
+
+
+def test_one_that_does_not_answer_in_the_middle_of_an_interval_loses_nothing() -> None:
+    assert requests(meter({"a": page(1)}, {"a": None}, {"a": page(4)}), 10.0) == 3
+
+
+def test_an_interval_that_stays_open_for_too_long_is_given_up() -> None:
+    one = meter({"a": page(100)}, {"a": None})
+    one.give_up(100.0, 60.0)
+    one.on_scrape(101.0, {"a": page(100_000)})
+    assert requests(one, 101.0) is None
+    one.on_scrape(111.0, {"a": page(100_002)})
+    assert requests(one, 111.0) == 2
+
+
+def test_a_restarted_frontend_counts_from_zero() -> None:
+    one = meter({"a": page(100, 8)}, {"a": page(103, 6)}, {"a": page(2, 1, started_s=NEW)})
+    assert requests(one, 10.0) == 1 + 3
+
+
+def test_one_that_restarted_and_has_more_than_before_is_still_seen_to_have_restarted() -> None:
+    assert requests(meter({"a": page(3)}, {"a": page(50, started_s=NEW)}), 10.0) == 50
+
+
+def test_when_one_of_several_processes_dies_the_interval_is_unknown_not_enormous() -> None:
+    one = meter({"a": page(100_000, processes=2)}, {"a": page(60_000, started_s=NEW, processes=2)})
+    assert requests(one, 10.0) is None
+    one.on_scrape(12.0, {"a": page(60_004, started_s=NEW, processes=2)})
+    assert requests(one, 12.0) == 4
+
+
+def test_a_frontend_that_goes_has_counted_what_was_read_last() -> None:
+    assert requests(meter({"a": page(5), "b": page(1)}, {"a": page(9), "b": page(1)}, {"b": page(3)}), 10.0) == 6
+
+
+def test_one_that_was_there_before_the_planner_counts_from_when_it_is_first_read() -> None:
+    assert (
+        requests(meter({"b": page(1)}, {"b": page(1), "a": page(1_000_000)}, {"b": page(1), "a": page(1_000_002)}), 9)
+        == 2
+    )
+
+
+def test_one_that_started_after_the_planner_counts_from_its_start() -> None:
+    assert requests(meter({"b": page(1)}, {"b": page(1), "a": page(7, started_s=NEW)}), 9.0) == 7
+
+
+def test_one_that_goes_and_comes_back_unchanged_is_not_counted_twice() -> None:
+    there, back = page(5, started_s=NEW), page(8, started_s=NEW)
+    assert requests(meter({"a": there, "b": page()}, {"b": page()}, {"a": back, "b": page()}), 9.0) == 3
+
+
+def test_an_interval_of_no_length_is_none() -> None:
+    assert requests(meter({"a": page(5)}), 0.0) is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), min_size=2, max_size=30),
+    st.sets(st.integers(1, 28), max_size=5),
+)
+def test_however_it_is_cut_into_intervals_the_sum_is_what_arrived(steps: list[tuple[int, int]], cuts: set[int]) -> None:
+    """`steps`: (arrived, then ended of those in progress) of each second."""
+    one, told, arrived, ended = TrafficMeter(BEGAN_S), 0.0, 0, 0
+    one.on_scrape(0.0, {"a": page(0, 0)})
+    for at_s, (come, done) in enumerate(steps, 1):
+        arrived += come
+        ended = min(arrived, ended + done)
+        one.on_scrape(float(at_s), {"a": page(ended, arrived - ended)})
+        if at_s in cuts or at_s == len(steps):
+            told += requests(one, float(at_s)) or 0.0
+    assert told == arrived
+
+
+# --- a Prometheus server ------------------------------------------------------------------------------
+
+
+def test_every_sum_is_asked_for_with_the_labels_that_pick_the_frontends() -> None:
+    asked = queries('job="fe"', 60)
+    assert set(asked) == set(Totals.__dataclass_fields__)
+    assert all('job="fe"' in query and "[60s]" in query for query in asked.values())
+    assert 'outcome!~"' in asked["ended"]
+    assert asked["inflight"] == 'sum(delta(kvmesh_frontend_inflight{job="fe"}[60s]))'
+    assert age_query("") == "time() - max(timestamp(kvmesh_frontend_inflight{}))"
+
+
+def test_answers_become_traffic() -> None:
+    said: dict[str, float | None] = dict.fromkeys(Totals.__dataclass_fields__)
+    traffic = traffic_told(said | {"ended": 30.0, "inflight": 2.0, "isl_sum": 300.0, "isl_count": 30.0}, 0.0, 60.0)
+    assert traffic is not None
+    assert (traffic.requests, traffic.isl_tokens, traffic.ttft_s) == (32.0, 10.0, None)
+
+
+def test_without_the_gauge_that_every_frontend_has_nothing_is_known() -> None:
+    assert traffic_told({"ended": 30.0, "inflight": None}, 0.0, 60.0) is None
+
+
+def test_what_is_no_number_makes_the_answer_unknown() -> None:
+    assert traffic_told({"ended": math.nan, "inflight": 1.0}, 0.0, 60.0) is None

@@ -1,0 +1,139 @@
+"""A crew whose processes are rows of a table: they put up cards in memory, and answer `control` over a real plane."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from kvmesh.crew import Crew
+from mesh.discovery import Registration
+from mesh.discovery.memory import MemoryDiscovery
+from mesh.plane.server import Call, PlaneServer
+from mesh.supervisor import ProcessSpec
+from protocol.errors import InvalidRequestError, MeshError
+from protocol.ids import WorkerId
+from protocol.messages import Control, ControlReply, Role, WorkerCard, decode, encode
+
+
+class FakeSupervisor:
+    """`specs`: how each would be started the next time."""
+
+    def __init__(self) -> None:
+        self.specs: dict[str, ProcessSpec] = {}
+        self.failures: dict[str, Callable[[MeshError], None]] = {}
+        self.stopped: list[str] = []
+        self.may_end = asyncio.Event()  # who is stopped has finished its streams
+        self.may_end.set()
+        self._pids = count(100)
+        self._running: dict[str, int] = {}
+
+    def start(self, spec: ProcessSpec, on_failure: Callable[[MeshError], None] | None = None) -> None:
+        self.specs[spec.name] = spec
+        self._running[spec.name] = next(self._pids)
+        if on_failure is not None:
+            self.failures[spec.name] = on_failure
+
+    def respecify(self, spec: ProcessSpec) -> None:
+        self.specs[spec.name] = spec
+
+    def pid(self, name: str) -> int | None:
+        return self._running.get(name)
+
+    def pids(self) -> dict[str, int]:
+        return dict(self._running)
+
+    async def stop(self, names: Sequence[str], timeout_s: float) -> None:
+        self.stopped += names
+        await self.may_end.wait()
+        for name in names:
+            self._running.pop(name, None)
+
+    def lose(self, name: str, failure: MeshError) -> None:
+        """It is given up."""
+        self._running.pop(name)
+        self.failures[name](failure)
+
+
+class FakeHost:
+    """Crew, workers and what they meet in. `refuses`: workers that will not change their role."""
+
+    def __init__(self) -> None:
+        self.supervisor = FakeSupervisor()
+        self.discovery = MemoryDiscovery()
+        self.loads: dict[str, float] = {}
+        self.refuses: set[str] = set()
+        self.flips_s: asyncio.Event | None = None  # set it to let flips come to an end
+        self.told: list[str] = []
+        self._cards: dict[str, Registration] = {}
+        self._numbers = count()
+        self._server = PlaneServer({"control": self._control}, max_calls=64)
+        self._address = ""
+        self._following: asyncio.Task[None] | None = None
+        self.crew = Crew(
+            self.supervisor,  # type: ignore[arg-type]
+            lambda role, name: ProcessSpec(name, [role.value]),
+            1.0,
+            self.told.append,
+            self._load,
+        )
+
+    async def start(self, prefill: int, decode: int) -> None:
+        self._address = await self._server.start("127.0.0.1", 0)
+        self._following = asyncio.create_task(self.crew.follow(self.discovery))
+        for role, number in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+            for i in range(number):
+                name = f"{role.value}-{i}"
+                self.crew.adopt(name, role)
+                self.supervisor.start(ProcessSpec(name, [role.value]))
+        await self.all_ready()
+
+    async def all_ready(self) -> None:
+        """Everybody that runs and is not being stopped has joined, and the crew has heard of it."""
+        for name, spec in self.supervisor.specs.items():
+            if name in self.supervisor.pids() and name not in self._cards:
+                await self._join(name, Role(spec.argv[0]))
+        await self.heard()
+
+    async def heard(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def until_ended(self, name: str) -> None:
+        """A worker that is drained is gone."""
+        async with asyncio.timeout(5):
+            while any(report.name == name for report in self.crew.reports()):
+                await asyncio.sleep(0.001)
+
+    async def _join(self, name: str, role: Role) -> None:
+        worker_id = WorkerId(f"{name}-{next(self._numbers)}")
+        card = WorkerCard(
+            worker_id=worker_id, name=name, role=role, model="m", model_path="", address=self._address, block_size=16,
+            total_blocks=8, context_tokens=64, pid=self.supervisor.pid(name) or 0,
+        )  # fmt: skip
+        self._cards[name] = await self.discovery.put(f"workers/{worker_id}", encode(card))
+
+    async def _load(self, card: WorkerCard) -> float | None:
+        return self.loads.get(card.name, 0.0)
+
+    async def _control(self, call: Call) -> None:
+        """Of whichever worker it is for: the one whose flip was told last, by its name in the crew."""
+        request = decode(call.body, Control)
+        role = Role(request.arguments["role"])
+        name = next(r.name for r in self.crew.reports() if r.state == "flipping" and r.name in self._cards)
+        if name in self.refuses:
+            raise InvalidRequestError(f"the engine of {name} cannot change its role")
+        await self._cards.pop(name).withdraw()
+        if self.flips_s is not None:
+            await self.flips_s.wait()
+        await self._join(name, role)
+        await call.send(ControlReply(detail=f"now {role.value}"))
+
+    async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
+        await self.crew.close()
+        await self._server.close()
+        await self.discovery.close()
+
+    def roles(self) -> dict[str, Role]:
+        return {report.name: report.role for report in self.crew.reports() if report.state != "draining"}

@@ -1,0 +1,35 @@
+"""A worker's place in the mesh without a mesh: it remembers what was done, in order."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from protocol.ids import WorkerId
+from protocol.messages import Role
+from workers.engine import EngineInfo
+
+
+class FakePlace:
+    """Implements workers.turning.Place."""
+
+    engine_kind: str = "mock"
+
+    def __init__(self, role: Role = Role.AGGREGATED, *publishers: Any) -> None:
+        self.role = role
+        self.worker_id = WorkerId("w-0")
+        self.publishers: Sequence[Any] = publishers
+        self.done: list[str] = []
+        self.infos: list[EngineInfo] = []  # with which it has joined
+        self.on_change: Callable[[], object] = lambda: None
+
+    async def join(self, info: EngineInfo) -> None:
+        self.done.append(f"join as {self.role.value}")
+        self.infos.append(info)
+
+    async def leave(self) -> None:
+        self.done.append("leave")
+
+    async def change(self, role: Role, *, tells_events: bool) -> None:
+        self.on_change()
+        self.role = role
+        self.worker_id = WorkerId(f"w-{len(self.done)}")
+        self.done.append("change")

@@ -1,0 +1,236 @@
+"""How a worker changes its role: what it does in which order, and what it refuses."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from protocol.errors import DrainingError, EngineError, InvalidRequestError
+from protocol.ids import RequestId, WorkerId
+from protocol.messages import NO_LAYOUT, Control, ControlAction, ControlReply, GenerateRequest, Role, encode
+from tests.support.place import FakePlace
+from workers.engine import EngineInfo, EngineLoad
+from workers.service import Worker
+from workers.turning import Turning
+
+INFO = EngineInfo("m", "/m", 32, 64, 512, 8, NO_LAYOUT, "shm", roles=tuple(Role))
+
+
+class Engine:
+    """Only what a change of role needs of one."""
+
+    def __init__(self, *offers: int) -> None:
+        self._offers = list(offers)  # that stand, at each look
+        self.names: list[WorkerId] = []
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(0, 0, 0, 0, 64, self._offers.pop(0) if self._offers else 0)
+
+    def rename(self, worker_id: WorkerId) -> None:
+        self.names.append(worker_id)
+
+
+def turning(
+    role: Role = Role.PREFILL, engine: object = None, drain_timeout_s: float = 5.0
+) -> tuple[Turning, FakePlace, Callable[[Role], Any]]:
+    place = FakePlace(role)
+    one = Turning(cast(Any, engine or Engine()), place, drain_timeout_s)
+    return one, place, lambda role: one.set_role(role, lambda: INFO)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def a_request(one: Turning) -> asyncio.Task[Any]:
+    async def serve() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        one.requests.add(task)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            one.requests.discard(task)
+
+    task = asyncio.create_task(serve())
+    await until(lambda: task in one.requests)
+    return task
+
+
+async def test_it_leaves_the_mesh_and_comes_back_under_another_id() -> None:
+    engine = Engine()
+    _, place, set_role = turning(engine=engine)
+    before = place.worker_id
+    reply = await set_role(Role.DECODE)
+    assert place.done == ["leave", "change", "join as decode"]
+    assert reply.worker_id == place.worker_id != before
+    assert engine.names == [place.worker_id]
+
+
+async def test_what_runs_is_finished_before_it_changes() -> None:
+    one, place, set_role = turning()
+    request = await a_request(one)
+    asked = asyncio.create_task(set_role(Role.DECODE))
+    await until(lambda: place.done == ["leave"])
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (place.done, one.to) == (["leave"], Role.DECODE)
+    request.cancel()  # as if it had ended
+    await asked
+    assert place.done == ["leave", "change", "join as decode"]
+
+
+async def test_what_it_offers_is_waited_for() -> None:
+    engine = Engine(2, 1)
+    _, place, set_role = turning(engine=engine)
+    await set_role(Role.DECODE)
+    assert engine.load().offers == 0
+    assert place.done[-1] == "join as decode"
+
+
+async def test_requests_that_take_too_long_are_sent_elsewhere() -> None:
+    one, _, set_role = turning(drain_timeout_s=0.01)
+    request = await a_request(one)
+    await set_role(Role.DECODE)
+    with pytest.raises(asyncio.CancelledError, match="changes its role"):
+        await request
+
+
+async def test_an_offer_that_nobody_fetches_does_not_hold_it_up_for_longer_than_a_drain() -> None:
+    _, place, set_role = turning(engine=Engine(*[1] * 1000), drain_timeout_s=0.05)
+    await set_role(Role.DECODE)
+    assert place.done[-1] == "join as decode"
+
+
+async def test_the_role_that_it_has_changes_nothing() -> None:
+    _, place, set_role = turning(Role.DECODE)
+    reply = await set_role(Role.DECODE)
+    assert reply == ControlReply(detail="it is a decode worker already", worker_id=place.worker_id)
+    assert place.done == []
+
+
+async def test_a_second_change_is_refused_until_the_first_has_ended() -> None:
+    one, place, set_role = turning()
+    request = await a_request(one)
+    asked = asyncio.create_task(set_role(Role.DECODE))
+    await until(lambda: one.to is not None)
+    for role in Role:
+        with pytest.raises(InvalidRequestError, match="is becoming a decode worker already; ask again"):
+            await set_role(role)
+    request.cancel()
+    await asked
+    await set_role(Role.PREFILL)
+    assert (one.count, place.role) == (2, Role.PREFILL)
+
+
+async def test_a_caller_who_leaves_does_not_stop_it() -> None:
+    one, place, set_role = turning()
+    request = await a_request(one)
+    asked = asyncio.create_task(set_role(Role.DECODE))
+    await until(lambda: place.done == ["leave"])
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    request.cancel()
+    await until(lambda: "join as decode" in place.done)
+    await until(lambda: one.to is None)
+    one.check_health()
+
+
+async def test_a_worker_that_stops_gives_it_up_and_tells_the_caller() -> None:
+    one, place, set_role = turning()
+    request = await a_request(one)
+    asked = asyncio.create_task(set_role(Role.DECODE))
+    await until(lambda: place.done == ["leave"])
+    await one.end()
+    with pytest.raises(DrainingError, match="w-0 is shutting down"):
+        await asked
+    with pytest.raises(DrainingError, match="w-0 is shutting down"):
+        await set_role(Role.DECODE)
+    assert (place.done, one.to, request.done()) == (["leave"], None, False)
+    request.cancel()
+
+
+async def test_one_that_fails_ends_the_worker_for_it_may_be_nowhere() -> None:
+    one, place, set_role = turning()
+
+    def fail() -> None:
+        raise OSError("no port is left")
+
+    place.on_change = fail
+    one.check_health()
+    with pytest.raises(OSError, match="no port"):
+        await set_role(Role.DECODE)
+    with pytest.raises(EngineError, match="could not change its role: OSError: no port is left"):
+        one.check_health()
+
+
+# --- the calls of the worker ------------------------------------------------------------------------------------------
+
+
+class Call:
+    def __init__(self, message: object) -> None:
+        self.body = encode(message)
+        self.sent: list[Any] = []
+
+    async def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+def set_role_call(**arguments: str) -> Any:
+    return Call(Control(action=ControlAction.SET_ROLE, arguments=arguments))
+
+
+def worker(engine: object, info: EngineInfo = INFO, role: Role = Role.PREFILL, kind: str = "mock") -> Worker:
+    place = FakePlace(role)
+    place.engine_kind = kind
+    made = Worker(cast(Any, engine), place)
+    made.info = info
+    return made
+
+
+async def test_control_carries_it_out() -> None:
+    made, call = worker(Engine()), set_role_call(role="decode")
+    await made.control(call)
+    assert [reply.worker_id for reply in call.sent] == ["w-1"]
+    assert made.turning.role is Role.DECODE
+
+
+@pytest.mark.parametrize("arguments", [{}, {"role": ""}, {"role": "cook"}])
+async def test_without_a_role_the_error_says_which_there_are(arguments: dict[str, str]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"needs the argument 'role'.*one of aggregated, prefill, decode"):
+        await worker(Engine()).control(set_role_call(**arguments))
+
+
+async def test_an_engine_that_cannot_is_refused_by_its_name() -> None:
+    for engine, info in ((object(), INFO), (Engine(), replace(INFO, roles=()))):
+        made = worker(engine, info, kind="vllm")
+        with pytest.raises(InvalidRequestError, match=r"with the engine vllm cannot change its role.*; torch and mock"):
+            await made.control(set_role_call(role="decode"))
+        assert made.turning.to is None
+
+
+async def test_a_profile_without_the_table_of_a_role_rules_it_out() -> None:
+    made = worker(Engine(), replace(INFO, roles=(Role.PREFILL,)))
+    with pytest.raises(InvalidRequestError, match="cannot become a decode worker; its profile has no table"):
+        await made.control(set_role_call(role="decode"))
+
+
+async def test_requests_are_sent_elsewhere_while_it_changes_and_from_who_has_not_heard_of_it() -> None:
+    made = worker(Engine())
+    whole: Any = Call(GenerateRequest(request_id=RequestId("r"), model="m", prompt=b"\0\0\0\0"))
+    leg: Any = Call(GenerateRequest(request_id=RequestId("r"), model="m", prompt=b"\0\0\0\0", offer_kv=True))
+    with pytest.raises(InvalidRequestError, match="a prefill worker only prefills"):
+        await made.generate(whole)
+    made.turning.to = Role.DECODE
+    for call in (whole, leg):
+        with pytest.raises(DrainingError, match="is becoming a decode worker"):
+            await made.generate(call)
+    made.turning.to = None
+    await made.control(set_role_call(role="decode"))
+    with pytest.raises(DrainingError, match="has become a decode worker"):
+        await made.generate(leg)

@@ -1,0 +1,124 @@
+"""A worker's place in the mesh: its card, and what it tells of its cache. It can leave, and come back as another."""
+
+import logging
+import os
+from collections.abc import Sequence
+
+from kvevents.transport import Publisher, open_publisher
+from mesh.discovery import Discovery, Registration
+from protocol.ids import WorkerId, new_worker_id
+from protocol.messages import Role, WorkerCard, encode
+from workers.config import WorkerConfig
+from workers.engine import Engine, EngineInfo, Ranked
+
+log = logging.getLogger(__name__)
+
+
+class Membership:
+    """Raises ConfigError if its KV events cannot be published."""
+
+    def __init__(self, config: WorkerConfig, engine: Engine, discovery: Discovery, metrics_url: str) -> None:
+        self.role = config.role
+        self.engine_kind: str = config.engine
+        self.worker_id = new_worker_id(worker_name(config))
+        self.address = ""  # of the request plane: to be set before it joins
+        self._config = config
+        self._ranks = engine.ranks if isinstance(engine, Ranked) else [engine]
+        self._discovery = discovery
+        self._metrics_url = metrics_url
+        self._registration: Registration | None = None
+        self.publishers: Sequence[Publisher] = self._open_publishers()
+
+    def follow_caches(self) -> None:
+        """From now on publish what the engine tells of its caches. To be called once."""
+        for number, rank in enumerate(self._ranks):
+            rank.on_kv_events(lambda events, number=number: self.publishers[number].publish(events))  # type: ignore[misc]
+
+    async def join(self, info: EngineInfo) -> None:
+        """Be found by routers, or tell them what has changed. Does nothing for an engine that serves nobody."""
+        if info.serves:
+            card = make_card(
+                self._config, self.worker_id, self.role, info, self.address, self.publishers, self._metrics_url
+            )
+            self._registration = await self._discovery.put(f"workers/{self.worker_id}", encode(card))
+
+    async def leave(self) -> None:
+        """A second call does nothing."""
+        registration, self._registration = self._registration, None
+        if registration is not None:
+            await registration.withdraw()
+
+    async def change(self, role: Role, *, tells_events: bool) -> None:
+        """Be another worker from now on, which has yet to join. Its first events say what its caches hold."""
+        worker_id, before = self.worker_id, self.publishers
+        self.worker_id = new_worker_id(worker_name(self._config))
+        try:
+            fresh = self._open_publishers()
+        except BaseException:
+            self.worker_id = worker_id
+            raise
+        if tells_events:  # nothing can come between what was published before and what the snapshot holds
+            for rank, publisher in zip(self._ranks, fresh, strict=True):
+                if events := rank.kv_snapshot():
+                    publisher.publish(events)
+        self.role, self.publishers = role, fresh
+        for publisher in before:
+            await publisher.close()
+
+    async def close(self) -> None:
+        await self.leave()
+        for publisher in self.publishers:
+            await publisher.close()
+
+    def _open_publishers(self) -> list[Publisher]:
+        config = self._config
+        return [
+            open_publisher(
+                config.kv_events_transport,
+                self.worker_id,
+                bind=f"tcp://{config.host}:*",
+                advertise_host=config.advertise_host,
+                nats_url=config.nats_url,
+                dp_rank=rank,
+            )
+            for rank in range(len(self._ranks))
+        ]
+
+
+def worker_name(config: WorkerConfig) -> str:
+    return config.name or config.role.value
+
+
+def make_card(
+    config: WorkerConfig,
+    worker_id: WorkerId,
+    role: Role,
+    info: EngineInfo,
+    address: str,
+    publishers: Sequence[Publisher],
+    metrics_url: str,
+) -> WorkerCard:
+    endpoints = [(one.endpoint, one.replay_endpoint) for one in publishers] if info.tells_events else [("", "")]
+    return WorkerCard(
+        worker_id=worker_id,
+        name=worker_name(config),
+        role=role,
+        model=info.model,
+        model_path=info.model_path,
+        address=address,
+        block_size=info.block_size,
+        total_blocks=info.total_blocks,
+        context_tokens=info.context_tokens,
+        max_num_seqs=info.max_num_seqs,
+        kv_events=endpoints[0][0],
+        kv_replay=endpoints[0][1],
+        rank_kv_events=tuple(endpoints[1:]),
+        transfer=info.transfer,
+        dp_size=info.dp_size,
+        pid=os.getpid(),
+        metrics_url=metrics_url,
+        features=info.features,
+        loras=info.loras,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+    )

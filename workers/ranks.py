@@ -1,0 +1,87 @@
+"""Data-parallel ranks: copies of one engine behind one worker, each with its own scheduler, cache and offers.
+
+Implements workers.engine.Engine and Ranked. A request says which rank it is for; the router has chosen it.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+
+from protocol.errors import InvalidRequestError
+from protocol.events import Digest, KvEvent
+from protocol.ids import WorkerId
+from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest
+from workers.engine import Engine, EngineInfo, EngineLoad
+from workers.step_engine import StepEngine
+
+
+class RankedEngine:
+    def __init__(self, ranks: Sequence[StepEngine]) -> None:
+        """At least one."""
+        self._ranks = list(ranks)
+
+    @property
+    def ranks(self) -> Sequence[Engine]:
+        return self._ranks
+
+    async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
+        """Offers carry the name of their rank: what a peer remembers of one is not mistaken for another's."""
+        names = [WorkerId(f"{worker_id}/{rank}") for rank in range(len(self._ranks))]
+        starting = (one.start(name, address) for one, name in zip(self._ranks, names, strict=True))
+        infos = await asyncio.gather(*starting)
+        return replace(infos[0], dp_size=len(self._ranks))
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        deltas = self._rank(request.dp_rank).generate(request)
+        try:
+            async for delta in deltas:
+                yield delta
+        finally:
+            await deltas.aclose()
+
+    async def embed(self, request: EmbedRequest) -> Embedding:
+        return await self._rank(request.dp_rank).embed(request)
+
+    def release(self, offer_id: int, nonce: int) -> None:
+        """Ranks number their offers alike; the nonce is that of one."""
+        for one in self._ranks:
+            one.release(offer_id, nonce)
+
+    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
+        """Of the first rank. The others: see `ranks`."""
+        self._ranks[0].on_kv_events(listener)
+
+    def kv_snapshot(self) -> list[KvEvent]:
+        return self._ranks[0].kv_snapshot()
+
+    def kv_digest(self) -> Digest:
+        return self._ranks[0].kv_digest()
+
+    def load(self) -> EngineLoad:
+        """Of all ranks together."""
+        loads = [one.load() for one in self._ranks]
+        return EngineLoad(
+            running=sum(load.running for load in loads),
+            waiting=sum(load.waiting for load in loads),
+            used_blocks=sum(load.used_blocks for load in loads),
+            cached_blocks=sum(load.cached_blocks for load in loads),
+            total_blocks=sum(load.total_blocks for load in loads),
+            offers=sum(load.offers for load in loads),
+            queued_tokens=sum(load.queued_tokens or 0 for load in loads),
+        )
+
+    def check_health(self) -> None:
+        for one in self._ranks:
+            one.check_health()
+
+    def rename(self, worker_id: WorkerId) -> None:
+        for number, one in enumerate(self._ranks):
+            one.rename(WorkerId(f"{worker_id}/{number}"))
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(one.stop() for one in self._ranks))
+
+    def _rank(self, number: int) -> StepEngine:
+        if not 0 <= number < len(self._ranks):
+            raise InvalidRequestError(f"there is no rank {number} here", hint=f"there are {len(self._ranks)}, from 0")
+        return self._ranks[number]
