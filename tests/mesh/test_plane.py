@@ -16,6 +16,7 @@ from mesh.plane.client import WINDOW_MESSAGES, PlaneClient
 from mesh.plane.frames import Batch, Credit, FrameReader, Hello, Open, Ping, encode_frame
 from mesh.plane.server import Call, PlaneServer
 from protocol.errors import (
+    ConfigError,
     DeadlineExceededError,
     DrainingError,
     InvalidRequestError,
@@ -525,3 +526,15 @@ def test_random_bytes_give_frames_or_a_wire_error(data: bytes) -> None:
 def test_a_frame_is_refused_by_its_length_alone() -> None:
     with pytest.raises(WireError, match="limit is 1000"):
         FrameReader(max_frame_bytes=1000).feed(struct.pack("<I", 1001))
+
+
+async def test_a_server_with_an_ipv6_address_is_reached_there(service: Service, client: PlaneClient) -> None:
+    other = PlaneServer({"count": service.count})
+    try:
+        await other.start("::1")
+    except ConfigError:
+        pytest.skip("this host has no IPv6")
+    async with client.open(other.address, "count", 3, 5) as stream:
+        assert [n async for n in stream.messages(int)] == [0, 1, 2]
+    assert other.address.startswith("[::1]:")
+    await other.close()
