@@ -193,7 +193,7 @@ async def test_an_offer_that_ended_is_computed_by_the_decoder(make: Make) -> Non
 
 
 async def test_an_offer_that_nobody_takes_is_unpinned_by_its_lease(make: Make) -> None:
-    engine = await make(offer_lease_s=0.05)
+    engine = await make(offer_lease_s=0.3)
     await run(engine, ask(prompt_of(50), offer_kv=True))
     assert engine.load().offers == 1
     async with asyncio.timeout(5):

@@ -313,6 +313,7 @@ async def test_closing_leaves_nothing_behind(wire: Wire, index: Index) -> None:
     await subscriber.close()
     await wire.close()
     await publisher.close()
-    await asyncio.sleep(0.05)  # for what a library still has to end
-    assert asyncio.all_tasks() <= before
+    async with asyncio.timeout(10):
+        while not asyncio.all_tasks() <= before:  # a library may still have something to end
+            await asyncio.sleep(0.01)
     assert subscriber.pending_bytes == 0
