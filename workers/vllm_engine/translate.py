@@ -166,7 +166,9 @@ def read_ticket(ticket: Ticket, block_size: int) -> dict[str, Any]:
     """kv_transfer_params for the decode engine, only keys that are known. Raises TransferError for what harms it."""
     pull, _ = read_params(ticket.opaque)
     if pull.remote_num_tokens != ticket.num_tokens:
-        raise TransferError(f"a ticket for {ticket.num_tokens} tokens offers {pull.remote_num_tokens} (remote_num_tokens)")
+        raise TransferError(
+            f"a ticket for {ticket.num_tokens} tokens offers {pull.remote_num_tokens} (remote_num_tokens)"
+        )
     groups = pull.block_groups
     if len(groups) == 1:
         needed, found = -(-ticket.num_tokens // block_size), len(groups[0])
