@@ -66,7 +66,10 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
         cleanup.push_async_callback(server.close)
         address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
         cleanup.push_async_callback(engine.stop)
-        info = await engine.start(worker_id, address)
+        info = await started(stop, engine, worker_id, address)
+        if info is None:
+            log.info("stopped before the engine was ready")
+            return
         worker.info = info
         engine.on_kv_events(publisher.publish)
         observe_load(engine)
@@ -89,6 +92,19 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
         if cut_off := await server.drain(config.drain_timeout_s):
             log.warning("stopped with %d calls unanswered after %.1f s", cut_off, config.drain_timeout_s)
         await offers_taken(engine, deadline)
+
+
+async def started(stop: asyncio.Event, engine: Engine, worker_id: WorkerId, address: str) -> EngineInfo | None:
+    """The engine's start, given up when `stop` comes first; then None. `engine.stop` ends what had begun."""
+    starting = asyncio.create_task(engine.start(worker_id, address), name="start the engine")
+    stopping = asyncio.create_task(stop.wait(), name="wait for stop")
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return starting.result() if starting.done() else None
+    finally:
+        for task in (starting, stopping):
+            task.cancel()
+        await asyncio.gather(starting, stopping, return_exceptions=True)
 
 
 async def until_stopped(stop: asyncio.Event, engine: Engine) -> None:

@@ -532,6 +532,21 @@ async def test_an_engine_that_stops_says_so_to_whom_it_served(make: Make) -> Non
         engine.check_health()
 
 
+@pytest.mark.parametrize("kind", ["mock", "torch"])
+@pytest.mark.parametrize("turns", [0, 1, 5, 200])
+async def test_an_engine_whose_start_is_given_up_can_be_stopped(kind: str, turns: int) -> None:
+    config = StepEngineConfig("m", str(CHECKPOINT_DIR), 16, 4, 64, 30.0, 5.0)
+    engine = StepEngine(executor(kind), open_backend("shm"), config)
+    starting = asyncio.create_task(engine.start(new_worker_id("w"), "127.0.0.1:1"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait({starting})
+    await engine.stop()
+    with pytest.raises(EngineError):
+        engine.check_health()
+
+
 async def test_a_failed_step_fails_the_engine_and_not_silently() -> None:
     class Broken(MockExecutor):
         def execute(self, rows: list) -> list:

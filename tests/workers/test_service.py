@@ -1,5 +1,6 @@
-"""What a worker tells of itself, and which calls it answers."""
+"""What a worker tells of itself, which calls it answers, and how it is stopped while it starts."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,9 @@ from protocol.messages import (
 )
 from workers.backends import open_engine
 from workers.config import WorkerConfig
-from workers.engine import Engine
+from workers.engine import Engine, EngineInfo
 from workers.mock_engine.answers import mock_token, mock_vector
-from workers.service import Worker, make_card
+from workers.service import Worker, make_card, started
 
 PROMPT = [5, 6, 7]
 
@@ -120,3 +121,58 @@ def test_adapters_are_for_the_mock_and_have_names_of_their_own() -> None:
 def test_a_mock_without_a_tokenizer_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         open_engine(config(model_path=str(tmp_path)))
+
+
+class SlowEngine:
+    """Its start ends when it is let go, or given up."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.has_begun = asyncio.Event()
+        self.was_given_up = False
+        self.failure: Exception | None = None
+
+    async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
+        self.has_begun.set()
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.was_given_up = True
+            raise
+        if self.failure is not None:
+            raise self.failure
+        return SimpleNamespace()  # type: ignore[return-value]
+
+
+async def start_of(engine: Any, stop: asyncio.Event) -> "asyncio.Task[EngineInfo | None]":
+    task = asyncio.create_task(started(stop, engine, WorkerId("w"), "127.0.0.1:1"))
+    await engine.has_begun.wait()
+    return task
+
+
+async def test_a_worker_that_is_stopped_while_it_starts_does_not_wait_for_its_engine() -> None:
+    engine, stop = SlowEngine(), asyncio.Event()
+    task = await start_of(engine, stop)
+    stop.set()
+    assert await asyncio.wait_for(task, 5) is None
+    assert engine.was_given_up
+
+
+async def test_an_engine_that_is_ready_or_cannot_start_ends_the_wait() -> None:
+    engine, broken = SlowEngine(), SlowEngine()
+    broken.failure = ConfigError("no such model")
+    tasks = [await start_of(one, asyncio.Event()) for one in (engine, broken)]
+    engine.go_on.set()
+    broken.go_on.set()
+    assert await asyncio.wait_for(tasks[0], 5) is not None
+    with pytest.raises(ConfigError, match="no such model"):
+        await asyncio.wait_for(tasks[1], 5)
+
+
+async def test_a_start_that_is_cancelled_gives_the_engine_up_too() -> None:
+    engine = SlowEngine()
+    task = await start_of(engine, asyncio.Event())
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert engine.was_given_up
