@@ -43,7 +43,8 @@ test: $(DEV) ## run the tests (ARGS='-k router': some of them)
 	$(PY) -m pytest --durations=10 --durations-min=1 $(ARGS)
 
 test-vllm: $(VLLM) ## the tests that run real vLLM on the CPU (ARGS='-k lora': some of them)
-	KVMESH_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv-vllm/bin/python -m pytest --durations=10 tests/vllm $(ARGS)
+	KVMESH_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv-vllm/bin/python -m pytest --durations=10 \
+		tests/vllm tests/contracts/test_external_engines.py tests/benchmarks/test_engine_bench.py $(ARGS)
 
 check: $(DEV) ## format, lint, types, import order
 	$(PY) -m ruff format --check --extend-exclude '*.md' .

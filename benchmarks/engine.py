@@ -1,228 +1,436 @@
-"""`kvmesh bench engine`: how fast the torch engine prefills and decodes, beside what the device could do.
+"""`kvmesh bench engine`: what the mesh adds to vLLM. The same requests to both in turn.
 
-The roofline is measured on the same device in the same run, the best of ten tries: the rate of a large matrix
-product, and the rate at which memory is read. Prefill is bound by the first, decode by the second. Weights are
-random: speed does not depend on their values, and no checkpoint is needed.
+One side is `vllm serve` as anybody runs it, the other a frontend and a worker of ours that hosts vLLM; both are given
+the same flags for vLLM and the same environment, and both stay up: while one is asked, the other is idle. Answers are
+greedy, streamed, and all of one length. `kvmesh bench engine steps` measures the torch engine instead.
 """
 
+import asyncio
+import importlib.util
 import json
+import multiprocessing
 import os
+import re
+import shlex
+import shutil
+import socket
 import statistics
-import time
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Literal
+from typing import Annotated, TypeVar
 
+import aiohttp
 import msgspec
+import psutil
 from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from mesh.config import load
-from protocol.errors import ConfigError
-from protocol.messages import SamplingParams
-from workers.executor import ModelInfo, Row
+from benchmarks import engine_steps
+from benchmarks.frontend import cpu_name, quantile_ms
+from benchmarks.load import Load, Outcome, Waits, run_in_turn, run_load, trees
+from benchmarks.prompts import load_tokenizer, make_prompts
+from kvmesh.cluster import Cluster, UpConfig, running_cluster, served_name
+from kvmesh.tiny_model import CHECKPOINT_DIR
+from mesh.config import load as load_config
+from protocol.errors import ConfigError, EngineError
+from workers.vllm_engine.driver import ONE_PROCESS
 
-SHAPES = Path(__file__).parent / "shapes"
+START_S = 300.0  # of the bare server; imports alone take a minute on a busy machine
+STOP_S = 20.0
+POLL_S = 0.2
+SHOWN_FAILURES = 3
+API_SERVER = "vllm.entrypoints.openai.api_server"  # what `vllm serve` runs; that command fails in vLLM's CPU package
+PYTHON = "KVMESH_VLLM_PYTHON"
+KVMESH, BARE = "kvmesh", "bare"
+
+R = TypeVar("R")
 
 
 class EngineBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    shape: Annotated[str, Meta(description="a folder of benchmarks/shapes, or any folder with a config.json")] = (
-        "llama-8b"
+    model_path: Annotated[str, Meta(description="Hugging Face folder; default: the tiny model")] = str(CHECKPOINT_DIR)
+    engine_args: Annotated[str, Meta(description="flags of vLLM for both sides, as for a shell")] = (
+        "--dtype float32 --enforce-eager --max-model-len 1024"
     )
-    device: Annotated[str, Meta(description="cpu, cuda, cuda:<n> or auto")] = "auto"
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Meta(description="of weights and KV")] = "auto"
-    isl_tokens: Annotated[int, Meta(ge=1, description="prompt length")] = 2048
-    batch: Annotated[int, Meta(ge=1, description="sequences that decode together")] = 32
-    context_tokens: Annotated[int, Meta(ge=1, description="context of each while it decodes")] = 1024
-    block_size: Annotated[int, Meta(ge=1, description="tokens per KV block")] = 64
-    rounds: Annotated[int, Meta(ge=1, description="measured steps; the median counts")] = 5
+    isl_tokens: Annotated[int, Meta(ge=8, description="words of a prompt, in tokens, without the template")] = 128
+    osl_tokens: Annotated[int, Meta(ge=2, description="length of every answer")] = 64
+    concurrency: Annotated[int, Meta(ge=1, description="requests at once while throughput is measured")] = 8
+    requests: Annotated[int, Meta(ge=1, description="of each side in a round of that")] = 32
+    rounds: Annotated[int, Meta(ge=1, description="of throughput, each side once; the median of the ratios counts")] = 8
+    pairs: Annotated[int, Meta(ge=1, description="requests alone on the machine, each asked of both sides")] = 40
     json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
-class EngineReport(Struct, frozen=True, kw_only=True):
-    """Rates per second. `*_roofline_share`: measured rate / the rate that the device's limit would allow."""
+class SideReport(Struct, frozen=True, kw_only=True):
+    """`null`: not measured. Latency is that of requests alone, CPU that of the rounds of throughput."""
 
-    device: str
-    dtype: str
-    weights_gib: float
-    matmul_tflops: float
-    read_gb_s: float
-    prefill_tokens_s: float
-    prefill_roofline_share: float
-    decode_tokens_s: float
-    decode_roofline_share: float
-    decode_step_ms: float
+    tokens_s: float | None
+    ttft_p50_ms: float | None
+    ttft_p90_ms: float | None
+    itl_p50_ms: float | None  # (end of the stream - first token) / (tokens - 1)
+    itl_p90_ms: float | None
+    cpu_us_per_token: dict[str, float]  # by process; "engine": all that vLLM has started below
+
+
+class EngineReport(Struct, frozen=True, kw_only=True):
+    throughput_ratio: float | None  # kvmesh / bare, the median of the rounds
+    added_ttft_p50_ms: float | None  # the median of the differences, request by request
+    added_itl_p50_ms: float | None
+    errors: int  # answers that were not 200, not complete, or not of the length asked for
+    kvmesh: SideReport
+    bare: SideReport
+    throughput_ratios: list[float]  # of each round
+    concurrency: int
+    isl_tokens: int
+    osl_tokens: int
+    engine_args: str
+    machine: str
+    others_cores: float | None  # that other programs used meanwhile: latency means little above a few tenths
+
+
+GOALS = {
+    "throughput_ratio": ("throughput, kvmesh / bare", "", ">= 0.98"),
+    "added_ttft_p50_ms": ("time to first token, added, p50", "ms", "<= 3 ms"),
+    "added_itl_p50_ms": ("time per further token, added, p50", "ms", "<= 0.2 ms"),
+    "errors": ("answers that failed", "", "0"),
+}
 
 
 def main(argv: list[str]) -> int:
-    config = load(
+    if argv[:1] == ["steps"]:
+        return engine_steps.main(argv[1:])
+    config = load_config(
         EngineBenchConfig,
         argv,
         os.environ,
         prefix="KVMESH_BENCH_",
         prog="kvmesh bench engine",
-        description="Measure the torch engine beside the roofline of its device.",
+        description="Compare a mesh of one vLLM worker with the bare `vllm serve`. "
+        "`kvmesh bench engine steps` measures the torch engine beside the roofline of its device.",
         section="bench",
     )
-    report = measure(config, Console(stderr=True))
-    Console().print(table_of(config, report))
+    python = other_python(os.environ, importlib.util.find_spec("vllm") is not None)
+    if python:
+        return in_other_python(python, argv)
+    for name, value in environment(config.engine_args, len(os.sched_getaffinity(0))).items():
+        os.environ.setdefault(name, value)  # both sides inherit it
+    report = asyncio.run(measure(config, Console(stderr=True)))
+    Console().print(table_of(report))
     if config.json:
         print(json.dumps(msgspec.to_builtins(report)))
-    return 0
+    return 0 if report.errors == 0 else 1
 
 
-def measure(config: EngineBenchConfig, console: Console) -> EngineReport:
-    import torch
-
-    from workers.torch_engine.executor import TorchExecutor
-
-    folder = SHAPES / config.shape if (SHAPES / config.shape).is_dir() else Path(config.shape)
-    if not (folder / "config.json").is_file():
-        names = ", ".join(sorted(path.name for path in SHAPES.iterdir()))
-        raise ConfigError(f"no shape {config.shape!r}", hint=f"use one of {names}, or a folder with a config.json")
-    console.print(f"making random weights in the shape of {folder.name}")
-    executor = TorchExecutor(
-        str(folder), device=config.device, dtype=config.dtype, block_size=config.block_size, random_weights=True
+def other_python(environ: Mapping[str, str], has_vllm: bool) -> str:
+    """The Python to run in; "": this one. Raises ConfigError if none has vLLM."""
+    if has_vllm:
+        return ""
+    if python := environ.get(PYTHON, ""):
+        return python
+    raise ConfigError(
+        "there is no vLLM to compare with in this Python",
+        hint=f"`make .venv-vllm/.installed` installs it for the CPU (3.5 GB); then {PYTHON}=.venv-vllm/bin/python "
+        "kvmesh bench engine. For a GPU: pip install vllm beside kvmesh. `kvmesh bench engine steps` needs none",
     )
-    info = executor.load()
-    shape = ModelShape.of(folder, info)
-    blocks_each = -(-max(config.isl_tokens, config.context_tokens + 1) // config.block_size)
-    region = executor.allocate_kv(blocks_each * config.batch, None)
-    device, dtype = torch.device(region.device), getattr(torch, info.layout.dtype)
-    console.print("measuring the device")
-    matmul_flops_s = _matmul_rate(torch, device, dtype)
-    read_bytes_s = _read_rate(torch, device)
-    console.print("prefilling")
-    prompt = [_prefill_row(config.isl_tokens, blocks_each)]
-    prefill_s = statistics.median(_times_s(config.rounds, lambda: executor.execute(prompt)))
-    console.print("decoding")
-    rows = [_decode_row(n, config.context_tokens, blocks_each) for n in range(config.batch)]
-    decode_s = statistics.median(_times_s(config.rounds, lambda: executor.execute(rows)))
-    executor.close()
-    best_prefill_s = shape.prefill_flops(config.isl_tokens) / matmul_flops_s
-    best_decode_s = shape.decode_bytes(config.batch, config.context_tokens) / read_bytes_s
+
+
+def in_other_python(python: str, argv: Sequence[str]) -> int:
+    """It does not look for a third one: without vLLM there either, it says so."""
+    environ = {name: value for name, value in os.environ.items() if name != PYTHON}
+    try:
+        return subprocess.run([python, "-m", "kvmesh", "bench", "engine", *argv], env=environ, check=False).returncode
+    except OSError as error:
+        raise ConfigError(f"{PYTHON} is {python!r}: {error.strerror}", hint="name a Python that has vLLM") from error
+
+
+def environment(engine_args: str, num_cpus: int) -> dict[str, str]:
+    """What a worker of ours sets for the vLLM in it, where it is not set: the bare server is to have the same.
+
+    And 1 GiB of KV cache each on a CPU, where vLLM would take what it finds.
+    """
+    environ = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "OMP_NUM_THREADS": str(max(1, num_cpus // 2)),
+    }
+    if "--enforce-eager" in shlex.split(engine_args):
+        environ["TORCHDYNAMO_DISABLE"] = "1"
+    return environ
+
+
+# --- the two sides ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """`pids`: its processes by what they are; what vLLM has started below them is the engine."""
+
+    url: str
+    pids: Mapping[str, int]
+
+
+@asynccontextmanager
+async def running_mesh(config: EngineBenchConfig, console: Console) -> AsyncIterator[Side]:
+    def tell(line: str) -> None:
+        console.print(line, highlight=False)
+
+    mesh = UpConfig(
+        port=0,
+        prefill=0,
+        decode=0,
+        aggregated=1,
+        engine="vllm",
+        engine_args=config.engine_args,
+        model_path=config.model_path,
+    )
+    async with running_cluster(mesh, tell) as cluster:
+        await cluster.until_ready(tell)
+        [worker] = cluster.cards.values()
+        yield Side(cluster.url, {"frontend": frontend_pid(cluster), "worker": worker.pid})
+
+
+def frontend_pid(cluster: Cluster) -> int:
+    pid = cluster.supervisor.pid("frontend")
+    if pid is None:
+        raise EngineError("the frontend has died", hint=f"see {cluster.run_dir}/logs")
+    return pid
+
+
+def executor_flags(engine_args: str) -> list[str]:
+    """On a CPU a worker of ours asks for the executor without a process of its own: so is the bare server to do."""
+    from vllm.platforms import current_platform
+
+    has_ranks = re.search(r"--(distributed-executor-backend|[a-z-]*parallel-size)\b", engine_args)
+    return [] if has_ranks or not current_platform.is_cpu() else ["--distributed-executor-backend", ONE_PROCESS]
+
+
+@asynccontextmanager
+async def running_bare(config: EngineBenchConfig, console: Console) -> AsyncIterator[Side]:
+    """`vllm serve` on a free port, until the block ends. Raises EngineError, and keeps its log, if it fails."""
+    port = free_port()
+    argv = ["-m", API_SERVER, "--model", config.model_path, "--served-model-name", model_name(config)]
+    argv += ["--host", "127.0.0.1", "--port", str(port), *executor_flags(config.engine_args)]
+    argv += shlex.split(config.engine_args)
+    folder = Path(tempfile.mkdtemp(prefix="kvmesh-bench-"))
+    with (folder / "vllm.log").open("wb") as output:
+        process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=output, stderr=output)
+    try:
+        await until_healthy(process, f"http://127.0.0.1:{port}", folder / "vllm.log")
+        console.print(f"vllm serve listens on port {port}", highlight=False)
+        yield Side(f"http://127.0.0.1:{port}", {"server": process.pid})
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        await end(process)
+
+
+async def until_healthy(process: asyncio.subprocess.Process, url: str, log_file: Path) -> None:
+    deadline = asyncio.get_running_loop().time() + START_S
+    async with aiohttp.ClientSession() as http:
+        while asyncio.get_running_loop().time() < deadline:
+            if process.returncode is not None:
+                raise EngineError(f"vllm serve ended with {process.returncode}", hint=f"see {log_file}")
+            with suppress(aiohttp.ClientError):
+                async with http.get(f"{url}/health") as reply:
+                    if reply.status == 200:
+                        return
+            await asyncio.sleep(POLL_S)
+    raise EngineError(f"vllm serve is not ready after {START_S:.0f} s", hint=f"see {log_file}")
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """With the processes below it, which may outlive it."""
+    if process.returncode is not None:
+        return
+    below = trees([process.pid]) - {psutil.Process(process.pid)}
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), STOP_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+    for left in below:
+        with suppress(psutil.NoSuchProcess):
+            left.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def model_name(config: EngineBenchConfig) -> str:
+    return served_name(UpConfig(model_path=config.model_path))
+
+
+# --- measuring --------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Measured:
+    """By side: an outcome for each round, and what the requests alone waited for."""
+
+    rounds: dict[str, list[Outcome]] = field(default_factory=lambda: {KVMESH: [], BARE: []})
+    waits: dict[str, Waits] = field(default_factory=dict)
+
+
+async def measure(config: EngineBenchConfig, console: Console) -> EngineReport:
+    measured = Measured()
+    async with AsyncExitStack() as running:
+        console.print("starting both; vLLM takes its time")
+        bare = await running.enter_async_context(running_bare(config, console))
+        sides = {KVMESH: await running.enter_async_context(running_mesh(config, console)), BARE: bare}
+        for number in range(config.rounds):
+            for name in (KVMESH, BARE) if number % 2 == 0 else (BARE, KVMESH):
+                outcome = await apart(throughput_of, config, sides[name], number)
+                measured.rounds[name].append(outcome)
+                console.print(f"round {number + 1}, {name}: {said(config, outcome)}", highlight=False)
+        console.print("one request at a time", highlight=False)
+        waits = await apart(latency_of, config, list(sides.values()), config.rounds)
+        measured.waits = dict(zip(sides, waits, strict=True))
+        for name, of_side in measured.waits.items():
+            for failure in of_side.failures[:SHOWN_FAILURES]:
+                console.print(f"{name} failed: {failure}", highlight=False)
+    return report_of(config, measured)
+
+
+async def apart(work: Callable[..., R], *args: object) -> R:
+    """In a process of its own, so that this one's event loop costs the load nothing."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return await asyncio.wrap_future(process.submit(work, *args))
+
+
+def throughput_of(config: EngineBenchConfig, side: Side, seed: int) -> Outcome:
+    return run_load(load_on(config, side, seed, config.requests, config.concurrency))
+
+
+def latency_of(config: EngineBenchConfig, sides: Sequence[Side], seed: int) -> list[Waits]:
+    return run_in_turn([load_on(config, side, seed, config.pairs, 1) for side in sides])
+
+
+def load_on(config: EngineBenchConfig, side: Side, seed: int, requests: int, concurrency: int) -> Load:
+    """Equal for equal seeds, whichever side it is for: no prompt is met twice on one side."""
+    prompts = make_prompts(load_tokenizer(config.model_path), seed, concurrency + requests, config.isl_tokens)
+    return Load(
+        url=f"{side.url}/v1/chat/completions",
+        bodies=[body_of(config, prompt) for prompt in prompts],
+        warmup=concurrency,
+        concurrency=concurrency,
+        stream=True,
+        output_tokens=config.osl_tokens,
+        more_pids=tuple(side.pids.values()),
+        alone=side.pids,
+        with_pids=(os.getppid(),),  # this benchmark, and all it has started
+    )
+
+
+def body_of(config: EngineBenchConfig, prompt: str) -> bytes:
+    return msgspec.json.encode(
+        {
+            "model": model_name(config),
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": config.osl_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    )
+
+
+# --- what it gave -----------------------------------------------------------------------------------------
+
+
+def report_of(config: EngineBenchConfig, measured: Measured) -> EngineReport:
+    rounds = zip(measured.rounds[KVMESH], measured.rounds[BARE], strict=True)
+    ratios = [round(tokens_s(config, ours) / tokens_s(config, bare), 4) for ours, bare in rounds]
+    outcomes = [outcome for of_side in measured.rounds.values() for outcome in of_side]
+    failed = [len(outcome.failures) for outcome in outcomes] + [len(of.failures) for of in measured.waits.values()]
+    others = [outcome.others_s / outcome.wall_s for outcome in outcomes]
     return EngineReport(
-        device=torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads",
-        dtype=info.layout.dtype,
-        weights_gib=round(shape.weight_bytes / 2**30, 2),
-        matmul_tflops=round(matmul_flops_s / 1e12, 3),
-        read_gb_s=round(read_bytes_s / 1e9, 1),
-        prefill_tokens_s=round(config.isl_tokens / prefill_s, 1),
-        prefill_roofline_share=round(best_prefill_s / prefill_s, 3),
-        decode_tokens_s=round(config.batch / decode_s, 1),
-        decode_roofline_share=round(best_decode_s / decode_s, 3),
-        decode_step_ms=round(1000 * decode_s, 2),
+        throughput_ratio=round(statistics.median(ratios), 4) if ratios else None,
+        added_ttft_p50_ms=added_ms(measured.waits, lambda waits: waits.ttft_s),
+        added_itl_p50_ms=added_ms(measured.waits, lambda waits: waits.itl_s),
+        errors=sum(failed),
+        kvmesh=side_report(config, measured.rounds[KVMESH], measured.waits[KVMESH]),
+        bare=side_report(config, measured.rounds[BARE], measured.waits[BARE]),
+        throughput_ratios=ratios,
+        concurrency=config.concurrency,
+        isl_tokens=config.isl_tokens,
+        osl_tokens=config.osl_tokens,
+        engine_args=config.engine_args,
+        machine=f"{os.cpu_count()} x {cpu_name()}",
+        others_cores=round(statistics.median(others), 2) if others else None,
     )
 
 
-class ModelShape(Struct, frozen=True, kw_only=True):
-    """What a step must compute and read, at the least."""
-
-    matrix_params: int  # weights that every token is multiplied with
-    head_params: int  # of the output layer: only for tokens that are sampled
-    num_layers: int
-    query_width: int  # num_heads * head_dim
-    kv_bytes_per_token: int
-    item_bytes: int
-
-    @staticmethod
-    def of(folder: Path, info: ModelInfo) -> "ModelShape":
-        config = json.loads((folder / "config.json").read_text())
-        hidden, inner, layers = (config[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        head_dim = config.get("head_dim") or hidden // heads
-        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        layout = info.layout
-        return ModelShape(
-            matrix_params=layers * (attention + 3 * hidden * inner),
-            head_params=hidden * config["vocab_size"],
-            num_layers=layers,
-            query_width=heads * head_dim,
-            kv_bytes_per_token=layout.block_bytes // layout.block_size,
-            item_bytes=4 if layout.dtype == "float32" else 2,
-        )
-
-    @property
-    def weight_bytes(self) -> int:
-        return (self.matrix_params + self.head_params) * self.item_bytes
-
-    def prefill_flops(self, isl_tokens: int) -> float:
-        """One prompt: matrices for every token, attention over the half of the square that is causal."""
-        attention = 2 * self.num_layers * self.query_width * isl_tokens**2
-        return 2 * self.matrix_params * isl_tokens + 2 * self.head_params + attention
-
-    def decode_bytes(self, batch: int, context_tokens: int) -> float:
-        """One step: all weights once, the whole KV of every sequence."""
-        return self.weight_bytes + batch * context_tokens * self.kv_bytes_per_token
+def side_report(config: EngineBenchConfig, rounds: Sequence[Outcome], waits: Waits) -> SideReport:
+    ttft_s = [value for value in waits.ttft_s if value is not None]
+    itl_s = [value for value in waits.itl_s if value is not None]
+    return SideReport(
+        tokens_s=round(statistics.median(tokens_s(config, outcome) for outcome in rounds), 1) if rounds else None,
+        ttft_p50_ms=rounded(quantile_ms(ttft_s, 0.5)),
+        ttft_p90_ms=rounded(quantile_ms(ttft_s, 0.9)),
+        itl_p50_ms=rounded(quantile_ms(itl_s, 0.5)),
+        itl_p90_ms=rounded(quantile_ms(itl_s, 0.9)),
+        cpu_us_per_token=cpu_us_per_token(config, rounds),
+    )
 
 
-def _prefill_row(isl_tokens: int, blocks: int) -> Row:
-    tokens = [i % 1000 for i in range(isl_tokens)]
-    return Row("bench", tokens, 0, list(range(blocks)), True, SamplingParams(temperature=0), tokens, [])
+def cpu_us_per_token(config: EngineBenchConfig, rounds: Sequence[Outcome]) -> dict[str, float]:
+    """Over all rounds; what a prompt costs is spread over the tokens of its answer."""
+    num_tokens = sum(outcome.requests for outcome in rounds) * config.osl_tokens
+    seconds: dict[str, float] = {}
+    for outcome in rounds:
+        for name, value in outcome.alone_s.items():
+            seconds[name] = seconds.get(name, 0.0) + value
+    if rounds:
+        seconds["engine"] = sum(outcome.cpu_s for outcome in rounds) - sum(seconds.values())
+    return {name: round(1e6 * value / num_tokens, 1) for name, value in seconds.items()}
 
 
-def _decode_row(number: int, context_tokens: int, blocks: int) -> Row:
-    table = list(range(number * blocks, (number + 1) * blocks))
-    return Row(str(number), [1], context_tokens, table, True, SamplingParams(temperature=0), [1], [1])
+def added_ms(waits: Mapping[str, Waits], figure: Callable[[Waits], Sequence[float | None]]) -> float | None:
+    """Only requests that both sides have answered count."""
+    pairs = zip(figure(waits[KVMESH]), figure(waits[BARE]), strict=True)
+    added_s = [ours - bare for ours, bare in pairs if ours is not None and bare is not None]
+    return round(1000 * statistics.median(added_s), 4) if added_s else None
 
 
-def _times_s(rounds: int, step: Callable[[], object]) -> list[float]:
-    step()  # what happens only once is not measured
-    times_s = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        step()
-        times_s.append(time.perf_counter() - started)
-    return times_s
+def tokens_s(config: EngineBenchConfig, outcome: Outcome) -> float:
+    return outcome.requests * config.osl_tokens / outcome.wall_s
 
 
-def _matmul_rate(torch: ModuleType, device: object, dtype: object) -> float:
-    """FLOP/s of a square product, large enough to be bound by the arithmetic."""
-    side = 8192 if str(device).startswith("cuda") else 2048
-    a = torch.randn(side, side, device=device).to(dtype)
-    return 2 * side**3 / min(_times_s(10, lambda: _finish(torch, device, a @ a)))
+def rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
-def _read_rate(torch: ModuleType, device: object) -> float:
-    """Bytes/s at which a large array is read."""
-    num_bytes = (4 << 30) if str(device).startswith("cuda") else (512 << 20)
-    data = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    return num_bytes / min(_times_s(10, lambda: _finish(torch, device, data.sum())))
+def said(config: EngineBenchConfig, outcome: Outcome) -> str:
+    failures = [f"\n  failed: {failure}" for failure in outcome.failures[:SHOWN_FAILURES]]
+    others = f"{outcome.others_s / outcome.wall_s:.2f} cores busy with other programs"
+    return f"{tokens_s(config, outcome):,.1f} tokens/s, {others}" + "".join(failures)
 
 
-def _finish(torch: ModuleType, device: object, result: object) -> None:
-    if str(device).startswith("cuda"):
-        torch.cuda.synchronize(device)
-
-
-def table_of(config: EngineBenchConfig, report: EngineReport) -> Table:
-    table = Table(title=f"{config.shape}, {report.dtype}, {report.device}", title_justify="left")
-    for column in ("", "measured", "of the roofline"):
+def table_of(report: EngineReport) -> Table:
+    title = f"{report.machine}, {report.others_cores} cores busy with other programs; vLLM {report.engine_args}"
+    table = Table(title=title, title_justify="left")
+    for column in ("", "measured", "goal"):
         table.add_column(column)
-    rows: Sequence[tuple[str, str, str]] = [
-        ("matrix product", f"{report.matmul_tflops} TFLOP/s", "is it"),
-        ("memory read", f"{report.read_gb_s} GB/s", "is it"),
-        (
-            f"prefill, {config.isl_tokens} tokens",
-            f"{report.prefill_tokens_s:,} tokens/s",
-            _share(report.prefill_roofline_share),
-        ),
-        (
-            f"decode, {config.batch} x {config.context_tokens} tokens",
-            f"{report.decode_tokens_s:,} tokens/s, {report.decode_step_ms} ms a step",
-            _share(report.decode_roofline_share),
-        ),
-    ]
-    for row in rows:
-        table.add_row(*row)
+    for name, (text, unit, goal) in GOALS.items():
+        value = getattr(report, name)
+        table.add_row(text, "" if value is None else f"{value:g} {unit}".strip(), goal)
+    for side, figures in ((KVMESH, report.kvmesh), (BARE, report.bare)):
+        cpu = ", ".join(f"{name} {value:g}" for name, value in figures.cpu_us_per_token.items())
+        table.add_row(f"{side}: {report.concurrency} at once", f"{figures.tokens_s} tokens/s", "")
+        table.add_row(f"{side}: alone", f"TTFT {figures.ttft_p50_ms} ms, ITL {figures.itl_p50_ms} ms (p50)", "")
+        table.add_row(f"{side}: CPU per token", f"{cpu} µs", "")
     return table
-
-
-def _share(share: float) -> str:
-    return f"{100 * share:.0f} %"

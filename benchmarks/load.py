@@ -10,7 +10,7 @@ import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
@@ -36,6 +36,8 @@ class Load:
     stream: bool
     output_tokens: int  # that each answer must have
     pid: int | None = None  # whose CPU time counts, with all its descendants
+    more_pids: tuple[int, ...] = ()  # the same
+    alone: Mapping[str, int] = field(default_factory=dict)  # of those, pids whose own CPU time is told too, by name
     with_pids: tuple[int, ...] = ()  # what else belongs to the measurement, with all descendants
     timeout_s: float = TIMEOUT_S
 
@@ -49,6 +51,16 @@ class Outcome:
     ttft_s: list[float]  # sent -> the read with the first token; streams only
     gaps_s: list[float]  # between reads of one stream that held the end of an event, from the first token on
     failures: list[str]  # one for each request that failed, also in the warm-up
+    alone_s: dict[str, float] = field(default_factory=dict)  # CPU of those that Load.alone names, no descendants
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What one client waited for, request by request: the first is that of the first request; None: it failed."""
+
+    ttft_s: list[float | None]
+    itl_s: list[float | None]  # (end of the stream - first token) / (tokens - 1)
+    failures: list[str]
 
 
 @dataclass(slots=True)
@@ -89,6 +101,45 @@ async def drive(load: Load) -> Outcome:
         others_s=after.others_s - before.others_s,
         ttft_s=[answer.first_token_s - answer.sent_s for answer in answers if answer.first_token_s],
         gaps_s=[gap for answer in answers for gap in answer.gaps_s],
+        failures=[failure for failure in judged if failure],
+        alone_s={name: after.alone_s[name] - before.alone_s[name] for name in load.alone},
+    )
+
+
+def run_in_turn(loads: Sequence[Load]) -> list[Waits]:
+    """For a process of its own, as `run_load`: one request at a time, each asked of every server before the next.
+
+    What else the machine does then hits all servers alike. They take turns at being the first. `bodies` are as many
+    for each; how much of a load goes at once does not count.
+    """
+    gc.freeze()
+    gc.disable()
+    waits: list[Waits] = uvloop.run(drive_in_turn(loads))
+    return waits
+
+
+async def drive_in_turn(loads: Sequence[Load]) -> list[Waits]:
+    slots = [Slot(load) for load in loads]
+    requests = [[request_bytes(load.url, body) for body in load.bodies] for load in loads]
+    answers: list[list[Answer]] = [[] for _ in loads]
+    for number in range(len(loads[0].bodies)):
+        for turn in range(len(loads)):
+            at = (number + turn) % len(loads)
+            answers[at] += await answers_to([requests[at][number]], [slots[at]], loads[at].timeout_s)
+    for slot in slots:
+        slot.close()
+    return [waits_of(load, of_one) for load, of_one in zip(loads, answers, strict=True)]
+
+
+def waits_of(load: Load, answers: Sequence[Answer]) -> Waits:
+    judged = [failure_of(answer, load.stream, load.output_tokens) for answer in answers]
+    counted = list(zip(answers, judged, strict=True))[load.warmup :]
+    return Waits(
+        ttft_s=[None if failure else answer.first_token_s - answer.sent_s for answer, failure in counted],
+        itl_s=[
+            None if failure else (answer.last_event_s - answer.first_token_s) / (load.output_tokens - 1)
+            for answer, failure in counted
+        ],
         failures=[failure for failure in judged if failure],
     )
 
@@ -290,13 +341,15 @@ class UsedCpu:
 
     server_s: float
     others_s: float  # of all that does not belong to the measurement
+    alone_s: dict[str, float]  # of those that Load.alone names
 
 
 def used_cpu(load: Load) -> UsedCpu:
-    server = trees([load.pid] if load.pid else [])
+    server = trees([*([load.pid] if load.pid else []), *load.more_pids])
     ours = server | trees([os.getpid(), *load.with_pids])
     machine = psutil.cpu_times()
-    return UsedCpu(cpu_s(server), machine.user + machine.nice + machine.system - cpu_s(ours))
+    alone_s = {name: cpu_s([psutil.Process(pid)]) for name, pid in load.alone.items()}
+    return UsedCpu(cpu_s(server), machine.user + machine.nice + machine.system - cpu_s(ours), alone_s)
 
 
 def trees(pids: Sequence[int]) -> set[psutil.Process]:

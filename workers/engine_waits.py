@@ -1,12 +1,13 @@
 """Waiting for an engine's next output, in a way that can be ended: one that is gone would let us wait for ever."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from protocol.errors import EngineError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Waits:
@@ -18,13 +19,17 @@ class Waits:
 
     async def next(self, stream: AsyncIterator[T]) -> T | None:
         """The next item, None after the last. Raises what `fail` was given, and what the stream raises."""
+        return await self.result(lambda: anext(stream, None))
+
+    async def result(self, ask: Callable[[], Awaitable[R]]) -> R:
+        """What `ask` gives in the end. Raises what `fail` was given, and what it raises."""
         if self._error is not None:
             raise self._error
         try:
             async with asyncio.timeout(None) as wait:
                 self._waits.add(wait)
                 try:
-                    return await anext(stream, None)
+                    return await ask()
                 finally:
                     self._waits.discard(wait)
         except TimeoutError:

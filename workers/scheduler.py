@@ -217,7 +217,7 @@ class Scheduler:
         )
 
     def queue(self, sequence: SequenceState) -> None:
-        """Queue what was made into a sequence, and checked, elsewhere. Raises InvalidRequestError if it is here already."""
+        """Queue what was checked and made into a sequence elsewhere. Raises InvalidRequestError if it is here."""
         if sequence.request_id in self._known:
             raise InvalidRequestError(f"request {sequence.request_id} runs here already")
         self._known[sequence.request_id] = sequence

@@ -142,12 +142,11 @@ async def unless_stopped(starting: Coroutine[None, None, EngineInfo], stop: asyn
     stopped = asyncio.create_task(stop.wait(), name="wait for the stop")
     try:
         await asyncio.wait([start, stopped], return_when=asyncio.FIRST_COMPLETED)
+        return start.result() if start.done() else None
     finally:
+        start.cancel()
         stopped.cancel()
-        if not start.done():
-            start.cancel()
-            await asyncio.wait([start])
-    return None if start.cancelled() else start.result()
+        await asyncio.gather(start, stopped, return_exceptions=True)
 
 
 async def until_stopped(stop: asyncio.Event, engine: Engine, turning: Turning) -> None:

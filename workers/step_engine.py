@@ -189,11 +189,11 @@ class StepEngine:
             await self._pulls.close()
         for offer in self._offers.values():
             offer.expiry.cancel()
+        await asyncio.to_thread(self._thread.shutdown)  # a start that was given up may still use the transfer's memory
         if self._transfer is not None:
             await self._transfer.close()
         if self._guides is not None:
             self._guides.close()
-        await asyncio.to_thread(self._thread.shutdown)
         self._executor.close()
 
     def _ready(self) -> EngineInfo:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from mesh.address import join_address
 from mesh.http.connection import Connection, DateLine, refusal
 from mesh.http.errors import MethodNotAllowedError, NotFoundError, RequestTimeoutError, error_body
 from mesh.http.files import make_room_for_files
@@ -312,10 +313,9 @@ async def listening(
             f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another port, or --host"
         ) from error
     try:
-        shown = advertise_host or host
         scheme = "http" if tls is None else "https"
         bound = listener.sockets[0].getsockname()[1]
-        yield f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{bound}"
+        yield f"{scheme}://{join_address(advertise_host or host, bound)}"
     finally:
         listener.close()
         await server.close()

@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
+from mesh.address import split_address
 from mesh.plane.frames import Batch, Cancel, Credit, Frame, Hello, Open
 from mesh.plane.link import Link
 from protocol.errors import (
@@ -228,11 +229,11 @@ class PlaneClient:
         return await asyncio.shield(task)
 
     async def _connect(self, address: str) -> "_ClientLink":
-        host, _, port = address.rpartition(":")
         try:
+            host, port = split_address(address)
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, link = await asyncio.get_running_loop().create_connection(
-                    lambda: _ClientLink(address, self._forget), host, int(port)
+                    lambda: _ClientLink(address, self._forget), host, port
                 )
         except (OSError, ValueError, OverflowError) as error:  # TimeoutError is an OSError
             self._links.pop(address, None)

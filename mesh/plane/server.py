@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
+from mesh.address import join_address
 from mesh.plane.frames import MAX_FRAME_BYTES, PROTOCOL_VERSION, Cancel, Credit, Frame, Hello, Open
 from mesh.plane.link import Link
 from protocol.errors import (
@@ -89,7 +90,7 @@ class PlaneServer:
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}", hint="choose another port") from error
         real_port = self._server.sockets[0].getsockname()[1]
-        self.address = f"{advertise_host or host}:{real_port}"
+        self.address = join_address(advertise_host or host, real_port)
         return self.address
 
     def _accept(self) -> Link:

@@ -1,4 +1,4 @@
-"""The engine benchmark: what it counts, and that it runs."""
+"""The engine benchmarks: what a step must do at least, what the mesh adds to vLLM, and that they run."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,25 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.engine import SHAPES, ModelShape
+from benchmarks.engine import (
+    BARE,
+    GOALS,
+    KVMESH,
+    EngineBenchConfig,
+    EngineReport,
+    Measured,
+    Side,
+    environment,
+    load_on,
+    other_python,
+    report_of,
+)
+from benchmarks.engine_steps import SHAPES, ModelShape
+from benchmarks.load import Outcome, Waits
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError
 from protocol.messages import KvLayout
+from tests.support.vllm_mesh import needs_vllm
 from workers.executor import ModelInfo
 
 
@@ -35,14 +50,116 @@ def test_the_least_that_a_step_must_do() -> None:
 
 def test_it_runs_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--isl-tokens", "40", "--batch", "2", "--context-tokens", "30", "--block-size", "16", "--rounds", "1"]
-    assert main(["engine", "--shape", str(CHECKPOINT_DIR), "--device", "cpu", "--json", *flags]) == 0
+    assert main(["engine", "steps", "--shape", str(CHECKPOINT_DIR), "--device", "cpu", "--json", *flags]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["prefill_tokens_s"] > 0
     assert report["decode_tokens_s"] > 0
 
 
+# --- beside the bare vLLM -----------------------------------------------------------------------------------
+
+CONFIG = EngineBenchConfig(osl_tokens=10)
+
+
+def outcome(requests: int, wall_s: float, *, failures: int = 0, **alone_s: float) -> Outcome:
+    """The engine has used 2 s besides."""
+    cpu_s = 2.0 + sum(alone_s.values())
+    return Outcome(requests, cpu_s, wall_s, 0.5 * wall_s, [], [], ["lost"] * failures, alone_s)
+
+
+def waits(*ttft_ms: float | None) -> Waits:
+    seconds = [None if value is None else value / 1000 for value in ttft_ms]
+    return Waits(seconds, seconds, ["lost" for value in ttft_ms if value is None])
+
+
+def measured(ours: Waits, bare: Waits) -> Measured:
+    rounds = {
+        KVMESH: [outcome(10, 2.0, frontend=0.1, worker=0.3), outcome(10, 1.0), outcome(10, 4.0, failures=1)],
+        BARE: [outcome(10, 1.0, server=0.4), outcome(10, 1.0), outcome(10, 3.6)],
+    }
+    return Measured(rounds, {KVMESH: ours, BARE: bare})
+
+
+def test_throughput_is_compared_round_by_round_and_the_median_counts() -> None:
+    report = report_of(CONFIG, measured(waits(1), waits(1)))
+    assert report.throughput_ratios == [0.5, 1.0, 0.9]
+    assert report.throughput_ratio == 0.9
+    assert (report.kvmesh.tokens_s, report.bare.tokens_s) == (50.0, 100.0)
+    assert report.others_cores == 0.5
+
+
+def test_added_latency_is_the_median_of_the_differences_of_requests_that_both_have_answered() -> None:
+    report = report_of(CONFIG, measured(waits(10, 20, None, 90), waits(9, 22, 5, 50)))
+    assert report.added_ttft_p50_ms == report.added_itl_p50_ms == pytest.approx(1.0)
+    assert report.kvmesh.ttft_p50_ms == pytest.approx(20)
+    assert report.errors == 2
+
+
+def test_cpu_is_told_by_process_and_what_is_left_is_the_engines() -> None:
+    report = report_of(CONFIG, measured(waits(1), waits(1)))
+    tokens = 3 * 10 * 10
+    assert report.kvmesh.cpu_us_per_token == {
+        "frontend": round(0.1e6 / tokens, 1),
+        "worker": round(0.3e6 / tokens, 1),
+        "engine": round(6e6 / tokens, 1),
+    }
+    assert report.bare.cpu_us_per_token["engine"] == round(6e6 / tokens, 1)
+
+
+def test_nobody_answered_is_no_figure() -> None:
+    report = report_of(CONFIG, measured(waits(None), waits(5)))
+    assert (report.added_ttft_p50_ms, report.kvmesh.ttft_p50_ms, report.bare.ttft_p50_ms) == (None, None, 5)
+
+
+def test_both_sides_are_sent_the_same_and_no_prompt_twice() -> None:
+    sides = [Side("http://a:1", {"frontend": 1, "worker": 2}), Side("http://b:1", {"server": 3})]
+    ours, bare = (load_on(CONFIG, side, 1, 6, 2) for side in sides)
+    assert ours.bodies == bare.bodies
+    assert len({*ours.bodies, *load_on(CONFIG, sides[0], 2, 6, 2).bodies}) == 16
+    assert (ours.more_pids, bare.more_pids) == ((1, 2), (3,))
+    body = json.loads(ours.bodies[0])
+    assert (body["temperature"], body["ignore_eos"], body["max_tokens"], body["stream"]) == (0, True, 10, True)
+
+
+def test_without_vllm_it_says_what_to_install_or_runs_where_it_is() -> None:
+    assert other_python({"KVMESH_VLLM_PYTHON": "/v/python"}, True) == ""
+    assert other_python({"KVMESH_VLLM_PYTHON": "/v/python"}, False) == "/v/python"
+    with pytest.raises(ConfigError, match=r"no vLLM .*make .venv-vllm/.installed.*KVMESH_VLLM_PYTHON"):
+        other_python({}, False)
+
+
+def test_a_python_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMESH_VLLM_PYTHON", "/nowhere/python")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="/nowhere/python"):
+        main(["engine"])
+
+
+def test_both_sides_inherit_what_a_worker_sets_for_its_vllm() -> None:
+    eager = environment("--enforce-eager --seed 1", 8)
+    assert (eager["OMP_NUM_THREADS"], eager["TORCHDYNAMO_DISABLE"]) == ("4", "1")
+    assert "TORCHDYNAMO_DISABLE" not in environment("--seed 1", 1)
+
+
+@needs_vllm
+@pytest.mark.timeout(600)
+def test_it_compares_two_real_sides(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--rounds", "1", "--requests", "4", "--pairs", "2", "--osl-tokens", "8", "--isl-tokens", "16"]
+    assert main(["engine", "--json", *flags]) == 0
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert set(report) == {*EngineReport.__struct_fields__} >= {*GOALS}
+    assert report["errors"] == 0
+    assert report["throughput_ratio"] > 0
+    assert report["added_ttft_p50_ms"] is not None
+    assert set(report["kvmesh"]["cpu_us_per_token"]) == {"frontend", "worker", "engine"}
+    assert set(report["bare"]["cpu_us_per_token"]) == {"server", "engine"}
+
+
+# --- the whole ----------------------------------------------------------------------------------------------
+
+
 def test_an_unknown_shape_names_those_there_are() -> None:
     with pytest.raises(ConfigError, match="llama-8b"):
-        main(["engine", "--shape", "nonsense"])
+        main(["engine", "steps", "--shape", "nonsense"])
     with pytest.raises(ConfigError, match="engine"):
         main(["nonsense"])

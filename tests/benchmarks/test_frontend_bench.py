@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.__main__ import main
 from benchmarks.frontend import GOALS, FrontendReport, quantile_ms
-from benchmarks.load import Answer, Load, Outcome, drive, note_events
+from benchmarks.load import Answer, Load, Outcome, drive, drive_in_turn, note_events
 from benchmarks.prompts import PromptMaker, load_tokenizer, make_prompts
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError
@@ -67,7 +67,9 @@ def plain(body: bytes, status: int = 200) -> bytes:
 
 
 @asynccontextmanager
-async def server(replies: Sequence[bytes | None]) -> AsyncIterator[str]:
+async def server(
+    replies: Sequence[bytes | None], on_request: Callable[[], object] = lambda: None
+) -> AsyncIterator[str]:
     """Gives these replies in turn; one that is not whole, or None, is followed by the end of the connection."""
     left = iter(replies)
 
@@ -76,6 +78,7 @@ async def server(replies: Sequence[bytes | None]) -> AsyncIterator[str]:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
                 await reader.readexactly(length)
+                on_request()
                 reply = next(left)
                 writer.write(reply or b"")
                 if reply is None or not reply.endswith((b"0\r\n\r\n", b"}")):
@@ -155,6 +158,22 @@ async def test_who_is_not_answered_in_time_has_failed() -> None:
         url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/"
         outcome = await drive(Load(url, [b"{}"] * 5, 2, 2, stream=True, output_tokens=1, timeout_s=0.05))
     assert (outcome.requests, len(outcome.failures)) == (3, 5)
+
+
+async def test_servers_that_are_compared_are_asked_in_turn_and_take_turns_at_being_the_first() -> None:
+    asked: list[str] = []
+    replies = {"a": [chunked(WHOLE)] * 4, "b": [chunked(WHOLE), plain(b"{}", status=500), *[chunked(WHOLE)] * 2]}
+    async with (
+        server(replies["a"], lambda: asked.append("a")) as first,
+        server(replies["b"], lambda: asked.append("b")) as second,
+    ):
+        loads = [Load(url, [b"{}"] * 4, 1, 1, stream=True, output_tokens=2) for url in (first, second)]
+        a, b = await drive_in_turn(loads)
+    assert asked == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert (len(a.ttft_s), len(a.failures), len(b.failures)) == (3, 0, 1)
+    assert all(value is not None and value > 0 for value in a.ttft_s)
+    assert all(value is not None and value >= 0 for value in a.itl_s)
+    assert [value is None for value in b.ttft_s] == [value is None for value in b.itl_s] == [True, False, False]
 
 
 def test_the_first_token_is_not_the_chunk_that_names_the_role_and_gaps_are_between_reads() -> None:

@@ -193,7 +193,7 @@ async def test_an_offer_that_ended_is_computed_by_the_decoder(make: Make) -> Non
 
 
 async def test_an_offer_that_nobody_takes_is_unpinned_by_its_lease(make: Make) -> None:
-    engine = await make(offer_lease_s=0.05)
+    engine = await make(offer_lease_s=0.3)
     await run(engine, ask(prompt_of(50), offer_kv=True))
     assert engine.load().offers == 1
     async with asyncio.timeout(5):
@@ -528,6 +528,21 @@ async def test_an_engine_that_stops_says_so_to_whom_it_served(make: Make) -> Non
     await engine.stop()
     with pytest.raises(EngineError, match="stopping"):
         await answer
+    with pytest.raises(EngineError):
+        engine.check_health()
+
+
+@pytest.mark.parametrize("kind", ["mock", "torch"])
+@pytest.mark.parametrize("turns", [0, 1, 5, 200])
+async def test_an_engine_whose_start_is_given_up_can_be_stopped(kind: str, turns: int) -> None:
+    config = StepEngineConfig("m", str(CHECKPOINT_DIR), 16, 4, 64, 30.0, 5.0)
+    engine = StepEngine(executor(kind), open_backend("shm"), config)
+    starting = asyncio.create_task(engine.start(new_worker_id("w"), "127.0.0.1:1"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait({starting})
+    await engine.stop()
     with pytest.raises(EngineError):
         engine.check_health()
 

@@ -1,5 +1,6 @@
 """`kvmesh attach`: servers that run no code of ours, behind a frontend and a router of ours."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -13,7 +14,16 @@ import pytest
 from frontend.tokenizer import Tokenizer
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.messages import Role, unpack_tokens
-from tests.support.fake_servers import BLOCK, LlamaCppServer, OpenAiServer, Server, VllmServer, answer_to, served
+from tests.support.fake_servers import (
+    BLOCK,
+    LlamaCppServer,
+    OpenAiServer,
+    Server,
+    SglangServer,
+    VllmServer,
+    answer_to,
+    served,
+)
 from tests.support.mesh import Mesh, until
 from tests.support.streams import Stream, check_answer
 
@@ -139,6 +149,25 @@ def test_prefill_there_and_decode_here(tmp_path: Path) -> None:
             assert (report["transfer"], report.get("pull_error") or "") == ("vllm-nixl-http", "")
             assert answer["choices"][0]["logprobs"]["tokens"] == names_of(answer_to(prompt_of(40), 8))
             assert [params["remote_num_tokens"] for params in decode.pulled] == [40]
+
+
+def test_sglangs_halves_meet_through_the_frontend(tmp_path: Path) -> None:
+    rooms: dict[int, asyncio.Future[list[int]]] = {}
+    prefill, decode = SglangServer("prefill", rooms), SglangServer("decode", rooms)
+    with served(prefill, decode):
+        listed = tmp_path / "servers.toml"
+        listed.write_text(
+            f'[[server]]\nurl = "{prefill.url}"\nname = "p"\nrole = "prefill"\n'
+            f'[[server]]\nurl = "{decode.url}"\nname = "d"\nrole = "decode"\n'
+        )
+        with attached(tmp_path, "--servers", str(listed), workers=2) as mesh:
+            answer = complete(mesh, prompt_of(40), kvmesh={"trace": True, "disaggregate": True})
+            report = answer["kvmesh"]
+            assert (report["prefill_worker"], report["decode_worker"]) == ("p", "d")
+            assert (report["transfer"], report.get("pull_error") or "") == ("sglang-nixl", "")
+            expected = "".join(decode.text(token) for token in answer_to(prompt_of(40), 8))
+            assert answer["choices"][0]["text"] == expected
+            assert [body["bootstrap_room"] for body in prefill.knobs.bodies] == list(rooms)
 
 
 def test_a_chat_client_that_leaves_frees_the_server(tmp_path: Path) -> None:

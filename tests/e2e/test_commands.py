@@ -1,6 +1,7 @@
 """What a user starts from a shell: `kvmesh up` and `kvmesh demo`."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,13 +14,13 @@ from kvcache.transfer.nixl import why_unavailable
 from tests.support.mesh import Mesh, running_mesh, until
 
 
-def kvmesh(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "kvmesh", *args], capture_output=True, text=True, timeout=120)
+def kvmesh(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvmesh", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | env)
 
 
-def test_the_demo_shows_what_a_mesh_does_and_leaves_nothing() -> None:
-    leftovers = set(Path("/tmp").glob("kvmesh-*"))
-    done = kvmesh("demo", "--json")
+def test_the_demo_shows_what_a_mesh_does_and_leaves_nothing(tmp_path: Path) -> None:
+    done = kvmesh("demo", "--json", TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["ok"]
@@ -32,7 +33,7 @@ def test_the_demo_shows_what_a_mesh_does_and_leaves_nothing() -> None:
     assert report["ttft_ms"] > 0
     assert report["itl_ms"] > 0
     assert report["text"]
-    assert set(Path("/tmp").glob("kvmesh-*")) == leftovers
+    assert list(tmp_path.glob("kvmesh-*")) == []
 
 
 def test_from_start_to_the_first_token_it_takes_under_15_s(tmp_path: Path) -> None:

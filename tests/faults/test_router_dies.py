@@ -62,7 +62,7 @@ def test_streams_go_on_and_new_requests_are_told_to_come_back(routed: Mesh) -> N
 
 def test_the_new_router_counts_what_runs(routed: Mesh) -> None:
     """Those whose requests run tell it; when they have ended, nothing is left."""
-    streams = [Stream(routed.url, prompt_of(n, n), 250) for n in LENGTHS]
+    streams = [Stream(routed.url, prompt_of(n, n), 1000) for n in LENGTHS]  # they outlast the start of a router
     for stream in streams:
         stream.until_tokens(5)
     killed = router(routed).pid

@@ -64,6 +64,7 @@ class Server:
     def __init__(self, model: str = "tiny", *, port: int = 0) -> None:
         self.model = model
         self.knobs = Knobs()
+        self.running_answers = 0
         self.url = ""
         self._port = port
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
@@ -116,9 +117,13 @@ class Server:
         prompt = self.read_prompt(body["prompt"])
         if len(prompt) >= CONTEXT:
             return error(400, f"This model's maximum context length is {CONTEXT} tokens.", "input_tokens")
-        if body.get("stream"):
-            return await self.stream(request, body, prompt)
-        return web.json_response(self.whole(body, prompt))
+        self.running_answers += 1
+        try:
+            if body.get("stream"):
+                return await self.stream(request, body, prompt)
+            return web.json_response(self.whole(body, prompt))
+        finally:
+            self.running_answers -= 1
 
     def names(self) -> list[str]:
         return [card["id"] for card in self.model_cards()]
@@ -137,7 +142,11 @@ class Server:
         stop_after = self.knobs.stop_after
         if stop_after is not None and stop_after <= body["max_tokens"]:
             return [*answer_to(prompt, stop_after - 1), EOS], "stop"
-        return answer_to(prompt, body["max_tokens"]), "length"
+        tokens = answer_to(prompt, body["max_tokens"])
+        for number, token in enumerate(tokens, 1):
+            if token in body.get("stop_token_ids", ()):
+                return tokens[:number], "stop"
+        return tokens, "length"
 
     async def stream(self, request: web.Request, body: dict[str, Any], prompt: list[int]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -154,6 +163,7 @@ class Server:
                     told = {"error": {"message": "it broke", "type": "InternalServerError", "code": 500}}
                     await response.write(event(told))
                     return response
+                await asyncio.sleep(0)
                 while self.knobs.hold_after is not None and self.knobs.hold_after <= sent:
                     await asyncio.sleep(0.005)
                 is_last = sent + 1 == len(tokens)
@@ -175,6 +185,33 @@ class Server:
         """A special token is not part of the text; what is no whole character is written as �."""
         told: str = self._tokenizer.decode([token], skip_special_tokens=True)
         return told
+
+
+class EmbeddingServer(Server):
+    """Vectors instead of answers, as vLLM's with `--runner pooling`: token ids in."""
+
+    owned_by = "vllm"
+
+    def routes(self) -> list[web.RouteDef]:
+        others = [route for route in super().routes() if route.path != "/v1/completions"]
+        return [*others, web.post("/v1/embeddings", self.embeddings)]
+
+    def model_cards(self) -> list[dict[str, Any]]:
+        return [super().model_cards()[0] | {"root": str(CHECKPOINT_DIR), "parent": None, "max_model_len": CONTEXT}]
+
+    async def embeddings(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.knobs.bodies.append(body)
+        if self.knobs.refuse_with is not None:
+            status, said = self.knobs.refuse_with
+            return web.json_response(said, status=status)
+        vector = vector_of(self.read_prompt(body["input"]))
+        return web.json_response({"object": "list", "data": [{"index": 0, "embedding": vector}]})
+
+
+def vector_of(tokens: Sequence[int]) -> list[float]:
+    """Not of length 1."""
+    return [float(sum(tokens)), float(len(tokens)), -1.0]
 
 
 class OpenAiServer(Server):
@@ -205,12 +242,50 @@ class LlamaCppServer(Server):
         return web.Response(text="llamacpp:requests_processing 1\nllamacpp:requests_deferred 0\n")
 
 
+class SglangServer(Server):
+    """Token ids in, texts out; prefill and decode servers meet in `rooms`, which those of one test share."""
+
+    owned_by = "sglang"
+
+    def __init__(self, mode: str = "null", rooms: dict[int, "asyncio.Future[list[int]]"] | None = None) -> None:
+        super().__init__()
+        self._mode = mode
+        self._rooms = {} if rooms is None else rooms
+        self.info_path = "/server_info"
+
+    def routes(self) -> list[web.RouteDef]:
+        return [*super().routes(), web.get(self.info_path, self.server_info)]
+
+    def model_cards(self) -> list[dict[str, Any]]:
+        return [super().model_cards()[0] | {"root": str(CHECKPOINT_DIR), "max_model_len": CONTEXT}]
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        told = {"disaggregation_mode": self._mode, "disaggregation_transfer_backend": "nixl"}
+        return web.json_response(told | {"disaggregation_bootstrap_port": 8998, "tp_size": 1})
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        if self._mode == "null":
+            return await super().completions(request)
+        body = await request.json()
+        room = self._rooms.setdefault(body["bootstrap_room"], asyncio.get_running_loop().create_future())
+        assert (body["bootstrap_host"], body["bootstrap_port"]) == ("127.0.0.1", 8998)
+        if self._mode == "prefill":
+            self.knobs.bodies.append(body)
+            room.set_result(body["prompt"])
+            return web.json_response(self.whole(body, body["prompt"]))
+        if await room != body["prompt"]:
+            return error(500, "the KV is that of another prompt", None)
+        return await super().completions(request)
+
+
 class VllmServer(Server):
     """Token ids in and out, KV events, KV handover."""
 
     owned_by = "vllm"
 
-    def __init__(self, model: str = "tiny", *, loras: Sequence[str] = (), tells_events: bool = True) -> None:
+    def __init__(
+        self, model: str = "tiny", *, loras: Sequence[str] = (), tells_events: bool = True, max_blocks: int = 1000
+    ) -> None:
         super().__init__(model)
         self.loras = loras
         self.cached: dict[bytes, EngineHash] = {}
@@ -219,6 +294,7 @@ class VllmServer(Server):
         self.can_pull = True
         self.has_connector = True
         self._tells_events = tells_events
+        self._max_blocks = max_blocks
         self._publisher: KvEventPublisher | None = None
 
     @asynccontextmanager
@@ -250,7 +326,11 @@ class VllmServer(Server):
             f"vllm:num_requests_waiting{{{labels}}} 0.0",
             f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} 5.0',
             f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
-            f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0",num_gpu_blocks="1000"}} 1.0',
+            f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0",num_gpu_blocks="{self._max_blocks}"}} 1.0',
+            "# TYPE vllm:generation_tokens counter",
+            f"vllm:generation_tokens_total{{{labels}}} 42.0",
+            "# TYPE process_open_fds gauge",
+            "process_open_fds 77.0",
         ]
         return web.Response(text="\n".join(lines) + "\n")
 
@@ -300,16 +380,24 @@ class VllmServer(Server):
 
     def cache(self, prompt: list[int], salt: str | None) -> None:
         """Store the full blocks that are not there, and tell of them."""
-        names = list(block_names(prompt, salt))
+        names = list(block_names(prompt, salt))[: self._max_blocks]
         known = next((i for i, name in enumerate(names) if name not in self.cached), len(names))
         self.hit_tokens += known * BLOCK
+        for name in reversed(names[:known]):  # now they are the youngest, the end of the prompt less than its beginning
+            self.cached[name] = self.cached.pop(name)
         if known == len(names):
             return
+        self._make_room(len(names) - known)
         new = {name: EngineHash(int.from_bytes(name[:8], "big")) for name in names[known:]}
-        self.cached |= new
+        self.cached |= dict(reversed(new.items()))
         parent = self.cached[names[known - 1]] if known else None
         tokens = tuple(prompt[known * BLOCK : len(names) * BLOCK])
         self._tell([Stored(tuple(new.values()), parent, tokens, BLOCK, salt=salt)])
+
+    def _make_room(self, count: int) -> None:
+        """For `count` blocks more: the oldest go, of one prompt its end first."""
+        gone = list(self.cached)[: max(0, len(self.cached) + count - self._max_blocks)]
+        self._tell([Removed((self.cached.pop(name),)) for name in gone])
 
     def evict(self, prompt: list[int]) -> None:
         gone = [name for name in block_names(prompt, None) if name in self.cached]
@@ -317,7 +405,7 @@ class VllmServer(Server):
         self._tell([Removed((one,)) for one in reversed(hashes)])
 
     def _tell(self, events: Sequence[KvEvent]) -> None:
-        if self._publisher is not None:
+        if self._publisher is not None and events:
             self._publisher.publish(events)
 
 

@@ -37,6 +37,8 @@ class FakeVllm:
         self.calls: list[str] = []
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
+        self.pull_may_end = asyncio.Event()
+        self.pull_may_end.set()
         self._publisher: KvEventPublisher | None = None
 
     async def prepare(self) -> None:
@@ -62,6 +64,8 @@ class FakeVllm:
             for number in range(question.sampling["max_tokens"]):
                 if number:
                     await self.may_go_on.wait()
+                elif pulls:
+                    await self.pull_may_end.wait()
                 if self.dead:
                     raise EngineError(self.dead)
                 drawn = self.first_pulled if pulls and number == 0 else None

@@ -27,6 +27,7 @@ PYTHON = os.environ.get("KVMESH_VLLM_PYTHON", "")
 START_S = 240.0  # imports alone take a minute on a busy machine
 ANSWER_S = 120.0
 BLOCK = 32
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # docs/engines.md, "vLLM on a CPU"
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="KVMESH_VLLM_PYTHON names no Python that has vLLM"),
@@ -51,7 +52,8 @@ class StockServer:
         command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(CHECKPOINT_DIR)]
         command += ["--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"]
         command += ["--block-size", str(BLOCK), "--max-model-len", "2048", "--max-num-seqs", "8"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), *flags]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--distributed-executor-backend", ONE_PROCESS, *flags]
         command += [
             "--kv-events-config",
             '{"enable_kv_cache_events": true, "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}',

@@ -4,6 +4,7 @@ import asyncio
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,10 +30,14 @@ from tests.support.vllm_mesh import BLOCK, VllmMesh, idle_cores, needs_vllm, run
 
 pytestmark = [needs_vllm, pytest.mark.timeout(600)]
 
+PULL_TIMEOUT_S = 8
+RESTS_S = 1.5  # what in vLLM waits by spinning goes to sleep after a second
+
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmMesh]:
-    with running_vllm_mesh(tmp_path_factory.mktemp("mesh")) as mesh:
+    with running_vllm_mesh(tmp_path_factory.mktemp("mesh")) as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVMESH_WORKER_PULL_TIMEOUT_S", str(PULL_TIMEOUT_S))
         mesh.start_worker("prefill-0", "prefill")
         mesh.start_worker("decode-0", "decode")
         mesh.until_ready("prefill-0", "decode-0")
@@ -45,13 +50,26 @@ def prompt(length: int, first: int) -> list[int]:
 
 def answer(mesh: VllmMesh, tokens: Sequence[int], **body: Any) -> tuple[str, dict[str, Any]]:
     """The text, and the trace."""
-    reply = mesh.complete(tokens, max_tokens=24, **{"ignore_eos": True, **body})
+    reply = mesh.complete(tokens, **{"max_tokens": 24, "ignore_eos": True, **body})
     return reply["choices"][0]["text"], reply["kvmesh"]
 
 
 def alone(mesh: VllmMesh, tokens: Sequence[int], **body: Any) -> str:
     """What the decode worker answers when it computes the prompt itself."""
     return answer(mesh, tokens, kvmesh={"trace": True, "disaggregate": False}, **body)[0]
+
+
+def test_no_pull_stalls_one_after_the_other_or_after_a_rest(mesh: VllmMesh) -> None:
+    """One takes less than a second on a machine that has the time; what this looks for takes ten and more, and is
+    likeliest in workers that have just started: this test comes first."""
+    for number in range(12):
+        if number % 3 == 0:
+            time.sleep(RESTS_S)
+        started = time.monotonic()
+        _, trace = answer(mesh, prompt(340, first=2000 + 31 * number), max_tokens=8)
+        assert not trace.get("pull_error")
+        assert trace["kv_bytes_pulled"] > 0
+        assert time.monotonic() - started < 6.0, f"request {number}"
 
 
 @pytest.mark.parametrize("length", [340, 352, 33, 31])
@@ -122,6 +140,31 @@ def test_a_guide_holds_across_the_two_workers(mesh: VllmMesh) -> None:
     tokens = [*first, *(token for delta in deltas for token in delta.token_ids)]
     text = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json")).decode(tokens)
     assert re.fullmatch("(red|green)-[0-9]{3}", text)
+
+
+def test_a_prefill_worker_that_hangs_is_waited_for_no_longer_than_a_pull_may_take(mesh: VllmMesh) -> None:
+    tokens = prompt(340, first=1500)
+    first, ticket = prefilled(mesh, tokens)
+    decode = mesh.workers()["decode-0"]
+    stopped = mesh.signal_all("prefill-0", signal.SIGSTOP)
+    try:
+        deltas = ask(decode, request_of(tokens, generated=first, ticket=ticket))
+    finally:
+        for process in stopped:
+            process.send_signal(signal.SIGCONT)
+    assert deltas[0].pull is not None
+    assert f"longer than {PULL_TIMEOUT_S:g} s" in deltas[0].pull.error
+    reference = [token for delta in ask(decode, request_of(tokens)) for token in delta.token_ids]
+    assert [*first, *(token for delta in deltas for token in delta.token_ids)] == reference
+
+
+def test_once_it_goes_on_it_is_pulled_from_again(mesh: VllmMesh) -> None:
+    mesh.until_ready("prefill-0")
+    tokens = prompt(340, first=1700)
+    first, ticket = prefilled(mesh, tokens)
+    deltas = ask(mesh.workers()["decode-0"], request_of(tokens, generated=first, ticket=ticket))
+    assert deltas[0].pull is not None
+    assert deltas[0].pull.error == ""
 
 
 def test_a_prefill_worker_that_dies_while_it_is_pulled_from_costs_time_alone(mesh: VllmMesh) -> None:

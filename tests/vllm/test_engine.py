@@ -157,6 +157,13 @@ async def test_greedy_answers_are_those_of_vllm_alone(worker: Worker) -> None:
         assert tokens_of(await worker.run(prompt(length))) == alone
 
 
+async def test_no_process_beside_its_engine_waits_for_it_by_spinning(worker: Worker) -> None:
+    """As vLLM would have it on a CPU; a step then takes seconds where others want the cores too."""
+    titles = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    assert any("EngineCore" in title for title in titles)
+    assert not any("VLLM::Worker" in title for title in titles)
+
+
 async def test_an_answer_goes_on_elsewhere_as_it_would_have(worker: Worker) -> None:
     whole = tokens_of(await worker.run(prompt(100), 12))
     assert tokens_of(await worker.run(prompt(100), 12, generated=tuple(whole[:5]))) == whole[5:]

@@ -1,4 +1,4 @@
-"""What a worker tells of itself, and which calls it answers."""
+"""What a worker tells of itself, which calls it answers, and how it is stopped while it starts."""
 
 import asyncio
 from pathlib import Path
@@ -11,7 +11,6 @@ from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
-    NO_LAYOUT,
     Delta,
     Embedding,
     EmbedRequest,
@@ -125,40 +124,6 @@ def test_adapters_are_for_the_mock_and_have_names_of_their_own() -> None:
 # --- starting ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_stop_ends_a_start() -> None:
-    stop, given_up = asyncio.Event(), []
-
-    async def load() -> EngineInfo:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            given_up.append(True)
-            raise
-        raise AssertionError
-
-    starting = asyncio.create_task(unless_stopped(load(), stop))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not starting.done()
-    stop.set()
-    assert await starting is None
-    assert given_up == [True]
-
-
-async def test_a_start_that_ends_says_how() -> None:
-    info = EngineInfo("m", "/m", 32, 64, 512, 8, NO_LAYOUT, "")
-
-    async def load() -> EngineInfo:
-        return info
-
-    async def fail() -> EngineInfo:
-        raise ConfigError("no such model")
-
-    assert await unless_stopped(load(), asyncio.Event()) is info
-    with pytest.raises(ConfigError, match="no such model"):
-        await unless_stopped(fail(), asyncio.Event())
-
-
 def test_workers_of_one_process_are_told_apart_by_their_names_and_ports() -> None:
     one = config(role=Role.DECODE)
     assert configs_of(one) == [one]
@@ -174,3 +139,58 @@ def test_workers_of_one_process_are_told_apart_by_their_names_and_ports() -> Non
 def test_a_mock_without_a_tokenizer_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         open_engine(config(model_path=str(tmp_path)))
+
+
+class SlowEngine:
+    """Its start ends when it is let go, or given up."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.has_begun = asyncio.Event()
+        self.was_given_up = False
+        self.failure: Exception | None = None
+
+    async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
+        self.has_begun.set()
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.was_given_up = True
+            raise
+        if self.failure is not None:
+            raise self.failure
+        return SimpleNamespace()  # type: ignore[return-value]
+
+
+async def start_of(engine: Any, stop: asyncio.Event) -> "asyncio.Task[EngineInfo | None]":
+    task = asyncio.create_task(unless_stopped(engine.start(WorkerId("w"), "127.0.0.1:1"), stop))
+    await engine.has_begun.wait()
+    return task
+
+
+async def test_a_worker_that_is_stopped_while_it_starts_does_not_wait_for_its_engine() -> None:
+    engine, stop = SlowEngine(), asyncio.Event()
+    task = await start_of(engine, stop)
+    stop.set()
+    assert await asyncio.wait_for(task, 5) is None
+    assert engine.was_given_up
+
+
+async def test_an_engine_that_is_ready_or_cannot_start_ends_the_wait() -> None:
+    engine, broken = SlowEngine(), SlowEngine()
+    broken.failure = ConfigError("no such model")
+    tasks = [await start_of(one, asyncio.Event()) for one in (engine, broken)]
+    engine.go_on.set()
+    broken.go_on.set()
+    assert await asyncio.wait_for(tasks[0], 5) is not None
+    with pytest.raises(ConfigError, match="no such model"):
+        await asyncio.wait_for(tasks[1], 5)
+
+
+async def test_a_start_that_is_cancelled_gives_the_engine_up_too() -> None:
+    engine = SlowEngine()
+    task = await start_of(engine, asyncio.Event())
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert engine.was_given_up

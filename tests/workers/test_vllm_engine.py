@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,11 @@ async def start() -> AsyncIterator[Start]:
 
     async def start(**settings: Any) -> Running:
         fakes: list[FakeVllm] = []
+        guesses = settings.pop("guesses", False)
 
         def open_fake(flags: Sequence[str], environ: Mapping[str, str]) -> FakeVllm:
             fakes.append(FakeVllm(flags, environ))
+            fakes[0].facts = replace(fakes[0].facts, guesses=guesses)
             return fakes[0]
 
         config = msgspec.convert({"model_path": "/models/m", **settings}, WorkerConfig)
@@ -106,6 +108,16 @@ async def test_an_answer_comes_step_by_step_and_ends_with_a_reason(start: Start)
     assert running.engine.load().running == running.engine.load().waiting == 0
 
 
+async def test_a_logit_bias_is_refused_by_name_where_vllm_guesses_tokens(start: Start) -> None:
+    """vLLM would refuse it too, but only once the request is there: routers read the card."""
+    biased = ask(6, sampling=SamplingParams(temperature=0, logit_bias=((100, 5.0),)))
+    assert len(await run((await start()).engine, biased)) == 6
+    guessing = await start(guesses=True)
+    with pytest.raises(InvalidRequestError, match="logit_bias"):
+        await run(guessing.engine, biased)
+    assert not guessing.vllm.asked
+
+
 async def test_closing_the_answer_aborts_it(start: Start) -> None:
     running = await start()
     async with aclosing(running.engine.generate(ask(6))) as deltas:
@@ -150,6 +162,32 @@ async def test_a_pull_that_fails_costs_time_alone(start: Start) -> None:
     assert deltas[0].pull is not None
     assert "'error'" in deltas[0].pull.error
     assert [question.kv is None for question in decode.vllm.asked] == [False, True]
+
+
+async def test_a_pull_that_does_not_end_is_given_up(start: Start) -> None:
+    prefill, decode = await start(role="prefill"), await start(role="decode", pull_timeout_s=0.05)
+    [first] = await run(prefill.engine, ask(6, offer_kv=True))
+    decode.vllm.pull_may_end.clear()
+    deltas = await run(decode.engine, ask(6, generated=first.token_ids, ticket=first.ticket))
+    assert [*first.token_ids, *tokens(deltas)] == answer_to(PROMPT, 6)
+    assert deltas[0].pull is not None
+    assert "longer than 0.05 s" in deltas[0].pull.error
+    assert decode.vllm.closed_early == 1, "vLLM was told that nobody waits for it"
+    assert [question.kv is None for question in decode.vllm.asked] == [False, True]
+
+
+async def test_a_client_that_leaves_while_kv_is_pulled_ends_the_pull(start: Start) -> None:
+    prefill, decode = await start(role="prefill"), await start(role="decode")
+    [first] = await run(prefill.engine, ask(6, offer_kv=True))
+    decode.vllm.pull_may_end.clear()
+    answer = asyncio.create_task(run(decode.engine, ask(6, generated=first.token_ids, ticket=first.ticket)))
+    while not decode.vllm.asked:
+        await asyncio.sleep(0)
+    answer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answer
+    assert decode.vllm.closed_early == 1
+    assert [question.kv is None for question in decode.vllm.asked] == [False]
 
 
 @pytest.mark.parametrize(
@@ -313,3 +351,23 @@ def test_an_adapter_says_its_rank_before_vllm_is_started(tmp_path: Path) -> None
     config = WorkerConfig(model_path="/m", engine="vllm", loras=f"poet={tmp_path}")
     with pytest.raises(ConfigError, match="'poet' cannot be read"):
         VllmEngine(config, "m")
+
+
+async def test_who_is_served_when_it_stops_is_told_so(start: Start) -> None:
+    running = await start()
+    running.vllm.may_go_on.clear()
+    answer = asyncio.create_task(run(running.engine, ask(6)))
+    async with asyncio.timeout(5):
+        while not running.vllm.asked:
+            await asyncio.sleep(0)
+    await running.engine.stop()
+    with pytest.raises(EngineError, match="stopping"):
+        await answer
+
+
+async def test_a_ticket_that_nobody_took_is_no_offer(start: Start) -> None:
+    running = await start(role="prefill")
+    async with aclosing(running.engine.generate(ask(6, offer_kv=True))) as deltas:
+        assert (await anext(deltas)).ticket is not None
+        assert running.engine.load().offers == 1
+    assert running.engine.load().offers == 0

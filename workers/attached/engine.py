@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from protocol.errors import (
     ConfigError,
@@ -34,10 +35,13 @@ from protocol.messages import (
     PullReport,
     Role,
     Ticket,
+    unpack_tokens,
 )
 from workers.abilities import check_embedding, check_generation
+from workers.attached.bootstrap import Bootstraps, bootstrap_ticket, transfer_of
 from workers.attached.events import Follower
 from workers.attached.http import ServerHttp
+from workers.attached.metrics import ServerMetrics
 from workers.attached.probe import (
     EventSource,
     Flavour,
@@ -45,6 +49,7 @@ from workers.attached.probe import (
     ServerLoad,
     only_rank,
     read_cache_config,
+    read_disaggregation,
     read_event_sources,
     read_load,
     read_models,
@@ -59,19 +64,24 @@ from workers.attached.translate import (
     Body,
     body_of,
     check_honoured,
+    check_length,
     delta_of,
+    embedding_body,
     features_of,
     merged,
     prompt_of,
     read_answer,
+    read_vector,
 )
 from workers.config import WorkerConfig
 from workers.engine import EngineInfo, EngineLoad
+from workers.engine_waits import Waits
 from workers.vllm_params import ASK_FOR_OFFER
 
 log = logging.getLogger(__name__)
 
 COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
 METRICS = "/metrics"
 START_S = 25.0  # a server that is not there yet is waited for so long; the supervisor then starts the worker anew
 POLL_S = 1.0
@@ -104,7 +114,15 @@ def open_attached(config: WorkerConfig) -> "AttachedEngine":
 class AttachedEngine:
     """Implements workers.engine.Engine for one server."""
 
-    def __init__(self, config: WorkerConfig, *, api_key: str = "", poll_s: float = POLL_S) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        api_key: str = "",
+        poll_s: float = POLL_S,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        """`registry`: has the server's metrics from `start` to `stop`."""
         self._config = config
         self._api_key = api_key
         self._poll_s = poll_s
@@ -115,7 +133,11 @@ class AttachedEngine:
         self._info: EngineInfo | None = None
         self._texts: Texts | None = None
         self._load = ServerLoad()
+        self._registry = registry
+        self._metrics: ServerMetrics | None = None
         self._in_flight = 0
+        self._waits = Waits()
+        self._bootstraps: Bootstraps | None = None
         self._health_path = "/health"
         self._listeners: list[Callable[[Sequence[KvEvent]], object]] = []
 
@@ -129,38 +151,50 @@ class AttachedEngine:
         folder = model_folder(self._config, self._server)
         if not self._server.returns_token_ids:
             self._texts = await asyncio.to_thread(read_texts, folder)
+        self._server = await self._probe_tasks(self._server)
         self._info = info_of(self._config, self._server, folder)
-        if self._config.role is Role.PREFILL:
+        if self._server.disaggregation is not None and self._info.transfer:
+            self._bootstraps = Bootstraps(self._config.role, self._host, self._server.disaggregation)
+        elif self._config.role is Role.PREFILL:
             await self._prove_transfer()
         if (source := self._event_source()) is not None:
             self._follower = Follower(worker_id, source, self._info.block_size)
             self._follower.cache.listeners.append(self._announce)
             self._info = replace(self._info, tells_events=True)
+        self._metrics = ServerMetrics(self._server.flavour)
+        self._registry.register(self._metrics)
         self._watch = asyncio.create_task(self._watch_server(), name=f"watch {self._config.attach_url}")
         log.info("attached to %s, %s server of %s", self._config.attach_url, self._server.flavour, self._server.model)
         return self._info
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        check_generation(request, self._ready())
+        info = self._ready()
+        check_generation(request, info)
         check_honoured(request, self._server.flavour)
+        check_length(request, info.context_tokens)
         left = request.stop.max_tokens - len(request.generated)
         if left <= 0:
             yield Delta(finish_reason=FinishReason.LENGTH)
             return
         with self._counted(), _as_engine_errors():
-            if request.offer_kv:
+            if request.offer_kv and self._bootstraps is None:
                 yield await self._prefill(request)
                 return
-            async with aclosing(self._decode(request, left)) as deltas:
+            async with aclosing(self._streamed(request, left)) as deltas:
                 async for delta in deltas:
                     yield delta
 
     async def embed(self, request: EmbedRequest) -> Embedding:
         check_embedding(request, self._ready())
-        raise AssertionError("no attached server has the feature")
+        tokens = unpack_tokens(request.prompt)
+        body = embedding_body(request, self._server, self._said(tokens))
+        with self._counted(), _as_engine_errors():
+            return Embedding(vector=read_vector(await self._posted(EMBEDDINGS, body)))
 
     def release(self, offer_id: int, nonce: int) -> None:
-        """The servers settle that between themselves: by the pull's notification, or by the lease."""
+        """vLLM's servers settle that between themselves: by the pull's notification, or by the lease."""
+        if self._bootstraps is not None:
+            self._bootstraps.release(offer_id, nonce)
 
     def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
         self._listeners.append(listener)
@@ -180,7 +214,7 @@ class AttachedEngine:
             used_blocks=round(self._load.cache_usage * total),
             cached_blocks=self.kv_digest().blocks,
             total_blocks=total,
-            offers=0,
+            offers=0 if self._bootstraps is None else len(self._bootstraps),
         )
 
     def check_health(self) -> None:
@@ -191,9 +225,15 @@ class AttachedEngine:
 
     async def stop(self) -> None:
         self._failure = self._failure or EngineError(f"the worker of {self._config.attach_url} is stopping")
+        self._waits.fail(self._failure)
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait({self._watch})
+        if self._bootstraps is not None:
+            await self._bootstraps.close()
+        if self._metrics is not None:
+            self._registry.unregister(self._metrics)
+            self._metrics = None
         if self._follower is not None:
             await self._follower.close()
         if self._http is not None:
@@ -209,7 +249,7 @@ class AttachedEngine:
         prompt = prompt_of(request)
         body = body_of(request, self._server, prompt, max_tokens=1, stream=False)
         body["kv_transfer_params"] = dict(ASK_FOR_OFFER)
-        answer = _checked(read_answer(await self._client.post(COMPLETIONS, body)))
+        answer = _checked(read_answer(await self._posted(COMPLETIONS, body)))
         ticket = self._ticket(answer, len(prompt))
         return Delta(ticket=ticket, cached_tokens=answer.cached_tokens)
 
@@ -218,11 +258,34 @@ class AttachedEngine:
         params = bytes(answer.kv_transfer_params)
         return ticket_of(params, self._worker_id, self._address, nonce, prompt_tokens)
 
-    async def _decode(self, request: GenerateRequest, max_tokens: int) -> AsyncGenerator[Delta, None]:
+    async def _begin_prefill(self, bootstraps: Bootstraps, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        """The ticket at once; who does not take it, ends the prefill."""
         prompt = prompt_of(request)
-        text = prompt if self._server.takes_token_ids else self._spoken.text_of(prompt)
-        body = body_of(request, self._server, text, max_tokens=max_tokens, stream=True)
-        if request.ticket is None:
+        body = body_of(request, self._server, prompt, max_tokens=1, stream=False)
+
+        async def prefill(fields: Body) -> None:
+            await self._posted(COMPLETIONS, body | fields)
+
+        offer, bootstrap = bootstraps.offer(prefill)
+        is_taken = False
+        try:
+            transfer = self._ready().transfer
+            yield Delta(
+                ticket=bootstrap_ticket(offer, bootstrap, self._worker_id, self._address, transfer, len(prompt))
+            )
+            is_taken = True
+        finally:
+            if not is_taken:
+                bootstraps.release(offer.offer_id, offer.nonce)
+
+    async def _streamed(self, request: GenerateRequest, max_tokens: int) -> AsyncGenerator[Delta, None]:
+        prompt = prompt_of(request)
+        body = body_of(request, self._server, self._said(prompt), max_tokens=max_tokens, stream=True)
+        if self._bootstraps is not None and request.offer_kv:
+            deltas = self._begin_prefill(self._bootstraps, request)
+        elif self._bootstraps is not None:
+            deltas = self._bootstrapped(body | self._bootstraps.fields_for(request), request)
+        elif request.ticket is None:
             deltas = self._deltas(body, request)
         else:
             deltas = self._pulling(body, request, request.ticket, len(prompt))
@@ -255,11 +318,19 @@ class AttachedEngine:
                 has_begun = True
                 yield msgspec.structs.replace(delta, pull=report)
 
+    async def _bootstrapped(self, body: Body, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        """The first delta tells that the KV has come; there is no answer without."""
+        report: PullReport | None = PullReport(self._ready().transfer, 0, 0, 0.0)
+        async with aclosing(self._deltas(body, request)) as deltas:
+            async for delta in deltas:
+                yield delta if report is None else msgspec.structs.replace(delta, pull=report)
+                report = None
+
     async def _deltas(self, body: Body, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         """One for what came together. Ends after the finish reason; what a stream lacks of it is an error."""
         tokenize = None if self._texts is None else self._texts.tokens_of
         async with aclosing(self._client.events(COMPLETIONS, body)) as pieces:
-            async for piece in pieces:
+            while (piece := await self._waits.next(pieces)) is not None:
                 delta, failure = read_events(piece, request.sampling.top_logprobs, tokenize)
                 if delta is not None:
                     yield delta
@@ -269,6 +340,13 @@ class AttachedEngine:
                 if failure is not None:
                     raise failure
         raise PeerLostError(f"{self._config.attach_url} ended a stream without a finish reason")
+
+    async def _posted(self, path: str, body: Body) -> bytes:
+        return await self._waits.result(lambda: self._client.post(path, body))
+
+    def _said(self, tokens: list[int]) -> list[int] | str:
+        """In the form that the server takes."""
+        return tokens if self._server.takes_token_ids else self._spoken.text_of(tokens)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -332,6 +410,8 @@ class AttachedEngine:
                 server = await self._probe_vllm(server)
             elif server.flavour is Flavour.LLAMACPP:
                 server = await self._probe_llamacpp(server)
+            elif server.flavour is Flavour.SGLANG:
+                server = await self._probe_sglang(server)
         return server
 
     async def _probe_vllm(self, server: Server) -> Server:
@@ -349,6 +429,30 @@ class AttachedEngine:
             return server
         slots, context_tokens = read_props(body)
         return replace(server, slots=slots, context_tokens=context_tokens or server.context_tokens)
+
+    async def _probe_sglang(self, server: Server) -> Server:
+        for path in ("/server_info", "/get_server_info"):  # the second one until 2026
+            status, body = await self._client.get(path, PROBE_S)
+            if status == 200:
+                return replace(server, disaggregation=read_disaggregation(body))
+        return server
+
+    async def _probe_tasks(self, server: Server) -> Server:
+        """By asking: a server without a task refuses, each in words of its own. Most generate and do not embed."""
+        text = [1] if server.takes_token_ids else "a"
+        if not await self._can(EMBEDDINGS, {"model": server.model, "input": text}):
+            return server
+        generates = await self._can(COMPLETIONS, {"model": server.model, "prompt": text, "max_tokens": 1})
+        return replace(server, embeds=True, generates=generates)
+
+    async def _can(self, path: str, body: Body) -> bool:
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await self._client.post(path, body)
+        except (MeshError, TimeoutError) as error:
+            log.debug("%s of %s: %s", path, self._config.attach_url, error)
+            return False
+        return True
 
     @property
     def _host(self) -> str:
@@ -391,6 +495,7 @@ class AttachedEngine:
             if problem is None and tells_load(self._server.flavour):
                 await self._read_load()
         self._failure = EngineError(f"the server at {self._config.attach_url} is gone: {problem}")
+        self._waits.fail(self._failure)
 
     async def _read_load(self) -> None:
         """A look that fails leaves what was known: /health says whether the server lives."""
@@ -400,7 +505,10 @@ class AttachedEngine:
             log.debug("no metrics: %s", error)
             return
         if status == 200:
-            self._load = read_load(body.decode(errors="replace"), self._server.flavour)
+            text = body.decode(errors="replace")
+            self._load = read_load(text, self._server.flavour)
+            if self._metrics is not None:
+                self._metrics.told(text)
 
     def _announce(self, events: Sequence[KvEvent]) -> None:
         for listener in self._listeners:
@@ -429,12 +537,6 @@ def model_folder(config: WorkerConfig, server: Server) -> Path:
 
 def info_of(config: WorkerConfig, server: Server, folder: Path) -> EngineInfo:
     """Raises ConfigError if the role is none for this kind of server, or something has to be said that is not."""
-    can_transfer = server.flavour is Flavour.VLLM
-    if config.role is not Role.AGGREGATED and not can_transfer:
-        raise ConfigError(
-            f"--role {config.role.value} for a server of kind {server.flavour.value}: only vLLM's handover is known",
-            hint="attach it without --role",
-        )
     context_tokens = server.context_tokens or _context_of(folder)
     return EngineInfo(
         model=server.model,
@@ -444,10 +546,24 @@ def info_of(config: WorkerConfig, server: Server, folder: Path) -> EngineInfo:
         context_tokens=context_tokens,
         max_num_seqs=server.slots or config.max_num_seqs,
         layout=NO_LAYOUT,
-        transfer="" if config.role is Role.AGGREGATED else BACKEND,
-        features=features_of(server.flavour),
+        transfer=transfer_name(config.role, server),
+        features=features_of(server),
         loras=server.loras,
         tells_events=False,
+    )
+
+
+def transfer_name(role: Role, server: Server) -> str:
+    """How it hands KV over; "" for a server that does both halves. Raises ConfigError if it cannot do its role."""
+    if server.flavour is Flavour.SGLANG:
+        return transfer_of(role, server.disaggregation)
+    if role is Role.AGGREGATED:
+        return ""
+    if server.flavour is Flavour.VLLM:
+        return BACKEND
+    raise ConfigError(
+        f"--role {role.value} for a server of kind {server.flavour.value}: vLLM's and SGLang's handovers are known",
+        hint="attach it without --role",
     )
 
 

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from protocol.errors import ConfigError, WireError
 
@@ -47,6 +48,15 @@ class EventSource:
 
 
 @dataclass(frozen=True, slots=True)
+class Disaggregation:
+    """How a SGLang server was started."""
+
+    mode: str  # prefill, decode, or "null": both
+    transfer: str  # mooncake, nixl, ...
+    bootstrap_port: int
+
+
+@dataclass(frozen=True, slots=True)
 class Server:
     """None: it does not say."""
 
@@ -59,6 +69,9 @@ class Server:
     num_blocks: int | None = None
     slots: int | None = None  # sequences at once
     event_sources: Mapping[int, EventSource] = field(default_factory=dict)  # by rank
+    disaggregation: Disaggregation | None = None
+    generates: bool = True
+    embeds: bool = False
 
     @property
     def takes_token_ids(self) -> bool:
@@ -100,6 +113,12 @@ class _Rank(msgspec.Struct):
     endpoint: str = ""
     replay_endpoint: str | None = None
     topic: str = ""
+
+
+class _ServerInfo(msgspec.Struct):
+    disaggregation_mode: Literal["null", "prefill", "decode"] = "null"
+    disaggregation_transfer_backend: Annotated[str, Meta(pattern=r"^[a-z0-9_-]{1,40}$")] = "mooncake"
+    disaggregation_bootstrap_port: Annotated[int, Meta(ge=1, le=65535)] = 8998
 
 
 class _SlotSettings(msgspec.Struct):
@@ -185,6 +204,14 @@ def read_props(body: bytes) -> tuple[int | None, int | None]:
     props = _decode(body, _Props, "/props")
     settings = props.default_generation_settings
     return props.total_slots, None if settings is None else settings.n_ctx
+
+
+def read_disaggregation(body: bytes) -> Disaggregation:
+    """From SGLang's /server_info; its own defaults where that is silent. Raises WireError."""
+    info = _decode(body, _ServerInfo, "/server_info")
+    return Disaggregation(
+        info.disaggregation_mode, info.disaggregation_transfer_backend, info.disaggregation_bootstrap_port
+    )
 
 
 def reachable(endpoint: str, host: str) -> str:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
-from protocol.errors import EngineError, InvalidRequestError, WireError
+from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, WireError
 from protocol.messages import (
     Delta,
+    EmbedRequest,
     Feature,
     FinishReason,
     GenerateRequest,
@@ -24,10 +26,14 @@ from protocol.messages import (
 )
 from workers.attached.probe import Flavour, Server
 from workers.attached.refusals import ErrorBody
+from workers.choices import choices_of
 
 MAX_CHUNK_TOKENS = 1 << 20
+MAX_DIMENSIONS = 1 << 16
 
 Body = dict[str, Any]  # of a request, to be written as JSON
+
+TOKEN_BYTES = 4  # of a packed prompt
 
 _I64 = 0x7FFF_FFFF_FFFF_FFFF
 _I31 = 0x7FFF_FFFF
@@ -92,20 +98,33 @@ class Answer(msgspec.Struct):
         return None if details is None else details.cached_tokens
 
 
-def features_of(flavour: Flavour) -> tuple[Feature, ...]:
-    return _FEATURES.get(flavour, (Feature.COMPLETIONS,))
+class _Vector(msgspec.Struct):
+    embedding: Annotated[list[float], Meta(min_length=1, max_length=MAX_DIMENSIONS)]
+
+
+class _Vectors(msgspec.Struct):
+    data: Annotated[list[_Vector], Meta(min_length=1, max_length=1)]
+
+
+def features_of(server: Server) -> tuple[Feature, ...]:
+    generates = _FEATURES.get(server.flavour, (Feature.COMPLETIONS,)) if server.generates else ()
+    return (*generates, Feature.EMBEDDINGS) if server.embeds else generates
 
 
 def check_honoured(request: GenerateRequest, flavour: Flavour) -> None:
     """Raises InvalidRequestError for a parameter that this kind of server would not heed."""
     for name, default in _PLAIN.items():
-        value = _value_of(request, name)
-        if value != default and name not in _HONOURED[flavour]:
-            raise InvalidRequestError(
-                f"this worker stands for a server of kind {flavour.value}, which is not known to honour {name}",
-                hint="leave it out, or attach a vLLM server",
-                param=name,
-            )
+        if _value_of(request, name) != default:
+            _check_name(name, flavour)
+
+
+def _check_name(name: str, flavour: Flavour) -> None:
+    if name not in _HONOURED[flavour]:
+        raise InvalidRequestError(
+            f"this worker stands for a server of kind {flavour.value}, which is not known to honour {name}",
+            hint="leave it out, or attach a vLLM server",
+            param=name,
+        )
 
 
 _PLAIN: Mapping[str, object] = {
@@ -119,6 +138,18 @@ def _value_of(request: GenerateRequest, name: str) -> object:
     if name == "cache_salt":
         return request.cache_salt
     return getattr(request.sampling if hasattr(request.sampling, name) else request.stop, name)
+
+
+def check_length(request: GenerateRequest, context_tokens: int) -> None:
+    """Raises InvalidRequestError, ContextLengthError: servers refuse the same, each in words of its own."""
+    num_tokens = len(request.prompt) // TOKEN_BYTES + len(request.generated)
+    if not request.prompt:
+        raise InvalidRequestError("the prompt is empty", param="prompt")
+    if num_tokens >= context_tokens:
+        raise ContextLengthError(
+            f"the prompt has {num_tokens} tokens, the context of this model {context_tokens}",
+            hint="shorten the prompt",
+        )
 
 
 def prompt_of(request: GenerateRequest) -> list[int]:
@@ -165,6 +196,29 @@ def body_of(
     return body
 
 
+def embedding_body(request: EmbedRequest, server: Server, text: list[int] | str) -> Body:
+    """Of /v1/embeddings. Raises InvalidRequestError for a tenant's text that the server would not keep apart."""
+    body: Body = {"model": request.lora or server.model, "input": text, "encoding_format": "float"}
+    if request.cache_salt is None:
+        return body
+    _check_name("cache_salt", server.flavour)
+    return body | {"cache_salt": request.cache_salt} if server.flavour is Flavour.VLLM else body
+
+
+def read_vector(data: bytes) -> bytes:
+    """float32 little endian, of length 1, whatever length it had. Raises WireError for what is no such answer."""
+    try:
+        vector = np.array(msgspec.json.decode(data, type=_Vectors).data[0].embedding, dtype="<f8")
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"the server's vector cannot be read: {error}", hint="is it OpenAI-compatible?") from error
+    with np.errstate(over="ignore"):
+        length = float(np.linalg.norm(vector))
+    if not 0 < length < float("inf"):  # nor NaN
+        raise WireError(f"the server gave a vector of length {length}")
+    told: bytes = (vector / length).astype("<f4").tobytes()
+    return told
+
+
 def _llamacpp_fields(request: GenerateRequest) -> dict[str, Any]:
     """Its prompt cache knows no tenants: whoever wants to share with nobody does not use it."""
     return {
@@ -200,7 +254,7 @@ def structured_outputs(guide: Guide) -> dict[str, Any]:
         case GuideKind.JSON_SCHEMA:
             return {"json": _json(guide.value)}
         case GuideKind.CHOICE:
-            return {"choice": _json(guide.value)}
+            return {"choice": choices_of(guide.value)}
         case GuideKind.REGEX:
             return {"regex": guide.value}
         case GuideKind.GRAMMAR:

@@ -102,6 +102,7 @@ class SglangEngine:
         self._loras = adapter_names(config)
         self._bootstrap_host = bootstrap_host(config) if config.role is Role.PREFILL else ""
         self._cleanup = ExitStack()
+        self._launching: asyncio.Task[Runtime] | None = None
         self._runtime: Runtime | None = None
         self._info: EngineInfo | None = None
         self._cache = EngineCache(config.block_size, self._flags.dp_size)
@@ -121,8 +122,10 @@ class SglangEngine:
         endpoints = self._open_endpoints()
         argv = argv_of(self._config, self._flags, self._served_name, endpoints)
         server_args = await asyncio.to_thread(parse, sglang, argv)
-        runtime = await asyncio.to_thread(launch, sglang, server_args, is_leader=self._flags.is_leader)
-        self._runtime = runtime
+        self._launching = asyncio.create_task(
+            asyncio.to_thread(launch, sglang, server_args, is_leader=self._flags.is_leader), name="launch SGLang"
+        )
+        runtime = self._runtime = await asyncio.shield(self._launching)  # a start that is given up must still be ended
         export_metrics(self._cleanup)
         if runtime.tokenizer_manager is not None:
             with signals_kept(asyncio.get_running_loop()):
@@ -206,8 +209,10 @@ class SglangEngine:
         await self._offers.close()
         if self._subscriber is not None:
             await self._subscriber.close()
-        if self._runtime is not None:
-            await asyncio.to_thread(self._runtime.shutdown)
+        if self._launching is not None:
+            [launched] = await asyncio.gather(self._launching, return_exceptions=True)
+            if not isinstance(launched, BaseException):
+                await asyncio.to_thread(launched.shutdown)
         self._cleanup.close()
 
     # --- starting -------------------------------------------------------------------------------------

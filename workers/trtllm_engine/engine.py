@@ -72,6 +72,7 @@ class TrtllmEngine:
         self._model_path = str(Path(config.model_path).resolve())
         self._load = load
         self._trtllm: Trtllm | None = None
+        self._launching: asyncio.Task[Llm] | None = None
         self._llm: Llm | None = None
         self._info: EngineInfo | None = None
         self._reader = EventReader(config.block_size)
@@ -93,7 +94,10 @@ class TrtllmEngine:
         if removed:
             names = ", ".join(sorted(removed))
             log.warning("TensorRT-LLM %s (%s) does not know %s", trtllm.version, self._arguments.variant, names)
-        self._llm = llm = await asyncio.to_thread(launch, trtllm, self._arguments, kwargs)
+        self._launching = asyncio.create_task(
+            asyncio.to_thread(launch, trtllm, self._arguments, kwargs), name="launch TensorRT-LLM"
+        )
+        self._llm = llm = await asyncio.shield(self._launching)  # a start that is given up must still be ended
         await self._warm_up(trtllm, llm)
         if self._arguments.tells_events:
             await self._take_events(llm)  # the first tell how large the cache is
@@ -168,8 +172,10 @@ class TrtllmEngine:
         for poll in self._polls:
             poll.cancel()
         await asyncio.gather(*self._polls, return_exceptions=True)
-        if self._llm is not None:
-            await asyncio.to_thread(self._llm.shutdown)
+        if self._launching is not None:
+            [launched] = await asyncio.gather(self._launching, return_exceptions=True)
+            if not isinstance(launched, BaseException):
+                await asyncio.to_thread(launched.shutdown)
 
     # --- starting -------------------------------------------------------------------------------------
 

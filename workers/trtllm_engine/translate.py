@@ -70,7 +70,7 @@ def read_ticket(ticket: Ticket, generated: Sequence[int]) -> State:
         raise TransferError(f"a state of {len(ticket.opaque)} bytes; at most {MAX_OPAQUE_BYTES} are accepted")
     try:
         state = msgspec.msgpack.decode(ticket.opaque, type=State)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TransferError(f"unreadable state: {error}", hint="run one version everywhere") from error
     first = state.first_gen_tokens
     if tuple(generated[-len(first) :]) != first:

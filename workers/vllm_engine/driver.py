@@ -20,6 +20,8 @@ from workers.vllm_engine.translate import Question, Step
 
 SHUTDOWN_S = 10.0
 
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # by its short name, "uni", vLLM refuses it on a CPU
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -32,6 +34,7 @@ class Facts:
     max_num_seqs: int
     eos_token_ids: frozenset[int]
     tasks: frozenset[str]
+    guesses: bool = False  # speculative decoding is on
 
 
 @dataclass(slots=True)
@@ -117,9 +120,23 @@ def _engine_config(engine_args: Any, parser: Any, flags: Sequence[str]) -> Any:
         reason = (told.getvalue().strip().splitlines() or ["see above"])[-1]
         raise ConfigError(f"vLLM does not know these flags: {reason}", hint="see `vllm serve --help`") from error
     try:
-        return engine_args.from_cli_args(parsed).create_engine_config()
+        args = engine_args.from_cli_args(parsed)
+        _prefer_one_process(args)
+        return args.create_engine_config()
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"vLLM refuses its flags: {error}", hint="change what stands after --") from error
+
+
+def _prefer_one_process(args: Any) -> None:
+    """On a CPU vLLM gives even a single rank a process beside its engine's. The two wait for each other by spinning,
+    with `sched_yield`: on cores that others want too, a step that takes 20 ms was seen to take 10 s and more. vLLM does
+    it to pin the rank's threads, so it stays where they are to be pinned, and where the flags name an executor."""
+    from vllm.platforms import current_platform
+
+    num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size * args.prefill_context_parallel_size
+    is_free = args.distributed_executor_backend is None and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
+    if current_platform.is_cpu() and num_ranks == 1 and is_free:
+        args.distributed_executor_backend = ONE_PROCESS
 
 
 class _VllmDriver:
@@ -228,6 +245,7 @@ def _facts(config: Any, tasks: frozenset[str]) -> Facts:
         max_num_seqs=config.scheduler_config.max_num_seqs,
         eos_token_ids=_eos_token_ids(model),
         tasks=tasks,
+        guesses=config.speculative_config is not None,
     )
 
 

@@ -39,10 +39,12 @@ from workers.abilities import check_embedding, check_generation
 from workers.config import WorkerConfig
 from workers.engine import EngineInfo, EngineLoad
 from workers.engine_cache import EngineCache
+from workers.engine_waits import Waits
 from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
 from workers.vllm_engine.arguments import TRANSFER, Adapter, Plan, Surroundings, parse_adapters, plan_start
 from workers.vllm_engine.driver import Driver, Facts, LoadedAdapter, open_driver
 from workers.vllm_engine.events import EventFeed
+from workers.vllm_engine.patience import within
 from workers.vllm_engine.translate import (
     Answer,
     DivergedError,
@@ -103,6 +105,7 @@ class VllmEngine:
         self._num_requests = 0
         self._is_asleep = False
         self._is_stopped = False
+        self._waits = Waits()
         self._worker_id = WorkerId("")
         self._address = ""
         self._info: EngineInfo | None = None
@@ -124,7 +127,6 @@ class VllmEngine:
             self._feed.follow(worker_id, *self._endpoints())
         for adapter in self._adapters.values():
             await self._load_adapter(adapter.name, adapter.path)
-        features = _GENERATES if "generate" in facts.tasks else ()
         self._info = EngineInfo(
             model=self._name,
             model_path=self._model_path,
@@ -134,7 +136,7 @@ class VllmEngine:
             max_num_seqs=facts.max_num_seqs,
             layout=NO_LAYOUT,
             transfer=self._plan.transfer,
-            features=(*features, Feature.EMBEDDINGS) if "embed" in facts.tasks else features,
+            features=_features(facts),
             loras=tuple(self._loaded),
             tells_events=self._plan.tells_events,
         )
@@ -172,6 +174,7 @@ class VllmEngine:
         if self._is_stopped:
             return
         self._is_stopped = True
+        self._waits.fail(EngineError(f"{self._worker_id} is stopping"))  # vLLM would leave them waiting
         for offer in self._offers.values():
             offer.expiry.cancel()
         if self._feed is not None:
@@ -253,19 +256,30 @@ class VllmEngine:
         """One question to vLLM. Raises PullFailedError and DivergedError before it has given anything."""
         assert self._driver is not None
         started = time.perf_counter()
+        load = self._driver.load
+        pulls = answer.question.kv is not None and not answer.question.offers
         steps = self._driver.generate(
             answer.question, request.request_id, request.cache_salt, self._adapter(request.lora)
         )
+        if pulls:
+            steps = within(self._config.pull_timeout_s, steps, lambda: load.waiting)
         async with aclosing(steps):
-            async for step in steps:
-                if answer.question.kv is not None and not answer.question.offers and answer.report is None:
+            while (step := await self._waits.next(steps)) is not None:
+                if pulls and answer.report is None:
                     answer.report = self._report(answer.question, step, time.perf_counter() - started)
                 delta = answer.take(step)
                 if delta is None:
                     continue
-                if answer.question.offers and delta.finish_reason is None:
-                    delta = msgspec.structs.replace(delta, ticket=self._offer(answer.question, step))
-                yield delta
+                if not answer.question.offers or delta.finish_reason is not None:
+                    yield delta
+                    continue
+                ticket, is_taken = self._offer(answer.question, step), False
+                try:
+                    yield msgspec.structs.replace(delta, ticket=ticket)
+                    is_taken = True
+                finally:
+                    if not is_taken:  # nobody will come for it; vLLM frees the blocks after its lease
+                        self.release(ticket.offer_id, ticket.nonce)
 
     def _report(self, question: Question, step: Step, duration_s: float) -> PullReport | None:
         """vLLM says of single requests what it had cached; the rest came from the prefill worker."""
@@ -433,6 +447,13 @@ class VllmEngine:
     def _endpoints(self) -> tuple[str, str]:
         """In a folder that only this user can enter: nobody else hears the events, no port is taken."""
         return f"ipc://{self._folder}/events", f"ipc://{self._folder}/replay"
+
+
+def _features(facts: Facts) -> tuple[Feature, ...]:
+    """Where vLLM guesses tokens, it takes no logit bias."""
+    generates = _GENERATES if "generate" in facts.tasks else ()
+    features = [feature for feature in generates if not (facts.guesses and feature is Feature.LOGIT_BIAS)]
+    return (*features, Feature.EMBEDDINGS) if "embed" in facts.tasks else tuple(features)
 
 
 def _read_adapter(name: str, path: str) -> Adapter:

@@ -7,8 +7,11 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import pytest_asyncio
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Gauge
 from tokenizers import Tokenizer
 
 from kvevents.formats import decode_payload, encode_payload
@@ -25,7 +28,7 @@ from protocol.errors import (
 )
 from protocol.events import Digest, KvEvent, Removed, Stored
 from protocol.hashing import digest_term, hash_seed, sequence_hashes
-from protocol.ids import RequestId, new_worker_id
+from protocol.ids import RequestId, WorkerId, new_worker_id
 from protocol.messages import (
     Delta,
     EmbedRequest,
@@ -42,14 +45,19 @@ from tests.support.fake_servers import (
     BLOCK,
     CONTEXT,
     EOS,
+    EmbeddingServer,
     LlamaCppServer,
     OpenAiServer,
     Server,
+    SglangServer,
     VllmServer,
     answer_to,
+    vector_of,
 )
 from workers.attached import engine as engine_module
 from workers.attached.engine import AttachedEngine, open_attached
+from workers.attached.metrics import ServerMetrics
+from workers.attached.probe import Flavour
 from workers.config import WorkerConfig
 
 TOKENIZER: Tokenizer = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
@@ -64,10 +72,16 @@ async def attach() -> AsyncIterator[Attach]:
     async with AsyncExitStack() as stack:
 
         async def start(
-            server: Server, role: Role = Role.AGGREGATED, *, poll_s: float = POLL_S, **settings: Any
+            server: Server,
+            role: Role = Role.AGGREGATED,
+            *,
+            poll_s: float = POLL_S,
+            registry: CollectorRegistry | None = None,
+            **settings: Any,
         ) -> AttachedEngine:
             await stack.enter_async_context(server.running())
-            engine = AttachedEngine(config_of(server, role, **settings), poll_s=poll_s)
+            config = config_of(server, role, **settings)
+            engine = AttachedEngine(config, poll_s=poll_s, registry=registry or CollectorRegistry())
             stack.push_async_callback(engine.stop)
             await engine.start(new_worker_id("w"), "127.0.0.1:1")
             return engine
@@ -200,6 +214,80 @@ async def test_closing_the_answer_closes_the_connection(attach: Attach) -> None:
         assert engine.load().running == 1
     await until(lambda: len(server.knobs.left) == 1)
     assert engine.load().running == 0
+
+
+# --- vectors ------------------------------------------------------------------------------------------
+
+
+def text(tokens: Sequence[int], **fields: Any) -> EmbedRequest:
+    return EmbedRequest(request_id=RequestId(f"e{next(numbers)}"), model="tiny", prompt=pack_tokens(tokens), **fields)
+
+
+async def test_a_server_of_embeddings_is_asked_for_vectors_and_for_nothing_else(attach: Attach) -> None:
+    server = EmbeddingServer()
+    engine = await attach(server)
+    assert engine._info is not None
+    assert engine._info.features == (Feature.EMBEDDINGS,)
+    told = np.frombuffer((await engine.embed(text([5, 6, 7], cache_salt="a"))).vector, "<f4")
+    vector = np.array(vector_of([5, 6, 7]))
+    assert told == pytest.approx(vector / np.linalg.norm(vector), abs=1e-6)
+    assert (server.knobs.bodies[-1]["input"], server.knobs.bodies[-1]["cache_salt"]) == ([5, 6, 7], "a")
+    with pytest.raises(InvalidRequestError, match="a completion"):
+        await run(engine, ask([5]))
+
+
+async def test_who_embeds_and_answers_is_asked_for_both(attach: Attach) -> None:
+    class Both(EmbeddingServer):
+        def routes(self) -> list[Any]:
+            return [*super().routes(), web.post("/v1/completions", self.completions)]
+
+    engine = await attach(Both())
+    assert engine._info is not None
+    assert {Feature.EMBEDDINGS, Feature.COMPLETIONS} <= set(engine._info.features)
+
+
+async def test_a_vector_that_a_server_refuses_or_garbles_is_an_error_of_the_right_kind(attach: Attach) -> None:
+    server = EmbeddingServer()
+    engine = await attach(server)
+    for refusal, error in (((400, {"error": {"message": "no"}}), InvalidRequestError), ((200, {}), EngineError)):
+        server.knobs.refuse_with = refusal
+        with pytest.raises(error):
+            await engine.embed(text([5]))
+    assert engine.load().running == 0
+    with pytest.raises(InvalidRequestError, match="no adapter 'poet'"):
+        await engine.embed(text([5], lora="poet"))
+
+
+# --- metrics ------------------------------------------------------------------------------------------
+
+
+async def test_a_servers_metrics_stand_beside_ours_under_their_own_names(attach: Attach) -> None:
+    registry = CollectorRegistry()
+    engine = await attach(VllmServer(), registry=registry)
+    labels = {"engine": "0", "model_name": "tiny"}
+    await until(lambda: registry.get_sample_value("vllm:generation_tokens_total", labels) == 42.0)
+    assert registry.get_sample_value("vllm:kv_cache_usage_perc", labels) == 0.25
+    assert registry.get_sample_value("process_open_fds") is None
+    await engine.stop()
+    assert list(registry.collect()) == []
+
+
+@pytest.mark.parametrize("told", ["vllm:x{", "vllm:x 1 2 3 4\n", "\x00" * 100, "# TYPE vllm:x nonsense\nvllm:x 1\n"])
+def test_metrics_that_cannot_be_read_leave_ours_alone(told: str) -> None:
+    registry = CollectorRegistry()
+    metrics = ServerMetrics(Flavour.VLLM)
+    registry.register(metrics)
+    Gauge("ours", "Ours.", registry=registry).set(1)
+    metrics.told(told)
+    assert registry.get_sample_value("ours") == 1
+
+
+def test_metrics_beyond_all_measure_are_not_kept() -> None:
+    metrics = ServerMetrics(Flavour.VLLM)
+    metrics.told("vllm:x 1\n")
+    assert [family.name for family in metrics.collect()] == ["vllm:x"]
+    metrics.told("vllm:x 1\n" * 1_000_000)
+    assert list(metrics.collect()) == []
 
 
 # --- failures -----------------------------------------------------------------------------------------
@@ -336,7 +424,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, str], said: str
 
 
 async def test_what_the_server_cannot_be_is_refused_at_the_start(attach: Attach) -> None:
-    with pytest.raises(ConfigError, match="only vLLM"):
+    with pytest.raises(ConfigError, match="vLLM's and SGLang's"):
         await attach(LlamaCppServer(), Role.PREFILL)
     with pytest.raises(ConfigError, match="no model 'big'"):
         await attach(VllmServer(), model="big")
@@ -420,6 +508,82 @@ async def test_a_failure_after_the_first_token_is_not_tried_again(attach: Attach
     with pytest.raises(EngineError, match="it broke"):
         await run(decoder, ask(prompt_of(40), ticket=ticket))
     assert len(decode.knobs.bodies) == 1
+
+
+# --- the same with SGLang's rooms ---------------------------------------------------------------------
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return TOKENIZER.decode(list(token_ids))
+
+
+async def test_sglangs_halves_are_asked_at_once_and_meet_in_a_room(attach: Attach) -> None:
+    rooms: dict[int, asyncio.Future[list[int]]] = {}
+    prefill, decode = SglangServer("prefill", rooms), SglangServer("decode", rooms)
+    prefiller, decoder = await attach(prefill, Role.PREFILL), await attach(decode, Role.DECODE)
+    assert prefiller._info is not None
+    assert decoder._info is not None
+    assert prefiller._info.transfer == decoder._info.transfer == "sglang-nixl"
+    request = ask(prompt_of(40))
+    [offer] = await run(prefiller, msgspec.structs.replace(request, offer_kv=True))
+    assert (offer.token_ids, offer.finish_reason) == ((), None)
+    deltas = await run(decoder, msgspec.structs.replace(request, ticket=offer.ticket))
+    assert text_of(tokens(deltas)) == text_of(answer_to(prompt_of(40), 8))
+    assert [delta.pull is not None for delta in deltas] == [True, *[False] * (len(deltas) - 1)]
+    [asked_first], [asked_then] = prefill.knobs.bodies, decode.knobs.bodies
+    assert asked_first["bootstrap_room"] == asked_then["bootstrap_room"]
+    await until(lambda: prefiller.load().offers == 0)
+
+
+async def test_a_prefill_that_nobody_takes_up_is_ended(attach: Attach) -> None:
+    engine = await attach(SglangServer("prefill"), Role.PREFILL)
+    async with aclosing(engine.generate(ask(prompt_of(40), offer_kv=True))) as deltas:
+        assert (await anext(deltas)).ticket is not None
+        assert engine.load().offers == 1
+    await until(lambda: engine.load().offers == 0)
+
+
+async def test_a_sglang_decode_server_is_not_asked_without_a_room(attach: Attach) -> None:
+    server = SglangServer("decode")
+    engine = await attach(server, Role.DECODE)
+    ticket = Ticket(offer_id=1, worker_id=WorkerId("w"), address="127.0.0.1:1", backend="sglang-nixl", nonce=1)
+    rooms = (b"{}", b"[]", b'{"host": "h", "port": 0, "room": 1}')
+    bad = [None, ticket, msgspec.structs.replace(ticket, backend="vllm-nixl-http")]
+    bad += [msgspec.structs.replace(ticket, opaque=opaque) for opaque in rooms]
+    for one in bad:
+        with pytest.raises(EngineError):
+            await run(engine, ask(prompt_of(40), ticket=one))
+    assert server.knobs.bodies == []
+    engine.check_health()
+
+
+@pytest.mark.parametrize(
+    ("mode", "role", "says"),
+    [
+        ("null", Role.PREFILL, "--disaggregation-mode prefill"),
+        ("decode", Role.PREFILL, "runs as decode"),
+        ("prefill", Role.DECODE, "runs as prefill"),
+        ("prefill", Role.AGGREGATED, "attach it with --role prefill"),
+    ],
+)
+async def test_a_sglang_server_has_the_role_it_was_started_with(
+    attach: Attach, mode: str, role: Role, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        await attach(SglangServer(mode), role)
+
+
+async def test_older_sglang_servers_tell_their_role_at_another_path(attach: Attach) -> None:
+    server = SglangServer("prefill")
+    server.info_path = "/get_server_info"
+    engine = await attach(server, Role.PREFILL)
+    assert engine._info is not None
+    assert engine._info.transfer == "sglang-nixl"
+
+
+async def test_a_sglang_server_that_does_both_answers_alone(attach: Attach) -> None:
+    engine = await attach(SglangServer())
+    assert text_of(tokens(await run(engine, ask(prompt_of(40))))) == text_of(answer_to(prompt_of(40), 8))
 
 
 # --- KV events ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from protocol.errors import (
 from protocol.ids import RequestId
 from protocol.messages import (
     Delta,
+    EmbedRequest,
     Feature,
     FinishReason,
     GenerateRequest,
@@ -35,10 +37,12 @@ from workers.attached.translate import (
     body_of,
     check_honoured,
     delta_of,
+    embedding_body,
     features_of,
     merged,
     prompt_of,
     read_answer,
+    read_vector,
     structured_outputs,
 )
 
@@ -150,8 +154,58 @@ def test_a_parameter_is_sent_or_refused_by_name(flavour: Flavour, name: str, fie
 
 
 def test_only_vllm_is_known_to_do_more_than_generate() -> None:
-    assert Feature.GUIDED in features_of(Flavour.VLLM)
-    assert features_of(Flavour.OPENAI) == (Feature.COMPLETIONS,)
+    assert Feature.GUIDED in features_of(Server(Flavour.VLLM, "m"))
+    assert features_of(Server(Flavour.OPENAI, "m")) == (Feature.COMPLETIONS,)
+
+
+def test_a_server_of_embeddings_may_do_nothing_else() -> None:
+    assert features_of(Server(Flavour.VLLM, "m", embeds=True, generates=False)) == (Feature.EMBEDDINGS,)
+    assert features_of(Server(Flavour.OPENAI, "m", embeds=True)) == (Feature.COMPLETIONS, Feature.EMBEDDINGS)
+
+
+# --- vectors ------------------------------------------------------------------------------------------
+
+
+def text(**fields: Any) -> EmbedRequest:
+    return EmbedRequest(request_id=RequestId("e1"), model="m", prompt=pack_tokens([1, 2, 3]), **fields)
+
+
+def test_an_adapter_is_the_model_that_embeds() -> None:
+    server = Server(Flavour.VLLM, "m")
+    assert embedding_body(text(), server, [1, 2, 3])["model"] == "m"
+    assert embedding_body(text(lora="poet"), server, [1, 2, 3])["model"] == "poet"
+
+
+def test_a_tenants_text_is_kept_apart_or_refused() -> None:
+    assert embedding_body(text(cache_salt="a"), Server(Flavour.VLLM, "m"), [1])["cache_salt"] == "a"
+    with pytest.raises(InvalidRequestError, match="not known to honour cache_salt"):
+        embedding_body(text(cache_salt="a"), Server(Flavour.SGLANG, "m"), [1])
+
+
+@pytest.mark.parametrize("length", [1e-3, 1.0, 1e6])
+def test_a_vector_has_length_1_whatever_the_server_gave(length: float) -> None:
+    told = json.dumps({"data": [{"embedding": [0.6 * length, -0.8 * length], "index": 0}]}).encode()
+    assert np.frombuffer(read_vector(told), "<f4") == pytest.approx([0.6, -0.8])
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"",
+        b"[]",
+        b'{"data": []}',
+        b'{"data": [{"embedding": []}]}',
+        b'{"data": [{"embedding": "AACAPw=="}]}',
+        b'{"data": [{"embedding": [0, 0]}]}',
+        b'{"data": [{"embedding": [1e999]}]}',
+        b'{"data": [{"embedding": [1e308, 1e308]}]}',
+        b'{"data": [{"embedding": [1]}, {"embedding": [1]}]}',
+        b'{"data": [{"embedding": [' + b"1," * 70_000 + b"1]}]}",
+    ],
+)
+def test_what_is_no_vector_is_the_servers_failure(told: bytes) -> None:
+    with pytest.raises(WireError):
+        read_vector(told)
 
 
 # --- answers ------------------------------------------------------------------------------------------
