@@ -167,7 +167,7 @@ class SimWorker:
             self._begin(now)
 
     def settle(self, now: float) -> None:
-        """Bring a run up to `now`: the step in progress goes on as planned, what follows is planned anew."""
+        """Bring a run up to `now`: the step in progress goes on as planned, what follows is planned anew. `stir` it."""
         running = self._run
         if running is None:
             return
@@ -175,13 +175,12 @@ class SimWorker:
         done = running.done_by(now)
         if done:
             self._complete_run(running.run, done)
-        if done == running.steps:  # its end and this came at once
-            self._begin(running.ends_s)
+        if done == running.steps:  # its end and this came at once: who settles it stirs it
+            self.due_s = _FOREVER
             return
-        self._step = self.scheduler.plan()
-        ends_s = running.ends_at(done + 1) if done + 1 < running.steps else running.ends_s
-        self.busy_s -= running.ends_s - ends_s
-        self._wake_at(ends_s)
+        begins_s = running.ends_at(done)
+        self.busy_s -= running.ends_s - begins_s
+        self._begin_step(begins_s, now)
 
     def wake(self) -> None:
         """The step, or the run, ends at `due_s`, which is now."""
@@ -205,6 +204,10 @@ class SimWorker:
             self.busy_s += self._run.ends_s - now
             self._wake_at(self._run.ends_s)
             return
+        self._begin_step(now, now)
+
+    def _begin_step(self, begins_s: float, now: float) -> None:
+        """The next one, which began a little ago if it is part of a run that is no more."""
         step = self.scheduler.plan()
         for pull in step.pulls:
             self._on_pull(self, pull, now)
@@ -215,7 +218,7 @@ class SimWorker:
             )
             self.busy_s += took_s
             self._step = step
-            self._wake_at(now + took_s)
+            self._wake_at(max(now, begins_s + took_s))
 
     def _decode_s(self, sequences: int, blocks: int) -> float:
         return self._timing.decode_s(sequences, blocks * self.pool.block_size)

@@ -382,6 +382,7 @@ class World:
         """The `number`-th time that the planner is asked."""
         for worker in self._fleet.workers:
             worker.settle(self._now)
+            worker.stir(self._now)
             self._follow(worker)
         every = max(1, round(hook.traffic_s / hook.interval_s))
         decoding = self._fleet.decoding_role

@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.engine import SHAPES
+from benchmarks.engine_steps import SHAPES
 from benchmarks.profiler.__main__ import main
 from benchmarks.profiler.yaml_text import to_yaml, to_yaml_documents
 from frontend.config import FrontendConfig

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.engine import SHAPES
+from benchmarks.engine_steps import SHAPES
 from benchmarks.profiler.estimate import Estimator, estimate_profile
 from benchmarks.profiler.estimates import EstimateConfig, main, open_estimator
 from benchmarks.profiler.gpus import GPUS, find_gpu

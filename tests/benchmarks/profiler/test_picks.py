@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from benchmarks.engine import SHAPES
+from benchmarks.engine_steps import SHAPES
 from benchmarks.profiler.estimate import estimate_profile
 from benchmarks.profiler.gpus import GPUS
 from benchmarks.profiler.mapping import parse_mapping
