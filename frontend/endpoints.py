@@ -12,7 +12,7 @@ import msgspec
 from frontend import metrics
 from frontend.admission import Admission
 from frontend.answer import Part
-from frontend.call import Call, Dialect, Endpoint, StreamWriter
+from frontend.call import Call, Dialect, Endpoint, StreamWriter, TokenCounts
 from frontend.embeddings import embed, parse_embeddings
 from frontend.errors import outcome
 from frontend.generator import Generator
@@ -173,7 +173,14 @@ class Exchange:
         metrics.requests_of(endpoint, self.outcome).inc()
         metrics.of_endpoint(endpoint).duration.observe(self._loop.time() - self._started)
         if self._job is not None:
-            count_tokens(endpoint, self._job)
+            counts = self._job.counts()
+            count_tokens(endpoint, self._job, counts)
+            self._request.log_fields = {
+                "model": self._job.call.model,
+                "isl_tokens": counts.prompt,
+                "osl_tokens": counts.completion,
+                "cached_tokens": counts.cached,
+            }
 
 
 class WholeOutlet:
@@ -279,12 +286,12 @@ def as_failure(error: Exception, request_id: str) -> MeshError:
     return MeshError("the frontend failed", hint="see its log")
 
 
-def count_tokens(endpoint: Endpoint, job: Job) -> None:
+def count_tokens(endpoint: Endpoint, job: Job, counts: TokenCounts) -> None:
     counters = metrics.of_endpoint(endpoint)
     for prompt in job.prompts:
         counters.input_tokens.observe(prompt.num_tokens)
-    if cached_tokens := job.counts().cached:
-        counters.cached_tokens.inc(cached_tokens)
+    if counts.cached:
+        counters.cached_tokens.inc(counts.cached)
     if (ttft_s := job.timing.ttft_s) is not None:
         counters.ttft.observe(ttft_s)
     for branch in job.branches:

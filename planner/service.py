@@ -190,7 +190,7 @@ class Planner:
         observation = await self._observer.observe(at_s, fleets)
         metrics.show_observation(observation)
         self._count_gpu_hours(at_s, fleets)
-        decision = self._core.decide(observation)
+        decision = await asyncio.to_thread(self._core.decide, observation)  # a refitted forecast takes up to a second
         if observation.traffic is None and self._observer.problem:
             metrics.LATE.inc()
             text = f"the traffic is not known: {self._observer.problem}"

@@ -105,14 +105,15 @@ def prefill_need(profile: Profile, demand: Demand, slo: Slo, utilization: float,
     work = demand.rps * service_s
     if work <= 0:
         return Need(workers=0, utilization=0.0)
-    fewest = min(MAX_WORKERS, math.ceil(work / utilization - 1e-9))
+    ranks = profile.dp_size  # of a worker: each takes a prompt of its own
+    fewest = min(MAX_WORKERS, math.ceil(work / (utilization * ranks) - 1e-9))
     patience_s = slo.ttft_s - service_s
     if patience_s < 0:
-        return Need(workers=fewest, utilization=work / fewest, fits=False)
+        return Need(workers=fewest, utilization=work / (fewest * ranks), fits=False)
     workers = fewest
-    while workers < MAX_WORKERS and late_share(workers, demand.rps, service_s, patience_s) > MISSED_SHARE:
+    while workers < MAX_WORKERS and late_share(workers * ranks, demand.rps, service_s, patience_s) > MISSED_SHARE:
         workers += 1
-    return Need(workers=workers, utilization=work / workers)
+    return Need(workers=workers, utilization=work / (workers * ranks))
 
 
 def decode_capacity(profile: Profile, demand: Demand, itl_slo_s: float, correction: float = 1.0) -> DecodeCapacity:

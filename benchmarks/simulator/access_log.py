@@ -1,7 +1,7 @@
 """A frontend's access log (`--access-log`, `--log-format json`) as requests of the simulator.
 
-A line tells when a request ended and how long it took; it tells nothing of tokens. So the arrivals are real and the
-lengths are not, unless somebody has added `isl_tokens` and `osl_tokens` to the lines. No two prompts share a prefix.
+A line tells when a request ended, how long it took, and how many tokens came in and went out. It tells nothing of what
+prompts have in common: no two of them share a prefix.
 """
 
 import heapq
@@ -26,8 +26,8 @@ class _Line(Struct, frozen=True):
     status: int = 0
     duration_ms: Annotated[float, Meta(ge=0)] = 0.0
     ts: str = ""
-    isl_tokens: Annotated[int, Meta(ge=1)] | None = None
-    osl_tokens: Annotated[int, Meta(ge=1)] | None = None
+    isl_tokens: Annotated[int, Meta(ge=0)] = 0  # 0: not told
+    osl_tokens: Annotated[int, Meta(ge=0)] = 0
 
 
 _lines = msgspec.json.Decoder(_Line)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 JSON = "application/json"
 MAX_QUERY_FIELDS = 100
 _NO_PARAMS: Mapping[str, str] = {}
+_NO_FIELDS: Mapping[str, object] = {}
 
 
 class Request:
@@ -28,6 +29,7 @@ class Request:
         "headers",
         "is_http_1_0",
         "keep",
+        "log_fields",
         "method",
         "params",
         "path",
@@ -52,6 +54,7 @@ class Request:
         self.since = since  # when it began to come, in the loop's time
         self.is_http_1_0 = False  # its client knows no chunks
         self.keep = False  # the connection, after the reply
+        self.log_fields: Mapping[str, object] = _NO_FIELDS  # more for the access log: no secrets
         self.body = b""
         self.params: Mapping[str, str] = _NO_PARAMS
         self.tenant = ""  # whose API key it carries, where keys name tenants

@@ -231,6 +231,7 @@ class Server:
                 "method": request.method,
                 "path": request.path[:200],
                 "duration_ms": round((self.now() - request.since) * 1e3, 3),
+                **request.log_fields,
             }
         if reply is not None and (request_id := reply.headers.get(REQUEST_ID_HEADER)):
             fields["request_id"] = request_id

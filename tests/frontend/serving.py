@@ -95,11 +95,14 @@ def scored(tokens: Sequence[int], logprob: float = -0.5) -> tuple[TokenLogprob, 
 
 
 @asynccontextmanager
-async def serving(card: WorkerCard, settings: HttpSettings | None = None) -> AsyncIterator[Served]:
+async def serving(
+    card: WorkerCard, settings: HttpSettings | None = None, *, logs_access: bool = False
+) -> AsyncIterator[Served]:
     generator, models = ScriptedGenerator(words("Once", " upon", " a time")), ModelRegistry()
     models.add(card)
     await models.get(card.model)  # so that no test's deadline has to include its loading
     api = FrontendApi(settings or HttpSettings(max_body_bytes=256 * 1024), models, generator)
+    api.app.logs_access = logs_access
     async with (
         listening(api.app, "127.0.0.1", 0) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session,

@@ -639,3 +639,21 @@ async def test_metrics_count_by_outcome(served: Served) -> None:
     assert status == 200
     for name in ("ttft_seconds", "itl_seconds", "request_duration_seconds", "inflight 0.0"):
         assert f"kvmesh_frontend_{name}" in text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_the_access_log_tells_the_tokens_of_a_request(
+    model_folder: Path, caplog: pytest.LogCaptureFixture, is_stream: bool
+) -> None:
+    """The simulator replays it."""
+    caplog.set_level("INFO", "mesh.http.access")
+    async with serving(tiny.card("w", path=model_folder), logs_access=True) as served:
+        _, _, answer = await served.post("/v1/chat/completions", CHAT)
+        usage = answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
+        caplog.clear()
+        await served.post("/v1/chat/completions", CHAT | {"stream": is_stream})
+        await served.post("/v1/chat/completions", b"{")
+    whole, refused = (vars(record) for record in caplog.records if record.name == "mesh.http.access")
+    assert (whole["model"], whole["cached_tokens"]) == (CHAT["model"], 0)
+    assert (whole["isl_tokens"], whole["osl_tokens"]) == usage
+    assert (refused["status"], "isl_tokens" in refused) == (400, False)
