@@ -112,7 +112,10 @@ async def counting(texts: Sequence[str]) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/metrics"
 
 
-WORKER = "# HELP x y\nkvmesh_worker_running_requests {}.0\nkvmesh_worker_waiting_requests {}.0\nother 7.0\n"
+WORKER = (
+    '# HELP x y\nkvmesh_worker_running_requests{{worker="w"}} {}.0\n'
+    'kvmesh_worker_waiting_requests{{worker="w"}} {}.0\nother 7.0\n'
+)
 
 
 async def test_what_is_held_may_take_a_moment_to_go_back() -> None:
