@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvmesh.cluster import Cluster, UpConfig, running_cluster
 from mesh.config import load
-from mesh.lifecycle import run
+from mesh.lifecycle import run, unless_stopped
 from protocol.errors import EngineError
 
 GUIDE = (
@@ -88,17 +88,9 @@ def main(argv: list[str]) -> int:
 
 async def demo(config: DemoConfig, stop: asyncio.Event, console: Console) -> int:
     """0 if everything held that the demo shows, else 1."""
-    working = asyncio.create_task(show(config, console), name="demo")
-    stopping = asyncio.create_task(stop.wait(), name="wait for Ctrl-C")
-    await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if not working.done():
-        console.print("stopping")
-        working.cancel()
-    stopping.cancel()
-    await asyncio.wait({working, stopping})
-    if working.cancelled():
+    report = await unless_stopped(show(config, console), stop, lambda: console.print("stopping"))
+    if report is None:
         return 130
-    report = working.result()
     if config.json:
         print(msgspec.json.encode(report).decode(), flush=True)
     return 0 if report.ok else 1

@@ -8,11 +8,14 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from protocol.errors import ConfigError, MeshError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Main = Callable[[asyncio.Event], Awaitable[int | None]]
 
@@ -47,6 +50,24 @@ def settle() -> None:
     """What is in memory now will stay: the search for cycles need not visit it again. After loading something large."""
     gc.collect()
     gc.freeze()
+
+
+async def unless_stopped(
+    work: Coroutine[Any, Any, T], stop: asyncio.Event, on_stop: Callable[[], object] = lambda: None
+) -> T | None:
+    """What `work` gives; None if `stop` was set before it ended: it is given up then, after `on_stop`."""
+    working = asyncio.create_task(work, name="work")
+    stopping = asyncio.create_task(stop.wait(), name="wait for the stop")
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        on_stop()
+        return None
+    finally:
+        working.cancel()
+        stopping.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 def watch_parent(stop: asyncio.Event) -> None:

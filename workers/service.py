@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from kvevents.batches import in_parts
 from kvevents.formats import encode_payload
 from mesh.discovery import Discovery, open_discovery
 from mesh.http.files import make_room_for_files
-from mesh.lifecycle import settle, watch_parent
+from mesh.lifecycle import settle, unless_stopped, watch_parent
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import request_context, serve_metrics
 from protocol.errors import ConfigError, DrainingError, EngineError, InvalidRequestError, MeshError
@@ -134,19 +134,6 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
         if cut_off := await server.drain(config.drain_timeout_s):
             log.warning("stopped with %d calls unanswered after %.1f s", cut_off, config.drain_timeout_s)
         await offers_taken(engine, deadline)
-
-
-async def unless_stopped(starting: Coroutine[None, None, EngineInfo], stop: asyncio.Event) -> EngineInfo | None:
-    """None if `stop` was set before the engine was ready: its start is given up."""
-    start = asyncio.create_task(starting, name="start the engine")
-    stopped = asyncio.create_task(stop.wait(), name="wait for the stop")
-    try:
-        await asyncio.wait([start, stopped], return_when=asyncio.FIRST_COMPLETED)
-        return start.result() if start.done() else None
-    finally:
-        start.cancel()
-        stopped.cancel()
-        await asyncio.gather(start, stopped, return_exceptions=True)
 
 
 async def until_stopped(stop: asyncio.Event, engine: Engine, turning: Turning) -> None:
