@@ -16,7 +16,7 @@ COMMANDS = {
     "demo-planner": ("kvmesh.demo_planner", "a load that triples and falls, and a planner that follows it"),
     "replay": ("benchmarks.replay", "drive the router through a request trace, in simulated time"),
     "profile": ("benchmarks.profiler.__main__", "how fast a worker is, measured or estimated; what an SLO takes"),
-    "bench": ("benchmarks.__main__", "measure one part: `kvmesh bench frontend`, streams, soak, engine, index"),
+    "bench": ("benchmarks.__main__", "measure one part: frontend, streams, soak, engine, index, planner, fidelity"),
 }
 SERVICES = {
     "frontend": "one frontend: OpenAI's API in, tokens out",

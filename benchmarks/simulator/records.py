@@ -163,7 +163,9 @@ class Records:
     # --- the end -----------------------------------------------------------------------------------------
 
     def report(self, now: float, worker_s: float, gpu_s: float, workers: Sequence[SimWorker]) -> SimReport:
-        computed = [worker.computed_tokens for worker in workers if not worker.ordered_s]
+        computed = [
+            worker.computed_tokens for worker in workers if not worker.ordered_s and worker.role is not Role.DECODE
+        ]
         busy_s = self._busy_s_of_gone + sum(worker.busy_s for worker in workers)
         ended = max(1, self._requests)
         return SimReport(

@@ -57,7 +57,7 @@ class SimReport(Struct, frozen=True, kw_only=True):
     goodput_rps: float  # requests within the SLO, per second
     output_tokens_per_s: float
     preemptions: int
-    balance: float  # most / mean prompt tokens computed by a worker that was there from the first
+    balance: float  # most / mean prompt tokens computed by a worker that computes them, and was there from the first
     busy_share: float  # of the workers' time
     gpu_hours: float  # from a worker's order until it is gone, or the end
     worker_hours: float
