@@ -55,6 +55,7 @@ BLOCK_TOKENS = 256
 START_S = 60.0
 SHAPE = Shape(isl_tokens=3000, osl_tokens=150, spread=0.5)
 TTFT_SLO_S, ITL_SLO_S = 6.0, 0.4
+LONG_TTFT_SLO_S, LONG_ITL_SLO_S = 20.0, 0.15  # an idle worker takes 15 s for the longest prompt
 MAX_GPUS = 48
 HOOK_S = 5.0
 
@@ -232,8 +233,15 @@ def _peak(load: Load, slots: list[Slot]) -> Counts:
 def _conversation(config: PlannerBenchConfig) -> Load:
     rows = list(stream_rows(Path(config.trace)))
     rows = rows[: round(len(rows) * config.share)]
-    setting, sim = _setting(SPEEDUP * 4, 15.0, 0.15, config.seed, LONG_KV_TOKENS)
-    return Load("conversation", lambda: from_rows(rows, sim.block_size), None, setting, sim, hit_share=0.3)
+    setting, sim = _setting(SPEEDUP * 4, LONG_TTFT_SLO_S, LONG_ITL_SLO_S, config.seed, LONG_KV_TOKENS)
+    load = Load("conversation", lambda: from_rows(rows, sim.block_size), None, setting, sim)
+    return replace(load, hit_share=_hit_share(load))
+
+
+def _hit_share(load: Load) -> float:
+    """What is found in the caches of a fleet that is sized for the mean load without any hit."""
+    slots = slots_of(load.requests(), 0.0)
+    return run(load, decide_by("static-mean", load, slots), slots, "static-mean").hit_share
 
 
 def _setting(
@@ -253,6 +261,8 @@ def _setting(
         decode_profile=profile,
         start_s=START_S,
         flip_s=planner.flip_s,
+        # a prompt goes to a decode worker only when it would wait for longer than the SLO: it holds up others' tokens
+        saturation_tokens=round(STEP_TOKENS * ttft_slo_s / profile.prefill_s(STEP_TOKENS)),
         ttft_slo_s=ttft_slo_s,
         itl_slo_s=itl_slo_s,
         seed=seed,

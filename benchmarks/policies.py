@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from benchmarks.simulator import SimRequest
 from planner.budget import Counts, Limits, limits_of, published_budget, within_budget
 from planner.core import PlannerCore, known
-from planner.forecast import CannotForecastError, Forecaster, Smoothed
-from planner.model import Action, Decision, Observation, PlannerConfig, WorkerLoad
+from planner.forecast import CannotForecastError, Forecaster
+from planner.model import Action, Decision, Observation, PlannerConfig, Traffic, WorkerLoad
 from planner.reference import reference_sizing
 from planner.sizing import Demand, Slo, decode_need, prefill_need, prefill_time_s
 from protocol.profile import Profile
@@ -97,6 +97,27 @@ def clairvoyant(setting: Setting, slots: Sequence[Slot]) -> Decide:
     return decide
 
 
+class _Lengths:
+    """Means over the requests of one interval."""
+
+    def __init__(self) -> None:
+        self._sums = {"isl_tokens": 0.0, "osl_tokens": 0.0, "hit_share": 0.0}
+        self._requests = dict(self._sums)
+
+    def add(self, requests: float, traffic: Traffic) -> None:
+        for name in self._sums:
+            if (mean := known(getattr(traffic, name))) is not None:
+                self._sums[name] += mean * requests
+                self._requests[name] += requests
+
+    def demand(self, rps: float) -> Demand | None:
+        """None if a length is not known."""
+        if not self._requests["isl_tokens"] or not self._requests["osl_tokens"]:
+            return None
+        means = {name: total / max(self._requests[name], 1.0) for name, total in self._sums.items()}
+        return Demand(rps, means["isl_tokens"], means["osl_tokens"], means["hit_share"])
+
+
 class ReferencePlanner:
     """The reference's newer planner: its throughput loop sets the floor, its load loop moves by one above it.
 
@@ -106,7 +127,8 @@ class ReferencePlanner:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._rps = Forecaster("arima")
-        self._isl, self._osl, self._hit = Smoothed(1.0), Smoothed(1.0), Smoothed(1.0)
+        self._lengths = _Lengths()  # of the last interval, and of the first from its beginning
+        self._counted = _Lengths()
         self._floor: Counts | None = None
         self._target: Counts | None = None
         self._next_slow_s = setting.config.predictive_interval_s
@@ -129,19 +151,16 @@ class ReferencePlanner:
             return
         self._requests += traffic.requests
         self._seconds += traffic.end_s - traffic.start_s
-        if traffic.requests:
-            self._isl.add(known(traffic.isl_tokens))
-            self._osl.add(known(traffic.osl_tokens))
-            self._hit.add(known(traffic.hit_share))
+        self._counted.add(traffic.requests, traffic)
 
     def _demand(self, rps: float) -> Demand | None:
-        if self._isl.value is None or self._osl.value is None:
-            return None
-        return Demand(rps, self._isl.value, self._osl.value, self._hit.value or 0.0)
+        return self._lengths.demand(rps) or self._counted.demand(rps)
 
     def _plan(self) -> None:
         self._rps.add(self._requests / self._seconds if self._seconds else None)
         self._requests = self._seconds = 0.0
+        if self._counted.demand(0.0) is not None:
+            self._lengths, self._counted = self._counted, _Lengths()
         try:
             demand = self._demand(self._rps.forecast(1).path[0])
         except CannotForecastError:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from planner.budget import Counts, Limits, clamp, limits_of
 from planner.correction import Corrections, corrected
-from planner.forecast import Forecast, Forecaster, Smoothed
+from planner.forecast import Forecast, Forecaster, Remembered
 from planner.model import Action, Decision, Flip, Observation, PlannerConfig, Reason, Traffic
 from planner.reactive import Pressure, Recent, Rules, decode_pressure, prefill_pressure
 from planner.sizing import Demand, Need, Slo, decode_need, prefill_need
@@ -28,6 +28,7 @@ HYSTERESIS = 0.04  # more load than forecast that the rest must carry before wor
 DOWN_MEMORY = 2  # intervals in which fewer workers must have been enough
 REST = 12  # intervals after a role got more in which one worker less is taken for noise
 SMALL = 0.1  # share of a role's workers that is no more than one worker is
+MEMORY = 3.0  # intervals after which a request's lengths count 1/e
 RECENT_S = 20.0  # arrivals that the reactive loop looks at
 CALM_S = 60.0  # how long the rest must have been able to carry the load before the reactive loop takes one away
 COVERED = 0.5  # share of an interval that must be known
@@ -90,7 +91,8 @@ class PlannerCore:
         self._slo = Slo(config.ttft_slo_s, config.itl_slo_s)
         season = round(config.season_s / config.predictive_interval_s)
         self._rps = Forecaster(config.forecast, config.headroom, season)
-        self._isl, self._osl, self._hit = Smoothed(), Smoothed(), Smoothed()
+        memory_s = MEMORY * config.predictive_interval_s
+        self._isl, self._osl, self._hit = Remembered(memory_s), Remembered(memory_s), Remembered(memory_s)
         self._corrections = Corrections()
         self._target: Counts | None = None
         self._plan = _Plan(Counts(config.min_prefill, config.min_decode), Counts(0, 0), 0.0)
@@ -169,10 +171,10 @@ class PlannerCore:
 
     def _take(self, piece: Traffic, requests: float) -> None:
         self._heard_s = piece.end_s
-        if requests > 0:
-            self._isl.add(positive(piece.isl_tokens))
-            self._osl.add(positive(piece.osl_tokens))
-            self._hit.add(known(piece.hit_share))
+        seconds = piece.end_s - piece.start_s
+        self._isl.add(positive(piece.isl_tokens), requests, seconds)
+        self._osl.add(positive(piece.osl_tokens), requests, seconds)
+        self._hit.add(known(piece.hit_share), requests, seconds)
         self._pieces.append((piece.start_s, piece.end_s, requests))
         while len(self._pieces) > 1 and self._pieces[1][0] < piece.end_s - max(CALM_S, RECENT_S):
             self._pieces.popleft()
@@ -292,8 +294,8 @@ class PlannerCore:
             pressed = Counts(prefill.workers, decode.workers)
             wanted = _most(floor, pressed)
             reasons += [*prefill.reasons, *decode.reasons]
-        if self._warm >= WARM_UP:  # what the margin of time holds back may be of use in the other role
-            wanted = self._lent(wanted, _most(Counts(careful["prefill"].workers, careful["decode"].workers), pressed))
+        # what the margin of time holds back may be of use in the other role
+        wanted = self._lent(wanted, _most(Counts(careful["prefill"].workers, careful["decode"].workers), pressed))
         return self._order(seen, wanted, "predictive", reasons)
 
     def _settled(self, role: str, needed: int, current: int, enough: Sequence[int]) -> int:
@@ -333,9 +335,12 @@ class PlannerCore:
         return prefill, decode
 
     def _lent(self, wanted: Counts, least: Counts) -> Counts:
-        """If one role grows, the other gives what it has beyond `least`, to be turned instead of started."""
+        """If one role grows, the other gives what it has beyond `least`, to be turned instead of started.
+
+        What it has beyond it is known when a few intervals are: the first seconds say nothing of answers yet.
+        """
         assert self._target is not None
-        if not self._can_flip:
+        if not self._can_flip or self._warm < WARM_UP:
             return wanted
         grows = Counts(wanted.prefill - self._target.prefill, wanted.decode - self._target.decode)
         if grows.decode > 0 and wanted.prefill > least.prefill:

@@ -193,17 +193,28 @@ class Forecaster:
         return max(0.0, ordered[min(len(ordered) - 1, int(self._quantile * len(ordered)))])
 
 
-class Smoothed:
-    """An exponential moving average: enough for lengths and shares. None until something is known."""
+class Remembered:
+    """A mean over requests: those of `memory_s` ago count 1/e. Enough for lengths and shares. None: nothing is known.
 
-    def __init__(self, weight: float = 0.3) -> None:
-        self._weight = weight
-        self.value: float | None = None
+    It does not matter in how many pieces they are told.
+    """
 
-    def add(self, value: float | None) -> None:
-        if value is None or not math.isfinite(value) or value < 0:
+    def __init__(self, memory_s: float) -> None:
+        self._memory_s = memory_s
+        self._requests = 0.0
+        self._total = 0.0
+
+    def add(self, value: float | None, requests: float, seconds: float) -> None:
+        """The mean of so many requests, of a piece of so many seconds."""
+        if value is None or not math.isfinite(value) or value < 0 or requests <= 0:
             return
-        self.value = value if self.value is None else self.value + self._weight * (value - self.value)
+        kept = math.exp(-max(0.0, seconds) / self._memory_s)
+        self._requests = self._requests * kept + requests
+        self._total = self._total * kept + requests * value
+
+    @property
+    def value(self) -> float | None:
+        return self._total / self._requests if self._requests else None
 
 
 def without_gaps(samples: Sequence[float | None] | deque[float | None]) -> list[float]:

@@ -22,7 +22,7 @@ class PlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Literal["auto", "constant", "average", "holt-winters", "arima", "kalman", "seasonal"],
         Meta(description="how traffic is forecast; auto: what was best of late"),
     ] = "auto"
-    headroom: Annotated[float, Meta(gt=0, lt=1, description="quantile of the forecast to be ready for")] = 0.75
+    headroom: Annotated[float, Meta(gt=0, lt=1, description="quantile of the forecast to be ready for")] = 0.6
     season_s: Annotated[float, Meta(ge=0, description="how long a season of the traffic lasts; 0: found out")] = 0.0
     target_utilization: Annotated[float, Meta(gt=0, le=1, description="share of a worker's capacity to use")] = 0.8
     start_s: Annotated[float, Meta(ge=0, description="from the order of a worker until it takes requests")] = 30.0

@@ -142,16 +142,3 @@ def decode_need(profile: Profile, demand: Demand, slo: Slo, utilization: float, 
     room = max(under_way / utilization, under_way + SPREAD * math.sqrt(under_way))
     workers = min(MAX_WORKERS, max(1, math.ceil(room / capacity.batch - 1e-9)))
     return Need(workers=workers, utilization=under_way / (workers * capacity.batch), fits=capacity.fits)
-
-
-def running_itl_s(profile: Profile, demand: Demand, workers: int) -> float:
-    """The ITL to be expected of `workers` that share the demand evenly; that of a full batch if they cannot keep up."""
-    context = demand.context_tokens
-    most = max(1.0, min(profile.total_kv_tokens / context, profile.max_num_seqs))
-    rps = demand.rps / max(1, workers)
-    low, high = 0.0, most  # sequences that come in per step's worth of time grow slower than the batch, or it fills
-    for _ in range(40):
-        middle = (low + high) / 2
-        wanted = rps * demand.osl_tokens * profile.decode_s(middle * context, context)
-        low, high = (middle, high) if wanted > middle else (low, middle)
-    return profile.decode_s(high * context, context)

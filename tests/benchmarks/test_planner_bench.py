@@ -1,15 +1,17 @@
 """Planning against other ways to decide, in the simulator."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks import planner
 from benchmarks.planner import POLICIES, PlannerBenchConfig, load_of
-from benchmarks.policies import ReferencePlanner, clairvoyant, fixed, mean_of, peak_of, slots_of
+from benchmarks.policies import ReferencePlanner, Setting, clairvoyant, fixed, mean_of, peak_of, slots_of
 from benchmarks.simulator.loads import Rate, Shape, synthesize
 from planner.budget import Counts
-from planner.model import Fleet, Observation, Traffic, WorkerLoad
+from planner.model import Decision, Fleet, Observation, Traffic, WorkerLoad
+from planner.sizing import prefill_time_s
 from protocol.errors import ConfigError
 
 
@@ -17,18 +19,24 @@ def rate_that_doubles() -> Rate:
     return Rate(lambda at_s: 4.0 if at_s >= 300 else 2.0, 4.0)
 
 
-def seen(at_s: float, requests: float = 10.0, loads: tuple[WorkerLoad, ...] = (), fleet: int = 4) -> Observation:
+def seen(
+    at_s: float,
+    requests: float = 10.0,
+    loads: tuple[WorkerLoad, ...] = (),
+    fleet: int = 4,
+    isl_tokens: float = 3000.0,
+) -> Observation:
     return Observation(
         at_s=at_s,
         prefill=Fleet(ready=fleet),
         decode=Fleet(ready=fleet),
-        traffic=Traffic(start_s=at_s - 5, end_s=at_s, requests=requests, isl_tokens=3000.0, osl_tokens=150.0),
+        traffic=Traffic(start_s=at_s - 5, end_s=at_s, requests=requests, isl_tokens=isl_tokens, osl_tokens=150.0),
         prefill_loads=loads,
         decode_loads=loads,
     )
 
 
-def setting() -> planner.Setting:
+def setting() -> Setting:
     load = load_of("step", PlannerBenchConfig())
     assert load is not None
     return load.setting
@@ -71,6 +79,44 @@ def test_the_reference_adds_one_when_all_are_too_slow_and_takes_one_when_the_res
     idle = WorkerLoad(name="w", total_kv_tokens=400_000)
     reference = ReferencePlanner(setting())
     assert reference.decide(seen(5.0, loads=(slow, idle, slow, slow))).prefill == 4
+
+
+def test_the_reference_plans_by_the_mean_lengths_of_a_whole_interval() -> None:
+    def pieces(isl_tokens: list[float]) -> list[Decision]:
+        reference = ReferencePlanner(setting())
+        return [
+            reference.decide(seen(5.0 * (k + 1), requests=20.0, isl_tokens=isl)) for k, isl in enumerate(isl_tokens)
+        ]
+
+    assert pieces([1000.0, 5000.0] * 6)[-1] == pieces([5000.0, 1000.0] * 6)[-1] == pieces([3000.0] * 12)[-1]
+
+
+def test_prompts_wait_for_a_prefill_worker_about_as_long_as_the_slo_allows() -> None:
+    load = load_of("diurnal", PlannerBenchConfig())
+    assert load is not None
+    waits_s = prefill_time_s(load.setting.prefill, load.sim.saturation_tokens)
+    assert waits_s == pytest.approx(load.setting.slo.ttft_s, rel=0.1)
+
+
+def test_the_conversation_is_planned_with_the_hits_that_a_simulation_finds(tmp_path: Path) -> None:
+    """Every prompt is 8 blocks that all share and 2 of its own: all but the first find four fifths of it."""
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 5000 * k, "input_length": 5120, "output_length": 10, "hash_ids": [*range(8), 100 + k, 200 + k]}
+        for k in range(40)
+    ]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    load = load_of("conversation", PlannerBenchConfig(trace=str(trace)))
+    assert load is not None
+    assert 0.7 < load.hit_share <= 0.8
+
+
+def test_an_idle_worker_keeps_the_slo_for_prompts_as_long_as_the_trace_has(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 125000, "output_length": 10, "hash_ids": []}')
+    load = load_of("conversation", PlannerBenchConfig(trace=str(trace)))
+    assert load is not None
+    assert prefill_time_s(load.setting.prefill, 125_000) < 0.8 * load.setting.slo.ttft_s
 
 
 def test_all_policies_serve_all_requests_and_are_told_beside_the_bound(capsys: pytest.CaptureFixture[str]) -> None:

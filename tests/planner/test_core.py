@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.core import PlannerCore
+from planner.core import WARM_UP, PlannerCore
 from planner.model import Action, Decision, Fleet, Observation, PlannerConfig, Traffic, WorkerLoad
 from protocol.errors import ConfigError
 from tests.support.planning import FakeFleet, an_8b, arrivals, observe
@@ -223,6 +223,16 @@ def shifting(planner: PlannerCore, fleet: FakeFleet) -> list[Decision]:
 def test_idle_prefill_workers_become_decode_workers() -> None:
     flips = [decision.flip for decision in shifting(core(), FakeFleet(6, 2)) if decision.flip]
     assert flips and {flip.to_role for flip in flips} == {"decode"}
+
+
+def test_no_role_gives_workers_away_before_a_few_intervals_are_known() -> None:
+    """Long prompts with short answers: prefill lacks workers from the first seconds, decode seems to have too many."""
+    lengths = {"isl_tokens": 8000.0, "osl_tokens": 5.0}
+    decisions = driven(core(), lambda _: 6.0, 600, FakeFleet(2, 8), idle=True, **lengths)
+    early = [decision for decision in decisions if decision.at_s < WARM_UP * 60.0]
+    assert max(decision.prefill for decision in early) > 2
+    assert all(decision.decode >= 8 and not decision.flip for decision in early)
+    assert decisions[-1].decode < 8
 
 
 def test_flips_can_be_turned_off_and_are_not_used_where_a_start_is_as_fast() -> None:

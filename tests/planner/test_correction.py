@@ -7,14 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.correction import HIGHEST, LOWEST, Corrections, corrected
-from planner.sizing import Demand, mean_wait_s, prefill_time_s, running_itl_s
+from planner.sizing import Demand, mean_wait_s, prefill_time_s
 from tests.support.planning import an_8b
 
 PROFILE = an_8b()
 DEMAND = Demand(20.0, 2000, 200)
 WORKERS = (4, 4)
 TTFT_S = prefill_time_s(PROFILE, 2000) + mean_wait_s(4, 20.0, prefill_time_s(PROFILE, 2000))
-ITL_S = running_itl_s(PROFILE, DEMAND, 4)
+
+
+def settled_itl_s(workers: int, slower: float = 1.0) -> float:
+    """Of workers that share the demand and take `slower` times the profile's time: the batch grows with the step."""
+    itl_s = 0.01
+    for _ in range(200):
+        held_tokens = DEMAND.rps * DEMAND.osl_tokens * itl_s / workers * DEMAND.context_tokens
+        itl_s = slower * PROFILE.decode_s(held_tokens, DEMAND.context_tokens)
+    return itl_s
+
+
+ITL_S = settled_itl_s(4)
 
 
 def after(intervals: int, ttft_s: float | None, itl_s: float | None, requests: float = 1000.0) -> Corrections:
@@ -30,10 +41,16 @@ def test_workers_as_profiled_need_no_correction() -> None:
 
 
 def test_slower_workers_are_learnt_bit_by_bit() -> None:
-    once, often = after(1, 1.5 * TTFT_S, 1.5 * ITL_S), after(40, 1.5 * TTFT_S, 1.5 * ITL_S)
+    slow_itl_s = settled_itl_s(4, 1.5)
+    once, often = after(1, 1.5 * TTFT_S, slow_itl_s), after(40, 1.5 * TTFT_S, slow_itl_s)
     assert 1.0 < once.ttft < 1.2 and 1.0 < once.itl < 1.2
     assert often.itl == pytest.approx(1.5, rel=0.01)
     assert often.ttft == pytest.approx(1.5, rel=0.01)
+
+
+def test_a_batch_that_grew_because_steps_are_slow_is_not_counted_twice() -> None:
+    assert settled_itl_s(4, 1.2) > 1.25 * ITL_S
+    assert after(40, None, settled_itl_s(4, 1.2)).itl == pytest.approx(1.2, rel=0.01)
 
 
 @settings(deadline=None)

@@ -3,7 +3,7 @@
 import math
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from planner.forecast import (
     CannotForecastError,
     Forecaster,
     Method,
-    Smoothed,
+    Remembered,
     damped_holt,
     find_period,
     kalman,
@@ -23,7 +23,7 @@ from planner.forecast import (
 METHODS: tuple[Method, ...] = ("auto", "constant", "average", "kalman", "seasonal", "holt-winters", "arima")
 
 
-def fed(method: Method, values: list[float | None], steps: int = 2, period: int = 0) -> Forecaster:
+def fed(method: Method, values: Sequence[float | None], steps: int = 2, period: int = 0) -> Forecaster:
     """One that has forecast at every sample, as in operation."""
     forecaster = Forecaster(method, 0.9, period)
     for value in values:
@@ -176,8 +176,27 @@ def test_a_damped_slope_flattens() -> None:
     assert path[2] - path[1] == pytest.approx(0.125)
 
 
-def test_a_smoothed_value_ignores_what_is_not_known() -> None:
-    smoothed = Smoothed(0.5)
-    for value in (None, 10.0, math.nan, 20.0):
-        smoothed.add(value)
-    assert smoothed.value == 15.0
+def test_a_remembered_mean_ignores_what_is_not_known() -> None:
+    mean = Remembered(60.0)
+    for value in (None, 10.0, math.nan, -1.0, math.inf, 10.0):
+        mean.add(value, 5, 5.0)
+    mean.add(1000.0, 0, 5.0)
+    assert mean.value == pytest.approx(10.0)
+
+
+def test_requests_count_alike_and_less_as_they_grow_old() -> None:
+    mean = Remembered(60.0)
+    mean.add(10.0, 1, 1.0)
+    mean.add(20.0, 3, 0.0)
+    assert mean.value == pytest.approx(17.5)
+    mean.add(40.0, 4, 60.0)
+    assert mean.value == pytest.approx((4 * 17.5 / math.e + 4 * 40.0) / (4 / math.e + 4))
+
+
+def test_it_does_not_matter_in_how_many_pieces_traffic_is_told() -> None:
+    whole, pieces = Remembered(180.0), Remembered(180.0)
+    for mean in (3000.0, 2000.0, 2500.0):
+        whole.add(mean, 120, 60.0)
+        for _ in range(12):
+            pieces.add(mean, 10, 5.0)
+    assert pieces.value == pytest.approx(whole.value)

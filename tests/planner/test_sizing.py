@@ -17,7 +17,6 @@ from planner.sizing import (
     mean_wait_s,
     prefill_need,
     prefill_time_s,
-    running_itl_s,
     waiting_share,
 )
 from protocol.profile import DecodeTable, PrefillTable, Profile
@@ -143,13 +142,6 @@ def test_more_load_never_takes_fewer_workers(demand: Demand, more: float) -> Non
     heavier = Demand(demand.rps * more, demand.isl_tokens, demand.osl_tokens, demand.hit_share)
     for need in (prefill_need, decode_need):
         assert need(profile, heavier, SLO, 0.8).workers >= need(profile, demand, SLO, 0.8).workers
-
-
-@given(demands(), st.integers(1, 50))
-def test_the_itl_of_workers_that_share_a_load_lies_between_an_empty_and_a_full_one(demand: Demand, n: int) -> None:
-    profile = an_8b()
-    itl_s = running_itl_s(profile, demand, n)
-    assert profile.decode_s(0, 1) * 0.99 <= itl_s <= profile.decode_s(profile.total_kv_tokens, 1) * 1.01
 
 
 # --- the reference ------------------------------------------------------------------------------------
