@@ -129,8 +129,8 @@ def test_a_flipped_worker_serves_in_its_new_role_and_keeps_it_when_it_is_started
     pid = mesh.kill(name)
     mesh.until_replaced(name, pid)
     until(lambda: control.workers().get(name) == "prefill", what="its role to be kept")
-    assert control.post("/flip", to="decode", count=1)["flipped"] == [name]
-    until(lambda: control.workers().get(name) == "decode", 30, "the flip back")
+    [other] = control.post("/flip", to="decode", count=1)["flipped"]  # of two that have nothing to do, one or the other
+    until(lambda: control.workers().get(other) == "decode", 30, "the flip back")
 
 
 def test_a_worker_that_cannot_be_started_does_not_end_the_mesh(tmp_path: Path) -> None:
