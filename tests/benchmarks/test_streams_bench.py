@@ -14,6 +14,7 @@ from benchmarks.soak import SoakReport, make_requests
 from benchmarks.streams import OpenStream, StreamsReport, check_files, ending_tokens, shut_stream, until_held
 from protocol.errors import ConfigError, EngineError
 from tests.benchmarks.test_frontend_bench import DONE, END, ROLE, TOKEN, USAGE, chunked, plain, server
+from tests.support.patience import PATIENCE_S
 
 REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -50,7 +51,7 @@ async def test_a_stream_is_open_from_its_first_token_to_its_end() -> None:
 
     gate_of_end = asyncio.Event()
     listener = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with listener, asyncio.timeout(5):
+    async with listener, asyncio.timeout(PATIENCE_S):
         stream = await sent(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/")
         while not stream.answer.body:
             await asyncio.sleep(0)
@@ -74,7 +75,7 @@ async def test_a_stream_is_open_from_its_first_token_to_its_end() -> None:
     ],
 )
 async def test_a_stream_that_does_not_stay_open_says_why(reply: bytes | None, why: str) -> None:
-    async with server([reply]) as url, asyncio.timeout(5):
+    async with server([reply]) as url, asyncio.timeout(PATIENCE_S):
         stream = await sent(url)
         await after(stream, "ended")
         assert not stream.is_open
@@ -189,7 +190,7 @@ def test_growth_is_that_of_the_second_half() -> None:
 async def test_an_answer_that_is_not_as_asked_for_is_an_error_and_the_next_is_asked_for() -> None:
     whole = chunked([ROLE, *[TOKEN] * 4, END, USAGE.replace(b"2", b"4"), DONE])
     request = soak.Request(REQUEST, stream=True, leaves=False)
-    async with server([whole, chunked([ROLE, TOKEN], end=False), whole]) as url, asyncio.timeout(5):
+    async with server([whole, chunked([ROLE, TOKEN], end=False), whole]) as url, asyncio.timeout(PATIENCE_S):
         client = soak.Client(url, stream=True)
         assert [await client.ask(request) for _ in range(3)] == ["", "the connection was lost", ""]
         client.close()

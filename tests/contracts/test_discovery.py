@@ -15,6 +15,7 @@ import pytest_asyncio
 from mesh.discovery import Change, Deleted, Discovery, Put
 from mesh.discovery.file import FileDiscovery
 from mesh.discovery.memory import MemoryDiscovery
+from tests.support.patience import PATIENCE_S
 
 
 @pytest_asyncio.fixture(params=["memory", "file"])
@@ -25,7 +26,7 @@ async def discovery(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIter
 
 
 async def take(changes: AsyncIterator[Change], count: int) -> list[Change]:
-    return [await asyncio.wait_for(anext(changes), 5) for _ in range(count)]
+    return [await asyncio.wait_for(anext(changes), PATIENCE_S) for _ in range(count)]
 
 
 async def test_a_watcher_sees_what_is_there_and_what_comes_and_goes(discovery: Discovery) -> None:
@@ -71,6 +72,7 @@ async def test_closing_withdraws_and_ends_watches(tmp_path: Path) -> None:
 OWNER = """
 import asyncio, sys
 from mesh.discovery.file import FileDiscovery
+from tests.support.patience import PATIENCE_S
 async def main():
     await FileDiscovery(sys.argv[1], lease_s=0.6).put("workers/a", b"1")
     print("ready", flush=True)

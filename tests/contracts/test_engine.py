@@ -33,6 +33,7 @@ from protocol.messages import (
     pack_tokens,
     unpack_tokens,
 )
+from tests.support.patience import PATIENCE_S
 from workers.engine import EngineInfo
 from workers.executor import Executor
 from workers.mock_engine.executor import MockExecutor, mock_token, mock_vector
@@ -70,7 +71,7 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
             max_num_seqs=16,
             max_step_tokens=64,
             offer_lease_s=fields.get("offer_lease_s", 30.0),
-            pull_timeout_s=5.0,
+            pull_timeout_s=PATIENCE_S,
         )
         if on_gpu and transfer == "shm":
             pytest.skip("shm moves CPU memory only")
@@ -100,7 +101,7 @@ def ask(prompt: bytes, max_tokens: int = 12, **fields: object) -> GenerateReques
 
 
 async def run(engine: StepEngine, request: GenerateRequest) -> list[Delta]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         return [delta async for delta in engine.generate(request)]
 
 
@@ -196,7 +197,7 @@ async def test_an_offer_that_nobody_takes_is_unpinned_by_its_lease(make: Make) -
     engine = await make(offer_lease_s=0.3)
     await run(engine, ask(prompt_of(50), offer_kv=True))
     assert engine.load().offers == 1
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while engine.load().offers:
             await asyncio.sleep(0.01)
     assert engine.load().used_blocks == 0
@@ -428,7 +429,7 @@ def text(length: int, first: int = 100) -> EmbedRequest:
 
 
 async def vector_of(engine: StepEngine, request: EmbedRequest) -> np.ndarray:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         return np.frombuffer((await engine.embed(request)).vector, "<f4")
 
 
@@ -470,7 +471,7 @@ async def test_a_text_that_is_too_long_or_empty_is_refused(make: Make) -> None:
 async def test_giving_up_on_a_vector_frees_all_it_held(make: Make) -> None:
     engine = await able(make, Feature.EMBEDDINGS)
     asked = asyncio.create_task(vector_of(engine, text(1000)))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not engine.load().running:
             await asyncio.sleep(0)
     asked.cancel()
@@ -482,7 +483,7 @@ async def test_giving_up_on_a_vector_frees_all_it_held(make: Make) -> None:
 async def test_an_engine_that_stops_fails_the_vectors_it_owes(make: Make) -> None:
     engine = await able(make, Feature.EMBEDDINGS)
     asked = asyncio.create_task(vector_of(engine, text(1000)))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not engine.load().running:
             await asyncio.sleep(0)
     await engine.stop()
@@ -522,7 +523,7 @@ async def test_the_mocks_answers_are_those_of_its_adapter_and_share_no_cache(mak
 async def test_an_engine_that_stops_says_so_to_whom_it_served(make: Make) -> None:
     engine = await make()
     answer = asyncio.create_task(run(engine, ask(prompt_of(50), 2000)))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not engine.load().running:
             await asyncio.sleep(0)
     await engine.stop()

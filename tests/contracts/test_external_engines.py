@@ -43,6 +43,7 @@ from protocol.messages import (
 from tests.support.fake_servers import VllmServer, answer_to
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_trtllm import FakeTrtllm
+from tests.support.patience import PATIENCE_S
 from tests.support.toy_model import next_token
 from tests.support.vllm_mesh import ENV, FLAGS, needs_vllm
 from workers.attached.engine import AttachedEngine
@@ -57,7 +58,6 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)
 
 BLOCK = 16
 MODEL_PATH = "/models/toy"
-PATIENCE_S = 30.0
 numbers = itertools.count()
 
 

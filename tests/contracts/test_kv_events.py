@@ -16,6 +16,7 @@ from protocol.ids import EngineHash, WorkerId
 from protocol.messages import KvDigest
 from tests.support.kv_events import W1, Index, block, blocks, digest_of, payload
 from tests.support.nats_server import WHY_NONE, NatsProcess
+from tests.support.patience import PATIENCE_S
 from tests.support.proxy import Proxy
 
 W2 = WorkerId("w2.of *>")  # any text is a worker's id
@@ -169,7 +170,7 @@ async def test_lost_batches_are_replayed_once_a_later_one_comes(
     links.is_deaf = True
     for number in range(1, 20):
         publisher.publish(blocks(number))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not links.num_lost:
             await asyncio.sleep(0.01)
     links.is_deaf = False
@@ -313,7 +314,7 @@ async def test_closing_leaves_nothing_behind(wire: Wire, index: Index) -> None:
     await subscriber.close()
     await wire.close()
     await publisher.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not asyncio.all_tasks() <= before:  # a library may still have something to end
             await asyncio.sleep(0.01)
     assert subscriber.pending_bytes == 0

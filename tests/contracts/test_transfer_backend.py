@@ -17,6 +17,7 @@ from kvcache.transfer.offers import Run, plan_copy
 from protocol.errors import TransferError
 from protocol.messages import KvLayout, Ticket, decode
 from tests.support.kv_peer import LAYOUT, open_with_region
+from tests.support.patience import PATIENCE_S
 
 BACKENDS = [
     "shm",
@@ -34,7 +35,7 @@ class Peer:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{line}\n".encode())
-        return (await asyncio.wait_for(self.process.stdout.readline(), 20)).decode().strip()
+        return (await asyncio.wait_for(self.process.stdout.readline(), PATIENCE_S)).decode().strip()
 
     async def offer(self, *blocks: int) -> Ticket:
         return decode(base64.b64decode(await self.say("offer " + " ".join(map(str, blocks)))), Ticket)
@@ -104,7 +105,7 @@ async def test_a_dead_peer_is_an_error_and_not_a_hang(pair: tuple[TransferBacken
     ticket = await peer.offer(5)
     await peer.kill()
     with pytest.raises(TransferError):
-        await asyncio.wait_for(backend.fetch(ticket, 0, [1]), 15)
+        await asyncio.wait_for(backend.fetch(ticket, 0, [1]), PATIENCE_S)
 
 
 async def test_a_cancelled_fetch_lets_go_of_the_blocks(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:

@@ -25,6 +25,7 @@ from tests.support.fake_servers import (
     served,
 )
 from tests.support.mesh import Mesh, until
+from tests.support.patience import PATIENCE_S
 from tests.support.streams import Stream, check_answer
 
 pytestmark = pytest.mark.e2e
@@ -50,7 +51,7 @@ def attached(folder: Path, *words: str, workers: int) -> Iterator[Mesh]:
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(40)
+            process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
@@ -199,7 +200,7 @@ def test_who_waits_for_a_server_can_be_stopped(tmp_path: Path) -> None:
         assert process.stderr is not None
         assert b"waiting for the server" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(15) == 0
+        assert process.wait(PATIENCE_S) == 0
         process.stderr.close()
 
 

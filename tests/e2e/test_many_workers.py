@@ -15,6 +15,7 @@ from kvmesh.tiny_model import CHECKPOINT_DIR
 from mesh.plane.client import PlaneClient
 from protocol.messages import Control, ControlAction, ControlReply, Role
 from tests.support.mesh import Mesh, running_mesh, until
+from tests.support.patience import PATIENCE_S
 from tests.support.streams import Stream, check_mock_answer
 
 PROMPT = list(range(10, 90))  # 5 full blocks
@@ -37,7 +38,7 @@ def worker(mesh: Mesh, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         if process.poll() is None:
             process.kill()

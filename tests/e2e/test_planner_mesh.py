@@ -14,6 +14,7 @@ import pytest
 
 from planner.record import Record, read_records
 from tests.support.mesh import Mesh, running_mesh, until
+from tests.support.patience import PATIENCE_S
 from tests.support.streams import Stream, check_mock_answer
 
 pytestmark = pytest.mark.e2e
@@ -30,7 +31,7 @@ class Control:
 
     def __init__(self, run_dir: Path) -> None:
         transport = httpx.HTTPTransport(uds=str(run_dir / "control" / "control.sock"))
-        self._http = httpx.Client(transport=transport, base_url="http://mesh", timeout=30)
+        self._http = httpx.Client(transport=transport, base_url="http://mesh", timeout=PATIENCE_S)
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         response = self._http.post(path, json=body)
@@ -89,19 +90,19 @@ def steady_load(mesh: Mesh, clients: int, tokens: int = 20) -> Iterator[list[Str
 def test_workers_come_and_go_under_load_and_no_request_notices(mesh: Mesh, control: Control) -> None:
     with steady_load(mesh, 6) as streams:
         assert control.post("/scale", prefill=2, decode=4)["started"] == ["prefill-1", "decode-2", "decode-3"]
-        until(lambda: control.count("decode") == 4 and control.count("prefill") == 2, 30, "the new workers")
+        until(lambda: control.count("decode") == 4 and control.count("prefill") == 2, what="the new workers")
         until(lambda: mesh.workers_seen() == 6, what="the frontend to hear of them")
         pids = {card.name: card.pid for card in mesh.workers().values()}
         seen = len(streams)
         until(lambda: len(streams) > seen + 30, what="requests on the new workers")
         draining = control.post("/scale", prefill=1, decode=1)["draining"]
         assert len(draining) == 4
-        until(lambda: not any(psutil.pid_exists(pids[name]) for name in draining), 30, "the drained workers to end")
+        until(lambda: not any(psutil.pid_exists(pids[name]) for name in draining), what="the drained workers to end")
         seen = len(streams)
         until(lambda: len(streams) > seen + 10, what="requests on those that are left")
     assert len(control.workers()) == 2
     control.post("/scale", decode=2)
-    until(lambda: control.count("decode") == 2, 30, "the mesh as it was")
+    until(lambda: control.count("decode") == 2, what="the mesh as it was")
 
 
 def test_a_drained_worker_finishes_what_it_has(mesh: Mesh, control: Control) -> None:
@@ -114,9 +115,9 @@ def test_a_drained_worker_finishes_what_it_has(mesh: Mesh, control: Control) -> 
     for stream in streams:
         check_mock_answer(stream.join())
         assert stream.trace.get("migrations", 0) == 0
-    until(lambda: name not in control.workers("draining"), 20, "it to end")
+    until(lambda: name not in control.workers("draining"), what="it to end")
     control.post("/scale", decode=2)
-    until(lambda: control.count("decode") == 2, 30, "the mesh as it was")
+    until(lambda: control.count("decode") == 2, what="the mesh as it was")
 
 
 def test_a_flipped_worker_serves_in_its_new_role_and_keeps_it_when_it_is_started_anew(
@@ -124,13 +125,13 @@ def test_a_flipped_worker_serves_in_its_new_role_and_keeps_it_when_it_is_started
 ) -> None:
     with steady_load(mesh, 4):
         [name] = control.post("/flip", to="prefill", count=1)["flipped"]
-        until(lambda: control.workers().get(name) == "prefill", 30, "the flip")
+        until(lambda: control.workers().get(name) == "prefill", what="the flip")
         until(lambda: mesh.workers_seen() == 3, what="the frontend to hear of it")
     pid = mesh.kill(name)
     mesh.until_replaced(name, pid)
     until(lambda: control.workers().get(name) == "prefill", what="its role to be kept")
     [other] = control.post("/flip", to="decode", count=1)["flipped"]  # of two that have nothing to do, one or the other
-    until(lambda: control.workers().get(other) == "decode", 30, "the flip back")
+    until(lambda: control.workers().get(other) == "decode", what="the flip back")
 
 
 def test_a_worker_that_cannot_be_started_does_not_end_the_mesh(tmp_path: Path) -> None:
@@ -164,12 +165,12 @@ def test_a_planner_follows_the_load_and_one_that_dies_takes_up_where_the_fleet_i
         control = Control(tmp_path)
         until(lambda: decided(tmp_path, lambda record: True), what="the first decision")
         with steady_load(mesh, 8, tokens=40):
-            until(lambda: control.count("decode") > 1, 60, "a second decode worker")
+            until(lambda: control.count("decode") > 1, what="a second decode worker")
             before = control.count("decode")
             [planner] = [p for p in mesh.processes() if p.cmdline()[1:3] == ["-m", "planner"]]
             records = len(read_records(tmp_path / "planner.jsonl", 1000))
             os.kill(planner.pid, signal.SIGKILL)
-            until(lambda: len(read_records(tmp_path / "planner.jsonl", 1000)) > records + 3, 30, "the next planner")
+            until(lambda: len(read_records(tmp_path / "planner.jsonl", 1000)) > records + 3, what="the next planner")
             assert control.count("decode") >= before
         new = read_records(tmp_path / "planner.jsonl", 1000)[records:]
         assert all(record.decision.decode >= before for record in new)
@@ -184,7 +185,7 @@ def test_when_the_mix_changes_a_planner_turns_a_worker_instead_of_starting_one(t
         control = Control(tmp_path)
         names = control.workers().keys()
         with steady_load(mesh, 8, tokens=60):
-            until(lambda: control.count("decode") == 2, 60, "a prefill worker to turn")
+            until(lambda: control.count("decode") == 2, what="a prefill worker to turn")
         assert control.workers().keys() == names, "nobody was started, nobody was stopped"
         flips = [
             record for record in read_records(tmp_path / "planner.jsonl", 1000) if record.decision.flip is not None

@@ -13,6 +13,7 @@ import pytest
 
 from protocol.messages import FrontendCard, decode
 from tests.support.mesh import Mesh, running_mesh, until
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 BODY = {"model": "tiny", "prompt": "Once", "max_tokens": 4, "temperature": 0}
@@ -30,11 +31,11 @@ def many_frontends(mesh: Mesh, processes: int) -> Iterator[subprocess.Popen[byte
         [sys.executable, "-m", "frontend", *flags, "--discovery", discovery, "--log-level", "warning"]
     )
     try:
-        until(lambda: len(cards(mesh)) == processes, 30, "all frontends")
+        until(lambda: len(cards(mesh)) == processes, what="all frontends")
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_requests_spread_over_the_processes_and_any_of_them_counts_all(mesh: Mes
         first, second = cards(mesh)
         assert first.url == second.url
         assert first.pid != second.pid
-        until(lambda: httpx.get(f"{first.url}/health").status_code == 200, 30, "a frontend that is ready")
+        until(lambda: httpx.get(f"{first.url}/health").status_code == 200, what="a frontend that is ready")
         assert len({complete(first.url) for _ in range(30)}) == 1
         for _ in range(4):
             done = mesh.metric(
@@ -64,7 +65,7 @@ def test_requests_spread_over_the_processes_and_any_of_them_counts_all(mesh: Mes
             )
             assert done == 30
         os.kill(first.pid, signal.SIGKILL)
-        until(lambda: {card.pid for card in cards(mesh)} - {first.pid, second.pid} != set(), 30, "its successor")
+        until(lambda: {card.pid for card in cards(mesh)} - {first.pid, second.pid} != set(), what="its successor")
         assert complete(first.url) == complete(second.url)
     assert parent.returncode == 128 + signal.SIGTERM or parent.returncode == 0
     assert cards(mesh) == []

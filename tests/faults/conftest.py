@@ -74,7 +74,7 @@ def watched(mesh: Mesh, names: tuple[str, ...]) -> Iterator[Mesh]:
         process.send_signal(signal.SIGCONT)
     until(lambda: all_there(mesh, names), what=f"{names} to be there again")
     try:
-        until(lambda: not in_flight(mesh), LEASE_S + 4)
+        until(lambda: not in_flight(mesh))
     finally:
         assert in_flight(mesh) == {}
     for path, size in said.items():

@@ -78,7 +78,7 @@ def test_every_answer_is_right_or_fails_loudly(mesh: Mesh) -> None:
                 left.add(stream)
                 stream.leave()
     for stream in streams:
-        stream.join(30)
+        stream.join()
     for stream in streams:
         check(stream, stream in left)
         assert stream.deadline_s is None or stream.took_s < stream.deadline_s + 1.5, stream

@@ -101,10 +101,10 @@ def test_when_the_run_directory_is_removed_the_mesh_makes_it_again(mesh: Mesh) -
     for stream in streams:
         stream.until_tokens(3)
     shutil.rmtree(mesh.run_dir / "discovery")
-    until(lambda: set(mesh.workers()) == set(PAIR), 6, "all cards to be there again")
+    until(lambda: set(mesh.workers()) == set(PAIR), what="all cards to be there again")
     for stream in streams:
         check_mock_answer(stream.join())
-    until(lambda: Stream(mesh.url, PROMPT, 5).join().status == 200, 6, "a request to be answered")
+    until(lambda: Stream(mesh.url, PROMPT, 5).join().status == 200, what="a request to be answered")
 
 
 def test_the_cards_say_who_they_are(mesh: Mesh) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.mesh import Mesh, _wait_for_banner, until
+from tests.support.patience import PATIENCE_S
 from tests.support.streams import Stream, check_failed_loudly, check_mock_answer
 
 
@@ -60,7 +61,7 @@ def test_ctrl_c_lets_streams_finish_and_refuses_new_ones(own: OwnMesh) -> None:
     for stream in streams + waiting:
         check_mock_answer(stream.join())
         assert stream.trace["migrations"] == 0, "workers stay until the frontend is done"
-    assert own.process.wait(10) == 0
+    assert own.process.wait(PATIENCE_S) == 0
     own.check_nothing_is_left()
 
 
@@ -71,8 +72,8 @@ def test_streams_that_take_longer_than_the_drain_end_with_an_error(tmp_path: Pat
         stream.until_tokens(5)
     started = time.monotonic()
     own.process.send_signal(signal.SIGINT)
-    assert own.process.wait(10) == 0
-    assert time.monotonic() - started < 5
+    assert own.process.wait(PATIENCE_S) == 0
+    assert time.monotonic() - started < 20
     for stream in streams:
         check_failed_loudly(stream.join())
     own.check_nothing_is_left()
@@ -83,19 +84,19 @@ def test_a_second_ctrl_c_does_not_wait(own: OwnMesh) -> None:
     own.process.send_signal(signal.SIGINT)
     until(lambda: "draining" in (own.mesh.run_dir / "logs" / "frontend.log").read_text(), what="the drain to begin")
     own.process.send_signal(signal.SIGINT)
-    assert own.process.wait(2) == 128 + signal.SIGINT
+    assert own.process.wait(15) == 128 + signal.SIGINT
     assert not stream.join().is_done
     own.check_nothing_is_left()
 
 
 def test_a_terminated_decode_worker_finishes_its_streams_and_is_replaced(mesh: Mesh) -> None:
-    streams = [Stream(mesh.url, prompt_of(n, n), 100) for n in LENGTHS]
+    streams = [Stream(mesh.url, prompt_of(n, n), 300) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)
     old = mesh.workers()["decode-0"]
     assert mesh.metric("kvmesh_worker_running_requests", "decode-0") > 0
     os.kill(old.pid, signal.SIGTERM)
-    until(lambda: f"workers/{old.worker_id}" not in mesh.entries("workers/"), 2, "its card to be withdrawn")
+    until(lambda: f"workers/{old.worker_id}" not in mesh.entries("workers/"), what="its card to be withdrawn")
     new = [Stream(mesh.url, prompt_of(n, 3 + n), 20, kvmesh={"trace": True, "disaggregate": True}) for n in LENGTHS]
     for stream in new:
         check_mock_answer(stream.join())
@@ -115,7 +116,7 @@ def test_a_terminated_prefill_worker_hands_over_what_it_offers(mesh: Mesh) -> No
         until(lambda: mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == len(streams), what="offers")
         old = mesh.pid("prefill-0")
         mesh.signal("prefill-0", signal.SIGTERM)
-        until(lambda: "prefill-0" not in mesh.workers(), 2, "its card to be withdrawn")
+        until(lambda: "prefill-0" not in mesh.workers(), what="its card to be withdrawn")
     for stream in streams:
         check_mock_answer(stream.join())
         assert (stream.trace["pull_error"], stream.trace["migrations"]) == ("", 0)

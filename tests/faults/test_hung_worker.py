@@ -26,6 +26,7 @@ from router.service import LocalRouter, WorkerFeed
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.deltas import deltas_of
 from tests.support.mesh import Mesh, until
+from tests.support.patience import PATIENCE_S
 from tests.support.streams import VOCAB, Stream, check_failed_loudly, check_mock_answer
 from workers.mock_engine.executor import mock_token
 
@@ -37,7 +38,7 @@ def test_a_request_ends_by_its_deadline_and_nothing_is_left_of_it(mesh: Mesh, na
         streams = [Stream(mesh.url, prompt_of(n, n), 20, timeout_s=0.5, **pinned) for n in LENGTHS]
         for stream in streams:
             stream.join()
-            assert 0.45 < stream.took_s < 2
+            assert 0.45 < stream.took_s < 8
             check_failed_loudly(stream)
             assert (stream.status, stream.error["code"]) in [(200, "deadline_exceeded"), (504, "deadline_exceeded")]
         assert mesh.metric("kvmesh_router_in_flight") == 0
@@ -52,7 +53,7 @@ def test_streams_that_stall_in_the_middle_end_by_their_deadline_with_an_error(me
     with mesh.stopped("decode-0"):
         for stream in streams:
             check_failed_loudly(stream.join())
-            assert 0.95 < stream.took_s < 3
+            assert 0.95 < stream.took_s < 8
             assert stream.status == 200
 
 
@@ -75,7 +76,7 @@ def test_a_worker_that_stalls_for_longer_than_its_lease_comes_back(mesh: Mesh) -
     frontend_log = mesh.run_dir / "logs" / "frontend.log"
     gone = f"worker left worker={mesh.workers()['decode-0'].worker_id}"
     with mesh.stopped("decode-0"):
-        until(lambda: gone in frontend_log.read_text(), 10, "the lease to pass")
+        until(lambda: gone in frontend_log.read_text(), what="the lease to pass")
         streams = [Stream(mesh.url, prompt_of(n, n), 10) for n in LENGTHS]
         for stream in streams:
             check_mock_answer(stream.join())
@@ -88,7 +89,7 @@ def test_a_worker_that_stalls_for_longer_than_its_lease_comes_back(mesh: Mesh) -
         check_mock_answer(stream)
         return stream.trace["decode_worker"] == "decode-0" and stream.trace["cached_tokens"] == 192
 
-    until(back, 10, "decode-0, and the router to know its cache")
+    until(back, what="decode-0, and the router to know its cache")
 
 
 # --- in this process, with a keepalive of fractions of a second instead of 5 s --------------------------
@@ -114,7 +115,7 @@ class Frontend:
             sampling=SamplingParams(temperature=0),
             stop=StopConditions(max_tokens=count, ignore_eos=True),
         )
-        deadline = asyncio.get_running_loop().time() + 20
+        deadline = asyncio.get_running_loop().time() + PATIENCE_S
         tokens: list[int] = []
         async with aclosing(deltas_of(self.dispatcher, request, Hints(), trace, deadline)) as deltas:
             async for delta in deltas:
@@ -143,7 +144,7 @@ async def frontend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     ]
     discovery = open_discovery(url)
     frontend = Frontend(discovery)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while len(frontend.cards) < 2:
             await asyncio.sleep(0.01)
     yield frontend
@@ -153,7 +154,7 @@ async def frontend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     await frontend.close()
     await discovery.close()
     for process in processes:
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 async def test_streams_of_a_hung_worker_go_on_elsewhere_once_the_keepalive_has_given_it_up(frontend: Frontend) -> None:
@@ -163,11 +164,11 @@ async def test_streams_of_a_hung_worker_go_on_elsewhere_once_the_keepalive_has_g
         asyncio.create_task(frontend.answer(prompt, 100, trace, pace))
         for prompt, trace, pace in zip(prompts, traces, paces, strict=True)
     ]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         for pace in paces:
             await pace.wait()
     os.kill(frontend.cards["a"].pid, signal.SIGSTOP)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         for prompt, answering in zip(prompts, answers, strict=True):
             assert await answering == [mock_token(prompt, i, VOCAB) for i in range(100)]
     assert {trace.migrations for trace in traces} == {0, 1}
@@ -175,5 +176,5 @@ async def test_streams_of_a_hung_worker_go_on_elsewhere_once_the_keepalive_has_g
     os.kill(frontend.cards["a"].pid, signal.SIGCONT)
     trace, pace = Trace(), asyncio.Event()
     hung_again = frontend.answer([1, 2, 3], 3, trace, pace)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         assert await hung_again == [mock_token([1, 2, 3], i, VOCAB) for i in range(3)]

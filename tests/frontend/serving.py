@@ -16,8 +16,8 @@ from mesh.http.server import listening
 from protocol.messages import Delta, Feature, FinishReason, TokenLogprob, WorkerCard
 from tests.frontend import tiny
 from tests.support.generator import ScriptedGenerator
+from tests.support.patience import PATIENCE_S
 
-PATIENCE_S = 5.0
 BACKEND = tiny.byte_level()
 END = BACKEND.token_to_id("<|im_end|>")
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

@@ -38,6 +38,7 @@ from protocol.messages import (
 )
 from tests.support.deltas import deltas_of
 from tests.support.fake_mesh import FakeMesh, FakeWorker, Step, answer
+from tests.support.patience import PATIENCE_S
 
 PROMPT = list(range(100, 140))
 LOST = PeerLostError("the connection broke")
@@ -58,7 +59,7 @@ def decode(*scripts: list[Step], name: str = "d0", overlap_blocks: int = 0) -> F
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -86,14 +87,14 @@ class Run:
     def tokens(self) -> list[int]:
         return [token for delta in self.deltas for token in delta.token_ids]
 
-    async def __call__(self, max_tokens: int = 10, hints: Hints | None = None, timeout_s: float = 5.0) -> "Run":
-        async with asyncio.timeout(5), aclosing(self.generate(max_tokens, hints, timeout_s)) as deltas:
+    async def __call__(self, max_tokens: int = 10, hints: Hints | None = None, timeout_s: float = PATIENCE_S) -> "Run":
+        async with asyncio.timeout(PATIENCE_S), aclosing(self.generate(max_tokens, hints, timeout_s)) as deltas:
             async for delta in deltas:
                 self.deltas.append(delta)
         return self
 
     def generate(
-        self, max_tokens: int = 10, hints: Hints | None = None, timeout_s: float = 5.0
+        self, max_tokens: int = 10, hints: Hints | None = None, timeout_s: float = PATIENCE_S
     ) -> AsyncIterator[Delta]:
         deadline = asyncio.get_running_loop().time() + timeout_s
         return deltas_of(self.dispatcher, request_of(max_tokens), hints or Hints(), self.trace, deadline)
@@ -291,7 +292,9 @@ async def test_of_many_placements_the_last_are_explained() -> None:
 
 async def test_a_preview_is_explained_and_touches_no_worker() -> None:
     run = Run(prefill(), decode())
-    placed = await run.dispatcher.preview(request_of(), Hints(tenant="t"), asyncio.get_running_loop().time() + 5)
+    placed = await run.dispatcher.preview(
+        request_of(), Hints(tenant="t"), asyncio.get_running_loop().time() + PATIENCE_S
+    )
     assert (placed.decode.name, placed.prefill and placed.prefill.name) == ("d0", "p0")
     assert placed.explanation is not None
     [asked] = run.mesh.previewed
@@ -550,7 +553,7 @@ async def test_closing_after_any_token_frees_everything(checked: list[Run], take
 
 async def cancelled_while(run: Run, worker: FakeWorker) -> None:
     answering = asyncio.create_task(run())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await worker.reached.wait()
     answering.cancel()
     with pytest.raises(asyncio.CancelledError):

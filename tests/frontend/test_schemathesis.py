@@ -20,12 +20,12 @@ from frontend.http import HttpSettings
 from frontend.openapi import OPERATIONS, SSE, openapi
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from tests.frontend.whole_mesh import ADAPTER, MODEL, PREFILL_WORKER, WORKER, whole_mesh
+from tests.support.patience import PATIENCE_S
 
 CONTEXT_TOKENS = 96
 EXAMPLES = int(os.environ.get("KVMESH_SCHEMATHESIS_EXAMPLES", "0"))
 DOCUMENT = json.loads(openapi("0", HttpSettings().max_request_timeout_s))
 REFUSED = "400"  # data that fits the description may be refused for what a schema cannot say: see `names_the_fault`
-PATIENCE_S = 30.0
 CHECKS = {
     "positive_data_acceptance": {"expected-statuses": ["2xx", "404", REFUSED, "503", "504"]},
     "negative_data_rejection": {"expected-statuses": ["400", "404", "503", "504"]},

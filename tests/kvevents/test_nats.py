@@ -16,6 +16,7 @@ from kvevents.transport import KvSource, Snapshot
 from protocol.errors import ConfigError
 from tests.support.kv_events import W1, Index, blocks, payload
 from tests.support.nats_server import WHY_NONE, NatsProcess
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(bool(WHY_NONE), reason=WHY_NONE)
 PATIENCE = Patience(answer_s=1.0, tries=2, backoff_s=0.01)
@@ -87,7 +88,7 @@ class Ears:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -96,7 +97,7 @@ async def listen(publisher: NatsKvEventPublisher, durable: str) -> tuple[NatsSer
     url, subject = split_endpoint(publisher.endpoint)
     server, ears = NatsServer(url, durable), Ears()
     NatsLink(server, subject, ears)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await ears.ready.wait()
     return server, ears
 
@@ -185,7 +186,7 @@ async def test_without_a_server_closing_takes_no_longer_than_promised(tmp_path: 
     subscriber = KvEventSubscriber(Index(), patience=PATIENCE)
     subscriber.add(KvSource(W1, publisher.endpoint))
     await asyncio.sleep(0.05)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await subscriber.close()
         await publisher.close()
 
@@ -266,7 +267,7 @@ async def test_a_replay_begins_at_any_number(server: NatsProcess) -> None:
 async def test_a_message_that_is_no_batch_is_counted(server: NatsProcess, client: Client) -> None:
     follower, ears = NatsServer(server.url, ""), Ears()
     NatsLink(follower, SUBJECT, ears)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await ears.ready.wait()
     for headers in (None, {"Nats-Msg-Id": "no-number"}, {"Nats-Msg-Id": "x-99999999999999999999"}):
         await client.publish(SUBJECT, b"x", headers=headers)

@@ -18,6 +18,7 @@ from protocol.errors import ConfigError, PeerLostError
 from protocol.events import Digest, Stored
 from protocol.ids import EngineHash, WorkerId
 from tests.support.kv_events import Index, blocks, payload
+from tests.support.patience import PATIENCE_S
 from tests.support.proxy import Proxy
 
 W1, W2 = WorkerId("w1"), WorkerId("w2")
@@ -70,7 +71,7 @@ class Relay:
         self._socket = LoopSocket(self._pub, lambda _: self._subscribed.set())
 
     async def subscribed(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await self._subscribed.wait()
 
     def send(self, seq: int, payload: bytes) -> None:
@@ -170,7 +171,7 @@ async def test_a_restarted_worker_is_a_new_one(index: Index, subscriber: KvEvent
 @asynccontextmanager
 async def publishing(endpoints: tuple[str, str], *numbers: int) -> AsyncIterator[KvEventPublisher]:
     """A publisher that has published those blocks, one by one; its address may have just been used by another."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 publisher = KvEventPublisher(*endpoints)
@@ -315,7 +316,7 @@ class ReplayClient:
     async def ask(self, *frames: bytes) -> list[tuple[int, bytes]]:
         self.socket.send(frames)
         got: list[tuple[int, bytes]] = []
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while (answer := await self._answers.get())[-2] != (-1).to_bytes(8, "big", signed=True):
                 assert answer[0] == b""
                 got.append((int.from_bytes(answer[-2], "big"), answer[-1]))
@@ -353,7 +354,7 @@ async def test_a_client_that_does_not_read_holds_up_nobody_and_misses_nothing(pu
     assert len(await client.ask(b"", bytes(8))) == 300
     got: asyncio.Queue[bytes] = asyncio.Queue()
     awake = LoopSocket(stuck, lambda frames: got.put_nowait(frames[-2]))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         seqs = [await got.get() for _ in range(301)]
     assert seqs == [*(seq.to_bytes(8, "big") for seq in range(300)), b"\xff" * 8]
     awake.close()

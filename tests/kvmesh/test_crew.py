@@ -11,6 +11,7 @@ from planner.connectors.local_api import MAX_WORKERS, Refusal
 from protocol.errors import EngineError, InvalidRequestError
 from protocol.messages import Role
 from tests.support.fake_crew import FakeHost
+from tests.support.patience import PATIENCE_S
 
 
 @pytest_asyncio.fixture
@@ -131,7 +132,7 @@ async def test_started_anew_it_has_the_role_that_it_was_given(host: FakeHost) ->
 async def test_while_it_flips_it_counts_for_its_new_role_and_is_not_ready(host: FakeHost) -> None:
     host.flips_s = asyncio.Event()
     flipping = asyncio.create_task(host.crew.flip(Role.DECODE, 1))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while states(host)["prefill-1"] != "flipping":
             await asyncio.sleep(0.001)
     assert host.roles()["prefill-1"] is Role.DECODE

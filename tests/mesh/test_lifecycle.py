@@ -13,6 +13,7 @@ import pytest
 
 from mesh import lifecycle
 from protocol.errors import ConfigError, PeerLostError
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
@@ -60,7 +61,7 @@ def test_a_signal_lets_main_finish(number: signal.Signals) -> None:
         await_line(process, "up")
         process.send_signal(number)
         await_line(process, "stopping")
-        assert process.wait(10) == 7
+        assert process.wait(PATIENCE_S) == 7
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -72,7 +73,7 @@ def test_a_second_signal_cancels_main(number: signal.Signals, code: int) -> None
         await_line(process, "stopping")
         process.send_signal(number)
         await_line(process, "cleaned up")
-        assert process.wait(10) == code
+        assert process.wait(PATIENCE_S) == code
 
 
 def test_a_third_signal_ends_a_main_that_will_not_be_cancelled() -> None:
@@ -88,7 +89,7 @@ def test_a_third_signal_ends_a_main_that_will_not_be_cancelled() -> None:
         process.terminate()
         await_line(process, "no")
         process.terminate()
-        assert process.wait(10) == 143
+        assert process.wait(PATIENCE_S) == 143
 
 
 SUPERVISOR = """

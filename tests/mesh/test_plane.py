@@ -26,6 +26,7 @@ from protocol.errors import (
     PeerLostError,
     WireError,
 )
+from tests.support.patience import PATIENCE_S
 
 
 class Service:
@@ -106,7 +107,7 @@ async def test_a_slow_consumer_holds_its_producer_back(service: Service, client:
 async def test_leaving_a_stream_cancels_the_call(service: Service, client: PlaneClient) -> None:
     async with client.open(service.server.address, "forever", None, 5) as stream:
         assert await stream.next() is not None
-    await asyncio.wait_for(service.cancelled.wait(), 10)
+    await asyncio.wait_for(service.cancelled.wait(), PATIENCE_S)
 
 
 async def test_a_peer_that_dies_ends_its_streams_at_once(service: Service, client: PlaneClient) -> None:
@@ -115,7 +116,7 @@ async def test_a_peer_that_dies_ends_its_streams_at_once(service: Service, clien
         for link in list(service.server._links):
             link._transport.abort()
         with pytest.raises(PeerLostError, match="lost 127"):
-            await asyncio.wait_for(stream.next(), 10)
+            await asyncio.wait_for(stream.next(), PATIENCE_S)
 
 
 async def test_a_caller_that_dies_cancels_its_calls(service: Service) -> None:
@@ -124,7 +125,7 @@ async def test_a_caller_that_dies_cancels_its_calls(service: Service) -> None:
     writer.write(encode_frame(Open(1, "forever", 60.0, 8, msgspec.Raw(msgspec.msgpack.encode(None)))))
     await service.started.wait()
     writer.transport.abort()
-    await asyncio.wait_for(service.cancelled.wait(), 10)
+    await asyncio.wait_for(service.cancelled.wait(), PATIENCE_S)
 
 
 async def test_a_silent_peer_is_given_up(monkeypatch: pytest.MonkeyPatch, client: PlaneClient) -> None:
@@ -134,7 +135,7 @@ async def test_a_silent_peer_is_given_up(monkeypatch: pytest.MonkeyPatch, client
     with silent:
         async with client.open(f"127.0.0.1:{silent.getsockname()[1]}", "forever", None, 60) as stream:
             with pytest.raises(PeerLostError, match="silent"):
-                await asyncio.wait_for(stream.next(), 10)
+                await asyncio.wait_for(stream.next(), PATIENCE_S)
 
 
 async def test_a_suspect_that_does_not_answer_is_given_up_before_the_keepalive(
@@ -146,7 +147,7 @@ async def test_a_suspect_that_does_not_answer_is_given_up_before_the_keepalive(
         async with client.open(address, "forever", None, 60) as stream:
             client.suspect(address, "its lease has ended")
             with pytest.raises(PeerLostError, match="its lease has ended, and it does not answer"):
-                await asyncio.wait_for(stream.next(), 10)
+                await asyncio.wait_for(stream.next(), PATIENCE_S)
 
 
 async def test_a_suspect_that_answers_keeps_its_streams(
@@ -167,7 +168,7 @@ async def test_the_deadline_ends_a_call_on_both_sides(service: Service, client: 
         async with client.open(service.server.address, "forever", None, 0.05) as stream:
             await stream.next()
             await stream.next()
-    await asyncio.wait_for(service.cancelled.wait(), 10)
+    await asyncio.wait_for(service.cancelled.wait(), PATIENCE_S)
 
 
 async def test_a_deadline_ends_the_stream_and_nothing_else_of_its_task(service: Service, client: PlaneClient) -> None:
@@ -180,7 +181,8 @@ async def test_a_deadline_ends_the_stream_and_nothing_else_of_its_task(service: 
 
     stream = messages()
     await anext(stream)
-    await asyncio.wait_for(service.cancelled.wait(), 10)  # the slow thing: outlasts the deadline, is not cancelled
+    # the slow thing: outlasts the deadline, is not cancelled
+    await asyncio.wait_for(service.cancelled.wait(), PATIENCE_S)
     with pytest.raises(DeadlineExceededError):
         await anext(stream)
 
@@ -190,7 +192,7 @@ async def test_a_timeout_that_is_none_is_refused(service: Service, timeout_s: fl
     reader, writer = await asyncio.open_connection(*service.server.address.split(":"))
     writer.write(encode_frame(Hello()))
     writer.write(encode_frame(Open(1, "count", timeout_s, 8, msgspec.Raw(b"\x01"))))
-    assert b"is not between 0 and" in await asyncio.wait_for(reader.read(200), 10)
+    assert b"is not between 0 and" in await asyncio.wait_for(reader.read(200), PATIENCE_S)
     writer.close()
 
 
@@ -270,7 +272,7 @@ async def test_more_calls_than_allowed_are_refused_early(service: Service, clien
 async def test_garbage_is_hung_up_on_and_harms_nobody(service: Service, client: PlaneClient, garbage: bytes) -> None:
     reader, writer = await asyncio.open_connection(*service.server.address.split(":"))
     writer.write(garbage)
-    assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
     writer.close()
     assert await client.ask(service.server.address, "count", 1, int, 5) == 0
 
@@ -389,7 +391,7 @@ async def test_a_consumer_that_has_enough_ends_the_call(service: Service, client
     async with client.open(service.server.address, "endless", None, 5) as stream:
         await stream.feed(int, taker)
     assert taker.taken == [1, 1, 1]
-    await asyncio.wait_for(service.cancelled.wait(), 10)
+    await asyncio.wait_for(service.cancelled.wait(), PATIENCE_S)
 
 
 @pytest.mark.parametrize("breaks_at", [1, 2, 40])
@@ -453,7 +455,7 @@ async def test_a_peer_that_dies_ends_the_feeding(service: Service, client: Plane
         for link in list(service.server._links):
             link._transport.abort()
         with pytest.raises(PeerLostError, match="lost 127"):
-            await asyncio.wait_for(feeding, 10)
+            await asyncio.wait_for(feeding, PATIENCE_S)
 
 
 async def test_the_deadline_ends_the_feeding(service: Service, client: PlaneClient) -> None:
@@ -497,7 +499,7 @@ async def test_a_peer_that_sends_beyond_its_credit_is_hung_up_on(client: PlaneCl
             emptying = asyncio.create_task(keep_emptying(taker))
             taker.empty()
             with pytest.raises(PeerLostError, match="beyond its credit"):
-                await asyncio.wait_for(feeding, 10)
+                await asyncio.wait_for(feeding, PATIENCE_S)
             emptying.cancel()
 
 

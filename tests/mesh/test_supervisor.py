@@ -15,6 +15,7 @@ import pytest_asyncio
 from mesh import supervisor as supervisor_module
 from mesh.supervisor import MAX_QUICK_EXITS, STABLE_S, ProcessSpec, Supervisor, describe_exit, restart_delay_s
 from protocol.errors import ConfigError, EngineError
+from tests.support.patience import PATIENCE_S
 
 FOREVER = "import time; print('up', flush=True); time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -41,14 +42,14 @@ class Watched:
         return pid
 
     async def failed(self) -> Exception:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await self.supervisor.failed.wait()
         assert self.supervisor.failure is not None
         return self.supervisor.failure
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -17,6 +17,7 @@ from planner.profiles import polynomial_profile
 from planner.record import Record, RecordFile, read_records
 from planner.service import Planner, planned_with, serve
 from protocol.errors import ConfigError
+from tests.support.patience import PATIENCE_S
 
 
 class FakeCore:
@@ -200,7 +201,7 @@ async def test_figures_stand_in_the_metrics_and_the_unknown_ones_are_not_zero(ri
 async def running(rig: Rig, acts: Callable[[float], bool], until: Callable[[], bool]) -> None:
     stop = asyncio.Event()
     task = asyncio.create_task(rig.planner.run(stop, acts, lambda: "another"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not until():
             await asyncio.sleep(0.001)
     stop.set()
@@ -267,7 +268,7 @@ async def test_a_service_runs_and_ends(tmp_path: Path) -> None:
     )
     stop = asyncio.Event()
     task = asyncio.create_task(serve(config, stop))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not (record.exists() and record.stat().st_size):
             await asyncio.sleep(0.01)
     stop.set()

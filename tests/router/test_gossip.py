@@ -31,6 +31,7 @@ from router.gossip_link import Gossip
 from router.index import Holder
 from router.load import NOTHING, ActiveLoad, Share
 from router.service import LocalRouter, WorkerFeed
+from tests.support.patience import PATIENCE_S
 
 A, B = Holder(WorkerId("a"), 0), Holder(WorkerId("b"), 1)
 
@@ -319,7 +320,7 @@ def request(name: str, **fields: object) -> RouteRequest:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.002)
 

@@ -29,6 +29,7 @@ from router.config import RouterConfig
 from router.http import RouterApi
 from router.index import Holder, PrefixIndex
 from router.service import LocalRouter, WorkerFeed, serve
+from tests.support.patience import PATIENCE_S
 
 BLOCK = 16
 TOKENS = list(range(1000, 1170))  # 10 blocks and a bit
@@ -43,7 +44,7 @@ def card(name: str, role: Role = Role.DECODE, **fields: object) -> WorkerCard:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -458,7 +459,7 @@ async def test_python_m_router_serves_it(tmp_path: Path) -> None:
     stop, discovery = asyncio.Event(), open_discovery(url)
     await discovery.put("workers/d1-id", encode(card("d1")))
     serving = asyncio.create_task(serve(RouterConfig(discovery=url, metrics_port=0, drain_timeout_s=1), stop))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         async for change in discovery.watch("routers/"):
             assert isinstance(change, Put)
             found = decode(change.value, RouterCard)

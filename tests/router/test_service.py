@@ -46,6 +46,7 @@ from router.core import Outcome
 from router.index import Holder
 from router.metrics import REUSED_TOKENS
 from router.service import LocalBooking, LocalRouter, WorkerFeed, handlers, serve
+from tests.support.patience import PATIENCE_S
 
 BLOCK = 16
 TOKENS = list(range(1000, 1160))
@@ -83,7 +84,7 @@ def answered(router: LocalRouter, worker: str = "d1") -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -795,13 +796,13 @@ async def test_it_serves_until_it_is_stopped_and_lets_requests_finish(tmp_path: 
     serving = asyncio.create_task(serve(RouterConfig(discovery=url, drain_timeout_s=5), stop))
     remote = RemoteRouter(plane)
     async with aclosing(discovery.watch("routers/")) as changes:  # type: ignore[type-var]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             appeared = await anext(changes)
         assert isinstance(appeared, Put)
         found = decode(appeared.value, RouterCard)
         assert found.name == "router"
         remote._join(appeared.key, appeared.value)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
                     async with remote.book(request(), 5):
@@ -810,7 +811,7 @@ async def test_it_serves_until_it_is_stopped_and_lets_requests_finish(tmp_path: 
                     await asyncio.sleep(0.01)  # it has not seen the worker yet
         async with remote.book(request("late"), 5) as booking:
             stop.set()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 changed = await anext(changes)
             assert isinstance(changed, Put)
             assert decode(changed.value, RouterCard).address == ""
@@ -821,7 +822,7 @@ async def test_it_serves_until_it_is_stopped_and_lets_requests_finish(tmp_path: 
                 assert (reply.status, (await reply.json())["status"]) == (503, "draining")
             booking.prefill_done()
             assert not serving.done()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await serving
             assert await anext(changes) == Deleted("routers/router")
     await plane.close()

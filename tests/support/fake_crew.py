@@ -12,6 +12,7 @@ from mesh.supervisor import ProcessSpec
 from protocol.errors import InvalidRequestError, MeshError
 from protocol.ids import WorkerId
 from protocol.messages import Control, ControlReply, Role, WorkerCard, decode, encode
+from tests.support.patience import PATIENCE_S
 
 
 class FakeSupervisor:
@@ -99,7 +100,7 @@ class FakeHost:
 
     async def until_ended(self, name: str) -> None:
         """A worker that is drained is gone."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while any(report.name == name for report in self.crew.reports()):
                 await asyncio.sleep(0.001)
 

@@ -21,6 +21,7 @@ from kvevents.publisher import KvEventPublisher
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.events import KvEvent, Removed, Stored
 from protocol.ids import EngineHash
+from tests.support.patience import PATIENCE_S
 
 BLOCK = 16
 CONTEXT = 2048
@@ -502,4 +503,4 @@ class Loop:
         async def call() -> None:
             await make()
 
-        asyncio.run_coroutine_threadsafe(call(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(call(), self._loop).result(PATIENCE_S)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from kvevents.formats import decode_payload, encode_payload
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.ids import EngineHash, WorkerId
+from tests.support.patience import PATIENCE_S
 
 W1 = WorkerId("w1")
 
@@ -51,7 +52,7 @@ class Index:
         return digest_of(sorted(self.held.get((worker_id, dp_rank), ())))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

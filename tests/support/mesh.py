@@ -18,6 +18,7 @@ from prometheus_client.samples import Sample
 
 from protocol.errors import WireError
 from protocol.messages import FrontendCard, WorkerCard, decode
+from tests.support.patience import PATIENCE_S
 
 START_S = 60.0
 
@@ -29,7 +30,7 @@ class Mesh:
         self.process = process
         self.run_dir = run_dir
         self.url = ""
-        self._scraper = httpx.Client(timeout=10.0, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+        self._scraper = httpx.Client(timeout=PATIENCE_S, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     @property
     def http(self) -> httpx.Client:
@@ -130,7 +131,7 @@ class Mesh:
         return "\n".join(parts)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 15.0, what: str = "") -> None:
+def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S, what: str = "") -> None:
     """Wait for something that other processes do."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -160,7 +161,7 @@ def running_mesh(
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         try:
-            process.wait(40)
+            process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             raise

@@ -7,8 +7,10 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.support.patience import PATIENCE_S
+
 _BINARY = shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin:/usr/local/bin")
-_START_S = 10.0
+_START_S = PATIENCE_S
 
 WHY_NONE = "" if _BINARY else "there is no nats-server: apt-get install nats-server"
 

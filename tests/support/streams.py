@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from frontend.tokenizer import Tokenizer
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from tests.support.mesh import until
+from tests.support.patience import PATIENCE_S
 from workers.mock_engine.executor import mock_token
 
 VOCAB = 2048  # of the mock engine
@@ -60,7 +61,7 @@ class Stream:
     def is_over(self) -> bool:
         return not self._thread.is_alive()
 
-    def join(self, timeout_s: float = 20.0) -> "Stream":
+    def join(self, timeout_s: float = PATIENCE_S) -> "Stream":
         """Wait for the end; a stream that hangs is a failure."""
         self._thread.join(timeout_s)
         assert self.is_over, f"hangs after {time.monotonic() - self.began:.1f} s and {len(self.tokens)} tokens"

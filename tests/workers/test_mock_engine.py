@@ -18,6 +18,7 @@ from protocol.errors import ConfigError, EngineError
 from protocol.messages import Role, SamplingParams
 from protocol.profile import DecodeTable, PrefillTable, Profile
 from protocol.timing import PolynomialTiming, Timing, pull_s_per_token
+from tests.support.patience import PATIENCE_S
 from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.executor import Row, Sampled
@@ -274,7 +275,7 @@ async def test_without_a_speed_nothing_waits_but_others_get_their_turn() -> None
 async def test_an_alarm_rings_when_it_is_due_and_not_before() -> None:
     alarm = Alarm()
     due_s = time.monotonic() + 0.0043
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await alarm.wait_until(due_s)
         assert time.monotonic() >= due_s
         await alarm.wait_until(due_s)  # has passed
@@ -288,7 +289,7 @@ async def test_an_alarm_can_be_given_up_and_set_anew() -> None:
     await asyncio.sleep(0)
     given_up.cancel()
     due_s = time.monotonic() + 0.006
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await asyncio.wait([given_up])
         await alarm.wait_until(due_s)
     assert time.monotonic() >= due_s

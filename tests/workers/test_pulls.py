@@ -10,6 +10,7 @@ import pytest_asyncio
 from kvcache.transfer.shm import ShmBackend
 from protocol.ids import RequestId, new_worker_id
 from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
+from tests.support.patience import PATIENCE_S
 from tests.support.transfer import HangingBackend
 from workers.mock_engine.executor import MockExecutor, mock_token
 from workers.step_engine import StepEngine, StepEngineConfig
@@ -69,7 +70,7 @@ def tokens(deltas: list[Delta]) -> list[int]:
 
 async def test_a_pull_that_takes_too_long_is_computed_instead(impatient: Pair) -> None:
     leg = await impatient.decode_leg()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         deltas = [delta async for delta in impatient.decoder.generate(leg)]
     assert tokens(deltas) == [mock_token(PROMPT, i, 2048) for i in range(1, 6)]
     assert deltas[0].pull is not None
@@ -96,7 +97,7 @@ async def test_others_go_on_beside_a_pull_that_hangs(patient: Pair) -> None:
     hanging = asyncio.create_task(anext(patient.decoder.generate(leg)))
     await patient.transfer.fetching.wait()
     other = msgspec.structs.replace(leg, request_id=RequestId("other"), ticket=None, generated=())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         deltas = [delta async for delta in patient.decoder.generate(other)]
     assert len(tokens(deltas)) == 6
     patient.transfer.go_on.set()
@@ -122,6 +123,6 @@ async def test_a_pull_takes_no_less_than_the_bandwidth_of_the_model_allows() -> 
 
 
 async def all_free(engine: StepEngine) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while engine.load().used_blocks:
             await asyncio.sleep(0)

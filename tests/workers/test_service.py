@@ -23,6 +23,7 @@ from protocol.messages import (
     encode,
     pack_tokens,
 )
+from tests.support.patience import PATIENCE_S
 from tests.support.place import FakePlace
 from workers.backends import open_engine
 from workers.config import WorkerConfig
@@ -173,7 +174,7 @@ async def test_a_worker_that_is_stopped_while_it_starts_does_not_wait_for_its_en
     engine, stop = SlowEngine(), asyncio.Event()
     task = await start_of(engine, stop)
     stop.set()
-    assert await asyncio.wait_for(task, 5) is None
+    assert await asyncio.wait_for(task, PATIENCE_S) is None
     assert engine.was_given_up
 
 
@@ -183,9 +184,9 @@ async def test_an_engine_that_is_ready_or_cannot_start_ends_the_wait() -> None:
     tasks = [await start_of(one, asyncio.Event()) for one in (engine, broken)]
     engine.go_on.set()
     broken.go_on.set()
-    assert await asyncio.wait_for(tasks[0], 5) is not None
+    assert await asyncio.wait_for(tasks[0], PATIENCE_S) is not None
     with pytest.raises(ConfigError, match="no such model"):
-        await asyncio.wait_for(tasks[1], 5)
+        await asyncio.wait_for(tasks[1], PATIENCE_S)
 
 
 async def test_a_start_that_is_cancelled_gives_the_engine_up_too() -> None:

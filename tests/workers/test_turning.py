@@ -10,6 +10,7 @@ import pytest
 from protocol.errors import DrainingError, EngineError, InvalidRequestError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import NO_LAYOUT, Control, ControlAction, ControlReply, GenerateRequest, Role, encode
+from tests.support.patience import PATIENCE_S
 from tests.support.place import FakePlace
 from workers.engine import EngineInfo, EngineLoad
 from workers.service import Worker
@@ -41,7 +42,7 @@ def turning(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0)
 

@@ -28,6 +28,7 @@ from protocol.messages import (
     pack_tokens,
 )
 from tests.support.fake_vllm import BLOCK, FakeVllm, token_after
+from tests.support.patience import PATIENCE_S
 from workers.config import WorkerConfig
 from workers.engine import Controllable, EngineInfo
 from workers.vllm_engine.engine import VllmEngine
@@ -85,7 +86,7 @@ def ask(max_tokens: int = 6, **fields: Any) -> GenerateRequest:
 
 
 async def run(engine: VllmEngine, request: GenerateRequest) -> list[Delta]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         return [delta async for delta in engine.generate(request)]
 
 
@@ -255,7 +256,7 @@ async def test_a_vector_comes_from_where_there_are_embeddings(start: Start) -> N
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0)
 
@@ -357,7 +358,7 @@ async def test_who_is_served_when_it_stops_is_told_so(start: Start) -> None:
     running = await start()
     running.vllm.may_go_on.clear()
     answer = asyncio.create_task(run(running.engine, ask(6)))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not running.vllm.asked:
             await asyncio.sleep(0)
     await running.engine.stop()

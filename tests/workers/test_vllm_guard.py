@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from workers.vllm_engine.guard import Guard, start_time
 
 HOST = """
@@ -43,7 +44,7 @@ def test_closing_ends_what_still_runs(sleeper: subprocess.Popen[bytes]) -> None:
     guard.watch([sleeper.pid])
     guard.close()
     guard.close()
-    assert sleeper.wait(10) == -9
+    assert sleeper.wait(PATIENCE_S) == -9
 
 
 def test_a_process_that_took_the_number_of_an_old_one_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:

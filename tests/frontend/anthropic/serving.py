@@ -12,7 +12,6 @@ from protocol.messages import Delta, FinishReason, unpack_tokens
 from tests.frontend import tiny
 from tests.support.generator import ScriptedGenerator
 
-PATIENCE_S = 5.0
 BACKEND = tiny.byte_level()
 END = BACKEND.token_to_id("<|im_end|>")
 TEMPLATE = (  # writes whatever a message may hold

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, cast
 
 from mesh.http.request import Reply, ReplyStream, Request, json_reply
 from mesh.http.server import App, HttpLimits, Route, Server
+from tests.support.patience import PATIENCE_S
 
-PATIENCE_S = 5.0
 HOST = b"Host: x\r\n"
 
 DEFAULT_LIMITS = HttpLimits()

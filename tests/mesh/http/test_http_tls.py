@@ -92,6 +92,6 @@ async def test_a_client_that_leaves_cancels_its_handler(site: Site, path: str, g
         left = time.monotonic()
         getattr(writer.transport, goodbye)()
         await site.handlers.cancelled.wait()
-    assert time.monotonic() - left < 0.5
+    assert time.monotonic() - left < 5
     writer.transport.abort()
     await site.until_clean()

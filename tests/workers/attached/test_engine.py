@@ -54,6 +54,7 @@ from tests.support.fake_servers import (
     answer_to,
     vector_of,
 )
+from tests.support.patience import PATIENCE_S
 from workers.attached import engine as engine_module
 from workers.attached.engine import AttachedEngine, open_attached
 from workers.attached.metrics import ServerMetrics
@@ -111,7 +112,7 @@ def ask(prompt: Sequence[int], max_tokens: int = 8, **fields: Any) -> GenerateRe
 
 
 async def run(engine: AttachedEngine, request: GenerateRequest) -> list[Delta]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         return [delta async for delta in engine.generate(request)]
 
 
@@ -126,7 +127,7 @@ def tokens(deltas: Sequence[Delta]) -> list[int]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -25,6 +25,7 @@ from protocol.messages import (
     pack_tokens,
 )
 from tests.support.fake_sglang import FakeSglang
+from tests.support.patience import PATIENCE_S
 from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.engine import Controllable
@@ -67,7 +68,7 @@ def ask(length: int = 40, **fields: object) -> GenerateRequest:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -90,7 +91,7 @@ async def test_sigterm_stays_the_workers(make: Make) -> None:
     try:
         await make()
         os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await stopped.wait()
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
@@ -276,7 +277,7 @@ def test_signals_are_kept_on_the_loop_that_workers_run_on() -> None:
             loop.add_signal_handler(signal.SIGUSR1, hear, "sglang")
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await both.wait()
         loop.remove_signal_handler(signal.SIGTERM)
         loop.remove_signal_handler(signal.SIGUSR1)

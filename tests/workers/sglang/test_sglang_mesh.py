@@ -21,6 +21,7 @@ from protocol.messages import (
 from tests.support.deltas import deltas_of
 from tests.support.fake_mesh import FakeMesh, FakeWorker
 from tests.support.fake_sglang import FakeSglang
+from tests.support.patience import PATIENCE_S
 from tests.support.toy_model import next_token
 from workers.config import WorkerConfig
 from workers.sglang_engine.engine import SglangEngine
@@ -78,7 +79,7 @@ async def test_both_halves_get_the_request_at_once_and_the_answer_is_whole(mesh:
         sampling=SamplingParams(temperature=0),
         stop=StopConditions(max_tokens=10, ignore_eos=True),
     )
-    deadline = asyncio.get_running_loop().time() + 5
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S
     said: list[int] = []
 
     async def run() -> None:
@@ -87,7 +88,7 @@ async def test_both_halves_get_the_request_at_once_and_the_answer_is_whole(mesh:
                 said.extend(delta.token_ids)
 
     answer = asyncio.create_task(run())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not decode.requests.running:
             await asyncio.sleep(0.001)
         assert len(prefill.requests.running) == 1

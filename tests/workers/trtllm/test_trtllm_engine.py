@@ -12,6 +12,7 @@ from protocol.events import Cleared, KvEvent
 from protocol.ids import RequestId, new_worker_id
 from protocol.messages import Delta, GenerateRequest, Role, SamplingParams, StopConditions, pack_tokens
 from tests.support.fake_trtllm import FakeTrtllm
+from tests.support.patience import PATIENCE_S
 from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.trtllm_engine.engine import TrtllmEngine
@@ -48,12 +49,12 @@ async def run(engine: TrtllmEngine, length: int = 40, **fields: object) -> list[
         stop=StopConditions(max_tokens=4, ignore_eos=True),
         **fields,  # type: ignore[arg-type]
     )
-    async with asyncio.timeout(5), aclosing(engine.generate(request)) as deltas:
+    async with asyncio.timeout(PATIENCE_S), aclosing(engine.generate(request)) as deltas:
         return [delta async for delta in deltas]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.001)
 
