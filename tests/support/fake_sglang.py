@@ -3,8 +3,9 @@
 From its source: `prepare_server_args` and the fields of ServerArgs (srt/server_args.py, srt/arg_groups/fields),
 `Engine.async_generate`, `get_all_child_pids`, `shutdown` (srt/entrypoints/engine.py), outputs, aborts and the reuse of
 one growing list in streams that are not incremental (srt/managers/tokenizer_manager.py), finish reasons
-(srt/managers/schedule_batch.py), KV events and their sockets (srt/disaggregation/kv_events.py), KvMetrics over a PUSH
-socket (srt/managers/scheduler_components/kv_events_publisher.py).
+(srt/managers/schedule_batch.py), KV events and their sockets (srt/disaggregation/kv_events.py; held to what a real one
+published by tests/kvevents/test_sglang_recording.py), KvMetrics over a PUSH socket
+(srt/managers/scheduler_components/kv_events_publisher.py).
 
 Tokens are those of tests.support.toy_model. Engines of one `FakeSglang` meet in bootstrap rooms.
 """
@@ -190,6 +191,7 @@ class FakeEngine:
         if not self._publishers:
             self._loop = asyncio.get_running_loop()
             self._publishers.append(EventSockets(self.events_config))
+            self._publishers[0].publish_maps([{"type": "AllBlocksCleared"}])  # it begins with an empty cache
             self._push = open_socket(zmq.PUSH)
             self._push.connect(self.port_args.metrics_ipc_name)
 
