@@ -58,7 +58,7 @@ from workers.trtllm_engine.engine import TrtllmEngine
 from workers.vllm_engine.engine import VllmEngine
 
 # vLLM and SGLang, which take half a minute to start, serve all tests of this module on one event loop
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 BLOCK = 16
 MODEL_PATH = "/models/toy"

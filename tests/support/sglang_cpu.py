@@ -19,4 +19,4 @@ FLAGS = (
 FLAGS += ("--disable-cuda-graph", "--log-level", "warning")
 ASKED_FOR = bool(os.environ.get("KVMESH_TEST_SGLANG")) and importlib.util.find_spec("sglang") is not None
 
-needs_sglang = pytest.mark.skipif(not ASKED_FOR, reason="runs with KVMESH_TEST_SGLANG=1, where SGLang is")
+needs_sglang = pytest.mark.skipif(not ASKED_FOR, reason="runs by `make test-sglang`, in an environment that has SGLang")
