@@ -1,4 +1,4 @@
-"""Make .venv-sglang for `make test-sglang`: SGLang on a CPU, over the packages of .venv-vllm. About 250 MB.
+"""Make .venv-sglang for `make test-sglang`: SGLang on a CPU, over the packages of .venv-vllm. About 420 MB.
 
 Called by the Makefile with the Python of .venv-vllm. SGLang has no build for CPUs on PyPI; what it imports of CUDA's
 world and never uses on a CPU stands in deploy/sglang_stubs. Both folders go into PYTHONPATH.

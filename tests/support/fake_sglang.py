@@ -13,6 +13,7 @@ Tokens are those of tests.support.toy_model. Engines of one `FakeSglang` meet in
 import argparse
 import asyncio
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -94,7 +95,8 @@ class _Requests:
 
     def auto_create_handle_loop(self) -> None:
         """Takes the process's signals, as the real one does in its main thread."""
-        asyncio.get_running_loop().add_signal_handler(15, lambda: None)
+        for number in (signal.SIGTERM, signal.SIGQUIT):
+            asyncio.get_running_loop().add_signal_handler(number, lambda: None)
         self._engine.open_sockets()
 
     async def flush_cache(self) -> SimpleNamespace:

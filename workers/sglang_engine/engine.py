@@ -66,6 +66,7 @@ from workers.sglang_engine.runtime import (
     dead_child,
     launch,
     load_sglang,
+    outlive_failures,
     parse,
     read_metrics,
     signals_kept,
@@ -122,6 +123,7 @@ class SglangEngine:
         endpoints = self._open_endpoints()
         argv = argv_of(self._config, self._flags, self._served_name, endpoints)
         server_args = await asyncio.to_thread(parse, sglang, argv)
+        outlive_failures(asyncio.get_running_loop(), self._cleanup)
         self._launching = asyncio.create_task(
             asyncio.to_thread(launch, sglang, server_args, is_leader=self._flags.is_leader), name="launch SGLang"
         )

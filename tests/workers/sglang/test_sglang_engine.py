@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from protocol.errors import ConfigError, InvalidRequestError, WireError
+from protocol.errors import ConfigError, EngineError, InvalidRequestError, WireError
 from protocol.ids import RequestId, new_worker_id
 from protocol.messages import (
     Control,
@@ -95,6 +95,19 @@ async def test_sigterm_stays_the_workers(make: Make) -> None:
             await stopped.wait()
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def test_a_failure_that_sglang_signals_ends_no_worker(
+    make: Make, fake: FakeSglang, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Left to itself, SGLang kills the process that it runs in."""
+    engine = await make()
+    signal.raise_signal(signal.SIGQUIT)
+    await until(lambda: "one of its processes failed" in caplog.text)
+    engine.check_health()
+    fake.engines[0].child_pids = [2**22 + 1]
+    with pytest.raises(EngineError, match="has ended"):
+        engine.check_health()
 
 
 async def test_a_prefill_goes_on_after_its_ticket_until_it_is_released(make: Make, fake: FakeSglang) -> None:
