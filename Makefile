@@ -47,9 +47,9 @@ test-vllm: $(VLLM) ## the tests that run real vLLM on the CPU (ARGS='-k lora': s
 	KVMESH_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv-vllm/bin/python -m pytest --durations=10 \
 		tests/vllm tests/contracts/test_external_engines.py tests/benchmarks/test_engine_bench.py $(ARGS)
 
-test-sglang: $(SGLANG) ## the contract of engines, with real SGLang on the CPU
+test-sglang: $(SGLANG) ## the tests that run real SGLang on the CPU
 	KVMESH_TEST_SGLANG=1 PYTHONPATH=.venv-sglang:deploy/sglang_stubs .venv-vllm/bin/python -m pytest --durations=5 \
-		tests/sglang tests/contracts/test_external_engines.py -k "real_sglang or sglang-cpu" $(ARGS)
+		tests/sglang $(ARGS)
 
 check: $(DEV) ## format, lint, types, import order
 	$(PY) -m ruff format --check --extend-exclude '*.md' .

@@ -2,8 +2,7 @@
 
 The part of tests/contracts/test_engine.py that holds for engines with a cache, a scheduler and a KV transfer of their
 own. Another one joins with a `Kind` of its own. Here run fakes with the shapes of the published APIs, a worker attached
-to a server that is a fake too, vLLM itself where KVMESH_VLLM_PYTHON asks for it, and SGLang itself where
-KVMESH_TEST_SGLANG does.
+to a server that is a fake too, and vLLM itself where KVMESH_VLLM_PYTHON asks for it.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ import msgspec
 import psutil
 import pytest
 import pytest_asyncio
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import CollectorRegistry
 
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, PeerLostError
@@ -45,9 +44,6 @@ from tests.support.fake_servers import VllmServer, answer_to
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_trtllm import FakeTrtllm
 from tests.support.patience import PATIENCE_S
-from tests.support.sglang_cpu import ENV as SGLANG_ENV
-from tests.support.sglang_cpu import FLAGS as SGLANG_FLAGS
-from tests.support.sglang_cpu import needs_sglang
 from tests.support.toy_model import next_token
 from tests.support.vllm_mesh import ENV, FLAGS, needs_vllm
 from workers.attached.engine import AttachedEngine
@@ -57,8 +53,8 @@ from workers.sglang_engine.engine import SglangEngine
 from workers.trtllm_engine.engine import TrtllmEngine
 from workers.vllm_engine.engine import VllmEngine
 
-# vLLM and SGLang, which take half a minute to start, serve all tests of this module on one event loop
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+# vLLM, which takes half a minute to start, serves all tests of this module on one event loop
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 BLOCK = 16
 MODEL_PATH = "/models/toy"
@@ -282,74 +278,14 @@ async def vllm_alone(llm: Any, prompt: list[int], number: int) -> list[int]:
     return told
 
 
-class SglangCpuKind(Kind):
-    """Real, too. On a CPU it starts neither prefill nor decode workers."""
-
-    decodes_alone = False
-    is_slow_to_start = True
-    fills_its_cache = False
-
-    def __init__(self, num_blocks: int) -> None:
-        self._flags = [*SGLANG_FLAGS, "--max-total-tokens", str(num_blocks * BLOCK)]
-
-    def engine(self, role: Role) -> SglangEngine:
-        if role is not Role.AGGREGATED:
-            pytest.skip("SGLang starts prefill and decode workers on GPUs alone")
-        for name, value in SGLANG_ENV.items():
-            os.environ[name] = value
-        for collector, names in list(REGISTRY._collector_to_names.items()):
-            if any(name.startswith("sglang:") for name in names):
-                REGISTRY.unregister(collector)  # of the engine before: SGLang expects one in a process
-        return SglangEngine(config_of(role, model_path=str(CHECKPOINT_DIR), engine_args=" ".join(self._flags)), "m")
-
-    async def start(self, role: Role) -> Started:
-        engine = self.engine(role)
-        info = await engine.start(new_worker_id("w"), "127.0.0.1:1")
-        runtime: Any = engine._runtime
-        children = map(psutil.Process, runtime.get_all_child_pids())
-        [scheduler] = [process for process in children if process.name().startswith("sglang::sched")]
-        questions: list[Any] = []
-        ask_sglang = runtime.async_generate
-
-        async def spy(**kwargs: Any) -> Any:
-            questions.append(kwargs)
-            return await ask_sglang(**kwargs)
-
-        runtime.async_generate = spy
-
-        def send(number: signal.Signals) -> None:
-            with suppress(psutil.NoSuchProcess):
-                scheduler.send_signal(number)
-
-        async def alone(prompt: list[int], number: int) -> list[int]:
-            """Apart from all that is cached."""
-            params = {"temperature": 0.0, "max_new_tokens": number, "ignore_eos": True}
-            answer = await ask_sglang(input_ids=prompt, sampling_params=params, cache_salt=f"alone-{next(numbers)}")
-            return list(answer["output_ids"])
-
-        return Started(
-            engine,
-            info,
-            alone=alone,
-            running=lambda: len(runtime.tokenizer_manager.rid_to_state),
-            seen=lambda: len(questions),
-            transfers=lambda: 0,
-            hold=lambda: send(signal.SIGSTOP),
-            go_on=lambda: send(signal.SIGCONT),
-            die=lambda: send(signal.SIGKILL),
-        )
-
-
 KINDS: dict[str, Callable[[int], Any]] = {
     "sglang": SglangKind,
     "sglang-cumulative": lambda num_blocks: SglangKind(num_blocks, incremental=False),
     "trtllm": TrtllmKind,
     "attached": AttachedKind,
     "vllm": VllmKind,
-    "sglang-cpu": SglangCpuKind,
 }
-NEEDS = {"vllm": needs_vllm, "sglang-cpu": needs_sglang}
-NAMES = [pytest.param(name, marks=NEEDS.get(name, ())) for name in KINDS]
+NAMES = [pytest.param(name, marks=needs_vllm if name == "vllm" else ()) for name in KINDS]
 Make = Callable[..., Awaitable[Started]]
 Shared = dict[tuple[int, Role], Started]
 

@@ -1,4 +1,4 @@
-"""A real SGLang on the CPU behind the engine seam: what its contract (tests/contracts) does not ask of every engine."""
+"""A real SGLang on the CPU behind the engine seam."""
 
 import asyncio
 import itertools
