@@ -5,7 +5,6 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -77,12 +76,14 @@ class Worker:
 
 
 def ask(tokens: Sequence[int], max_tokens: int, **fields: Any) -> GenerateRequest:
-    values = {"stop": StopConditions(max_tokens=max_tokens, ignore_eos=True)} | fields
+    values = {
+        "sampling": SamplingParams(temperature=0),
+        "stop": StopConditions(max_tokens=max_tokens, ignore_eos=True),
+    } | fields
     return GenerateRequest(
         request_id=RequestId(f"r{next(numbers)}"),
         model="tiny",
         prompt=pack_tokens(tokens),
-        sampling=SamplingParams(temperature=0),
         **values,
     )
 
@@ -155,14 +156,19 @@ async def test_an_emptied_cache_is_announced(worker: Worker) -> None:
 
 
 async def test_its_load_is_told_while_it_computes_and_is_none_when_it_rests(worker: Worker) -> None:
-    """SGLang counts what is held with every 40 tokens, and not when it has come to rest."""
-    async with aclosing(worker.engine.generate(ask(prompt(100), 200))) as deltas:
-        async for _ in deltas:
-            if worker.engine.load().used_blocks:
-                break
-        load = worker.engine.load()
-    assert load.running == 1 and 100 // BLOCK <= load.used_blocks <= 300 // BLOCK
+    """SGLang counts what is held with every prompt and every 40 tokens, and not when it has come to rest."""
+    seen = [worker.engine.load() async for _ in worker.engine.generate(ask(prompt(100), 130))]
+    assert {load.running for load in seen} == {1}
+    assert 200 // BLOCK <= max(load.used_blocks for load in seen) <= 256 // BLOCK
     await until(lambda: worker.engine.load().running == worker.engine.load().used_blocks == 0)
+
+
+@pytest.mark.parametrize("top", [0, 3])
+async def test_each_token_has_its_logprob_and_as_many_others_as_asked_for(worker: Worker, top: int) -> None:
+    deltas = await worker.run(prompt(40), sampling=SamplingParams(temperature=0, top_logprobs=top))
+    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    assert [entry.token_id for entry in logprobs] == [token for delta in deltas for token in delta.token_ids]
+    assert all(len(entry.top) == top for entry in logprobs)
 
 
 async def test_its_metrics_stand_beside_the_workers_each_once(worker: Worker) -> None:
