@@ -17,6 +17,7 @@ SENSITIVITY = 0.8  # of the SLO: what the rest may come to before one worker is 
 KV_FULL = 0.9
 KV_CALM = 0.7  # share of the rest's KV that may be in use after one is taken away
 CONFIDENCE = 2.0  # standard deviations of a count of arrivals before it is evidence
+MIN_RECENT_S = 10.0  # that it must be of: the first seconds' prompts say little of those to come
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,8 @@ def _by_arrivals(
     reasons: list[Reason],
 ) -> int:
     """Workers for the last seconds' arrivals, if even a cautious reading of them is too much for those ordered."""
+    if recent.seconds < MIN_RECENT_S:
+        return 0
     least = need(rules.profile, recent.at_least(), rules.slo, rules.utilization, rules.correction).workers
     if least <= fleet.ordered:
         return 0
