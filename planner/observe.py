@@ -28,7 +28,10 @@ MAX_CARDS = 65_536
 class MeshView:
     """Who has a card in discovery."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoding: Role = Role.DECODE) -> None:
+        """`decoding`: the role of the workers that write answers. If it is AGGREGATED, there are no others."""
+        self._roles = (Role.AGGREGATED,) if decoding is Role.AGGREGATED else (Role.PREFILL, Role.DECODE)
+        self._told: set[Role] = set()  # roles that are there and not counted
         self._workers: dict[str, WorkerCard] = {}
         self._frontends: dict[str, FrontendCard] = {}
 
@@ -42,13 +45,28 @@ class MeshView:
                 continue
             try:
                 if kind == "workers" and len(self._workers) < MAX_CARDS:
-                    self._workers[change.key] = decode(change.value, WorkerCard)
+                    self._join(change.key, decode(change.value, WorkerCard))
                 elif kind == "frontends" and len(self._frontends) < MAX_CARDS:
                     self._frontends[change.key] = decode(change.value, FrontendCard)
             except WireError as error:
                 log.warning("a card that cannot be read at %s: %s", change.key, error)
 
-    def workers(self, role: Role) -> list[WorkerCard]:
+    def _join(self, key: str, card: WorkerCard) -> None:
+        self._workers[key] = card
+        if card.role in self._roles or card.role in self._told:
+            return
+        self._told.add(card.role)
+        counted = " and ".join(role.value for role in self._roles)
+        text = "%s is an %s worker, this planner counts %s workers alone; see --mode"
+        log.warning(text, card.name, card.role.value, counted)
+
+    def prefilling(self) -> list[WorkerCard]:
+        return self._of(Role.PREFILL) if Role.PREFILL in self._roles else []
+
+    def decoding(self) -> list[WorkerCard]:
+        return self._of(self._roles[-1])
+
+    def _of(self, role: Role) -> list[WorkerCard]:
         return [card for card in self._workers.values() if card.role is role]
 
     def frontends(self) -> dict[str, int]:
@@ -173,8 +191,8 @@ class Observer:
             self._isl_tokens = traffic.isl_tokens
         prefill, decode = await asyncio.gather(
             *(
-                fetch_loads(self._http, self._view.workers(role), self._isl_tokens)
-                for role in (Role.PREFILL, Role.DECODE)
+                fetch_loads(self._http, cards, self._isl_tokens)
+                for cards in (self._view.prefilling(), self._view.decoding())
             )
         )
         return Observation(

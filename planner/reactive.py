@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from planner.aggregated import aggregated_capacity, aggregated_need, prompt_times_s
 from planner.model import Fleet, Reason, WorkerLoad
 from planner.sizing import Demand, Need, Slo, decode_capacity, decode_need, prefill_need, prefill_time_s
 from protocol.profile import Profile
@@ -55,6 +56,9 @@ class Pressure:
     workers: int
     least: int
     reasons: tuple[Reason, ...] = ()
+
+
+NO_PRESSURE = Pressure(0, 0)
 
 
 def prefill_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: Recent | None) -> Pressure:
@@ -117,6 +121,42 @@ def decode_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], rec
         by_kv = math.ceil(usage * fleet.ready / KV_CALM)
         least = min(fleet.ordered, max(rest.workers, by_batch, by_kv))
     return Pressure(workers, least, tuple(reasons))
+
+
+def aggregated_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: Recent | None) -> Pressure:
+    """Of workers that do both halves. Without traffic figures it is not known what a queue or a batch means."""
+    if recent is None:
+        return Pressure(0, fleet.ordered)
+    reasons: list[Reason] = []
+    workers = _by_arrivals("aggregated", aggregated_need, rules, fleet, recent, reasons)
+    if not loads or fleet.starting:
+        return Pressure(workers, fleet.ordered, tuple(reasons))
+    demand, ready = recent.demand, max(1, fleet.ready)
+    one = aggregated_capacity(rules.profile, demand, rules.slo.itl_s, rules.utilization, rules.correction)
+    service_s, soonest_s = prompt_times_s(rules.profile, demand, one)
+    backlog_s = sum(load.queued_tokens for load in loads) * service_s / demand.uncached_tokens
+    under_way = sum(load.running + load.waiting for load in loads)
+    ttft_s = backlog_s / ready + soonest_s
+    if ttft_s > rules.slo.ttft_s:
+        wanted = max(math.ceil(demand.rps / one.rps + backlog_s / CATCH_UP_S), fleet.ready + 1)
+        text = (
+            f"queues make a TTFT of {ttft_s:.2f} s, the SLO is {rules.slo.ttft_s:.2f} s: {wanted} work off "
+            f"{backlog_s:.1f} s of them in {CATCH_UP_S:.0f} s"
+        )
+        reasons.append(Reason(code="aggregated-queue", text=text))
+        workers = max(workers, wanted)
+    if under_way > one.batch * ready:
+        wanted = max(math.ceil(under_way / (one.batch * rules.utilization)), fleet.ready + 1)
+        text = (
+            f"{under_way} requests under way on {fleet.ready} workers, each keeps the ITL up to {one.batch}: {wanted}"
+        )
+        reasons.append(Reason(code="aggregated-crowded", text=text))
+        workers = max(workers, wanted)
+    rest = aggregated_need(rules.profile, recent.at_most(), rules.slo, rules.utilization, rules.correction)
+    patience_s = SENSITIVITY * rules.slo.ttft_s - soonest_s
+    by_queue = math.ceil(backlog_s / patience_s) if patience_s > 0 else fleet.ordered
+    by_batch = math.ceil(under_way / (SENSITIVITY * one.batch))
+    return Pressure(workers, min(fleet.ordered, max(rest.workers, by_queue, by_batch)), tuple(reasons))
 
 
 def _by_arrivals(

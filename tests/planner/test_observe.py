@@ -16,7 +16,8 @@ from planner.model import Fleet
 from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, read_answer
 from planner.traffic import Totals
 from protocol.errors import WireError
-from protocol.messages import FrontendCard, encode
+from protocol.messages import FrontendCard, Role, encode
+from tests.support.routing import card
 
 
 def answer(value: str | None) -> str:
@@ -93,6 +94,20 @@ async def test_frontends_are_found_by_their_cards_once_for_each_port() -> None:
     assert view.frontends() == {"http://x:1": 2, "http://y:1": 1}
     await discovery.close()
     await following
+
+
+async def test_who_is_counted_depends_on_the_mode_and_others_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    discovery, split, pool = MemoryDiscovery(), MeshView(), MeshView(Role.AGGREGATED)
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("a", Role.AGGREGATED), ("b", Role.AGGREGATED)):
+        await discovery.put(f"workers/{name}", encode(card(name, role)))
+    following = [asyncio.create_task(view.follow(discovery)) for view in (split, pool)]
+    await turns()
+    assert ([c.name for c in split.prefilling()], [c.name for c in split.decoding()]) == (["p"], ["d"])
+    assert ([c.name for c in pool.prefilling()], [c.name for c in pool.decoding()]) == ([], ["a", "b"])
+    assert "a is an aggregated worker, this planner counts prefill and decode workers alone; see --mode" in caplog.text
+    assert "b is an" not in caplog.text, "one of a kind is enough"
+    await discovery.close()
+    await asyncio.gather(*following)
 
 
 async def test_pieces_follow_each_other(server: Server, http: aiohttp.ClientSession) -> None:
