@@ -23,7 +23,7 @@ from planner.sizing import (
 from protocol.errors import ConfigError
 from protocol.profile import Profile
 
-HALVINGS = 16  # of the search for a share of the time
+HALVINGS = 24  # of the search for a share of the time
 LEAST_SHARE = 1e-6  # of the time, that goes to prompts
 CHANCE = (
     1.0  # standard deviations of the prompts that come during an answer; more requests under way have room of their own

@@ -12,7 +12,7 @@ import msgspec
 
 from mesh.discovery import Discovery, Put
 from planner.connectors.connector import Fleets
-from planner.loads import fetch_loads
+from planner.loads import fetch_loads, shared_out
 from planner.model import Observation, Traffic
 from planner.scrape import fetch_page
 from planner.traffic import Page, TrafficMeter, age_query, queries, read_page, traffic_told
@@ -60,8 +60,12 @@ class MeshView:
         text = "%s is an %s worker, this planner counts %s workers alone; see --mode"
         log.warning(text, card.name, card.role.value, counted)
 
+    @property
+    def has_prefill_role(self) -> bool:
+        return Role.PREFILL in self._roles
+
     def prefilling(self) -> list[WorkerCard]:
-        return self._of(Role.PREFILL) if Role.PREFILL in self._roles else []
+        return self._of(Role.PREFILL) if self.has_prefill_role else []
 
     def decoding(self) -> list[WorkerCard]:
         return self._of(self._roles[-1])
@@ -85,6 +89,10 @@ class TrafficSource(Protocol):
     @property
     def problem(self) -> str: ...
 
+    @property
+    def waiting(self) -> float:
+        """Requests that no worker has been given yet, as far as is known."""
+
 
 class FrontendSource:
     """The frontends' own pages."""
@@ -95,6 +103,7 @@ class FrontendSource:
         self._frontends = frontends
         self._longest_s = longest_s
         self._meter = TrafficMeter(time.time())
+        self.waiting = 0.0
 
     @property
     def problem(self) -> str:
@@ -104,6 +113,7 @@ class FrontendSource:
         self._meter.give_up(at_s, self._longest_s)
         urls = self._frontends()
         pages = await asyncio.gather(*(self._page(url, processes) for url, processes in urls.items()))
+        self.waiting = sum(page.waiting for page in pages if page is not None)
         self._meter.on_scrape(at_s, dict(zip(urls, pages, strict=True)))
         return self._meter.close(at_s)
 
@@ -129,6 +139,7 @@ class PrometheusSource:
         self._window_s = window_s
         self._next_s = -math.inf
         self.problem = ""
+        self.waiting = 0.0  # a sample is too old for it
 
     async def piece(self, at_s: float) -> Traffic | None:
         if at_s < self._next_s:
@@ -195,6 +206,11 @@ class Observer:
                 for cards in (self._view.prefilling(), self._view.decoding())
             )
         )
+        waiting_tokens = self._source.waiting * (self._isl_tokens or 0.0)
+        if self._view.has_prefill_role:
+            prefill = shared_out(prefill, waiting_tokens)
+        else:
+            decode = shared_out(decode, waiting_tokens)
         return Observation(
             at_s=at_s,
             prefill=fleets.prefill,

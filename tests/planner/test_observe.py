@@ -30,6 +30,7 @@ class Server:
 
     def __init__(self) -> None:
         self.ended = 0.0
+        self.waiting = 0
         self.is_up = True
         self.url = ""
         self.values: dict[str, str | None] = {}  # by a part of the query
@@ -40,6 +41,7 @@ class Server:
             return web.Response(status=500)
         lines = [f'kvmesh_frontend_requests_total{{endpoint="chat",outcome="ok"}} {self.ended}']
         lines += ["kvmesh_frontend_inflight 0", "process_start_time_seconds 5"]
+        lines += [f"kvmesh_router_waiting {self.waiting}"]
         return web.Response(text="\n".join(lines) + "\n")
 
     async def query(self, request: web.Request) -> web.Response:
@@ -120,6 +122,17 @@ async def test_pieces_follow_each_other(server: Server, http: aiohttp.ClientSess
     assert first is not None
     assert second is not None
     assert [(t.start_s, t.end_s, t.requests) for t in (first, second)] == [(100.0, 105.0, 8.0), (105.0, 107.0, 1.0)]
+
+
+async def test_requests_that_wait_in_routers_are_told_as_they_are_now(
+    server: Server, http: aiohttp.ClientSession
+) -> None:
+    source = FrontendSource(http, lambda: {server.url: 1}, 60.0)
+    told = []
+    for server.waiting in (0, 7, 2):
+        await source.piece(100.0)
+        told.append(source.waiting)
+    assert told == [0.0, 7.0, 2.0]
 
 
 async def test_what_a_frontend_does_not_say_is_unknown_and_why_is_told(
