@@ -91,9 +91,14 @@ def aggregated_capacity(
 
 def aggregated_need(profile: Profile, demand: Demand, slo: Slo, utilization: float, correction: float = 1.0) -> Need:
     """Workers that carry the load, have room for the requests under way and a few more, and start prompts in time."""
+    one = aggregated_capacity(profile, demand, slo.itl_s, utilization, correction)
+    return pool_of(one, profile, demand, slo, utilization)
+
+
+def pool_of(one: Capacity, profile: Profile, demand: Demand, slo: Slo, utilization: float) -> Need:
+    """The same from the capacity of one worker for requests of these lengths."""
     if demand.rps <= 0:
         return Need(workers=0, utilization=0.0)
-    one = aggregated_capacity(profile, demand, slo.itl_s, utilization, correction)
     under_way = demand.rps * demand.osl_tokens * one.itl_s
     room = under_way + SPREAD * math.sqrt(under_way)
     workers = min(MAX_WORKERS, max(1, math.ceil(demand.rps / one.rps - 1e-9), math.ceil(room / one.batch - 1e-9)))
