@@ -206,7 +206,7 @@ def row_of(load: str, policy: str, report: SimReport, bound: SimReport) -> Plann
 def as_table(rows: list[PlannerRow]) -> Table:
     """80 columns wide: that is what a log has."""
     headings = ("load", "policy", "in SLO", "TTFT", "ITL", "GPU-hours", "of peak", "of bound")
-    table = Table(*headings, box=None, padding=(0, 2, 0, 0))
+    table = Table(*headings, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for row in rows:
         peak = next((r.gpu_hours for r in rows if (r.load, r.policy) == (row.load, "static-peak")), None)
         table.add_row(
