@@ -1,5 +1,6 @@
 """`kvmesh replay`: a trace or synthetic load through the live router, schedulers and block pools, in simulated time."""
 
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from benchmarks.simulator.tables import as_table
 from benchmarks.simulator.traces import from_rows, jittered
 from benchmarks.trace import stream_rows
 from mesh.config import load
+from mesh.lifecycle import GC_THRESHOLDS
 from planner.core import PlannerCore
 from planner.model import PlannerConfig
 from planner.profiles import polynomial_profile
@@ -109,6 +111,7 @@ def main(argv: list[str]) -> int:
         prog="kvmesh replay",
         description="Drive router, schedulers and KV caches through a trace or synthetic load, in simulated time.",
     )
+    gc.set_threshold(*GC_THRESHOLDS)
     console = Console(stderr=config.json)
     started = time.process_time()
     with Progress(*Progress.get_default_columns()[:1], console=console, transient=True) as progress:
