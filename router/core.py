@@ -7,7 +7,7 @@ a waiting request go: a submission, a first token, an end, a worker that came or
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -172,7 +172,7 @@ class RouterState:
 
     @property
     def waiting(self) -> int:
-        return sum(len(pool.queue) for pool in self._pools.values())
+        return sum([len(pool.queue) for pool in self._pools.values()])
 
     @property
     def indexes(self) -> Mapping[str, PrefixIndex]:
@@ -267,7 +267,7 @@ class RouterState:
         self._suspect(request.exclude, now)
         pool, decoders, prefillers = self._who_may(request, now)
         overlaps, _ = self._overlaps(pool, request.sequence_hashes, now)
-        cached = max(self._depths(overlaps, prefillers or decoders), default=0) * decoders[0].card.block_size
+        cached = max(self._depths(pool, overlaps, prefillers or decoders), default=0) * decoders[0].card.block_size
         pending = Pending(
             request_id=request.request_id,
             tenant=request.tenant,
@@ -544,7 +544,7 @@ class RouterState:
         if told := self.load.take_told():
             self._count_busy(told, now)
         busy = pool.busy[is_prefill].of(len(pool.prefillers if is_prefill else pool.decoders), now)
-        depths = self._depths(overlaps, computing)
+        depths = self._depths(pool, overlaps, computing)
         deepest = max(depths, default=0)
         asked = pool.demand.of(_prefix(hashes, deepest), now) if deepest else 0.0
         price = self.rules.recompute_price or recompute_price(
@@ -567,12 +567,14 @@ class RouterState:
                 _deepen(found, predictions.match(hashes, now))
         return found, active
 
-    def _depths(self, overlaps: Mapping[Holder, Depths], slots: Sequence[Slot]) -> list[int]:
+    def _depths(self, pool: _Pool, overlaps: Mapping[Holder, Depths], slots: Sequence[Slot]) -> list[int]:
         """Of those of `slots` that have a part of a prompt: how much, in blocks, wherever it lies there."""
-        if not overlaps:
-            return []
-        asked = set(slots)
-        return [depths[-1] for holder, depths in overlaps.items() if self._slots.get(holder) in asked]
+        asked: Container[Holder] | None = next(
+            (pool.shelves[role] for role, whole in pool.slots.items() if whole is slots), None
+        )
+        if asked is None:
+            asked = {slot.holder for slot in slots} if overlaps else ()
+        return [depths[-1] for holder, depths in overlaps.items() if holder in asked]
 
     def _choose(self, leg: str, slots: Sequence[Slot], view: _View, now: float) -> Leg:
         """Who is to take it; if that one is full, the request waits for it.

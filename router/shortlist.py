@@ -74,6 +74,9 @@ class Shelves(Generic[T]):
         self._kinds: dict[Hashable, _Kind] = {}
         self._places: dict[Holder, tuple[Hashable, _Load, _Entry, T]] = {}
 
+    def __contains__(self, holder: object) -> bool:
+        return holder in self._places
+
     def put(self, holder: Holder, slot: T, kind: Hashable, load: Share, last_chosen: int) -> None:
         """Where a slot belongs now. `kind`: equal for slots of equal speed and size."""
         where = _Load(load.held_blocks, load.requests, load.queued_tokens > 0)

@@ -193,9 +193,9 @@ class World:
                 self._place(outcome)
             if outcomes:
                 self._gossip(number)
-        if not self._is_watching_queue and any(router.waiting for router in self._routers):
-            self._is_watching_queue = True
-            self._at(self._now + STILL_WAITING_S, self._look_again)
+            if not self._is_watching_queue and router.waiting:
+                self._is_watching_queue = True
+                self._at(self._now + STILL_WAITING_S, self._look_again)
 
     def _look_again(self) -> None:
         self._is_watching_queue = False
