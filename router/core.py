@@ -520,7 +520,8 @@ class RouterState:
         for holder in self.load.take_moved():
             self._shelve(self._slots[holder])
         decode, aggregated, prefill = (
-            pool.shelves[role].shortlist(apart) for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL)
+            pool.shelves[role].shortlist(apart) if pool.slots[role] else []
+            for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL)
         )
         return decode + aggregated, prefill
 
