@@ -123,7 +123,8 @@ class World:
             while arrival is not None and arrival.arrival_s <= now:
                 self._submit(arrival)
                 arrival = next(arrivals, None)
-            self._dispatch()
+            if True in self._touched:
+                self._dispatch()
 
     def _is_stuck(self, arrival: OpenRequest | None) -> bool:
         """Nothing ends any more: who is left has failed."""
