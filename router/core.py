@@ -202,6 +202,7 @@ class RouterState:
             slots = pool.slots[card.role]
             slots.append(slot)
             slots.sort(key=lambda s: s.holder)
+            self._shelve(slot)
         if known is None:
             self._warm_up.joined(card.worker_id, now)
 
@@ -526,9 +527,10 @@ class RouterState:
         return decode + aggregated, prefill
 
     def _shelve(self, slot: Slot) -> None:
-        card = slot.card
-        kind = (card.capacity, card.max_num_seqs, card.total_blocks, card.transfer)
-        self._pools[card.model].shelves[card.role].put(slot.holder, slot, kind, slot.load.total, slot.last_chosen)
+        card, load = slot.card, slot.load.total
+        free_of_charge = (load.held_blocks, load.requests) if card.role is Role.PREFILL else ()  # so more is not worse
+        kind = (card.capacity, card.max_num_seqs, card.total_blocks, card.transfer, free_of_charge)
+        self._pools[card.model].shelves[card.role].put(slot.holder, slot, kind, load, slot.last_chosen)
 
     def _view(
         self,

@@ -103,7 +103,6 @@ class ActiveLoad:
         if holder not in self._loads:
             self._loads[holder] = HolderLoad()
             self._of_holder[holder] = set()
-            self._moved.add(holder)
         return self._loads[holder]
 
     def leave(self, holder: Holder, now: float) -> list[Change]:
