@@ -1,8 +1,8 @@
 """Which workers a placement has to weigh, when most of many cannot be chosen. Pure.
 
-Workers that hold nothing of a prompt differ only in what runs there. Where one of them is idle, another of its kind that
-has more blocks and as many requests, or more, costs more for every prompt and is full whenever the first one is. So of
-a thousand workers some ten are to be weighed, and the choice is the one that weighing all of them comes to.
+Workers that hold nothing of a prompt differ only in what runs there. Where one of them is idle, another of its kind
+that has more blocks and as many requests, or more, costs more for every prompt and is full whenever the first one is.
+So of a thousand workers some ten are to be weighed, and the choice is the one that weighing all of them comes to.
 """
 
 from bisect import bisect_left, insort
