@@ -2,6 +2,7 @@
 
 import gc
 import json
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,7 +133,10 @@ def main(argv: list[str]) -> int:
         print(json.dumps(as_json(report)))
     else:
         console.print(as_table(report, title))
-        console.print(f"CPU of this replay: {time.process_time() - started:.1f} s")
+        memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        console.print(
+            f"CPU of this replay: {time.process_time() - started:.1f} s, memory at most: {memory_mib:.0f} MiB"
+        )
     return 0
 
 
