@@ -30,6 +30,7 @@ from router.shortlist import Shelves
 from router.warmup import WarmUp
 
 RESERVE_AFTER_S = 5.0  # who has waited so long for a worker gets it before those who need less of it
+FEW = 16  # of so many workers all are weighed: to choose whom to leave out takes as long
 _HASH_BYTES = 8
 _FOREVER = float("inf")
 _PATIENT: frozenset[Policy] = frozenset(("kv", "least-loaded", "power-of-two"))  # those that look at load
@@ -469,10 +470,11 @@ class RouterState:
         """
         pool, decoders, prefillers = self._who_may(request, now)
         overlaps, active = self._overlaps(pool, request.sequence_hashes, now)
-        if not (all_weighed or request.explain) and self._may_shorten(request, now):
+        num_slots = len(decoders) + len(prefillers)
+        if num_slots > FEW and not (all_weighed or request.explain) and self._may_shorten(request, now):
             bound = self._bound_to(request, now)
             apart = {*overlaps, *before.tokens, *before.reserved, *(() if bound is None else (bound,))}
-            if 2 * len(apart) < len(decoders) + len(prefillers):
+            if 2 * len(apart) < num_slots:
                 decoders, prefillers = self._shortlists(pool, apart)
         view = self._view(pool, request, prefillers or decoders, overlaps, active, now, before)
         local = self._choose("whole", decoders, view, now)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import Placed
-from router.core import RouterState, Saturation
+from router.core import FEW, RouterState, Saturation
 from router.index import Holder
 from router.load import Share
 from router.shortlist import Shelves
@@ -20,7 +20,7 @@ ROLES = {"prefill": P, "decode": D, "aggregated": A}
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["place", "place", "submit", "first token", "grow", "end", "store", "elsewhere", "card"]),
-        st.integers(0, 11),  # a worker, or a request
+        st.integers(0, FEW + 7),  # a worker, or a request
         st.integers(1, 20),  # blocks
         st.sampled_from([0.0, 0.0, 0.01, 0.5, 7.0]),  # s until then
     ),
@@ -88,7 +88,7 @@ def test_of_many_idle_workers_one_is_weighed() -> None:
 
 
 @given(
-    roles=st.lists(st.sampled_from([*ROLES, "decode", "decode"]), min_size=1, max_size=12),
+    roles=st.lists(st.sampled_from([*ROLES, "decode", "decode"]), min_size=FEW, max_size=FEW + 8),
     steps=STEPS,
     queued_tokens=st.sampled_from([64, 2048, 1 << 30]),
 )
