@@ -1,6 +1,8 @@
 """`kvmesh replay`: a trace or synthetic load through the live router, schedulers and block pools, in simulated time."""
 
+import gc
 import json
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from benchmarks.simulator.tables import as_table
 from benchmarks.simulator.traces import from_rows, jittered
 from benchmarks.trace import stream_rows
 from mesh.config import load
+from mesh.lifecycle import GC_THRESHOLDS
 from planner.core import PlannerCore
 from planner.model import PlannerConfig
 from planner.profiles import polynomial_profile
@@ -109,6 +112,7 @@ def main(argv: list[str]) -> int:
         prog="kvmesh replay",
         description="Drive router, schedulers and KV caches through a trace or synthetic load, in simulated time.",
     )
+    gc.set_threshold(*GC_THRESHOLDS)
     console = Console(stderr=config.json)
     started = time.process_time()
     with Progress(*Progress.get_default_columns()[:1], console=console, transient=True) as progress:
@@ -129,7 +133,10 @@ def main(argv: list[str]) -> int:
         print(json.dumps(as_json(report)))
     else:
         console.print(as_table(report, title))
-        console.print(f"CPU of this replay: {time.process_time() - started:.1f} s")
+        memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        console.print(
+            f"CPU of this replay: {time.process_time() - started:.1f} s, memory at most: {memory_mib:.0f} MiB"
+        )
     return 0
 
 

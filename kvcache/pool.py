@@ -19,7 +19,7 @@ from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.ids import EngineHash, SequenceHash
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
-_AT_ONCE = 4096
+_AT_ONCE = 256
 
 
 class PoolExhaustedError(Exception):

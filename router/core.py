@@ -7,7 +7,7 @@ a waiting request go: a submission, a first token, an end, a worker that came or
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,9 +26,11 @@ from router.prediction import APPROXIMATE_TTL_S, ON_ROUTE_TTL_S, PredictedPrefix
 from router.pressure import BusyShare, PrefixDemand, WorkSpread, recompute_price
 from router.queue import Pending, PendingQueue, QueueRules
 from router.selection import NOWHERE, Candidate, Policy, Prompt, Weights, choose
+from router.shortlist import Shelves
 from router.warmup import WarmUp
 
 RESERVE_AFTER_S = 5.0  # who has waited so long for a worker gets it before those who need less of it
+FEW = 16  # of so many workers all are weighed: to choose whom to leave out takes as long
 _HASH_BYTES = 8
 _FOREVER = float("inf")
 _PATIENT: frozenset[Policy] = frozenset(("kv", "least-loaded", "power-of-two"))  # those that look at load
@@ -85,6 +87,7 @@ class _Pool:
     index: PrefixIndex = field(default_factory=PrefixIndex)
     queue: PendingQueue["_Waiting"] = field(default_factory=PendingQueue)
     slots: dict[Role, list[Slot]] = field(default_factory=lambda: {role: [] for role in Role})
+    shelves: dict[Role, Shelves[Slot]] = field(default_factory=lambda: {role: Shelves() for role in Role})
     spread: WorkSpread = field(default_factory=WorkSpread)
     busy: dict[bool, BusyShare] = field(default_factory=lambda: {True: BusyShare(), False: BusyShare()})
     demand: PrefixDemand = field(default_factory=PrefixDemand)
@@ -95,7 +98,8 @@ class _Pool:
 
     @property
     def decoders(self) -> Sequence[Slot]:
-        return self.slots[Role.DECODE] + self.slots[Role.AGGREGATED]
+        decode, aggregated = self.slots[Role.DECODE], self.slots[Role.AGGREGATED]
+        return decode + aggregated if decode and aggregated else decode or aggregated
 
 
 @dataclass(slots=True)
@@ -158,6 +162,7 @@ class RouterState:
         self._approximate = PredictedPrefixes(ttl_s=rules.approximate_ttl_s)
         self._warm_up = WarmUp(ramp_s=rules.ramp_s)
         self.load = ActiveLoad(rules.lease_s)
+        self._is_by_cost = rules.policy == "kv" and rules.temperature <= 0 and rules.weights.prefers_less
         self.stats: Counter[str] = Counter()  # expired: bookings that nobody freed
 
     # --- workers and what they tell ---------------------------------------------------------------
@@ -168,7 +173,7 @@ class RouterState:
 
     @property
     def waiting(self) -> int:
-        return sum(len(pool.queue) for pool in self._pools.values())
+        return sum([len(pool.queue) for pool in self._pools.values()])
 
     @property
     def indexes(self) -> Mapping[str, PrefixIndex]:
@@ -192,11 +197,13 @@ class RouterState:
             holder = Holder(card.worker_id, dp_rank)
             if holder in self._slots:
                 self._slots[holder].card = card
+                self._shelve(self._slots[holder])
                 continue
             self._slots[holder] = slot = Slot(holder, card, self.load.join(holder))
             slots = pool.slots[card.role]
             slots.append(slot)
             slots.sort(key=lambda s: s.holder)
+            self._shelve(slot)
         if known is None:
             self._warm_up.joined(card.worker_id, now)
 
@@ -210,6 +217,7 @@ class RouterState:
             holder = Holder(worker_id, dp_rank)
             self._count_busy(self.load.leave(holder, now), now)
             pool.slots[card.role].remove(self._slots.pop(holder))
+            pool.shelves[card.role].remove(holder)
         pool.index.drop_worker(worker_id)
         self._suspect_until.pop(worker_id, None)
         self._affinity.forget_worker(worker_id)
@@ -261,8 +269,7 @@ class RouterState:
         self._suspect(request.exclude, now)
         pool, decoders, prefillers = self._who_may(request, now)
         overlaps, _ = self._overlaps(pool, request.sequence_hashes, now)
-        deepest = max(overlaps.get(slot.holder, NOWHERE)[-1] for slot in prefillers or decoders)
-        cached = deepest * decoders[0].card.block_size
+        cached = max(self._depths(pool, overlaps, prefillers or decoders), default=0) * decoders[0].card.block_size
         pending = Pending(
             request_id=request.request_id,
             tenant=request.tenant,
@@ -315,7 +322,7 @@ class RouterState:
         """
         draws = self._rng.getstate()
         try:
-            plan = self._plan(request, now, _Before())
+            plan = self._plan(request, now, _Before(), all_weighed=True)
         finally:
             self._rng.setstate(draws)
         waits = plan.is_full or bool(self._pools[request.model].queue)
@@ -456,10 +463,20 @@ class RouterState:
             raise NoWorkerError(f"no prefill worker {request.pin_prefill!r} is ready", hint="see `GET /workers`")
         return pool, decoders, prefillers
 
-    def _plan(self, request: RouteRequest, now: float, before: _Before) -> _Plan:
-        """Where a request would run if it were placed now. Raises NoWorkerError."""
+    def _plan(self, request: RouteRequest, now: float, before: _Before, *, all_weighed: bool = False) -> _Plan:
+        """Where a request would run if it were placed now; `all_weighed`: it is to be explained.
+
+        Raises NoWorkerError.
+        """
         pool, decoders, prefillers = self._who_may(request, now)
-        view = self._view(pool, request, prefillers or decoders, now, before)
+        overlaps, active = self._overlaps(pool, request.sequence_hashes, now)
+        num_slots = len(decoders) + len(prefillers)
+        if num_slots > FEW and not (all_weighed or request.explain) and self._may_shorten(request, now):
+            bound = self._bound_to(request, now)
+            apart = {*overlaps, *before.tokens, *before.reserved, *(() if bound is None else (bound,))}
+            if 2 * len(apart) < num_slots:
+                decoders, prefillers = self._shortlists(pool, apart)
+        view = self._view(pool, request, prefillers or decoders, overlaps, active, now, before)
         local = self._choose("whole", decoders, view, now)
         first = self._choose("prefill", prefillers, view, now) if prefillers else None
         wish = True if request.pin_prefill is not None else request.disaggregate
@@ -496,17 +513,44 @@ class RouterState:
 
         return Backlog(until_done(first.chosen), until_done(local.chosen), first.is_full)
 
+    def _may_shorten(self, request: RouteRequest, now: float) -> bool:
+        """Whether those that cannot be the cheapest may be left out: all workers are asked, and by cost alone."""
+        is_for_all = not (request.lora or request.exclude or request.pin or request.pin_prefill)
+        return is_for_all and self._is_by_cost and not self._suspect_until and self._warm_up.is_over(now)
+
+    def _shortlists(self, pool: _Pool, apart: Collection[Holder]) -> tuple[Sequence[Slot], Sequence[Slot]]:
+        """Those to weigh that may decode, and those that may prefill."""
+        for holder in self.load.take_moved():
+            self._shelve(self._slots[holder])
+        decode, aggregated, prefill = (
+            pool.shelves[role].shortlist(apart) if pool.slots[role] else []
+            for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL)
+        )
+        return decode + aggregated, prefill
+
+    def _shelve(self, slot: Slot) -> None:
+        card, load = slot.card, slot.load.total
+        free_of_charge = (load.held_blocks, load.requests) if card.role is Role.PREFILL else ()  # so more is not worse
+        kind = (card.capacity, card.max_num_seqs, card.total_blocks, card.transfer, free_of_charge)
+        self._pools[card.model].shelves[card.role].put(slot.holder, slot, kind, load, slot.last_chosen)
+
     def _view(
-        self, pool: _Pool, request: RouteRequest, computing: Sequence[Slot], now: float, before: _Before
+        self,
+        pool: _Pool,
+        request: RouteRequest,
+        computing: Sequence[Slot],
+        overlaps: Mapping[Holder, Depths],
+        active: Mapping[Holder, int],
+        now: float,
+        before: _Before,
     ) -> _View:
         hashes = request.sequence_hashes
-        overlaps, active = self._overlaps(pool, hashes, now)
         is_prefill = computing[0].card.role is Role.PREFILL
         if told := self.load.take_told():
             self._count_busy(told, now)
         busy = pool.busy[is_prefill].of(len(pool.prefillers if is_prefill else pool.decoders), now)
-        depths = [overlaps.get(slot.holder, NOWHERE)[-1] for slot in computing]
-        deepest = max(depths)
+        depths = self._depths(pool, overlaps, computing)
+        deepest = max(depths, default=0)
         asked = pool.demand.of(_prefix(hashes, deepest), now) if deepest else 0.0
         price = self.rules.recompute_price or recompute_price(
             busy, pool.spread.value, asked, depths.count(deepest) if deepest else 0
@@ -528,6 +572,15 @@ class RouterState:
                 _deepen(found, predictions.match(hashes, now))
         return found, active
 
+    def _depths(self, pool: _Pool, overlaps: Mapping[Holder, Depths], slots: Sequence[Slot]) -> list[int]:
+        """Of those of `slots` that have a part of a prompt: how much, in blocks, wherever it lies there."""
+        asked: Container[Holder] | None = next(
+            (pool.shelves[role] for role, whole in pool.slots.items() if whole is slots), None
+        )
+        if asked is None:
+            asked = {slot.holder for slot in slots} if overlaps else ()
+        return [depths[-1] for holder, depths in overlaps.items() if holder in asked]
+
     def _choose(self, leg: str, slots: Sequence[Slot], view: _View, now: float) -> Leg:
         """Who is to take it; if that one is full, the request waits for it.
 
@@ -538,7 +591,8 @@ class RouterState:
         prompt = Prompt(request.isl_tokens, view.block_size, leg, rules.weights, view.price)  # type: ignore[arg-type]
         candidates = self._candidates(slots, view, now)
         passed_over = self._held_back(candidates, now)
-        bound = self._bound(request, candidates, now)
+        bound_to = self._bound_to(request, now)
+        bound = None if bound_to is None else next((c for c in candidates if c.holder == bound_to), None)
         reserved = view.before.reserved
         if bound is not None and not self._is_full(bound, leg, reserved):
             return Leg(leg, bound, False, "its session runs there", prompt, candidates, passed_over)
@@ -607,11 +661,10 @@ class RouterState:
             return True
         return c.held_blocks + c.new_blocks > limits.blocks_share * card.total_blocks
 
-    def _bound(self, request: RouteRequest, candidates: Sequence[Candidate], now: float) -> Candidate | None:
+    def _bound_to(self, request: RouteRequest, now: float) -> Holder | None:
         if not request.session or not self.rules.affinity_ttl_s:
             return None
-        holder = self._affinity.get(session_key(request.model, request.tenant, request.session), now)
-        return next((c for c in candidates if c.holder == holder), None)
+        return self._affinity.get(session_key(request.model, request.tenant, request.session), now)
 
     def _eligible(
         self, slots: Sequence[Slot], request: RouteRequest, now: float, pin: str | None, pin_rank: int | None = None

@@ -6,7 +6,7 @@ good by the next, and nothing has to be freed twice.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,6 +88,7 @@ class ActiveLoad:
         self._of_holder: dict[Holder, set[RequestId]] = {}
         self._changed: set[Holder] = set()  # since the others were told
         self._told: set[Holder] = set()  # holders whose load elsewhere has changed
+        self._moved: set[Holder] = set()  # holders whose load has changed, whoever placed it
         self.chains = ChainCounts()  # prompts of requests in flight, where they decode
         self.prefilling = ChainCounts()  # where another worker prefills them, until it has
 
@@ -114,6 +115,7 @@ class ActiveLoad:
         self._of_holder.pop(holder, None)
         self._changed.discard(holder)
         self._told.discard(holder)
+        self._moved.discard(holder)
         self.chains.drop(holder)
         self.prefilling.drop(holder)
         return changes
@@ -146,6 +148,12 @@ class ActiveLoad:
                 del load.elsewhere[router]
             load.total = _sum([load.own, *load.elsewhere.values()])
             self._told.add(holder)
+            self._moved.add(holder)
+
+    def take_moved(self) -> Collection[Holder]:
+        """Whose total has changed since the last call."""
+        moved, self._moved = self._moved, set()
+        return moved
 
     def take_told(self) -> list[Change]:
         """What `update_elsewhere` has changed since the last call."""
@@ -295,6 +303,7 @@ class ActiveLoad:
         load.own = Share(load.queued_tokens, self.chains.blocks_of(holder) + load.private_blocks, load.requests)
         load.total = _sum([load.own, *load.elsewhere.values()]) if load.elsewhere else load.own
         self._changed.add(holder)
+        self._moved.add(holder)
 
 
 def _sum(shares: Sequence[Share]) -> Share:

@@ -40,6 +40,11 @@ class Weights:
     disk: float = 0.25
     object: float = 0.1
 
+    @property
+    def prefers_less(self) -> bool:
+        """Of two workers the one with fewer blocks in use, and no more of anything else, costs less."""
+        return self.decode > 0 and min(self.prefill, self.request) >= 0
+
 
 class Terms(NamedTuple):
     """What a cost is made of, in blocks."""

@@ -51,6 +51,16 @@ class WarmUp:
     def left(self, worker_id: WorkerId) -> None:
         self._ramps.pop(worker_id, None)
 
+    def is_over(self, now: float) -> bool:
+        """Whether nobody is held back any more. It may be late to say so of workers that were told of out of order."""
+        ramps = self._ramps
+        while ramps:
+            first = next(iter(ramps))  # who joined first, if one clock is used
+            if now - ramps[first].joined_s < self._ramp_s:
+                return False
+            del ramps[first]
+        return True
+
     def share(self, worker_id: WorkerId, now: float) -> float:
         """Of its capacity, what it may be given: 0 when it joins, 1 once it is settled, and between them in a line."""
         if (ramp := self._ramps.get(worker_id)) is None:

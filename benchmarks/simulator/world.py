@@ -78,6 +78,7 @@ class World:
         self._open: dict[RequestId, OpenRequest] = {}
         self._unplaced_tokens = 0
         self._is_watching_queue = False
+        self._is_alone = False  # the request that is submitted: nothing else is to be placed at this instant
         self._pull_s_per_token = pull_s_per_token_of(config)
         self._fleet = SimFleet(config, self._take_outputs, self._begin_pull)
         self._records = Records(config)
@@ -114,10 +115,16 @@ class World:
             while agenda and agenda[0][0] <= now:
                 _, _, action, arguments = heapq.heappop(agenda)
                 action(*arguments)
+            if arrival is not None and arrival.arrival_s <= now:
+                first, arrival = arrival, next(arrivals, None)
+                self._is_alone = (arrival is None or arrival.arrival_s > now) and True not in self._touched
+                self._submit(first)
+                self._is_alone = False
             while arrival is not None and arrival.arrival_s <= now:
                 self._submit(arrival)
                 arrival = next(arrivals, None)
-            self._dispatch()
+            if True in self._touched:
+                self._dispatch()
 
     def _is_stuck(self, arrival: OpenRequest | None) -> bool:
         """Nothing ends any more: who is left has failed."""
@@ -172,9 +179,14 @@ class World:
         self._later(self._config.hop_s, self._route, request)
 
     def _route(self, request: OpenRequest) -> None:
-        self._touched[request.router] = True
+        router = self._routers[request.router]
         try:
-            displaced = self._routers[request.router].submit(request.route, self._now)
+            if self._is_alone and (placed := router.try_place(request.route, self._now)) is not None:
+                self._place(Outcome(request.route.request_id, placed))
+                self._gossip(request.router)
+                return
+            self._touched[request.router] = True
+            displaced = router.submit(request.route, self._now)
         except MeshError:
             self._fail(request)
             return
@@ -193,9 +205,9 @@ class World:
                 self._place(outcome)
             if outcomes:
                 self._gossip(number)
-        if not self._is_watching_queue and any(router.waiting for router in self._routers):
-            self._is_watching_queue = True
-            self._at(self._now + STILL_WAITING_S, self._look_again)
+            if not self._is_watching_queue and router.waiting:
+                self._is_watching_queue = True
+                self._at(self._now + STILL_WAITING_S, self._look_again)
 
     def _look_again(self) -> None:
         self._is_watching_queue = False

@@ -97,3 +97,10 @@ def test_somebody_may_always_take_a_request(
     assert held_back < set(in_flight)
     assert held_back <= new
     assert all(in_flight[holder] >= 1 for holder in held_back)
+
+
+def test_it_is_over_when_the_last_to_join_has_been_there_for_long_enough() -> None:
+    warmup = warm_up()
+    warmup.joined(OLD.worker_id, 5.0)
+    assert [warmup.is_over(now) for now in (0.0, 10.0, 14.9, 15.0)] == [False, False, False, True]
+    assert len(warmup) == 0

@@ -1,9 +1,11 @@
 """A mesh in simulated time: what takes how long, who comes and goes, and that equal input gives equal figures."""
 
+import gc
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -289,6 +291,23 @@ def test_the_same_seed_gives_the_same_bytes_in_every_process() -> None:
     ]
     assert len(outputs[0]) > 1000
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_memory_does_not_grow_with_the_requests() -> None:
+    """Once the caches are full. What is kept exactly, three numbers of each request, is one object."""
+    shape = Shape(isl_tokens=150, osl_tokens=20, spread=0.3, groups=3, prefix_tokens=64)
+    load = synthesize(constant(10.0), 300.0, shape, seed=5, block_size=BLOCK)
+    settings = config(workers=2, blocks=60, policy="kv")
+    objects: dict[int, int] = {}
+    numbers = count(1)
+
+    def on_end() -> None:
+        if (number := next(numbers)) in (1000, 2900):
+            gc.collect()
+            objects[number] = sys.getallocatedblocks()
+
+    simulate(load, settings, on_end=on_end)
+    assert objects[2900] - objects[1000] < 1900 / 4, "not one object for four requests"
 
 
 def test_reports_are_plain_values() -> None:

@@ -1,0 +1,157 @@
+"""Few workers are weighed, and the choice is the same as if all had been."""
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from protocol.ids import RequestId, WorkerId
+from protocol.messages import Placed
+from router.core import FEW, RouterState, Saturation
+from router.index import Holder
+from router.load import Share
+from router.shortlist import Shelves
+from tests.support.routing import A, D, P, card, holds, prompt, request, results, router, where
+
+NOBODY: frozenset[Holder] = frozenset()
+ROLES = {"prefill": P, "decode": D, "aggregated": A}
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["place", "place", "submit", "first token", "grow", "end", "store", "elsewhere", "card"]),
+        st.integers(0, FEW + 7),  # a worker, or a request
+        st.integers(1, 20),  # blocks
+        st.sampled_from([0.0, 0.0, 0.01, 0.5, 7.0]),  # s until then
+    ),
+    max_size=60,
+)
+
+
+def at(worker: str) -> Holder:
+    return Holder(WorkerId(worker), 0)
+
+
+def shelves(**loads: tuple[int, int, int]) -> Shelves[str]:
+    """Workers of one kind: queued tokens, held blocks, requests of each."""
+    made: Shelves[str] = Shelves()
+    for name, load in loads.items():
+        made.put(at(name), name, "kind", Share(*load), last_chosen=0)
+    return made
+
+
+# --- who is weighed ------------------------------------------------------------------------------------------------
+
+
+def test_of_equal_idle_workers_the_one_that_was_chosen_longest_ago_stands_for_all() -> None:
+    made: Shelves[str] = Shelves()
+    for name, last_chosen in (("a", 7), ("b", 3), ("c", 5)):
+        made.put(at(name), name, "kind", Share(0, 10, 1), last_chosen)
+    assert made.shortlist(NOBODY) == ["b"]
+    assert made.shortlist({at("b")}) == ["b", "c"], "one of whom more is known stands for nobody"
+
+
+def test_who_has_more_blocks_and_no_fewer_requests_than_an_idle_one_is_left_out() -> None:
+    made = shelves(idle=(0, 10, 1), held=(0, 11, 1), busy=(500, 11, 2), fewer=(0, 12, 0), as_many=(500, 10, 2))
+    assert made.shortlist(NOBODY) == ["as_many", "fewer", "idle"]
+
+
+def test_a_busy_one_stands_for_nobody() -> None:
+    assert shelves(busy=(500, 1, 1), other=(400, 2, 1)).shortlist(NOBODY) == ["busy", "other"]
+
+
+def test_workers_of_another_kind_are_weighed_too() -> None:
+    made = shelves(a=(0, 0, 0))
+    made.put(at("fast"), "fast", "another kind", Share(900, 90, 9), last_chosen=1)
+    assert made.shortlist(NOBODY) == ["a", "fast"]
+
+
+def test_who_has_left_is_not_weighed_and_nothing_of_it_is_kept() -> None:
+    made = shelves(a=(0, 0, 0), b=(0, 5, 1))
+    made.put(at("a"), "a", "kind", Share(0, 6, 1), last_chosen=1)
+    assert made.shortlist(NOBODY) == ["b"]
+    made.remove(at("b"))
+    made.remove(at("b"))
+    assert made.shortlist({at("b")}) == ["a"]
+
+
+def test_of_many_idle_workers_one_is_weighed() -> None:
+    state = router(*(card(f"d{number:03}") for number in range(200)))
+    plan = state._plan(request(), 100.0, _before())
+    assert len(plan.legs[0].candidates) == 1
+    explained = state.place(request("other", explain=True), 100.0).explanation
+    assert explained is not None
+    assert len(explained.candidates) == 64, "who asks for reasons is told of others"
+
+
+# --- the choice is the same ----------------------------------------------------------------------------------------
+
+
+@given(
+    roles=st.lists(st.sampled_from([*ROLES, "decode", "decode"]), min_size=FEW, max_size=FEW + 8),
+    steps=STEPS,
+    queued_tokens=st.sampled_from([64, 2048, 1 << 30]),
+)
+def test_the_choice_is_that_of_weighing_all(
+    roles: list[str], steps: list[tuple[str, int, int, float]], queued_tokens: int
+) -> None:
+    """A request that wants reasons has all workers weighed; two routers, of which one is always asked for them."""
+    short, whole = pair = [_mesh(roles, queued_tokens) for _ in range(2)]
+    now, placed = 100.0, list[str]()
+    for number, (step, which, blocks, later_s) in enumerate(steps):
+        now += later_s
+        name = f"r{number}"
+        if step in ("place", "submit"):
+            outcomes = [_ask(state, step, name, which % 3, blocks, now, state is whole) for state in pair]
+            assert outcomes[0] == outcomes[1]
+            placed.append(name)
+            continue
+        target = placed[which % len(placed)] if placed else name
+        act = _acts(step, target, f"w{which % len(roles):02}", blocks, now)
+        assert act(short) == act(whole)
+    assert short.load.shares() == whole.load.shares()
+
+
+def _before() -> Any:
+    from router.core import _Before
+
+    return _Before()
+
+
+def _mesh(roles: list[str], queued_tokens: int) -> RouterState:
+    sizes = [{"total_blocks": 60, "max_num_seqs": 3}, {"total_blocks": 1000}]
+    cards = [card(f"w{n:02}", ROLES[role], **sizes[n % 5 == 0]) for n, role in enumerate(roles)]
+    return router(card("z", D), *cards, saturation=Saturation(queued_tokens=queued_tokens))
+
+
+def _ask(state: RouterState, step: str, name: str, number: int, blocks: int, now: float, explain: bool) -> object:
+    asked = request(name, prompt(number, blocks), explain=explain)
+    if step == "place":
+        return _facts(state.place(asked, now))
+    state.submit(asked, now)
+    return results(state.dispatch(now))
+
+
+def _facts(placed: Placed) -> object:
+    return where(placed), placed.reason, placed.decode.overlap_blocks
+
+
+def _acts(step: str, name: str, worker: str, blocks: int, now: float) -> Callable[[RouterState], object]:
+    def act(state: RouterState) -> object:
+        match step:
+            case "first token":
+                state.prefill_done(RequestId(name), now)
+            case "grow":
+                state.progress(RequestId(name), blocks * 16, now)
+            case "end":
+                state.free(RequestId(name), now)
+            case "store":
+                holds(state, worker, blocks, prompt(blocks % 3))
+            case "elsewhere":
+                state.load.update_elsewhere("two", {at(worker): Share(blocks % 3 * 500, blocks, blocks % 4)})
+            case "card":
+                known = next(one for one in state.cards if one.worker_id == worker)
+                state.add_worker(replace(known, capacity=1.0 + blocks % 2), now)
+        return results(state.dispatch(now))
+
+    return act
