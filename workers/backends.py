@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 def open_engine(config: WorkerConfig) -> Engine:
     """Raises ConfigError if the settings do not fit together or to this machine."""
+    if config.kv_connector and config.engine != "vllm":
+        raise ConfigError("--kv-connector is for vLLM", hint="leave it out: --kv-transfer is for the other engines")
     if config.engine == "attach":
         from workers.attached.engine import open_attached
 

@@ -56,6 +56,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_transfer: Annotated[
         Literal["auto", "nixl", "shm"], Meta(description="how KV moves between workers; auto: nixl if it loads")
     ] = "auto"
+    kv_connector: Annotated[
+        str, Meta(description="vllm: nixl, offloading, lmcache, a chain of them as nixl,offloading, or none")
+    ] = ""
+    kv_offloading_gib: Annotated[float, Meta(gt=0, description="vllm: host memory of --kv-connector offloading")] = 4.0
     offer_lease_s: Annotated[float, Meta(gt=0, description="a KV offer that nobody fetches is unpinned after")] = 30.0
     pull_timeout_s: Annotated[float, Meta(gt=0, description="a KV pull that takes longer is given up")] = 10.0
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"

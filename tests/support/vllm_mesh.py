@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from kvmesh.tiny_model import CHECKPOINT_DIR
+from protocol.messages import FrontendCard, decode
 from tests.support.mesh import Mesh, until
 
 START_S = 240.0  # two at once take a minute and a half on two cores
@@ -45,6 +46,23 @@ class VllmMesh(Mesh):
             return self.workers().keys() >= set(names)
 
         until(all_there, START_S, f"the workers {names}")
+
+    @contextmanager
+    def routed_by(self, policy: str) -> Iterator[str]:
+        """The URL of one more frontend in front of the same workers, with another policy."""
+        before = self.entries("frontends/").keys()
+        flags = ["--port", "0", "--discovery", f"file:{self.run_dir / 'discovery'}"]
+        environ = {"KVMESH_ROUTER_POLICY": policy}
+        frontend = _start(self.run_dir, f"frontend-{policy}", ["-m", "frontend", *flags], environ)
+        try:
+            until(lambda: len(self.entries("frontends/")) > len(before), 60.0, "another frontend")
+            [card] = [
+                decode(value, FrontendCard) for key, value in self.entries("frontends/").items() if key not in before
+            ]
+            until(lambda: self.workers_seen(card.url) == len(self.started), 30.0, "it to see the workers")
+            yield card.url
+        finally:
+            _end([frontend])
 
     def tree(self, name: str) -> list[psutil.Process]:
         """The worker and vLLM's own processes below it."""
@@ -91,11 +109,14 @@ def idle_cores(processes: Sequence[psutil.Process], over_s: float = 3.0) -> floa
     return (used_s() - before) / (time.monotonic() - began)
 
 
-def _start(run_dir: Path, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(
+    run_dir: Path, name: str, command: Sequence[str], environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    env = {**os.environ, **ENV, **(environ or {})}
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with (run_dir / "logs" / f"{name}.log").open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, *command], stdout=output, stderr=output, env={**os.environ, **ENV}, start_new_session=True
+            [sys.executable, *command], stdout=output, stderr=output, env=env, start_new_session=True
         )
 
 

@@ -9,7 +9,8 @@ import pytest
 from protocol.errors import ConfigError
 from workers.__main__ import with_engine_args
 from workers.config import WorkerConfig
-from workers.vllm_engine.arguments import TRANSFER, Adapter, Plan, Surroundings, parse_adapters, plan_start
+from workers.vllm_engine.arguments import Adapter, Plan, Surroundings, parse_adapters, plan_start
+from workers.vllm_engine.transfer import TRANSFER
 
 HERE = Surroundings("ipc:///run/events", "ipc:///run/replay", 5600, num_cpus=8)
 
@@ -84,7 +85,7 @@ def test_nixl_may_stand_in_a_chain_of_connectors() -> None:
     started = plan(f"--kv_transfer_config '{json.dumps(chain)}'", role="prefill")
     nixl, offloading = json.loads(value(started, "--kv-transfer-config"))["kv_connector_extra_config"]["connectors"]
     assert nixl["kv_role"] == "kv_producer"
-    assert offloading == {"kv_connector": "OffloadingConnector"}
+    assert offloading == {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     assert started.transfer == TRANSFER
 
 
@@ -111,6 +112,8 @@ def test_another_connector_alone_keeps_kv_for_an_aggregated_worker() -> None:
         ("", {"device": "cuda"}, "--device is not for vLLM"),
         ("", {"kv_transfer": "shm"}, "moves no KV by shm"),
         ("'", {}, "cannot be read"),
+        ("--kv-offloading-size 4", {"role": "prefill"}, "set --kv-connector offloading"),
+        ("--kv-transfer-config {}", {"kv_connector": "nixl"}, "leave one of them out"),
         ("--kv-transfer-config", {}, "has no value"),
         ("--kv-transfer-config {} --kv-transfer-config {}", {}, "given twice"),
         ("--kv-transfer-config.kv_role kv_both", {}, "in parts"),

@@ -8,19 +8,12 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from protocol.errors import ConfigError
-from protocol.messages import Role
 from workers.config import WorkerConfig
+from workers.vllm_engine.transfer import TRANSFER, hands_over, transfer_config
 
-TRANSFER = "vllm-nixl"  # what the worker's card and its tickets call vLLM's NIXL connector
-
-_CONNECTOR_MODULE = "workers.vllm_engine.connector"
-_KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.AGGREGATED: "kv_both"}
-_NIXL = "NixlConnector"
-_CHAIN = "MultiConnector"
-
+_OFFLOADING = "set --kv-connector offloading, or nixl,offloading, and --kv-offloading-gib before the --"
 _HOSTS = {
     "model": "set --model-path before the --",
     "model-tag": "set --model-path before the --",
@@ -30,6 +23,8 @@ _HOSTS = {
     "kv-events-config": "the worker wires KV events itself",
     "load-format": "set --random-weights before the --",
     "dtype": "set --dtype before the --",
+    "kv-offloading-size": _OFFLOADING,
+    "kv-offloading-backend": _OFFLOADING,
     "lora-modules": "set --loras name=path,... before the --",
 }
 _ALSO_HOSTS = {"load-format": "random_weights", "dtype": "dtype"}  # refused only where the worker's setting is given
@@ -75,7 +70,8 @@ def plan_start(config: WorkerConfig, name: str, adapters: Sequence[Adapter], sur
     names = _names(given)
     _check_torch_settings(config)
     _check_hosts_flags(config, names)
-    transfer_config, given = _take_transfer_config(config, given)
+    own_transfer, given = _given_transfer_config(given)
+    transfer = transfer_config(config, own_transfer)
     flags = ["--model", config.model_path, "--served-model-name", name, *given]
     if config.dtype != "auto":
         flags += ["--dtype", config.dtype]
@@ -84,13 +80,13 @@ def plan_start(config: WorkerConfig, name: str, adapters: Sequence[Adapter], sur
     caches_prefixes = "no-enable-prefix-caching" not in names
     if caches_prefixes:
         flags += ["--enable-prefix-caching", "--kv-events-config", _events_config(surroundings)]
-    if transfer_config is not None:
-        flags += ["--kv-transfer-config", json.dumps(transfer_config)]
+    if transfer is not None:
+        flags += ["--kv-transfer-config", json.dumps(transfer)]
     flags += _adapter_flags(adapters, names)
     return Plan(
         flags=tuple(flags),
         environ=_environ(config, names, surroundings),
-        transfer=TRANSFER if transfer_config is not None and _nixl_parts(transfer_config) else "",
+        transfer=TRANSFER if transfer is not None and hands_over(transfer) else "",
         tells_events=caches_prefixes,
     )
 
@@ -159,63 +155,12 @@ def _check_hosts_flags(config: WorkerConfig, names: Mapping[str, str]) -> None:
 # --- handing KV over ------------------------------------------------------------------------------------
 
 
-def _take_transfer_config(config: WorkerConfig, given: list[str]) -> tuple[dict[str, Any] | None, list[str]]:
-    """The --kv-transfer-config to use, completed, and the flags without it."""
+def _given_transfer_config(given: list[str]) -> tuple[str | None, list[str]]:
+    """The user's own --kv-transfer-config, and the flags without it."""
     text, rest = _take(given, "kv-transfer-config")
-    if text is None and any(name == "kv-transfer-config" for name in _names(rest)):
+    if text is None and "kv-transfer-config" in _names(rest):
         raise ConfigError("--kv-transfer-config is given in parts", hint="give it as one JSON object")
-    if text is None:
-        if config.role is Role.AGGREGATED and config.kv_transfer != "nixl":
-            return None, rest
-        found: dict[str, Any] = {"kv_connector": _NIXL}
-    else:
-        found = _json_object(text)
-    role = _KV_ROLES[config.role]
-    if found.setdefault("kv_role", role) != role and config.role is not Role.AGGREGATED:
-        raise ConfigError(
-            f"kv_role {found['kv_role']!r} does not fit --role {config.role.value}",
-            hint=f"leave kv_role out, or set it to {role}",
-        )
-    nixl = _nixl_parts(found)
-    if not nixl and config.role is not Role.AGGREGATED:
-        raise ConfigError(
-            f"--role {config.role.value} hands KV over by {_NIXL}, and --kv-transfer-config has none",
-            hint=f"leave it out, or make it a {_CHAIN} of which one is {_NIXL}",
-        )
-    for part in nixl:
-        _complete_nixl(part, found["kv_role"], config)
-    return found, rest
-
-
-def _complete_nixl(part: dict[str, Any], role: str, config: WorkerConfig) -> None:
-    part.setdefault("kv_role", role)
-    part.setdefault("kv_connector_module_path", _CONNECTOR_MODULE)
-    extra = part.setdefault("kv_connector_extra_config", {})
-    if isinstance(extra, dict):
-        extra.setdefault("kv_lease_duration", max(1, round(config.offer_lease_s)))
-        extra.setdefault("num_threads", 0)  # of UCX, each would poll without a pause
-
-
-def _nixl_parts(transfer_config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where in it NIXL stands: alone, or in a chain."""
-    if transfer_config.get("kv_connector") == _NIXL:
-        return [transfer_config]
-    if transfer_config.get("kv_connector") != _CHAIN:
-        return []
-    extra = transfer_config.get("kv_connector_extra_config")
-    children = extra.get("connectors") if isinstance(extra, dict) else None
-    parts = children if isinstance(children, list) else []
-    return [part for part in parts if isinstance(part, dict) and part.get("kv_connector") == _NIXL]
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--kv-transfer-config is no JSON: {error}", hint="give it as one JSON object") from error
-    if not isinstance(found, dict):
-        raise ConfigError("--kv-transfer-config is no JSON object", hint='such as {"kv_connector": "NixlConnector"}')
-    return found
+    return text, rest
 
 
 def _take(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:

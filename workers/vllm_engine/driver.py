@@ -10,12 +10,14 @@ import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import psutil
 
 from protocol.errors import ConfigError, EngineError, InvalidRequestError
 from workers.vllm_engine.guard import Guard
+from workers.vllm_engine.transfer import check_can_run
 from workers.vllm_engine.translate import Question, Step
 
 SHUTDOWN_S = 10.0
@@ -121,10 +123,19 @@ def _engine_config(engine_args: Any, parser: Any, flags: Sequence[str]) -> Any:
         raise ConfigError(f"vLLM does not know these flags: {reason}", hint="see `vllm serve --help`") from error
     try:
         args = engine_args.from_cli_args(parsed)
+        _check_connectors(args)
         _prefer_one_process(args)
         return args.create_engine_config()
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"vLLM refuses its flags: {error}", hint="change what stands after --") from error
+
+
+def _check_connectors(args: Any) -> None:
+    from vllm.platforms import current_platform
+
+    if (told := args.kv_transfer_config) is not None:
+        found = {"kv_connector": told.kv_connector, "kv_connector_extra_config": told.kv_connector_extra_config}
+        check_can_run(found, on_cpu=current_platform.is_cpu(), has_module=lambda name: find_spec(name) is not None)
 
 
 def _prefer_one_process(args: Any) -> None:

@@ -41,10 +41,11 @@ from workers.engine import EngineInfo, EngineLoad
 from workers.engine_cache import EngineCache
 from workers.engine_waits import Waits
 from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
-from workers.vllm_engine.arguments import TRANSFER, Adapter, Plan, Surroundings, parse_adapters, plan_start
+from workers.vllm_engine.arguments import Adapter, Plan, Surroundings, parse_adapters, plan_start
 from workers.vllm_engine.driver import Driver, Facts, LoadedAdapter, open_driver
 from workers.vllm_engine.events import EventFeed
 from workers.vllm_engine.patience import within
+from workers.vllm_engine.transfer import TRANSFER
 from workers.vllm_engine.translate import (
     Answer,
     DivergedError,
