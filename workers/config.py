@@ -43,7 +43,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         float, Meta(ge=0, description="mock: gigabytes of KV per second that a pull brings at most; 0: no limit")
     ] = 0.0
     mock_start_s: Annotated[float, Meta(ge=0, description="mock: time to load, before it joins the mesh")] = 0.0
-    dp_size: Annotated[int, Meta(ge=1, le=64, description="mock: data-parallel ranks, each with its own cache")] = 1
+    dp_size: Annotated[
+        int, Meta(ge=1, le=64, description="mock, vllm: data-parallel ranks, each with its own cache")
+    ] = 1
     count: Annotated[
         int, Meta(ge=1, le=1024, description="mock: workers in this process, called <name>-0, <name>-1, ...")
     ] = 1

@@ -33,10 +33,11 @@ class VllmMesh(Mesh):
         super().__init__(process, run_dir)
         self.started: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start_worker(self, name: str, role: str, *flags: str) -> None:
+    def start_worker(self, name: str, role: str, *flags: str, settings: Sequence[str] = ()) -> None:
+        """`flags` are vLLM's, `settings` the worker's own."""
         command = ["-m", "workers", "--engine", "vllm", "--name", name, "--role", role, "--model", "tiny"]
         command += ["--model-path", str(CHECKPOINT_DIR), "--dtype", "float32"]
-        command += ["--discovery", f"file:{self.run_dir / 'discovery'}", "--", *FLAGS, *flags]
+        command += ["--discovery", f"file:{self.run_dir / 'discovery'}", *settings, "--", *FLAGS, *flags]
         self.started[name] = _start(self.run_dir, name, command)
 
     def until_ready(self, *names: str) -> None:

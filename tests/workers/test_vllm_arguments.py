@@ -43,6 +43,20 @@ def test_kv_events_are_bound_where_only_the_worker_hears_them() -> None:
     }
 
 
+def test_each_of_several_ranks_binds_a_port_of_its_own() -> None:
+    """A file would do for one rank only, and an address without a * vLLM would connect to instead of binding it."""
+    started = plan(dp_size=4)
+    assert value(started, "--data-parallel-size") == "4"
+    told = json.loads(value(started, "--kv-events-config"))
+    assert told["endpoint"] == told["replay_endpoint"] == "tcp://*:0"
+    assert started.environ["VLLM_HOST_IP"] == "127.0.0.1"
+    assert started.environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_single_rank_is_not_told_of_ranks() -> None:
+    assert "--data-parallel-size" not in plan().flags
+
+
 def test_without_a_prefix_cache_there_are_no_events() -> None:
     started = plan("--no-enable-prefix-caching")
     assert not started.tells_events
@@ -103,8 +117,9 @@ def test_another_connector_alone_keeps_kv_for_an_aggregated_worker() -> None:
         ("--port 80", {}, "--port stands after"),
         ("--kv_events_config {}", {}, "wires KV events itself"),
         ("--kv-events-config.endpoint=tcp://*:1", {}, "wires KV events itself"),
-        ("--data-parallel-size 2", {}, "one worker per data-parallel rank"),
-        ("-dp 2", {}, "one worker per data-parallel rank"),
+        ("--data-parallel-size 2", {}, "set --dp-size before the --"),
+        ("-dp 2", {}, "set --dp-size before the --"),
+        ("--data-parallel-rank 1", {"dp_size": 2}, "the router chooses among the ranks"),
         ("--dtype float32", {"dtype": "bfloat16"}, "--dtype stands after"),
         ("--load-format dummy", {"random_weights": True}, "--load-format stands after"),
         ("", {"block_size": 32}, "-- --block-size 32"),

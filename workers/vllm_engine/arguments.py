@@ -20,6 +20,7 @@ _HOSTS = {
     "served-model-name": "set --model before the --",
     "host": "set --host before the --; vLLM itself listens to nobody here",
     "port": "set --port before the --; vLLM itself listens to nobody here",
+    "data-parallel-size": "set --dp-size before the --",
     "kv-events-config": "the worker wires KV events itself",
     "load-format": "set --random-weights before the --",
     "dtype": "set --dtype before the --",
@@ -28,7 +29,12 @@ _HOSTS = {
     "lora-modules": "set --loras name=path,... before the --",
 }
 _ALSO_HOSTS = {"load-format": "random_weights", "dtype": "dtype"}  # refused only where the worker's setting is given
-_ALIASES = {"-dp": "data-parallel-size", "-dpn": "data-parallel-rank", "-dpl": "data-parallel-size-local"}
+_BALANCES = "the router chooses among the ranks of --dp-size; ranks with a process each: start a worker for each"
+_HOSTS |= {
+    f"data-parallel-{name}": _BALANCES for name in ("rank", "external-lb", "hybrid-lb", "multi-port-external-lb")
+}
+_ALIASES = {"-dp": "data-parallel-size", "-dpn": "data-parallel-rank", "-r": "node-rank"}
+_ANY_PORT = "tcp://*:0"
 _TORCH_ONLY = {
     "block_size": "--block-size",
     "num_blocks": "--num-gpu-blocks-override",
@@ -50,9 +56,9 @@ class Adapter:
 class Surroundings:
     """What the worker found on its machine."""
 
-    events: str  # ZMQ endpoints on which vLLM tells its KV events and replays them
+    events: str  # ZMQ endpoints on which a vLLM of one rank tells its KV events and replays them
     replay: str
-    side_channel_port: int  # free, for NIXL's handshakes
+    side_channel_port: int  # the first of as many free ones as there are ranks, for NIXL's handshakes
     num_cpus: int  # that this process may use
 
 
@@ -79,7 +85,9 @@ def plan_start(config: WorkerConfig, name: str, adapters: Sequence[Adapter], sur
         flags += ["--load-format", "dummy"]
     caches_prefixes = "no-enable-prefix-caching" not in names
     if caches_prefixes:
-        flags += ["--enable-prefix-caching", "--kv-events-config", _events_config(surroundings)]
+        flags += ["--enable-prefix-caching", "--kv-events-config", _events_config(config, surroundings)]
+    if config.dp_size > 1:
+        flags += ["--data-parallel-size", str(config.dp_size)]
     if transfer is not None:
         flags += ["--kv-transfer-config", json.dumps(transfer)]
     flags += _adapter_flags(adapters, names)
@@ -143,8 +151,6 @@ def _num_required() -> int:
 
 def _check_hosts_flags(config: WorkerConfig, names: Mapping[str, str]) -> None:
     for name, written in names.items():
-        if name.startswith("data-parallel"):
-            raise ConfigError(f"{written} is the mesh's business", hint="start one worker per data-parallel rank")
         if name not in _HOSTS:
             continue
         setting = _ALSO_HOSTS.get(name)
@@ -185,13 +191,15 @@ def _take(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 # --- all else -------------------------------------------------------------------------------------------
 
 
-def _events_config(surroundings: Surroundings) -> str:
-    """ipc:// is bound by vLLM; a tcp:// address without a * it would connect to."""
+def _events_config(config: WorkerConfig, surroundings: Surroundings) -> str:
+    """ipc:// is bound by vLLM, for one rank only; a tcp:// address without a * it would connect to. Of several ranks
+    each takes any free port of its node (VLLM_HOST_IP), and vLLM says afterwards which."""
+    is_one = config.dp_size == 1
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": surroundings.events,
-        "replay_endpoint": surroundings.replay,
+        "endpoint": surroundings.events if is_one else _ANY_PORT,
+        "replay_endpoint": surroundings.replay if is_one else _ANY_PORT,
     }
     return json.dumps(events)
 
@@ -220,7 +228,7 @@ def _environ(config: WorkerConfig, names: Mapping[str, str], surroundings: Surro
     """`nobind`: by default vLLM pins one thread to every core of the machine, and workers that share it starve each
     other. Without torch.compile a request for logprobs would still compile a function, for many seconds."""
     host = config.advertise_host or config.host
-    threads = config.num_threads or max(1, surroundings.num_cpus // 2)
+    threads = config.num_threads or max(1, surroundings.num_cpus // (2 * config.dp_size))
     environ = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,14 +1,14 @@
 """The only module that imports vLLM: from plain values to its objects and back, and from its errors to ours.
 
-Its imports take many seconds and its start longer: `open_driver` is for a thread.
+Its imports take many seconds and its start longer: `open_driver` and `open_node` are for a thread.
 """
 
 import asyncio
 import contextlib
 import io
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ class Facts:
     """What vLLM decided when it started."""
 
     block_size: int
-    total_blocks: int
+    total_blocks: int  # of each data-parallel rank
     block_bytes: int  # of all layers; 0: not known
     context_tokens: int
     max_num_seqs: int
@@ -41,7 +41,7 @@ class Facts:
 
 @dataclass(slots=True)
 class Load:
-    """By vLLM's last step."""
+    """Of one data-parallel rank, by its last step."""
 
     running: int = 0
     waiting: int = 0
@@ -57,13 +57,16 @@ class LoadedAdapter:
 
 class Driver(Protocol):
     facts: Facts  # known after `prepare`
-    load: Load
+    loads: Sequence[Load]  # by rank
 
     async def prepare(self) -> None:
         """To be called once, on the event loop that it will be used on."""
 
+    def event_endpoints(self) -> list[tuple[str, str]]:
+        """By rank: where its KV events are told, and where they are replayed."""
+
     def generate(
-        self, question: Question, request_id: str, salt: str | None, adapter: LoadedAdapter | None
+        self, question: Question, request_id: str, salt: str | None, adapter: LoadedAdapter | None, rank: int
     ) -> AsyncGenerator[Step, None]:
         """Closing it aborts the request. Raises InvalidRequestError, EngineError."""
 
@@ -155,29 +158,33 @@ class _VllmDriver:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.facts: Facts
-        self.load = Load()
-        self._guard = Guard()
-        not_vllms = {child.pid for child in psutil.Process().children()}
-        try:
-            self._llm: Any = AsyncLLM.from_vllm_config(config, stat_loggers=[_stat_logger(self.load)])
-        except BaseException:
-            self._guard.close()
-            raise
-        self._guard.watch({child.pid for child in psutil.Process().children()} - not_vllms)
+        self.loads: Sequence[Load] = [Load() for _ in range(config.parallel_config.data_parallel_size)]
+        with _guarded() as self._guard:
+            self._llm: Any = AsyncLLM.from_vllm_config(config, stat_loggers=[_stat_logger(self.loads)])
 
     async def prepare(self) -> None:
         tasks = frozenset(await self._llm.get_supported_tasks())
         self.facts = _facts(self._llm.vllm_config, tasks)
 
+    def event_endpoints(self) -> list[tuple[str, str]]:
+        told = self._llm.get_kv_event_sources()
+        return [(told[rank].endpoint, told[rank].replay_endpoint) for rank in range(len(self.loads))]
+
     async def generate(
-        self, question: Question, request_id: str, salt: str | None, adapter: LoadedAdapter | None
+        self, question: Question, request_id: str, salt: str | None, adapter: LoadedAdapter | None, rank: int
     ) -> AsyncGenerator[Step, None]:
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         params = _sampling(question)
         prompt = _prompt(question.prompt, salt)
-        outputs = self._llm.generate(prompt, params, request_id, lora_request=_lora(adapter))
+        outputs = self._llm.generate(
+            prompt,
+            params,
+            request_id,
+            lora_request=_lora(adapter),
+            data_parallel_rank=rank if len(self.loads) > 1 else None,
+        )
         try:
             async with aclosing(outputs):
                 async for output in outputs:
@@ -246,11 +253,24 @@ class _VllmDriver:
             await asyncio.to_thread(self._guard.close)
 
 
+@contextmanager
+def _guarded() -> Iterator[Guard]:
+    """The processes that vLLM starts in the block do not outlive this one."""
+    guard = Guard()
+    not_vllms = {child.pid for child in psutil.Process().children()}
+    try:
+        yield guard
+    except BaseException:
+        guard.close()
+        raise
+    guard.watch({child.pid for child in psutil.Process().children()} - not_vllms)
+
+
 def _facts(config: Any, tasks: frozenset[str]) -> Facts:
     cache, model = config.cache_config, config.model_config
     return Facts(
         block_size=cache.block_size,
-        total_blocks=cache.num_gpu_blocks,
+        total_blocks=cache.num_gpu_blocks // config.parallel_config.data_parallel_size,  # vLLM has their sum
         block_bytes=_block_bytes(config),
         context_tokens=model.max_model_len,
         max_num_seqs=config.scheduler_config.max_num_seqs,
@@ -323,16 +343,17 @@ def _step(output: Any) -> Step:
     )
 
 
-def _stat_logger(load: Load) -> Any:
-    """A class, as vLLM wants it: it makes one per engine. Called on the event loop after every step."""
+def _stat_logger(loads: Sequence[Load]) -> Any:
+    """A class, as vLLM wants it: it makes one per rank. Called on the event loop after every step."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class LoadLogger(StatLoggerBase):  # type: ignore[misc, unused-ignore]
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            pass
+            self._rank = engine_index
 
         def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
             if scheduler_stats is not None:
+                load = loads[self._rank]
                 load.running = scheduler_stats.num_running_reqs
                 load.waiting = scheduler_stats.num_waiting_reqs
                 load.used_share = scheduler_stats.kv_cache_usage
