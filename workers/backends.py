@@ -29,9 +29,11 @@ def open_engine(config: WorkerConfig) -> Engine:
 
         return open_attached(config)
     if config.engine == "vllm":
+        from workers.vllm_engine.arguments import leads
         from workers.vllm_engine.engine import VllmEngine
+        from workers.vllm_engine.node import VllmNode
 
-        return VllmEngine(config, served_name(config))
+        return VllmEngine(config, served_name(config)) if leads(config) else VllmNode(config, served_name(config))
     if config.engine == "sglang":
         from workers.sglang_engine.engine import SglangEngine
 

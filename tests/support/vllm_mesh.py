@@ -51,15 +51,12 @@ class VllmMesh(Mesh):
     @contextmanager
     def routed_by(self, policy: str) -> Iterator[str]:
         """The URL of one more frontend in front of the same workers, with another policy."""
-        before = self.entries("frontends/").keys()
-        flags = ["--port", "0", "--discovery", f"file:{self.run_dir / 'discovery'}"]
-        environ = {"KVMESH_ROUTER_POLICY": policy}
-        frontend = _start(self.run_dir, f"frontend-{policy}", ["-m", "frontend", *flags], environ)
+        name = f"frontend-{policy}"
+        flags = ["--name", name, "--port", "0", "--discovery", f"file:{self.run_dir / 'discovery'}"]
+        frontend = _start(self.run_dir, name, ["-m", "frontend", *flags], {"KVMESH_ROUTER_POLICY": policy})
         try:
-            until(lambda: len(self.entries("frontends/")) > len(before), 60.0, "another frontend")
-            [card] = [
-                decode(value, FrontendCard) for key, value in self.entries("frontends/").items() if key not in before
-            ]
+            until(lambda: f"frontends/{name}" in self.entries("frontends/"), 60.0, name)
+            card = decode(self.entries("frontends/")[f"frontends/{name}"], FrontendCard)
             until(lambda: self.workers_seen(card.url) == len(self.started), 30.0, "it to see the workers")
             yield card.url
         finally:

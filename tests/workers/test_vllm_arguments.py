@@ -12,7 +12,7 @@ from workers.config import WorkerConfig
 from workers.vllm_engine.arguments import Adapter, Plan, Surroundings, parse_adapters, plan_start
 from workers.vllm_engine.transfer import TRANSFER
 
-HERE = Surroundings("ipc:///run/events", "ipc:///run/replay", 5600, num_cpus=8)
+HERE = Surroundings(5600, num_cpus=8, events="ipc:///run/events", replay="ipc:///run/replay")
 
 
 def plan(engine_args: str = "", adapters: list[Adapter] | None = None, **settings: Any) -> Plan:

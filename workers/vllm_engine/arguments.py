@@ -34,6 +34,7 @@ _HOSTS |= {
     f"data-parallel-{name}": _BALANCES for name in ("rank", "external-lb", "hybrid-lb", "multi-port-external-lb")
 }
 _ALIASES = {"-dp": "data-parallel-size", "-dpn": "data-parallel-rank", "-r": "node-rank"}
+_HEADLESS = "--headless"  # vLLM's word, on its own command line, for a node that does not lead
 _ANY_PORT = "tcp://*:0"
 _TORCH_ONLY = {
     "block_size": "--block-size",
@@ -56,10 +57,10 @@ class Adapter:
 class Surroundings:
     """What the worker found on its machine."""
 
-    events: str  # ZMQ endpoints on which a vLLM of one rank tells its KV events and replays them
-    replay: str
     side_channel_port: int  # the first of as many free ones as there are ranks, for NIXL's handshakes
     num_cpus: int  # that this process may use
+    events: str = ""  # ZMQ endpoints on which a vLLM of one rank tells its KV events and replays them
+    replay: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,19 @@ class Plan:
     tells_events: bool
 
 
+def leads(config: WorkerConfig) -> bool:
+    """False: this node computes for the worker of another one. Raises ConfigError for a --node-rank that is none."""
+    given = split_flags(config.engine_args)
+    text, _ = _take(["--node-rank" if flag == "-r" else flag for flag in given], "node-rank")
+    try:
+        return int(text or "0") == 0 and _HEADLESS not in given
+    except ValueError as error:
+        raise ConfigError(f"--node-rank is {text!r}", hint="number the nodes from 0, which leads") from error
+
+
 def plan_start(config: WorkerConfig, name: str, adapters: Sequence[Adapter], surroundings: Surroundings) -> Plan:
     """`name`: that the model is served under. Raises ConfigError for what contradicts itself, with what to do."""
-    given = split_flags(config.engine_args)
+    given = [flag for flag in split_flags(config.engine_args) if flag != _HEADLESS]
     names = _names(given)
     _check_torch_settings(config)
     _check_hosts_flags(config, names)
@@ -84,8 +95,11 @@ def plan_start(config: WorkerConfig, name: str, adapters: Sequence[Adapter], sur
     if config.random_weights:
         flags += ["--load-format", "dummy"]
     caches_prefixes = "no-enable-prefix-caching" not in names
+    schedules = leads(config) or config.dp_size > 1  # else another node does, and tells the events
     if caches_prefixes:
-        flags += ["--enable-prefix-caching", "--kv-events-config", _events_config(config, surroundings)]
+        flags.append("--enable-prefix-caching")
+    if caches_prefixes and schedules:
+        flags += ["--kv-events-config", _events_config(config, surroundings)]
     if config.dp_size > 1:
         flags += ["--data-parallel-size", str(config.dp_size)]
     if transfer is not None:
@@ -95,7 +109,7 @@ def plan_start(config: WorkerConfig, name: str, adapters: Sequence[Adapter], sur
         flags=tuple(flags),
         environ=_environ(config, names, surroundings),
         transfer=TRANSFER if transfer is not None and hands_over(transfer) else "",
-        tells_events=caches_prefixes,
+        tells_events=caches_prefixes and schedules,
     )
 
 

@@ -96,27 +96,47 @@ class Driver(Protocol):
     async def close(self) -> None: ...
 
 
+class Node(Protocol):
+    """vLLM's processes on a node that does not lead."""
+
+    def failure(self) -> str:
+        """Why they compute no more; "" while they do."""
+
+    async def close(self) -> None: ...
+
+
 def open_driver(flags: Sequence[str], environ: Mapping[str, str]) -> Driver:
     """Blocks until vLLM is ready. What `environ` says is set where it is not set yet: vLLM's processes inherit it.
 
     Raises ConfigError if vLLM is not installed or refuses the flags, EngineError if it does not start.
     """
-    for name, value in environ.items():
-        os.environ.setdefault(name, value)
-    try:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-    except ImportError as error:
-        hint = "`make test-vllm` installs it for the CPU; for GPUs: pip install vllm"
-        raise ConfigError(f"the vllm engine needs vLLM: {error}", hint=hint) from error
-    config = _engine_config(AsyncEngineArgs, FlexibleArgumentParser, flags)
+    config = _engine_config(flags, environ, headless=False)
     try:
         return _VllmDriver(config)
     except Exception as error:
         raise EngineError(f"vLLM did not start: {error}", hint="its own log, above, says why") from error
 
 
-def _engine_config(engine_args: Any, parser: Any, flags: Sequence[str]) -> Any:
+def open_node(flags: Sequence[str], environ: Mapping[str, str]) -> Node:
+    """As `open_driver`, on a node that does not lead. Blocks until the leading one has been found, where vLLM waits
+    for it."""
+    config = _engine_config(flags, environ, headless=True)
+    try:
+        return _VllmNode(config)
+    except Exception as error:
+        hint = "its own log, above, says why; is the node of --master-addr there?"
+        raise EngineError(f"vLLM did not start on this node: {error}", hint=hint) from error
+
+
+def _engine_config(flags: Sequence[str], environ: Mapping[str, str], *, headless: bool) -> Any:
+    for name, value in environ.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs as engine_args  # noqa: N813
+        from vllm.utils.argparse_utils import FlexibleArgumentParser as parser  # noqa: N813
+    except ImportError as error:
+        hint = "`make test-vllm` installs it for the CPU; for GPUs: pip install vllm"
+        raise ConfigError(f"the vllm engine needs vLLM: {error}", hint=hint) from error
     told = io.StringIO()
     try:
         with contextlib.redirect_stderr(told):
@@ -128,7 +148,7 @@ def _engine_config(engine_args: Any, parser: Any, flags: Sequence[str]) -> Any:
         args = engine_args.from_cli_args(parsed)
         _check_connectors(args)
         _prefer_one_process(args)
-        return args.create_engine_config()
+        return args.create_engine_config(headless=headless)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"vLLM refuses its flags: {error}", hint="change what stands after --") from error
 
@@ -264,6 +284,50 @@ def _guarded() -> Iterator[Guard]:
         guard.close()
         raise
     guard.watch({child.pid for child in psutil.Process().children()} - not_vllms)
+
+
+class _VllmNode:
+    """What `vllm serve --headless` runs: the ranks of this node for another node's engine, or engines of their own that
+    another node's worker feeds."""
+
+    def __init__(self, config: Any) -> None:
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        self._executor: Any = None
+        self._engines: Any = None
+        with _guarded() as self._guard:
+            if config.parallel_config.node_rank_within_dp > 0:
+                self._executor = MultiprocExecutor(config)
+            else:
+                self._engines = _engines_of(config)
+
+    def failure(self) -> str:
+        if self._executor is not None:
+            return "one of its processes ended" if self._executor.is_failed else ""
+        ended = self._engines.finished_procs()
+        return f"ended: {', '.join(ended)}" if ended else ""
+
+    async def close(self) -> None:
+        await asyncio.to_thread((self._executor or self._engines).shutdown)
+        await asyncio.to_thread(self._guard.close)
+
+
+def _engines_of(config: Any) -> Any:
+    from vllm.utils.network_utils import get_tcp_uri
+    from vllm.v1.engine.utils import CoreEngineProcManager
+    from vllm.v1.executor import Executor
+
+    parallel = config.parallel_config
+    return CoreEngineProcManager(
+        local_engine_count=parallel.data_parallel_size_local,
+        start_index=parallel.data_parallel_rank,
+        local_start_index=0,
+        vllm_config=config,
+        local_client=False,
+        handshake_address=get_tcp_uri(parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port),
+        executor_class=Executor.get_class(config),
+        log_stats=True,
+    )
 
 
 def _facts(config: Any, tasks: frozenset[str]) -> Facts:

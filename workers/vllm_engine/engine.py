@@ -44,6 +44,7 @@ from workers.vllm_engine.arguments import Adapter, Plan, Surroundings, parse_ada
 from workers.vllm_engine.driver import Driver, Facts, LoadedAdapter, open_driver
 from workers.vllm_engine.events import EventFeed, RankCache
 from workers.vllm_engine.patience import within
+from workers.vllm_engine.starting import Starting
 from workers.vllm_engine.transfer import TRANSFER
 from workers.vllm_engine.translate import (
     Answer,
@@ -93,7 +94,7 @@ class VllmEngine:
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        self._building: asyncio.Task[Driver] | None = None
+        self._starting: Starting[Driver] | None = None
         self._driver: Driver | None = None
         self._caches = [RankCache() for _ in range(config.dp_size)]
         self._feed: EventFeed | None = None
@@ -113,10 +114,8 @@ class VllmEngine:
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
         self._worker_id, self._address = worker_id, address
-        self._building = asyncio.create_task(
-            asyncio.to_thread(self._open_vllm, self._plan.flags, self._plan.environ), name="start vLLM"
-        )
-        driver = self._driver = await asyncio.shield(self._building)
+        self._starting = Starting(lambda: self._open_vllm(self._plan.flags, self._plan.environ))
+        driver = self._driver = await self._starting.result()
         await driver.prepare()
         facts = driver.facts
         for cache in self._caches:
@@ -180,10 +179,8 @@ class VllmEngine:
             offer.expiry.cancel()
         if self._feed is not None:
             await self._feed.close()
-        if self._building is not None:
-            [built] = await asyncio.gather(self._building, return_exceptions=True)
-            if not isinstance(built, BaseException):
-                await built.close()
+        if self._starting is not None and (driver := await self._starting.end()) is not None:
+            await driver.close()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def load(self) -> EngineLoad:
