@@ -18,7 +18,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmMesh]:
     with running_vllm_mesh(tmp_path_factory.mktemp("mesh")) as mesh:
         for name, role in (("p", "prefill"), ("d", "decode")):
             mesh.start_worker(name, role, settings=("--dp-size", str(len(RANKS))))
-        mesh.until_ready("p", "d")
+            mesh.until_ready(name)  # four engines that start at once take longer than one after the other
         yield mesh
 
 
