@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mesh(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[VllmMesh]:
     with running_vllm_mesh(tmp_path_factory.mktemp("mesh")) as mesh:
         mesh.start_worker("p", "prefill", "--kv-transfer-config", chain(folder))
-        mesh.start_worker("d", "decode")
+        mesh.start_worker("d", "decode", "--disable-hybrid-kv-cache-manager")  # the example turns it off, and NIXL asks
         mesh.until_ready("p", "d")
         yield mesh
 
