@@ -40,13 +40,13 @@ class VllmMesh(Mesh):
         command += ["--discovery", f"file:{self.run_dir / 'discovery'}", *settings, "--", *FLAGS, *flags]
         self.started[name] = _start(self.run_dir, name, command)
 
-    def until_ready(self, *names: str) -> None:
+    def until_ready(self, *names: str, within_s: float = START_S) -> None:
         def all_there() -> bool:
             for name in names:
                 assert self.started[name].poll() is None, f"{name} ended\n{self.logs()}"
             return self.workers().keys() >= set(names)
 
-        until(all_there, START_S, f"the workers {names}")
+        until(all_there, within_s, f"the workers {names}")
 
     @contextmanager
     def routed_by(self, policy: str) -> Iterator[str]:

@@ -1,0 +1,53 @@
+"""One real vLLM worker on two nodes, which are two processes here: a half of every layer is computed in each."""
+
+import socket
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.mesh import until
+from tests.support.vllm_mesh import START_S, VllmMesh, needs_vllm, running_vllm_mesh
+
+pytestmark = [needs_vllm, pytest.mark.timeout(900)]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def metrics_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iterator[VllmMesh]:
+    with running_vllm_mesh(tmp_path_factory.mktemp("mesh")) as mesh:
+        both = ("--tensor-parallel-size", "2", "--nnodes", "2", "--master-addr", "127.0.0.1")
+        both += ("--master-port", str(free_port()))
+        settings = ("--metrics-port", str(metrics_port))
+        mesh.start_worker("node-1", "aggregated", *both, "--node-rank", "1", settings=settings)
+        mesh.start_worker("node-0", "aggregated", *both, "--node-rank", "0")
+        mesh.until_ready("node-0", within_s=2 * START_S)  # three processes start one after the other
+        yield mesh
+
+
+def test_both_compute_and_the_first_alone_serves(mesh: VllmMesh, metrics_port: int) -> None:
+    reply = mesh.complete(list(range(100, 150)), max_tokens=4, ignore_eos=True)
+    assert reply["usage"]["completion_tokens"] == 4
+    assert reply["kvmesh"]["decode_worker"] == "node-0"
+    assert mesh.workers().keys() == {"node-0"}
+    until(lambda: httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").status_code == 200, what="its metrics")
+    assert mesh.started["node-1"].poll() is None
+
+
+def test_a_node_whose_vllm_has_died_ends_for_its_supervisor_to_start_it_anew(mesh: VllmMesh) -> None:
+    """The last test: nothing is left to ask."""
+    [computing] = [process for process in mesh.tree("node-1") if " ".join(process.cmdline()).startswith("VLLM::")]
+    computing.kill()
+    assert mesh.started["node-1"].wait(60) not in (0, None)
+    assert not psutil.pid_exists(computing.pid) or psutil.Process(computing.pid).status() == psutil.STATUS_ZOMBIE
