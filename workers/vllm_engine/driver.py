@@ -164,12 +164,13 @@ def _check_connectors(args: Any) -> None:
 def _prefer_one_process(args: Any) -> None:
     """On a CPU vLLM gives even a single rank a process beside its engine's. The two wait for each other by spinning,
     with `sched_yield`: on cores that others want too, a step that takes 20 ms was seen to take 10 s and more. vLLM does
-    it to pin the rank's threads, so it stays where they are to be pinned, and where the flags name an executor."""
+    it to pin the rank's threads, so it stays where they are to be pinned, where the flags name an executor, and on
+    several nodes, for which vLLM takes no other."""
     from vllm.platforms import current_platform
 
     num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size * args.prefill_context_parallel_size
     is_free = args.distributed_executor_backend is None and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
-    if current_platform.is_cpu() and num_ranks == 1 and is_free:
+    if current_platform.is_cpu() and num_ranks == 1 and args.nnodes == 1 and is_free:
         args.distributed_executor_backend = ONE_PROCESS
 
 
