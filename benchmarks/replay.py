@@ -183,22 +183,23 @@ def hook_of(config: ReplayConfig) -> PlannerHook | None:
     """The live planner core, as `python -m planner` would run it. Raises ConfigError if it cannot size such workers."""
     if not config.planner:
         return None
-    if config.mode != "disaggregated" or config.prefill_rate:
-        hint = "set --mode disaggregated, and --profile instead of --prefill-rate"
-        raise ConfigError("the planner sizes prefill and decode workers, by their profiles", hint=hint)
+    if config.prefill_rate:
+        raise ConfigError("the planner sizes workers by their profiles", hint="set --profile instead of --prefill-rate")
     if config.speedup != 1.0 and (config.profile or config.prefill_profile):
         raise ConfigError("the planner goes by the profile as it is", hint="leave --speedup out")
     kv_tokens = config.blocks_per_worker * config.block_size
     fit = polynomial_profile(kv_tokens, config.max_num_seqs, config.max_step_tokens, config.speedup)
     settings = simulated(config)
     rules = PlannerConfig(
+        mode=config.mode,
         ttft_slo_s=config.ttft_slo_s,
         itl_slo_s=config.itl_slo_s,
         max_gpus=config.max_gpus,
         start_s=config.start_s,
         flip_s=config.flip_s,
     )
-    core = PlannerCore(rules, settings.prefill_profile or fit, settings.decode_profile or fit)
+    decode = settings.decode_profile or fit
+    core = PlannerCore(rules, (settings.prefill_profile or fit) if config.mode == "disaggregated" else decode, decode)
     return PlannerHook(core.decide, rules.reactive_interval_s, rules.reactive_interval_s)
 
 

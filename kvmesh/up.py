@@ -57,18 +57,28 @@ def planner_config(config: UpConfig, argv: Sequence[str], config_file: str) -> S
         if argv:
             raise ConfigError(f"{PLANNER_FLAG}{argv[0].removeprefix('--')} without a planner", hint="add --planner")
         return None
-    if config.aggregated:
-        raise ConfigError("a planner scales prefill and decode workers", hint="leave --aggregated out")
+    if config.aggregated and config.prefill + config.decode:
+        raise ConfigError(
+            f"a planner scales prefill and decode workers, or aggregated ones: there are {config.prefill}, "
+            f"{config.decode} and {config.aggregated}",
+            hint="leave --aggregated out, or add --prefill 0 --decode 0",
+        )
     file_flags = ["--config", config_file] if config_file else []
-    return load(
+    mode = "aggregated" if config.aggregated else "disaggregated"
+    planner = load(
         ServiceConfig,
         [*file_flags, *argv],
-        {"KVMESH_PLANNER_CONNECTOR": "local", **os.environ},
+        {"KVMESH_PLANNER_CONNECTOR": "local", "KVMESH_PLANNER_MODE": mode, **os.environ},
         prefix="KVMESH_PLANNER_",
         prog="kvmesh up --planner",
         section="planner",
         foreign=("KVMESH_PLANNER_EXPLAIN_",),
     )
+    if planner.mode != mode:
+        raise ConfigError(
+            f"the planner is to size {planner.mode} workers, the mesh has {mode} ones", hint="leave --planner-mode out"
+        )
+    return planner
 
 
 async def up(

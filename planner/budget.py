@@ -34,7 +34,7 @@ def limits_of(config: PlannerConfig, prefill_gpus: int, decode_gpus: int) -> Lim
         prefill_gpus=max(1, prefill_gpus),
         decode_gpus=max(1, decode_gpus),
         max_gpus=config.max_gpus,
-        min_prefill=config.min_prefill,
+        min_prefill=0 if config.mode == "aggregated" else config.min_prefill,
         min_decode=config.min_decode,
         max_step_up=config.max_step_up,
         max_step_down=config.max_step_down,

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from planner.model import PlannerConfig
+from protocol.messages import Role
 
 CONTROL_FILE = "control.sock"
 
@@ -76,3 +77,8 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
     log_format: Annotated[Literal["text", "json"], Meta(description="form of a log line")] = "text"
+
+
+def decoding_role(config: PlannerConfig) -> Role:
+    """Of the workers that write answers; where it is AGGREGATED there are no others."""
+    return Role.AGGREGATED if config.mode == "aggregated" else Role.DECODE

@@ -10,15 +10,24 @@ the predictive one planned. A decision is always a whole answer: the counts that
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from planner.aggregated import aggregated_need, both_halves
 from planner.budget import Counts, Limits, clamp, limits_of
-from planner.correction import Corrections, corrected
+from planner.correction import Corrections, corrected, corrected_aggregated
 from planner.forecast import Forecast, Forecaster, Remembered
 from planner.model import Action, Decision, Flip, Observation, PlannerConfig, Reason, Traffic
-from planner.reactive import Pressure, Recent, Rules, decode_pressure, prefill_pressure
+from planner.reactive import (
+    NO_PRESSURE,
+    Pressure,
+    Recent,
+    Rules,
+    aggregated_pressure,
+    decode_pressure,
+    prefill_pressure,
+)
 from planner.sizing import Demand, Need, Slo, decode_need, prefill_need
 from protocol.errors import ConfigError
 from protocol.profile import Profile
@@ -78,7 +87,10 @@ class _Plan:
 
 class PlannerCore:
     def __init__(self, config: PlannerConfig, prefill: Profile, decode: Profile) -> None:
-        """Raises ConfigError if a profile lacks its role's table, or the minima do not fit the budget."""
+        """Of an aggregated fleet the two profiles are of the same worker; its counts are those of decode.
+
+        Raises ConfigError if a profile lacks its role's table, or the minima do not fit the budget.
+        """
         for profile, table, role in ((prefill, prefill.prefill, "prefill"), (decode, decode.decode, "decode")):
             if table is None:
                 raise ConfigError(
@@ -86,6 +98,9 @@ class PlannerCore:
                     hint=f"measure it with `kvmesh profile` for the {role} role",
                 )
         self._config = config
+        self._is_aggregated = config.mode == "aggregated"
+        if self._is_aggregated:
+            prefill = decode = both_halves(prefill, decode)
         self._profiles = (prefill, decode)
         self._limits = limits_of(config, prefill.gpus, decode.gpus)
         self._slo = Slo(config.ttft_slo_s, config.itl_slo_s)
@@ -227,11 +242,16 @@ class PlannerCore:
         self._warm += 1
         demand = self._demand(window.requests / window.seconds)
         if demand is not None:
-            workers = (seen.prefill.ready, seen.decode.ready)
-            self._corrections = corrected(
-                self._corrections, self._profiles, demand, window.requests, workers, window.observed
-            )
+            self._corrections = self._corrected(window, demand, seen)
         return ()
+
+    def _corrected(self, window: _Window, demand: Demand, seen: Observation) -> Corrections:
+        before, requests = self._corrections, window.requests
+        if self._is_aggregated:
+            _, itl_s = window.observed
+            return corrected_aggregated(before, self._profiles[1], demand, requests, seen.decode.ready, itl_s)
+        workers = (seen.prefill.ready, seen.decode.ready)
+        return corrected(before, self._profiles, demand, requests, workers, window.observed)
 
     def _zero_doubted(self, window: _Window, seen: Observation) -> Reason | None:
         """Nothing at all after a lot is believed when it is said twice, unless the workers say otherwise."""
@@ -276,9 +296,9 @@ class PlannerCore:
         reasons += [_of_need(role, need, self._demand(forecast.highest)) for role, need in needs.items()]
         if self._corrections.note:
             reasons.append(_reason("correction", self._corrections.note))
-        needed = Counts(needs["prefill"].workers, needs["decode"].workers)
-        careful = self._needs(forecast.highest * (1 + HYSTERESIS))
-        self._enough.append(Counts(careful["prefill"].workers, careful["decode"].workers))
+        needed = _counts(needs)
+        careful = _counts(self._needs(forecast.highest * (1 + HYSTERESIS)))
+        self._enough.append(careful)
         assert self._target is not None
         floor = Counts(
             self._settled("prefill", needed.prefill, self._target.prefill, [one.prefill for one in self._enough]),
@@ -295,7 +315,7 @@ class PlannerCore:
             wanted = _most(floor, pressed)
             reasons += [*prefill.reasons, *decode.reasons]
         # what the margin of time holds back may be of use in the other role
-        wanted = self._lent(wanted, _most(Counts(careful["prefill"].workers, careful["decode"].workers), pressed))
+        wanted = self._lent(wanted, _most(careful, pressed))
         return self._order(seen, wanted, "predictive", reasons)
 
     def _settled(self, role: str, needed: int, current: int, enough: Sequence[int]) -> int:
@@ -330,6 +350,8 @@ class PlannerCore:
 
     def _pressures(self, seen: Observation, seconds: float) -> tuple[Pressure, Pressure]:
         recent = self._recent(seconds)
+        if self._is_aggregated:
+            return NO_PRESSURE, aggregated_pressure(self._rules(1), seen.decode, seen.decode_loads, recent)
         prefill = prefill_pressure(self._rules(0), seen.prefill, seen.prefill_loads, recent)
         decode = decode_pressure(self._rules(1), seen.decode, seen.decode_loads, recent)
         return prefill, decode
@@ -351,8 +373,10 @@ class PlannerCore:
 
     @property
     def _can_flip(self) -> bool:
-        """Both roles' workers are of a kind, and a start would take longer."""
+        """There are two roles, their workers are of a kind, and a start would take longer."""
         config, limits = self._config, self._limits
+        if self._is_aggregated:
+            return False
         return config.flips and config.flip_s < config.start_s and limits.prefill_gpus == limits.decode_gpus
 
     def _calm(self, seen: Observation, floor: Counts) -> tuple[Counts, list[Reason]]:
@@ -366,7 +390,8 @@ class PlannerCore:
             del self._calm_since["prefill"]
         if self._long_calm("decode", decode.least < counts.decode, seen.at_s) and counts.decode > floor.decode:
             counts = replace(counts, decode=counts.decode - 1)
-            reasons.append(_reason("decode-calm", f"{counts.decode} carry the load of the last {CALM_S:.0f} s"))
+            role = "aggregated" if self._is_aggregated else "decode"
+            reasons.append(_reason(f"{role}-calm", f"{counts.decode} carry the load of the last {CALM_S:.0f} s"))
             del self._calm_since["decode"]
         return counts, reasons
 
@@ -381,9 +406,12 @@ class PlannerCore:
         return Rules(self._profiles[role], self._slo, self._config.target_utilization, correction)
 
     def _needs(self, rps: float) -> dict[str, Need]:
+        """By role."""
         demand = self._demand(rps)
         assert demand is not None
         share = self._config.target_utilization
+        if self._is_aggregated:
+            return {"aggregated": aggregated_need(self._profiles[1], demand, self._slo, share, self._corrections.itl)}
         return {
             "prefill": prefill_need(self._profiles[0], demand, self._slo, share, self._corrections.ttft),
             "decode": decode_need(self._profiles[1], demand, self._slo, share, self._corrections.itl),
@@ -473,6 +501,12 @@ def known(value: float | None) -> float | None:
 
 def positive(value: float | None) -> float | None:
     return value if known(value) else None
+
+
+def _counts(needs: Mapping[str, Need]) -> Counts:
+    if "aggregated" in needs:
+        return Counts(0, needs["aggregated"].workers)
+    return Counts(needs["prefill"].workers, needs["decode"].workers)
 
 
 def _most(one: Counts, other: Counts) -> Counts:

@@ -11,6 +11,7 @@ WEIGHT = 0.2  # of a new ratio
 MIN_REQUESTS = 20  # of an interval: fewer say nothing
 FULL = 0.95  # share of the KV, or of the sequences, beyond which requests wait for a place
 BUSIEST = 0.75  # utilization beyond which waiting, not the worker, makes the TTFT
+MOST_PROMPTS = 0.9  # share of an aggregated worker's time that prompts are taken to have at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ def corrected(
 ) -> Corrections:
     """`profiles`, `workers`: of prefill and decode; `observed`: mean TTFT and ITL, None if they are not known."""
     if requests < MIN_REQUESTS:
-        return Corrections(before.ttft, before.itl, f"{requests:.0f} requests are too few to correct by")
+        return _too_few(before, requests)
     ttft_s, itl_s = observed
     service_s = prefill_time_s(profiles[0], demand.uncached_tokens)
     ttft, notes = before.ttft, []
@@ -42,14 +43,37 @@ def corrected(
     elif ttft_s is not None and math.isfinite(ttft_s) and ttft_s > 0 and service_s > 0:
         expected_s = service_s + mean_wait_s(max(1, workers[0]), demand.rps, service_s)
         ttft = _toward(before.ttft, ttft_s / expected_s)
-    itl = before.itl
-    if itl_s is not None and math.isfinite(itl_s) and itl_s > 0:
-        held_tokens = _held_tokens(demand, workers[1], itl_s)
-        if held_tokens >= FULL * _most_tokens(profiles[1], demand):
-            notes.append("decode is full: its ITL is mostly waiting")
-        elif (expected_s := profiles[1].decode_s(held_tokens, demand.context_tokens)) > 0:
-            itl = _toward(before.itl, itl_s / expected_s)
-    return Corrections(ttft, itl, "; ".join(notes))
+    itl, note = _itl_corrected(before.itl, profiles[1], demand, workers[1], itl_s, 0.0)
+    return Corrections(ttft, itl, "; ".join([*notes, *note]))
+
+
+def corrected_aggregated(
+    before: Corrections, profile: Profile, demand: Demand, requests: float, workers: int, itl_s: float | None
+) -> Corrections:
+    """Of workers that do both halves. Their TTFT is mostly waiting; their ITL tells of slow prompts, too."""
+    if requests < MIN_REQUESTS:
+        return _too_few(before, requests)
+    prompt_s = prefill_time_s(profile, demand.uncached_tokens) / profile.dp_size
+    prompt_share = min(MOST_PROMPTS, demand.rps * prompt_s / max(1, workers))
+    itl, note = _itl_corrected(before.itl, profile, demand, workers, itl_s, prompt_share)
+    return Corrections(before.ttft, itl, "; ".join(note))
+
+
+def _too_few(before: Corrections, requests: float) -> Corrections:
+    return Corrections(before.ttft, before.itl, f"{requests:.0f} requests are too few to correct by")
+
+
+def _itl_corrected(
+    before: float, profile: Profile, demand: Demand, workers: int, itl_s: float | None, prompt_share: float
+) -> tuple[float, list[str]]:
+    """`prompt_share`: of the time, in which no token comes. And why nothing is concluded, if so."""
+    if itl_s is None or not math.isfinite(itl_s) or itl_s <= 0:
+        return before, []
+    held_tokens = _held_tokens(demand, workers, itl_s)
+    if held_tokens >= FULL * _most_tokens(profile, demand):
+        return before, ["decode is full: its ITL is mostly waiting"]
+    expected_s = profile.decode_s(held_tokens, demand.context_tokens) / (1 - prompt_share)
+    return (_toward(before, itl_s / expected_s) if expected_s > 0 else before), []
 
 
 def _held_tokens(demand: Demand, workers: int, itl_s: float) -> float:

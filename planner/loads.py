@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import aiohttp
+from msgspec.structs import replace
 
 from planner.model import WorkerLoad
 from planner.scrape import fetch_page, samples
@@ -54,6 +55,12 @@ def _gauges(page: str, worker: str) -> Mapping[str, float]:
         elif told == worker:
             own[sample.name] = own.get(sample.name, 0.0) + sample.value
     return shared | own
+
+
+def shared_out(loads: tuple[WorkerLoad, ...], waiting_tokens: float) -> tuple[WorkerLoad, ...]:
+    """With what waits in routers, evenly: it is going to come to these workers. Pure."""
+    more = _count(waiting_tokens / max(1, len(loads)))
+    return tuple(replace(load, queued_tokens=load.queued_tokens + more) for load in loads)
 
 
 def _count(value: float) -> int:

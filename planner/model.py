@@ -11,7 +11,11 @@ class PlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     ttft_slo_s: Annotated[float, Meta(gt=0, description="TTFT to keep")] = 0.5
     itl_slo_s: Annotated[float, Meta(gt=0, description="gap between tokens to keep")] = 0.05
-    min_prefill: Annotated[int, Meta(ge=0, description="fewest prefill workers")] = 1
+    mode: Annotated[
+        Literal["disaggregated", "aggregated"],
+        Meta(description="aggregated: each worker does both halves; what is set and told of decode is of them"),
+    ] = "disaggregated"
+    min_prefill: Annotated[int, Meta(ge=0, description="fewest prefill workers, where there are such")] = 1
     min_decode: Annotated[int, Meta(ge=1, description="fewest decode workers")] = 1
     max_gpus: Annotated[int, Meta(ge=1, description="GPUs of all workers together, at most")] = 8
     max_step_up: Annotated[int, Meta(ge=1, description="workers of a role added in one decision")] = 8
@@ -33,7 +37,7 @@ class PlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Fleet(Struct, frozen=True, kw_only=True):
-    """Workers of one role."""
+    """Workers of one role. Those of an aggregated fleet are told as decode workers."""
 
     ready: int
     starting: int = 0  # ordered, not ready: they are never taken away

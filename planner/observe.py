@@ -12,7 +12,7 @@ import msgspec
 
 from mesh.discovery import Discovery, Put
 from planner.connectors.connector import Fleets
-from planner.loads import fetch_loads
+from planner.loads import fetch_loads, shared_out
 from planner.model import Observation, Traffic
 from planner.scrape import fetch_page
 from planner.traffic import Page, TrafficMeter, age_query, queries, read_page, traffic_told
@@ -28,7 +28,10 @@ MAX_CARDS = 65_536
 class MeshView:
     """Who has a card in discovery."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoding: Role = Role.DECODE) -> None:
+        """`decoding`: the role of the workers that write answers. If it is AGGREGATED, there are no others."""
+        self._roles = (Role.AGGREGATED,) if decoding is Role.AGGREGATED else (Role.PREFILL, Role.DECODE)
+        self._told: set[Role] = set()  # roles that are there and not counted
         self._workers: dict[str, WorkerCard] = {}
         self._frontends: dict[str, FrontendCard] = {}
 
@@ -42,13 +45,32 @@ class MeshView:
                 continue
             try:
                 if kind == "workers" and len(self._workers) < MAX_CARDS:
-                    self._workers[change.key] = decode(change.value, WorkerCard)
+                    self._join(change.key, decode(change.value, WorkerCard))
                 elif kind == "frontends" and len(self._frontends) < MAX_CARDS:
                     self._frontends[change.key] = decode(change.value, FrontendCard)
             except WireError as error:
                 log.warning("a card that cannot be read at %s: %s", change.key, error)
 
-    def workers(self, role: Role) -> list[WorkerCard]:
+    def _join(self, key: str, card: WorkerCard) -> None:
+        self._workers[key] = card
+        if card.role in self._roles or card.role in self._told:
+            return
+        self._told.add(card.role)
+        counted = " and ".join(role.value for role in self._roles)
+        text = "%s is an %s worker, this planner counts %s workers alone; see --mode"
+        log.warning(text, card.name, card.role.value, counted)
+
+    @property
+    def has_prefill_role(self) -> bool:
+        return Role.PREFILL in self._roles
+
+    def prefilling(self) -> list[WorkerCard]:
+        return self._of(Role.PREFILL) if self.has_prefill_role else []
+
+    def decoding(self) -> list[WorkerCard]:
+        return self._of(self._roles[-1])
+
+    def _of(self, role: Role) -> list[WorkerCard]:
         return [card for card in self._workers.values() if card.role is role]
 
     def frontends(self) -> dict[str, int]:
@@ -67,6 +89,10 @@ class TrafficSource(Protocol):
     @property
     def problem(self) -> str: ...
 
+    @property
+    def waiting(self) -> float:
+        """Requests that no worker has been given yet, as far as is known."""
+
 
 class FrontendSource:
     """The frontends' own pages."""
@@ -77,6 +103,7 @@ class FrontendSource:
         self._frontends = frontends
         self._longest_s = longest_s
         self._meter = TrafficMeter(time.time())
+        self.waiting = 0.0
 
     @property
     def problem(self) -> str:
@@ -86,6 +113,7 @@ class FrontendSource:
         self._meter.give_up(at_s, self._longest_s)
         urls = self._frontends()
         pages = await asyncio.gather(*(self._page(url, processes) for url, processes in urls.items()))
+        self.waiting = sum(page.waiting for page in pages if page is not None)
         self._meter.on_scrape(at_s, dict(zip(urls, pages, strict=True)))
         return self._meter.close(at_s)
 
@@ -111,6 +139,7 @@ class PrometheusSource:
         self._window_s = window_s
         self._next_s = -math.inf
         self.problem = ""
+        self.waiting = 0.0  # a sample is too old for it
 
     async def piece(self, at_s: float) -> Traffic | None:
         if at_s < self._next_s:
@@ -173,10 +202,15 @@ class Observer:
             self._isl_tokens = traffic.isl_tokens
         prefill, decode = await asyncio.gather(
             *(
-                fetch_loads(self._http, self._view.workers(role), self._isl_tokens)
-                for role in (Role.PREFILL, Role.DECODE)
+                fetch_loads(self._http, cards, self._isl_tokens)
+                for cards in (self._view.prefilling(), self._view.decoding())
             )
         )
+        waiting_tokens = self._source.waiting * (self._isl_tokens or 0.0)
+        if self._view.has_prefill_role:
+            prefill = shared_out(prefill, waiting_tokens)
+        else:
+            decode = shared_out(decode, waiting_tokens)
         return Observation(
             at_s=at_s,
             prefill=fleets.prefill,

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from planner.aggregated import aggregated_capacity, pool_of, prompt_times_s
 from planner.model import Fleet, Reason, WorkerLoad
 from planner.sizing import Demand, Need, Slo, decode_capacity, decode_need, prefill_need, prefill_time_s
 from protocol.profile import Profile
@@ -17,6 +18,7 @@ SENSITIVITY = 0.8  # of the SLO: what the rest may come to before one worker is 
 KV_FULL = 0.9
 KV_CALM = 0.7  # share of the rest's KV that may be in use after one is taken away
 CONFIDENCE = 2.0  # standard deviations of a count of arrivals before it is evidence
+MIN_RECENT_S = 10.0  # that it must be of: the first seconds' prompts say little of those to come
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,18 @@ class Pressure:
     reasons: tuple[Reason, ...] = ()
 
 
+NO_PRESSURE = Pressure(0, 0)
+
+
 def prefill_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: Recent | None) -> Pressure:
+    def need(demand: Demand) -> Need:
+        return prefill_need(rules.profile, demand, rules.slo, rules.utilization, rules.correction)
+
     reasons: list[Reason] = []
     workers = 0
     ready = max(1, fleet.ready)
     if recent is not None:
-        workers = _by_arrivals("prefill", prefill_need, rules, fleet, recent, reasons)
+        workers = _by_arrivals("prefill", need, fleet, recent, reasons)
         token_s = _token_s(rules, recent.demand)
         service_s = _service_s(rules, recent.demand)
         work = recent.demand.rps * service_s
@@ -81,7 +89,7 @@ def prefill_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], re
         workers = max(workers, wanted)
     least = fleet.ordered
     if loads and recent is not None and not fleet.starting:
-        rest = prefill_need(rules.profile, recent.at_most(), rules.slo, rules.utilization, rules.correction)
+        rest = need(recent.at_most())
         patience_s = SENSITIVITY * rules.slo.ttft_s - service_s
         by_queue = math.ceil(backlog_s / patience_s) if patience_s > 0 else fleet.ordered
         least = min(fleet.ordered, max(rest.workers, by_queue))
@@ -89,10 +97,13 @@ def prefill_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], re
 
 
 def decode_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: Recent | None) -> Pressure:
+    def need(demand: Demand) -> Need:
+        return decode_need(rules.profile, demand, rules.slo, rules.utilization, rules.correction)
+
     reasons: list[Reason] = []
     workers = 0
     if recent is not None:
-        workers = _by_arrivals("decode", decode_need, rules, fleet, recent, reasons)
+        workers = _by_arrivals("decode", need, fleet, recent, reasons)
     under_way = sum(load.running + load.waiting for load in loads)
     used = sum(load.kv_tokens for load in loads)
     total = sum(load.total_kv_tokens for load in loads)
@@ -111,26 +122,61 @@ def decode_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], rec
         workers = max(workers, wanted)
     least = fleet.ordered
     if loads and recent is not None and not fleet.starting:
-        rest = decode_need(rules.profile, recent.at_most(), rules.slo, rules.utilization, rules.correction)
+        rest = need(recent.at_most())
         by_batch = math.ceil(under_way / (SENSITIVITY * batch))
         by_kv = math.ceil(usage * fleet.ready / KV_CALM)
         least = min(fleet.ordered, max(rest.workers, by_batch, by_kv))
     return Pressure(workers, least, tuple(reasons))
 
 
-def _by_arrivals(
-    role: str,
-    need: Callable[[Profile, Demand, Slo, float, float], Need],
-    rules: Rules,
-    fleet: Fleet,
-    recent: Recent,
-    reasons: list[Reason],
-) -> int:
+def aggregated_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: Recent | None) -> Pressure:
+    """Of workers that do both halves. Without traffic figures it is not known what a queue or a batch means."""
+    if recent is None:
+        return Pressure(0, fleet.ordered)
+    demand, ready = recent.demand, max(1, fleet.ready)
+    one = aggregated_capacity(rules.profile, demand, rules.slo.itl_s, rules.utilization, rules.correction)
+
+    def need(demand: Demand) -> Need:
+        return pool_of(one, rules.profile, demand, rules.slo, rules.utilization)
+
+    reasons: list[Reason] = []
+    workers = _by_arrivals("aggregated", need, fleet, recent, reasons)
+    if not loads or fleet.starting:
+        return Pressure(workers, fleet.ordered, tuple(reasons))
+    service_s, soonest_s = prompt_times_s(rules.profile, demand, one)
+    backlog_s = sum(load.queued_tokens for load in loads) * service_s / demand.uncached_tokens
+    under_way = sum(load.running + load.waiting for load in loads)
+    ttft_s = backlog_s / ready + soonest_s
+    if ttft_s > rules.slo.ttft_s:
+        wanted = max(math.ceil(demand.rps / one.rps + backlog_s / CATCH_UP_S), fleet.ready + 1)
+        text = (
+            f"queues make a TTFT of {ttft_s:.2f} s, the SLO is {rules.slo.ttft_s:.2f} s: {wanted} work off "
+            f"{backlog_s:.1f} s of them in {CATCH_UP_S:.0f} s"
+        )
+        reasons.append(Reason(code="aggregated-queue", text=text))
+        workers = max(workers, wanted)
+    if under_way > one.batch * ready:
+        wanted = max(math.ceil(under_way / (one.batch * rules.utilization)), fleet.ready + 1)
+        text = (
+            f"{under_way} requests under way on {fleet.ready} workers, each keeps the ITL up to {one.batch}: {wanted}"
+        )
+        reasons.append(Reason(code="aggregated-crowded", text=text))
+        workers = max(workers, wanted)
+    rest = need(recent.at_most())
+    patience_s = SENSITIVITY * rules.slo.ttft_s - soonest_s
+    by_queue = math.ceil(backlog_s / patience_s) if patience_s > 0 else fleet.ordered
+    by_batch = math.ceil(under_way / (SENSITIVITY * one.batch))
+    return Pressure(workers, min(fleet.ordered, max(rest.workers, by_queue, by_batch)), tuple(reasons))
+
+
+def _by_arrivals(role: str, need: Callable[[Demand], Need], fleet: Fleet, recent: Recent, reasons: list[Reason]) -> int:
     """Workers for the last seconds' arrivals, if even a cautious reading of them is too much for those ordered."""
-    least = need(rules.profile, recent.at_least(), rules.slo, rules.utilization, rules.correction).workers
+    if recent.seconds < MIN_RECENT_S:
+        return 0
+    least = need(recent.at_least()).workers
     if least <= fleet.ordered:
         return 0
-    wanted = need(rules.profile, recent.demand, rules.slo, rules.utilization, rules.correction).workers
+    wanted = need(recent.demand).workers
     text = (
         f"{recent.demand.rps:.2f} requests/s in the last {recent.seconds:.0f} s take {wanted} {role} workers, "
         f"{fleet.ordered} are ordered"

@@ -15,7 +15,7 @@ from mesh.discovery import open_discovery
 from mesh.lifecycle import watch_parent
 from mesh.telemetry import serve_metrics
 from planner import metrics
-from planner.config import ServiceConfig
+from planner.config import ServiceConfig, decoding_role
 from planner.connectors.connector import Applied, Connector, ConnectorError, Fleets
 from planner.connectors.kinds import open_connector
 from planner.connectors.shadow import ShadowConnector
@@ -26,7 +26,6 @@ from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource
 from planner.profiles import open_profiles
 from planner.record import Record, RecordFile, kept
 from protocol.errors import ConfigError, FeedLostError
-from protocol.messages import Role
 from protocol.profile import Profile
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ async def serve(config: ServiceConfig, stop: asyncio.Event) -> None:
         http = await cleanup.enter_async_context(aiohttp.ClientSession())
         discovery = open_discovery(config.discovery)
         cleanup.push_async_callback(discovery.close)
-        view = MeshView()
+        view = MeshView(decoding_role(config))
         connector = await open_connector(config, lambda: present(view))
         cleanup.push_async_callback(connector.close)
         if config.shadow:
@@ -123,9 +122,7 @@ def tick_s(config: ServiceConfig) -> float:
 
 def present(view: MeshView) -> Fleets:
     """Who has joined the mesh: all that can be known where nobody tells what is being started."""
-    return Fleets(
-        prefill=Fleet(ready=len(view.workers(Role.PREFILL))), decode=Fleet(ready=len(view.workers(Role.DECODE)))
-    )
+    return Fleets(prefill=Fleet(ready=len(view.prefilling())), decode=Fleet(ready=len(view.decoding())))
 
 
 def gpus_of(prefill: Profile, decode: Profile) -> tuple[int, int]:

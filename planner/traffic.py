@@ -12,6 +12,7 @@ from planner.scrape import samples
 from protocol.errors import WireError
 
 _P = "kvmesh_frontend_"
+_ROUTER_WAITING = "kvmesh_router_waiting"
 # Of requests that never were work for a worker.
 NO_DEMAND = frozenset(
     {
@@ -61,6 +62,7 @@ class Page:
     totals: Totals
     started_s: float  # wall clock; of several processes the last one's
     processes: int = 1  # that share the port and count together
+    waiting: float = 0.0  # requests in its router's queue; of a router by itself nothing is known here
 
 
 NOTHING = Totals()
@@ -91,9 +93,10 @@ def read_page(page: str, processes: int = 1) -> Page:
     started_s = next((s.value for s in samples(page, "process_start_time") if s.name.endswith("seconds")), 0.0)
     if not seen:
         raise WireError("this is not the /metrics page of a frontend")
-    if not all(map(math.isfinite, [*sums.values(), started_s])):
+    waiting = sum(sample.value for sample in samples(page, _ROUTER_WAITING))
+    if not all(map(math.isfinite, [*sums.values(), started_s, waiting])):
         raise WireError("the frontend's metrics hold what is no number")
-    return Page(Totals(**sums), started_s, processes)
+    return Page(Totals(**sums), started_s, processes, max(0.0, waiting))
 
 
 def traffic_of(delta: Totals, start_s: float, end_s: float) -> Traffic:

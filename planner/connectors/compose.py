@@ -29,7 +29,7 @@ class ComposeConnector:
     name = "compose"
 
     def __init__(self, command: str, files: Sequence[str], project: str, *, prefill: str, decode: str) -> None:
-        """`command`: as for a shell. `prefill`, `decode`: services. Raises ConfigError."""
+        """`command`: as for a shell. `prefill`, `decode`: services, "" for no prefill workers. Raises ConfigError."""
         if prefill == decode:
             raise ConfigError(
                 f"prefill and decode workers are both the service {prefill!r}",
@@ -37,14 +37,14 @@ class ComposeConnector:
             )
         self._command = [*shlex.split(command), *(word for file in files for word in ("-f", file))]
         self._command += ["-p", project] if project else []
-        self._services = (prefill, decode)
+        self._prefill, self._decode = prefill, decode
+        self._services = (prefill, decode) if prefill else (decode,)
         self._changing = asyncio.Lock()
 
     async def fleets(self) -> Fleets:
         listed = await self._run(["ps", "--all", "--format", "json", *self._services], LIST_TIMEOUT_S)
         containers = read_containers(listed)
-        prefill, decode = (fleet_of(containers, service) for service in self._services)
-        return Fleets(prefill=prefill, decode=decode)
+        return Fleets(prefill=fleet_of(containers, self._prefill), decode=fleet_of(containers, self._decode))
 
     async def apply(self, decision: Decision) -> Applied:
         async with self._changing:
@@ -52,7 +52,8 @@ class ComposeConnector:
             steps = steps_to(decision, fleets, name=self.name, can_flip=False, can_choose=False)
             counts = (steps.prefill, steps.decode)
             if counts != (fleets.prefill.ordered, fleets.decode.ordered):
-                scales = [f"--scale={service}={n}" for service, n in zip(self._services, counts, strict=True)]
+                wanted = dict(zip((self._prefill, self._decode), counts, strict=True))
+                scales = [f"--scale={service}={wanted[service]}" for service in self._services]
                 flags = ["up", "--detach", "--no-deps", "--no-recreate", *scales, *self._services]
                 await self._run(flags, SCALE_TIMEOUT_S)
                 fleets = await self.fleets()
@@ -102,7 +103,7 @@ def read_containers(listed: str) -> list[Container]:
 
 def fleet_of(containers: Sequence[Container], service: str) -> Fleet:
     """A container without a health check is ready when it runs. One that has ended, or is ill, still is ordered."""
-    own = [c for c in containers if c.service == service]
+    own = [c for c in containers if service and c.service == service]
     there = [c for c in own if c.state not in ("exited", "dead", "removing")]
     ready = sum(c.state == "running" and c.health in ("", "healthy") for c in there)
     return Fleet(ready=ready, starting=len(there) - ready, draining=sum(c.state == "removing" for c in own))

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 
-from planner.config import ServiceConfig
+from planner.config import ServiceConfig, decoding_role
 from planner.connectors.connector import Connector, Fleets
 
 
 async def open_connector(config: ServiceConfig, present: Callable[[], Fleets]) -> Connector:
     """`present`: who has joined the mesh, for those that see nothing else. Raises ConfigError."""
+    is_split = config.mode == "disaggregated"
     match config.connector:
         case "local":
             from planner.connectors.local import LocalConnector
 
-            return LocalConnector(config.local_control)
+            return LocalConnector(config.local_control, decoding_role(config))
         case "compose":
             from planner.connectors.compose import ComposeConnector
 
@@ -20,14 +21,15 @@ async def open_connector(config: ServiceConfig, present: Callable[[], Fleets]) -
                 config.compose_command,
                 config.compose_files,
                 config.compose_project,
-                prefill=config.compose_prefill,
+                prefill=config.compose_prefill if is_split else "",
                 decode=config.compose_decode,
             )
         case "kubernetes":
             from planner.connectors.kubernetes import KubernetesConnector, account_of
 
             account = account_of(config.kubernetes_account, config.kubernetes_url, config.kubernetes_namespace)
-            return KubernetesConnector(account, prefill=config.kubernetes_prefill, decode=config.kubernetes_decode)
+            prefill = config.kubernetes_prefill if is_split else ""
+            return KubernetesConnector(account, prefill=prefill, decode=config.kubernetes_decode)
         case "virtual":
             from planner.connectors.virtual import VirtualConnector, read_token
 

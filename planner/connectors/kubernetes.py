@@ -68,25 +68,30 @@ class KubernetesConnector:
     name = "kubernetes"
 
     def __init__(self, account: Account, *, prefill: str, decode: str) -> None:
-        """`prefill`, `decode`: deployment/<name> or leaderworkerset/<name>. Raises ConfigError."""
+        """`prefill`, `decode`: deployment/<name> or leaderworkerset/<name>; "" for no prefill workers.
+
+        Raises ConfigError.
+        """
         if prefill == decode:
             raise ConfigError(
                 f"prefill and decode workers are both {prefill!r}",
                 hint="set --kubernetes-prefill and --kubernetes-decode",
             )
         self._account = account
-        self._paths = tuple(workload_path(workload, account.namespace) for workload in (prefill, decode))
+        self._prefill = workload_path(prefill, account.namespace) if prefill else ""
+        self._decode = workload_path(decode, account.namespace)
         self._http: aiohttp.ClientSession | None = None
         self._tls: ssl.SSLContext | bool = True  # True: the certificates of this host
 
     async def fleets(self) -> Fleets:
-        prefill, decode = [fleet_of(await self._call("GET", path)) for path in self._paths]
-        return Fleets(prefill=prefill, decode=decode)
+        prefill = fleet_of(await self._call("GET", self._prefill)) if self._prefill else Fleet(ready=0)
+        return Fleets(prefill=prefill, decode=fleet_of(await self._call("GET", self._decode)))
 
     async def apply(self, decision: Decision) -> Applied:
         fleets = await self.fleets()
         steps = steps_to(decision, fleets, name=self.name, can_flip=False, can_choose=False)
-        changes = zip(self._paths, (fleets.prefill, fleets.decode), (steps.prefill, steps.decode), strict=True)
+        changes = [(self._decode, fleets.decode, steps.decode)]
+        changes += [(self._prefill, fleets.prefill, steps.prefill)] if self._prefill else []
         # More before fewer: if the second call fails, there are too many rather than too few
         for path, fleet, count in sorted(changes, key=lambda change: change[2] < change[1].ordered):
             if count != fleet.ordered:

@@ -28,8 +28,8 @@ T = TypeVar("T")
 class LocalConnector:
     name = "local"
 
-    def __init__(self, control: str) -> None:
-        """`control`: unix:<path>. Raises ConfigError."""
+    def __init__(self, control: str, decoding: Role = Role.DECODE) -> None:
+        """`control`: unix:<path>. `decoding`: AGGREGATED where workers do both halves. Raises ConfigError."""
         scheme, _, path = control.partition(":")
         if scheme != "unix" or not path:
             raise ConfigError(
@@ -37,11 +37,13 @@ class LocalConnector:
                 hint="set --local-control to unix:<run directory>/control.sock, as `kvmesh up` shows it",
             )
         self._path = path
+        self._decoding = decoding
         self._http: aiohttp.ClientSession | None = None
 
     async def fleets(self) -> Fleets:
         workers = (await self._ask("GET", "/workers", Members)).workers
-        return Fleets(prefill=fleet_of(workers, Role.PREFILL), decode=fleet_of(workers, Role.DECODE))
+        prefill = Fleet(ready=0) if self._decoding is Role.AGGREGATED else fleet_of(workers, Role.PREFILL)
+        return Fleets(prefill=prefill, decode=fleet_of(workers, self._decoding))
 
     async def apply(self, decision: Decision) -> Applied:
         flipped: tuple[str, ...] = ()
@@ -55,6 +57,9 @@ class LocalConnector:
             )
             rest = msgspec.structs.replace(decision, flip=None)
             steps = steps_to(rest, await self.fleets(), name=self.name, can_flip=True, can_choose=True)
+        if self._decoding is Role.AGGREGATED:
+            scaled = await self._ask("POST", "/scale", Scaled, ScaleRequest(aggregated=steps.decode))
+            return applied_of(decision, 0, scaled.counts.get(Role.AGGREGATED, 0), 0, steps.notes)
         counts = ScaleRequest(prefill=steps.prefill, decode=steps.decode)
         scaled = await self._ask("POST", "/scale", Scaled, counts)
         prefill, decode = scaled.counts.get(Role.PREFILL, 0), scaled.counts.get(Role.DECODE, 0)

@@ -3,15 +3,19 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks import planner
 from benchmarks.planner import POLICIES, PlannerBenchConfig, load_of
 from benchmarks.policies import ReferencePlanner, Setting, clairvoyant, fixed, mean_of, peak_of, slots_of
+from benchmarks.simulator import PlannerHook, simulate
 from benchmarks.simulator.loads import Rate, Shape, synthesize
+from planner.aggregated import aggregated_need
 from planner.budget import Counts
+from planner.core import PlannerCore
 from planner.model import Decision, Fleet, Observation, Traffic, WorkerLoad
-from planner.sizing import prefill_time_s
+from planner.sizing import Demand, prefill_time_s
 from protocol.errors import ConfigError
 
 
@@ -117,6 +121,28 @@ def test_an_idle_worker_keeps_the_slo_for_prompts_as_long_as_the_trace_has(tmp_p
     load = load_of("conversation", PlannerBenchConfig(trace=str(trace)))
     assert load is not None
     assert prefill_time_s(load.setting.prefill, 125_000) < 0.8 * load.setting.slo.ttft_s
+
+
+def test_a_fleet_whose_workers_do_both_halves_follows_a_load_that_triples_and_falls() -> None:
+    load = load_of("step", PlannerBenchConfig(share=0.3, seed=3))
+    assert load is not None
+    profile = load.setting.decode
+    core = PlannerCore(msgspec.structs.replace(load.setting.config, mode="aggregated"), profile, profile)
+    ordered: list[int] = []
+
+    def decide(seen: Observation) -> Decision:
+        decision = core.decide(seen)
+        assert decision.prefill == 0
+        ordered.append(decision.decode)
+        return decision
+
+    sim = msgspec.structs.replace(load.sim, mode="aggregated", workers=8, prefill_workers=0)
+    report = simulate(load.requests(), sim, PlannerHook(decide, 5.0, 5.0))
+    at_peak = aggregated_need(profile, Demand(3.6, 3000, 150), load.setting.slo, 0.8).workers
+    assert report.failed == 0
+    assert report.attainment > 0.8
+    assert max(ordered) >= at_peak
+    assert ordered[-1] < at_peak
 
 
 def test_all_policies_serve_all_requests_and_are_told_beside_the_bound(capsys: pytest.CaptureFixture[str]) -> None:

@@ -409,6 +409,20 @@ async def test_a_worker_that_will_not_flip_is_named_with_its_reason(tmp_path: Pa
         assert await world.ordered() == (1, 4), "without the flip"
 
 
+async def test_workers_that_do_both_halves_are_told_and_scaled_as_decode_workers(tmp_path: Path) -> None:
+    host = FakeHost()
+    await host.start(0, 0, aggregated=2)
+    async with AsyncExitStack() as cleanup:
+        cleanup.push_async_callback(host.close)
+        control = await cleanup.enter_async_context(control_socket(host.crew, tmp_path))
+        connector = LocalConnector(control, Role.AGGREGATED)
+        cleanup.push_async_callback(connector.close)
+        assert await connector.fleets() == Fleets(prefill=Fleet(ready=0), decode=Fleet(ready=2))
+        applied = await connector.apply(decision(0, 3))
+        assert (applied.prefill, applied.decode, applied.is_complete) == (0, 3, True)
+        assert list(host.roles().values()) == [Role.AGGREGATED] * 3
+
+
 def test_a_control_socket_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="--local-control"):
         LocalConnector("http://localhost")
@@ -430,6 +444,18 @@ async def test_compose_is_called_with_files_and_project_and_only_when_something_
         ["compose", "-f", "a.yml", "-f", "b.yml", "-p", "mesh", "up", "--detach", "--no-deps", "--no-recreate",
          "--scale=p=2", "--scale=d=4", "p", "d"]
     ]  # fmt: skip
+
+
+async def test_compose_leaves_prefill_alone_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = ComposeWorld(tmp_path, monkeypatch)
+    connector = ComposeConnector(f"{sys.executable} {fake_docker.__file__} compose", [], "", prefill="", decode="d")
+    assert (await connector.fleets()).prefill == Fleet(ready=0)
+    applied = await connector.apply(decision(0, 4))
+    assert (applied.prefill, applied.decode) == (0, 4)
+    assert [call[-2:] for call in world.load()["calls"] if "up" in call] == [["--scale=d=4", "d"]]
+    assert await world.ordered() == (PREFILL, 4)
 
 
 async def test_without_docker_the_error_says_what_to_set() -> None:
@@ -465,6 +491,16 @@ async def test_a_change_that_meets_another_is_tried_again(cluster: KubernetesWor
 async def test_more_are_ordered_before_fewer(cluster: KubernetesWorld) -> None:
     await cluster.connector.apply(decision(1, 4))
     assert [count for _, count in cluster.server.patches] == [4, 1]
+
+
+async def test_kubernetes_leaves_prefill_alone_where_there_is_none(cluster: KubernetesWorld, tmp_path: Path) -> None:
+    account = Account(cluster.server.url, "ns", tmp_path / "token", None)
+    connector = KubernetesConnector(account, prefill="", decode="leaderworkerset/d")
+    assert await connector.fleets() == Fleets(prefill=Fleet(ready=0), decode=Fleet(ready=DECODE))
+    applied = await connector.apply(decision(0, 4))
+    await connector.close()
+    assert (applied.prefill, applied.decode) == (0, 4)
+    assert await cluster.ordered() == (PREFILL, 4)
 
 
 async def test_a_token_that_was_renewed_is_read_anew(cluster: KubernetesWorld) -> None:

@@ -41,10 +41,19 @@ def test_in_a_mesh_of_ones_own_the_planner_acts_unless_it_is_told_otherwise() ->
 def test_flags_of_a_planner_that_is_not_asked_for_are_a_mistake() -> None:
     with pytest.raises(ConfigError, match="add --planner"):
         planner_config(UpConfig(), ["--ttft-slo-s", "2"], "")
-    with pytest.raises(ConfigError, match="aggregated"):
-        planner_config(UpConfig(planner=True, aggregated=1), [], "")
     with pytest.raises(ConfigError, match="did you mean --ttft-slo-s"):
         planner_config(UpConfig(planner=True), ["--ttft-slo", "2"], "")
+
+
+def test_aggregated_workers_alone_are_sized_as_one_pool_and_never_beside_others() -> None:
+    alone = UpConfig(planner=True, prefill=0, decode=0, aggregated=2)
+    config = planner_config(alone, [], "")
+    assert config is not None
+    assert config.mode == "aggregated"
+    with pytest.raises(ConfigError, match="--prefill 0 --decode 0"):
+        planner_config(UpConfig(planner=True, aggregated=1), [], "")
+    with pytest.raises(ConfigError, match="leave --planner-mode out"):
+        planner_config(UpConfig(planner=True), ["--mode", "aggregated"], "")
 
 
 def settings_of(up: UpConfig, planner: ServiceConfig, run_dir: Path) -> ServiceConfig:

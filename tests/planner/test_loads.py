@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from planner.loads import fetch_loads, read_load
+from planner.loads import fetch_loads, read_load, shared_out
 from planner.model import WorkerLoad
 from planner.scrape import MAX_PAGE_BYTES, fetch_page
 from protocol.errors import MeshError, WireError
@@ -113,3 +113,9 @@ async def test_a_page_that_does_not_come_or_does_not_end_is_an_error(pages: Page
         for name, said in (("slow", "does not answer"), ("huge", "more than")):
             with pytest.raises(MeshError, match=said):
                 await fetch_page(http, f"{pages.url}/{name}", 0.3 if name == "slow" else 5.0)
+
+
+def test_what_waits_in_routers_is_shared_out_evenly() -> None:
+    loads = tuple(WorkerLoad(name=name, queued_tokens=tokens) for name, tokens in (("a", 100), ("b", 0)))
+    assert [load.queued_tokens for load in shared_out(loads, 6000.0)] == [3100, 3000]
+    assert shared_out((), 6000.0) == (), "workers that do not tell are not made to"

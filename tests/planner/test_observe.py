@@ -16,7 +16,8 @@ from planner.model import Fleet
 from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, read_answer
 from planner.traffic import Totals
 from protocol.errors import WireError
-from protocol.messages import FrontendCard, encode
+from protocol.messages import FrontendCard, Role, encode
+from tests.support.routing import card
 
 
 def answer(value: str | None) -> str:
@@ -29,6 +30,7 @@ class Server:
 
     def __init__(self) -> None:
         self.ended = 0.0
+        self.waiting = 0
         self.is_up = True
         self.url = ""
         self.values: dict[str, str | None] = {}  # by a part of the query
@@ -39,6 +41,7 @@ class Server:
             return web.Response(status=500)
         lines = [f'kvmesh_frontend_requests_total{{endpoint="chat",outcome="ok"}} {self.ended}']
         lines += ["kvmesh_frontend_inflight 0", "process_start_time_seconds 5"]
+        lines += [f"kvmesh_router_waiting {self.waiting}"]
         return web.Response(text="\n".join(lines) + "\n")
 
     async def query(self, request: web.Request) -> web.Response:
@@ -95,6 +98,20 @@ async def test_frontends_are_found_by_their_cards_once_for_each_port() -> None:
     await following
 
 
+async def test_who_is_counted_depends_on_the_mode_and_others_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    discovery, split, pool = MemoryDiscovery(), MeshView(), MeshView(Role.AGGREGATED)
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("a", Role.AGGREGATED), ("b", Role.AGGREGATED)):
+        await discovery.put(f"workers/{name}", encode(card(name, role)))
+    following = [asyncio.create_task(view.follow(discovery)) for view in (split, pool)]
+    await turns()
+    assert ([c.name for c in split.prefilling()], [c.name for c in split.decoding()]) == (["p"], ["d"])
+    assert ([c.name for c in pool.prefilling()], [c.name for c in pool.decoding()]) == ([], ["a", "b"])
+    assert "a is an aggregated worker, this planner counts prefill and decode workers alone; see --mode" in caplog.text
+    assert "b is an" not in caplog.text, "one of a kind is enough"
+    await discovery.close()
+    await asyncio.gather(*following)
+
+
 async def test_pieces_follow_each_other(server: Server, http: aiohttp.ClientSession) -> None:
     source = FrontendSource(http, lambda: {server.url: 1}, 60.0)
     assert await source.piece(100.0) is None, "counting has just begun"
@@ -105,6 +122,17 @@ async def test_pieces_follow_each_other(server: Server, http: aiohttp.ClientSess
     assert first is not None
     assert second is not None
     assert [(t.start_s, t.end_s, t.requests) for t in (first, second)] == [(100.0, 105.0, 8.0), (105.0, 107.0, 1.0)]
+
+
+async def test_requests_that_wait_in_routers_are_told_as_they_are_now(
+    server: Server, http: aiohttp.ClientSession
+) -> None:
+    source = FrontendSource(http, lambda: {server.url: 1}, 60.0)
+    told = []
+    for server.waiting in (0, 7, 2):
+        await source.piece(100.0)
+        told.append(source.waiting)
+    assert told == [0.0, 7.0, 2.0]
 
 
 async def test_what_a_frontend_does_not_say_is_unknown_and_why_is_told(

@@ -62,6 +62,14 @@ def test_a_few_more_arrivals_than_usual_are_chance() -> None:
     assert prefill_pressure(RULES, fleet, [], Recent(Demand(9.0, 2000, 200), 60.0)).workers > 4
 
 
+def test_arrivals_of_the_first_seconds_alone_are_no_evidence_however_many() -> None:
+    """A minute that begins with a bunch looks like a rush; queues tell it if it is one."""
+    fleet = Fleet(ready=4)
+    assert prefill_pressure(RULES, fleet, [], Recent(Demand(40.0, 2000, 200), 5.0)).workers == 0
+    assert prefill_pressure(RULES, fleet, [worker(200_000)] * 4, Recent(Demand(40.0, 2000, 200), 5.0)).workers > 4
+    assert prefill_pressure(RULES, fleet, [], Recent(Demand(40.0, 2000, 200), 10.0)).workers > 4
+
+
 def test_a_batch_beyond_what_keeps_the_itl_asks_for_decode_workers() -> None:
     pressure = decode_pressure(RULES, Fleet(ready=3), [worker(running=BATCH + 5)] * 3, RECENT)
     assert pressure.workers > 3

@@ -77,10 +77,10 @@ class FakeHost:
             self._load,
         )
 
-    async def start(self, prefill: int, decode: int) -> None:
+    async def start(self, prefill: int, decode: int, aggregated: int = 0) -> None:
         self._address = await self._server.start("127.0.0.1", 0)
         self._following = asyncio.create_task(self.crew.follow(self.discovery))
-        for role, number in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+        for role, number in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.AGGREGATED, aggregated)):
             for i in range(number):
                 name = f"{role.value}-{i}"
                 self.crew.adopt(name, role)

@@ -173,14 +173,15 @@ def test_the_planner_can_be_put_in_the_loop(capsys: pytest.CaptureFixture[str]) 
         "--osl",
         "20",
     ]
-    flags += ["--mode", "disaggregated", "--workers", "2", "--planner", "--start-s", "10", "--blocks-per-worker", "500"]
-    assert main([*flags, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["started"] > 0
-    assert report["failed"] == 0
-    assert report["changes"][0]["why"]
-    with pytest.raises(ConfigError, match="--mode disaggregated"):
-        main(["--load", "step", "--planner"])
+    flags += ["--workers", "2", "--planner", "--start-s", "10", "--blocks-per-worker", "500"]
+    for mode in ("disaggregated", "aggregated"):
+        assert main([*flags, "--mode", mode, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert report["started"] > 0
+        assert report["failed"] == 0
+        assert report["changes"][0]["why"]
+    with pytest.raises(ConfigError, match="--profile instead of --prefill-rate"):
+        main(["--load", "step", "--planner", "--prefill-rate", "1000"])
 
 
 # --- values --------------------------------------------------------------------------------------------------
