@@ -9,6 +9,7 @@ from protocol.errors import MeshError
 COMMANDS = {
     "up": ("kvmesh.up", "run a mesh on this host until Ctrl-C"),
     "attach": ("kvmesh.attach", "put a mesh in front of servers that run already: vLLM, SGLang, llama.cpp, ..."),
+    "announce": ("kvmesh.announce", "tell of a server that runs already, for `kvmesh attach --discover`"),
     "demo": ("kvmesh.demo", "start a mesh, send it real requests, show what happened"),
     "doctor": ("kvmesh.doctor", "check this machine and say what to do"),
     "explain": ("kvmesh.explain", "ask a running mesh where a prompt would run, and why"),

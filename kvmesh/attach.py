@@ -21,8 +21,9 @@ from workers.config import WorkerConfig
 
 DESCRIPTION = (
     "Put a mesh in front of servers that run already: `kvmesh attach http://host:8000 [http://...]`, or "
-    "`--servers FILE`. Each becomes a worker; an API key of theirs goes into KVMESH_ATTACH_API_KEY."
+    "`--servers FILE`, `--discover`. Each becomes a worker; an API key of theirs goes into KVMESH_ATTACH_API_KEY."
 )
+ANNOUNCED = "servers/"  # prefix of their keys in discovery; the value is a ServerEntry as JSON
 STOP_S = 10.0  # beyond what requests in progress have
 IDLE_STOP_S = 2.0
 
@@ -31,6 +32,9 @@ class AttachConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A flag wins over `KVMESH_ATTACH_<NAME>`, that over the table [attach] of `--config`, that over the default."""
 
     servers: Annotated[str, Meta(description="TOML file with a table [[server]] for each; see docs/attach.md")] = ""
+    discover: Annotated[bool, Meta(description="attach those too that `kvmesh announce` tells of, while it does")] = (
+        False
+    )
     role: Annotated[Role, Meta(description="of the servers named as words")] = Role.AGGREGATED
     kv_events: Annotated[str, Meta(description="KV events of the one server, tcp://host:port; default: ask it")] = ""
     replay: Annotated[str, Meta(description="replay socket of the same")] = ""
@@ -100,8 +104,9 @@ def entries_of(config: AttachConfig, urls: Sequence[str]) -> list[ServerEntry]:
         )
     if config.servers:
         entries += read_servers(Path(config.servers))
-    if not entries:
-        raise ConfigError("no server to attach to", hint="`kvmesh attach http://host:port`, or --servers FILE")
+    if not entries and not config.discover:
+        hint = "`kvmesh attach http://host:port`, --servers FILE, or --discover"
+        raise ConfigError("no server to attach to", hint=hint)
     named = [msgspec.structs.replace(entry, name=entry.name or name_of(entry.url)) for entry in entries]
     names = [entry.name for entry in named]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -174,7 +179,10 @@ async def attach(config: AttachConfig, specs: Sequence[ProcessSpec], stop: async
     supervisor = Supervisor(None, tell)
     discovery = open_discovery(config.discovery)
     joined: dict[str, str] = {}
-    watching = asyncio.create_task(watch_who_joins(discovery, supervisor, joined, tell), name="watch who joins")
+    watching = [asyncio.create_task(watch_who_joins(discovery, supervisor, joined, tell), name="watch who joins")]
+    if config.discover:
+        attached = Announced(config, supervisor, {spec.name for spec in specs}, tell)
+        watching.append(asyncio.create_task(attached.follow(discovery), name="follow announced servers"))
     waiting = [
         asyncio.create_task(stop.wait(), name="wait for Ctrl-C"),
         asyncio.create_task(supervisor.failed.wait(), name="wait for a failure"),
@@ -182,26 +190,80 @@ async def attach(config: AttachConfig, specs: Sequence[ProcessSpec], stop: async
     try:
         for spec in specs:
             supervisor.start(spec)
-        await asyncio.wait([watching, *waiting], return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():
-            watching.result()
+        await asyncio.wait([*watching, *waiting], return_when=asyncio.FIRST_COMPLETED)
+        for task in watching:
+            if task.done():
+                task.result()
         if supervisor.failure is not None and not stop.is_set():
             raise supervisor.failure
-        await stop_in_order(supervisor, specs, set(joined.values()), config.drain_timeout_s + STOP_S)
+        await end_all(watching)
+        await stop_in_order(supervisor, set(joined.values()), config.drain_timeout_s + STOP_S)
     finally:
-        for task in (watching, *waiting):
-            task.cancel()
-        await asyncio.wait([watching, *waiting])
+        await end_all([*watching, *waiting])
         await supervisor.kill_all()
         await discovery.close()
 
 
-async def stop_in_order(
-    supervisor: Supervisor, specs: Sequence[ProcessSpec], joined: Set[str], timeout_s: float
-) -> None:
+class Announced:
+    """Workers in front of the servers that stand in discovery under `servers/<name>`, while they do."""
+
+    def __init__(
+        self, config: AttachConfig, supervisor: Supervisor, taken: Set[str], tell: Callable[[str], None]
+    ) -> None:
+        """`taken`: names that others have."""
+        self._config = config
+        self._supervisor = supervisor
+        self._taken = taken
+        self._tell = tell
+        self._running: dict[str, ProcessSpec] = {}
+
+    async def follow(self, discovery: Discovery) -> None:
+        async for change in discovery.watch(ANNOUNCED):
+            name = change.key.removeprefix(ANNOUNCED)
+            try:
+                spec = self._spec(name, change.value) if isinstance(change, Put) else None
+            except ConfigError as error:
+                self._tell(f"{change.key} is not attached: {error}")
+                spec = None
+            if spec != self._running.get(name):
+                await self._replace(name, spec)
+
+    def _spec(self, name: str, value: bytes) -> ProcessSpec:
+        """Raises ConfigError."""
+        if not name or name in self._taken:
+            raise ConfigError(f"the name {name!r} is taken", hint="announce it by another --name")
+        [spec] = process_specs(msgspec.structs.replace(self._config, frontend=False), [read_announced(name, value)])
+        return spec
+
+    async def _replace(self, name: str, spec: ProcessSpec | None) -> None:
+        if self._running.pop(name, None) is not None:
+            await self._supervisor.stop([name], self._config.drain_timeout_s + STOP_S)
+            self._tell(f"{name} is attached no more")
+        if spec is not None:
+            self._running[name] = spec
+            self._supervisor.start(spec, on_failure=lambda error: self._tell(f"{name} is not attached: {error}"))
+
+
+def read_announced(name: str, value: bytes) -> ServerEntry:
+    """Raises ConfigError for what is no server."""
+    try:
+        entry = msgspec.json.decode(value, type=ServerEntry)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(str(error), hint="announce it by `kvmesh announce`, of this version") from error
+    name_of(entry.url)
+    return msgspec.structs.replace(entry, name=name)
+
+
+async def end_all(tasks: Sequence[asyncio.Task[object]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def stop_in_order(supervisor: Supervisor, joined: Set[str], timeout_s: float) -> None:
     """The frontend first: it drains while the workers still work. Who waits for a server has nothing to finish."""
     await supervisor.stop(["frontend"], timeout_s)
-    await supervisor.stop([spec.name for spec in specs if spec.name not in joined], IDLE_STOP_S)
+    await supervisor.stop([name for name in supervisor.pids() if name not in joined], IDLE_STOP_S)
     await supervisor.stop_all(timeout_s)
 
 

@@ -20,14 +20,20 @@ if TYPE_CHECKING:
 
 def open_engine(config: WorkerConfig) -> Engine:
     """Raises ConfigError if the settings do not fit together or to this machine."""
+    if config.dp_size > 1 and config.engine not in ("mock", "vllm"):
+        raise ConfigError("--dp-size is for mock and vLLM", hint="start a worker for each rank instead")
+    if config.kv_connector and config.engine != "vllm":
+        raise ConfigError("--kv-connector is for vLLM", hint="leave it out: --kv-transfer is for the other engines")
     if config.engine == "attach":
         from workers.attached.engine import open_attached
 
         return open_attached(config)
     if config.engine == "vllm":
+        from workers.vllm_engine.arguments import leads
         from workers.vllm_engine.engine import VllmEngine
+        from workers.vllm_engine.node import VllmNode
 
-        return VllmEngine(config, served_name(config))
+        return VllmEngine(config, served_name(config)) if leads(config) else VllmNode(config, served_name(config))
     if config.engine == "sglang":
         from workers.sglang_engine.engine import SglangEngine
 
@@ -49,8 +55,6 @@ def open_engine(config: WorkerConfig) -> Engine:
     )
     if config.dp_size == 1:
         return StepEngine(_open_executor(config), _open_transfer(config), step_config)
-    if config.engine != "mock":
-        raise ConfigError("--dp-size is for the mock engine", hint="start a worker for each rank instead")
     ranks = [StepEngine(_open_executor(config), _open_transfer(config), step_config) for _ in range(config.dp_size)]
     return RankedEngine(ranks)
 

@@ -43,7 +43,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         float, Meta(ge=0, description="mock: gigabytes of KV per second that a pull brings at most; 0: no limit")
     ] = 0.0
     mock_start_s: Annotated[float, Meta(ge=0, description="mock: time to load, before it joins the mesh")] = 0.0
-    dp_size: Annotated[int, Meta(ge=1, le=64, description="mock: data-parallel ranks, each with its own cache")] = 1
+    dp_size: Annotated[
+        int, Meta(ge=1, le=64, description="mock, vllm: data-parallel ranks, each with its own cache")
+    ] = 1
     count: Annotated[
         int, Meta(ge=1, le=1024, description="mock: workers in this process, called <name>-0, <name>-1, ...")
     ] = 1
@@ -56,6 +58,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_transfer: Annotated[
         Literal["auto", "nixl", "shm"], Meta(description="how KV moves between workers; auto: nixl if it loads")
     ] = "auto"
+    kv_connector: Annotated[
+        str, Meta(description="vllm: nixl, offloading, lmcache, a chain of them as nixl,offloading, or none")
+    ] = ""
+    kv_offloading_gib: Annotated[float, Meta(gt=0, description="vllm: host memory of --kv-connector offloading")] = 4.0
     offer_lease_s: Annotated[float, Meta(gt=0, description="a KV offer that nobody fetches is unpinned after")] = 30.0
     pull_timeout_s: Annotated[float, Meta(gt=0, description="a KV pull that takes longer is given up")] = 10.0
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"

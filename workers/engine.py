@@ -53,7 +53,20 @@ class EngineLoad:
     queued_tokens: int | None = None  # of prompts, still to compute; None: the engine does not say
 
 
-class Engine(Protocol):
+class Caching(Protocol):
+    """An engine, or one data-parallel rank of it: what it tells of its cache."""
+
+    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
+        """Call `listener` on the event loop, once a step, with what the block pool stored and removed."""
+
+    def kv_snapshot(self) -> list[KvEvent]:
+        """Events that rebuild the pool's present content, parents before children."""
+
+    def kv_digest(self) -> Digest:
+        """Of the pool's present content; all that changed it has been told to the listeners before this returns."""
+
+
+class Engine(Caching, Protocol):
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
         """Load the model and get ready. `address`: the worker's request plane, where KV offers are released.
 
@@ -74,15 +87,6 @@ class Engine(Protocol):
     def release(self, offer_id: int, nonce: int) -> None:
         """Unpin the blocks of an offer. Unknown offers are no error."""
 
-    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
-        """Call `listener` on the event loop, once a step, with what the block pool stored and removed."""
-
-    def kv_snapshot(self) -> list[KvEvent]:
-        """Events that rebuild the pool's present content, parents before children."""
-
-    def kv_digest(self) -> Digest:
-        """Of the pool's present content; all that changed it has been told to the listeners before this returns."""
-
     def load(self) -> EngineLoad: ...
 
     def check_health(self) -> None:
@@ -94,10 +98,10 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Ranked(Protocol):
-    """An engine of several data-parallel ranks, each of which tells events of its own."""
+    """An engine of data-parallel ranks, each of which tells events of its own."""
 
     @property
-    def ranks(self) -> Sequence[Engine]: ...
+    def ranks(self) -> Sequence[Caching]: ...
 
 
 @runtime_checkable

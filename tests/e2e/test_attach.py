@@ -191,6 +191,22 @@ def test_a_chat_with_a_server_that_speaks_in_texts(tmp_path: Path) -> None:
         assert answer["choices"][0]["message"]["content"] == expected
 
 
+def test_a_server_is_attached_for_as_long_as_it_is_announced(tmp_path: Path) -> None:
+    server = VllmServer()
+    with served(server), attached(tmp_path, "--discover", workers=0) as mesh:
+        command = [sys.executable, "-m", "kvmesh", "announce", server.url, "--name", "gpu-1"]
+        announcing = subprocess.Popen([*command, "--discovery", f"file:{tmp_path / 'discovery'}"])
+        try:
+            until(lambda: workers_seen(mesh) == 1, what="its worker")
+            assert complete(mesh, prompt_of(20))["kvmesh"]["decode_worker"] == "gpu-1"
+            announcing.send_signal(signal.SIGINT)
+            assert announcing.wait(PATIENCE_S) == 0
+            until(lambda: workers_seen(mesh) == 0, what="its worker to leave")
+        finally:
+            announcing.kill()
+            announcing.wait()
+
+
 def test_who_waits_for_a_server_can_be_stopped(tmp_path: Path) -> None:
     server = VllmServer()
     with served(server) as loop:

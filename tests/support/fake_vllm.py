@@ -26,7 +26,9 @@ class FakeVllm:
     def __init__(self, flags: Sequence[str], environ: Mapping[str, str]) -> None:
         self.flags = list(flags)
         self.facts = Facts(BLOCK, 64, 1024, CONTEXT, 8, frozenset({EOS}), frozenset({"generate", "embed"}))
-        self.load = Load()
+        self.num_ranks = int(self._value("--data-parallel-size", "1"))
+        self.loads: Sequence[Load] = [Load() for _ in range(self.num_ranks)]
+        self.ranks: list[int] = []  # of the questions
         self.asked: list[Question] = []
         self.adapters: list[LoadedAdapter | None] = []  # of the questions
         self.closed_early = 0
@@ -39,20 +41,28 @@ class FakeVllm:
         self.may_go_on.set()
         self.pull_may_end = asyncio.Event()
         self.pull_may_end.set()
-        self._publisher: KvEventPublisher | None = None
+        self._publishers: list[KvEventPublisher] = []
 
     async def prepare(self) -> None:
-        events = json.loads(self.flags[self.flags.index("--kv-events-config") + 1])
-        self._publisher = KvEventPublisher(events["endpoint"], events["replay_endpoint"])
+        """As vLLM does: one rank binds what it is given, several take any port of their node."""
+        told = json.loads(self._value("--kv-events-config"))
+        endpoints = (told["endpoint"], told["replay_endpoint"])
+        if self.num_ranks > 1:
+            assert endpoints == ("tcp://*:0", "tcp://*:0")
+            endpoints = ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+        self._publishers = [KvEventPublisher(*endpoints, dp_rank=rank) for rank in range(self.num_ranks)]
 
-    def tell(self, *events: KvEvent) -> None:
-        assert self._publisher is not None
-        self._publisher.publish(events)
+    def event_endpoints(self) -> list[tuple[str, str]]:
+        return [(one.endpoint, one.replay_endpoint) for one in self._publishers]
+
+    def tell(self, *events: KvEvent, rank: int = 0) -> None:
+        self._publishers[rank].publish(events)
 
     async def generate(
-        self, question: Question, request_id: str, salt: str | None, adapter: LoadedAdapter | None
+        self, question: Question, request_id: str, salt: str | None, adapter: LoadedAdapter | None, rank: int
     ) -> AsyncGenerator[Step, None]:
         self.asked.append(question)
+        self.ranks.append(rank)
         self.adapters.append(adapter)
         pulls = question.kv is not None and bool(question.kv["do_remote_prefill"])
         if pulls and self.pull_fails:
@@ -106,8 +116,11 @@ class FakeVllm:
 
     async def close(self) -> None:
         self.calls.append("close")
-        if self._publisher is not None:
-            await self._publisher.close()
+        for publisher in self._publishers:
+            await publisher.close()
+
+    def _value(self, flag: str, default: str = "") -> str:
+        return self.flags[self.flags.index(flag) + 1] if flag in self.flags else default
 
     def _offered(self, question: Question) -> dict[str, object]:
         num_tokens = len(question.prompt)

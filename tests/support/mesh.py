@@ -90,9 +90,9 @@ class Mesh:
         until(lambda: any(c.name == name and c.pid != pid for c in self.workers().values()), what=f"a new {name}")
         until(lambda: self.workers_seen() == len(self.workers()), what=f"the frontend to hear of the new {name}")
 
-    def workers_seen(self) -> int:
-        """How many the frontend knows: a card is there some milliseconds before it is read."""
-        seen = self._scraper.get(f"{self.url}/health").json()["workers"]
+    def workers_seen(self, url: str | None = None) -> int:
+        """How many the frontend, or that at `url`, knows: a card is there some milliseconds before it is read."""
+        seen = self._scraper.get(f"{url or self.url}/health").json()["workers"]
         return sum(sum(of_model.values()) for of_model in seen.values())
 
     def complete(self, prompt: str | Sequence[int], **body: Any) -> dict[str, Any]:

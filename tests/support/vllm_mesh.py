@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from kvmesh.tiny_model import CHECKPOINT_DIR
+from protocol.messages import FrontendCard, decode
 from tests.support.mesh import Mesh, until
 
 START_S = 240.0  # two at once take a minute and a half on two cores
@@ -32,19 +33,34 @@ class VllmMesh(Mesh):
         super().__init__(process, run_dir)
         self.started: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start_worker(self, name: str, role: str, *flags: str) -> None:
+    def start_worker(self, name: str, role: str, *flags: str, settings: Sequence[str] = ()) -> None:
+        """`flags` are vLLM's, `settings` the worker's own."""
         command = ["-m", "workers", "--engine", "vllm", "--name", name, "--role", role, "--model", "tiny"]
         command += ["--model-path", str(CHECKPOINT_DIR), "--dtype", "float32"]
-        command += ["--discovery", f"file:{self.run_dir / 'discovery'}", "--", *FLAGS, *flags]
+        command += ["--discovery", f"file:{self.run_dir / 'discovery'}", *settings, "--", *FLAGS, *flags]
         self.started[name] = _start(self.run_dir, name, command)
 
-    def until_ready(self, *names: str) -> None:
+    def until_ready(self, *names: str, within_s: float = START_S) -> None:
         def all_there() -> bool:
             for name in names:
                 assert self.started[name].poll() is None, f"{name} ended\n{self.logs()}"
             return self.workers().keys() >= set(names)
 
-        until(all_there, START_S, f"the workers {names}")
+        until(all_there, within_s, f"the workers {names}")
+
+    @contextmanager
+    def routed_by(self, policy: str) -> Iterator[str]:
+        """The URL of one more frontend in front of the same workers, with another policy."""
+        name = f"frontend-{policy}"
+        flags = ["--name", name, "--port", "0", "--discovery", f"file:{self.run_dir / 'discovery'}"]
+        frontend = _start(self.run_dir, name, ["-m", "frontend", *flags], {"KVMESH_ROUTER_POLICY": policy})
+        try:
+            until(lambda: f"frontends/{name}" in self.entries("frontends/"), 60.0, name)
+            card = decode(self.entries("frontends/")[f"frontends/{name}"], FrontendCard)
+            until(lambda: self.workers_seen(card.url) == len(self.started), 30.0, "it to see the workers")
+            yield card.url
+        finally:
+            _end([frontend])
 
     def tree(self, name: str) -> list[psutil.Process]:
         """The worker and vLLM's own processes below it."""
@@ -91,11 +107,14 @@ def idle_cores(processes: Sequence[psutil.Process], over_s: float = 3.0) -> floa
     return (used_s() - before) / (time.monotonic() - began)
 
 
-def _start(run_dir: Path, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(
+    run_dir: Path, name: str, command: Sequence[str], environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    env = {**os.environ, **ENV, **(environ or {})}
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with (run_dir / "logs" / f"{name}.log").open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, *command], stdout=output, stderr=output, env={**os.environ, **ENV}, start_new_session=True
+            [sys.executable, *command], stdout=output, stderr=output, env=env, start_new_session=True
         )
 
 

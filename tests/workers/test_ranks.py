@@ -138,6 +138,7 @@ async def test_the_card_says_where_each_rank_publishes() -> None:
     await engine.stop()
 
 
-def test_ranks_are_for_the_mock_engine() -> None:
-    with pytest.raises(ConfigError, match="--dp-size is for the mock engine"):
-        open_engine(config(engine="torch"))
+@pytest.mark.parametrize("engine", ["torch", "sglang", "trtllm", "attach"])
+def test_ranks_are_for_mock_and_vllm(engine: str) -> None:
+    with pytest.raises(ConfigError, match="--dp-size is for mock and vLLM"):
+        open_engine(config(engine=engine))

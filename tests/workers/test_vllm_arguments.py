@@ -9,9 +9,10 @@ import pytest
 from protocol.errors import ConfigError
 from workers.__main__ import with_engine_args
 from workers.config import WorkerConfig
-from workers.vllm_engine.arguments import TRANSFER, Adapter, Plan, Surroundings, parse_adapters, plan_start
+from workers.vllm_engine.arguments import Adapter, Plan, Surroundings, parse_adapters, plan_start
+from workers.vllm_engine.transfer import TRANSFER
 
-HERE = Surroundings("ipc:///run/events", "ipc:///run/replay", 5600, num_cpus=8)
+HERE = Surroundings(5600, num_cpus=8, events="ipc:///run/events", replay="ipc:///run/replay")
 
 
 def plan(engine_args: str = "", adapters: list[Adapter] | None = None, **settings: Any) -> Plan:
@@ -40,6 +41,20 @@ def test_kv_events_are_bound_where_only_the_worker_hears_them() -> None:
         "endpoint": "ipc:///run/events",
         "replay_endpoint": "ipc:///run/replay",
     }
+
+
+def test_each_of_several_ranks_binds_a_port_of_its_own() -> None:
+    """A file would do for one rank only, and an address without a * vLLM would connect to instead of binding it."""
+    started = plan(dp_size=4)
+    assert value(started, "--data-parallel-size") == "4"
+    told = json.loads(value(started, "--kv-events-config"))
+    assert told["endpoint"] == told["replay_endpoint"] == "tcp://*:0"
+    assert started.environ["VLLM_HOST_IP"] == "127.0.0.1"
+    assert started.environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_single_rank_is_not_told_of_ranks() -> None:
+    assert "--data-parallel-size" not in plan().flags
 
 
 def test_without_a_prefix_cache_there_are_no_events() -> None:
@@ -84,7 +99,7 @@ def test_nixl_may_stand_in_a_chain_of_connectors() -> None:
     started = plan(f"--kv_transfer_config '{json.dumps(chain)}'", role="prefill")
     nixl, offloading = json.loads(value(started, "--kv-transfer-config"))["kv_connector_extra_config"]["connectors"]
     assert nixl["kv_role"] == "kv_producer"
-    assert offloading == {"kv_connector": "OffloadingConnector"}
+    assert offloading == {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     assert started.transfer == TRANSFER
 
 
@@ -102,8 +117,9 @@ def test_another_connector_alone_keeps_kv_for_an_aggregated_worker() -> None:
         ("--port 80", {}, "--port stands after"),
         ("--kv_events_config {}", {}, "wires KV events itself"),
         ("--kv-events-config.endpoint=tcp://*:1", {}, "wires KV events itself"),
-        ("--data-parallel-size 2", {}, "one worker per data-parallel rank"),
-        ("-dp 2", {}, "one worker per data-parallel rank"),
+        ("--data-parallel-size 2", {}, "set --dp-size before the --"),
+        ("-dp 2", {}, "set --dp-size before the --"),
+        ("--data-parallel-rank 1", {"dp_size": 2}, "the router chooses among the ranks"),
         ("--dtype float32", {"dtype": "bfloat16"}, "--dtype stands after"),
         ("--load-format dummy", {"random_weights": True}, "--load-format stands after"),
         ("", {"block_size": 32}, "-- --block-size 32"),
@@ -111,6 +127,8 @@ def test_another_connector_alone_keeps_kv_for_an_aggregated_worker() -> None:
         ("", {"device": "cuda"}, "--device is not for vLLM"),
         ("", {"kv_transfer": "shm"}, "moves no KV by shm"),
         ("'", {}, "cannot be read"),
+        ("--kv-offloading-size 4", {"role": "prefill"}, "set --kv-connector offloading"),
+        ("--kv-transfer-config {}", {"kv_connector": "nixl"}, "leave one of them out"),
         ("--kv-transfer-config", {}, "has no value"),
         ("--kv-transfer-config {} --kv-transfer-config {}", {}, "given twice"),
         ("--kv-transfer-config.kv_role kv_both", {}, "in parts"),

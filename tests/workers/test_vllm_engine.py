@@ -372,3 +372,51 @@ async def test_a_ticket_that_nobody_took_is_no_offer(start: Start) -> None:
         assert (await anext(deltas)).ticket is not None
         assert running.engine.load().offers == 1
     assert running.engine.load().offers == 0
+
+
+# --- data-parallel ranks --------------------------------------------------------------------------------
+
+
+def stored(name: int, first: int) -> Stored:
+    return Stored((EngineHash(name),), None, tuple(range(first, first + BLOCK)), BLOCK)
+
+
+async def test_a_request_runs_on_the_rank_that_the_router_chose(start: Start) -> None:
+    running = await start(dp_size=2)
+    assert (running.info.dp_size, running.info.total_blocks, running.engine.load().total_blocks) == (2, 64, 128)
+    assert running.vllm.ranks == [0, 1], "each is warmed up"
+    await run(running.engine, ask(2, dp_rank=1))
+    await run(running.engine, ask(2))
+    assert running.vllm.ranks[2:] == [1, 0]
+    with pytest.raises(InvalidRequestError, match="there is no rank 2 here; there are 2"):
+        await run(running.engine, ask(2, dp_rank=2))
+
+
+async def test_each_rank_tells_what_it_caches_itself(start: Start) -> None:
+    running = await start(dp_size=2)
+    first, second = running.engine.ranks
+    heard: dict[int, list[KvEvent]] = {0: [], 1: []}
+    first.on_kv_events(heard[0].extend)
+    second.on_kv_events(heard[1].extend)
+    running.vllm.tell(stored(1, 100), rank=1)
+    await until(lambda: len(heard[1]) == 1)
+    assert (heard[0], first.kv_digest().blocks, second.kv_digest().blocks) == ([], 0, 1)
+    assert second.kv_snapshot() == heard[1]
+    running.vllm.tell(stored(2, 300), rank=0)
+    await until(lambda: len(heard[0]) == 1)
+    assert running.events == heard[0], "who knows of no ranks hears the first"
+    assert running.engine.load().cached_blocks == 2
+
+
+async def test_the_load_of_all_ranks_is_the_workers(start: Start) -> None:
+    running = await start(dp_size=2)
+    running.vllm.may_go_on.clear()
+    async with (
+        aclosing(running.engine.generate(ask(6, dp_rank=0))) as one,
+        aclosing(running.engine.generate(ask(6, dp_rank=1))) as other,
+    ):
+        await asyncio.gather(anext(one), anext(other))
+        for told, share in zip(running.vllm.loads, (0.25, 0.5), strict=True):
+            told.running, told.used_share = 1, share
+        load = running.engine.load()
+        assert (load.running, load.waiting, load.used_blocks) == (2, 0, 16 + 32)

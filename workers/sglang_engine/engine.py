@@ -11,7 +11,6 @@ import itertools
 import logging
 import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing, suppress
@@ -45,6 +44,7 @@ from workers.config import WorkerConfig
 from workers.engine import EngineInfo, EngineLoad
 from workers.engine_cache import EngineCache
 from workers.engine_waits import Waits
+from workers.ports import free_ports
 from workers.sglang_engine.arguments import (
     EventEndpoints,
     Flags,
@@ -385,19 +385,3 @@ class SglangEngine:
             if stream is not None:
                 with suppress(RuntimeError):  # it is being cancelled already
                     await stream.aclose()
-
-
-def free_ports(number: int) -> int:
-    """The first of `number` ports in a row that nobody listens on at 127.0.0.1. Raises ConfigError."""
-    for _ in range(64):
-        with ExitStack() as held:
-            first = 0
-            try:
-                for offset in range(number):
-                    probe = held.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", first + offset if first else 0))
-                    first = first or probe.getsockname()[1]
-                return first
-            except (OSError, OverflowError):
-                continue
-    raise ConfigError(f"no {number} free ports in a row", hint="close what listens on 127.0.0.1")

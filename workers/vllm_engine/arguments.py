@@ -8,32 +8,34 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from protocol.errors import ConfigError
-from protocol.messages import Role
 from workers.config import WorkerConfig
+from workers.vllm_engine.transfer import TRANSFER, hands_over, transfer_config
 
-TRANSFER = "vllm-nixl"  # what the worker's card and its tickets call vLLM's NIXL connector
-
-_CONNECTOR_MODULE = "workers.vllm_engine.connector"
-_KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.AGGREGATED: "kv_both"}
-_NIXL = "NixlConnector"
-_CHAIN = "MultiConnector"
-
+_OFFLOADING = "set --kv-connector offloading, or nixl,offloading, and --kv-offloading-gib before the --"
 _HOSTS = {
     "model": "set --model-path before the --",
     "model-tag": "set --model-path before the --",
     "served-model-name": "set --model before the --",
     "host": "set --host before the --; vLLM itself listens to nobody here",
     "port": "set --port before the --; vLLM itself listens to nobody here",
+    "data-parallel-size": "set --dp-size before the --",
     "kv-events-config": "the worker wires KV events itself",
     "load-format": "set --random-weights before the --",
     "dtype": "set --dtype before the --",
+    "kv-offloading-size": _OFFLOADING,
+    "kv-offloading-backend": _OFFLOADING,
     "lora-modules": "set --loras name=path,... before the --",
 }
 _ALSO_HOSTS = {"load-format": "random_weights", "dtype": "dtype"}  # refused only where the worker's setting is given
-_ALIASES = {"-dp": "data-parallel-size", "-dpn": "data-parallel-rank", "-dpl": "data-parallel-size-local"}
+_BALANCES = "the router chooses among the ranks of --dp-size; ranks with a process each: start a worker for each"
+_HOSTS |= {
+    f"data-parallel-{name}": _BALANCES for name in ("rank", "external-lb", "hybrid-lb", "multi-port-external-lb")
+}
+_ALIASES = {"-dp": "data-parallel-size", "-dpn": "data-parallel-rank", "-r": "node-rank"}
+_HEADLESS = "--headless"  # vLLM's word, on its own command line, for a node that does not lead
+_ANY_PORT = "tcp://*:0"
 _TORCH_ONLY = {
     "block_size": "--block-size",
     "num_blocks": "--num-gpu-blocks-override",
@@ -55,10 +57,10 @@ class Adapter:
 class Surroundings:
     """What the worker found on its machine."""
 
-    events: str  # ZMQ endpoints on which vLLM tells its KV events and replays them
-    replay: str
-    side_channel_port: int  # free, for NIXL's handshakes
+    side_channel_port: int  # the first of as many free ones as there are ranks, for NIXL's handshakes
     num_cpus: int  # that this process may use
+    events: str = ""  # ZMQ endpoints on which a vLLM of one rank tells its KV events and replays them
+    replay: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +71,45 @@ class Plan:
     tells_events: bool
 
 
+def leads(config: WorkerConfig) -> bool:
+    """False: this node computes for the worker of another one. Raises ConfigError for a --node-rank that is none."""
+    given = split_flags(config.engine_args)
+    text, _ = _take(["--node-rank" if flag == "-r" else flag for flag in given], "node-rank")
+    try:
+        return int(text or "0") == 0 and _HEADLESS not in given
+    except ValueError as error:
+        raise ConfigError(f"--node-rank is {text!r}", hint="number the nodes from 0, which leads") from error
+
+
 def plan_start(config: WorkerConfig, name: str, adapters: Sequence[Adapter], surroundings: Surroundings) -> Plan:
     """`name`: that the model is served under. Raises ConfigError for what contradicts itself, with what to do."""
-    given = split_flags(config.engine_args)
+    given = [flag for flag in split_flags(config.engine_args) if flag != _HEADLESS]
     names = _names(given)
     _check_torch_settings(config)
     _check_hosts_flags(config, names)
-    transfer_config, given = _take_transfer_config(config, given)
+    own_transfer, given = _given_transfer_config(given)
+    transfer = transfer_config(config, own_transfer)
     flags = ["--model", config.model_path, "--served-model-name", name, *given]
     if config.dtype != "auto":
         flags += ["--dtype", config.dtype]
     if config.random_weights:
         flags += ["--load-format", "dummy"]
     caches_prefixes = "no-enable-prefix-caching" not in names
+    schedules = leads(config) or config.dp_size > 1  # else another node does, and tells the events
     if caches_prefixes:
-        flags += ["--enable-prefix-caching", "--kv-events-config", _events_config(surroundings)]
-    if transfer_config is not None:
-        flags += ["--kv-transfer-config", json.dumps(transfer_config)]
+        flags.append("--enable-prefix-caching")
+    if caches_prefixes and schedules:
+        flags += ["--kv-events-config", _events_config(config, surroundings)]
+    if config.dp_size > 1:
+        flags += ["--data-parallel-size", str(config.dp_size)]
+    if transfer is not None:
+        flags += ["--kv-transfer-config", json.dumps(transfer)]
     flags += _adapter_flags(adapters, names)
     return Plan(
         flags=tuple(flags),
         environ=_environ(config, names, surroundings),
-        transfer=TRANSFER if transfer_config is not None and _nixl_parts(transfer_config) else "",
-        tells_events=caches_prefixes,
+        transfer=TRANSFER if transfer is not None and hands_over(transfer) else "",
+        tells_events=caches_prefixes and schedules,
     )
 
 
@@ -147,8 +165,6 @@ def _num_required() -> int:
 
 def _check_hosts_flags(config: WorkerConfig, names: Mapping[str, str]) -> None:
     for name, written in names.items():
-        if name.startswith("data-parallel"):
-            raise ConfigError(f"{written} is the mesh's business", hint="start one worker per data-parallel rank")
         if name not in _HOSTS:
             continue
         setting = _ALSO_HOSTS.get(name)
@@ -159,63 +175,12 @@ def _check_hosts_flags(config: WorkerConfig, names: Mapping[str, str]) -> None:
 # --- handing KV over ------------------------------------------------------------------------------------
 
 
-def _take_transfer_config(config: WorkerConfig, given: list[str]) -> tuple[dict[str, Any] | None, list[str]]:
-    """The --kv-transfer-config to use, completed, and the flags without it."""
+def _given_transfer_config(given: list[str]) -> tuple[str | None, list[str]]:
+    """The user's own --kv-transfer-config, and the flags without it."""
     text, rest = _take(given, "kv-transfer-config")
-    if text is None and any(name == "kv-transfer-config" for name in _names(rest)):
+    if text is None and "kv-transfer-config" in _names(rest):
         raise ConfigError("--kv-transfer-config is given in parts", hint="give it as one JSON object")
-    if text is None:
-        if config.role is Role.AGGREGATED and config.kv_transfer != "nixl":
-            return None, rest
-        found: dict[str, Any] = {"kv_connector": _NIXL}
-    else:
-        found = _json_object(text)
-    role = _KV_ROLES[config.role]
-    if found.setdefault("kv_role", role) != role and config.role is not Role.AGGREGATED:
-        raise ConfigError(
-            f"kv_role {found['kv_role']!r} does not fit --role {config.role.value}",
-            hint=f"leave kv_role out, or set it to {role}",
-        )
-    nixl = _nixl_parts(found)
-    if not nixl and config.role is not Role.AGGREGATED:
-        raise ConfigError(
-            f"--role {config.role.value} hands KV over by {_NIXL}, and --kv-transfer-config has none",
-            hint=f"leave it out, or make it a {_CHAIN} of which one is {_NIXL}",
-        )
-    for part in nixl:
-        _complete_nixl(part, found["kv_role"], config)
-    return found, rest
-
-
-def _complete_nixl(part: dict[str, Any], role: str, config: WorkerConfig) -> None:
-    part.setdefault("kv_role", role)
-    part.setdefault("kv_connector_module_path", _CONNECTOR_MODULE)
-    extra = part.setdefault("kv_connector_extra_config", {})
-    if isinstance(extra, dict):
-        extra.setdefault("kv_lease_duration", max(1, round(config.offer_lease_s)))
-        extra.setdefault("num_threads", 0)  # of UCX, each would poll without a pause
-
-
-def _nixl_parts(transfer_config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where in it NIXL stands: alone, or in a chain."""
-    if transfer_config.get("kv_connector") == _NIXL:
-        return [transfer_config]
-    if transfer_config.get("kv_connector") != _CHAIN:
-        return []
-    extra = transfer_config.get("kv_connector_extra_config")
-    children = extra.get("connectors") if isinstance(extra, dict) else None
-    parts = children if isinstance(children, list) else []
-    return [part for part in parts if isinstance(part, dict) and part.get("kv_connector") == _NIXL]
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--kv-transfer-config is no JSON: {error}", hint="give it as one JSON object") from error
-    if not isinstance(found, dict):
-        raise ConfigError("--kv-transfer-config is no JSON object", hint='such as {"kv_connector": "NixlConnector"}')
-    return found
+    return text, rest
 
 
 def _take(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
@@ -240,13 +205,15 @@ def _take(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 # --- all else -------------------------------------------------------------------------------------------
 
 
-def _events_config(surroundings: Surroundings) -> str:
-    """ipc:// is bound by vLLM; a tcp:// address without a * it would connect to."""
+def _events_config(config: WorkerConfig, surroundings: Surroundings) -> str:
+    """ipc:// is bound by vLLM, for one rank only; a tcp:// address without a * it would connect to. Of several ranks
+    each takes any free port of its node (VLLM_HOST_IP), and vLLM says afterwards which."""
+    is_one = config.dp_size == 1
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": surroundings.events,
-        "replay_endpoint": surroundings.replay,
+        "endpoint": surroundings.events if is_one else _ANY_PORT,
+        "replay_endpoint": surroundings.replay if is_one else _ANY_PORT,
     }
     return json.dumps(events)
 
@@ -275,7 +242,7 @@ def _environ(config: WorkerConfig, names: Mapping[str, str], surroundings: Surro
     """`nobind`: by default vLLM pins one thread to every core of the machine, and workers that share it starve each
     other. Without torch.compile a request for logprobs would still compile a function, for many seconds."""
     host = config.advertise_host or config.host
-    threads = config.num_threads or max(1, surroundings.num_cpus // 2)
+    threads = config.num_threads or max(1, surroundings.num_cpus // (2 * config.dp_size))
     environ = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -37,14 +36,16 @@ from protocol.messages import (
 )
 from workers.abilities import check_embedding, check_generation
 from workers.config import WorkerConfig
-from workers.engine import EngineInfo, EngineLoad
-from workers.engine_cache import EngineCache
+from workers.engine import Caching, EngineInfo, EngineLoad
 from workers.engine_waits import Waits
 from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
-from workers.vllm_engine.arguments import TRANSFER, Adapter, Plan, Surroundings, parse_adapters, plan_start
+from workers.ports import free_ports
+from workers.vllm_engine.arguments import Adapter, Plan, Surroundings, parse_adapters, plan_start
 from workers.vllm_engine.driver import Driver, Facts, LoadedAdapter, open_driver
-from workers.vllm_engine.events import EventFeed
+from workers.vllm_engine.events import EventFeed, RankCache
 from workers.vllm_engine.patience import within
+from workers.vllm_engine.starting import Starting
+from workers.vllm_engine.transfer import TRANSFER
 from workers.vllm_engine.translate import (
     Answer,
     DivergedError,
@@ -78,7 +79,7 @@ class _Offer:
 
 
 class VllmEngine:
-    """Implements workers.engine.Engine and Controllable."""
+    """Implements workers.engine.Engine, Ranked and Controllable. A request says which rank it is for."""
 
     def __init__(self, config: WorkerConfig, name: str, open_vllm: OpenDriver = open_driver) -> None:
         """Raises ConfigError if the settings contradict each other."""
@@ -93,11 +94,10 @@ class VllmEngine:
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        self._building: asyncio.Task[Driver] | None = None
+        self._starting: Starting[Driver] | None = None
         self._driver: Driver | None = None
-        self._cache: EngineCache | None = None
+        self._caches = [RankCache() for _ in range(config.dp_size)]
         self._feed: EventFeed | None = None
-        self._listeners: list[Callable[[Sequence[KvEvent]], object]] = []
         self._offers: dict[int, _Offer] = {}
         self._next_offer = 1
         self._loaded: dict[str, LoadedAdapter] = {}
@@ -114,17 +114,15 @@ class VllmEngine:
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
         self._worker_id, self._address = worker_id, address
-        self._building = asyncio.create_task(
-            asyncio.to_thread(self._open_vllm, self._plan.flags, self._plan.environ), name="start vLLM"
-        )
-        driver = self._driver = await asyncio.shield(self._building)
+        self._starting = Starting(lambda: self._open_vllm(self._plan.flags, self._plan.environ))
+        driver = self._driver = await self._starting.result()
         await driver.prepare()
         facts = driver.facts
-        self._cache = EngineCache(facts.block_size)
-        self._cache.listeners.append(self._tell)
+        for cache in self._caches:
+            cache.begin(facts.block_size)
         if self._plan.tells_events:
-            self._feed = EventFeed(self._cache, driver.reset_prefix_cache)
-            self._feed.follow(worker_id, *self._endpoints())
+            self._feed = EventFeed(self._caches, driver.reset_prefix_cache)
+            self._feed.follow(worker_id, driver.event_endpoints())
         for adapter in self._adapters.values():
             await self._load_adapter(adapter.name, adapter.path)
         self._info = EngineInfo(
@@ -138,12 +136,14 @@ class VllmEngine:
             transfer=self._plan.transfer,
             features=_features(facts),
             loras=tuple(self._loaded),
+            dp_size=self._config.dp_size,
             tells_events=self._plan.tells_events,
         )
-        await self._warm_up()
+        for rank in range(self._config.dp_size):
+            await self._warm_up(rank)
         return self._info
 
-    async def _warm_up(self) -> None:
+    async def _warm_up(self, rank: int) -> None:
         """What vLLM compiles when it is first asked for shall not be paid by a request."""
         assert self._driver is not None
         prompt = [*range(1, 9)]
@@ -156,7 +156,7 @@ class VllmEngine:
                 stop=StopConditions(max_tokens=2, ignore_eos=True),
             )
             question = whole(request, self._driver.facts.context_tokens)
-            async with aclosing(self._driver.generate(question, request.request_id, None, None)) as steps:
+            async with aclosing(self._driver.generate(question, request.request_id, None, None, rank)) as steps:
                 async for _ in steps:
                     pass
         elif "embed" in self._driver.facts.tasks:
@@ -179,25 +179,25 @@ class VllmEngine:
             offer.expiry.cancel()
         if self._feed is not None:
             await self._feed.close()
-        if self._building is not None:
-            [built] = await asyncio.gather(self._building, return_exceptions=True)
-            if not isinstance(built, BaseException):
-                await built.close()
+        if self._starting is not None and (driver := await self._starting.end()) is not None:
+            await driver.close()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def load(self) -> EngineLoad:
-        if self._driver is None or self._cache is None:
+        """Of all ranks together."""
+        if self._info is None or self._driver is None:
             return EngineLoad(0, 0, 0, 0, 0, 0)
-        total = self._driver.facts.total_blocks
-        load = self._driver.load
-        running = min(load.running, self._num_requests)  # vLLM tells after its steps alone
-        used = round(load.used_share * total) if self._num_requests or self._offers else 0
+        total, loads = self._info.total_blocks, self._driver.loads
+        running = min(sum(load.running for load in loads), self._num_requests)  # vLLM tells after its steps alone
+        is_used = bool(self._num_requests or self._offers)
+        used = [round(load.used_share * total) if is_used else 0 for load in loads]
+        cached = [min(cache.num_blocks, total) for cache in self._caches]
         return EngineLoad(
             running=running,
             waiting=self._num_requests - running,
-            used_blocks=used,
-            cached_blocks=max(0, min(self._cache.num_blocks, total) - used),
-            total_blocks=total,
+            used_blocks=sum(used),
+            cached_blocks=sum(max(0, c - u) for c, u in zip(cached, used, strict=True)),
+            total_blocks=total * len(loads),
             offers=len(self._offers),
         )
 
@@ -205,6 +205,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         check_generation(request, self._ready())
+        self._check_rank(request.dp_rank)
         answer = self._first_try(request)
         with self._counted():
             while True:
@@ -256,10 +257,10 @@ class VllmEngine:
         """One question to vLLM. Raises PullFailedError and DivergedError before it has given anything."""
         assert self._driver is not None
         started = time.perf_counter()
-        load = self._driver.load
+        load = self._driver.loads[request.dp_rank]
         pulls = answer.question.kv is not None and not answer.question.offers
         steps = self._driver.generate(
-            answer.question, request.request_id, request.cache_salt, self._adapter(request.lora)
+            answer.question, request.request_id, request.cache_salt, self._adapter(request.lora), request.dp_rank
         )
         if pulls:
             steps = within(self._config.pull_timeout_s, steps, lambda: load.waiting)
@@ -303,6 +304,10 @@ class VllmEngine:
         if self._is_asleep:
             raise DrainingError("this worker was put to sleep", hint="wake it by the control call `wake`")
         return self._info
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < len(self._caches):
+            raise InvalidRequestError(f"there is no rank {rank} here", hint=f"there are {len(self._caches)}, from 0")
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -349,18 +354,19 @@ class VllmEngine:
 
     # --- what it caches -------------------------------------------------------------------------------
 
+    @property
+    def ranks(self) -> Sequence[Caching]:
+        return self._caches
+
     def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
-        self._listeners.append(listener)
+        """Of the first rank. The others: see `ranks`."""
+        self._caches[0].on_kv_events(listener)
 
     def kv_snapshot(self) -> list[KvEvent]:
-        return [] if self._cache is None else self._cache.snapshot()
+        return self._caches[0].kv_snapshot()
 
     def kv_digest(self) -> Digest:
-        return Digest(0, 0) if self._cache is None else self._cache.digest_now
-
-    def _tell(self, events: Sequence[KvEvent]) -> None:
-        for listener in self._listeners:
-            listener(events)
+        return self._caches[0].kv_digest()
 
     # --- what operators ask ---------------------------------------------------------------------------
 
@@ -440,13 +446,14 @@ class VllmEngine:
     # --- how vLLM is started --------------------------------------------------------------------------
 
     def _plan_start(self) -> Plan:
-        events, replay = self._endpoints()
-        surroundings = Surroundings(events, replay, _free_port(self._config.host), len(os.sched_getaffinity(0)))
+        """The events of a single rank go through a folder that only this user can enter, and take no port."""
+        surroundings = Surroundings(
+            events=f"ipc://{self._folder}/events",
+            replay=f"ipc://{self._folder}/replay",
+            side_channel_port=free_ports(self._config.dp_size, self._config.host),
+            num_cpus=len(os.sched_getaffinity(0)),
+        )
         return plan_start(self._config, self._name, list(self._adapters.values()), surroundings)
-
-    def _endpoints(self) -> tuple[str, str]:
-        """In a folder that only this user can enter: nobody else hears the events, no port is taken."""
-        return f"ipc://{self._folder}/events", f"ipc://{self._folder}/replay"
 
 
 def _features(facts: Facts) -> tuple[Feature, ...]:
@@ -467,12 +474,6 @@ def _read_adapter(name: str, path: str) -> Adapter:
     if not isinstance(rank, int) or rank < 1:
         raise ConfigError(f"adapter {name!r} has rank {rank!r}", hint="a positive number belongs there")
     return Adapter(name, str(Path(path).resolve()), rank)
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _level(arguments: Mapping[str, str]) -> int:

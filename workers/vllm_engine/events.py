@@ -1,4 +1,4 @@
-"""Follow the KV events of the vLLM in this worker, and tell the mesh what it caches."""
+"""Follow the KV events of the vLLM in this worker, and tell the mesh what each of its ranks caches."""
 
 import asyncio
 import logging
@@ -6,28 +6,64 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvevents.subscriber import KvEventSubscriber
 from kvevents.transport import KvSource
-from protocol.events import Digest
+from protocol.events import Digest, KvEvent
 from protocol.ids import WorkerId
-from workers.engine_cache import EngineCache
+from workers.engine_cache import EngineCache, Listener
 
 log = logging.getLogger(__name__)
 
 
+class RankCache:
+    """What one data-parallel rank caches; nothing before vLLM has said its block size. Implements
+    workers.engine.Caching."""
+
+    def __init__(self) -> None:
+        self._cache: EngineCache | None = None
+        self._listeners: list[Listener] = []
+
+    def begin(self, block_size: int) -> None:
+        self._cache = EngineCache(block_size)
+        self._cache.listeners = self._listeners
+
+    @property
+    def num_blocks(self) -> int:
+        return 0 if self._cache is None else self._cache.num_blocks
+
+    def on_kv_events(self, listener: Listener) -> None:
+        self._listeners.append(listener)
+
+    def kv_snapshot(self) -> list[KvEvent]:
+        return [] if self._cache is None else self._cache.snapshot()
+
+    def kv_digest(self) -> Digest:
+        return Digest(0, 0) if self._cache is None else self._cache.digest_now
+
+    def on_batch(self, worker_id: WorkerId, payload: bytes) -> None:
+        if self._cache is not None:
+            self._cache.on_batch(worker_id, 0, payload)
+
+    def on_reset(self, worker_id: WorkerId, payloads: Sequence[bytes]) -> None:
+        if self._cache is not None:
+            self._cache.on_reset(worker_id, 0, payloads)
+
+
 class EventFeed:
-    """Feeds `cache` until it is closed. Implements kvevents.subscriber.Sink.
+    """Feeds the caches of all ranks until it is closed. Implements kvevents.subscriber.Sink.
 
     Batches that were lost come by replay. Where the replay no longer reaches back, what the engine holds cannot be
-    known: then nothing is announced, and `empty_cache` makes that true.
+    known: then nothing is announced, and `empty_caches` makes that true.
     """
 
-    def __init__(self, cache: EngineCache, empty_cache: Callable[[], Awaitable[bool]]) -> None:
-        self._cache = cache
-        self._empty_cache = empty_cache
+    def __init__(self, caches: Sequence[RankCache], empty_caches: Callable[[], Awaitable[bool]]) -> None:
+        self._caches = caches
+        self._empty_caches = empty_caches
         self._subscriber = KvEventSubscriber(self)
         self._emptying: set[asyncio.Task[None]] = set()
 
-    def follow(self, worker_id: WorkerId, endpoint: str, replay_endpoint: str) -> None:
-        self._subscriber.add(KvSource(worker_id, endpoint, replay_endpoint))
+    def follow(self, worker_id: WorkerId, endpoints: Sequence[tuple[str, str]]) -> None:
+        """`endpoints`: of each rank, where it tells its events and where it replays them."""
+        for rank, (live, replay) in enumerate(endpoints):
+            self._subscriber.add(KvSource(worker_id, live, replay, dp_rank=rank))
 
     async def close(self) -> None:
         """A second call does nothing."""
@@ -37,10 +73,10 @@ class EventFeed:
         await asyncio.gather(*self._emptying, return_exceptions=True)
 
     def on_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> None:
-        self._cache.on_batch(worker_id, dp_rank, payload)
+        self._caches[dp_rank].on_batch(worker_id, payload)
 
     def on_reset(self, worker_id: WorkerId, dp_rank: int, payloads: Sequence[bytes]) -> None:
-        self._cache.on_reset(worker_id, dp_rank, payloads)
+        self._caches[dp_rank].on_reset(worker_id, payloads)
         if not payloads:
             task = asyncio.create_task(self._empty(), name="empty a cache whose content is not known")
             self._emptying.add(task)
@@ -51,7 +87,7 @@ class EventFeed:
 
     async def _empty(self) -> None:
         try:
-            emptied = await self._empty_cache()
+            emptied = await self._empty_caches()
         except Exception:
             log.exception("vLLM's cache could not be emptied")
             return

@@ -29,7 +29,8 @@ from tests.support.patience import PATIENCE_S
 from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.engine import Controllable
-from workers.sglang_engine.engine import SglangEngine, free_ports
+from workers.ports import free_ports
+from workers.sglang_engine.engine import SglangEngine
 from workers.sglang_engine.offers import Offers
 from workers.sglang_engine.runtime import FAKE_BOOTSTRAP_HOST, Metrics, read_metrics, signals_kept
 

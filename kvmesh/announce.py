@@ -1,0 +1,70 @@
+"""`kvmesh announce`: tell of a server that runs already, until Ctrl-C; `kvmesh attach --discover` attaches it.
+
+For whoever starts servers: it knows their address and what they are for, and the mesh does not.
+"""
+
+import asyncio
+import os
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvmesh.attach import ANNOUNCED, ServerEntry, name_of, split_urls
+from mesh.config import load
+from mesh.discovery import open_discovery
+from mesh.lifecycle import run
+from protocol.errors import ConfigError
+from protocol.messages import Role
+
+
+class AnnounceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A flag wins over `KVMESH_ANNOUNCE_<NAME>`, that over [announce] of `--config`, that over the default."""
+
+    name: Annotated[str, Meta(description="of its worker in the mesh; default: host-port")] = ""
+    role: Annotated[Role, Meta(description="what it does")] = Role.AGGREGATED
+    kv_events: Annotated[str, Meta(description="its KV events, tcp://host:port; default: it is asked")] = ""
+    replay: Annotated[str, Meta(description="their replay socket")] = ""
+    model: Annotated[str, Meta(description="model, as the server calls it; default: the one it has")] = ""
+    model_path: Annotated[str, Meta(description="folder of its tokenizer, where `kvmesh attach` runs")] = ""
+    discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
+
+
+def main(argv: list[str]) -> int:
+    urls, flags = split_urls(argv)
+    config = load(
+        AnnounceConfig,
+        flags,
+        os.environ,
+        prefix="KVMESH_ANNOUNCE_",
+        prog="kvmesh announce",
+        description="Tell the mesh of a server that runs already, until Ctrl-C: `kvmesh announce http://host:8000`.",
+        section="announce",
+    )
+    if len(urls) != 1:
+        raise ConfigError(f"{len(urls)} servers to announce", hint="`kvmesh announce http://host:port`, one at a time")
+    entry = entry_of(config, urls[0])
+    return run(lambda stop: announce(config.discovery, entry, stop))
+
+
+def entry_of(config: AnnounceConfig, url: str) -> ServerEntry:
+    """Raises ConfigError for what is no URL."""
+    return ServerEntry(
+        url=url,
+        name=config.name or name_of(url),
+        role=config.role,
+        kv_events=config.kv_events,
+        replay=config.replay,
+        model=config.model,
+        model_path=config.model_path,
+    )
+
+
+async def announce(discovery_url: str, entry: ServerEntry, stop: asyncio.Event) -> None:
+    discovery = open_discovery(discovery_url)
+    try:
+        await discovery.put(f"{ANNOUNCED}{entry.name}", msgspec.json.encode(entry))
+        await stop.wait()
+    finally:
+        await discovery.close()

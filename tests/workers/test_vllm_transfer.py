@@ -1,0 +1,90 @@
+"""Which of vLLM's KV connectors a worker uses: by their short names, and what contradicts itself."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from protocol.errors import ConfigError
+from workers.backends import open_engine
+from workers.config import WorkerConfig
+from workers.vllm_engine.transfer import check_can_run, hands_over, transfer_config
+
+GIB = 1 << 30
+
+
+def told(kv_connector: str = "", **settings: Any) -> dict[str, Any] | None:
+    config = msgspec.convert({"model_path": "/m", "kv_connector": kv_connector, **settings}, WorkerConfig)
+    return transfer_config(config, None)
+
+
+def test_host_memory_keeps_what_the_gpu_has_no_room_for() -> None:
+    assert told("offloading", kv_offloading_gib=1.5) == {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 3 * GIB // 2},
+    }
+
+
+@pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+def test_in_a_chain_nixl_has_the_workers_side_and_the_others_keep_kv_for_it(role: str, kv_role: str) -> None:
+    chain = told("nixl, offloading,lmcache", role=role)
+    assert chain is not None
+    assert (chain["kv_connector"], chain["kv_role"]) == ("MultiConnector", kv_role)
+    parts = chain["kv_connector_extra_config"]["connectors"]
+    assert [(part["kv_connector"], part["kv_role"]) for part in parts] == [
+        ("NixlConnector", kv_role),
+        ("OffloadingConnector", "kv_both"),
+        ("LMCacheConnectorV1", "kv_both"),
+    ]
+    assert parts[0]["kv_connector_module_path"] == "workers.vllm_engine.connector"
+    assert hands_over(chain)
+
+
+def test_one_name_is_no_chain() -> None:
+    assert told("nixl", role="decode") == told(role="decode")
+    lmcache = told("lmcache")
+    assert lmcache == {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    assert not hands_over(lmcache)
+
+
+def test_none_is_what_an_aggregated_worker_has_anyway() -> None:
+    assert told("none") is None
+    assert told() is None
+
+
+@pytest.mark.parametrize(
+    ("kv_connector", "settings", "message"),
+    [
+        ("nixl,mooncake", {}, "has 'mooncake'.*nixl, offloading, lmcache.*or none"),
+        ("nixl,", {}, "has ''"),
+        ("nixl,nixl", {}, "name each connector once"),
+        ("none,offloading", {}, "contradicts itself"),
+        ("offloading", {"role": "prefill"}, "--role prefill hands KV over by nixl.*has none"),
+        ("none", {"role": "decode"}, "--role decode hands KV over by nixl"),
+        ("lmcache", {"kv_transfer": "nixl"}, "--kv-transfer nixl hands KV over"),
+        ("offloading,nixl", {}, "nixl does not come first"),
+    ],
+)
+def test_contradictions_are_refused_with_the_way_out(kv_connector: str, settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        told(kv_connector, **settings)
+
+
+def test_other_engines_have_no_such_connectors() -> None:
+    config = WorkerConfig(model_path="/m", engine="mock", kv_connector="offloading")
+    with pytest.raises(ConfigError, match="--kv-connector is for vLLM"):
+        open_engine(config)
+
+
+def test_what_vllm_would_fail_with_minutes_later_is_refused_before_it_starts() -> None:
+    chain = told("nixl,offloading")
+    assert chain is not None
+    check_can_run(chain, on_cpu=False, has_module=lambda name: False)
+    with pytest.raises(ConfigError, match="computes on the CPU"):
+        check_can_run(chain, on_cpu=True, has_module=lambda name: True)
+    lmcache = told("lmcache")
+    assert lmcache is not None
+    check_can_run(lmcache, on_cpu=True, has_module=lambda name: name == "lmcache")
+    with pytest.raises(ConfigError, match="pip install lmcache"):
+        check_can_run(lmcache, on_cpu=True, has_module=lambda name: False)
