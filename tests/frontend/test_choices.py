@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer
 from protocol.errors import EngineError, OverloadedError
 from protocol.messages import Delta, FinishReason, unpack_tokens
 from tests.frontend import tiny
-from tests.frontend.serving import BACKEND, CHAT, END, PATIENCE_S, TEXT, Served, able_card, ids, scored, serving, words
+from tests.frontend.serving import BACKEND, CHAT, END, TEXT, Served, able_card, ids, scored, serving, words
+from tests.support.patience import PATIENCE_S
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 BODIES: dict[str, dict[str, Any]] = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}

@@ -15,8 +15,9 @@ from frontend.embeddings import INPUTS_AT_ONCE, MAX_INPUTS
 from protocol.errors import EngineError, NoWorkerError, OverloadedError
 from protocol.ids import WorkerId
 from protocol.messages import Feature, unpack_tokens
-from tests.frontend.serving import BACKEND, PATIENCE_S, Served, able_card, ids, serving
+from tests.frontend.serving import BACKEND, Served, able_card, ids, serving
 from tests.support.generator import vector_of
+from tests.support.patience import PATIENCE_S
 
 PATH = "/v1/embeddings"
 ASKED: dict[str, Any] = {"model": "tiny", "input": "the fox"}

@@ -31,8 +31,9 @@ from protocol.errors import (
 from protocol.ids import WorkerId
 from protocol.messages import Delta, FinishReason, Placed, Role, Target, TokenLogprob, unpack_tokens
 from tests.frontend import tiny
-from tests.frontend.serving import BACKEND, CHAT, PATIENCE_S, TEXT, Served, ids, read_events, serving, words
+from tests.frontend.serving import BACKEND, CHAT, TEXT, Served, ids, read_events, serving, words
 from tests.support.fake_mesh import explanation_of
+from tests.support.patience import PATIENCE_S
 
 PLACED = Placed(
     decode=Target(worker_id=WorkerId("d1-id"), name="d1", address="a:1"),

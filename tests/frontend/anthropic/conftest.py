@@ -12,8 +12,9 @@ from frontend.models import ModelRegistry
 from mesh.http.server import listening
 from protocol.messages import Feature
 from tests.frontend import tiny
-from tests.frontend.anthropic.serving import PATIENCE_S, TEMPLATE, Served, words
+from tests.frontend.anthropic.serving import TEMPLATE, Served, words
 from tests.support.generator import ScriptedGenerator
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="session")

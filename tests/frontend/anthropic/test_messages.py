@@ -26,7 +26,6 @@ from protocol.messages import Delta, FinishReason, unpack_tokens
 from tests.frontend import tiny
 from tests.frontend.anthropic.serving import (
     ASKED,
-    PATIENCE_S,
     WEATHER,
     Served,
     calling,
@@ -35,6 +34,7 @@ from tests.frontend.anthropic.serving import (
     read_events,
     words,
 )
+from tests.support.patience import PATIENCE_S
 
 CALLING = ("<think>\nHm", "m.\n</think>\n\n", "I will", " look.\n", calling("Köln")[:30], calling("Köln")[30:])
 WITH_TOOLS: dict[str, Any] = ASKED | {"tools": [WEATHER]}

@@ -15,7 +15,6 @@ from protocol.messages import Delta, FinishReason, GuideKind, TokenLogprob, unpa
 from tests.frontend import tiny
 from tests.frontend.responses.serving import (
     ASKED,
-    PATIENCE_S,
     WEATHER,
     Served,
     calling,
@@ -24,6 +23,7 @@ from tests.frontend.responses.serving import (
     put_together,
     words,
 )
+from tests.support.patience import PATIENCE_S
 
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 

@@ -17,7 +17,6 @@ from mesh.http.server import SPARE_FILES, App, HttpLimits, listening
 from tests.mesh.http.raw import (
     CLOSE,
     HOST,
-    PATIENCE_S,
     Handlers,
     MemoryTransport,
     Site,
@@ -27,6 +26,7 @@ from tests.mesh.http.raw import (
     read_replies,
     serving,
 )
+from tests.support.patience import PATIENCE_S
 
 CANCEL_S = 0.1  # from a client's leaving to its handler's end
 SMALL = HttpLimits(

@@ -12,7 +12,8 @@ from mesh.http.connection import SLICE_BYTES
 from mesh.http.request import Reply, ReplyStream, Request
 from mesh.http.server import App, Route, listening
 from protocol.errors import InvalidRequestError, MeshError, OverloadedError
-from tests.mesh.http.raw import CLOSE, HOST, PATIENCE_S, Site, chunked, get, post, read_replies, serving
+from tests.mesh.http.raw import CLOSE, HOST, Site, chunked, get, post, read_replies, serving
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture

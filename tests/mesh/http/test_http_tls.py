@@ -12,7 +12,8 @@ import pytest
 
 from mesh.http import server
 from mesh.http.server import App, HttpLimits, listening
-from tests.mesh.http.raw import CLOSE, PATIENCE_S, Site, get, post, read_replies, serving
+from tests.mesh.http.raw import CLOSE, Site, get, post, read_replies, serving
+from tests.support.patience import PATIENCE_S
 
 LIMITS = HttpLimits(receive_timeout_s=0.05, keep_alive_s=0.1, sweep_s=0.01)
 
