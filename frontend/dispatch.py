@@ -79,13 +79,14 @@ class Dispatcher:
         failed: list[WorkerId] = []
         problem: MeshError | None = None
         course = _Course(consumer, request.generated)
+        now = asyncio.get_running_loop().time
         patience_ends = deadline
         attempts = engine_failures = 0
         while attempts < MAX_ATTEMPTS and engine_failures < MAX_ENGINE_FAILURES:
             try:
-                attempt = msgspec.structs.replace(request, generated=tuple(course.generated))
+                attempt = request if not failed else msgspec.structs.replace(request, generated=tuple(course.generated))
                 route = await self._route(attempt, hints, failed)
-                await self._attempt(attempt, route, trace, deadline, course)
+                await self._attempt(attempt, route, trace, deadline, course, now)
                 return
             except _LegFailedError as failure:
                 log.warning("worker %s failed a request: %s", failure.worker_id, failure.reason)
@@ -94,14 +95,14 @@ class Dispatcher:
                 attempts += not isinstance(problem, NOT_BEGUN)
                 engine_failures += isinstance(problem, EngineError)
                 trace.migrations += 1
-                patience_ends = asyncio.get_running_loop().time() + REPLACEMENT_S
+                patience_ends = now() + REPLACEMENT_S
             except (NoWorkerError, OverloadedError) as refusal:  # of the router
                 if problem is None:
                     raise
                 for error in (problem, refusal):
                     if isinstance(error, OverloadedError) and not course.generated:
                         raise error from None  # refused early: the caller may come back, nothing was begun
-                if asyncio.get_running_loop().time() > min(patience_ends, deadline):
+                if now() > min(patience_ends, deadline):
                     raise problem from None
                 await asyncio.sleep(RETRY_S)
         assert problem is not None
@@ -160,7 +161,7 @@ class Dispatcher:
             await asyncio.wait(self._releasing)
 
     async def _route(self, request: GenerateRequest, hints: Hints, failed: list[WorkerId]) -> RouteRequest:
-        tokens = request.prompt + pack_tokens(request.generated)
+        tokens = request.prompt + pack_tokens(request.generated) if request.generated else request.prompt
         block_size = self._block_size_of(request.model)
         return RouteRequest(
             request_id=request.request_id,
@@ -180,13 +181,19 @@ class Dispatcher:
         )
 
     async def _attempt(
-        self, request: GenerateRequest, route: RouteRequest, trace: Trace, deadline: float, course: "_Course"
+        self,
+        request: GenerateRequest,
+        route: RouteRequest,
+        trace: Trace,
+        deadline: float,
+        course: "_Course",
+        now: Callable[[], float],
     ) -> None:
         """One placement, carried out. Ends early, with _LegFailedError, if a worker fails it."""
-        asked = asyncio.get_running_loop().time()
-        async with self._router.book(route, _left(deadline)) as booking:
+        asked = now()
+        async with self._router.book(route, deadline - asked) as booking:
             placed = booking.placed
-            trace.waited_s += asyncio.get_running_loop().time() - asked
+            trace.waited_s += now() - asked
             is_first = not request.generated
             _note_placement(trace, placed, is_first, route.isl_tokens, self._block_size_of(request.model))
             leg = _Leg(course, booking, trace, is_first=is_first)
@@ -198,7 +205,7 @@ class Dispatcher:
                         return
                     request = msgspec.structs.replace(request, generated=tuple(course.generated), ticket=ticket)
                 trace.decode_worker = placed.decode.name
-                await self._decode(placed.decode, request, deadline, leg)
+                await self._decode(placed.decode, request, deadline - now(), leg)
             finally:
                 self._reports.discard(leg)
                 if leg.ticket is not None:
@@ -226,12 +233,12 @@ class Dispatcher:
         except ELSEWHERE as error:
             raise _LegFailedError(target.worker_id, error) from error
 
-    async def _decode(self, target: Target, request: GenerateRequest, deadline: float, leg: "_Leg") -> None:
+    async def _decode(self, target: Target, request: GenerateRequest, timeout_s: float, leg: "_Leg") -> None:
         leg.on_offer_taken = self._release
         if target.dp_rank:
             request = msgspec.structs.replace(request, dp_rank=target.dp_rank)
         try:
-            async with self._plane.open(target.address, "generate", request, _left(deadline)) as stream:
+            async with self._plane.open(target.address, "generate", request, timeout_s) as stream:
                 await stream.feed(Delta, leg)
             if not leg.is_done:
                 raise PeerLostError(f"worker {target.name} ended without a finish reason")

@@ -7,10 +7,12 @@ a waiting request go: a submission, a first token, an end, a worker that came or
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError
@@ -84,40 +86,37 @@ class _Pool:
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
     queue: PendingQueue["_Waiting"] = field(default_factory=PendingQueue)
-    slots: dict[Role, list[Slot]] = field(default_factory=lambda: {role: [] for role in Role})
+    prefillers: list[Slot] = field(default_factory=list)
+    decoders: list[Slot] = field(default_factory=list)  # those that do nothing else, then those that do both
     spread: WorkSpread = field(default_factory=WorkSpread)
     busy: dict[bool, BusyShare] = field(default_factory=lambda: {True: BusyShare(), False: BusyShare()})
     demand: PrefixDemand = field(default_factory=PrefixDemand)
 
-    @property
-    def prefillers(self) -> Sequence[Slot]:
-        return self.slots[Role.PREFILL]
+    def slots_of(self, role: Role) -> list[Slot]:
+        return self.prefillers if role is Role.PREFILL else self.decoders
 
     @property
-    def decoders(self) -> Sequence[Slot]:
-        return self.slots[Role.DECODE] + self.slots[Role.AGGREGATED]
+    def slots(self) -> Iterator[Slot]:
+        return chain(self.decoders, self.prefillers)
 
 
-@dataclass(slots=True)
-class _Waiting:
+class _Waiting(Struct):
     request: RouteRequest
     arrived_s: float
 
 
-@dataclass(slots=True)
-class _Before:
+class _Before(Struct):
     """What those that are served before a request, and have to wait themselves, leave for it."""
 
-    tokens: Counter[Holder] = field(default_factory=Counter)  # that they wait to compute there
-    reserved: set[Holder] = field(default_factory=set)  # kept for those that have waited long
+    tokens: dict[Holder, int] = {}  # that they wait to compute there
+    reserved: set[Holder] = set()  # kept for those that have waited long
 
     def clear(self) -> None:
         self.tokens.clear()
         self.reserved.clear()
 
 
-@dataclass(slots=True)
-class _View:
+class _View(Struct):
     """What all candidates of one request are seen by."""
 
     request: RouteRequest
@@ -130,8 +129,7 @@ class _View:
     asked_before: float
 
 
-@dataclass(slots=True)
-class _Plan:
+class _Plan(Struct):
     decode: Candidate
     prefill: Candidate | None
     reason: str
@@ -171,6 +169,13 @@ class RouterState:
         return sum(len(pool.queue) for pool in self._pools.values())
 
     @property
+    def anybody_waits(self) -> bool:
+        for pool in self._pools.values():  # noqa: SIM110 - asked at every change; there is one, nearly always
+            if pool.queue:
+                return True
+        return False
+
+    @property
     def indexes(self) -> Mapping[str, PrefixIndex]:
         """By model."""
         return {model: pool.index for model, pool in self._pools.items()}
@@ -178,7 +183,7 @@ class RouterState:
     def block_size_of(self, model: str) -> int:
         """1 for a model that nobody serves."""
         pool = self._pools.get(model)
-        return next((slot.card.block_size for slots in pool.slots.values() for slot in slots), 1) if pool else 1
+        return next((slot.card.block_size for slot in pool.slots), 1) if pool else 1
 
     def add_worker(self, card: WorkerCard, now: float = 0.0) -> None:
         """Take a worker in. Those of one model have one block size: router/members.py sees to it."""
@@ -194,9 +199,9 @@ class RouterState:
                 self._slots[holder].card = card
                 continue
             self._slots[holder] = slot = Slot(holder, card, self.load.join(holder))
-            slots = pool.slots[card.role]
+            slots = pool.slots_of(card.role)
             slots.append(slot)
-            slots.sort(key=lambda s: s.holder)
+            slots.sort(key=lambda s: (s.card.role is Role.AGGREGATED, s.holder))
         if known is None:
             self._warm_up.joined(card.worker_id, now)
 
@@ -209,7 +214,7 @@ class RouterState:
         for dp_rank in range(card.dp_size):
             holder = Holder(worker_id, dp_rank)
             self._count_busy(self.load.leave(holder, now), now)
-            pool.slots[card.role].remove(self._slots.pop(holder))
+            pool.slots_of(card.role).remove(self._slots.pop(holder))
         pool.index.drop_worker(worker_id)
         self._suspect_until.pop(worker_id, None)
         self._affinity.forget_worker(worker_id)
@@ -248,8 +253,7 @@ class RouterState:
         if pool is None:
             return {}
         found, _ = self._overlaps(pool, hashes, now)
-        slots = (slot for slots in pool.slots.values() for slot in slots)
-        return {slot.holder: found[slot.holder] for slot in slots if slot.holder in found}
+        return {slot.holder: found[slot.holder] for slot in pool.slots if slot.holder in found}
 
     # --- requests ----------------------------------------------------------------------------------
 
@@ -407,7 +411,8 @@ class RouterState:
             if isinstance(plan, MeshError) or not plan.is_full:
                 return True
             if plan.legs[0].is_full:
-                before.tokens[plan.computes.holder] += item.uncached_tokens
+                holder = plan.computes.holder
+                before.tokens[holder] = before.tokens.get(holder, 0) + item.uncached_tokens
             if now - item.payload.arrived_s > RESERVE_AFTER_S and self._is_packed(plan.decode):
                 before.reserved.add(plan.decode.holder)
             return False
@@ -429,11 +434,12 @@ class RouterState:
         limits = self.rules.saturation
         if limits is None or self.rules.policy not in _PATIENT:
             return True
-        return any(
-            slot.load.total.queued_tokens - slot.load.done_tokens(now) < limits.queued_tokens * slot.card.capacity
-            for slots in (pool.decoders, pool.prefillers)
-            for slot in slots
-        )
+        for slot in pool.slots:
+            load, most_tokens = slot.load, limits.queued_tokens * slot.card.capacity
+            queued_tokens = load.total.queued_tokens
+            if queued_tokens < most_tokens or queued_tokens - load.done_tokens(now) < most_tokens:
+                return True
+        return False
 
     def _try_plan(self, request: RouteRequest, now: float, before: _Before, has_room: bool) -> _Plan | MeshError | None:
         """None: it waits. Who can never be served is told so, however full the workers are."""
@@ -714,7 +720,7 @@ class RouterState:
     def _tidy(self, model: str) -> None:
         """A model that nobody serves, and nobody waits for, is not remembered."""
         pool = self._pools[model]
-        if not any(pool.slots.values()) and not pool.queue:
+        if not (pool.decoders or pool.prefillers or pool.queue):
             del self._pools[model]
 
     def _target(self, chosen: Candidate) -> Target:

@@ -3,8 +3,9 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from msgspec import Struct
 
 from protocol.errors import NoWorkerError
 from router.index import Depths, Holder
@@ -14,8 +15,7 @@ Leg = Literal["whole", "prefill", "decode"]
 NOWHERE: Depths = (0, 0, 0, 0)
 
 
-@dataclass(slots=True)
-class Candidate:
+class Candidate(Struct):
     """One (worker, dp rank) as the router sees it now."""
 
     holder: Holder
@@ -28,8 +28,7 @@ class Candidate:
     last_chosen: int = 0  # when it was chosen last, as a count of choices: breaks ties in turn
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(Struct, frozen=True):
     """What a placement costs, in KV blocks. Source: docs/routing.md, "Cost of a placement"."""
 
     prefill: float = 1.0  # per block to compute or queued: favours TTFT

@@ -1,7 +1,6 @@
 """What a handler gets and gives back."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
@@ -83,14 +82,13 @@ class Request:
         return self._connection.is_lost
 
 
-@dataclass(slots=True)
-class Reply:
+class Reply(msgspec.Struct):
     """A whole reply."""
 
     body: bytes = b""
     status: int = 200
     content_type: str = JSON
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
 
 
 class ReplyStream:
