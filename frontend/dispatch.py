@@ -264,13 +264,14 @@ class _Course:
 
     def __init__(self, consumer: DeltaConsumer, generated: Sequence[int]) -> None:
         self.consumer = consumer
+        self.give = consumer.take
         self.generated = list(generated)
         self._has_ended = False  # by itself
 
     def take(self, delta: Delta) -> bool:
         self.generated += delta.token_ids
         self._has_ended = delta.finish_reason is not None
-        return self.consumer.take(delta) and not self._has_ended
+        return self.give(delta) and not self._has_ended
 
     @property
     def is_done(self) -> bool:
@@ -288,6 +289,7 @@ class _Leg:
         self._booking = booking
         self._is_first = is_first  # no worker before has computed the prompt for this answer
         self._has_begun = False
+        self._is_steady = False  # its decode worker has sent a first delta
         self._osl_tokens = 0  # since the placement: what was generated before is part of the prompt
 
     def on_first(self, delta: Delta) -> None:
@@ -296,6 +298,11 @@ class _Leg:
         self._course.take(msgspec.structs.replace(delta, ticket=None))
 
     def take(self, delta: Delta) -> bool:
+        if self._is_steady and delta.finish_reason is None and delta.pull is None:  # nearly all: in one step
+            tokens, course = delta.token_ids, self._course
+            self._osl_tokens += len(tokens)
+            course.generated += tokens
+            return course.give(delta)
         if self.ticket is not None:  # with its first delta the decode worker is done with the offer
             assert self.on_offer_taken is not None
             self.on_offer_taken(self.ticket)
@@ -305,6 +312,7 @@ class _Leg:
             self._note(delta)
         else:
             self._osl_tokens += len(delta.token_ids)
+        self._is_steady = True
         return self._course.take(delta)
 
     @property

@@ -315,27 +315,29 @@ class _Feed:
 
     def __init__(self, branch: Branch, job: Job, outlet: Outlet) -> None:
         self._branch = branch
-        self._job = job
+        self._answer = branch.answer
+        self._timing = branch.timing
+        self._of_all = job.timing
         self._outlet = outlet
+        self._put = outlet.put
         self._now = asyncio.get_running_loop().time
         self.on_begin: Callable[[], None] | None = None  # with the first token
 
     def take(self, delta: Delta) -> bool:
         if not delta.token_ids and delta.finish_reason is None:
             return not (self.is_done or self.is_full)
-        branch = self._branch
-        branch.timing.last_token = self._job.timing.last_token = now = self._now()
-        if branch.timing.first_token is None:
-            branch.timing.first_token = now
-            self._job.timing.on_tokens(now)
+        answer, timing = self._answer, self._timing
+        timing.last_token = self._of_all.last_token = now = self._now()
+        if timing.first_token is None:
+            timing.first_token = now
+            self._of_all.on_tokens(now)
             if self.on_begin is not None:
                 self.on_begin()
-        has_room = self._outlet.put(branch, branch.answer.on_delta(delta))
-        return has_room and branch.answer.finish_reason is None
+        return self._put(self._branch, answer.on_delta(delta)) and answer.finish_reason is None
 
     @property
     def is_done(self) -> bool:
-        return self._branch.answer.finish_reason is not None
+        return self._answer.finish_reason is not None
 
     @property
     def is_full(self) -> bool:

@@ -169,13 +169,6 @@ class RouterState:
         return sum(len(pool.queue) for pool in self._pools.values())
 
     @property
-    def anybody_waits(self) -> bool:
-        for pool in self._pools.values():  # noqa: SIM110 - asked at every change; there is one, nearly always
-            if pool.queue:
-                return True
-        return False
-
-    @property
     def indexes(self) -> Mapping[str, PrefixIndex]:
         """By model."""
         return {model: pool.index for model, pool in self._pools.items()}
@@ -183,7 +176,10 @@ class RouterState:
     def block_size_of(self, model: str) -> int:
         """1 for a model that nobody serves."""
         pool = self._pools.get(model)
-        return next((slot.card.block_size for slot in pool.slots), 1) if pool else 1
+        if pool is not None:
+            for slot in pool.slots:
+                return slot.card.block_size
+        return 1
 
     def add_worker(self, card: WorkerCard, now: float = 0.0) -> None:
         """Take a worker in. Those of one model have one block size: router/members.py sees to it."""
@@ -372,9 +368,10 @@ class RouterState:
 
     def free(self, request_id: RequestId, now: float = 0.0, *, ok: bool = True) -> None:
         """It has ended, wherever it was; `ok`: well. A second call does nothing."""
-        for model, pool in list(self._pools.items()):
-            if pool.queue.cancel(request_id) is not None:
+        for model, pool in self._pools.items():
+            if pool.queue and pool.queue.cancel(request_id) is not None:
                 self._tidy(model)
+                break
         for holder in self.load.holders_of(request_id):
             if ok:
                 self._warm_up.completed(holder.worker_id)

@@ -88,8 +88,23 @@ class Prompt:
         )
 
     def cost(self, c: Candidate) -> float:
-        compute, queue, held, requests, transfer = self.terms(c)
-        return (compute + queue + held + requests + transfer) / c.capacity
+        return self.costs((c,))[0]
+
+    def costs(self, candidates: Sequence[Candidate]) -> list[float]:
+        """Of each the sum of its terms, by its capacity: in one go, because every placement asks for all."""
+        compute, queue, held, request, transfer = self._rates
+        isl_blocks, tier = self._isl_blocks, self._weights
+        costs: list[float] = []
+        for c in candidates:
+            device, host, disk, anywhere = c.overlap
+            missing = isl_blocks - device
+            if anywhere != device:
+                missing -= tier.host * (host - device) + tier.disk * (disk - host) + tier.object * (anywhere - disk)
+            if missing < 0.0:
+                missing = 0.0
+            cost = compute * missing + queue * c.queued_tokens + held * (c.held_blocks + c.new_blocks)
+            costs.append((cost + request * c.requests + transfer * missing) / c.capacity)
+        return costs
 
     def load(self, c: Candidate) -> float:
         """What runs and waits there: what policies that know of no cache go by."""
@@ -111,7 +126,7 @@ def choose(
         raise NoWorkerError("no worker is ready", hint="start one: `kvmesh up`, or `python -m workers --role decode`")
     match policy:
         case "kv":
-            costs = [prompt.cost(c) for c in candidates]
+            costs = prompt.costs(candidates)
             return _draw(candidates, costs, temperature, rng) if temperature > 0 else _least(candidates, costs)
         case "least-loaded":
             return _least(candidates, [prompt.load(c) for c in candidates])
@@ -128,8 +143,11 @@ def _least(candidates: Sequence[Candidate], costs: Sequence[float]) -> Candidate
     least = min(costs)
     if costs.count(least) == 1:
         return candidates[costs.index(least)]
-    equal = (c for c, cost in zip(candidates, costs, strict=True) if cost == least)
-    return min(equal, key=lambda c: c.last_chosen)
+    chosen = candidates[costs.index(least)]
+    for c, cost in zip(candidates, costs, strict=True):
+        if cost == least and c.last_chosen < chosen.last_chosen:
+            chosen = c
+    return chosen
 
 
 def _draw(candidates: Sequence[Candidate], costs: Sequence[float], temperature: float, rng: random.Random) -> Candidate:

@@ -339,7 +339,7 @@ class LocalRouter:
 
     def _wake(self) -> None:
         """Dispatch in the next turn of the loop: what arrives in one turn is placed together."""
-        if self._dispatching is None and self.state.anybody_waits:
+        if self._dispatching is None and self._placing:
             self._dispatching = self._loop.call_soon(self._dispatch)
 
     def _dispatch(self) -> None:

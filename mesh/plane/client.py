@@ -20,7 +20,7 @@ from protocol.errors import (
     WireError,
     from_wire,
 )
-from protocol.messages import decode, encode, reader
+from protocol.messages import decode, decoder, encode, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Stream:
         Most are taken as soon as they are read from the connection; they wait only while the consumer is full.
         """
         failure: Exception | None = None
-        give, read = consumer.take, reader(kind)
+        give, read = consumer.take, decoder(kind).decode
 
         def take(raw: msgspec.Raw) -> bool:
             nonlocal failure
@@ -120,6 +120,9 @@ class Stream:
                 self._renew_credit()
             try:
                 return give(read(raw))
+            except msgspec.DecodeError as error:
+                failure = unreadable(kind, error)
+                return False
             except Exception as error:  # it is the waiting caller's business, not the connection's
                 failure = error
                 return False
