@@ -29,9 +29,14 @@ class Admission:
             raise OverloadedError(f"{self.inflight} requests are in progress here", hint="try again later")
         return _Place(self.count)
 
-    def until(self, deadline: float) -> "_Until":
-        """Raises DeadlineExceededError when the event loop's clock reaches `deadline`, DrainingError on `cut_off`."""
-        return _Until(self, deadline)
+    def until(self, deadline: float, loop: asyncio.AbstractEventLoop | None = None) -> "_Until":
+        """Raises DeadlineExceededError when the event loop's clock reaches `deadline`, DrainingError on `cut_off`.
+
+        `loop`: the running one, where it is at hand: to ask for it is a system call.
+        """
+        task = asyncio.current_task(loop)
+        assert task is not None
+        return _Until(self, deadline, task)
 
     def too_late(self) -> MeshError:
         """Why a request that ran out of time was ended."""
@@ -80,16 +85,14 @@ class _Until:
 
     __slots__ = ("_admission", "_cancelling", "_deadline", "_is_over", "_slot", "_task")
 
-    def __init__(self, admission: Admission, deadline: float) -> None:
+    def __init__(self, admission: Admission, deadline: float, task: "asyncio.Task[object]") -> None:
         self._admission = admission
         self._deadline = deadline
+        self._task = task
         self._is_over = False
 
     def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._cancelling = task.cancelling()
+        self._cancelling = self._task.cancelling()
         self._slot = self._admission.deadlines.add(self._deadline, self)
 
     def expire(self) -> None:

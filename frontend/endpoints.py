@@ -116,8 +116,8 @@ class Exchange:
         self._service = service
         self._request = request
         self._dialect = dialect
-        self._now = asyncio.get_running_loop().time
-        self._started = self._now()
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.time()
         theirs = client_request_id(request)
         self._request_id = new_id(dialect.id_prefix, theirs)
         self._shown_id = theirs or self._request_id
@@ -129,7 +129,7 @@ class Exchange:
     async def run(self) -> Reply | ReplyStream:
         try:
             deadline = self._started + timeout_s(self._request, self._service.limits)
-            with self._service.admission.until(deadline):
+            with self._service.admission.until(deadline, self._loop):
                 call = with_hints(self._request, self._dialect.parse(self._request.body))
                 model = await self._service.models.get(call.model)
                 self._job = job = await prepare(call, model, self._request_id, self._started)
@@ -173,7 +173,7 @@ class Exchange:
         """Tell the metrics how it ended."""
         counters = metrics.of_endpoint(self._dialect.endpoint)
         counters.requests(self.outcome).inc()
-        counters.duration.observe(self._now() - self._started)
+        counters.duration.observe(self._loop.time() - self._started)
         if self._job is not None:
             counts = self._job.counts()
             count_tokens(counters, self._job, counts)
