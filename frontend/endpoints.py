@@ -209,7 +209,7 @@ class WholeOutlet:
 
 
 class SseOutlet:
-    """Writes parts to the client in the call that brings them. The last one waits, to go out with the end."""
+    """Writes parts to the client in the call that brings them. The last of several waits, to go out with the end."""
 
     def __init__(self, request: Request, job: Job, writer: StreamWriter, headers: dict[str, str]) -> None:
         self._request = request
@@ -226,10 +226,10 @@ class SseOutlet:
             chunk += self._writer.finish(branch.index, reason)
             self._unfinished -= 1
         reply = self.reply
-        if reply is None:
+        if reply is None:  # nobody waits for the first token longer than it takes, even where it is the last
             reply = self._open()
-            chunk = self._writer.opening() + chunk
-        if not self._unfinished:
+            reply.write(self._writer.opening() + chunk)
+        elif not self._unfinished:
             self._rest = chunk
         elif chunk:
             reply.write(chunk)
