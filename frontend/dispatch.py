@@ -262,6 +262,8 @@ class Dispatcher:
 class _Course:
     """An answer over all its attempts."""
 
+    __slots__ = ("_has_ended", "consumer", "generated", "give")
+
     def __init__(self, consumer: DeltaConsumer, generated: Sequence[int]) -> None:
         self.consumer = consumer
         self.give = consumer.take
@@ -280,6 +282,18 @@ class _Course:
 
 class _Leg:
     """Takes the deltas of one placement: tells the booking, the trace, and the one who asked."""
+
+    __slots__ = (
+        "_booking",
+        "_course",
+        "_has_begun",
+        "_is_first",
+        "_is_steady",
+        "_osl_tokens",
+        "on_offer_taken",
+        "ticket",
+        "trace",
+    )
 
     def __init__(self, course: _Course, booking: Booking, trace: Trace, *, is_first: bool) -> None:
         self.trace = trace

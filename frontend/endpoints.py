@@ -112,6 +112,20 @@ class CompletionService:
 class Exchange:
     """One request and its reply."""
 
+    __slots__ = (
+        "_dialect",
+        "_headers",
+        "_job",
+        "_loop",
+        "_request",
+        "_request_id",
+        "_service",
+        "_shown_id",
+        "_started",
+        "_stream",
+        "outcome",
+    )
+
     def __init__(self, service: CompletionService, request: Request, dialect: Dialect) -> None:
         self._service = service
         self._request = request
@@ -190,6 +204,8 @@ class WholeOutlet:
 
     is_full = False
 
+    __slots__ = ("_answers", "_job")
+
     def __init__(self, job: Job) -> None:
         self._job = job
         self._answers = [Whole(branch.index) for branch in job.branches]
@@ -210,6 +226,8 @@ class WholeOutlet:
 
 class SseOutlet:
     """Writes parts to the client in the call that brings them. The last of several waits, to go out with the end."""
+
+    __slots__ = ("_headers", "_job", "_request", "_rest", "_unfinished", "_writer", "reply")
 
     def __init__(self, request: Request, job: Job, writer: StreamWriter, headers: dict[str, str]) -> None:
         self._request = request

@@ -313,6 +313,8 @@ class Outlet(Protocol):
 class _Feed:
     """Implements frontend.generator.DeltaConsumer for one branch."""
 
+    __slots__ = ("_answer", "_branch", "_now", "_of_all", "_outlet", "_put", "_timing", "on_begin")
+
     def __init__(self, branch: Branch, job: Job, outlet: Outlet) -> None:
         self._branch = branch
         self._answer = branch.answer

@@ -296,7 +296,8 @@ class RouterState:
 
         None: it has to wait; `submit` it. Raises NoWorkerError.
         """
-        self._suspect(request.exclude, now)
+        if request.exclude or self._suspect_until:
+            self._suspect(request.exclude, now)
         pool = self._pools.get(request.model)
         if pool is not None and (pool.queue or not self._has_room(pool, now)):
             return None
@@ -454,7 +455,7 @@ class RouterState:
         decoders = [] if pool is None else self._eligible(pool.decoders, request, now, request.pin, request.pin_rank)
         if pool is None or not decoders:
             raise NoWorkerError(self._why_none(request), hint="start one: `kvmesh up`, or `python -m workers`")
-        prefillers = self._eligible(pool.prefillers, request, now, request.pin_prefill)
+        prefillers = pool.prefillers and self._eligible(pool.prefillers, request, now, request.pin_prefill)
         if request.pin_prefill is not None and not prefillers:
             raise NoWorkerError(f"no prefill worker {request.pin_prefill!r} is ready", hint="see `GET /workers`")
         return pool, decoders, prefillers
@@ -540,8 +541,8 @@ class RouterState:
         rules, request = self.rules, view.request
         prompt = Prompt(request.isl_tokens, view.block_size, leg, rules.weights, view.price)  # type: ignore[arg-type]
         candidates = self._candidates(slots, view, now)
-        passed_over = self._held_back(candidates, now)
-        bound = self._bound(request, candidates, now)
+        passed_over = self._held_back(candidates, now) if len(self._warm_up) else {}
+        bound = self._bound(request, candidates, now) if request.session else None
         reserved = view.before.reserved
         if bound is not None and not self._is_full(bound, leg, reserved):
             return Leg(leg, bound, False, "its session runs there", prompt, candidates, passed_over)
@@ -558,8 +559,6 @@ class RouterState:
         return Leg(leg, chosen, is_full, "", prompt, candidates, passed_over)
 
     def _held_back(self, candidates: Sequence[Candidate], now: float) -> dict[Holder, str]:
-        if not len(self._warm_up):
-            return {}
         in_flight = {c.holder: c.requests or len(self._slots[c.holder].load.prefilling) for c in candidates}
         return dict.fromkeys(self._warm_up.held_back(in_flight, now), "new: held back")
 
@@ -611,7 +610,8 @@ class RouterState:
         return c.held_blocks + c.new_blocks > limits.blocks_share * card.total_blocks
 
     def _bound(self, request: RouteRequest, candidates: Sequence[Candidate], now: float) -> Candidate | None:
-        if not request.session or not self.rules.affinity_ttl_s:
+        """Where its session runs."""
+        if not self.rules.affinity_ttl_s:
             return None
         holder = self._affinity.get(session_key(request.model, request.tenant, request.session), now)
         return next((c for c in candidates if c.holder == holder), None)

@@ -80,6 +80,8 @@ class Booking(Protocol):
 class LocalBooking:
     """It counts until `end`, or until its lease passes or its worker leaves."""
 
+    __slots__ = ("_osl_tokens", "_router", "has_begun", "isl_tokens", "model", "placed", "request_id")
+
     def __init__(self, router: "LocalRouter", request: RouteRequest, placed: Placed) -> None:
         self._router = router
         self._osl_tokens = 0

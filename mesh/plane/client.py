@@ -54,6 +54,8 @@ class Stream:
     """The answer to one call. Iterate over it, or `feed` a consumer; an error of the peer is raised where the answer
     would be."""
 
+    __slots__ = ("_ended", "_failure", "_link", "_messages", "_take", "_taken", "_waiter", "number")
+
     def __init__(self, link: "_ClientLink", number: int) -> None:
         self._link = link
         self.number = number
