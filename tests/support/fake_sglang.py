@@ -3,8 +3,9 @@
 From its source: `prepare_server_args` and the fields of ServerArgs (srt/server_args.py, srt/arg_groups/fields),
 `Engine.async_generate`, `get_all_child_pids`, `shutdown` (srt/entrypoints/engine.py), outputs, aborts and the reuse of
 one growing list in streams that are not incremental (srt/managers/tokenizer_manager.py), finish reasons
-(srt/managers/schedule_batch.py), KV events and their sockets (srt/disaggregation/kv_events.py), KvMetrics over a PUSH
-socket (srt/managers/scheduler_components/kv_events_publisher.py).
+(srt/managers/schedule_batch.py), KV events and their sockets (srt/disaggregation/kv_events.py; held to what a real one
+published by tests/kvevents/test_sglang_recording.py), KvMetrics over a PUSH socket
+(srt/managers/scheduler_components/kv_events_publisher.py).
 
 Tokens are those of tests.support.toy_model. Engines of one `FakeSglang` meet in bootstrap rooms.
 """
@@ -12,6 +13,7 @@ Tokens are those of tests.support.toy_model. Engines of one `FakeSglang` meet in
 import argparse
 import asyncio
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -93,7 +95,8 @@ class _Requests:
 
     def auto_create_handle_loop(self) -> None:
         """Takes the process's signals, as the real one does in its main thread."""
-        asyncio.get_running_loop().add_signal_handler(15, lambda: None)
+        for number in (signal.SIGTERM, signal.SIGQUIT):
+            asyncio.get_running_loop().add_signal_handler(number, lambda: None)
         self._engine.open_sockets()
 
     async def flush_cache(self) -> SimpleNamespace:
@@ -190,6 +193,7 @@ class FakeEngine:
         if not self._publishers:
             self._loop = asyncio.get_running_loop()
             self._publishers.append(EventSockets(self.events_config))
+            self._publishers[0].publish_maps([{"type": "AllBlocksCleared"}])  # it begins with an empty cache
             self._push = open_socket(zmq.PUSH)
             self._push.connect(self.port_args.metrics_ipc_name)
 

@@ -66,6 +66,7 @@ from workers.sglang_engine.runtime import (
     dead_child,
     launch,
     load_sglang,
+    outlive_failures,
     parse,
     read_metrics,
     signals_kept,
@@ -122,6 +123,7 @@ class SglangEngine:
         endpoints = self._open_endpoints()
         argv = argv_of(self._config, self._flags, self._served_name, endpoints)
         server_args = await asyncio.to_thread(parse, sglang, argv)
+        outlive_failures(asyncio.get_running_loop(), self._cleanup)
         self._launching = asyncio.create_task(
             asyncio.to_thread(launch, sglang, server_args, is_leader=self._flags.is_leader), name="launch SGLang"
         )
@@ -171,13 +173,15 @@ class SglangEngine:
         return self._cache.digest_now
 
     def load(self) -> EngineLoad:
-        """By the schedulers' own count; before they have told any, by what was asked of them."""
-        page, told = self._config.block_size, self._metrics.values()
+        """Requests by our own count: all come through here. How many of them wait, and what they hold, is as the
+        schedulers last told: with every prompt and every 40 steps of decoding, and not when they come to rest."""
+        page, told = self._config.block_size, self._metrics.values() if self._running else ()
+        waiting = min(self._running, sum(rank.waiting for rank in told))
         used = sum(-(-rank.kv_used_tokens // page) for rank in told)
         total = 0 if self._info is None else self._info.total_blocks
         return EngineLoad(
-            running=sum(rank.running for rank in told) if told else self._running,
-            waiting=sum(rank.waiting for rank in told),
+            running=self._running - waiting,
+            waiting=waiting,
             used_blocks=used,
             cached_blocks=max(0, self._cache.num_blocks - used),
             total_blocks=total,

@@ -2,13 +2,16 @@
 
 Its schedulers are processes of their own and leave their metrics as files in a folder that SGLang names in
 PROMETHEUS_MULTIPROC_DIR when it starts; those of its tokenizer manager, in this process, are in the registry anyway.
+What both have (the CPU time of a process) is told of this process alone: a page has each name once.
 """
 
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -18,6 +21,22 @@ def export_metrics(cleanup: ExitStack, registry: CollectorRegistry = REGISTRY) -
     folder = os.environ.get(FOLDER, "")
     if not os.path.isdir(folder):
         return
-    collector = MultiProcessCollector(None, path=folder)  # type: ignore[no-untyped-call]
+    collector = _OtherProcesses(folder, registry)
     registry.register(collector)
     cleanup.callback(registry.unregister, collector)
+
+
+class _OtherProcesses(Collector):
+    def __init__(self, folder: str, registry: CollectorRegistry) -> None:
+        self._files = MultiProcessCollector(None, path=folder)  # type: ignore[no-untyped-call]
+        self._registry = registry
+
+    def describe(self) -> Iterable[Metric]:
+        """None: what the files name is not known yet, and would be refused where this process names it too."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        families: list[Metric] = list(self._files.collect())  # type: ignore[no-untyped-call]
+        names = [sample.name for family in families for sample in family.samples]
+        here = {family.name for family in self._registry.restricted_registry(names).collect()}
+        return [family for family in families if family.name not in here]

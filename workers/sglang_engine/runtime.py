@@ -1,10 +1,11 @@
 """What the worker uses of the sglang package, which is imported here alone and only when it is asked for."""
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, cast
@@ -18,7 +19,9 @@ FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # a prefill engine takes it for "nobody fetches
 
 MAX_METRICS_BYTES = 1 << 16
 _FLAGS_HINT = "check what follows --"
-_OUR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+_OUR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGQUIT})
+
+log = logging.getLogger(__name__)
 
 
 class TokenizerManager(Protocol):
@@ -68,6 +71,7 @@ class Sglang:
 
 def load_sglang() -> Sglang:
     """Import it: tens of seconds. Raises ConfigError where it is not installed."""
+    os.environ.setdefault("SGLANG_USE_PICKLE_IPC", "0")  # it would tell its load as pickles, which are never opened
     try:
         sglang = import_module("sglang")
         server_args = import_module("sglang.srt.server_args")
@@ -116,7 +120,7 @@ def total_tokens(runtime: Runtime) -> int:
 
 @contextmanager
 def signals_kept(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """SIGINT and SIGTERM stay the worker's: SGLang would take them when it makes its first task on `loop`."""
+    """SIGINT, SIGTERM and SIGQUIT stay the worker's: SGLang would take them when it makes its first task on `loop`."""
     add = loop.add_signal_handler
 
     def add_others(number: int, callback: Callable[..., object], *args: Any) -> None:
@@ -128,6 +132,15 @@ def signals_kept(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         yield
     finally:
         del loop.add_signal_handler
+
+
+def outlive_failures(loop: asyncio.AbstractEventLoop, cleanup: ExitStack) -> None:
+    """Until `cleanup` is closed, SIGQUIT does not end the worker: SGLang's processes send it when they fail.
+
+    Its own handler would kill the worker with all that runs; here the health check finds the dead process.
+    """
+    loop.add_signal_handler(signal.SIGQUIT, log.error, "SGLang signals that one of its processes failed")
+    cleanup.callback(loop.remove_signal_handler, signal.SIGQUIT)
 
 
 def dead_child(runtime: Runtime) -> int | None:
@@ -162,4 +175,4 @@ def read_metrics(payload: bytes) -> Metrics:
     try:
         return _metrics.decode(payload)
     except msgspec.MsgspecError as error:
-        raise WireError(f"unreadable metrics of SGLang: {error}", hint="leave SGLANG_USE_PICKLE_IPC unset") from error
+        raise WireError(f"unreadable metrics of SGLang: {error}", hint="do not set SGLANG_USE_PICKLE_IPC") from error

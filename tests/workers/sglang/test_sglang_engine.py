@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from protocol.errors import ConfigError, InvalidRequestError, WireError
+from protocol.errors import ConfigError, EngineError, InvalidRequestError, WireError
 from protocol.ids import RequestId, new_worker_id
 from protocol.messages import (
     Control,
@@ -97,6 +97,19 @@ async def test_sigterm_stays_the_workers(make: Make) -> None:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
+async def test_a_failure_that_sglang_signals_ends_no_worker(
+    make: Make, fake: FakeSglang, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Left to itself, SGLang kills the process that it runs in."""
+    engine = await make()
+    signal.raise_signal(signal.SIGQUIT)
+    await until(lambda: "one of its processes failed" in caplog.text)
+    engine.check_health()
+    fake.engines[0].child_pids = [2**22 + 1]
+    with pytest.raises(EngineError, match="has ended"):
+        engine.check_health()
+
+
 async def test_a_prefill_goes_on_after_its_ticket_until_it_is_released(make: Make, fake: FakeSglang) -> None:
     engine = await make(role=Role.PREFILL)
     fake.engines[0].gate.clear()
@@ -129,14 +142,23 @@ async def test_a_prefill_that_fails_ends_its_offer() -> None:
     await until(lambda: len(offers) == 0)
 
 
-async def test_load_is_what_the_schedulers_tell(make: Make, fake: FakeSglang) -> None:
+async def test_load_is_what_the_schedulers_told_for_as_long_as_anything_runs(make: Make, fake: FakeSglang) -> None:
+    """A scheduler that comes to rest tells nothing: what it told while it computed is no longer so."""
     engine = await make(block_size=16)
-    async with aclosing(engine.generate(ask())) as deltas:
+    await take_all(engine, ask())  # which is told of while it runs
+    fake.engines[0].gate.clear()
+    runs = asyncio.create_task(take_all(engine, ask()))
+    await until(lambda: engine.load().running == engine.load().used_blocks == 1)
+    assert engine.load().total_blocks == fake.num_blocks
+    fake.engines[0].gate.set()
+    await runs
+    assert (engine.load().running, engine.load().waiting, engine.load().used_blocks) == (0, 0, 0)
+
+
+async def take_all(engine: SglangEngine, request: GenerateRequest) -> None:
+    async with aclosing(engine.generate(request)) as deltas:
         async for _ in deltas:
             pass
-    await until(lambda: engine.load().used_blocks > 0)
-    assert engine.load().total_blocks == fake.num_blocks
-    assert engine.load().running == 1, "as the fake counts when it publishes"
 
 
 def test_metrics_are_read_as_sglang_writes_them_and_no_pickle_is_opened() -> None:

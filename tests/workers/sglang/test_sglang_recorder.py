@@ -1,9 +1,7 @@
 """deploy/record_sglang_events.py takes all that a server published, and says so where none answers."""
 
-import importlib.util
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import pytest_asyncio
@@ -12,18 +10,8 @@ from kvevents.formats import decode_payload
 from protocol.errors import PeerLostError
 from protocol.events import Stored
 from tests.support.fake_sglang import EventSockets
+from tests.support.sglang_recording import recorder
 from tests.support.toy_model import PagedCache
-
-SCRIPT = Path(__file__).parents[3] / "deploy" / "record_sglang_events.py"
-
-
-@pytest.fixture
-def recorder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("record_sglang_events", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest_asyncio.fixture
@@ -34,14 +22,12 @@ async def sockets(tmp_path: Path) -> AsyncIterator[EventSockets]:
     published.close()
 
 
-async def test_all_batches_are_taken_in_order_and_readable(
-    recorder: ModuleType, sockets: EventSockets, tmp_path: Path
-) -> None:
+async def test_all_batches_are_taken_in_order_and_readable(sockets: EventSockets, tmp_path: Path) -> None:
     cache = PagedCache(num_blocks=100, block_size=4)
     for first in range(5):
         cache.store(list(range(first, first + 20)), None, None)
         sockets.publish(cache.take_news(), 4)
-    frames = await recorder.fetch(f"ipc://{tmp_path}/replay")
+    frames = await recorder().fetch(f"ipc://{tmp_path}/replay")
     assert [int.from_bytes(seq, "big") for _, seq, _ in frames] == [0, 1, 2, 3, 4]
     events = [event for _, _, payload in frames for event in decode_payload(payload).events]
     stored = [name for event in events if isinstance(event, Stored) for name in event.hashes]
@@ -49,9 +35,7 @@ async def test_all_batches_are_taken_in_order_and_readable(
     assert all(0 <= name < 2**64 for name in stored), "SGLang's are signed"
 
 
-async def test_a_socket_that_does_not_answer_is_named(
-    recorder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder, "PATIENCE_S", 0.05)
+async def test_a_socket_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder(), "PATIENCE_S", 0.05)
     with pytest.raises(PeerLostError, match="does not answer"):
-        await recorder.fetch(f"ipc://{tmp_path}/nobody")
+        await recorder().fetch(f"ipc://{tmp_path}/nobody")

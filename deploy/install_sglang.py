@@ -1,0 +1,27 @@
+"""Make .venv-sglang for `make test-sglang`: SGLang on a CPU, over the packages of .venv-vllm. About 420 MB.
+
+Called by the Makefile with the Python of .venv-vllm. SGLang has no build for CPUs on PyPI; what it imports of CUDA's
+world and never uses on a CPU stands in deploy/sglang_stubs. Both folders go into PYTHONPATH.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / ".venv-sglang"
+REQUIREMENTS = ROOT / "deploy" / "sglang-cpu.txt"
+INSTALL = ["install", "--no-deps", "--upgrade", "--target", str(TARGET), "-r", str(REQUIREMENTS)]
+
+
+def main() -> int:
+    print(f"SGLang for the CPU, into {TARGET} ...", flush=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
+    if subprocess.run([*pip, *INSTALL], stdin=subprocess.DEVNULL, check=False).returncode:
+        print("FAILED: what pip said stands above", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

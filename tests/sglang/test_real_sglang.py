@@ -1,0 +1,177 @@
+"""A real SGLang on the CPU behind the engine seam."""
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from prometheus_client import REGISTRY, generate_latest
+from tokenizers import Tokenizer
+
+from kvmesh.tiny_model import CHECKPOINT_DIR
+from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
+from protocol.hashing import sequence_hashes
+from protocol.ids import RequestId, WorkerId
+from protocol.messages import (
+    Control,
+    ControlAction,
+    Delta,
+    GenerateRequest,
+    Guide,
+    GuideKind,
+    SamplingParams,
+    StopConditions,
+    pack_tokens,
+)
+from tests.support.patience import PATIENCE_S
+from tests.support.sglang_cpu import ENV, FLAGS, needs_sglang
+from workers.config import WorkerConfig
+from workers.sglang_engine.engine import SglangEngine
+
+pytestmark = [needs_sglang, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+
+BLOCK = 16
+NUM_BLOCKS = 64
+numbers = itertools.count()
+
+
+class Worker:
+    """The engine, and a follower that knows only what it announces."""
+
+    def __init__(self, engine: SglangEngine) -> None:
+        self.engine = engine
+        self.held: set[int] = set()
+        self.told: Counter[str] = Counter()
+        engine.on_kv_events(self.follow)
+
+    def follow(self, events: Sequence[KvEvent]) -> None:
+        for event in events:
+            self.told[type(event).__name__] += 1
+            match event:
+                case Stored():
+                    self.held |= set(event.hashes)
+                case Removed():
+                    self.held -= set(event.hashes)
+                case Cleared():
+                    self.held.clear()
+
+    def overlap_tokens(self, tokens: Sequence[int]) -> int:
+        """How much of a prompt is held; its last token is always computed."""
+        hashes = sequence_hashes(tokens[: len(tokens) - 1], BLOCK)
+        return BLOCK * len(list(itertools.takewhile(self.held.__contains__, hashes)))
+
+    async def settled(self) -> None:
+        """SGLang tells its events from a thread of its own: wait until there are no more."""
+        before: Digest | None = None
+        while (now := self.engine.kv_digest()) != before:
+            before = now
+            await asyncio.sleep(0.3)
+
+    async def run(self, tokens: Sequence[int], max_tokens: int = 8, **fields: Any) -> list[Delta]:
+        return [delta async for delta in self.engine.generate(ask(tokens, max_tokens, **fields))]
+
+
+def ask(tokens: Sequence[int], max_tokens: int, **fields: Any) -> GenerateRequest:
+    values = {
+        "sampling": SamplingParams(temperature=0),
+        "stop": StopConditions(max_tokens=max_tokens, ignore_eos=True),
+    } | fields
+    return GenerateRequest(
+        request_id=RequestId(f"r{next(numbers)}"),
+        model="tiny",
+        prompt=pack_tokens(tokens),
+        **values,
+    )
+
+
+def prompt(length: int, first: int = 11) -> list[int]:
+    return [(first + 37 * i) % 1900 + 50 for i in range(length)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def worker() -> AsyncIterator[Worker]:
+    flags = [*FLAGS, "--max-total-tokens", str(NUM_BLOCKS * BLOCK), "--grammar-backend", "xgrammar"]
+    config = WorkerConfig(model_path=str(CHECKPOINT_DIR), block_size=BLOCK, engine_args=" ".join(flags))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENV.items():
+            patch.setenv(name, value)
+        worker = Worker(SglangEngine(config, "tiny"))
+        try:
+            await worker.engine.start(WorkerId("w"), "127.0.0.1:1")
+            yield worker
+        finally:
+            await worker.engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("guide", "is_in_form"),
+    [
+        (Guide(kind=GuideKind.CHOICE, value='["red", "green"]'), lambda text: text in ("red", "green")),
+        (Guide(kind=GuideKind.REGEX, value="[0-9]{3}-[ab]c"), lambda text: len(text) == 6 and text[:3].isdigit()),
+        (Guide(kind=GuideKind.GRAMMAR, value='root ::= "x" | "yy"'), lambda text: text in ("x", "yy")),
+        (
+            Guide(kind=GuideKind.JSON_SCHEMA, value='{"enum": ["only", "these"]}'),
+            lambda text: json.loads(text) in ("only", "these"),
+        ),
+    ],
+    ids=["choice", "regex", "grammar", "schema"],
+)
+async def test_a_guide_holds_the_answer_to_its_form(
+    worker: Worker, guide: Guide, is_in_form: Callable[[str], bool]
+) -> None:
+    deltas = await worker.run(prompt(40), guide=guide, stop=StopConditions(max_tokens=40))
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    assert is_in_form(Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json")).decode(tokens))
+
+
+async def test_what_is_announced_is_what_sglang_finds_through_evictions(worker: Worker) -> None:
+    found = []
+    for turn in range(12):
+        for tokens in (prompt(150 + turn, 31 * (turn % 8)), prompt(60 + 16 * turn, 31 * (turn % 8))):
+            await worker.settled()
+            expected = worker.overlap_tokens(tokens)
+            deltas = await worker.run(tokens)
+            assert deltas[0].cached_tokens == expected
+            found.append(expected)
+    assert worker.told["Removed"] and 0 in found and max(found) > 100
+    assert len(worker.held) <= NUM_BLOCKS
+
+
+async def test_an_emptied_cache_is_announced(worker: Worker) -> None:
+    await worker.run(prompt(100))
+    await until(lambda: bool(worker.held))
+    await worker.engine.control(Control(action=ControlAction.RESET_PREFIX_CACHE))
+    await until(lambda: not worker.held)
+    assert worker.engine.kv_digest() == Digest(0, 0) and worker.engine.kv_snapshot() == []
+
+
+async def test_its_load_is_told_while_it_computes_and_is_none_when_it_rests(worker: Worker) -> None:
+    """SGLang counts what is held with every prompt and every 40 tokens, and not when it has come to rest."""
+    seen = [worker.engine.load() async for _ in worker.engine.generate(ask(prompt(100), 130))]
+    assert {load.running for load in seen} == {1}
+    assert 200 // BLOCK <= max(load.used_blocks for load in seen) <= 256 // BLOCK
+    await until(lambda: worker.engine.load().running == worker.engine.load().used_blocks == 0)
+
+
+@pytest.mark.parametrize("top", [0, 3])
+async def test_each_token_has_its_logprob_and_as_many_others_as_asked_for(worker: Worker, top: int) -> None:
+    deltas = await worker.run(prompt(40), sampling=SamplingParams(temperature=0, top_logprobs=top))
+    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    assert [entry.token_id for entry in logprobs] == [token for delta in deltas for token in delta.token_ids]
+    assert all(len(entry.top) == top for entry in logprobs)
+
+
+async def test_its_metrics_stand_beside_the_workers_each_once(worker: Worker) -> None:
+    types = [line for line in generate_latest(REGISTRY).decode().splitlines() if line.startswith("# TYPE")]
+    assert any(line.startswith("# TYPE sglang:num_running_reqs ") for line in types)
+    assert [line for line, count in Counter(types).items() if count > 1] == []
