@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 
 from frontend.metrics import INFLIGHT
+from mesh.deadlines import Deadlines
 from protocol.errors import DeadlineExceededError, DrainingError, MeshError, OverloadedError
 
 
@@ -18,7 +18,7 @@ class Admission:
         self._idle.set()
         self.inflight = 0
         self.draining = False
-        self.timeouts: set[asyncio.Timeout] = set()  # of the requests in progress
+        self.deadlines = Deadlines()
         self._is_cut_off = False
 
     def enter(self) -> "_Place":
@@ -29,9 +29,14 @@ class Admission:
             raise OverloadedError(f"{self.inflight} requests are in progress here", hint="try again later")
         return _Place(self.count)
 
-    def until(self, deadline: float) -> "_Until":
-        """Raises DeadlineExceededError when the event loop's clock reaches `deadline`, DrainingError on `cut_off`."""
-        return _Until(self, deadline)
+    def until(self, deadline: float, loop: asyncio.AbstractEventLoop | None = None) -> "_Until":
+        """Raises DeadlineExceededError when the event loop's clock reaches `deadline`, DrainingError on `cut_off`.
+
+        `loop`: the running one, where it is at hand: to ask for it is a system call.
+        """
+        task = asyncio.current_task(loop)
+        assert task is not None
+        return _Until(self, deadline, task)
 
     def too_late(self) -> MeshError:
         """Why a request that ran out of time was ended."""
@@ -45,20 +50,18 @@ class Admission:
     def cut_off(self) -> None:
         """End what is in progress: it has had its time."""
         self._is_cut_off = True
-        for timeout in self.timeouts:
-            with suppress(RuntimeError):  # it expires at this very moment
-                timeout.reschedule(asyncio.get_running_loop().time())
+        self.deadlines.expire_all()
 
     async def wait_idle(self) -> None:
         """Return once no request is in progress."""
         await self._idle.wait()
 
     def count(self, change: int) -> None:
+        if not self.inflight:
+            self._idle.clear()
         self.inflight += change
         INFLIGHT.inc(change)
-        if self.inflight:
-            self._idle.clear()
-        else:
+        if not self.inflight:
             self._idle.set()
 
 
@@ -78,21 +81,28 @@ class _Place:
 
 
 class _Until:
-    __slots__ = ("_admission", "_timeout")
+    """The block that is left at the deadline: like asyncio.timeout_at, without a timer of its own."""
 
-    def __init__(self, admission: Admission, deadline: float) -> None:
+    __slots__ = ("_admission", "_cancelling", "_deadline", "_is_over", "_slot", "_task")
+
+    def __init__(self, admission: Admission, deadline: float, task: "asyncio.Task[object]") -> None:
         self._admission = admission
-        self._timeout = asyncio.timeout_at(deadline)
+        self._deadline = deadline
+        self._task = task
+        self._is_over = False
 
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-        self._admission.timeouts.add(self._timeout)
+    def __enter__(self) -> None:
+        self._cancelling = self._task.cancelling()
+        self._slot = self._admission.deadlines.add(self._deadline, self)
 
-    async def __aexit__(
+    def expire(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._task.cancel()
+
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._admission.timeouts.discard(self._timeout)
-        try:
-            await self._timeout.__aexit__(kind, error, traceback)
-        except TimeoutError:
+        self._admission.deadlines.discard(self._slot, self)
+        if self._is_over and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise self._admission.too_late() from error

@@ -38,6 +38,21 @@ class Answer:
     string. Without them a delta is one call of the detokenizer. A parser sees the text that is shown.
     """
 
+    __slots__ = (
+        "_decoded_chars",
+        "_detokenizer",
+        "_min_tokens",
+        "_only_one_call",
+        "_parser",
+        "_shown_chars",
+        "_stops",
+        "_waiting",
+        "_wants_logprobs",
+        "completion_tokens",
+        "finish_reason",
+        "has_calls",
+    )
+
     def __init__(
         self,
         detokenizer: Detokenizer,

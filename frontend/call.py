@@ -93,8 +93,7 @@ class Call(Struct, frozen=True, kw_only=True):  # of all that is made per reques
         return names.get(self.endpoint, "response_format")
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
+class Heading(Struct, frozen=True):
     """What stands at the top of every chunk and of the whole answer."""
 
     id: str
@@ -102,8 +101,7 @@ class Heading:
     model: str
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCounts:
+class TokenCounts(Struct, frozen=True):
     """Tokens of all prompts and answers of one request."""
 
     prompt: int

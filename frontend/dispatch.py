@@ -79,13 +79,14 @@ class Dispatcher:
         failed: list[WorkerId] = []
         problem: MeshError | None = None
         course = _Course(consumer, request.generated)
+        now = asyncio.get_running_loop().time
         patience_ends = deadline
         attempts = engine_failures = 0
         while attempts < MAX_ATTEMPTS and engine_failures < MAX_ENGINE_FAILURES:
             try:
-                attempt = msgspec.structs.replace(request, generated=tuple(course.generated))
+                attempt = request if not failed else msgspec.structs.replace(request, generated=tuple(course.generated))
                 route = await self._route(attempt, hints, failed)
-                await self._attempt(attempt, route, trace, deadline, course)
+                await self._attempt(attempt, route, trace, deadline, course, now)
                 return
             except _LegFailedError as failure:
                 log.warning("worker %s failed a request: %s", failure.worker_id, failure.reason)
@@ -94,14 +95,14 @@ class Dispatcher:
                 attempts += not isinstance(problem, NOT_BEGUN)
                 engine_failures += isinstance(problem, EngineError)
                 trace.migrations += 1
-                patience_ends = asyncio.get_running_loop().time() + REPLACEMENT_S
+                patience_ends = now() + REPLACEMENT_S
             except (NoWorkerError, OverloadedError) as refusal:  # of the router
                 if problem is None:
                     raise
                 for error in (problem, refusal):
                     if isinstance(error, OverloadedError) and not course.generated:
                         raise error from None  # refused early: the caller may come back, nothing was begun
-                if asyncio.get_running_loop().time() > min(patience_ends, deadline):
+                if now() > min(patience_ends, deadline):
                     raise problem from None
                 await asyncio.sleep(RETRY_S)
         assert problem is not None
@@ -160,7 +161,7 @@ class Dispatcher:
             await asyncio.wait(self._releasing)
 
     async def _route(self, request: GenerateRequest, hints: Hints, failed: list[WorkerId]) -> RouteRequest:
-        tokens = request.prompt + pack_tokens(request.generated)
+        tokens = request.prompt + pack_tokens(request.generated) if request.generated else request.prompt
         block_size = self._block_size_of(request.model)
         return RouteRequest(
             request_id=request.request_id,
@@ -180,13 +181,19 @@ class Dispatcher:
         )
 
     async def _attempt(
-        self, request: GenerateRequest, route: RouteRequest, trace: Trace, deadline: float, course: "_Course"
+        self,
+        request: GenerateRequest,
+        route: RouteRequest,
+        trace: Trace,
+        deadline: float,
+        course: "_Course",
+        now: Callable[[], float],
     ) -> None:
         """One placement, carried out. Ends early, with _LegFailedError, if a worker fails it."""
-        asked = asyncio.get_running_loop().time()
-        async with self._router.book(route, _left(deadline)) as booking:
+        asked = now()
+        async with self._router.book(route, deadline - asked) as booking:
             placed = booking.placed
-            trace.waited_s += asyncio.get_running_loop().time() - asked
+            trace.waited_s += now() - asked
             is_first = not request.generated
             _note_placement(trace, placed, is_first, route.isl_tokens, self._block_size_of(request.model))
             leg = _Leg(course, booking, trace, is_first=is_first)
@@ -198,7 +205,7 @@ class Dispatcher:
                         return
                     request = msgspec.structs.replace(request, generated=tuple(course.generated), ticket=ticket)
                 trace.decode_worker = placed.decode.name
-                await self._decode(placed.decode, request, deadline, leg)
+                await self._decode(placed.decode, request, deadline - now(), leg)
             finally:
                 self._reports.discard(leg)
                 if leg.ticket is not None:
@@ -226,12 +233,12 @@ class Dispatcher:
         except ELSEWHERE as error:
             raise _LegFailedError(target.worker_id, error) from error
 
-    async def _decode(self, target: Target, request: GenerateRequest, deadline: float, leg: "_Leg") -> None:
+    async def _decode(self, target: Target, request: GenerateRequest, timeout_s: float, leg: "_Leg") -> None:
         leg.on_offer_taken = self._release
         if target.dp_rank:
             request = msgspec.structs.replace(request, dp_rank=target.dp_rank)
         try:
-            async with self._plane.open(target.address, "generate", request, _left(deadline)) as stream:
+            async with self._plane.open(target.address, "generate", request, timeout_s) as stream:
                 await stream.feed(Delta, leg)
             if not leg.is_done:
                 raise PeerLostError(f"worker {target.name} ended without a finish reason")
@@ -255,15 +262,18 @@ class Dispatcher:
 class _Course:
     """An answer over all its attempts."""
 
+    __slots__ = ("_has_ended", "consumer", "generated", "give")
+
     def __init__(self, consumer: DeltaConsumer, generated: Sequence[int]) -> None:
         self.consumer = consumer
+        self.give = consumer.take
         self.generated = list(generated)
         self._has_ended = False  # by itself
 
     def take(self, delta: Delta) -> bool:
         self.generated += delta.token_ids
         self._has_ended = delta.finish_reason is not None
-        return self.consumer.take(delta) and not self._has_ended
+        return self.give(delta) and not self._has_ended
 
     @property
     def is_done(self) -> bool:
@@ -273,6 +283,18 @@ class _Course:
 class _Leg:
     """Takes the deltas of one placement: tells the booking, the trace, and the one who asked."""
 
+    __slots__ = (
+        "_booking",
+        "_course",
+        "_has_begun",
+        "_is_first",
+        "_is_steady",
+        "_osl_tokens",
+        "on_offer_taken",
+        "ticket",
+        "trace",
+    )
+
     def __init__(self, course: _Course, booking: Booking, trace: Trace, *, is_first: bool) -> None:
         self.trace = trace
         self.ticket: Ticket | None = None  # an offer that stands
@@ -281,6 +303,7 @@ class _Leg:
         self._booking = booking
         self._is_first = is_first  # no worker before has computed the prompt for this answer
         self._has_begun = False
+        self._is_steady = False  # its decode worker has sent a first delta
         self._osl_tokens = 0  # since the placement: what was generated before is part of the prompt
 
     def on_first(self, delta: Delta) -> None:
@@ -289,6 +312,11 @@ class _Leg:
         self._course.take(msgspec.structs.replace(delta, ticket=None))
 
     def take(self, delta: Delta) -> bool:
+        if self._is_steady and delta.finish_reason is None and delta.pull is None:  # nearly all: in one step
+            tokens, course = delta.token_ids, self._course
+            self._osl_tokens += len(tokens)
+            course.generated += tokens
+            return course.give(delta)
         if self.ticket is not None:  # with its first delta the decode worker is done with the offer
             assert self.on_offer_taken is not None
             self.on_offer_taken(self.ticket)
@@ -298,6 +326,7 @@ class _Leg:
             self._note(delta)
         else:
             self._osl_tokens += len(delta.token_ids)
+        self._is_steady = True
         return self._course.take(delta)
 
     @property

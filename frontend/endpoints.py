@@ -71,17 +71,17 @@ class CompletionService:
     async def embed(self, request: Request) -> Reply:
         """Answer one request for vectors, and count how it ended. Failures are answers too."""
         started = asyncio.get_running_loop().time()
-        request_id = new_id(request, "embd")
-        headers = request_id_headers(client_request_id(request) or request_id)
+        theirs = client_request_id(request)
+        request_id = new_id("embd", theirs)
+        headers = request_id_headers(theirs or request_id)
         result = "client_gone"
         try:
             deadline = started + timeout_s(request, self.limits)
-            with self.admission.enter():
-                async with self.admission.until(deadline):
-                    asked = parse_embeddings(request.body)
-                    asked = msgspec.structs.replace(asked, call=with_hints(request, asked.call))
-                    model = await self.models.get(asked.call.model)
-                    reply = await embed(asked, model, self.generator, request_id, deadline)
+            with self.admission.enter(), self.admission.until(deadline):
+                asked = parse_embeddings(request.body)
+                asked = msgspec.structs.replace(asked, call=with_hints(request, asked.call))
+                model = await self.models.get(asked.call.model)
+                reply = await embed(asked, model, self.generator, request_id, deadline)
             result = "ok"
             return json_reply(reply, headers=headers)
         except Exception as error:
@@ -89,19 +89,20 @@ class CompletionService:
             result = outcome(failure)
             return refusal(failure, None, headers)
         finally:
-            metrics.requests_of(Endpoint.EMBEDDINGS, result).inc()
-            metrics.of_endpoint(Endpoint.EMBEDDINGS).duration.observe(asyncio.get_running_loop().time() - started)
+            counters = metrics.of_endpoint(Endpoint.EMBEDDINGS)
+            counters.requests(result).inc()
+            counters.duration.observe(asyncio.get_running_loop().time() - started)
 
     async def preview(self, request: Request) -> Reply:
         """Say where a request would run. Raises MeshError."""
         deadline = asyncio.get_running_loop().time() + timeout_s(request, self.limits)
-        with self.admission.enter():
-            async with self.admission.until(deadline):
-                call = with_hints(request, parse_either(request.body))
-                model = await self.models.get(call.model)
-                job = await prepare(call, model, new_id(request, "route"), deadline)
-                asked = job.branches[0].request
-                placed = await self.generator.preview(asked, call.hints, deadline)
+        with self.admission.enter(), self.admission.until(deadline):
+            call = with_hints(request, parse_either(request.body))
+            model = await self.models.get(call.model)
+            request_id = new_id("route", client_request_id(request))
+            job = await prepare(call, model, request_id, deadline)
+            asked = job.branches[0].request
+            placed = await self.generator.preview(asked, call.hints, deadline)
         route = RouteRequest(
             request_id=asked.request_id, model=model.name, isl_tokens=job.prompts[0].num_tokens, lora=model.lora
         )
@@ -111,14 +112,29 @@ class CompletionService:
 class Exchange:
     """One request and its reply."""
 
+    __slots__ = (
+        "_dialect",
+        "_headers",
+        "_job",
+        "_loop",
+        "_request",
+        "_request_id",
+        "_service",
+        "_shown_id",
+        "_started",
+        "_stream",
+        "outcome",
+    )
+
     def __init__(self, service: CompletionService, request: Request, dialect: Dialect) -> None:
         self._service = service
         self._request = request
         self._dialect = dialect
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
-        self._request_id = new_id(request, dialect.id_prefix)
-        self._shown_id = client_request_id(request) or self._request_id
+        theirs = client_request_id(request)
+        self._request_id = new_id(dialect.id_prefix, theirs)
+        self._shown_id = theirs or self._request_id
         self._headers = request_id_headers(self._shown_id)
         self._job: Job | None = None
         self._stream: SseOutlet | None = None
@@ -127,7 +143,7 @@ class Exchange:
     async def run(self) -> Reply | ReplyStream:
         try:
             deadline = self._started + timeout_s(self._request, self._service.limits)
-            async with self._service.admission.until(deadline):
+            with self._service.admission.until(deadline, self._loop):
                 call = with_hints(self._request, self._dialect.parse(self._request.body))
                 model = await self._service.models.get(call.model)
                 self._job = job = await prepare(call, model, self._request_id, self._started)
@@ -169,12 +185,12 @@ class Exchange:
 
     def count(self) -> None:
         """Tell the metrics how it ended."""
-        endpoint = self._dialect.endpoint
-        metrics.requests_of(endpoint, self.outcome).inc()
-        metrics.of_endpoint(endpoint).duration.observe(self._loop.time() - self._started)
+        counters = metrics.of_endpoint(self._dialect.endpoint)
+        counters.requests(self.outcome).inc()
+        counters.duration.observe(self._loop.time() - self._started)
         if self._job is not None:
             counts = self._job.counts()
-            count_tokens(endpoint, self._job, counts)
+            count_tokens(counters, self._job, counts)
             self._request.log_fields = {
                 "model": self._job.call.model,
                 "isl_tokens": counts.prompt,
@@ -187,6 +203,8 @@ class WholeOutlet:
     """Keeps all parts until their answers are complete."""
 
     is_full = False
+
+    __slots__ = ("_answers", "_job")
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -207,7 +225,9 @@ class WholeOutlet:
 
 
 class SseOutlet:
-    """Writes parts to the client in the call that brings them. The last one waits, to go out with the end."""
+    """Writes parts to the client in the call that brings them. The last of several waits, to go out with the end."""
+
+    __slots__ = ("_headers", "_job", "_request", "_rest", "_unfinished", "_writer", "reply")
 
     def __init__(self, request: Request, job: Job, writer: StreamWriter, headers: dict[str, str]) -> None:
         self._request = request
@@ -224,10 +244,10 @@ class SseOutlet:
             chunk += self._writer.finish(branch.index, reason)
             self._unfinished -= 1
         reply = self.reply
-        if reply is None:
+        if reply is None:  # nobody waits for the first token longer than it takes, even where it is the last
             reply = self._open()
-            chunk = self._writer.opening() + chunk
-        if not self._unfinished:
+            reply.write(self._writer.opening() + chunk)
+        elif not self._unfinished:
             self._rest = chunk
         elif chunk:
             reply.write(chunk)
@@ -286,8 +306,7 @@ def as_failure(error: Exception, request_id: str) -> MeshError:
     return MeshError("the frontend failed", hint="see its log")
 
 
-def count_tokens(endpoint: Endpoint, job: Job, counts: TokenCounts) -> None:
-    counters = metrics.of_endpoint(endpoint)
+def count_tokens(counters: metrics.EndpointMetrics, job: Job, counts: TokenCounts) -> None:
     for prompt in job.prompts:
         counters.input_tokens.observe(prompt.num_tokens)
     if counts.cached:
@@ -340,12 +359,11 @@ def request_id_headers(shown_id: str) -> dict[str, str]:
 
 def client_request_id(request: Request) -> str | None:
     """The client's own id, if it is sane enough for logs and headers."""
-    text = request.header(REQUEST_ID_HEADER) or ""
-    return text if _SANE_ID.fullmatch(text) else None
+    text = request.header(REQUEST_ID_HEADER)
+    return text if text is not None and _SANE_ID.fullmatch(text) else None
 
 
-def new_id(request: Request, prefix: str) -> RequestId:
+def new_id(prefix: str, theirs: str | None) -> RequestId:
     """Unique here; ends with the client's own id where there is one, so that logs can be joined."""
     own = new_request_id(prefix)
-    theirs = client_request_id(request)
     return own if theirs is None else RequestId(f"{own}-{theirs}")

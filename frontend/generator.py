@@ -1,18 +1,16 @@
 """The seam between the HTTP side and what computes answers: a dispatcher over workers, or a script in tests."""
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from protocol.messages import Delta, Embedding, EmbedRequest, Explanation, GenerateRequest, Placed
 
 MAX_EXPLANATIONS = 8  # of one request, the latest: it may be placed again and again
 
 
-@dataclass(slots=True)
-class Trace:
+class Trace(Struct):
     """What happened to one request on its way; filled while it runs."""
 
     placed: Placed | None = None  # the last placement

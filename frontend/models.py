@@ -77,6 +77,7 @@ class Served:
     cards: dict[WorkerId, WorkerCard] = field(default_factory=dict)
     features: frozenset[Feature] = frozenset()  # what all of its workers can do
     loras: frozenset[str] = frozenset()  # adapters that can be asked for; without a worker, those of the last one
+    ready: bool = False  # one of its workers can answer: not one that only prefills
     loading: asyncio.Task[Model] | None = None  # also holds the loaded model
     retry_at: float = 0.0  # when a load that failed may be tried again
 
@@ -87,20 +88,17 @@ class Served:
     def let_go(self, worker_id: WorkerId) -> None:
         if self.cards.pop(worker_id, None) is not None and self.cards:
             self._compare()
+        self.ready = self.ready and bool(self.cards)
 
     def _compare(self) -> None:
         told = [facts_of(card) for card in self.cards.values()]
         if self.facts not in told:  # all who said so have left, as when workers are started anew with other settings
             self.facts, self.loading = told[0], None
         self.features = frozenset(Feature).intersection(*[card.features for card in self.cards.values()])
-        if self.ready:
-            answering = [card for card in self.cards.values() if card.role is not Role.PREFILL]
+        answering = [card for card in self.cards.values() if card.role is not Role.PREFILL]
+        self.ready = bool(answering)
+        if answering:
             self.loras = frozenset(name for card in answering for name in card.loras)
-
-    @property
-    def ready(self) -> bool:
-        """A worker that only prefills cannot answer."""
-        return any(card.role is not Role.PREFILL for card in self.cards.values())
 
     def count(self) -> dict[str, int]:
         return {role.value: sum(1 for card in self.cards.values() if card.role is role) for role in Role}

@@ -6,11 +6,8 @@ how, is `endpoints`' business.
 
 import asyncio
 import re
-import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -22,7 +19,7 @@ from frontend.generator import Generator, Trace
 from frontend.models import Model
 from frontend.openai import TraceReport
 from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, MeshError
-from protocol.ids import RequestId
+from protocol.ids import RequestId, draw
 from protocol.messages import Delta, Feature, GenerateRequest, SamplingParams, StopConditions, pack_tokens
 from router.api import explained
 
@@ -33,8 +30,7 @@ PROMPT_TAIL_CHARS = 64  # of a rendered chat, to see whether it opens thoughts
 _NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]")
 
 
-@dataclass(slots=True)
-class Timing:
+class Timing(msgspec.Struct):
     """Event-loop times of one request."""
 
     started: float
@@ -57,8 +53,7 @@ class Timing:
         return (self.last_token - self.first_token) / (osl_tokens - 1)
 
 
-@dataclass(slots=True)
-class Prompt:
+class Prompt(msgspec.Struct):
     """What the model reads, for one or more answers."""
 
     tokens: bytes  # u32 little endian
@@ -70,8 +65,7 @@ class Prompt:
         return len(self.tokens) // 4
 
 
-@dataclass(slots=True)
-class Branch:
+class Branch(msgspec.Struct):
     """One answer of a request."""
 
     index: int
@@ -82,8 +76,7 @@ class Branch:
     echo: str = ""  # the text the answer begins with
 
 
-@dataclass(slots=True)
-class Job:
+class Job(msgspec.Struct):
     """One request on its way."""
 
     call: Call
@@ -95,6 +88,9 @@ class Job:
 
     def counts(self) -> TokenCounts:
         """A prompt counts once, however many answers it has."""
+        if len(self.branches) == 1:
+            branch, prompt = self.branches[0], self.prompts[0].num_tokens
+            return TokenCounts(prompt, branch.answer.completion_tokens, min(branch.trace.cached_tokens, prompt))
         prompt = sum(prompt.num_tokens for prompt in self.prompts)
         firsts = self.branches[:: self.call.best_of]
         return TokenCounts(
@@ -178,8 +174,17 @@ async def read_prompts(call: Call, model: Model) -> list[Prompt]:
 async def chat_prompt(call: Call, model: Model) -> Prompt:
     """A rendered chat holds its special tokens."""
     assert call.messages is not None
-    render = partial(
-        model.chat_template().render,
+    turns = sum([1 + len(message.get("tool_calls") or ()) for message in call.messages])
+    text = render(call, model) if turns <= LONG_TURNS else await asyncio.to_thread(render, call, model)
+    check_length(text, call, model)
+    tokens = await model.tokenizer.encode_packed(text, add_special_tokens=False, salt=call.cache_salt or "")
+    return Prompt(tokens, text[-PROMPT_TAIL_CHARS:])
+
+
+def render(call: Call, model: Model) -> str:
+    """Raises InvalidRequestError."""
+    assert call.messages is not None
+    return model.chat_template().render(
         call.messages,
         tools=call.tools.shown if call.tools is not None else None,
         add_generation_prompt=call.add_generation_prompt,
@@ -187,11 +192,6 @@ async def chat_prompt(call: Call, model: Model) -> Prompt:
         options=call.template_options,
         param=call.prompt_param,
     )
-    turns = sum([1 + len(message.get("tool_calls") or ()) for message in call.messages])
-    text = render() if turns <= LONG_TURNS else await asyncio.to_thread(render)
-    check_length(text, call, model)
-    tokens = await model.tokenizer.encode_packed(text, add_special_tokens=False, salt=call.cache_salt or "")
-    return Prompt(tokens, text[-PROMPT_TAIL_CHARS:])
 
 
 async def text_prompt(call: Call, model: Model, prompt: str | Sequence[int]) -> Prompt:
@@ -269,7 +269,7 @@ def sampling_of(call: Call, sibling: int) -> SamplingParams:
     would have. The first has the seed that was asked for."""
     sampling = call.sampling
     if not call.has_seed:
-        sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(64))
+        sampling = msgspec.structs.replace(sampling, seed=int.from_bytes(draw()[:8]))
     elif sibling:
         seed = xxh3_64_intdigest(sibling.to_bytes(8, "little"), sampling.seed)
         sampling = msgspec.structs.replace(sampling, seed=seed)
@@ -313,28 +313,33 @@ class Outlet(Protocol):
 class _Feed:
     """Implements frontend.generator.DeltaConsumer for one branch."""
 
+    __slots__ = ("_answer", "_branch", "_now", "_of_all", "_outlet", "_put", "_timing", "on_begin")
+
     def __init__(self, branch: Branch, job: Job, outlet: Outlet) -> None:
         self._branch = branch
-        self._job = job
+        self._answer = branch.answer
+        self._timing = branch.timing
+        self._of_all = job.timing
         self._outlet = outlet
+        self._put = outlet.put
         self._now = asyncio.get_running_loop().time
-        self.has_begun = asyncio.Event()
+        self.on_begin: Callable[[], None] | None = None  # with the first token
 
     def take(self, delta: Delta) -> bool:
         if not delta.token_ids and delta.finish_reason is None:
             return not (self.is_done or self.is_full)
-        branch = self._branch
-        branch.timing.last_token = self._job.timing.last_token = now = self._now()
-        if branch.timing.first_token is None:
-            branch.timing.first_token = now
-            self._job.timing.on_tokens(now)
-            self.has_begun.set()
-        has_room = self._outlet.put(branch, branch.answer.on_delta(delta))
-        return has_room and branch.answer.finish_reason is None
+        answer, timing = self._answer, self._timing
+        timing.last_token = self._of_all.last_token = now = self._now()
+        if timing.first_token is None:
+            timing.first_token = now
+            self._of_all.on_tokens(now)
+            if self.on_begin is not None:
+                self.on_begin()
+        return self._put(self._branch, answer.on_delta(delta)) and answer.finish_reason is None
 
     @property
     def is_done(self) -> bool:
-        return self._branch.answer.finish_reason is not None
+        return self._answer.finish_reason is not None
 
     @property
     def is_full(self) -> bool:
@@ -348,7 +353,8 @@ async def run(job: Job, generator: Generator, outlet: Outlet, deadline: float) -
     """Have all answers generated. Raises MeshError, also if a stream ends before its answer does: a cut-off answer
     must not look whole."""
     if len(job.branches) == 1:
-        await _run(job, job.branches[0], generator, outlet, deadline)
+        branch = job.branches[0]
+        await _feed(job, branch, generator, _Feed(branch, job, outlet), deadline)
         return
     try:
         async with asyncio.TaskGroup() as group:
@@ -365,11 +371,12 @@ async def _run_siblings(
 ) -> None:
     """The answers to one prompt. The others wait for the first one's first token: then its prompt is cached, and
     they need not compute it again."""
-    first = _Feed(siblings[0], job, outlet)
+    first, has_begun = _Feed(siblings[0], job, outlet), asyncio.Event()
+    first.on_begin = has_begun.set
     async with asyncio.TaskGroup() as group:
         leading = group.create_task(_feed(job, siblings[0], generator, first, deadline))
-        leading.add_done_callback(lambda _: first.has_begun.set())
-        await first.has_begun.wait()
+        leading.add_done_callback(lambda _: has_begun.set())
+        await has_begun.wait()
         for branch in siblings[1:]:
             group.create_task(_run(job, branch, generator, outlet, deadline))
 

@@ -97,6 +97,10 @@ class Tokenizer:
 
         Prompts with another `salt` share no cached pieces. Raises InvalidRequestError.
         """
+        if len(text) < self._backend.least_piece_chars:  # too short for the cache
+            ids = self._encoded([text])[0]
+            metrics.ENCODED_CHARS.inc(len(text))
+            return self._frame(text, ids) if add_special_tokens else ids
         if len(text) >= CUT_INLINE_CHARS:
             return await _in_thread(self.encode_now, text, add_special_tokens, salt)
         lookup = self._look_up(text, salt)
@@ -129,15 +133,18 @@ class Tokenizer:
         if not (new := lookup.new):
             return
         pieces = [lookup.pieces[place] for place in new]
-        try:
-            new_ids = self._backend.encode(pieces)
-        except Exception as error:  # plain Exception, ValueError, TypeError
-            raise InvalidRequestError(f"the prompt cannot be tokenized: {error}") from error
+        new_ids = self._encoded(pieces)
         for place, ids in zip(new, new_ids, strict=True):
             lookup.ids[place] = ids
         kept = len(new) - (new[-1] >= lookup.kept)  # the last piece may be too short
         self.cache.put(pieces[:kept], new_ids[:kept], lookup.salt)
         metrics.ENCODED_CHARS.inc(lookup.new_chars)
+
+    def _encoded(self, texts: Sequence[str]) -> Sequence[bytes]:
+        try:
+            return self._backend.encode(texts)
+        except Exception as error:  # plain Exception, ValueError, TypeError
+            raise InvalidRequestError(f"the prompt cannot be tokenized: {error}") from error
 
     def _framed(self, text: str, lookup: "Lookup", add_special_tokens: bool) -> bytes:
         ids = lookup.joined()

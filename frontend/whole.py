@@ -23,6 +23,8 @@ class WholeCall:
 class Whole:
     """Collects the parts of one answer."""
 
+    __slots__ = ("_content", "_reasoning", "calls", "finish_reason", "index", "logprobs")
+
     def __init__(self, index: int) -> None:
         self.index = index
         self.calls: list[WholeCall] = []

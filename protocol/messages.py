@@ -4,7 +4,7 @@ Token ids travel as little-endian u32 bytes (`pack_tokens`): an 8k prompt is one
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 
@@ -377,26 +377,24 @@ def encode(message: object) -> bytes:
 
 def decode(data: bytes | memoryview, kind: type[T]) -> T:
     """Read one message. Raises WireError; the sender is named by the caller's log context."""
-    return reader(kind)(data)
+    try:
+        return decoder(kind).decode(data)
+    except msgspec.DecodeError as error:
+        raise unreadable(kind, error) from error
 
 
-_readers: dict[type, Callable[[bytes | memoryview], Any]] = {}  # as many as there are kinds of messages
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}  # as many as there are kinds of messages
 
 
-def reader(kind: type[T]) -> Callable[[bytes | memoryview], T]:
-    """`decode` for many messages of one kind."""
-    if (known := _readers.get(kind)) is not None:
-        return known
-    read = msgspec.msgpack.Decoder(kind).decode
+def decoder(kind: type[T]) -> "msgspec.msgpack.Decoder[T]":
+    """For many messages of one kind; what its DecodeError means says `unreadable`."""
+    if (known := _decoders.get(kind)) is None:
+        known = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return known
 
-    def decoded(data: bytes | memoryview) -> T:
-        try:
-            return read(data)
-        except msgspec.DecodeError as error:
-            raise WireError(f"unreadable {kind.__name__}: {error}", hint="run one version everywhere") from error
 
-    _readers[kind] = decoded
-    return decoded
+def unreadable(kind: type, error: msgspec.DecodeError) -> WireError:
+    return WireError(f"unreadable {kind.__name__}: {error}", hint="run one version everywhere")
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

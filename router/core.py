@@ -7,10 +7,12 @@ a waiting request go: a submission, a first token, an end, a worker that came or
 
 import random
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError
@@ -86,42 +88,38 @@ class _Pool:
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
     queue: PendingQueue["_Waiting"] = field(default_factory=PendingQueue)
-    slots: dict[Role, list[Slot]] = field(default_factory=lambda: {role: [] for role in Role})
+    prefillers: list[Slot] = field(default_factory=list)
+    decoders: list[Slot] = field(default_factory=list)  # those that do nothing else, then those that do both
     shelves: dict[Role, Shelves[Slot]] = field(default_factory=lambda: {role: Shelves() for role in Role})
     spread: WorkSpread = field(default_factory=WorkSpread)
     busy: dict[bool, BusyShare] = field(default_factory=lambda: {True: BusyShare(), False: BusyShare()})
     demand: PrefixDemand = field(default_factory=PrefixDemand)
 
-    @property
-    def prefillers(self) -> Sequence[Slot]:
-        return self.slots[Role.PREFILL]
+    def slots_of(self, role: Role) -> list[Slot]:
+        return self.prefillers if role is Role.PREFILL else self.decoders
 
     @property
-    def decoders(self) -> Sequence[Slot]:
-        decode, aggregated = self.slots[Role.DECODE], self.slots[Role.AGGREGATED]
-        return decode + aggregated if decode and aggregated else decode or aggregated
+    def slots(self) -> Iterator[Slot]:
+        return chain(self.decoders, self.prefillers)
 
 
-@dataclass(slots=True)
-class _Waiting:
+class _Waiting(Struct):
     request: RouteRequest
     arrived_s: float
 
 
-@dataclass(slots=True)
-class _Before:
+class _Before(Struct):
     """What those that are served before a request, and have to wait themselves, leave for it."""
 
-    tokens: Counter[Holder] = field(default_factory=Counter)  # that they wait to compute there
-    reserved: set[Holder] = field(default_factory=set)  # kept for those that have waited long
+    tokens: dict[Holder, int] = {}  # that they wait to compute there
+    reserved: set[Holder] = set()  # kept for those that have waited long
 
     def clear(self) -> None:
         self.tokens.clear()
         self.reserved.clear()
 
 
-@dataclass(slots=True)
-class _View:
+class _View(Struct):
     """What all candidates of one request are seen by."""
 
     request: RouteRequest
@@ -134,8 +132,7 @@ class _View:
     asked_before: float
 
 
-@dataclass(slots=True)
-class _Plan:
+class _Plan(Struct):
     decode: Candidate
     prefill: Candidate | None
     reason: str
@@ -183,7 +180,10 @@ class RouterState:
     def block_size_of(self, model: str) -> int:
         """1 for a model that nobody serves."""
         pool = self._pools.get(model)
-        return next((slot.card.block_size for slots in pool.slots.values() for slot in slots), 1) if pool else 1
+        if pool is not None:
+            for slot in pool.slots:
+                return slot.card.block_size
+        return 1
 
     def add_worker(self, card: WorkerCard, now: float = 0.0) -> None:
         """Take a worker in. Those of one model have one block size: router/members.py sees to it."""
@@ -200,9 +200,9 @@ class RouterState:
                 self._shelve(self._slots[holder])
                 continue
             self._slots[holder] = slot = Slot(holder, card, self.load.join(holder))
-            slots = pool.slots[card.role]
+            slots = pool.slots_of(card.role)
             slots.append(slot)
-            slots.sort(key=lambda s: s.holder)
+            slots.sort(key=lambda s: (s.card.role is Role.AGGREGATED, s.holder))
             self._shelve(slot)
         if known is None:
             self._warm_up.joined(card.worker_id, now)
@@ -216,7 +216,7 @@ class RouterState:
         for dp_rank in range(card.dp_size):
             holder = Holder(worker_id, dp_rank)
             self._count_busy(self.load.leave(holder, now), now)
-            pool.slots[card.role].remove(self._slots.pop(holder))
+            pool.slots_of(card.role).remove(self._slots.pop(holder))
             pool.shelves[card.role].remove(holder)
         pool.index.drop_worker(worker_id)
         self._suspect_until.pop(worker_id, None)
@@ -256,8 +256,7 @@ class RouterState:
         if pool is None:
             return {}
         found, _ = self._overlaps(pool, hashes, now)
-        slots = (slot for slots in pool.slots.values() for slot in slots)
-        return {slot.holder: found[slot.holder] for slot in slots if slot.holder in found}
+        return {slot.holder: found[slot.holder] for slot in pool.slots if slot.holder in found}
 
     # --- requests ----------------------------------------------------------------------------------
 
@@ -303,7 +302,8 @@ class RouterState:
 
         None: it has to wait; `submit` it. Raises NoWorkerError.
         """
-        self._suspect(request.exclude, now)
+        if request.exclude or self._suspect_until:
+            self._suspect(request.exclude, now)
         pool = self._pools.get(request.model)
         if pool is not None and (pool.queue or not self._has_room(pool, now)):
             return None
@@ -375,9 +375,10 @@ class RouterState:
 
     def free(self, request_id: RequestId, now: float = 0.0, *, ok: bool = True) -> None:
         """It has ended, wherever it was; `ok`: well. A second call does nothing."""
-        for model, pool in list(self._pools.items()):
-            if pool.queue.cancel(request_id) is not None:
+        for model, pool in self._pools.items():
+            if pool.queue and pool.queue.cancel(request_id) is not None:
                 self._tidy(model)
+                break
         for holder in self.load.holders_of(request_id):
             if ok:
                 self._warm_up.completed(holder.worker_id)
@@ -414,7 +415,8 @@ class RouterState:
             if isinstance(plan, MeshError) or not plan.is_full:
                 return True
             if plan.legs[0].is_full:
-                before.tokens[plan.computes.holder] += item.uncached_tokens
+                holder = plan.computes.holder
+                before.tokens[holder] = before.tokens.get(holder, 0) + item.uncached_tokens
             if now - item.payload.arrived_s > RESERVE_AFTER_S and self._is_packed(plan.decode):
                 before.reserved.add(plan.decode.holder)
             return False
@@ -436,11 +438,12 @@ class RouterState:
         limits = self.rules.saturation
         if limits is None or self.rules.policy not in _PATIENT:
             return True
-        return any(
-            slot.load.total.queued_tokens - slot.load.done_tokens(now) < limits.queued_tokens * slot.card.capacity
-            for slots in (pool.decoders, pool.prefillers)
-            for slot in slots
-        )
+        for slot in pool.slots:
+            load, most_tokens = slot.load, limits.queued_tokens * slot.card.capacity
+            queued_tokens = load.total.queued_tokens
+            if queued_tokens < most_tokens or queued_tokens - load.done_tokens(now) < most_tokens:
+                return True
+        return False
 
     def _try_plan(self, request: RouteRequest, now: float, before: _Before, has_room: bool) -> _Plan | MeshError | None:
         """None: it waits. Who can never be served is told so, however full the workers are."""
@@ -458,7 +461,7 @@ class RouterState:
         decoders = [] if pool is None else self._eligible(pool.decoders, request, now, request.pin, request.pin_rank)
         if pool is None or not decoders:
             raise NoWorkerError(self._why_none(request), hint="start one: `kvmesh up`, or `python -m workers`")
-        prefillers = self._eligible(pool.prefillers, request, now, request.pin_prefill)
+        prefillers = pool.prefillers and self._eligible(pool.prefillers, request, now, request.pin_prefill)
         if request.pin_prefill is not None and not prefillers:
             raise NoWorkerError(f"no prefill worker {request.pin_prefill!r} is ready", hint="see `GET /workers`")
         return pool, decoders, prefillers
@@ -523,8 +526,7 @@ class RouterState:
         for holder in self.load.take_moved():
             self._shelve(self._slots[holder])
         decode, aggregated, prefill = (
-            pool.shelves[role].shortlist(apart) if pool.slots[role] else []
-            for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL)
+            pool.shelves[role].shortlist(apart) for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL)
         )
         return decode + aggregated, prefill
 
@@ -574,12 +576,16 @@ class RouterState:
 
     def _depths(self, pool: _Pool, overlaps: Mapping[Holder, Depths], slots: Sequence[Slot]) -> list[int]:
         """Of those of `slots` that have a part of a prompt: how much, in blocks, wherever it lies there."""
-        asked: Container[Holder] | None = next(
-            (pool.shelves[role] for role, whole in pool.slots.items() if whole is slots), None
-        )
-        if asked is None:
-            asked = {slot.holder for slot in slots} if overlaps else ()
-        return [depths[-1] for holder, depths in overlaps.items() if holder in asked]
+        if not overlaps:
+            return []
+        if slots is pool.prefillers:
+            asked = pool.shelves[Role.PREFILL]
+            return [depths[-1] for holder, depths in overlaps.items() if holder in asked]
+        if slots is pool.decoders:
+            one, other = pool.shelves[Role.DECODE], pool.shelves[Role.AGGREGATED]
+            return [depths[-1] for holder, depths in overlaps.items() if holder in one or holder in other]
+        holders = {slot.holder for slot in slots}
+        return [depths[-1] for holder, depths in overlaps.items() if holder in holders]
 
     def _choose(self, leg: str, slots: Sequence[Slot], view: _View, now: float) -> Leg:
         """Who is to take it; if that one is full, the request waits for it.
@@ -590,8 +596,8 @@ class RouterState:
         rules, request = self.rules, view.request
         prompt = Prompt(request.isl_tokens, view.block_size, leg, rules.weights, view.price)  # type: ignore[arg-type]
         candidates = self._candidates(slots, view, now)
-        passed_over = self._held_back(candidates, now)
-        bound_to = self._bound_to(request, now)
+        passed_over = self._held_back(candidates, now) if len(self._warm_up) else {}
+        bound_to = self._bound_to(request, now) if request.session else None
         bound = None if bound_to is None else next((c for c in candidates if c.holder == bound_to), None)
         reserved = view.before.reserved
         if bound is not None and not self._is_full(bound, leg, reserved):
@@ -609,8 +615,6 @@ class RouterState:
         return Leg(leg, chosen, is_full, "", prompt, candidates, passed_over)
 
     def _held_back(self, candidates: Sequence[Candidate], now: float) -> dict[Holder, str]:
-        if not len(self._warm_up):
-            return {}
         in_flight = {c.holder: c.requests or len(self._slots[c.holder].load.prefilling) for c in candidates}
         return dict.fromkeys(self._warm_up.held_back(in_flight, now), "new: held back")
 
@@ -662,6 +666,7 @@ class RouterState:
         return c.held_blocks + c.new_blocks > limits.blocks_share * card.total_blocks
 
     def _bound_to(self, request: RouteRequest, now: float) -> Holder | None:
+        """Where its session runs."""
         if not request.session or not self.rules.affinity_ttl_s:
             return None
         return self._affinity.get(session_key(request.model, request.tenant, request.session), now)
@@ -767,7 +772,7 @@ class RouterState:
     def _tidy(self, model: str) -> None:
         """A model that nobody serves, and nobody waits for, is not remembered."""
         pool = self._pools[model]
-        if not any(pool.slots.values()) and not pool.queue:
+        if not (pool.decoders or pool.prefillers or pool.queue):
             del self._pools[model]
 
     def _target(self, chosen: Candidate) -> Target:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 
 @dataclass(frozen=True, slots=True)
 class LocalPrefill:
@@ -16,8 +18,7 @@ class LocalPrefill:
     max_share: float = 0.7
 
 
-@dataclass(frozen=True, slots=True)
-class Backlog:
+class Backlog(Struct, frozen=True):
     """Prompt tokens that would be computed until this request's are: on the best prefill worker, and on the decode
     worker that would do all by itself; half as many where it is twice as fast. `is_full`: that prefill worker should be
     given nothing more now."""
@@ -27,8 +28,7 @@ class Backlog:
     is_full: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True):
     disaggregate: bool
     reason: str
 

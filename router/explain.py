@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from protocol.messages import CandidateReport, Explanation
 from router.index import Holder
 from router.selection import Candidate, Policy, Prompt, Terms
@@ -10,8 +12,7 @@ from router.selection import Candidate, Policy, Prompt, Terms
 MAX_CANDIDATES = 64  # told of, for each leg
 
 
-@dataclass(slots=True)
-class Leg:
+class Leg(Struct):
     """One choice: which of the candidates, and by what."""
 
     name: str  # "whole", "prefill" or "decode"

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from protocol.ids import RequestId
 from router.chains import ChainCounts
 from router.index import Holder
@@ -66,8 +68,7 @@ class Change(NamedTuple):
     is_busy: bool
 
 
-@dataclass(slots=True)
-class _Booking:
+class _Booking(Struct):
     decode: Holder
     prefill: Holder
     prefill_tokens: int
@@ -180,14 +181,14 @@ class ActiveLoad:
         changes = self.free(request_id, now)
         booking = _Booking(decode, prefill, prefill_tokens, hashes, owner, 1, now + self._lease_s)
         self._bookings[request_id] = booking
-        for holder in {decode, prefill}:
-            self._of_holder[holder].add(request_id)
+        self._of_holder[decode].add(request_id)
         load = self._loads[decode]
         load.requests += 1
         load.private_blocks += 1
         self.chains.add(decode, hashes)
-        self._sum_up(decode)
         if prefill != decode:
+            self._of_holder[prefill].add(request_id)
+            self._sum_up(decode)
             self.prefilling.add(prefill, hashes)
         return changes + self._begin_prefill(request_id, booking, now)
 

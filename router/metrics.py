@@ -3,9 +3,10 @@
 from prometheus_client import Counter, Gauge
 
 from mesh.histogram import LoopHistogram
+from mesh.tally import LoopCounter
 from protocol.messages import Placed
 
-PLACEMENTS = Counter("kvmesh_router_placements_total", "Requests placed.", ["kind"])  # aggregated, disaggregated
+PLACEMENTS = LoopCounter("kvmesh_router_placements_total", "Requests placed.", ["kind"])  # aggregated, disaggregated
 FAILURES = Counter("kvmesh_router_failures_total", "Requests that could not be placed.", ["code"])
 PLACE_SECONDS = LoopHistogram(
     "kvmesh_router_place_seconds", "Time to choose workers.", buckets=(1e-5, 1e-4, 1e-3, 1e-2)
@@ -13,16 +14,18 @@ PLACE_SECONDS = LoopHistogram(
 WAIT_SECONDS = LoopHistogram(
     "kvmesh_router_wait_seconds", "Time until a request was placed.", buckets=(1e-4, 1e-3, 1e-2, 0.1, 1, 10, 60)
 ).labels()
-PROMPT_TOKENS = Counter("kvmesh_router_prompt_tokens_total", "Prompt tokens of requests that have begun.")
-PREDICTED_TOKENS = Counter("kvmesh_router_predicted_reuse_tokens_total", "Of those, believed to be cached.")
-REUSED_TOKENS = Counter("kvmesh_router_reused_tokens_total", "Of those, found in the cache by the worker.")
+PROMPT_TOKENS = LoopCounter("kvmesh_router_prompt_tokens_total", "Prompt tokens of requests that have begun.").labels()
+PREDICTED_TOKENS = LoopCounter(
+    "kvmesh_router_predicted_reuse_tokens_total", "Of those, believed to be cached."
+).labels()
+REUSED_TOKENS = LoopCounter("kvmesh_router_reused_tokens_total", "Of those, found in the cache by the worker.").labels()
 WAITING = Gauge("kvmesh_router_waiting", "Requests that wait because every worker is saturated.")
 EXPIRED = Gauge("kvmesh_router_expired_bookings", "Bookings that ended because nothing was heard of them.")
 IN_FLIGHT = Gauge("kvmesh_router_in_flight", "Bookings that stand.")
 INDEX_BLOCKS = Gauge("kvmesh_router_index_blocks", "Distinct prefixes in the index.")
 ORPHAN_BLOCKS = Gauge("kvmesh_router_index_orphan_blocks", "Blocks dropped because their parent is not known.")
 WORKERS = Gauge("kvmesh_router_workers", "Workers known.")
-EVENTS = Counter("kvmesh_router_kv_events_total", "KV events applied.")
+EVENTS = LoopCounter("kvmesh_router_kv_events_total", "KV events applied.").labels()
 HTTP_REQUESTS = Counter("kvmesh_router_http_requests_total", "HTTP requests answered.", ["route", "status"])
 HTTP_BOOKINGS = Gauge("kvmesh_router_http_bookings", "Bookings made over HTTP that stand.")
 RESUMED = Counter("kvmesh_router_resumed_total", "Bookings taken over from a router that is gone.")

@@ -7,7 +7,8 @@ follow each other: there it lives for seconds.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from protocol.ids import RequestId, WorkerId
 from router.chains import ChainCounts
@@ -19,8 +20,7 @@ _HASH_BYTES = 8
 _OVERHEAD_BLOCKS = 8  # what a prediction takes besides its blocks
 
 
-@dataclass(slots=True)
-class _Prediction:
+class _Prediction(Struct):
     hashes: bytes
     ends_s: float
 

@@ -3,8 +3,9 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from msgspec import Struct
 
 from protocol.errors import NoWorkerError
 from router.index import Depths, Holder
@@ -14,8 +15,7 @@ Leg = Literal["whole", "prefill", "decode"]
 NOWHERE: Depths = (0, 0, 0, 0)
 
 
-@dataclass(slots=True)
-class Candidate:
+class Candidate(Struct):
     """One (worker, dp rank) as the router sees it now."""
 
     holder: Holder
@@ -28,8 +28,7 @@ class Candidate:
     last_chosen: int = 0  # when it was chosen last, as a count of choices: breaks ties in turn
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(Struct, frozen=True):
     """What a placement costs, in KV blocks. Source: docs/routing.md, "Cost of a placement"."""
 
     prefill: float = 1.0  # per block to compute or queued: favours TTFT
@@ -94,8 +93,23 @@ class Prompt:
         )
 
     def cost(self, c: Candidate) -> float:
-        compute, queue, held, requests, transfer = self.terms(c)
-        return (compute + queue + held + requests + transfer) / c.capacity
+        return self.costs((c,))[0]
+
+    def costs(self, candidates: Sequence[Candidate]) -> list[float]:
+        """Of each the sum of its terms, by its capacity: in one go, because every placement asks for all."""
+        compute, queue, held, request, transfer = self._rates
+        isl_blocks, tier = self._isl_blocks, self._weights
+        costs: list[float] = []
+        for c in candidates:
+            device, host, disk, anywhere = c.overlap
+            missing = isl_blocks - device
+            if anywhere != device:
+                missing -= tier.host * (host - device) + tier.disk * (disk - host) + tier.object * (anywhere - disk)
+            if missing < 0.0:
+                missing = 0.0
+            cost = compute * missing + queue * c.queued_tokens + held * (c.held_blocks + c.new_blocks)
+            costs.append((cost + request * c.requests + transfer * missing) / c.capacity)
+        return costs
 
     def load(self, c: Candidate) -> float:
         """What runs and waits there: what policies that know of no cache go by."""
@@ -117,7 +131,7 @@ def choose(
         raise NoWorkerError("no worker is ready", hint="start one: `kvmesh up`, or `python -m workers --role decode`")
     match policy:
         case "kv":
-            costs = [prompt.cost(c) for c in candidates]
+            costs = prompt.costs(candidates)
             return _draw(candidates, costs, temperature, rng) if temperature > 0 else _least(candidates, costs)
         case "least-loaded":
             return _least(candidates, [prompt.load(c) for c in candidates])
@@ -134,8 +148,11 @@ def _least(candidates: Sequence[Candidate], costs: Sequence[float]) -> Candidate
     least = min(costs)
     if costs.count(least) == 1:
         return candidates[costs.index(least)]
-    equal = (c for c, cost in zip(candidates, costs, strict=True) if cost == least)
-    return min(equal, key=lambda c: c.last_chosen)
+    chosen = candidates[costs.index(least)]
+    for c, cost in zip(candidates, costs, strict=True):
+        if cost == least and c.last_chosen < chosen.last_chosen:
+            chosen = c
+    return chosen
 
 
 def _draw(candidates: Sequence[Candidate], costs: Sequence[float], temperature: float, rng: random.Random) -> Candidate:

@@ -80,6 +80,8 @@ class Booking(Protocol):
 class LocalBooking:
     """It counts until `end`, or until its lease passes or its worker leaves."""
 
+    __slots__ = ("__weakref__", "_osl_tokens", "_router", "has_begun", "isl_tokens", "model", "placed", "request_id")
+
     def __init__(self, router: "LocalRouter", request: RouteRequest, placed: Placed) -> None:
         self._router = router
         self._osl_tokens = 0
@@ -339,7 +341,7 @@ class LocalRouter:
 
     def _wake(self) -> None:
         """Dispatch in the next turn of the loop: what arrives in one turn is placed together."""
-        if self._dispatching is None and self.state.waiting:
+        if self._dispatching is None and self._placing:
             self._dispatching = self._loop.call_soon(self._dispatch)
 
     def _dispatch(self) -> None:

@@ -12,8 +12,7 @@ from mesh.http.request import Reply, Request, json_reply
 async def count_tokens(service: CompletionService, request: Request) -> Reply:
     """A prompt that is sure not to fit is refused: counting that could take seconds. Raises MeshError."""
     deadline = asyncio.get_running_loop().time() + timeout_s(request, service.limits)
-    with service.admission.enter():
-        async with service.admission.until(deadline):
-            call = parse_count(request.body)
-            prompt = await chat_prompt(call, await service.models.get(call.model))
+    with service.admission.enter(), service.admission.until(deadline):
+        call = parse_count(request.body)
+        prompt = await chat_prompt(call, await service.models.get(call.model))
     return json_reply(TokenCount(prompt.num_tokens))

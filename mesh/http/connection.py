@@ -418,12 +418,11 @@ class Connection(asyncio.Protocol):
             framing += "connection: close\r\n"
         head = self._head(status, framing, headers)
         head_only = request.method == "HEAD"
-        self._stream = ReplyStream(self, status, headers, head, is_chunked=is_chunked, head_only=head_only)
+        self._stream = ReplyStream(
+            self, status, headers, head,
+            is_chunked=is_chunked, head_only=head_only, flush_soon=self._server.flush_soon,
+        )  # fmt: skip
         return self._stream
-
-    def plan_flush(self) -> None:
-        """Send what the stream holds at the end of this turn."""
-        self._server.flush_soon(self)
 
     def flush(self) -> None:
         if self._stream is not None and (data := self._stream.take()):

@@ -1,7 +1,6 @@
 """What a handler gets and gives back."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
@@ -83,14 +82,13 @@ class Request:
         return self._connection.is_lost
 
 
-@dataclass(slots=True)
-class Reply:
+class Reply(msgspec.Struct):
     """A whole reply."""
 
     body: bytes = b""
     status: int = 200
     content_type: str = JSON
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
 
 
 class ReplyStream:
@@ -101,6 +99,7 @@ class ReplyStream:
 
     __slots__ = (
         "_connection",
+        "_flush_soon",
         "_head",
         "_head_only",
         "_pending",
@@ -120,8 +119,11 @@ class ReplyStream:
         *,
         is_chunked: bool,
         head_only: bool,
+        flush_soon: "Callable[[Connection], None]",
     ) -> None:
+        """`flush_soon` has the connection call `take` at the end of this turn, and send that."""
         self._connection = connection
+        self._flush_soon = flush_soon
         self._head = head  # goes out with what is written first
         self._head_only = head_only
         self._pending: list[bytes] = []
@@ -130,14 +132,14 @@ class ReplyStream:
         self.is_chunked = is_chunked
         self.is_ended = False
         self.sent_bytes = 0  # of the body
-        connection.plan_flush()
+        flush_soon(connection)
 
     def write(self, data: bytes) -> None:
         """Send `data`; does nothing once the client has left, or the stream has ended."""
         if self.is_ended:
             return
         if not self._pending and not self._head:
-            self._connection.plan_flush()
+            self._flush_soon(self._connection)
         self._pending.append(data)
 
     def end(self, data: bytes = b"") -> None:

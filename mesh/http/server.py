@@ -136,6 +136,7 @@ class Server:
         self._unflushed: list[Connection] = []
 
     def flush_soon(self, connection: Connection) -> None:
+        """Send what its stream holds at the end of this turn."""
         if not self._unflushed:
             self.loop.call_soon(self._flush)
         self._unflushed.append(connection)

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from mesh.address import split_address
+from mesh.deadlines import Deadlines
 from mesh.plane.frames import Batch, Cancel, Credit, Frame, Hello, Open
 from mesh.plane.link import Link
 from protocol.errors import (
@@ -19,7 +20,7 @@ from protocol.errors import (
     WireError,
     from_wire,
 )
-from protocol.messages import decode, encode, reader
+from protocol.messages import decode, decoder, encode, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +54,13 @@ class Stream:
     """The answer to one call. Iterate over it, or `feed` a consumer; an error of the peer is raised where the answer
     would be."""
 
+    __slots__ = ("_ended", "_failure", "_link", "_messages", "_take", "_taken", "_waiter", "number")
+
     def __init__(self, link: "_ClientLink", number: int) -> None:
         self._link = link
         self.number = number
         self._messages: deque[msgspec.Raw] = deque()
-        self._arrived = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._taken = 0
         self._ended = False
         self._failure: MeshError | None = None
@@ -67,17 +70,29 @@ class Stream:
         if self._take is not None:
             if not self._take(message):
                 self._take = None
-                self._arrived.set()
+                self._wake()
             return
         if len(self._messages) >= WINDOW_MESSAGES:
             raise WireError(f"{self._link.address} sends beyond its credit of {WINDOW_MESSAGES} messages")
         self._messages.append(message)
-        self._arrived.set()
+        self._wake()
 
     def on_end(self, failure: MeshError | None) -> None:
         if not self._ended:
             self._ended, self._failure = True, failure
-            self._arrived.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _arrival(self) -> None:
+        """Until something has come, or the stream has ended."""
+        self._waiter = self._link.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     async def next(self) -> msgspec.Raw | None:
         """The next message as msgpack, None at the end. Raises what the peer failed with."""
@@ -86,8 +101,7 @@ class Stream:
                 if self._failure is not None:
                     raise self._failure
                 return None
-            self._arrived.clear()
-            await self._arrived.wait()
+            await self._arrival()
         self._taken += 1
         if self._taken >= WINDOW_MESSAGES // 2:
             self._renew_credit()
@@ -99,7 +113,7 @@ class Stream:
         Most are taken as soon as they are read from the connection; they wait only while the consumer is full.
         """
         failure: Exception | None = None
-        give, read = consumer.take, reader(kind)
+        give, read = consumer.take, decoder(kind).decode
 
         def take(raw: msgspec.Raw) -> bool:
             nonlocal failure
@@ -108,6 +122,9 @@ class Stream:
                 self._renew_credit()
             try:
                 return give(read(raw))
+            except msgspec.DecodeError as error:
+                failure = unreadable(kind, error)
+                return False
             except Exception as error:  # it is the waiting caller's business, not the connection's
                 failure = error
                 return False
@@ -130,9 +147,8 @@ class Stream:
                 if consumer.is_full:
                     await consumer.until_ready()
                     continue
-                self._arrived.clear()
                 self._take = take
-                await self._arrived.wait()
+                await self._arrival()
                 self._take = None
                 if failure is not None:
                     raise failure
@@ -173,6 +189,7 @@ class PlaneClient:
 
     def __init__(self) -> None:
         self._links: dict[str, asyncio.Task[_ClientLink]] = {}
+        self.deadlines = Deadlines()
 
     def open(self, address: str, method: str, body: object, timeout_s: float) -> "_Opening":
         """Call `method` at host:port. Leaving the block before the end cancels the call at the peer.
@@ -197,9 +214,8 @@ class PlaneClient:
 
     def suspect(self, address: str, reason: str) -> None:
         """A peer is said to be gone. If it does not answer soon, its calls fail, long before the keepalive."""
-        task = self._links.get(address)
-        if task is not None and task.done() and not _is_dead(task):
-            task.result().suspect(reason)
+        if (link := self.standing(address)) is not None:
+            link.suspect(reason)
 
     async def close(self) -> None:
         tasks, self._links = list(self._links.values()), {}
@@ -210,14 +226,16 @@ class PlaneClient:
             if isinstance(outcome, _ClientLink):
                 outcome.close()
 
+    def standing(self, address: str) -> "_ClientLink | None":
+        """The connection to a peer if there is one."""
+        task = self._links.get(address)
+        return task.result() if task is not None and task.done() and not _is_dead(task) else None
+
     async def link(self, address: str, deadline: float) -> "_ClientLink":
         """The connection to a peer; callers who come while it is being opened share it.
 
         Raises UnreachableError, TimeoutError at the event loop's time `deadline`.
         """
-        task = self._links.get(address)
-        if task is not None and task.done() and not _is_dead(task):
-            return task.result()
         async with asyncio.timeout_at(deadline):
             return await self._connected(address)
 
@@ -252,7 +270,7 @@ class PlaneClient:
 class _Opening:
     """The block for which a call is open. Entered once per request, and so not a generator's, which costs more."""
 
-    __slots__ = ("_address", "_body", "_client", "_link", "_method", "_stream", "_timeout_s", "_timer")
+    __slots__ = ("_address", "_body", "_client", "_link", "_method", "_slot", "_stream", "_timeout_s")
 
     def __init__(self, client: PlaneClient, address: str, method: str, body: object, timeout_s: float) -> None:
         self._client = client
@@ -262,25 +280,31 @@ class _Opening:
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Stream:
-        loop, timeout_s = asyncio.get_running_loop(), self._timeout_s
+        client, timeout_s = self._client, self._timeout_s
         if timeout_s <= 0:
             raise self._overdue()
-        deadline = loop.time() + timeout_s
-        try:
-            self._link = await self._client.link(self._address, deadline)
-        except TimeoutError:
-            raise self._overdue() from None
+        link = client.standing(self._address)
+        if link is not None:
+            deadline = link.loop.time() + timeout_s
+        else:
+            deadline = asyncio.get_running_loop().time() + timeout_s
+            try:
+                link = await client.link(self._address, deadline)
+            except TimeoutError:
+                raise self._overdue() from None
+        self._link = link
         self._stream = self._link.open(self._method, encode(self._body), timeout_s)
-        # A timer that ends the stream, and no asyncio.timeout around the block: the block may be suspended in an
-        # async generator, and a timeout would then cancel whatever else its task does.
-        self._timer = loop.call_at(deadline, self._expire)
+        # The deadline ends the stream, and no asyncio.timeout the block: the block may be suspended in an async
+        # generator, and a timeout would then cancel whatever else its task does.
+        self._slot = client.deadlines.add(deadline, self)
         return self._stream
 
     async def __aexit__(self, *_: object) -> None:
-        self._timer.cancel()
+        self._client.deadlines.discard(self._slot, self)
         self._link.leave(self._stream)
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """The deadline has come."""
         self._stream.on_end(self._overdue())
 
     def _overdue(self) -> DeadlineExceededError:

@@ -29,7 +29,7 @@ class Link(asyncio.Protocol, ABC):
         self._on_closed = on_closed
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._writable = asyncio.Event()
         self._writable.set()
         self._batch = Batch([], [])
@@ -114,7 +114,7 @@ class Link(asyncio.Protocol, ABC):
     def _plan_flush(self) -> None:
         if not self._flush_planned:
             self._flush_planned = True
-            self._loop.call_soon(self._flush)
+            self.loop.call_soon(self._flush)
 
     def _end_batch(self) -> None:
         """What has been added so far goes before the next frame."""
@@ -134,14 +134,14 @@ class Link(asyncio.Protocol, ABC):
         """Streams are open: from now on, notice a peer that falls silent."""
         if self._keepalive is None:
             self._heard, self._misses = True, 0
-            self._keepalive = self._loop.call_later(KEEPALIVE_S, self._check_peer)
+            self._keepalive = self.loop.call_later(KEEPALIVE_S, self._check_peer)
 
     def suspect(self, reason: str) -> None:
         """There is reason to think that the peer is gone: unless it answers soon, do not wait for the keepalive."""
         if self._transport is not None:
             self._heard = False
             self.write(Ping())
-            self._loop.call_later(SUSPECT_S, self._abort_unless_heard, reason)
+            self.loop.call_later(SUSPECT_S, self._abort_unless_heard, reason)
 
     def _abort_unless_heard(self, reason: str) -> None:
         if not (self._heard or self.closed.is_set()):
@@ -183,7 +183,7 @@ class Link(asyncio.Protocol, ABC):
         if not self._heard:
             self.write(Ping())
         self._heard = False
-        self._keepalive = self._loop.call_later(KEEPALIVE_S, self._check_peer)
+        self._keepalive = self.loop.call_later(KEEPALIVE_S, self._check_peer)
 
     def _lose(self, reason: str) -> None:
         if self.closed.is_set():

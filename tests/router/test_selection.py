@@ -2,11 +2,11 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from protocol.errors import NoWorkerError
 from protocol.ids import WorkerId

@@ -203,7 +203,7 @@ async def test_that_a_request_lives_does_not_say_that_it_has_begun(world: World)
 
 async def test_what_workers_reused_counts_once_for_each_request(world: World) -> None:
     def reused() -> float:
-        return REUSED_TOKENS._value.get()
+        return REUSED_TOKENS.value
 
     await world.start_router("r")
     await world.add(card("d1"))

@@ -1,0 +1,72 @@
+"""Many deadlines on one timer of the event loop: every request has some, and nearly none is reached."""
+
+import asyncio
+from collections.abc import Sequence
+from math import inf
+from typing import Protocol
+
+GRAIN_S = 0.02  # nobody is told of its deadline later than that
+
+
+class Expires(Protocol):
+    def expire(self) -> None:
+        """The deadline has come."""
+        ...
+
+
+class Deadlines:
+    """Tells each entry when its time has come, up to GRAIN_S late. All of one event loop, whose clock is meant.
+
+    Entries lie in slots of GRAIN_S, and the timer is set for the first slot that was ever the first: so it rings now
+    and then for a slot that is empty by then.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, set[Expires]] = {}
+        self._rings_at: float = inf  # a slot's number
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return sum(len(entries) for entries in self._slots.values())
+
+    def add(self, deadline: float, entry: Expires) -> int:
+        """The number under which to `discard` it."""
+        slot = int(deadline / GRAIN_S) + 1
+        entries = self._slots.get(slot)
+        if entries is None:
+            self._slots[slot] = {entry}
+            if slot < self._rings_at:
+                self._set_timer(slot)
+        else:
+            entries.add(entry)
+        return slot
+
+    def discard(self, slot: int, entry: Expires) -> None:
+        """Whether it has expired or not."""
+        entries = self._slots.get(slot)
+        if entries is not None:
+            entries.discard(entry)
+            if not entries:
+                del self._slots[slot]
+
+    def expire_all(self) -> None:
+        """Tell everybody now."""
+        self._expire(list(self._slots))
+
+    def _set_timer(self, slot: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._rings_at = slot
+        self._timer = asyncio.get_running_loop().call_at(slot * GRAIN_S, self._ring)
+
+    def _ring(self) -> None:
+        self._timer, self._rings_at = None, inf
+        now = asyncio.get_running_loop().time()
+        self._expire([slot for slot in self._slots if slot * GRAIN_S <= now])
+        if self._slots and self._timer is None:
+            self._set_timer(min(self._slots))
+
+    def _expire(self, slots: Sequence[int]) -> None:
+        expired = [entry for slot in slots for entry in self._slots.pop(slot)]
+        for entry in expired:
+            entry.expire()
