@@ -64,7 +64,7 @@ class EngineBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     osl_tokens: Annotated[int, Meta(ge=2, description="length of every answer")] = 64
     concurrency: Annotated[int, Meta(ge=1, description="requests at once while throughput is measured")] = 8
     requests: Annotated[int, Meta(ge=1, description="of each side in a round of that")] = 32
-    rounds: Annotated[int, Meta(ge=1, description="of throughput, each side once; the median of the ratios counts")] = 24
+    rounds: Annotated[int, Meta(ge=1, description="of throughput, each side once; the median ratio counts")] = 24
     pairs: Annotated[int, Meta(ge=1, description="requests alone on the machine, each asked of both sides")] = 100
     json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
