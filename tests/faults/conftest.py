@@ -10,7 +10,7 @@ from kvcache.transfer.nixl import why_unavailable
 from tests.support.mesh import Mesh, running_mesh, until
 
 PATIENT = "tests.support.patient_mesh"
-LEASE_S = 4.0  # of a KV offer, where a test does not say otherwise
+LEASE_S = 10.0  # of a KV offer, where a test does not say otherwise; far longer than a slow machine takes to release
 PAIR = ("prefill-0", "decode-0", "decode-1")
 LONE = ("prefill-0", "decode-0")
 IN_FLIGHT = {

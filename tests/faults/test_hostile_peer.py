@@ -4,6 +4,7 @@ import os
 import random
 import socket
 import struct
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -63,26 +64,24 @@ async def test_what_cannot_be_done_is_refused(mesh: Mesh) -> None:
     check_mock_answer(Stream(mesh.url, PROMPT, 5, kvmesh={"worker": "decode-0"}).join())
 
 
-def lies(ticket: Ticket) -> dict[str, Ticket]:
-    few, many = ticket.block_ids[:-1], (*ticket.block_ids, 0)
-    return {
-        "no peer": REPLACE(ticket, peer=b""),
-        "a cut peer": REPLACE(ticket, peer=ticket.peer[: len(ticket.peer) // 2]),
-        "a garbled peer": REPLACE(ticket, peer=bytes(byte ^ 0x55 for byte in ticket.peer)),
-        "another nonce": REPLACE(ticket, nonce=ticket.nonce ^ 1),
-        "no nonce": REPLACE(ticket, nonce=0),
-        "no nonce, as in a slot that nobody uses": REPLACE(ticket, nonce=0, slot=ticket.slot + 7),
-        "a slot before the first": REPLACE(ticket, slot=-1),
-        "a slot after the last": REPLACE(ticket, slot=2**40),
-        "blocks before the first": REPLACE(ticket, block_ids=(-1, -2, -3)),
-        "blocks after the last": REPLACE(ticket, block_ids=(2047, 2048, 2**40)),
-        "blocks missing": REPLACE(ticket, block_ids=few),
-        "blocks too many": REPLACE(ticket, block_ids=many),
-        "fewer tokens": REPLACE(ticket, num_tokens=3),
-        "no tokens": REPLACE(ticket, num_tokens=-5),
-        "another layout": REPLACE(ticket, layout=REPLACE(ticket.layout, num_layers=10**9)),
-        "another backend": REPLACE(ticket, backend="carrier pigeon"),
-    }
+LIES: dict[str, Callable[[Ticket], Ticket]] = {
+    "no peer": lambda t: REPLACE(t, peer=b""),
+    "a cut peer": lambda t: REPLACE(t, peer=t.peer[: len(t.peer) // 2]),
+    "a garbled peer": lambda t: REPLACE(t, peer=bytes(byte ^ 0x55 for byte in t.peer)),
+    "another nonce": lambda t: REPLACE(t, nonce=t.nonce ^ 1),
+    "no nonce": lambda t: REPLACE(t, nonce=0),
+    "no nonce, as in a slot that nobody uses": lambda t: REPLACE(t, nonce=0, slot=t.slot + 7),
+    "a slot before the first": lambda t: REPLACE(t, slot=-1),
+    "a slot after the last": lambda t: REPLACE(t, slot=2**40),
+    "blocks before the first": lambda t: REPLACE(t, block_ids=(-1, -2, -3)),
+    "blocks after the last": lambda t: REPLACE(t, block_ids=(2047, 2048, 2**40)),
+    "blocks missing": lambda t: REPLACE(t, block_ids=t.block_ids[:-1]),
+    "blocks too many": lambda t: REPLACE(t, block_ids=(*t.block_ids, 0)),
+    "fewer tokens": lambda t: REPLACE(t, num_tokens=3),
+    "no tokens": lambda t: REPLACE(t, num_tokens=-5),
+    "another layout": lambda t: REPLACE(t, layout=REPLACE(t.layout, num_layers=10**9)),
+    "another backend": lambda t: REPLACE(t, backend="carrier pigeon"),
+}
 
 
 @pytest.mark.parametrize("transfer", ["nixl", "shm"])
@@ -92,18 +91,29 @@ async def test_a_ticket_that_lies_costs_the_pull_and_no_more(transfer: str, requ
     plane = PlaneClient()
     expected = await ask(plane, cards["decode-1"].address, generate("plain", cache_salt="plain"))
     answer = [token for delta in expected for token in delta.token_ids]
-    [first] = await ask(plane, cards["prefill-0"].address, generate("offer", offer_kv=True))
-    assert first.ticket is not None
-    for name, ticket in lies(first.ticket).items():
-        leg = generate(name, generated=first.token_ids, ticket=ticket, cache_salt=name)
+
+    async def release(offer_id: int, nonce: int) -> None:
+        await plane.tell(cards["prefill-0"].address, "release", ReleaseOffer(offer_id=offer_id, nonce=nonce), 5)
+
+    async def offered(name: str) -> tuple[Delta, Ticket]:
+        """Each lie has an offer of its own: none outlives its lease while the others are told."""
+        [first] = await ask(plane, cards["prefill-0"].address, generate(f"{name}, offered", offer_kv=True))
+        assert first.ticket is not None
+        return first, first.ticket
+
+    for name, lie in LIES.items():
+        first, ticket = await offered(name)
+        leg = generate(name, generated=first.token_ids, ticket=lie(ticket), cache_salt=name)
         deltas = await ask(plane, cards["decode-0"].address, leg)
         tokens = [*first.token_ids, *(token for delta in deltas for token in delta.token_ids)]
         assert tokens == answer, name
         assert deltas[0].pull is None or deltas[0].pull.error, name
-    offer = ReleaseOffer(offer_id=first.ticket.offer_id, nonce=first.ticket.nonce)
-    await plane.tell(cards["prefill-0"].address, "release", REPLACE(offer, nonce=offer.nonce ^ 1), 5)
+        await release(ticket.offer_id, ticket.nonce)
+    _, ticket = await offered("what is released")
+    await release(ticket.offer_id, ticket.nonce ^ 1)
     assert mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 1, "who does not know the nonce cannot release"
-    await plane.tell(cards["prefill-0"].address, "release", offer, 5)
+    await release(ticket.offer_id, ticket.nonce)
+    assert mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0
     await plane.close()
     assert {name: card.pid for name, card in mesh.workers().items()} == {name: c.pid for name, c in cards.items()}
 
