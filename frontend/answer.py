@@ -1,6 +1,6 @@
 """From deltas of tokens to parts of an answer: detokenize, look for stop strings, parse, place logprobs. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from frontend.detokenizer import Detokenizer
@@ -80,6 +80,16 @@ class Answer:
     def stopped_by(self) -> str | None:
         """The stop string that ended it."""
         return None if self._stops is None else self._stops.hit
+
+    @property
+    def is_plain(self) -> bool:
+        """All its text is shown as it is: until it ends, `push_plain` may take tokens for `on_delta`."""
+        return not (self._only_one_call or self._stops or self._wants_logprobs or self._parser)
+
+    @property
+    def push_plain(self) -> Callable[[Sequence[int]], bytes]:
+        """See Detokenizer. The caller adds what was taken to `completion_tokens`."""
+        return self._detokenizer.push_plain
 
     def on_delta(self, delta: Delta) -> Part:
         """Take the next delta. Once `finish_reason` is set, none may follow."""

@@ -124,6 +124,11 @@ class StreamWriter(Protocol):
         """What is new in one answer; empty if there is nothing to say."""
         ...
 
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the text, as the inside of a JSON string, of a part that is text alone; None
+        if that is not always the same."""
+        ...
+
     def finish(self, index: int, reason: FinishReason) -> bytes:
         """One answer is complete."""
         ...

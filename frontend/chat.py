@@ -86,6 +86,9 @@ class ChatWriter(ChunkWriter):
         chunks = [self.chunk(index, b'"delta":' + first, logprobs)]
         return b"".join([*chunks, *[self.plain(index, b'"delta":' + delta) for delta in rest]])
 
+    def frame(self, index: int) -> tuple[bytes, bytes]:
+        return self._content_heads[index] + b'"', b'"' + self._content_tail
+
     def finish(self, index: int, reason: FinishReason) -> bytes:
         has_calls = self._job.branches[index].answer.has_calls
         return self.chunk(index, b'"delta":{}', reason=encode(openai_finish_reason(reason, has_calls)))

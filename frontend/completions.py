@@ -86,5 +86,8 @@ class CompletionWriter(ChunkWriter):
             return self.chunk(index, b'"text":' + encode(text), encode(_logprobs(self._job, part.logprobs)))
         return self.plain(index, b'"text":' + encode(text)) if text else b""
 
+    def frame(self, index: int) -> tuple[bytes, bytes]:
+        return self._heads[index] + b'"text":"', b'"' + self._unfinished
+
     def finish(self, index: int, reason: FinishReason) -> bytes:
         return self.chunk(index, b'"text":""', reason=encode(reason.value))

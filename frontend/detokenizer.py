@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
+import msgspec
 from tokenizers import Tokenizer
 
 from frontend.tokenizing import byte_level
@@ -34,6 +35,11 @@ class Detokenizer(Protocol):
 
     def flush(self) -> str:
         """The rest, once no token follows."""
+        ...
+
+    def push_plain(self, token_ids: Sequence[int]) -> bytes:
+        """`push`, its text as it stands between the quotes of a JSON string. Nothing is taken where that is empty:
+        then it takes `push`. A detokenizer may leave it at that."""
         ...
 
 
@@ -77,15 +83,14 @@ class ByteLevelDecoder:
         self._view = lru_cache(MAX_VIEWS)(self._new_view)
 
     def stream(self, shown: frozenset[str] = NONE_SHOWN) -> Detokenizer:
-        return ByteLevelDetokenizer(*self._view(shown))
+        return ByteLevelDetokenizer(self._view(shown))
 
     def token_bytes(self, token_id: int) -> bytes:
         name = self.names.name(token_id)
         return b"" if name is None else byte_level.token_bytes(name)
 
-    def _new_view(self, shown: frozenset[str]) -> "tuple[_ShownTexts, _ShownBytes]":
-        shown_bytes = _ShownBytes(self, shown)
-        return _ShownTexts(shown_bytes), shown_bytes
+    def _new_view(self, shown: frozenset[str]) -> "_View":
+        return _View(self, shown)
 
 
 class _ShownBytes(dict[int, bytes]):
@@ -121,12 +126,39 @@ class _ShownTexts(dict[int, str | None]):
         return text
 
 
-class ByteLevelDetokenizer:
-    __slots__ = ("_bytes", "_decoder", "_texts", "_whole")
+class _PlainTexts(dict[int, bytes]):
+    """Token id -> its text as the inside of a JSON string, empty where nothing or a part of a character is shown."""
 
-    def __init__(self, texts: dict[int, str | None], shown_bytes: dict[int, bytes]) -> None:
-        self._texts = texts
+    def __init__(self, shown_bytes: _ShownBytes) -> None:
+        super().__init__()
         self._bytes = shown_bytes
+
+    def __missing__(self, token_id: int) -> bytes:
+        try:
+            plain = msgspec.json.encode(self._bytes[token_id].decode())[1:-1]
+        except UnicodeDecodeError:
+            plain = b""
+        if token_id in self._bytes:
+            self[token_id] = plain
+        return plain
+
+
+class _View:
+    """What is shown of each token, to all streams that show the same special tokens."""
+
+    def __init__(self, decoder: ByteLevelDecoder, shown: frozenset[str]) -> None:
+        self.bytes = _ShownBytes(decoder, shown)
+        self.texts = _ShownTexts(self.bytes)
+        self.plain = _PlainTexts(self.bytes)
+
+
+class ByteLevelDetokenizer:
+    __slots__ = ("_bytes", "_decoder", "_plain", "_texts", "_whole")
+
+    def __init__(self, view: _View) -> None:
+        self._texts = view.texts
+        self._bytes = view.bytes
+        self._plain = view.plain
         self._whole = True  # no part of a character waits
         self._decoder: codecs.IncrementalDecoder | None = None  # made for the first part of a character
 
@@ -141,6 +173,14 @@ class ByteLevelDetokenizer:
                 if None not in texts:
                     return "".join(texts)  # type: ignore[arg-type]
         return self._push_parts(token_ids)
+
+    def push_plain(self, token_ids: Sequence[int]) -> bytes:
+        if not self._whole:
+            return b""
+        if len(token_ids) == 1:
+            return self._plain[token_ids[0]]
+        texts = [self._plain[token_id] for token_id in token_ids]
+        return b"".join(texts) if b"" not in texts else b""
 
     def flush(self) -> str:
         return "" if self._decoder is None else self._decoder.decode(b"", final=True)
@@ -272,6 +312,13 @@ class PieceDetokenizer:
                 return piece
         return self._push_all(token_ids)
 
+    def push_plain(self, token_ids: Sequence[int]) -> bytes:
+        if self._plain and len(token_ids) == 1:
+            piece = self._pieces[token_ids[0]]
+            if piece.__class__ is str:
+                return msgspec.json.encode(piece)[1:-1]
+        return b""
+
     def _push_all(self, token_ids: Sequence[int]) -> str:
         texts: list[str] = []
         for token_id in token_ids:
@@ -350,6 +397,9 @@ class WindowDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join([self._push(token) for token in token_ids if token not in self._hidden_ids])
+
+    def push_plain(self, token_ids: Sequence[int]) -> bytes:
+        return b""  # this is slow anyhow
 
     def flush(self) -> str:
         return self._take(self._new_text())

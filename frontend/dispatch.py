@@ -262,18 +262,17 @@ class Dispatcher:
 class _Course:
     """An answer over all its attempts."""
 
-    __slots__ = ("_has_ended", "consumer", "generated", "give")
+    __slots__ = ("_has_ended", "consumer", "generated")
 
     def __init__(self, consumer: DeltaConsumer, generated: Sequence[int]) -> None:
         self.consumer = consumer
-        self.give = consumer.take
         self.generated = list(generated)
         self._has_ended = False  # by itself
 
     def take(self, delta: Delta) -> bool:
         self.generated += delta.token_ids
         self._has_ended = delta.finish_reason is not None
-        return self.give(delta) and not self._has_ended
+        return self.consumer.take(delta) and not self._has_ended
 
     @property
     def is_done(self) -> bool:
@@ -284,12 +283,14 @@ class _Leg:
     """Takes the deltas of one placement: tells the booking, the trace, and the one who asked."""
 
     __slots__ = (
+        "_before",
         "_booking",
         "_course",
+        "_generated",
+        "_give",
         "_has_begun",
         "_is_first",
         "_is_steady",
-        "_osl_tokens",
         "on_offer_taken",
         "ticket",
         "trace",
@@ -304,7 +305,9 @@ class _Leg:
         self._is_first = is_first  # no worker before has computed the prompt for this answer
         self._has_begun = False
         self._is_steady = False  # its decode worker has sent a first delta
-        self._osl_tokens = 0  # since the placement: what was generated before is part of the prompt
+        self._give = course.consumer.take
+        self._generated = course.generated
+        self._before = len(course.generated)  # part of the prompt
 
     def on_first(self, delta: Delta) -> None:
         """The delta of a prefill leg; the consumer has no use for its ticket."""
@@ -313,10 +316,8 @@ class _Leg:
 
     def take(self, delta: Delta) -> bool:
         if self._is_steady and delta.finish_reason is None and delta.pull is None:  # nearly all: in one step
-            tokens, course = delta.token_ids, self._course
-            self._osl_tokens += len(tokens)
-            course.generated += tokens
-            return course.give(delta)
+            self._generated += delta.token_ids
+            return self._give(delta)
         if self.ticket is not None:  # with its first delta the decode worker is done with the offer
             assert self.on_offer_taken is not None
             self.on_offer_taken(self.ticket)
@@ -324,8 +325,6 @@ class _Leg:
             delta = msgspec.structs.replace(delta, cached_tokens=None)  # what prefill said counts
         if not self._has_begun or delta.pull is not None:
             self._note(delta)
-        else:
-            self._osl_tokens += len(delta.token_ids)
         self._is_steady = True
         return self._course.take(delta)
 
@@ -342,13 +341,12 @@ class _Leg:
 
     def report(self) -> None:
         """Told now and then, before the first token as well: a long prompt may take longer than the booking's lease."""
-        self._booking.progress(self._osl_tokens)
+        self._booking.progress(len(self._generated) - self._before)
 
     def _note(self, delta: Delta) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._booking.prefill_done(delta.cached_tokens)
-        self._osl_tokens += len(delta.token_ids)
         if delta.cached_tokens is not None and self._is_first:
             self.trace.cached_tokens = delta.cached_tokens
         if delta.pull is not None:

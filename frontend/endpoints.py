@@ -19,7 +19,7 @@ from frontend.generator import Generator
 from frontend.hints import with_headers
 from frontend.models import ModelRegistry
 from frontend.parameters import parse_either
-from frontend.pipeline import Branch, Job, placement_headers, prepare, run
+from frontend.pipeline import Branch, Job, Lane, placement_headers, prepare, run
 from frontend.whole import Whole
 from mesh.http.connection import refusal
 from mesh.http.request import Reply, ReplyStream, Request, json_reply
@@ -214,6 +214,9 @@ class WholeOutlet:
         self._answers[branch.index].add(part)
         return True
 
+    def lane(self, branch: Branch) -> None:
+        return None
+
     async def until_ready(self) -> None:
         return
 
@@ -252,6 +255,11 @@ class SseOutlet:
         elif chunk:
             reply.write(chunk)
         return not reply.is_full
+
+    def lane(self, branch: Branch) -> Lane | None:
+        if self.reply is None or (frame := self._writer.frame(branch.index)) is None:
+            return None
+        return Lane(self.reply.write, *frame)
 
     def _open(self) -> ReplyStream:
         explained = placement_headers(self._job.branches[0].trace) if self._job.call.hints.explain else {}

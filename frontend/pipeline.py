@@ -8,7 +8,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -297,11 +297,23 @@ def answer_limit(call: Call, context_tokens: int, prompt_tokens: int) -> int:
 # --- running --------------------------------------------------------------------------------------------
 
 
+class Lane(NamedTuple):
+    """How text that goes out as it is reaches the client."""
+
+    write: Callable[[bytes], bool]  # gives whether it is not full
+    head: bytes
+    tail: bytes
+
+
 class Outlet(Protocol):
     """Where the parts of the answers go."""
 
     def put(self, branch: Branch, part: Part) -> bool:
         """Whether it is not full."""
+        ...
+
+    def lane(self, branch: Branch) -> Lane | None:
+        """After the first `put`: how parts that are text alone can go out without it, until the last."""
         ...
 
     @property
@@ -311,9 +323,26 @@ class Outlet(Protocol):
 
 
 class _Feed:
-    """Implements frontend.generator.DeltaConsumer for one branch."""
+    """Implements frontend.generator.DeltaConsumer for one branch.
 
-    __slots__ = ("_answer", "_branch", "_now", "_of_all", "_outlet", "_put", "_timing", "on_begin")
+    Nearly all deltas of nearly all streams are tokens whose text the client gets as it is. They take a lane of their
+    own: what a token passes through on its way is most of what it costs.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_branch",
+        "_head",
+        "_now",
+        "_of_all",
+        "_outlet",
+        "_plain",
+        "_put",
+        "_tail",
+        "_timing",
+        "_write",
+        "on_begin",
+    )
 
     def __init__(self, branch: Branch, job: Job, outlet: Outlet) -> None:
         self._branch = branch
@@ -323,9 +352,16 @@ class _Feed:
         self._outlet = outlet
         self._put = outlet.put
         self._now = asyncio.get_running_loop().time
+        self._plain = branch.answer.push_plain
+        self._write: Callable[[bytes], bool] | None = None  # where there is a lane, which has a head and a tail
+        self._head = self._tail = b""
         self.on_begin: Callable[[], None] | None = None  # with the first token
 
     def take(self, delta: Delta) -> bool:
+        if self._write is not None and delta.finish_reason is None and (text := self._plain(delta.token_ids)):
+            self._answer.completion_tokens += len(delta.token_ids)
+            self._timing.last_token = self._of_all.last_token = self._now()
+            return self._write(self._head + text + self._tail)
         if not delta.token_ids and delta.finish_reason is None:
             return not (self.is_done or self.is_full)
         answer, timing = self._answer, self._timing
@@ -335,7 +371,14 @@ class _Feed:
             self._of_all.on_tokens(now)
             if self.on_begin is not None:
                 self.on_begin()
+            wants_more = self._put(self._branch, answer.on_delta(delta)) and answer.finish_reason is None
+            self._look_for_lane()
+            return wants_more
         return self._put(self._branch, answer.on_delta(delta)) and answer.finish_reason is None
+
+    def _look_for_lane(self) -> None:
+        if self._answer.is_plain and (lane := self._outlet.lane(self._branch)) is not None:
+            self._write, self._head, self._tail = lane
 
     @property
     def is_done(self) -> bool:

@@ -140,6 +140,9 @@ class MessagesWriter:
             return self._delta_head + encode(only.text) + b"}}\n\n"
         return b"".join([self._write(event) for event in events])
 
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        return (self._delta_head + b'"', b'"}}\n\n') if self._open is Content else None
+
     def _write(self, event: Event) -> bytes:
         match event:
             case Content("") | Reasoning(""):

@@ -162,6 +162,9 @@ class ResponsesWriter:
             self._waiting.clear()  # of a thought, a call or a marker
         return chunk
 
+    def frame(self, index: int) -> None:
+        return None  # its events are numbered
+
     def _only(self, event: Event) -> bytes:
         """Nearly all parts are more of the message that is open."""
         if self._waiting or not (isinstance(event, Content) and isinstance(self._open, GrowingMessage)):

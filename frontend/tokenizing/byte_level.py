@@ -16,9 +16,13 @@ def written(text: str) -> str:
     return "".join([CHAR_OF_BYTE[byte] for byte in text.encode()])
 
 
+# Of code points, for a token whose characters are stand-ins to become Latin-1; what is none becomes nothing in it.
+_LATIN_1 = dict.fromkeys(range(256), 0x100) | {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}
+
+
 def token_bytes(token: str) -> bytes:
     """A token with any character that is no stand-in is meant literally (added tokens)."""
     try:
-        return bytes([BYTE_OF_CHAR[char] for char in token])
-    except KeyError:
+        return token.translate(_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:
         return token.encode()

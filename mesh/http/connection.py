@@ -425,8 +425,10 @@ class Connection(asyncio.Protocol):
         return self._stream
 
     def flush(self) -> None:
-        if self._stream is not None and (data := self._stream.take()):
-            self.write(data)
+        if self._stream is None or not (data := self._stream.take()):
+            return
+        if (transport := self._transport) is not None and not transport.is_closing():
+            transport.write(data)
 
     def _head(self, status: int, framing: str, fields: Mapping[str, str]) -> bytes:
         """Raises ValueError for a header that would break the head."""

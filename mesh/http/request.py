@@ -134,13 +134,14 @@ class ReplyStream:
         self.sent_bytes = 0  # of the body
         flush_soon(connection)
 
-    def write(self, data: bytes) -> None:
-        """Send `data`; does nothing once the client has left, or the stream has ended."""
+    def write(self, data: bytes) -> bool:
+        """Send `data`; does nothing once the client has left, or the stream has ended. Whether the client keeps up."""
         if self.is_ended:
-            return
+            return True
         if not self._pending and not self._head:
             self._flush_soon(self._connection)
         self._pending.append(data)
+        return not self._connection.is_full
 
     def end(self, data: bytes = b"") -> None:
         """Send the last `data` and the end of the body, now. A second call does nothing."""
@@ -152,8 +153,16 @@ class ReplyStream:
 
     def take(self) -> bytes:
         """What was written since the last call, as it goes on the wire."""
-        data = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
-        self._pending.clear()
+        pending = self._pending
+        data = pending[0] if len(pending) == 1 else b"".join(pending)
+        pending.clear()
+        if self._head or self.is_ended or self._head_only or not self.is_chunked:
+            return self._take_edge(data)
+        self.sent_bytes += len(data)
+        return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+    def _take_edge(self, data: bytes) -> bytes:
+        """What has the head before it, the end behind it, or no chunks."""
         head, self._head = self._head, b""
         if self._head_only:
             return head

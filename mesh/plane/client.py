@@ -54,7 +54,7 @@ class Stream:
     """The answer to one call. Iterate over it, or `feed` a consumer; an error of the peer is raised where the answer
     would be."""
 
-    __slots__ = ("_ended", "_failure", "_link", "_messages", "_take", "_taken", "_waiter", "number")
+    __slots__ = ("_ended", "_failure", "_link", "_messages", "_taken", "_waiter", "number", "take")
 
     def __init__(self, link: "_ClientLink", number: int) -> None:
         self._link = link
@@ -64,17 +64,18 @@ class Stream:
         self._taken = 0
         self._ended = False
         self._failure: MeshError | None = None
-        self._take: Callable[[msgspec.Raw], bool] | None = None  # while fed: gives False if it is to be left alone
+        self.take: Callable[[msgspec.Raw], bool] | None = None  # while fed: gives False if it is to be left alone
 
     def on_message(self, message: msgspec.Raw) -> None:
-        if self._take is not None:
-            if not self._take(message):
-                self._take = None
-                self._wake()
-            return
+        """While nobody takes them at once."""
         if len(self._messages) >= WINDOW_MESSAGES:
             raise WireError(f"{self._link.address} sends beyond its credit of {WINDOW_MESSAGES} messages")
         self._messages.append(message)
+        self._wake()
+
+    def on_taken_enough(self) -> None:
+        """`take` is to be left alone."""
+        self.take = None
         self._wake()
 
     def on_end(self, failure: MeshError | None) -> None:
@@ -147,15 +148,15 @@ class Stream:
                 if consumer.is_full:
                     await consumer.until_ready()
                     continue
-                self._take = take
+                self.take = take
                 await self._arrival()
-                self._take = None
+                self.take = None
                 if failure is not None:
                     raise failure
                 if consumer.is_done:
                     return
         finally:
-            self._take = None
+            self.take = None
 
     def _renew_credit(self) -> None:
         """Messages were taken: the peer may go on sending."""
@@ -347,9 +348,14 @@ class _ClientLink(Link):
         if not isinstance(frame, Batch):
             self.abort(f"a server does not send {type(frame).__name__}")
             return
-        for number, message in frame.messages:
-            if (stream := self._streams.get(number)) is not None:  # else: given up here meanwhile
+        find = self._streams.get
+        for number, message in frame.messages:  # a token each, nearly all: no call here that can be done without
+            if (stream := find(number)) is None:
+                continue  # given up here meanwhile
+            if (take := stream.take) is None:
                 stream.on_message(message)
+            elif not take(message):
+                stream.on_taken_enough()
         for number, code, detail in frame.ends:
             if (stream := self._streams.pop(number, None)) is not None:
                 stream.on_end(from_wire(code, detail) if code else None)

@@ -49,6 +49,35 @@ def test_the_pieces_are_the_full_decode(name: str, data: st.DataObject) -> None:
     assert text == backend.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("name", KINDS)
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_plain_pushes_between_the_others_change_nothing(name: str, data: st.DataObject) -> None:
+    backend = BUILT[name][0]
+    ids = data.draw(st.lists(st.integers(0, backend.get_vocab_size() + 2), max_size=40))
+    stream, text, done = DECODERS[name].stream(), "", 0
+    while done < len(ids):
+        pushed = ids[done : done + data.draw(st.integers(1, 4))]
+        plain = stream.push_plain(pushed) if data.draw(st.booleans()) else b""
+        text += json.loads(b'"' + plain + b'"') if plain else stream.push(pushed)
+        done += len(pushed)
+    assert text + stream.flush() == backend.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(("name", "token", "text"), [("byte level", "Ġfox", b" fox"), ("byte fallback", "fox", b"fox")])
+def test_a_plain_push_takes_whole_characters_and_nothing_else(name: str, token: str, text: bytes) -> None:
+    backend, stream = BUILT[name][0], DECODERS[name].stream()
+    word = backend.token_to_id(token)
+    part_of_a_character = backend.encode("🦊", add_special_tokens=False).ids[-2]
+    stream.push([word])
+    assert stream.push_plain([word]) == text
+    for nothing in ([special_ids(backend)[0]], [10**6], [part_of_a_character], []):
+        assert stream.push_plain(nothing) == b""
+    stream.push([part_of_a_character])
+    assert stream.push_plain([word]) == b"", "it would go before what has begun"
+    assert stream.push([word]).endswith("fox")
+
+
 SHOWN = ["<|im_start|>", "<|im_end|>", "</s>", "not a token", "fox"]
 
 
@@ -84,6 +113,7 @@ def test_unknown_tokens_of_a_worker_take_no_memory(name: str) -> None:
     for token in range(10**6, 10**6 + 20_000):
         assert stream.push([token]) == ""
         assert stream.push([token, token]) == ""
+        assert stream.push_plain([token]) == b""
     taken_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert taken_bytes < 50_000
