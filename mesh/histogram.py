@@ -1,17 +1,14 @@
-"""Histograms that are counted on the event loop alone: plain numbers, made into Prometheus' when it asks.
-
-prometheus_client's own take a lock for every bucket and sum, which at half a dozen observations per request costs more
-than tokenizing the prompt.
-"""
+"""Histograms that are counted on the event loop alone; see mesh/tally.py."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
-from prometheus_client import REGISTRY, CollectorRegistry, Metric
+from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from mesh.tally import LoopMetric
 
 
 class Distribution:
@@ -29,8 +26,8 @@ class Distribution:
         self.total += value
 
 
-class LoopHistogram(Collector):
-    """A histogram of the default registry. `buckets`: upper bounds, ascending; +Inf is added."""
+class LoopHistogram(LoopMetric[Distribution, HistogramMetricFamily]):
+    """A histogram. `buckets`: upper bounds, ascending; +Inf is added."""
 
     def __init__(
         self,
@@ -41,31 +38,15 @@ class LoopHistogram(Collector):
         buckets: Sequence[float],
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        self._name = name
-        self._documentation = documentation
-        self._labels = tuple(labels)
         self._bounds = tuple(buckets)
-        self._children: dict[tuple[str, ...], Distribution] = {}
-        if not self._labels:  # it is told from the start
-            self.labels()
-        registry.register(self)
+        self._edges = [*map(floatToGoString, self._bounds), "+Inf"]
+        super().__init__(name, documentation, labels, registry=registry)
 
-    def labels(self, *values: str) -> Distribution:
-        """Made when it is first asked for."""
-        if len(values) != len(self._labels):
-            raise ValueError(f"{self._name} has the labels {self._labels}, not {len(values)}")
-        if (child := self._children.get(values)) is None:
-            child = self._children[values] = Distribution(self._bounds)
-        return child
+    def _new_child(self) -> Distribution:
+        return Distribution(self._bounds)
 
-    def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
-        edges = [*map(floatToGoString, self._bounds), "+Inf"]
-        for values, child in list(self._children.items()):
-            cumulated = accumulate(child.counts)
-            family.add_metric(values, list(zip(edges, cumulated, strict=True)), child.total)
-        yield family
+    def _empty(self) -> HistogramMetricFamily:
+        return HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
 
-    def describe(self) -> Iterator[Metric]:
-        """For the registry, which refuses a second metric of the same name."""
-        yield HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+    def _add(self, family: HistogramMetricFamily, values: Sequence[str], child: Distribution) -> None:
+        family.add_metric(values, list(zip(self._edges, accumulate(child.counts), strict=True)), child.total)

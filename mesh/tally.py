@@ -1,13 +1,61 @@
-"""Counters and gauges that are counted on the event loop alone: plain numbers, for what every request counts.
+"""Counters and gauges that are counted on the event loop alone: plain numbers, made into Prometheus' when it asks.
 
-As mesh/histogram.py: prometheus_client's own take a lock for each.
+prometheus_client's own take a lock for each number, which at half a dozen per request costs more than tokenizing the
+prompt. Histograms of the same kind: mesh/histogram.py.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+Child = TypeVar("Child")
+Family = TypeVar("Family", bound=Metric)
+
+
+class LoopMetric(Collector, Generic[Child, Family]):
+    """One metric of the default registry: a child for each set of label values, and the family it tells of them."""
+
+    def __init__(
+        self, name: str, documentation: str, labels: Sequence[str] = (), *, registry: CollectorRegistry = REGISTRY
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = tuple(labels)
+        self._children: dict[tuple[str, ...], Child] = {}
+        if not self._labels:  # it is told from the start
+            self.labels()
+        registry.register(self)
+
+    def labels(self, *values: str) -> Child:
+        """Made when it is first asked for."""
+        if len(values) != len(self._labels):
+            raise ValueError(f"{self._name} has the labels {self._labels}, not {len(values)}")
+        if (child := self._children.get(values)) is None:
+            child = self._children[values] = self._new_child()
+        return child
+
+    def collect(self) -> Iterator[Metric]:
+        family = self._empty()
+        for values, child in list(self._children.items()):
+            self._add(family, values, child)
+        yield family
+
+    def describe(self) -> Iterator[Metric]:
+        """For the registry, which refuses a second metric of the same name."""
+        yield self._empty()
+
+    @abstractmethod
+    def _new_child(self) -> Child: ...
+
+    @abstractmethod
+    def _empty(self) -> Family: ...
+
+    @abstractmethod
+    def _add(self, family: Family, values: Sequence[str], child: Child) -> None: ...
 
 
 class Tally:
@@ -22,51 +70,27 @@ class Tally:
         self.value += amount
 
 
-class _Tallies(Collector):
-    """One metric of the default registry."""
-
-    _family: type[CounterMetricFamily] | type[GaugeMetricFamily]
-
-    def __init__(
-        self, name: str, documentation: str, labels: Sequence[str] = (), *, registry: CollectorRegistry = REGISTRY
-    ) -> None:
-        self._name = name
-        self._documentation = documentation
-        self._labels = tuple(labels)
-        self._children: dict[tuple[str, ...], Tally] = {}
-        if not self._labels:  # it is told from the start
-            self.labels()
-        registry.register(self)
-
-    def labels(self, *values: str) -> Tally:
-        """Made when it is first asked for."""
-        if len(values) != len(self._labels):
-            raise ValueError(f"{self._name} has the labels {self._labels}, not {len(values)}")
-        if (child := self._children.get(values)) is None:
-            child = self._children[values] = Tally()
-        return child
-
-    def collect(self) -> Iterator[Metric]:
-        family = self._empty()
-        for values, child in list(self._children.items()):
-            family.add_metric(values, child.value)
-        yield family
-
-    def describe(self) -> Iterator[Metric]:
-        """For the registry, which refuses a second metric of the same name."""
-        yield self._empty()
-
-    def _empty(self) -> CounterMetricFamily | GaugeMetricFamily:
-        return self._family(self._name, self._documentation, labels=self._labels)
-
-
-class LoopCounter(_Tallies):
+class LoopCounter(LoopMetric[Tally, CounterMetricFamily]):
     """A counter; its name ends with `_total`."""
 
-    _family = CounterMetricFamily
+    def _new_child(self) -> Tally:
+        return Tally()
+
+    def _empty(self) -> CounterMetricFamily:
+        return CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+
+    def _add(self, family: CounterMetricFamily, values: Sequence[str], child: Tally) -> None:
+        family.add_metric(values, child.value)
 
 
-class LoopGauge(_Tallies):
+class LoopGauge(LoopMetric[Tally, GaugeMetricFamily]):
     """A gauge that goes up and down by steps."""
 
-    _family = GaugeMetricFamily
+    def _new_child(self) -> Tally:
+        return Tally()
+
+    def _empty(self) -> GaugeMetricFamily:
+        return GaugeMetricFamily(self._name, self._documentation, labels=self._labels)
+
+    def _add(self, family: GaugeMetricFamily, values: Sequence[str], child: Tally) -> None:
+        family.add_metric(values, child.value)
