@@ -13,6 +13,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ from protocol.messages import (
     Ticket,
     pack_tokens,
 )
+from tests.support.asking import asked
 from tests.support.fake_servers import VllmServer, answer_to
 from tests.support.fake_sglang import FakeSglang
 from tests.support.fake_trtllm import FakeTrtllm
@@ -59,6 +61,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)
 BLOCK = 16
 MODEL_PATH = "/models/toy"
 numbers = itertools.count()
+ask = partial(asked, model="m")
 
 
 @dataclass
@@ -343,19 +346,6 @@ def prompt_of(length: int, first: int = 100) -> bytes:
 
 def tokens_of(length: int, first: int = 100) -> list[int]:
     return [(first + 7 * i) % 1900 + 10 for i in range(length)]
-
-
-def ask(prompt: bytes, max_tokens: int = 12, **fields: object) -> GenerateRequest:
-    values = {
-        "sampling": SamplingParams(temperature=0),
-        "stop": StopConditions(max_tokens=max_tokens, ignore_eos=True),
-    } | fields
-    return GenerateRequest(
-        request_id=RequestId(f"r{next(numbers)}"),
-        model="m",
-        prompt=prompt,
-        **values,  # type: ignore[arg-type]
-    )
 
 
 async def run(started: Started, request: GenerateRequest) -> list[Delta]:

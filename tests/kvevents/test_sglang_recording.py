@@ -23,7 +23,7 @@ from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.hashing import digest_term, hash_seed, pack_hashes, sequence_hashes
 from protocol.ids import EngineHash, SequenceHash, WorkerId
 from router.index import Holder, PlainIndex, Tier
-from tests.support.fake_sglang import EventSockets, event_map
+from tests.support.fake_sglang import EventSockets, event_map, event_sockets
 from tests.support.implementations import INDEXES
 from tests.support.patience import PATIENCE_S
 from tests.support.sglang_recording import recorder, recording
@@ -267,10 +267,8 @@ def test_a_follower_knows_of_every_prompt_what_sglang_found_of_it_in_its_cache(f
 
 @pytest_asyncio.fixture
 async def sockets(tmp_path: Path) -> AsyncIterator[EventSockets]:
-    endpoints = {"endpoint": f"ipc://{tmp_path}/live", "replay_endpoint": f"ipc://{tmp_path}/replay"}
-    published = EventSockets({"publisher": "zmq", "bind": True} | endpoints)
-    yield published
-    published.close()
+    with event_sockets(tmp_path) as published:
+        yield published
 
 
 async def test_the_fake_sends_the_recorded_events_as_they_were_sent(sockets: EventSockets, tmp_path: Path) -> None:

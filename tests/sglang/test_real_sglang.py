@@ -15,18 +15,17 @@ from tokenizers import Tokenizer
 from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.hashing import sequence_hashes
-from protocol.ids import RequestId, WorkerId
+from protocol.ids import WorkerId
 from protocol.messages import (
     Control,
     ControlAction,
     Delta,
-    GenerateRequest,
     Guide,
     GuideKind,
     SamplingParams,
     StopConditions,
-    pack_tokens,
 )
+from tests.support.asking import asked, prompt_tokens
 from tests.support.patience import PATIENCE_S
 from tests.support.sglang_cpu import ENV, FLAGS, needs_sglang
 from workers.config import WorkerConfig
@@ -36,7 +35,6 @@ pytestmark = [needs_sglang, pytest.mark.timeout(600), pytest.mark.asyncio(loop_s
 
 BLOCK = 16
 NUM_BLOCKS = 64
-numbers = itertools.count()
 
 
 class Worker:
@@ -72,24 +70,7 @@ class Worker:
             await asyncio.sleep(0.3)
 
     async def run(self, tokens: Sequence[int], max_tokens: int = 8, **fields: Any) -> list[Delta]:
-        return [delta async for delta in self.engine.generate(ask(tokens, max_tokens, **fields))]
-
-
-def ask(tokens: Sequence[int], max_tokens: int, **fields: Any) -> GenerateRequest:
-    values = {
-        "sampling": SamplingParams(temperature=0),
-        "stop": StopConditions(max_tokens=max_tokens, ignore_eos=True),
-    } | fields
-    return GenerateRequest(
-        request_id=RequestId(f"r{next(numbers)}"),
-        model="tiny",
-        prompt=pack_tokens(tokens),
-        **values,
-    )
-
-
-def prompt(length: int, first: int = 11) -> list[int]:
-    return [(first + 37 * i) % 1900 + 50 for i in range(length)]
+        return [delta async for delta in self.engine.generate(asked(tokens, max_tokens, **fields))]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -129,7 +110,7 @@ async def worker() -> AsyncIterator[Worker]:
 async def test_a_guide_holds_the_answer_to_its_form(
     worker: Worker, guide: Guide, is_in_form: Callable[[str], bool]
 ) -> None:
-    deltas = await worker.run(prompt(40), guide=guide, stop=StopConditions(max_tokens=40))
+    deltas = await worker.run(prompt_tokens(40), guide=guide, stop=StopConditions(max_tokens=40))
     tokens = [token for delta in deltas for token in delta.token_ids]
     assert is_in_form(Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json")).decode(tokens))
 
@@ -137,7 +118,7 @@ async def test_a_guide_holds_the_answer_to_its_form(
 async def test_what_is_announced_is_what_sglang_finds_through_evictions(worker: Worker) -> None:
     found = []
     for turn in range(12):
-        for tokens in (prompt(150 + turn, 31 * (turn % 8)), prompt(60 + 16 * turn, 31 * (turn % 8))):
+        for tokens in (prompt_tokens(150 + turn, 31 * (turn % 8)), prompt_tokens(60 + 16 * turn, 31 * (turn % 8))):
             await worker.settled()
             expected = worker.overlap_tokens(tokens)
             deltas = await worker.run(tokens)
@@ -148,7 +129,7 @@ async def test_what_is_announced_is_what_sglang_finds_through_evictions(worker: 
 
 
 async def test_an_emptied_cache_is_announced(worker: Worker) -> None:
-    await worker.run(prompt(100))
+    await worker.run(prompt_tokens(100))
     await until(lambda: bool(worker.held))
     await worker.engine.control(Control(action=ControlAction.RESET_PREFIX_CACHE))
     await until(lambda: not worker.held)
@@ -157,7 +138,7 @@ async def test_an_emptied_cache_is_announced(worker: Worker) -> None:
 
 async def test_its_load_is_told_while_it_computes_and_is_none_when_it_rests(worker: Worker) -> None:
     """SGLang counts what is held with every prompt and every 40 tokens, and not when it has come to rest."""
-    seen = [worker.engine.load() async for _ in worker.engine.generate(ask(prompt(100), 130))]
+    seen = [worker.engine.load() async for _ in worker.engine.generate(asked(prompt_tokens(100), 130))]
     assert {load.running for load in seen} == {1}
     assert 200 // BLOCK <= max(load.used_blocks for load in seen) <= 256 // BLOCK
     await until(lambda: worker.engine.load().running == worker.engine.load().used_blocks == 0)
@@ -165,7 +146,7 @@ async def test_its_load_is_told_while_it_computes_and_is_none_when_it_rests(work
 
 @pytest.mark.parametrize("top", [0, 3])
 async def test_each_token_has_its_logprob_and_as_many_others_as_asked_for(worker: Worker, top: int) -> None:
-    deltas = await worker.run(prompt(40), sampling=SamplingParams(temperature=0, top_logprobs=top))
+    deltas = await worker.run(prompt_tokens(40), sampling=SamplingParams(temperature=0, top_logprobs=top))
     logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
     assert [entry.token_id for entry in logprobs] == [token for delta in deltas for token in delta.token_ids]
     assert all(len(entry.top) == top for entry in logprobs)

@@ -16,7 +16,8 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -370,6 +371,17 @@ class EventSockets:
             if seq >= int.from_bytes(start, "big"):
                 self._router.send((client, b"", b"", seq.to_bytes(8, "big"), payload))
         self._router.send((client, b"", b"", b"\xff" * 8, b""))
+
+
+@contextmanager
+def event_sockets(folder: Path) -> Iterator[EventSockets]:
+    """At ipc://`folder`/live and ipc://`folder`/replay."""
+    endpoints = {"endpoint": f"ipc://{folder}/live", "replay_endpoint": f"ipc://{folder}/replay"}
+    published = EventSockets({"publisher": "zmq", "bind": True} | endpoints)
+    try:
+        yield published
+    finally:
+        published.close()
 
 
 def event_map(event: Event, block_size: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ContextLengthError, EngineError, InvalidRequestError
 from protocol.events import Cleared, KvEvent, Removed, Stored
 from protocol.hashing import sequence_hashes
-from protocol.ids import RequestId, WorkerId
+from protocol.ids import WorkerId
 from protocol.messages import (
     Control,
     ControlAction,
@@ -28,9 +28,8 @@ from protocol.messages import (
     Guide,
     GuideKind,
     SamplingParams,
-    StopConditions,
-    pack_tokens,
 )
+from tests.support.asking import asked, prompt_tokens
 from tests.support.vllm_mesh import BLOCK, ENV, FLAGS, needs_vllm
 from workers.config import WorkerConfig
 from workers.engine import EngineInfo
@@ -39,7 +38,6 @@ from workers.vllm_engine.engine import VllmEngine
 pytestmark = [needs_vllm, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
 
 NUM_BLOCKS = 96
-numbers = itertools.count()
 
 
 class Worker:
@@ -76,27 +74,10 @@ class Worker:
         return len(list(itertools.takewhile(self.held.__contains__, hashes)))
 
     async def run(self, tokens: Sequence[int], max_tokens: int = 12, **fields: Any) -> list[Delta]:
-        return [delta async for delta in self.engine.generate(ask(tokens, max_tokens, **fields))]
+        return [delta async for delta in self.engine.generate(asked(tokens, max_tokens, **fields))]
 
     async def control(self, action: ControlAction, **arguments: str) -> tuple[str, ...]:
         return (await self.engine.control(Control(action=action, arguments=arguments))).loras
-
-
-def ask(tokens: Sequence[int], max_tokens: int = 12, *, ignore_eos: bool = True, **fields: Any) -> GenerateRequest:
-    return GenerateRequest(
-        **{
-            "request_id": RequestId(f"r{next(numbers)}"),
-            "model": "tiny",
-            "prompt": pack_tokens(tokens),
-            "sampling": SamplingParams(temperature=0),
-            "stop": StopConditions(max_tokens=max_tokens, ignore_eos=ignore_eos),
-            **fields,
-        }
-    )
-
-
-def prompt(length: int, first: int = 11) -> list[int]:
-    return [(first + 37 * i) % 1900 + 50 for i in range(length)]
 
 
 def tokens_of(deltas: Sequence[Delta]) -> list[int]:
@@ -152,9 +133,11 @@ async def test_greedy_answers_are_those_of_vllm_alone(worker: Worker) -> None:
     for length in (1, 31, 32, 33, 200):
         alone: list[int] = []
         params = VllmParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-        async for output in llm.generate(TokensPrompt(prompt_token_ids=prompt(length)), params, f"alone-{length}"):
+        async for output in llm.generate(
+            TokensPrompt(prompt_token_ids=prompt_tokens(length)), params, f"alone-{length}"
+        ):
             alone = list(output.outputs[0].token_ids)
-        assert tokens_of(await worker.run(prompt(length))) == alone
+        assert tokens_of(await worker.run(prompt_tokens(length))) == alone
 
 
 async def test_no_process_beside_its_engine_waits_for_it_by_spinning(worker: Worker) -> None:
@@ -165,20 +148,20 @@ async def test_no_process_beside_its_engine_waits_for_it_by_spinning(worker: Wor
 
 
 async def test_an_answer_goes_on_elsewhere_as_it_would_have(worker: Worker) -> None:
-    whole = tokens_of(await worker.run(prompt(100), 12))
-    assert tokens_of(await worker.run(prompt(100), 12, generated=tuple(whole[:5]))) == whole[5:]
+    whole = tokens_of(await worker.run(prompt_tokens(100), 12))
+    assert tokens_of(await worker.run(prompt_tokens(100), 12, generated=tuple(whole[:5]))) == whole[5:]
 
 
 async def test_a_seed_draws_the_same_answer_again(worker: Worker) -> None:
     draws = [
-        tokens_of(await worker.run(prompt(50), 12, sampling=SamplingParams(temperature=1.0, seed=seed)))
+        tokens_of(await worker.run(prompt_tokens(50), 12, sampling=SamplingParams(temperature=1.0, seed=seed)))
         for seed in (2**64 - 1, 2**64 - 1, 7)
     ]
     assert draws[0] == draws[1] != draws[2]
 
 
 async def test_logprobs_are_sorted_and_belong_to_the_tokens(worker: Worker) -> None:
-    for delta in await worker.run(prompt(50), 4, sampling=SamplingParams(temperature=0, top_logprobs=3)):
+    for delta in await worker.run(prompt_tokens(50), 4, sampling=SamplingParams(temperature=0, top_logprobs=3)):
         assert delta.logprobs is not None
         for token, entry in zip(delta.token_ids, delta.logprobs, strict=True):
             assert entry.top[0] == (token, entry.logprob)  # greedy: the likeliest is chosen
@@ -200,7 +183,7 @@ async def test_logprobs_are_sorted_and_belong_to_the_tokens(worker: Worker) -> N
     ids=["choice", "regex", "grammar", "schema"],
 )
 async def test_a_guide_holds_the_answer_to_its_form(worker: Worker, guide: Guide, is_in_form: Any) -> None:
-    deltas = await worker.run(prompt(40), 40, guide=guide, ignore_eos=False)
+    deltas = await worker.run(prompt_tokens(40), 40, guide=guide, ignore_eos=False)
     assert deltas[-1].finish_reason is FinishReason.STOP
     assert is_in_form(text_of(deltas))
 
@@ -208,12 +191,12 @@ async def test_a_guide_holds_the_answer_to_its_form(worker: Worker, guide: Guide
 @pytest.mark.parametrize(
     ("request_", "error"),
     [
-        (ask([99_999]), InvalidRequestError),
-        (ask([]), InvalidRequestError),
-        (ask([5] * 2000), ContextLengthError),
-        (ask([5], guide=Guide(kind=GuideKind.JSON_SCHEMA, value='{"type": 3}')), InvalidRequestError),
-        (ask([5], sampling=SamplingParams(temperature=-1.0)), InvalidRequestError),
-        (ask([5], lora="nobody"), InvalidRequestError),
+        (asked([99_999]), InvalidRequestError),
+        (asked([]), InvalidRequestError),
+        (asked([5] * 2000), ContextLengthError),
+        (asked([5], guide=Guide(kind=GuideKind.JSON_SCHEMA, value='{"type": 3}')), InvalidRequestError),
+        (asked([5], sampling=SamplingParams(temperature=-1.0)), InvalidRequestError),
+        (asked([5], lora="nobody"), InvalidRequestError),
     ],
 )
 async def test_what_vllm_cannot_do_is_the_callers_error(
@@ -226,7 +209,7 @@ async def test_what_vllm_cannot_do_is_the_callers_error(
 
 
 async def test_an_answer_that_nobody_wants_leaves_vllm(worker: Worker) -> None:
-    deltas = worker.engine.generate(ask(prompt(50), 900))
+    deltas = worker.engine.generate(asked(prompt_tokens(50), 900))
     await anext(deltas)
     await deltas.aclose()
     assert worker.engine._driver._llm.get_num_unfinished_requests() == 0  # type: ignore[union-attr]
@@ -235,15 +218,18 @@ async def test_an_answer_that_nobody_wants_leaves_vllm(worker: Worker) -> None:
 
 async def test_adapters_answer_differently_and_share_no_cache(worker: Worker) -> None:
     assert worker.info.loras == ("poet", "cook")
-    answers = {name: tokens_of(await worker.run(prompt(100, 5), lora=name)) for name in (None, "poet", "cook")}
+    answers = {name: tokens_of(await worker.run(prompt_tokens(100, 5), lora=name)) for name in (None, "poet", "cook")}
     assert len({tuple(answer) for answer in answers.values()}) == 3
-    again = await worker.run(prompt(100, 5), lora="poet")
+    again = await worker.run(prompt_tokens(100, 5), lora="poet")
     assert (tokens_of(again), again[0].cached_tokens) == (answers["poet"], 96)
 
 
 async def test_tenants_share_no_cache(worker: Worker) -> None:
-    await worker.run(prompt(100, 6), cache_salt="a")
-    assert [(await worker.run(prompt(100, 6), cache_salt=salt))[0].cached_tokens for salt in ("b", "a")] == [0, 96]
+    await worker.run(prompt_tokens(100, 6), cache_salt="a")
+    assert [(await worker.run(prompt_tokens(100, 6), cache_salt=salt))[0].cached_tokens for salt in ("b", "a")] == [
+        0,
+        96,
+    ]
 
 
 async def test_what_is_announced_is_what_vllm_finds_through_evictions(worker: Worker) -> None:
@@ -251,7 +237,7 @@ async def test_what_is_announced_is_what_vllm_finds_through_evictions(worker: Wo
     await worker.settled()
     hits_before, foreseen, removed_before = hits(), 0, worker.num_removed
     for turn in range(40):
-        tokens = prompt(200, first=turn % 7) + prompt(140, first=turn % 13)
+        tokens = prompt_tokens(200, first=turn % 7) + prompt_tokens(140, first=turn % 13)
         overlap = worker.overlap_blocks(tokens)
         [first, *_] = await worker.run(tokens, 2)
         assert first.cached_tokens == overlap * BLOCK, f"turn {turn}"
@@ -273,21 +259,21 @@ def hits() -> float:
 
 
 async def test_an_emptied_cache_is_announced(worker: Worker) -> None:
-    tokens = prompt(100, 77)
+    tokens = prompt_tokens(100, 77)
     await worker.run(tokens)
     await worker.settled()
     assert worker.overlap_blocks(tokens) == 3
     await worker.control(ControlAction.RESET_PREFIX_CACHE)
-    await worker.run(prompt(40, 78))  # vLLM tells of it with its next step
+    await worker.run(prompt_tokens(40, 78))  # vLLM tells of it with its next step
     await worker.settled()
     assert worker.overlap_blocks(tokens) == 0
 
 
 async def test_it_sleeps_and_wakes_with_the_same_mind(worker: Worker) -> None:
-    before = tokens_of(await worker.run(prompt(60)))
+    before = tokens_of(await worker.run(prompt_tokens(60)))
     await worker.control(ControlAction.SLEEP)
     await worker.control(ControlAction.WAKE)
-    assert tokens_of(await worker.run(prompt(60))) == before
+    assert tokens_of(await worker.run(prompt_tokens(60))) == before
 
 
 async def test_adapters_can_be_taken_away_and_bad_ones_do_no_harm(worker: Worker) -> None:
@@ -300,7 +286,7 @@ async def test_adapters_can_be_taken_away_and_bad_ones_do_no_harm(worker: Worker
 
 async def test_the_death_of_its_engine_process_is_noticed(worker: Worker) -> None:
     """The last test: nothing is left to ask."""
-    deltas = worker.engine.generate(ask(prompt(50), 900))
+    deltas = worker.engine.generate(asked(prompt_tokens(50), 900))
     await anext(deltas)
     for process in psutil.Process().children():
         if "EngineCore" in " ".join(process.cmdline()):

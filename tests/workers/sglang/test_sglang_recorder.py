@@ -9,17 +9,15 @@ import pytest_asyncio
 from kvevents.formats import decode_payload
 from protocol.errors import PeerLostError
 from protocol.events import Stored
-from tests.support.fake_sglang import EventSockets
+from tests.support.fake_sglang import EventSockets, event_sockets
 from tests.support.sglang_recording import recorder
 from tests.support.toy_model import PagedCache
 
 
 @pytest_asyncio.fixture
 async def sockets(tmp_path: Path) -> AsyncIterator[EventSockets]:
-    endpoints = {"endpoint": f"ipc://{tmp_path}/live", "replay_endpoint": f"ipc://{tmp_path}/replay"}
-    published = EventSockets({"publisher": "zmq", "bind": True} | endpoints)
-    yield published
-    published.close()
+    with event_sockets(tmp_path) as published:
+        yield published
 
 
 async def test_all_batches_are_taken_in_order_and_readable(sockets: EventSockets, tmp_path: Path) -> None:
