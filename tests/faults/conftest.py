@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvcache.transfer.nixl import why_unavailable
@@ -33,7 +34,7 @@ def _mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 
 @pytest.fixture(scope="session")
 def _lone_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    flags = ["--engine", "mock", "--kv-transfer", "shm", "--decode", "1", "--offer-lease-s", "1"]
+    flags = ["--engine", "mock", "--kv-transfer", "shm", "--decode", "1", "--offer-lease-s", "3"]
     with running_mesh(tmp_path_factory.mktemp("lone"), *flags, module=PATIENT) as mesh:
         yield mesh
 
@@ -56,7 +57,7 @@ def mesh(_mesh: Mesh) -> Iterator[Mesh]:
 
 @pytest.fixture
 def lone_mesh(_lone_mesh: Mesh) -> Iterator[Mesh]:
-    """Mock engines: one prefill worker, one decode worker. Offers last for 1 s."""
+    """Mock engines: one prefill worker, one decode worker. Offers last for 3 s."""
     yield from watched(_lone_mesh, LONE)
 
 
@@ -95,9 +96,14 @@ def all_there(mesh: Mesh, names: tuple[str, ...]) -> bool:
     workers = mesh.workers()
     if set(workers) != set(names) or not mesh.entries("frontends/"):
         return False
-    ready = f"ready url={mesh.find_frontend().url}"
-    _, _, since = (mesh.run_dir / "logs" / "frontend.log").read_text().rpartition(ready)
-    return all(f"worker joined worker={card.worker_id}" in since for card in workers.values())
+    mesh.find_frontend()
+    log = (mesh.run_dir / "logs" / "frontend.log").read_text()  # also of frontends before this one
+    if not all(f"worker joined worker={card.worker_id}" in log for card in workers.values()):
+        return False
+    try:
+        return mesh.workers_seen() == len(names)
+    except httpx.TransportError:  # it has died, and its entry stands
+        return False
 
 
 def in_flight(mesh: Mesh) -> dict[str, float]:

@@ -67,7 +67,7 @@ def test_offers_that_nobody_will_fetch_end_with_their_lease(lone_mesh: Mesh) -> 
         kill_frontend(lone_mesh)
         for stream in streams:
             check_broke_off(stream.join())
-        until(lambda: lone_mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0, what="the lease of 1 s to end")
+        until(lambda: lone_mesh.metric("kvmesh_worker_kv_offers", "prefill-0") == 0, what="the lease to end")
         assert lone_mesh.metric("kvmesh_worker_used_blocks", "prefill-0") == 0
     until_frontend(lone_mesh, pid)
 
