@@ -70,27 +70,26 @@ class Tally:
         self.value += amount
 
 
-class LoopCounter(LoopMetric[Tally, CounterMetricFamily]):
+class _Tallies(LoopMetric[Tally, CounterMetricFamily | GaugeMetricFamily]):
+    _family: type[CounterMetricFamily] | type[GaugeMetricFamily]
+
+    def _new_child(self) -> Tally:
+        return Tally()
+
+    def _empty(self) -> CounterMetricFamily | GaugeMetricFamily:
+        return self._family(self._name, self._documentation, labels=self._labels)
+
+    def _add(self, family: CounterMetricFamily | GaugeMetricFamily, values: Sequence[str], child: Tally) -> None:
+        family.add_metric(values, child.value)
+
+
+class LoopCounter(_Tallies):
     """A counter; its name ends with `_total`."""
 
-    def _new_child(self) -> Tally:
-        return Tally()
-
-    def _empty(self) -> CounterMetricFamily:
-        return CounterMetricFamily(self._name, self._documentation, labels=self._labels)
-
-    def _add(self, family: CounterMetricFamily, values: Sequence[str], child: Tally) -> None:
-        family.add_metric(values, child.value)
+    _family = CounterMetricFamily
 
 
-class LoopGauge(LoopMetric[Tally, GaugeMetricFamily]):
+class LoopGauge(_Tallies):
     """A gauge that goes up and down by steps."""
 
-    def _new_child(self) -> Tally:
-        return Tally()
-
-    def _empty(self) -> GaugeMetricFamily:
-        return GaugeMetricFamily(self._name, self._documentation, labels=self._labels)
-
-    def _add(self, family: GaugeMetricFamily, values: Sequence[str], child: Tally) -> None:
-        family.add_metric(values, child.value)
+    _family = GaugeMetricFamily

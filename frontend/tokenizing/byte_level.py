@@ -16,7 +16,7 @@ def written(text: str) -> str:
     return "".join([CHAR_OF_BYTE[byte] for byte in text.encode()])
 
 
-# Of code points, for a token whose characters are stand-ins to become Latin-1; what is none becomes nothing in it.
+# By code points: a stand-in becomes the character of its byte in Latin-1, any other one that Latin-1 does not have.
 _LATIN_1 = dict.fromkeys(range(256), 0x100) | {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}
 
 
