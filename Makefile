@@ -64,7 +64,7 @@ fmt: $(DEV) ## format, and mend what the linter can mend
 clean: ## remove .venv, caches and what runs have left
 	rm -rf .venv .venv-vllm .venv-sglang .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f protocol/_native.*.so router/_native.*.so
+	rm -f protocol/_native.*.so router/_native.*.so frontend/_native.*.so
 
 $(RUNTIME): $(INPUTS) $(if $(TORCH),force)
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

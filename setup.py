@@ -19,4 +19,4 @@ def native(package: str) -> Extension:
     )
 
 
-setup(ext_modules=[native("protocol"), native("router")])
+setup(ext_modules=[native("protocol"), native("router"), native("frontend")])

@@ -1,6 +1,6 @@
 """From deltas of tokens to parts of an answer: detokenize, look for stop strings, parse, place logprobs. Pure."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from frontend.detokenizer import Detokenizer
@@ -83,13 +83,12 @@ class Answer:
 
     @property
     def is_plain(self) -> bool:
-        """All its text is shown as it is: until it ends, `push_plain` may take tokens for `on_delta`."""
+        """All its text is shown as it is: until it ends, tokens with `plain_texts` need no `on_delta`."""
         return not (self._only_one_call or self._stops or self._wants_logprobs or self._parser)
 
-    @property
-    def push_plain(self) -> Callable[[Sequence[int]], bytes]:
-        """See Detokenizer. The caller adds what was taken to `completion_tokens`."""
-        return self._detokenizer.push_plain
+    def plain_texts(self) -> dict[int, bytes] | None:
+        """See Detokenizer. The caller adds the tokens that were shown so to `completion_tokens`."""
+        return self._detokenizer.plain_texts()
 
     def on_delta(self, delta: Delta) -> Part:
         """Take the next delta. Once `finish_reason` is set, none may follow."""

@@ -37,9 +37,9 @@ class Detokenizer(Protocol):
         """The rest, once no token follows."""
         ...
 
-    def push_plain(self, token_ids: Sequence[int]) -> bytes:
-        """`push`, its text as it stands between the quotes of a JSON string. Nothing is taken where that is empty:
-        then it takes `push`. A detokenizer may leave it at that."""
+    def plain_texts(self) -> dict[int, bytes] | None:
+        """Of tokens, as they stand between the quotes of a JSON string: up to the next `push` they may be shown so
+        without one. Empty where it takes `push`; None where it does for all."""
         ...
 
 
@@ -174,13 +174,8 @@ class ByteLevelDetokenizer:
                     return "".join(texts)  # type: ignore[arg-type]
         return self._push_parts(token_ids)
 
-    def push_plain(self, token_ids: Sequence[int]) -> bytes:
-        if not self._whole:
-            return b""
-        if len(token_ids) == 1:
-            return self._plain[token_ids[0]]
-        texts = [self._plain[token_id] for token_id in token_ids]
-        return b"".join(texts) if b"" not in texts else b""
+    def plain_texts(self) -> dict[int, bytes] | None:
+        return self._plain if self._whole else None
 
     def flush(self) -> str:
         return "" if self._decoder is None else self._decoder.decode(b"", final=True)
@@ -262,6 +257,30 @@ class _Pieces(dict[int, Piece]):
         return piece
 
 
+class _PlainPieces(dict[int, bytes]):
+    """Token id -> its text as the inside of a JSON string, empty where it is none; filled as tokens are met."""
+
+    def __init__(self, pieces: _Pieces) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self._pieces[token_id]
+        plain = msgspec.json.encode(piece)[1:-1] if isinstance(piece, str) else b""
+        if token_id in self._pieces:
+            self[token_id] = plain
+        return plain
+
+
+@dataclass(frozen=True, slots=True)
+class _PieceView:
+    """What is shown of each token, to all streams that show the same special tokens."""
+
+    pieces: _Pieces
+    first_pieces: _Pieces  # as they are at the beginning
+    plain: _PlainPieces
+
+
 class PieceDecoder:
     def __init__(self, names: TokenNames, rules: PieceRules) -> None:
         self._names = names
@@ -269,7 +288,7 @@ class PieceDecoder:
         self._view = lru_cache(MAX_VIEWS)(self._new_view)
 
     def stream(self, shown: frozenset[str] = NONE_SHOWN) -> Detokenizer:
-        return PieceDetokenizer(*self._view(shown), self._rules)
+        return PieceDetokenizer(self._view(shown), self._rules)
 
     def token_bytes(self, token_id: int) -> bytes:
         name = self._names.name(token_id)
@@ -278,10 +297,10 @@ class PieceDecoder:
             return bytes([piece])
         return b"" if piece is None else piece.encode()
 
-    def _new_view(self, shown: frozenset[str]) -> tuple[_Pieces, _Pieces]:
-        """All pieces, and as they are at the beginning."""
+    def _new_view(self, shown: frozenset[str]) -> "_PieceView":
         hidden_ids = self._names.hidden_ids(shown)
-        return _Pieces(self._names, hidden_ids, self._read), _Pieces(self._names, hidden_ids, self._read_first)
+        pieces = _Pieces(self._names, hidden_ids, self._read)
+        return _PieceView(pieces, _Pieces(self._names, hidden_ids, self._read_first), _PlainPieces(pieces))
 
     def _read(self, token: str) -> Piece:
         for pattern, content in self._rules.replace:
@@ -294,11 +313,15 @@ class PieceDecoder:
 
 
 class PieceDetokenizer:
-    __slots__ = ("_at_first_token", "_bytes", "_first_pieces", "_pieces", "_plain", "_strip_char", "_strip_left")
+    __slots__ = (
+        "_at_first_token", "_bytes", "_first_pieces", "_pieces", "_plain", "_plain_pieces", "_strip_char",
+        "_strip_left",
+    )  # fmt: skip
 
-    def __init__(self, pieces: dict[int, Piece], first_pieces: dict[int, Piece], rules: PieceRules) -> None:
-        self._pieces = pieces
-        self._first_pieces = first_pieces
+    def __init__(self, view: "_PieceView", rules: PieceRules) -> None:
+        self._pieces = view.pieces
+        self._first_pieces = view.first_pieces
+        self._plain_pieces = view.plain
         self._at_first_token = True
         self._strip_char = rules.strip_char
         self._strip_left = rules.strip_chars  # how many characters may still be cut from the beginning
@@ -312,12 +335,8 @@ class PieceDetokenizer:
                 return piece
         return self._push_all(token_ids)
 
-    def push_plain(self, token_ids: Sequence[int]) -> bytes:
-        if self._plain and len(token_ids) == 1:
-            piece = self._pieces[token_ids[0]]
-            if piece.__class__ is str:
-                return msgspec.json.encode(piece)[1:-1]
-        return b""
+    def plain_texts(self) -> dict[int, bytes] | None:
+        return self._plain_pieces if self._plain else None
 
     def _push_all(self, token_ids: Sequence[int]) -> str:
         texts: list[str] = []
@@ -398,8 +417,8 @@ class WindowDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join([self._push(token) for token in token_ids if token not in self._hidden_ids])
 
-    def push_plain(self, token_ids: Sequence[int]) -> bytes:
-        return b""  # this is slow anyhow
+    def plain_texts(self) -> dict[int, bytes] | None:
+        return None  # this is slow anyhow
 
     def flush(self) -> str:
         return self._take(self._new_text())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from frontend.generator import DeltaConsumer, Hints, Trace
+from frontend.lane import TokenLane
 from mesh.plane.client import PlaneClient
 from protocol.errors import (
     CancelledByPeerError,
@@ -292,6 +293,7 @@ class _Leg:
         "_is_first",
         "_is_steady",
         "on_offer_taken",
+        "shortcut",
         "ticket",
         "trace",
     )
@@ -305,6 +307,7 @@ class _Leg:
         self._is_first = is_first  # no worker before has computed the prompt for this answer
         self._has_begun = False
         self._is_steady = False  # its decode worker has sent a first delta
+        self.shortcut: TokenLane | None = None
         self._give = course.consumer.take
         self._generated = course.generated
         self._before = len(course.generated)  # part of the prompt
@@ -325,8 +328,12 @@ class _Leg:
             delta = msgspec.structs.replace(delta, cached_tokens=None)  # what prefill said counts
         if not self._has_begun or delta.pull is not None:
             self._note(delta)
-        self._is_steady = True
-        return self._course.take(delta)
+        wants_more = self._course.take(delta)
+        self._is_steady = bool(delta.token_ids)
+        if (lane := self._course.consumer.lane) is not None:
+            lane.generated = self._generated
+            self.shortcut = lane
+        return wants_more
 
     @property
     def is_done(self) -> bool:

@@ -17,9 +17,10 @@ from frontend.embeddings import embed, parse_embeddings
 from frontend.errors import outcome
 from frontend.generator import Generator
 from frontend.hints import with_headers
+from frontend.lane import TokenLane
 from frontend.models import ModelRegistry
 from frontend.parameters import parse_either
-from frontend.pipeline import Branch, Job, Lane, placement_headers, prepare, run
+from frontend.pipeline import Branch, Job, placement_headers, prepare, run
 from frontend.whole import Whole
 from mesh.http.connection import refusal
 from mesh.http.request import Reply, ReplyStream, Request, json_reply
@@ -214,7 +215,7 @@ class WholeOutlet:
         self._answers[branch.index].add(part)
         return True
 
-    def lane(self, branch: Branch) -> None:
+    def lane(self, branch: Branch, now: Callable[[], float]) -> None:
         return None
 
     async def until_ready(self) -> None:
@@ -256,10 +257,10 @@ class SseOutlet:
             reply.write(chunk)
         return not reply.is_full
 
-    def lane(self, branch: Branch) -> Lane | None:
+    def lane(self, branch: Branch, now: Callable[[], float]) -> TokenLane | None:
         if self.reply is None or (frame := self._writer.frame(branch.index)) is None:
             return None
-        return Lane(self.reply.write, *frame)
+        return TokenLane(now, self.reply.write, *frame)
 
     def _open(self) -> ReplyStream:
         explained = placement_headers(self._job.branches[0].trace) if self._job.call.hints.explain else {}

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from msgspec import Struct, field
 
+from frontend.lane import TokenLane
 from protocol.messages import Delta, Embedding, EmbedRequest, Explanation, GenerateRequest, Placed
 
 MAX_EXPLANATIONS = 8  # of one request, the latest: it may be placed again and again
@@ -41,6 +42,8 @@ class Hints(Struct, frozen=True):
 
 class DeltaConsumer(Protocol):
     """Takes an answer as it is generated, where it is read from the network: no task is woken for a token."""
+
+    lane: TokenLane | None  # a shorter way than `take`, once there is one; it asks for nothing but its `generated`
 
     def take(self, delta: Delta) -> bool:
         """Whether it wants the next one at once. If not, it is done or full."""

@@ -8,7 +8,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 from frontend.answer import Answer, Part
 from frontend.call import Call, Heading, TokenCounts
 from frontend.generator import Generator, Trace
+from frontend.lane import TokenLane
 from frontend.models import Model
 from frontend.openai import TraceReport
 from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, MeshError
@@ -297,14 +298,6 @@ def answer_limit(call: Call, context_tokens: int, prompt_tokens: int) -> int:
 # --- running --------------------------------------------------------------------------------------------
 
 
-class Lane(NamedTuple):
-    """How text that goes out as it is reaches the client."""
-
-    write: Callable[[bytes], bool]  # gives whether it is not full
-    head: bytes
-    tail: bytes
-
-
 class Outlet(Protocol):
     """Where the parts of the answers go."""
 
@@ -312,8 +305,8 @@ class Outlet(Protocol):
         """Whether it is not full."""
         ...
 
-    def lane(self, branch: Branch) -> Lane | None:
-        """After the first `put`: how parts that are text alone can go out without it, until the last."""
+    def lane(self, branch: Branch, now: Callable[[], float]) -> TokenLane | None:
+        """After the first `put`: how tokens that are text alone can go out without it, until the last."""
         ...
 
     @property
@@ -323,26 +316,9 @@ class Outlet(Protocol):
 
 
 class _Feed:
-    """Implements frontend.generator.DeltaConsumer for one branch.
+    """Implements frontend.generator.DeltaConsumer for one branch."""
 
-    Nearly all deltas of nearly all streams are tokens whose text the client gets as it is. They take a lane of their
-    own: what a token passes through on its way is most of what it costs.
-    """
-
-    __slots__ = (
-        "_answer",
-        "_branch",
-        "_head",
-        "_now",
-        "_of_all",
-        "_outlet",
-        "_plain",
-        "_put",
-        "_tail",
-        "_timing",
-        "_write",
-        "on_begin",
-    )
+    __slots__ = ("_answer", "_branch", "_now", "_of_all", "_outlet", "_put", "_timing", "lane", "on_begin")
 
     def __init__(self, branch: Branch, job: Job, outlet: Outlet) -> None:
         self._branch = branch
@@ -352,33 +328,34 @@ class _Feed:
         self._outlet = outlet
         self._put = outlet.put
         self._now = asyncio.get_running_loop().time
-        self._plain = branch.answer.push_plain
-        self._write: Callable[[bytes], bool] | None = None  # where there is a lane, which has a head and a tail
-        self._head = self._tail = b""
+        self.lane: TokenLane | None = None
         self.on_begin: Callable[[], None] | None = None  # with the first token
 
     def take(self, delta: Delta) -> bool:
-        if self._write is not None and delta.finish_reason is None and (text := self._plain(delta.token_ids)):
-            self._answer.completion_tokens += len(delta.token_ids)
-            self._timing.last_token = self._of_all.last_token = self._now()
-            return self._write(self._head + text + self._tail)
         if not delta.token_ids and delta.finish_reason is None:
             return not (self.is_done or self.is_full)
+        self.settle()
         answer, timing = self._answer, self._timing
         timing.last_token = self._of_all.last_token = now = self._now()
-        if timing.first_token is None:
+        is_first = timing.first_token is None
+        if is_first:
             timing.first_token = now
             self._of_all.on_tokens(now)
             if self.on_begin is not None:
                 self.on_begin()
-            wants_more = self._put(self._branch, answer.on_delta(delta)) and answer.finish_reason is None
-            self._look_for_lane()
-            return wants_more
-        return self._put(self._branch, answer.on_delta(delta)) and answer.finish_reason is None
+        wants_more = self._put(self._branch, answer.on_delta(delta)) and answer.finish_reason is None
+        if is_first and answer.is_plain and answer.finish_reason is None:
+            self.lane = self._outlet.lane(self._branch, self._now)
+        if self.lane is not None:
+            self.lane.texts = answer.plain_texts()
+        return wants_more
 
-    def _look_for_lane(self) -> None:
-        if self._answer.is_plain and (lane := self._outlet.lane(self._branch)) is not None:
-            self._write, self._head, self._tail = lane
+    def settle(self) -> None:
+        """Note what has passed by the lane."""
+        if (lane := self.lane) is not None and (count := lane.take_count()):
+            self._answer.completion_tokens += count
+            self._timing.last_token = lane.last_token_s
+            self._of_all.last_token = max(self._of_all.last_token or 0.0, lane.last_token_s)
 
     @property
     def is_done(self) -> bool:
@@ -429,7 +406,10 @@ async def _run(job: Job, branch: Branch, generator: Generator, outlet: Outlet, d
 
 
 async def _feed(job: Job, branch: Branch, generator: Generator, feed: _Feed, deadline: float) -> None:
-    await generator.generate(branch.request, job.call.hints, branch.trace, deadline, feed)
+    try:
+        await generator.generate(branch.request, job.call.hints, branch.trace, deadline, feed)
+    finally:
+        feed.settle()
     if branch.answer.finish_reason is None:
         raise EngineError(f"the answer broke off after {branch.answer.completion_tokens} tokens", hint="try again")
 

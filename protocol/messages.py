@@ -147,7 +147,7 @@ class PullReport(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""  # not empty: the pull failed for this reason and the worker computed the prompt itself
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class Delta(msgspec.Struct, frozen=True, array_like=True):
     """What one engine step adds to one stream."""
 
     token_ids: tuple[int, ...] = ()

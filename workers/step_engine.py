@@ -31,6 +31,8 @@ from workers.scheduler import Limits, Output, Scheduler, Step
 
 log = logging.getLogger(__name__)
 
+EVENTS_EVERY_S = 0.05  # of the blocks that answers fill while they go on: nobody asks for them before they end
+
 
 @dataclass(frozen=True, slots=True)
 class StepEngineConfig:
@@ -56,6 +58,7 @@ class StepEngine:
         self._vectors: dict[RequestId, asyncio.Future[Embedding]] = {}
         self._offers: dict[int, _Offer] = {}
         self._listeners: list[Callable[[Sequence[KvEvent]], object]] = []
+        self._published_s = 0.0
         self._loop_task: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
         self._stopped = False
@@ -245,7 +248,9 @@ class StepEngine:
         return await asyncio.shield(loop.run_in_executor(self._thread, self._executor.execute, rows))
 
     def _deliver(self, step: Step, results: Sequence[Result]) -> None:
-        STEP_TOKENS.inc(sum([len(row.token_ids) for row in step.rows]))
+        num_tokens = sum([len(row.token_ids) for row in step.rows])
+        STEP_TOKENS.inc(num_tokens)
+        has_news = num_tokens > len(step.rows)  # of prompts
         for output in self._scheduler.complete(step, results):
             if output.vector:
                 vector = self._vectors.get(output.request_id)
@@ -260,9 +265,11 @@ class StepEngine:
             delta = self._offer(output) if output.handoff else output.delta
             if (report := self._pulls.take_report(output.request_id)) is not None:
                 delta = msgspec.structs.replace(delta, pull=report)
+            has_news |= delta.finish_reason is not None
             if queue is not None:
                 queue.put(delta)
-        self._publish_events()
+        if has_news or time.monotonic() - self._published_s >= EVENTS_EVERY_S:
+            self._publish_events()
 
     def _offer(self, output: Output) -> Delta:
         """A finished prefill leg: its blocks stay pinned for the decode worker, for as long as the lease."""
@@ -297,6 +304,7 @@ class StepEngine:
                 vector.set_exception(failure)
 
     def _publish_events(self) -> None:
+        self._published_s = time.monotonic()
         if events := self._pool.take_events():
             for listener in self._listeners:
                 listener(events)

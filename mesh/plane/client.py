@@ -24,14 +24,39 @@ from protocol.messages import decode, decoder, encode, unreadable
 
 log = logging.getLogger(__name__)
 
-WINDOW_MESSAGES = 64  # how far a peer may be ahead of the consumer, per stream
+WINDOW_MESSAGES = 256  # how far a peer may be ahead of the consumer, per stream; half of it costs a frame of credit
 CONNECT_TIMEOUT_S = 3.0
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
 
+Take = Callable[[msgspec.Raw, int], bool]
+
+
+class Shortcut(Protocol):
+    """Takes messages as they are on the wire, those that it knows without having them decoded."""
+
+    def bind(self, take: Take, most: int) -> None:
+        """What it does not know it gives to `take`, with the number of messages it took before, since the last it
+        gave; and one after `most` of its own, so that the peer gets its credit back."""
+        ...
+
+    def __call__(self, raw: msgspec.Raw) -> bool:
+        """As `Consumer.take`."""
+        ...
+
+    def release(self) -> None:
+        """Let go of `take`."""
+        ...
+
+
 class Consumer(Protocol[T_contra]):
     """Takes the messages of a stream where they are read, without a task being woken for each."""
+
+    @property
+    def shortcut(self) -> Shortcut | None:
+        """A way for further messages instead of `take`, which may appear with one that was taken, and then stays."""
+        ...
 
     def take(self, message: T_contra) -> bool:
         """Whether it wants the next one at once. If not, it is done or full."""
@@ -54,7 +79,7 @@ class Stream:
     """The answer to one call. Iterate over it, or `feed` a consumer; an error of the peer is raised where the answer
     would be."""
 
-    __slots__ = ("_ended", "_failure", "_link", "_messages", "_taken", "_waiter", "number", "take")
+    __slots__ = ("_ended", "_failure", "_link", "_messages", "_refusal", "_taken", "_waiter", "number", "take")
 
     def __init__(self, link: "_ClientLink", number: int) -> None:
         self._link = link
@@ -64,6 +89,7 @@ class Stream:
         self._taken = 0
         self._ended = False
         self._failure: MeshError | None = None
+        self._refusal: Exception | None = None  # of the consumer
         self.take: Callable[[msgspec.Raw], bool] | None = None  # while fed: gives False if it is to be left alone
 
     def on_message(self, message: msgspec.Raw) -> None:
@@ -73,9 +99,9 @@ class Stream:
         self._messages.append(message)
         self._wake()
 
-    def on_taken_enough(self) -> None:
-        """`take` is to be left alone."""
-        self.take = None
+    def on_taken_enough(self, refusal: Exception | None = None) -> None:
+        """`take` is to be left alone; it may have failed."""
+        self.take, self._refusal = None, refusal
         self._wake()
 
     def on_end(self, failure: MeshError | None) -> None:
@@ -103,9 +129,7 @@ class Stream:
                     raise self._failure
                 return None
             await self._arrival()
-        self._taken += 1
-        if self._taken >= WINDOW_MESSAGES // 2:
-            self._renew_credit()
+        self.note_taken(1)
         return self._messages.popleft()
 
     async def feed(self, kind: type[T], consumer: Consumer[T]) -> None:
@@ -113,32 +137,14 @@ class Stream:
 
         Most are taken as soon as they are read from the connection; they wait only while the consumer is full.
         """
-        failure: Exception | None = None
-        give, read = consumer.take, decoder(kind).decode
-
-        def take(raw: msgspec.Raw) -> bool:
-            nonlocal failure
-            self._taken += 1
-            if self._taken >= WINDOW_MESSAGES // 2:
-                self._renew_credit()
-            try:
-                return give(read(raw))
-            except msgspec.DecodeError as error:
-                failure = unreadable(kind, error)
-                return False
-            except Exception as error:  # it is the waiting caller's business, not the connection's
-                failure = error
-                return False
-
+        feeding = _Feeding(self, kind, consumer)
         try:
             while True:
                 while self._messages:
                     if consumer.is_full:
                         await consumer.until_ready()
                         continue
-                    take(self._messages.popleft())
-                    if failure is not None:
-                        raise failure
+                    feeding.way(self._messages.popleft())
                     if consumer.is_done:
                         return
                 if self._ended:
@@ -148,15 +154,21 @@ class Stream:
                 if consumer.is_full:
                     await consumer.until_ready()
                     continue
-                self.take = take
+                self.take = feeding.way
                 await self._arrival()
                 self.take = None
-                if failure is not None:
-                    raise failure
+                if self._refusal is not None:
+                    raise self._refusal
                 if consumer.is_done:
                     return
         finally:
             self.take = None
+            feeding.end()
+
+    def note_taken(self, messages: int) -> None:
+        self._taken += messages
+        if self._taken >= WINDOW_MESSAGES // 2:
+            self._renew_credit()
 
     def _renew_credit(self) -> None:
         """Messages were taken: the peer may go on sending."""
@@ -166,6 +178,41 @@ class Stream:
 
     def messages(self, kind: type[T]) -> "Messages[T]":
         return Messages(self, kind)
+
+
+class _Feeding(Generic[T]):
+    """A consumer at a stream."""
+
+    __slots__ = ("_consumer", "_give", "_kind", "_read", "_shortcut", "_stream", "way")
+
+    def __init__(self, stream: Stream, kind: type[T], consumer: Consumer[T]) -> None:
+        self._stream = stream
+        self._kind = kind
+        self._consumer = consumer
+        self._give = consumer.take
+        self._read = decoder(kind).decode
+        self._shortcut: Shortcut | None = None
+        self.way: Callable[[msgspec.Raw], bool] = self.take  # of the next message
+
+    def take(self, raw: msgspec.Raw, taken_before: int = 0) -> bool:
+        self._stream.note_taken(1 + taken_before)
+        try:
+            message = self._read(raw)
+        except msgspec.DecodeError as error:
+            raise unreadable(self._kind, error) from error
+        wants_more = self._give(message)
+        if self._shortcut is None and (shortcut := self._consumer.shortcut) is not None:
+            shortcut.bind(self.take, WINDOW_MESSAGES // 2 - 1)
+            self._shortcut = self.way = shortcut
+            if self._stream.take is not None:
+                self._stream.take = shortcut
+        return wants_more
+
+    def end(self) -> None:
+        """Leave no ring of references behind: what they hold would wait for the garbage collector."""
+        if self._shortcut is not None:
+            self._shortcut.release()
+        del self.way
 
 
 class Messages(Generic[T]):
@@ -354,8 +401,12 @@ class _ClientLink(Link):
                 continue  # given up here meanwhile
             if (take := stream.take) is None:
                 stream.on_message(message)
-            elif not take(message):
-                stream.on_taken_enough()
+                continue
+            try:
+                if not take(message):
+                    stream.on_taken_enough()
+            except Exception as error:  # it is the waiting caller's business, not the connection's
+                stream.on_taken_enough(error)
         for number, code, detail in frame.ends:
             if (stream := self._streams.pop(number, None)) is not None:
                 stream.on_end(from_wire(code, detail) if code else None)

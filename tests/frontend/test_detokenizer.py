@@ -46,23 +46,26 @@ def test_the_pieces_are_the_full_decode_however_they_are_pushed(name: str, data:
     stream, text, done = DECODERS[name].stream(), "", 0
     while done < len(ids):
         pushed = ids[done : done + data.draw(st.integers(1, 4) | st.just(40))]
-        plain = stream.push_plain(pushed) if data.draw(st.booleans()) else b""
-        text += json.loads(b'"' + plain + b'"') if plain else stream.push(pushed)
+        texts = stream.plain_texts() if data.draw(st.booleans()) else None
+        plain = [texts[token] for token in pushed] if texts is not None else [b""]
+        text += stream.push(pushed) if b"" in plain else json.loads(b'"' + b"".join(plain) + b'"')
         done += len(pushed)
     assert text + stream.flush() == backend.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(("name", "token", "text"), [("byte level", "Ġfox", b" fox"), ("byte fallback", "fox", b"fox")])
-def test_a_plain_push_takes_whole_characters_and_nothing_else(name: str, token: str, text: bytes) -> None:
+def test_plain_texts_are_whole_characters_and_nothing_else(name: str, token: str, text: bytes) -> None:
     backend, stream = BUILT[name][0], DECODERS[name].stream()
     word = backend.token_to_id(token)
     part_of_a_character = backend.encode("🦊", add_special_tokens=False).ids[-2]
     stream.push([word])
-    assert stream.push_plain([word]) == text
-    for nothing in ([special_ids(backend)[0]], [10**6], [part_of_a_character], []):
-        assert stream.push_plain(nothing) == b""
+    texts = stream.plain_texts()
+    assert texts is not None
+    assert texts[word] == text
+    for nothing in (special_ids(backend)[0], 10**6, part_of_a_character):
+        assert texts[nothing] == b""
     stream.push([part_of_a_character])
-    assert stream.push_plain([word]) == b"", "it would go before what has begun"
+    assert stream.plain_texts() is None, "they would go before what has begun"
     assert stream.push([word]).endswith("fox")
 
 
@@ -94,14 +97,17 @@ def special_ids(backend: Backend) -> list[int]:
     return sorted(backend.token_to_id(name) for name in special_names(backend))
 
 
-@pytest.mark.parametrize("name", ["byte level", "byte fallback"])
-def test_unknown_tokens_of_a_worker_take_no_memory(name: str) -> None:
+@pytest.mark.parametrize(("name", "token"), [("byte level", "Ġfox"), ("byte fallback", "fox")])
+def test_unknown_tokens_of_a_worker_take_no_memory(name: str, token: str) -> None:
     stream = DECODERS[name].stream()
+    stream.push([BUILT[name][0].token_to_id(token)])
+    texts = stream.plain_texts()
+    assert texts is not None
     tracemalloc.start()
-    for token in range(10**6, 10**6 + 20_000):
-        assert stream.push([token]) == ""
-        assert stream.push([token, token]) == ""
-        assert stream.push_plain([token]) == b""
+    for unknown in range(10**6, 10**6 + 20_000):
+        assert stream.push([unknown]) == ""
+        assert stream.push([unknown, unknown]) == ""
+        assert texts[unknown] == b""
     taken_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert taken_bytes < 50_000

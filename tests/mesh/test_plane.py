@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.plane import link as link_module
-from mesh.plane.client import WINDOW_MESSAGES, PlaneClient
+from mesh.plane.client import WINDOW_MESSAGES, PlaneClient, Shortcut, Take
 from mesh.plane.frames import Batch, Credit, FrameReader, Hello, Open, Ping, encode_frame
 from mesh.plane.server import Call, PlaneServer
 from protocol.errors import (
@@ -292,6 +292,8 @@ async def test_nagle_is_off_on_both_sides(service: Service, client: PlaneClient)
 class Taker:
     """A consumer that shows what a test needs to see. It is full after each `every` messages until it is emptied."""
 
+    shortcut: Shortcut | None = None
+
     def __init__(self, *, every: int = 0, enough: int = 0, breaks_at: int = 0) -> None:
         self.taken: list[int] = []
         self.tasks: set[asyncio.Task[None] | None] = set()  # that gave the messages
@@ -327,6 +329,29 @@ class Taker:
         self._ready.set()
 
 
+class EvenNumbers:
+    """Implements mesh.plane.client.Shortcut for a Taker: takes even numbers."""
+
+    def __init__(self, taker: Taker) -> None:
+        self._taker = taker
+        self.took = self._passed = 0
+
+    def bind(self, take: Take, most: int) -> None:
+        self._take, self._most = take, most
+
+    def release(self) -> None:
+        del self._take
+
+    def __call__(self, raw: msgspec.Raw) -> bool:
+        number = msgspec.msgpack.decode(raw)
+        if number % 2 or self._passed == self._most:
+            passed, self._passed = self._passed, 0
+            return self._take(raw, passed)
+        self._passed += 1
+        self.took += 1
+        return self._taker.take(number)
+
+
 async def keep_emptying(taker: Taker) -> None:
     while True:
         await taker.waited.wait()
@@ -338,6 +363,28 @@ async def test_a_fed_consumer_gets_all_messages_in_order(service: Service, clien
     async with client.open(service.server.address, "count", 500, 5) as stream:
         await stream.feed(int, taker)
     assert taker.taken == list(range(500)), "more than the credit: it was renewed on the way"
+
+
+@pytest.mark.parametrize("every", [0, 1, 3])
+async def test_a_shortcut_takes_what_it_knows_in_its_order(service: Service, client: PlaneClient, every: int) -> None:
+    taker, count = Taker(every=every), 5 * WINDOW_MESSAGES
+    taker.shortcut = EvenNumbers(taker)
+    emptying = asyncio.create_task(keep_emptying(taker))
+    async with client.open(service.server.address, "count", count, 5) as stream:
+        await stream.feed(int, taker)
+    emptying.cancel()
+    assert taker.taken == list(range(count)), "more than the credit: it was renewed on the way"
+    assert taker.shortcut.took > count / 2 - 10
+
+
+async def test_an_error_of_a_shortcut_is_raised_by_feed(service: Service, client: PlaneClient) -> None:
+    taker = Taker(breaks_at=3)
+    taker.shortcut = EvenNumbers(taker)
+    async with client.open(service.server.address, "count", 10, 5) as stream:
+        with pytest.raises(ZeroDivisionError):
+            await stream.feed(int, taker)
+    assert taker.taken == [0, 1, 2]
+    assert await client.ask(service.server.address, "count", 1, int, 5) == 0, "the connection stands"
 
 
 async def test_messages_are_pushed_from_the_connection_and_wake_no_task(service: Service, client: PlaneClient) -> None:

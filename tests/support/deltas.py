@@ -12,6 +12,7 @@ class OneByOne:
     """A consumer that is full until its delta was fetched."""
 
     is_done = False
+    lane = None
 
     def __init__(self) -> None:
         self._delta: Delta | None = None

@@ -4,10 +4,23 @@ import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from frontend.generator import DeltaConsumer, Hints, Trace
 from protocol.errors import NoWorkerError
 from protocol.ids import RequestId
-from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest, Placed, unpack_tokens
+from protocol.messages import (
+    Delta,
+    Embedding,
+    EmbedRequest,
+    GenerateRequest,
+    Placed,
+    decode,
+    encode,
+    unpack_tokens,
+)
+
+MOST_BY_LANE = 100
 
 Step = Delta | BaseException | asyncio.Event | Callable[[Trace], None]
 """A delta is given to the consumer, an error raised, an event waited for, a function told the trace."""
@@ -17,6 +30,17 @@ def vector_of(request: EmbedRequest) -> bytes:
     """Two numbers that tell prompts apart: how many tokens, and the last one."""
     tokens = unpack_tokens(request.prompt)
     return array("f", [len(tokens) / 8, tokens[-1] / 8]).tobytes()
+
+
+def give(consumer: DeltaConsumer, delta: Delta) -> bool:
+    """As a stream of the request plane does: by the lane where there is one."""
+    if (lane := consumer.lane) is None:
+        return consumer.take(delta)
+    lane.bind(lambda raw, passed: consumer.take(decode(raw, Delta)), MOST_BY_LANE)
+    try:
+        return lane(msgspec.Raw(encode(delta)))
+    finally:
+        lane.release()
 
 
 class ScriptedGenerator:
@@ -81,7 +105,7 @@ class ScriptedGenerator:
                         while consumer.is_full:
                             await consumer.until_ready()
                         self.deltas_taken += 1
-                        consumer.take(step)
+                        give(consumer, step)
                         if consumer.is_done:
                             self.closed_early -= step.finish_reason is not None
                             return

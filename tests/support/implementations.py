@@ -1,10 +1,11 @@
-"""The index and the chain counts, as specified and as built: what holds for one has to hold for the other."""
+"""What is specified in Python and built natively, too: what holds for one has to hold for the other."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from frontend import lane
 from router import chains, index
 
 NOT_BUILT = "the native code was not built here, or KVMESH_NATIVE=0"
@@ -18,3 +19,4 @@ def _both(plain: Callable[..., Any], native: Callable[..., Any] | None) -> list[
 
 INDEXES = _both(index.PlainIndex, getattr(index, "NativeIndex", None))
 CHAINS = _both(chains.PlainChainCounts, chains.ChainCounts)
+LANES = _both(lane.PlainTokenLane, lane.TokenLane if lane.NATIVE else None)

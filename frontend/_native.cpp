@@ -1,0 +1,335 @@
+// frontend._native: the way of a token that is text alone. Its specification is PlainTokenLane in frontend/lane.py.
+
+#include "../protocol/buffers.h"
+
+#include <cstring>
+#include <structmember.h>
+
+namespace {
+
+constexpr std::size_t MOST_TOKENS = 256;  // as in frontend/lane.py
+
+/// The token ids of a Delta that has nothing else: msgpack [[token, ...], nil, ...].
+class TokenReader {
+   public:
+    TokenReader(const std::uint8_t* data, std::size_t size) : at_(data), end_(data + size) {}
+
+    /// How many there are, 0 if the message is of another kind.
+    std::size_t read(std::uint32_t* tokens) {
+        if (end_ - at_ < 3 || (*at_ & 0xf0) != 0x90) return 0;
+        int others = (*at_++ & 0x0f) - 1;
+        if (others < 0) return 0;
+        std::size_t count = 0;
+        if ((*at_ & 0xf0) == 0x90) {
+            count = *at_++ & 0x0f;
+        } else if (*at_ == 0xdc) {
+            at_++;
+            count = big_endian(2);
+        }
+        if (!count || count > MOST_TOKENS) return 0;
+        for (std::size_t i = 0; i < count; i++) {
+            if (!token(tokens[i])) return 0;
+        }
+        for (; others && at_ < end_; others--) {
+            if (*at_++ != 0xc0) return 0;
+        }
+        return others || at_ < end_ ? 0 : count;
+    }
+
+   private:
+    bool token(std::uint32_t& value) {
+        if (at_ == end_) return false;
+        const std::uint8_t tag = *at_++;
+        if (tag < 0x80) {
+            value = tag;
+            return true;
+        }
+        const int width = tag == 0xcc ? 1 : tag == 0xcd ? 2 : tag == 0xce ? 4 : 0;
+        if (!width || end_ - at_ < width) return false;
+        value = big_endian(width);
+        return true;
+    }
+    std::uint32_t big_endian(int width) {
+        std::uint32_t value = 0;
+        for (; width && at_ < end_; width--) value = value << 8 | *at_++;
+        return value;
+    }
+
+    const std::uint8_t* at_;
+    const std::uint8_t* end_;
+};
+
+struct Lane {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject* now;
+    PyObject* write;
+    PyObject* head;
+    PyObject* tail;
+    PyObject* texts;      // a mapping, or None
+    PyObject* generated;  // a list
+    PyObject* take;
+    Py_ssize_t most;    // messages that may pass before one goes to `take`
+    Py_ssize_t passed;  // that it has not been told of
+    Py_ssize_t num_tokens;
+    PyObject* last_token_s;
+};
+
+PyObject* long_way(Lane* lane, PyObject* raw) {
+    PyObject* passed = PyLong_FromSsize_t(lane->passed);
+    if (!passed) return nullptr;
+    lane->passed = 0;
+    PyObject* args[] = {raw, passed};
+    PyObject* take = Py_NewRef(lane->take);  // the call may set another one
+    PyObject* wants = PyObject_Vectorcall(take, args, 2, nullptr);
+    Py_DECREF(take);
+    Py_DECREF(passed);
+    return wants;
+}
+
+/// The chunk for `count` tokens; null without an error: their text is not plain. `boxed`: the ids for Python, owned.
+PyObject* chunk_of(Lane* lane, const std::uint32_t* tokens, std::size_t count, PyObject** boxed, std::size_t& kept) {
+    PyObject* found[MOST_TOKENS];
+    std::size_t have = 0;
+    Py_ssize_t size = PyBytes_GET_SIZE(lane->head) + PyBytes_GET_SIZE(lane->tail);
+    PyObject* chunk = nullptr;
+    PyObject* texts = Py_NewRef(lane->texts);
+    for (; have < count; have++) {
+        PyObject* token = PyLong_FromUnsignedLong(tokens[have]);
+        if (!token) goto done;
+        boxed[kept++] = token;
+        PyObject* text = PyDict_GetItemWithError(texts, token);  // borrowed
+        if (text) {
+            Py_INCREF(text);
+        } else if (PyErr_Occurred() || !(text = PyObject_GetItem(texts, token))) {  // the latter has it made
+            goto done;
+        }
+        found[have] = text;
+        if (!PyBytes_Check(text) || !PyBytes_GET_SIZE(text)) {
+            have++;
+            goto done;
+        }
+        size += PyBytes_GET_SIZE(text);
+    }
+    if ((chunk = PyBytes_FromStringAndSize(nullptr, size))) {
+        char* out = PyBytes_AS_STRING(chunk);
+        auto put = [&out](PyObject* piece) {
+            std::memcpy(out, PyBytes_AS_STRING(piece), static_cast<std::size_t>(PyBytes_GET_SIZE(piece)));
+            out += PyBytes_GET_SIZE(piece);
+        };
+        put(lane->head);
+        for (std::size_t i = 0; i < count; i++) put(found[i]);
+        put(lane->tail);
+    }
+done:
+    Py_DECREF(texts);
+    for (std::size_t i = 0; i < have; i++) Py_DECREF(found[i]);
+    return chunk;
+}
+
+PyObject* pass(Lane* lane, const std::uint32_t* tokens, std::size_t count, PyObject* raw) {
+    PyObject* boxed[MOST_TOKENS];
+    std::size_t kept = 0;
+    PyObject* wants = nullptr;
+    PyObject* chunk = chunk_of(lane, tokens, count, boxed, kept);
+    if (!chunk) {
+        if (!PyErr_Occurred()) wants = long_way(lane, raw);
+    } else if (PyObject* now = PyObject_CallNoArgs(lane->now)) {
+        bool sound = true;
+        for (std::size_t i = 0; i < count && sound; i++) sound = PyList_Append(lane->generated, boxed[i]) == 0;
+        Py_SETREF(lane->last_token_s, now);
+        lane->num_tokens += static_cast<Py_ssize_t>(count);
+        lane->passed++;
+        if (sound) wants = PyObject_CallOneArg(lane->write, chunk);
+    }
+    Py_XDECREF(chunk);
+    for (std::size_t i = 0; i < kept; i++) Py_DECREF(boxed[i]);
+    return wants;
+}
+
+PyObject* lane_call(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* keywords) {
+    Lane* lane = reinterpret_cast<Lane*>(self);
+    if (PyVectorcall_NARGS(flags) != 1 || (keywords && PyTuple_GET_SIZE(keywords))) {
+        PyErr_SetString(PyExc_TypeError, "a lane takes one message");
+        return nullptr;
+    }
+    if (!lane->take) {
+        PyErr_SetString(PyExc_RuntimeError, "the lane is not bound to a stream");
+        return nullptr;
+    }
+    if (lane->texts == Py_None || lane->passed >= lane->most) return long_way(lane, args[0]);
+    Py_buffer view;
+    std::uint32_t tokens[MOST_TOKENS];
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0) return nullptr;
+    const std::size_t count =
+        TokenReader(static_cast<const std::uint8_t*>(view.buf), static_cast<std::size_t>(view.len)).read(tokens);
+    PyBuffer_Release(&view);
+    return count ? pass(lane, tokens, count, args[0]) : long_way(lane, args[0]);
+}
+
+PyObject* lane_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
+    static const char* names[] = {"now", "write", "head", "tail", nullptr};
+    PyObject *now, *write, *head, *tail;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOSS", const_cast<char**>(names), &now, &write, &head, &tail)) {
+        return nullptr;
+    }
+    PyObject* self = type->tp_alloc(type, 0);
+    if (!self) return nullptr;
+    Lane* lane = reinterpret_cast<Lane*>(self);
+    lane->call = lane_call;
+    lane->now = Py_NewRef(now);
+    lane->write = Py_NewRef(write);
+    lane->head = Py_NewRef(head);
+    lane->tail = Py_NewRef(tail);
+    lane->texts = Py_NewRef(Py_None);
+    lane->generated = PyList_New(0);
+    lane->last_token_s = PyFloat_FromDouble(0.0);
+    if (!lane->generated || !lane->last_token_s) Py_CLEAR(self);
+    return self;
+}
+
+PyObject* lane_bind(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Lane* lane = reinterpret_cast<Lane*>(self);
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "the arguments are take, most");
+        return nullptr;
+    }
+    const Py_ssize_t most = PyLong_AsSsize_t(args[1]);
+    if (most == -1 && PyErr_Occurred()) return nullptr;
+    Py_XSETREF(lane->take, Py_NewRef(args[0]));
+    lane->most = most;
+    lane->passed = 0;
+    return Py_NewRef(Py_None);
+}
+
+PyObject* lane_release(PyObject* self, PyObject*) {
+    Py_CLEAR(reinterpret_cast<Lane*>(self)->take);
+    return Py_NewRef(Py_None);
+}
+
+PyObject* lane_take_count(PyObject* self, PyObject*) {
+    Lane* lane = reinterpret_cast<Lane*>(self);
+    PyObject* count = PyLong_FromSsize_t(lane->num_tokens);
+    if (count) lane->num_tokens = 0;
+    return count;
+}
+
+int lane_set_texts(PyObject* self, PyObject* texts, void*) {
+    if (!texts || (texts != Py_None && !PyDict_Check(texts))) {
+        PyErr_SetString(PyExc_TypeError, "texts are a dict, or None");
+        return -1;
+    }
+    Py_XSETREF(reinterpret_cast<Lane*>(self)->texts, Py_NewRef(texts));
+    return 0;
+}
+
+PyObject* lane_get_texts(PyObject* self, void*) { return Py_NewRef(reinterpret_cast<Lane*>(self)->texts); }
+
+int lane_set_generated(PyObject* self, PyObject* tokens, void*) {
+    if (!tokens || !PyList_Check(tokens)) {
+        PyErr_SetString(PyExc_TypeError, "the generated tokens are a list");
+        return -1;
+    }
+    Py_XSETREF(reinterpret_cast<Lane*>(self)->generated, Py_NewRef(tokens));
+    return 0;
+}
+
+PyObject* lane_get_generated(PyObject* self, void*) {
+    return Py_NewRef(reinterpret_cast<Lane*>(self)->generated);
+}
+
+int lane_traverse(PyObject* self, visitproc visit, void* arg) {
+    Lane* lane = reinterpret_cast<Lane*>(self);
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(lane->now);
+    Py_VISIT(lane->write);
+    Py_VISIT(lane->texts);
+    Py_VISIT(lane->generated);
+    Py_VISIT(lane->take);
+    return 0;
+}
+
+int lane_clear(PyObject* self) {
+    Lane* lane = reinterpret_cast<Lane*>(self);
+    Py_CLEAR(lane->now);
+    Py_CLEAR(lane->write);
+    Py_CLEAR(lane->texts);
+    Py_CLEAR(lane->generated);
+    Py_CLEAR(lane->take);
+    return 0;
+}
+
+void lane_dealloc(PyObject* self) {
+    PyTypeObject* type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    lane_clear(self);
+    Lane* lane = reinterpret_cast<Lane*>(self);
+    Py_CLEAR(lane->head);
+    Py_CLEAR(lane->tail);
+    Py_CLEAR(lane->last_token_s);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+template <class Function>
+PyCFunction fast(Function function) {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef lane_methods[] = {
+    {"bind", fast(lane_bind), METH_FASTCALL, nullptr},
+    {"release", lane_release, METH_NOARGS, nullptr},
+    {"take_count", lane_take_count, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyMemberDef lane_members[] = {
+    {"last_token_s", T_OBJECT, offsetof(Lane, last_token_s), READONLY, nullptr},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Lane, call), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyGetSetDef lane_properties[] = {
+    {"texts", lane_get_texts, lane_set_texts, nullptr, nullptr},
+    {"generated", lane_get_generated, lane_set_generated, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+template <class Function>
+void* slot(Function function) {
+    return reinterpret_cast<void*>(function);
+}
+
+PyType_Slot lane_slots[] = {
+    {Py_tp_new, slot(lane_new)},
+    {Py_tp_call, slot(PyVectorcall_Call)},
+    {Py_tp_traverse, slot(lane_traverse)},
+    {Py_tp_clear, slot(lane_clear)},
+    {Py_tp_dealloc, slot(lane_dealloc)},
+    {Py_tp_methods, lane_methods},
+    {Py_tp_members, lane_members},
+    {Py_tp_getset, lane_properties},
+    {0, nullptr},
+};
+
+PyType_Spec lane_spec = {"frontend._native.TokenLane", sizeof(Lane), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, lane_slots};
+
+int add_types(PyObject* module) {
+    PyObject* type = PyType_FromModuleAndSpec(module, &lane_spec, nullptr);
+    const int outcome = type ? PyModule_AddObjectRef(module, "TokenLane", type) : -1;
+    Py_XDECREF(type);
+    return outcome;
+}
+
+PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, slot(add_types)},
+    {0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "frontend._native", nullptr, 0, nullptr, module_slots, nullptr, nullptr,
+                      nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() { return PyModuleDef_Init(&module); }

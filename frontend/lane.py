@@ -1,0 +1,101 @@
+"""The lane: how a token that is text alone gets from the worker's frame to the client's connection.
+
+Nearly all deltas of nearly all streams are tokens whose text the client gets as it is. What else there is to do for a
+delta is nothing, so they are not even decoded: a chunk's head, the tokens' texts, and its tail. All other deltas, the
+first and the last of an answer among them, go the long way, in their order.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from protocol import native
+
+Take = Callable[[msgspec.Raw, int], bool]
+
+MOST_TOKENS = 256  # of one delta
+
+
+class PlainTokenLane:
+    """The specification of `TokenLane`, and what runs where no compiler was. For one answer.
+
+    Implements mesh.plane.client.Shortcut.
+    """
+
+    __slots__ = (
+        "_head", "_most", "_now", "_num_tokens", "_passed", "_tail", "_take", "_write",
+        "generated", "last_token_s", "texts",
+    )  # fmt: skip
+
+    def __init__(self, now: Callable[[], float], write: Callable[[bytes], bool], head: bytes, tail: bytes) -> None:
+        """`write` takes chunks and gives whether the client keeps up."""
+        self._now = now
+        self._write = write
+        self._head = head
+        self._tail = tail
+        self.texts: dict[int, bytes] | None = None  # of the next token, see Detokenizer.plain_texts; None: no lane now
+        self.generated: list[int] = []  # where the tokens are noted
+        self.last_token_s = 0.0  # when the last one passed
+        self._take: Take | None = None
+        self._most = self._passed = self._num_tokens = 0
+
+    def bind(self, take: Take, most: int) -> None:
+        """Whatever is to go the long way is given to `take`, with the number of messages that passed since the last
+        one it was given; a message after `most` others is."""
+        self._take = take
+        self._most = most
+        self._passed = 0
+
+    def release(self) -> None:
+        """Let go of `take`."""
+        self._take = None
+
+    def __call__(self, raw: msgspec.Raw) -> bool:
+        """Take one message of msgpack; gives whether the client keeps up, or what `take` says."""
+        if self._take is None:
+            raise RuntimeError("the lane is not bound to a stream")
+        if (texts := self.texts) is not None and self._passed < self._most and (ids := _tokens_alone(raw)):
+            plain = [texts[token_id] for token_id in ids]
+            if b"" not in plain:
+                self.generated += ids
+                self.last_token_s = self._now()
+                self._num_tokens += len(ids)
+                self._passed += 1
+                return self._write(b"".join((self._head, *plain, self._tail)))
+        passed, self._passed = self._passed, 0
+        return self._take(raw, passed)
+
+    def take_count(self) -> int:
+        """Of the tokens that passed since the last call."""
+        count, self._num_tokens = self._num_tokens, 0
+        return count
+
+
+def _tokens_alone(raw: msgspec.Raw) -> list[int]:
+    """The tokens of a `protocol.messages.Delta` that has nothing else, as msgspec writes it; none if it has."""
+    try:
+        tokens, *others = msgspec.msgpack.decode(raw)
+        usual = msgspec.msgpack.encode([tokens, *others])
+    except (msgspec.DecodeError, TypeError, ValueError):
+        return []
+    if usual != bytes(raw) or any(other is not None for other in others) or not isinstance(tokens, list):
+        return []
+    if len(tokens) > MOST_TOKENS or not all(type(token) is int and 0 <= token < 1 << 32 for token in tokens):
+        return []
+    return tokens
+
+
+NATIVE = False
+if native.WANTED:
+    try:
+        from frontend import _native
+
+        NATIVE = True
+    except ImportError:  # it was not built
+        pass
+
+if TYPE_CHECKING or not NATIVE:  # noqa: SIM108 - a type checker has to see a plain name
+    TokenLane = PlainTokenLane
+else:
+    TokenLane = _native.TokenLane
