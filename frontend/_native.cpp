@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::size_t MOST_TOKENS = 256;  // as in frontend/lane.py
 
-/// The token ids of a Delta that has nothing else: msgpack [[token, ...], nil, ...].
+/// The token ids of a Delta that has nothing else: msgpack [[token, ...], nil, ...], in its shortest form.
 class TokenReader {
    public:
     TokenReader(const std::uint8_t* data, std::size_t size) : at_(data), end_(data + size) {}
@@ -25,6 +25,7 @@ class TokenReader {
         } else if (*at_ == 0xdc) {
             at_++;
             count = big_endian(2);
+            if (count < 16) return 0;
         }
         if (!count || count > MOST_TOKENS) return 0;
         for (std::size_t i = 0; i < count; i++) {
@@ -47,7 +48,7 @@ class TokenReader {
         const int width = tag == 0xcc ? 1 : tag == 0xcd ? 2 : tag == 0xce ? 4 : 0;
         if (!width || end_ - at_ < width) return false;
         value = big_endian(width);
-        return true;
+        return value >= (width == 1 ? 0x80u : width == 2 ? 0x100u : 0x10000u);
     }
     std::uint32_t big_endian(int width) {
         std::uint32_t value = 0;
@@ -76,6 +77,10 @@ struct Lane {
 };
 
 PyObject* long_way(Lane* lane, PyObject* raw) {
+    if (!lane->take) {
+        PyErr_SetString(PyExc_RuntimeError, "the lane is not bound to a stream");
+        return nullptr;
+    }
     PyObject* passed = PyLong_FromSsize_t(lane->passed);
     if (!passed) return nullptr;
     lane->passed = 0;
@@ -153,11 +158,7 @@ PyObject* lane_call(PyObject* self, PyObject* const* args, std::size_t flags, Py
         PyErr_SetString(PyExc_TypeError, "a lane takes one message");
         return nullptr;
     }
-    if (!lane->take) {
-        PyErr_SetString(PyExc_RuntimeError, "the lane is not bound to a stream");
-        return nullptr;
-    }
-    if (lane->texts == Py_None || lane->passed >= lane->most) return long_way(lane, args[0]);
+    if (!lane->take || lane->texts == Py_None || lane->passed >= lane->most) return long_way(lane, args[0]);
     Py_buffer view;
     std::uint32_t tokens[MOST_TOKENS];
     if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0) return nullptr;
@@ -223,7 +224,9 @@ int lane_set_texts(PyObject* self, PyObject* texts, void*) {
     return 0;
 }
 
-PyObject* lane_get_texts(PyObject* self, void*) { return Py_NewRef(reinterpret_cast<Lane*>(self)->texts); }
+PyObject* or_none(PyObject* member) { return Py_NewRef(member ? member : Py_None); }
+
+PyObject* lane_get_texts(PyObject* self, void*) { return or_none(reinterpret_cast<Lane*>(self)->texts); }
 
 int lane_set_generated(PyObject* self, PyObject* tokens, void*) {
     if (!tokens || !PyList_Check(tokens)) {
@@ -234,9 +237,7 @@ int lane_set_generated(PyObject* self, PyObject* tokens, void*) {
     return 0;
 }
 
-PyObject* lane_get_generated(PyObject* self, void*) {
-    return Py_NewRef(reinterpret_cast<Lane*>(self)->generated);
-}
+PyObject* lane_get_generated(PyObject* self, void*) { return or_none(reinterpret_cast<Lane*>(self)->generated); }
 
 int lane_traverse(PyObject* self, visitproc visit, void* arg) {
     Lane* lane = reinterpret_cast<Lane*>(self);
@@ -251,11 +252,11 @@ int lane_traverse(PyObject* self, visitproc visit, void* arg) {
 
 int lane_clear(PyObject* self) {
     Lane* lane = reinterpret_cast<Lane*>(self);
+    Py_CLEAR(lane->take);  // first: without it the lane passes nothing
     Py_CLEAR(lane->now);
     Py_CLEAR(lane->write);
     Py_CLEAR(lane->texts);
     Py_CLEAR(lane->generated);
-    Py_CLEAR(lane->take);
     return 0;
 }
 

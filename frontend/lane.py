@@ -77,7 +77,7 @@ def _tokens_alone(raw: msgspec.Raw) -> list[int]:
     try:
         tokens, *others = msgspec.msgpack.decode(raw)
         usual = msgspec.msgpack.encode([tokens, *others])
-    except (msgspec.DecodeError, TypeError, ValueError):
+    except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
         return []
     if usual != bytes(raw) or any(other is not None for other in others) or not isinstance(tokens, list):
         return []

@@ -133,7 +133,8 @@ class Stream:
         return self._messages.popleft()
 
     async def feed(self, kind: type[T], consumer: Consumer[T]) -> None:
-        """Give it all messages, until it is done or the stream ends. Raises what the peer or the consumer failed with.
+        """Give it all messages, until it is done or the stream ends. Raises what the peer or the consumer failed with,
+        once: the stream has served then.
 
         Most are taken as soon as they are read from the connection; they wait only while the consumer is full.
         """
@@ -162,7 +163,7 @@ class Stream:
                 if consumer.is_done:
                     return
         finally:
-            self.take = None
+            self.take = self._failure = self._refusal = None  # their tracebacks hold this frame, which holds the stream
             feeding.end()
 
     def note_taken(self, messages: int) -> None:

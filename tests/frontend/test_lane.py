@@ -187,6 +187,9 @@ LONG = {
     "a number": b"\x05",
     "a token below 0": b"\x91\x91\xff",
     "a token of 64 bits": b"\x91\x91\xcf" + bytes(8),
+    "a longer form of a token": b"\x91\x91\xcc\x05",
+    "a longer form of an array": b"\x91\xdc\x00\x01\x05",
+    "arrays in arrays": b"\x91" * 5000,
     "too short": b"\x91\x92\x05",
     "more behind it": b"\x91\x91\x05\xc0",
     "too many": encode(Delta((1,) * (MOST_TOKENS + 1))),
@@ -227,6 +230,17 @@ def test_it_tells_whether_the_client_keeps_up(bench: Bench) -> None:
 def test_a_lane_that_is_bound_to_nothing_says_so(bench: Bench) -> None:
     bench.lane.release()
     with pytest.raises(RuntimeError, match="not bound"):
+        bench.give(Delta((1,)))
+
+
+def test_a_lane_that_is_let_go_of_while_it_looks_for_a_text_does_not_crash(bench: Bench) -> None:
+    class Letting(dict[int, bytes]):
+        def __missing__(self, token: int) -> bytes:
+            bench.lane.release()
+            return b""
+
+    bench.lane.texts = Letting()
+    with pytest.raises((RuntimeError, TypeError)):
         bench.give(Delta((1,)))
 
 

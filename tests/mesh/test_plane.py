@@ -1,8 +1,10 @@
 """Calls between processes of the mesh: streams, limits, and what happens when either side goes away."""
 
 import asyncio
+import gc
 import socket
 import struct
+import weakref
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -385,6 +387,26 @@ async def test_an_error_of_a_shortcut_is_raised_by_feed(service: Service, client
             await stream.feed(int, taker)
     assert taker.taken == [0, 1, 2]
     assert await client.ask(service.server.address, "count", 1, int, 5) == 0, "the connection stands"
+
+
+@pytest.mark.parametrize("how", ["the consumer fails", "the peer is lost"])
+async def test_a_stream_that_fails_is_freed_without_the_garbage_collector(
+    service: Service, client: PlaneClient, how: str
+) -> None:
+    taker = Taker(breaks_at=3 if how == "the consumer fails" else 0)
+    method = "count" if how == "the consumer fails" else "hold"
+    gone = weakref.ref(taker)
+    gc.disable()
+    try:
+        with pytest.raises((ZeroDivisionError, PeerLostError)):
+            async with client.open(service.server.address, method, 10, 5) as stream:
+                if method == "hold":
+                    asyncio.get_running_loop().call_later(0.01, service.server._links.copy().pop().abort, "a test")
+                await stream.feed(int, taker)
+        del taker, stream
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 async def test_messages_are_pushed_from_the_connection_and_wake_no_task(service: Service, client: PlaneClient) -> None:
