@@ -83,8 +83,10 @@ class Answer:
 
     @property
     def is_plain(self) -> bool:
-        """All its text is shown as it is: until it ends, tokens with `plain_texts` need no `on_delta`."""
-        return not (self._only_one_call or self._stops or self._wants_logprobs or self._parser)
+        """All further text is shown as it is: until it ends, tokens with `plain_texts` need no `on_delta`."""
+        if self._only_one_call or self._stops or self._wants_logprobs:
+            return False
+        return self._parser is None or self._parser.is_plain
 
     def plain_texts(self) -> dict[int, bytes] | None:
         """See Detokenizer. The caller adds the tokens that were shown so to `completion_tokens`."""

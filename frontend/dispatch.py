@@ -320,7 +320,10 @@ class _Leg:
     def take(self, delta: Delta) -> bool:
         if self._is_steady and delta.finish_reason is None and delta.pull is None:  # nearly all: in one step
             self._generated += delta.token_ids
-            return self._give(delta)
+            wants_more = self._give(delta)
+            if self.shortcut is None and (lane := self._course.consumer.lane) is not None:
+                self._open(lane)
+            return wants_more
         if self.ticket is not None:  # with its first delta the decode worker is done with the offer
             assert self.on_offer_taken is not None
             self.on_offer_taken(self.ticket)
@@ -329,11 +332,14 @@ class _Leg:
         if not self._has_begun or delta.pull is not None:
             self._note(delta)
         wants_more = self._course.take(delta)
-        self._is_steady = bool(delta.token_ids)
+        self._is_steady = True
         if (lane := self._course.consumer.lane) is not None:
-            lane.generated = self._generated
-            self.shortcut = lane
+            self._open(lane)
         return wants_more
+
+    def _open(self, lane: TokenLane) -> None:
+        lane.generated = self._generated
+        self.shortcut = lane
 
     @property
     def is_done(self) -> bool:

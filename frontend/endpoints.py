@@ -204,6 +204,7 @@ class WholeOutlet:
     """Keeps all parts until their answers are complete."""
 
     is_full = False
+    has_lanes = False
 
     __slots__ = ("_answers", "_job")
 
@@ -230,6 +231,8 @@ class WholeOutlet:
 
 class SseOutlet:
     """Writes parts to the client in the call that brings them. The last of several waits, to go out with the end."""
+
+    has_lanes = True
 
     __slots__ = ("_headers", "_job", "_request", "_rest", "_unfinished", "_writer", "reply")
 

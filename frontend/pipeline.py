@@ -301,12 +301,15 @@ def answer_limit(call: Call, context_tokens: int, prompt_tokens: int) -> int:
 class Outlet(Protocol):
     """Where the parts of the answers go."""
 
+    has_lanes: bool
+
     def put(self, branch: Branch, part: Part) -> bool:
         """Whether it is not full."""
         ...
 
     def lane(self, branch: Branch, now: Callable[[], float]) -> TokenLane | None:
-        """After the first `put`: how tokens that are text alone can go out without it, until the last."""
+        """After a `put`, where the answer is plain: how tokens that are text alone can go out without it, until the
+        last. None: not now."""
         ...
 
     @property
@@ -337,14 +340,13 @@ class _Feed:
         self.settle()
         answer, timing = self._answer, self._timing
         timing.last_token = self._of_all.last_token = now = self._now()
-        is_first = timing.first_token is None
-        if is_first:
+        if timing.first_token is None:
             timing.first_token = now
             self._of_all.on_tokens(now)
             if self.on_begin is not None:
                 self.on_begin()
         wants_more = self._put(self._branch, answer.on_delta(delta)) and answer.finish_reason is None
-        if is_first and answer.is_plain and answer.finish_reason is None:
+        if self.lane is None and self._outlet.has_lanes and answer.is_plain and answer.finish_reason is None:
             self.lane = self._outlet.lane(self._branch, self._now)
         if self.lane is not None:
             self.lane.texts = answer.plain_texts()

@@ -13,6 +13,10 @@ class Chain:
         self._reasoning = reasoning
         self._tools = tools
 
+    @property
+    def is_plain(self) -> bool:
+        return self._reasoning.is_plain and self._tools.is_plain
+
     def push(self, text: str) -> Sequence[Event]:
         return self._forward(self._reasoning.push(text))
 

@@ -53,6 +53,12 @@ class Parser(Protocol):
     - no text makes it raise, and work per character is constant (bounded by the length of the longest marker).
     """
 
+    @property
+    def is_plain(self) -> bool:
+        """All further text is Content as it is, whether it is pushed or not, and nothing else is left. May turn true
+        with a push, and then stays."""
+        ...
+
     def push(self, text: str) -> Sequence[Event]:
         """What is certain after this further text; may be empty."""
         ...

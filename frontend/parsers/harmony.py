@@ -97,6 +97,10 @@ class HarmonyParser:
         self._calls = 0
         self._argued = False  # the call has arguments
 
+    @property
+    def is_plain(self) -> bool:
+        return False  # another message may come
+
     def push(self, text: str) -> Sequence[Event]:
         if not text:
             return ()

@@ -67,6 +67,11 @@ class TaggedThoughts:
         self._newlines = 0  # at the end of the thoughts so far; dropped if an end tag follows
         self._thought = False  # something other than newlines
 
+    @property
+    def is_plain(self) -> bool:
+        """The thoughts are over."""
+        return self._phase is _Phase.ANSWER
+
     def push(self, text: str) -> Sequence[Event]:
         if not text:
             return ()

@@ -89,6 +89,33 @@ def test_any_cutting_gives_the_same_events(subject: Subject, data: st.DataObject
 @each_parser
 @given(st.data())
 @settings(max_examples=50, deadline=None)
+def test_a_parser_that_is_plain_stays_so_and_may_be_left_out(subject: Subject, data: st.DataObject) -> None:
+    parser, was_plain = subject.open(), False
+    for piece in data.draw(cut(data.draw(texts(*subject.parts)))):
+        events = parser.push(piece)
+        if was_plain:
+            assert tuple(events) == ((Content(piece),) if piece else ())
+        assert parser.is_plain >= was_plain
+        was_plain = parser.is_plain
+    if was_plain:
+        assert list(parser.flush()) == []
+
+
+@pytest.mark.parametrize("name", REASONING_PARSERS)
+def test_after_the_thoughts_an_answer_is_plain(name: str) -> None:
+    known = REASONING_PARSERS[name]
+    parser = known.open(False)
+    parser.push(f"{known.start}hm")
+    assert not parser.is_plain
+    parser.push(f"{known.end}\n\n")
+    assert not parser.is_plain, "line ends after the tag are not shown"
+    parser.push("So")
+    assert parser.is_plain
+
+
+@each_parser
+@given(st.data())
+@settings(max_examples=50, deadline=None)
 def test_prose_and_thoughts_are_pieces_of_the_text_in_their_order(subject: Subject, data: st.DataObject) -> None:
     text = data.draw(texts(*subject.parts))
     parser = subject.open()

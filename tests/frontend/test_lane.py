@@ -83,6 +83,28 @@ async def test_the_client_gets_the_same(
     assert by_lane.count("data: ") > len(PARTS)
 
 
+THOUGHTS = ("<think>", "a", " fox", "?", "</think>", "\n\n")
+THINKS = {"max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+THINKING = {"chat": ASKED["chat"], "messages": ("/v1/messages", MESSAGES | THINKS)}
+
+
+@pytest.mark.parametrize("native", LANES)
+@pytest.mark.parametrize("name", THINKING)
+async def test_after_the_thoughts_tokens_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_way: list[Delta], name: str, native: Any
+) -> None:
+    monkeypatch.setattr(endpoints, "TokenLane", native)
+    card = tiny.card("w", path=tiny.save_model(tmp_path), context_tokens=4096)
+    async with serving(replace(card, features=tuple(Feature), reasoning_parser="think")) as served:
+        thoughts = [Delta((token,)) for part in THOUGHTS for token in ids(part)]
+        served.generator.script = [*thoughts, *script(1)]
+        by_lane = await streamed(served, *THINKING[name])
+        went_long = len(long_way)
+        monkeypatch.setattr(SseOutlet, "has_lanes", False)
+        assert by_lane == await streamed(served, *THINKING[name])
+    assert len(thoughts) < went_long < len(long_way) - went_long - 10
+
+
 @pytest.fixture
 def long_way(monkeypatch: pytest.MonkeyPatch) -> list[Delta]:
     """The deltas that do not take the lane."""

@@ -50,6 +50,10 @@ class CallMachine:
         self._state: State = self._outside
         self._plain = False  # in prose with nothing held back
 
+    @property
+    def is_plain(self) -> bool:
+        return False  # a call may begin wherever it likes
+
     def push(self, text: str) -> Sequence[Event]:
         """What is certain after this further text; may be empty."""
         if self._plain and self._openers.absent(text):

@@ -18,6 +18,8 @@ class Shouts:
         self._word = ""
         self._calls = 0
 
+    is_plain = False
+
     def push(self, text: str) -> Sequence[Event]:
         events: list[Event] = []
         for char in text:
