@@ -5,6 +5,8 @@
 #include <cstring>
 #include <structmember.h>
 
+using namespace kvmesh;
+
 namespace {
 
 constexpr std::size_t MOST_TOKENS = 256;  // as in frontend/lane.py
@@ -67,7 +69,7 @@ struct Lane {
     PyObject* write;
     PyObject* head;
     PyObject* tail;
-    PyObject* texts;      // a mapping, or None
+    PyObject* texts;      // a dict, or None
     PyObject* generated;  // a list
     PyObject* take;
     Py_ssize_t most;    // messages that may pass before one goes to `take`
@@ -215,29 +217,24 @@ PyObject* lane_take_count(PyObject* self, PyObject*) {
     return count;
 }
 
-int lane_set_texts(PyObject* self, PyObject* texts, void*) {
-    if (!texts || (texts != Py_None && !PyDict_Check(texts))) {
-        PyErr_SetString(PyExc_TypeError, "texts are a dict, or None");
-        return -1;
-    }
-    Py_XSETREF(reinterpret_cast<Lane*>(self)->texts, Py_NewRef(texts));
-    return 0;
+bool is_dict_or_none(PyObject* object) { return object == Py_None || PyDict_Check(object); }
+bool is_list(PyObject* object) { return PyList_Check(object); }
+
+template <PyObject* Lane::* member>
+PyObject* lane_get(PyObject* self, void*) {
+    PyObject* held = reinterpret_cast<Lane*>(self)->*member;
+    return Py_NewRef(held ? held : Py_None);
 }
 
-PyObject* or_none(PyObject* member) { return Py_NewRef(member ? member : Py_None); }
-
-PyObject* lane_get_texts(PyObject* self, void*) { return or_none(reinterpret_cast<Lane*>(self)->texts); }
-
-int lane_set_generated(PyObject* self, PyObject* tokens, void*) {
-    if (!tokens || !PyList_Check(tokens)) {
-        PyErr_SetString(PyExc_TypeError, "the generated tokens are a list");
+template <PyObject* Lane::* member, bool (*fits)(PyObject*)>
+int lane_set(PyObject* self, PyObject* object, void* wanted) {
+    if (!object || !fits(object)) {
+        PyErr_Format(PyExc_TypeError, "this is to be %s", static_cast<const char*>(wanted));
         return -1;
     }
-    Py_XSETREF(reinterpret_cast<Lane*>(self)->generated, Py_NewRef(tokens));
+    Py_XSETREF(reinterpret_cast<Lane*>(self)->*member, Py_NewRef(object));
     return 0;
 }
-
-PyObject* lane_get_generated(PyObject* self, void*) { return or_none(reinterpret_cast<Lane*>(self)->generated); }
 
 int lane_traverse(PyObject* self, visitproc visit, void* arg) {
     Lane* lane = reinterpret_cast<Lane*>(self);
@@ -272,13 +269,8 @@ void lane_dealloc(PyObject* self) {
     Py_DECREF(type);
 }
 
-template <class Function>
-PyCFunction fast(Function function) {
-    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
 PyMethodDef lane_methods[] = {
-    {"bind", fast(lane_bind), METH_FASTCALL, nullptr},
+    {"bind", method(lane_bind), METH_FASTCALL, nullptr},
     {"release", lane_release, METH_NOARGS, nullptr},
     {"take_count", lane_take_count, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -290,9 +282,11 @@ PyMemberDef lane_members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 
+char a_dict_or_none[] = "a dict, or None", a_list[] = "a list";
+
 PyGetSetDef lane_properties[] = {
-    {"texts", lane_get_texts, lane_set_texts, nullptr, nullptr},
-    {"generated", lane_get_generated, lane_set_generated, nullptr, nullptr},
+    {"texts", lane_get<&Lane::texts>, lane_set<&Lane::texts, is_dict_or_none>, nullptr, a_dict_or_none},
+    {"generated", lane_get<&Lane::generated>, lane_set<&Lane::generated, is_list>, nullptr, a_list},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 

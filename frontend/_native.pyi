@@ -1,6 +1,6 @@
 from collections.abc import Callable
 
-from frontend.lane import Take
+from mesh.plane.client import Take
 from protocol.hashing import Buffer
 
 class TokenLane:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from mesh.plane.client import Take
 from protocol import native
-
-Take = Callable[[msgspec.Raw, int], bool]
 
 MOST_TOKENS = 256  # of one delta
 

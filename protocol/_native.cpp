@@ -48,14 +48,9 @@ PyObject* sequence_hash_bytes(PyObject*, PyObject* const* args, Py_ssize_t count
     return packed;
 }
 
-template <class Function>
-PyCFunction fast(Function function) {
-    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
 PyMethodDef methods[] = {
-    {"xxh3_64", fast(xxh3_64), METH_FASTCALL, nullptr},
-    {"sequence_hash_bytes", fast(sequence_hash_bytes), METH_FASTCALL, nullptr},
+    {"xxh3_64", method(xxh3_64), METH_FASTCALL, nullptr},
+    {"sequence_hash_bytes", method(sequence_hash_bytes), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -141,11 +141,6 @@ bool to_text(PyObject* text, std::string_view& bytes) {
     return true;
 }
 
-template <class Function>
-PyCFunction method(Function function) {
-    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
 template <class Object>
 PyObject* allocate(PyTypeObject* type, PyObject*, PyObject*) {
     return type->tp_alloc(type, 0);

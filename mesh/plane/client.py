@@ -28,9 +28,7 @@ WINDOW_MESSAGES = 256  # how far a peer may be ahead of the consumer, per stream
 CONNECT_TIMEOUT_S = 3.0
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
-
-
-Take = Callable[[msgspec.Raw, int], bool]
+Take = Callable[[msgspec.Raw, int], bool]  # a message, and how many a Shortcut took before it
 
 
 class Shortcut(Protocol):
@@ -167,6 +165,7 @@ class Stream:
             feeding.end()
 
     def note_taken(self, messages: int) -> None:
+        """So many more have left the window; half of it is given back at a time."""
         self._taken += messages
         if self._taken >= WINDOW_MESSAGES // 2:
             self._renew_credit()

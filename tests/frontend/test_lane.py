@@ -287,7 +287,7 @@ def test_a_ring_of_references_is_found(bench: Bench) -> None:
             lane.bind(self.take, 3)
 
         def take(self, raw: msgspec.Raw, passed: int) -> bool:
-            raise NotImplementedError
+            return False
 
     gone = weakref.ref(Stream(type(bench.lane)(bench._now, bench._write, b"", b"")))
     gc.collect()
