@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 TORCH ?=
 ARGS ?=
 
-NATIVE := setup.py $(wildcard protocol/*.cpp protocol/*.h router/*.cpp router/native/*.h)
+NATIVE := setup.py $(wildcard protocol/*.cpp protocol/*.h router/*.cpp router/native/*.h frontend/*.cpp)
 INPUTS := pyproject.toml constraints.txt Makefile deploy/install.py $(NATIVE)
 RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
