@@ -24,6 +24,10 @@ class Limits:
     max_step_up: int
     max_step_down: int
 
+    @property
+    def fewest(self) -> Counts:
+        return Counts(self.min_prefill, self.min_decode)
+
     def gpus(self, counts: Counts) -> int:
         return counts.prefill * self.prefill_gpus + counts.decode * self.decode_gpus
 
@@ -39,7 +43,7 @@ def limits_of(config: PlannerConfig, prefill_gpus: int, decode_gpus: int) -> Lim
         max_step_up=config.max_step_up,
         max_step_down=config.max_step_down,
     )
-    fewest = limits.gpus(Counts(limits.min_prefill, limits.min_decode))
+    fewest = limits.gpus(limits.fewest)
     if fewest > limits.max_gpus:
         raise ConfigError(
             f"the fewest workers, {limits.min_prefill} prefill and {limits.min_decode} decode, take {fewest} GPUs, "
@@ -53,7 +57,7 @@ def published_budget(wanted: Counts, limits: Limits) -> Counts:
     """The reference's rule: shrink prefill in proportion, decode gets what is left. (0, 0) if the minima do not fit."""
     if limits.gpus(wanted) <= limits.max_gpus:
         return wanted
-    if limits.gpus(Counts(limits.min_prefill, limits.min_decode)) > limits.max_gpus:
+    if limits.gpus(limits.fewest) > limits.max_gpus:
         return Counts(0, 0)
     room = (limits.max_gpus - limits.min_decode * limits.decode_gpus) // limits.prefill_gpus
     shrunk = wanted.prefill * limits.max_gpus // limits.gpus(wanted)
@@ -70,7 +74,7 @@ def within_budget(wanted: Counts, limits: Limits) -> Counts:
     most = Counts(max(wanted.prefill, limits.min_prefill), max(wanted.decode, limits.min_decode))
     if limits.gpus(most) <= limits.max_gpus:
         return most
-    best, best_score = Counts(limits.min_prefill, limits.min_decode), (-1.0, -1.0)
+    best, best_score = limits.fewest, (-1.0, -1.0)
     for prefill in range(limits.min_prefill, most.prefill + 1):
         decode = min(most.decode, (limits.max_gpus - prefill * limits.prefill_gpus) // limits.decode_gpus)
         if decode < limits.min_decode:

@@ -110,7 +110,7 @@ class PlannerCore:
         self._isl, self._osl, self._hit = Remembered(memory_s), Remembered(memory_s), Remembered(memory_s)
         self._corrections = Corrections()
         self._target: Counts | None = None
-        self._plan = _Plan(Counts(config.min_prefill, config.min_decode), Counts(0, 0), 0.0)
+        self._plan = _Plan(self._limits.fewest, Counts(0, 0), 0.0)
         self._enough: deque[Counts] = deque(maxlen=DOWN_MEMORY)
         self._intervals = 0
         self._grew = {"prefill": -REST, "decode": -REST}  # the interval in which a role got more
@@ -336,7 +336,7 @@ class PlannerCore:
         reasons = [*prefill.reasons, *decode.reasons]
         floor = self._plan.floor
         if not self._config.predictive:
-            floor = Counts(self._config.min_prefill, self._config.min_decode)
+            floor = self._limits.fewest
         elif not self._rps.samples:
             floor = self._target
         wanted = _most(_most(self._target, pressed), floor)

@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -180,12 +180,14 @@ def test_one_pool_follows_a_load_up_and_down() -> None:
 
 
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 1 << 30), max_gpus=st.integers(2, 40), minimum=st.integers(1, 2))
+@given(seed=st.integers(0, 1 << 30), max_gpus=st.integers(2, 40), minimum=st.integers(1, 2), predictive=st.booleans())
+@example(seed=6, max_gpus=24, minimum=1, predictive=True)  # the reactive loop runs before the first plan
 def test_never_above_the_budget_never_below_the_minimum_whatever_is_observed(
-    seed: int, max_gpus: int, minimum: int
+    seed: int, max_gpus: int, minimum: int, predictive: bool
 ) -> None:
     rng = random.Random(seed)
-    planner, fleet = a_planner(max_gpus=max_gpus, min_decode=minimum), FakeFleet(0, rng.randint(0, 5))
+    planner = a_planner(max_gpus=max_gpus, min_decode=minimum, predictive=predictive)
+    fleet = FakeFleet(0, rng.randint(0, 5))
     for number in range(40):
         at_s = 5.0 * (number + 1)
         _, there = fleet.seen(at_s)
