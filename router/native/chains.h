@@ -1,66 +1,74 @@
 // Counted chains of sequence hashes. Specified by PlainChainCounts in router/chains.py. Knows nothing of Python.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
-#include "holders.h"
 #include "match.h"
 #include "nodes.h"
 
 namespace kvmesh {
 
-/// How often one holder uses one prefix.
+/// How often one holder uses one segment.
 struct Use {
     u32 holder;
     u32 passing;  // chains that pass through it
-    u32 ending;   // of them, chains that end there
+    u32 ending;   // of them, chains that end with it
 };
 
-/// A prefix in use: one use in place, several in memory of their own.
-struct UsedNode {
-    u32 hash_low, hash_high;
-    u32 count;
-    u32 capacity;  // 0: in place
+/// What a segment is found by: the one before it (NONE: it begins a chain), and its first hash.
+struct Step {
+    u32 before;
+    u64 hash;
+
+    bool operator==(const Step& other) const { return before == other.before && hash == other.hash; }
+};
+inline u64 scatter(Step step) { return scatter(scatter(step.hash) ^ step.before); }
+
+/// A run of prefixes that the same chains pass through. One use is kept in place, several in memory of their own.
+struct Segment {
+    u8* hashes;  // as they travel
+    u32 length;  // in hashes, >= 1
+    u32 before;
+    u32 after;       // segments that follow directly
+    u32 after_mix;   // their numbers in one, by exclusive or: a single one is known by it
+    u32 ending;      // chains of anybody that end with it
+    u32 num_uses;    // 0: free
+    u32 capacity;    // 0: in place
     union {
         Use one;
-        Use* many;
+        Use* many;  // by holder
     };
 
-    u64 hash() const { return hash_low | static_cast<u64>(hash_high) << 32; }
+    Step hash() const { return {before, read64(hashes)}; }
     u32 next_free() const { return capacity; }
     void set_free(u32 next) {
-        count = 0;
+        num_uses = 0;
         capacity = next;
     }
     Use* uses() { return capacity ? many : &one; }
-    const Use* uses() const { return capacity ? many : &one; }
-};
-
-/// A view for Matcher: who uses a prefix, sorted.
-struct Users {
-    const Use* uses;
-    u32 count;
-
-    u32 size() const { return count; }
-    u32 holder(u32 i) const { return uses[i].holder; }
-    u8 level(u32) const { return 0; }
-    u32 search(u32 from, u32 wanted) const {
-        const Use* found = std::lower_bound(uses + from, uses + count, wanted,
-                                            [](const Use& use, u32 holder) { return use.holder < holder; });
-        return static_cast<u32>(found - uses);
+    Use* search(u32 holder) {
+        return std::lower_bound(uses(), uses() + num_uses, holder,
+                                [](const Use& use, u32 wanted) { return use.holder < wanted; });
+    }
+    Use* find(u32 holder) {
+        Use* use = search(holder);
+        return use != uses() + num_uses && use->holder == holder ? use : nullptr;
     }
 };
 
-constexpr std::size_t MOST_PREFIXES = 1 << 26;
+constexpr std::size_t MOST_SEGMENTS = 1 << 24;
 
+/// A tree of segments: chains with a common beginning share it, and part where they differ. Where nothing ends and one
+/// segment alone follows, the two become one again. So what a chain costs is a few segments, however long it is.
 class Chains {
    public:
-    Chains() : nodes_(MOST_PREFIXES) {}
+    Chains() : segments_(MOST_SEGMENTS) {}
     Chains(const Chains&) = delete;
     Chains& operator=(const Chains&) = delete;
     ~Chains() {
-        for (u32 number = 0; number < nodes_.end(); number++) {
-            if (nodes_[number].count && nodes_[number].capacity) std::free(nodes_[number].many);
+        for (u32 number = 0; number < segments_.end(); number++) {
+            if (segments_[number].num_uses) release(segments_[number]);
         }
     }
 
@@ -78,129 +86,245 @@ class Chains {
     /// Give back the number of a holder that uses nothing.
     void close(u32 holder) { free_holders_.push_back(holder); }
     u32 blocks_of(u32 holder) const { return blocks_[holder]; }
-    u32 num_blocks() const { return nodes_.live(); }
+    u32 num_blocks() const { return num_blocks_; }
 
     void add(u32 holder, const u8* hashes, std::size_t count) {
-        each(hashes, count, [&](u64 hash, u64 scattered, bool is_last) {
+        u32 number = NONE;
+        for (std::size_t at = 0; at < count;) {
+            const u8* rest = hashes + 8 * at;
             Slots::Place place;
-            u32 number = nodes_.find(hash, scattered, place);
-            if (number == NONE) {
-                number = nodes_.add({static_cast<u32>(hash), static_cast<u32>(hash >> 32), 0, 0, {}}, scattered, place);
+            const Step step{number, read64(rest)};
+            u32 next = segments_.find(step, scatter(step), place);
+            if (next == NONE) {
+                next = append(number, rest, static_cast<u32>(count - at), place);
+            } else if (const u32 same = common(segments_[next], rest, count - at); same < segments_[next].length) {
+                next = split(next, same);
             }
-            Use& use = insert(nodes_[number], holder);
-            use.passing++;
-            use.ending += is_last;
-        });
+            use(next, holder).passing++;
+            at += segments_[next].length;
+            number = next;
+        }
+        if (number == NONE) return;
+        segments_[number].ending++;
+        segments_[number].find(holder)->ending++;
     }
 
     void discard(u32 holder, const u8* hashes, std::size_t count) {
-        if (!count || !ends_at(holder, read64(hashes + 8 * (count - 1)))) return;
-        each(hashes, count, [&](u64 hash, u64 scattered, bool is_last) {
-            u32 number = nodes_.find(hash, scattered);
-            Use* use = number == NONE ? nullptr : find(nodes_[number], holder);
-            if (!use) return;
-            use->ending -= is_last && use->ending;
-            if (!--use->passing) erase(number, use);
-        });
+        path_.clear();
+        u32 number = NONE;
+        for (std::size_t at = 0; at < count;) {
+            number = find(number, hashes + 8 * at);
+            if (number == NONE) return;
+            Segment& segment = segments_[number];
+            if (common(segment, hashes + 8 * at, count - at) < segment.length || !segment.find(holder)) return;
+            at += segment.length;
+            path_.push_back(number);
+        }
+        if (path_.empty() || !segments_[number].find(holder)->ending) return;
+        segments_[number].ending--;
+        segments_[number].find(holder)->ending--;
+        for (std::size_t i = path_.size(); i--;) {
+            Segment& segment = segments_[path_[i]];
+            Use* use = segment.find(holder);
+            if (!--use->passing) erase(segment, use);
+            if (!segment.num_uses) {
+                remove(path_[i]);
+                path_.pop_back();
+            }
+        }
+        if (!path_.empty()) join(path_.back());
     }
 
     /// All its chains, in time that grows with those of everybody.
     void drop(u32 holder) {
-        for (u32 number = 0; number < nodes_.end() && blocks_[holder]; number++) {
-            if (!nodes_[number].count) continue;
-            if (Use* use = find(nodes_[number], holder)) erase(number, use);
+        path_.clear();
+        for (u32 number = 0; number < segments_.end(); number++) {
+            Segment& segment = segments_[number];
+            Use* use = segment.num_uses ? segment.find(holder) : nullptr;
+            if (!use) continue;
+            segment.ending -= use->ending;
+            erase(segment, use);
+            path_.push_back(number);
+        }
+        // What follows a segment without uses has none either: they all go, and nothing is told to those that go.
+        const auto stays = [this](u32 number) { return segments_[number].num_uses; };
+        const auto gone = std::partition(path_.begin(), path_.end(), stays);
+        for (auto number = gone; number != path_.end(); number++) {
+            const u32 before = segments_[*number].before;
+            if (before != NONE && stays(before)) unlink(*number);
+        }
+        for (auto number = gone; number != path_.end(); number++) take_out(*number);
+        for (auto number = path_.begin(); number != gone; number++) {
+            if (stays(*number)) join(*number);
         }
     }
 
     const std::vector<Reach>& match(const u8* hashes, std::size_t count) {
         reaches_.clear();
-        asked_.clear();
-        if (!count) return reaches_;
-        Prompt prompt{*this, hashes};
-        Users first = prompt.at(0);
-        for (u32 i = 0; i < first.size(); i++) {
-            asked_.push_back({first.holder(i), i, 0, false});
-            reaches_.push_back({first.holder(i), {0, 0, 0, 0}});
+        u32 number = NONE;
+        for (std::size_t at = 0; at < count;) {
+            if ((number = find(number, hashes + 8 * at)) == NONE) break;
+            Segment& segment = segments_[number];
+            const u32 same = common(segment, hashes + 8 * at, count - at);
+            const bool is_first = !at;
+            at += same;
+            auto reach = reaches_.begin();
+            for (const Use *use = segment.uses(), *end = use + segment.num_uses; use != end; use++) {
+                if (is_first) {
+                    reaches_.push_back({use->holder, {static_cast<u32>(at), 0, 0, 0}});
+                    continue;
+                }
+                reach = std::lower_bound(reach, reaches_.end(), use->holder,
+                                         [](const Reach& known, u32 wanted) { return known.holder < wanted; });
+                reach->depth[0] = static_cast<u32>(at);  // who uses it uses all before it
+            }
+            if (same < segment.length) break;
         }
-        if (!asked_.empty()) Matcher<Prompt>(prompt, count, reaches_).gallop(asked_);
         return reaches_;
     }
 
    private:
-    struct Prompt {
-        const Chains& chains;
-        const u8* hashes;
+    u32 find(u32 before, const u8* hashes) const {
+        const Step step{before, read64(hashes)};
+        return segments_.find(step, scatter(step));
+    }
 
-        u64 hash(std::size_t i) const { return read64(hashes + 8 * i); }
-        PREFETCHES void prefetch(std::size_t i) const { chains.nodes_.prefetch(scatter(hash(i))); }
-        PREFETCHES void prefetch_node(std::size_t i) const { chains.nodes_.prefetch_node(scatter(hash(i))); }
-        Users at(std::size_t i) const {
-            u32 found = chains.nodes_.find(hash(i), scatter(hash(i)));
-            return found == NONE ? Users{nullptr, 0} : Users{chains.nodes_[found].uses(), chains.nodes_[found].count};
+    /// Hashes that a segment and a part of a chain begin with alike; at least the first.
+    static u32 common(const Segment& segment, const u8* hashes, std::size_t count) {
+        const u32 most = static_cast<u32>(std::min<std::size_t>(segment.length, count));
+        if (!std::memcmp(segment.hashes, hashes, 8 * std::size_t{most})) return most;
+        u32 same = 1;
+        while (read64(segment.hashes + 8 * same) == read64(hashes + 8 * same)) same++;
+        return same;
+    }
+
+    /// A new segment at the place that a search told; nobody uses it yet.
+    u32 append(u32 before, const u8* hashes, u32 length, Slots::Place place) {
+        Segment segment{copy(hashes, length), length, before, 0, 0, 0, 0, 0, {}};
+        const u32 number = segments_.add(segment, scatter(segment.hash()), place);
+        link(number);
+        num_blocks_ += length;
+        return number;
+    }
+
+    /// The first `length` hashes of a segment become one of their own, whose number this is.
+    u32 split(u32 number, u32 length) {
+        Segment& tail = segments_[number];
+        Segment head = tail;
+        head.hashes = copy(tail.hashes, length);
+        head.length = length;
+        head.after = head.after_mix = head.ending = 0;
+        if (head.capacity) {
+            head.many = allocate<Use>(head.capacity);
+            std::memcpy(head.many, tail.many, head.num_uses * sizeof(Use));
         }
-    };
-
-    template <class Visit>
-    void each(const u8* hashes, std::size_t count, Visit visit) {
-        constexpr std::size_t FAR = 16, NEAR = 8;
-        for (std::size_t i = 0; i < std::min(FAR, count); i++) nodes_.prefetch(scatter(read64(hashes + 8 * i)));
-        for (std::size_t i = 0; i < count; i++) {
-            if (i + FAR < count) nodes_.prefetch(scatter(read64(hashes + 8 * (i + FAR))));
-            if (i + NEAR < count) nodes_.prefetch_node(scatter(read64(hashes + 8 * (i + NEAR))));
-            u64 hash = read64(hashes + 8 * i);
-            visit(hash, scatter(hash), i + 1 == count);
-        }
+        for (Use* use = head.uses(); use != head.uses() + head.num_uses; use++) use->ending = 0;
+        unlink(number);
+        const u32 added = segments_.next_number();
+        segments_.rename(number, [length, added](Segment& segment) {
+            u8* rest = copy(segment.hashes + 8 * std::size_t{length}, segment.length - length);
+            std::free(std::exchange(segment.hashes, rest));
+            segment.length -= length;
+            segment.before = added;
+        });
+        Slots::Place place;
+        segments_.find(head.hash(), scatter(head.hash()), place);
+        segments_.add(head, scatter(head.hash()), place);
+        link(added);
+        link(number);
+        return added;
     }
 
-    static Use* find(UsedNode& node, u32 holder) {
-        u32 at = Users{node.uses(), node.count}.search(0, holder);
-        return at < node.count && node.uses()[at].holder == holder ? node.uses() + at : nullptr;
+    /// Make one of a segment and the only one that follows it, if nothing ends between them.
+    void join(u32 number) {
+        const Segment head = segments_[number];
+        if (head.ending || head.after != 1) return;
+        const u32 tail = head.after_mix;
+        unlink(number);
+        segments_.remove(number);
+        segments_.rename(tail, [&head](Segment& segment) {
+            u8* all = allocate<u8>(8 * (std::size_t{head.length} + segment.length));
+            std::memcpy(all, head.hashes, 8 * std::size_t{head.length});
+            std::memcpy(all + 8 * std::size_t{head.length}, segment.hashes, 8 * std::size_t{segment.length});
+            std::free(std::exchange(segment.hashes, all));
+            segment.length += head.length;
+            segment.before = head.before;
+        });
+        link(tail);
+        release(head);
     }
 
-    bool ends_at(u32 holder, u64 hash) {
-        u32 number = nodes_.find(hash, scatter(hash));
-        Use* use = number == NONE ? nullptr : find(nodes_[number], holder);
-        return use && use->ending;
+    /// Take away a segment that nobody uses any more, and that nothing follows.
+    void remove(u32 number) {
+        unlink(number);
+        take_out(number);
+    }
+    void take_out(u32 number) {
+        const Segment segment = segments_[number];
+        num_blocks_ -= segment.length;
+        segments_.remove(number);
+        release(segment);
     }
 
-    Use& insert(UsedNode& node, u32 holder) {
-        u32 at = Users{node.uses(), node.count}.search(0, holder);
-        if (at < node.count && node.uses()[at].holder == holder) return node.uses()[at];
-        if (node.count == std::max(1u, node.capacity)) grow(node);
-        Use* uses = node.uses();
-        std::memmove(uses + at + 1, uses + at, (node.count - at) * sizeof *uses);
-        uses[at] = {holder, 0, 0};
-        node.count++;
-        blocks_[holder]++;
-        return uses[at];
+    void link(u32 number) { count_after(number, 1); }
+    void unlink(u32 number) { count_after(number, -1u); }
+    void count_after(u32 number, u32 by) {
+        const u32 before = segments_[number].before;
+        if (before == NONE) return;
+        segments_[before].after += by;
+        segments_[before].after_mix ^= number;
     }
 
-    static void grow(UsedNode& node) {
-        const u32 capacity = node.capacity ? node.capacity * 2 : 4;
-        Use* more = static_cast<Use*>(std::malloc(capacity * sizeof(Use)));
-        if (!more) throw std::bad_alloc();
-        std::memcpy(more, node.uses(), node.count * sizeof(Use));
-        if (node.capacity) std::free(node.many);
-        node.many = more;
-        node.capacity = capacity;
+    Use& use(u32 number, u32 holder) {
+        Segment& segment = segments_[number];
+        Use* use = segment.search(holder);
+        const std::size_t at = static_cast<std::size_t>(use - segment.uses());
+        if (at < segment.num_uses && use->holder == holder) return *use;
+        if (segment.num_uses == std::max(1u, segment.capacity)) grow(segment);
+        use = segment.uses() + at;
+        std::memmove(use + 1, use, (segment.num_uses - at) * sizeof *use);
+        *use = {holder, 0, 0};
+        segment.num_uses++;
+        blocks_[holder] += segment.length;
+        return *use;
     }
 
-    void erase(u32 number, Use* use) {
-        UsedNode& node = nodes_[number];
-        blocks_[use->holder]--;
-        node.count--;
-        Use* uses = node.uses();
-        std::memmove(use, use + 1, static_cast<std::size_t>(uses + node.count - use) * sizeof *use);
-        if (node.count) return;
-        if (node.capacity) std::free(node.many);
-        nodes_.remove(number);
+    static void grow(Segment& segment) {
+        const u32 capacity = segment.capacity ? segment.capacity * 2 : 4;
+        Use* more = allocate<Use>(capacity);
+        std::memcpy(more, segment.uses(), segment.num_uses * sizeof(Use));
+        if (segment.capacity) std::free(segment.many);
+        segment.many = more;
+        segment.capacity = capacity;
     }
 
-    Nodes<UsedNode> nodes_;
+    void erase(Segment& segment, Use* use) {
+        blocks_[use->holder] -= segment.length;
+        const Use* end = segment.uses() + segment.num_uses--;
+        std::memmove(use, use + 1, static_cast<std::size_t>(end - use - 1) * sizeof *use);
+    }
+
+    template <class T>
+    static T* allocate(std::size_t count) {
+        if (void* memory = std::malloc(count * sizeof(T))) return static_cast<T*>(memory);
+        throw std::bad_alloc();
+    }
+    static u8* copy(const u8* hashes, u32 length) {
+        u8* own = allocate<u8>(8 * std::size_t{length});
+        std::memcpy(own, hashes, 8 * std::size_t{length});
+        return own;
+    }
+    static void release(const Segment& segment) {
+        std::free(segment.hashes);
+        if (segment.capacity) std::free(segment.many);
+    }
+
+    Nodes<Segment> segments_;
+    u32 num_blocks_ = 0;
     std::vector<u32> blocks_;  // per holder
     std::vector<u32> free_holders_;
+    std::vector<u32> path_;  // kept for its memory
     std::vector<Reach> reaches_;
-    std::vector<Asked> asked_;
 };
 
 }  // namespace kvmesh
