@@ -40,6 +40,8 @@ class EngineWorker(FakeWorker):
         self.requests.append(request)
         async with aclosing(self.engine.generate(request)) as deltas:
             async for delta in deltas:
+                if delta.ticket is not None:  # a worker sends it and goes on, before anybody can leave
+                    assert [late async for late in deltas] == []
                 yield delta
 
 
