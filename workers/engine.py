@@ -105,6 +105,15 @@ class Ranked(Protocol):
 
 
 @runtime_checkable
+class Pushing(Protocol):
+    """An engine that can hand tokens on in the step that made them, without waking a task for each."""
+
+    def push(self, request: GenerateRequest, take: Callable[[Delta], bool]) -> AsyncGenerator[Delta, None]:
+        """As `generate`, but what comes while the iterator is waited for, and does not end the answer, is offered to
+        `take` first, and comes from the iterator only if that says no. `take` must not raise."""
+
+
+@runtime_checkable
 class Turnable(Protocol):
     """An engine whose worker can go from one role to another, of those in its EngineInfo, and keep its cache."""
 

@@ -33,7 +33,7 @@ from protocol.messages import (
 )
 from workers.backends import open_engine
 from workers.config import WorkerConfig
-from workers.engine import Controllable, Engine, EngineInfo, Ranked
+from workers.engine import Controllable, Engine, EngineInfo, Pushing, Ranked
 from workers.membership import Membership, worker_name
 from workers.metrics import CACHED_BLOCKS, OFFERS, QUEUED_TOKENS, REQUESTS, RUNNING, USED_BLOCKS, WAITING
 from workers.turning import Place, Turning, offers_taken, role_asked_for
@@ -152,6 +152,7 @@ class Worker:
     def __init__(self, engine: Engine, place: Place, drain_timeout_s: float = 0.0) -> None:
         self._engine = engine
         self._place = place
+        self._pushing = engine if isinstance(engine, Pushing) else None
         self._ranks = engine.ranks if isinstance(engine, Ranked) else [engine]
         self.turning = Turning(engine, place, drain_timeout_s)
         self.info: EngineInfo | None = None
@@ -170,7 +171,9 @@ class Worker:
         request = decode(call.body, GenerateRequest)
         with request_context(request.request_id), counted(self.turning.requests):
             self._check_roles(request)
-            async with aclosing(self._engine.generate(request)) as deltas:
+            pushing = self._pushing
+            answer = self._engine.generate(request) if pushing is None else pushing.push(request, call.offer)
+            async with aclosing(answer) as deltas:
                 async for delta in deltas:
                     await call.send(delta)
 

@@ -59,6 +59,7 @@ class StepEngine:
         self._offers: dict[int, _Offer] = {}
         self._listeners: list[Callable[[Sequence[KvEvent]], object]] = []
         self._published_s = 0.0
+        self._events_planned = False
         self._loop_task: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
         self._stopped = False
@@ -102,7 +103,10 @@ class StepEngine:
         )
         return self._info
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        return self.push(request, _takes_nothing)
+
+    async def push(self, request: GenerateRequest, take: Callable[[Delta], bool]) -> AsyncGenerator[Delta, None]:
         check_generation(request, self._ready())
         if request.offer_kv and self._transfer is None:
             raise InvalidRequestError("this worker has no KV transfer", hint="start it with --kv-transfer")
@@ -111,7 +115,7 @@ class StepEngine:
             matcher = await self._guides.open(request.guide, request.generated)
             self.check_health()
         self._scheduler.add(request, matcher)
-        queue = self._outputs[request.request_id] = _OutputQueue()
+        queue = self._outputs[request.request_id] = _OutputQueue(take)
         self._wake.set()
         undelivered: Ticket | None = None
         try:
@@ -227,7 +231,7 @@ class StepEngine:
                     if self._pace is not None:
                         self._pace.rest()
                     self._wake.clear()
-                    self._publish_events()
+                    self._plan_events()
                     await self._wake.wait()
                     continue
                 started = time.perf_counter()
@@ -240,9 +244,8 @@ class StepEngine:
 
     async def _execute(self, rows: Sequence[Row]) -> Sequence[Result]:
         if self._pace is not None:
-            results = self._executor.execute(rows)
-            await self._pace.keep(rows)
-            return results
+            await self._pace.keep(rows)  # first: meanwhile the tokens of the step before are sent
+            return self._executor.execute(rows)
         # Shielded: a step that has begun writes to the cache until it ends, whoever gives up on it.
         loop = asyncio.get_running_loop()
         return await asyncio.shield(loop.run_in_executor(self._thread, self._executor.execute, rows))
@@ -269,7 +272,7 @@ class StepEngine:
             if queue is not None:
                 queue.put(delta)
         if has_news or time.monotonic() - self._published_s >= EVENTS_EVERY_S:
-            self._publish_events()
+            self._plan_events()
 
     def _offer(self, output: Output) -> Delta:
         """A finished prefill leg: its blocks stay pinned for the decode worker, for as long as the lease."""
@@ -303,6 +306,19 @@ class StepEngine:
             if not vector.done():
                 vector.set_exception(failure)
 
+    def _plan_events(self) -> None:
+        """Publish after the tokens of this step have been sent: in the next turn of the loop their callers take them,
+        and what is sent in a turn is written at its end."""
+        if not self._events_planned:
+            self._events_planned = True
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._publish_planned)
+
+    def _publish_planned(self) -> None:
+        self._events_planned = False
+        if not self._stopped:
+            self._publish_events()
+
     def _publish_events(self) -> None:
         self._published_s = time.monotonic()
         if events := self._pool.take_events():
@@ -317,14 +333,23 @@ class _Offer:
 
 
 class _OutputQueue:
-    """Deltas on their way to one consumer. A consumer that is behind gets them merged: bounded by the answer."""
+    """Deltas on their way to one consumer. A consumer that is behind gets them merged: bounded by the answer.
 
-    def __init__(self) -> None:
+    One that waits is woken only for what `take` does not take.
+    """
+
+    def __init__(self, take: Callable[[Delta], bool]) -> None:
+        self._offer = take
         self._delta: Delta | None = None
         self._failure: MeshError | None = None
         self._waiter: asyncio.Future[None] | None = None  # an Event would cost more than the rest of a token's way
 
     def put(self, delta: Delta) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():  # done: its consumer was just cancelled
+            is_last = delta.finish_reason is not None or delta.ticket is not None
+            if not is_last and self._offer(delta):
+                return
         self._delta = delta if self._delta is None else _merged(self._delta, delta)
         self._notify()
 
@@ -349,6 +374,10 @@ class _OutputQueue:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():  # done: its consumer was just cancelled
             waiter.set_result(None)
+
+
+def _takes_nothing(delta: Delta) -> bool:
+    return False
 
 
 def _merged(first: Delta, second: Delta) -> Delta:

@@ -57,6 +57,19 @@ class Call:
         payload = encode(message)
         if len(payload) > MAX_MESSAGE_BYTES:
             raise WireError(f"an answer of {len(payload)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+        self._add(payload)
+
+    def offer(self, message: object) -> bool:
+        """Send one message of the answer if nothing has to be waited for and nothing is wrong; else False."""
+        if self._credit <= 0 or not self._link.writable or self._link.closed.is_set():
+            return False
+        payload = encode(message)
+        if len(payload) > MAX_MESSAGE_BYTES:
+            return False
+        self._add(payload)
+        return True
+
+    def _add(self, payload: bytes) -> None:
         self._credit -= 1
         self._link.add_message(self._stream, payload)
 

@@ -198,6 +198,23 @@ async def test_a_timeout_that_is_none_is_refused(service: Service, timeout_s: fl
     writer.close()
 
 
+async def test_an_offer_is_sent_in_its_order_or_not_at_all(service: Service, client: PlaneClient) -> None:
+    taken: list[bool] = []
+
+    async def offer(call: Call) -> None:
+        taken.append(call.offer(bytes(40 << 20)))
+        for number in range(3 * WINDOW_MESSAGES):
+            taken.append(call.offer(number))
+            if not taken[-1]:
+                await call.send(number)
+
+    service.server.handlers["offer"] = offer
+    async with client.open(service.server.address, "offer", None, 5) as stream:
+        assert [n async for n in stream.messages(int)] == list(range(3 * WINDOW_MESSAGES))
+    too_large, beyond_credit = False, False
+    assert taken[: WINDOW_MESSAGES + 2] == [too_large, *[True] * WINDOW_MESSAGES, beyond_credit]
+
+
 async def test_an_answer_too_large_for_a_frame_is_an_error_and_not_a_hang(
     service: Service, client: PlaneClient
 ) -> None:

@@ -45,6 +45,10 @@ class Call:
     async def send(self, message: object) -> None:
         self.sent.append(message)
 
+    def offer(self, message: object) -> bool:
+        self.sent.append(message)
+        return True
+
 
 def config(**settings: Any) -> WorkerConfig:
     values = {"engine": "mock", "model_path": str(CHECKPOINT_DIR), "model": "tiny", "mock_speedup": 0.0}

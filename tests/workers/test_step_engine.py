@@ -1,8 +1,11 @@
-"""When the engine of our own tells which blocks it holds."""
+"""When the engine of our own tells which blocks it holds, and how its tokens get out."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from protocol.events import KvEvent, Stored
 from protocol.ids import RequestId, new_worker_id
@@ -12,15 +15,31 @@ from workers.mock_engine.executor import MockExecutor
 from workers.step_engine import StepEngine, StepEngineConfig
 
 BLOCK, PROMPT, ANSWER = 4, 10, 30
+REQUEST = GenerateRequest(
+    request_id=RequestId("r"),
+    model="m",
+    prompt=pack_tokens(range(100, 100 + PROMPT)),
+    stop=StopConditions(max_tokens=ANSWER, ignore_eos=True),
+)
+
+
+async def started() -> StepEngine:
+    engine = StepEngine(
+        MockExecutor(block_size=BLOCK, speedup=0), None, StepEngineConfig("m", "", 64, 8, 512, 30.0, 5.0)
+    )
+    await engine.start(new_worker_id("w"), "")
+    return engine
+
+
+async def turns_of_the_loop(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 async def told(monkeypatch: pytest.MonkeyPatch, every_s: float) -> list[tuple[int, int]]:
     """(tokens of the answer that had come, blocks stored) of each time it told of blocks."""
     monkeypatch.setattr(step_engine, "EVENTS_EVERY_S", every_s)
-    engine = StepEngine(
-        MockExecutor(block_size=BLOCK, speedup=0), None, StepEngineConfig("m", "", 64, 8, 512, 30.0, 5.0)
-    )
-    await engine.start(new_worker_id("w"), "")
+    engine = await started()
     deltas: list[Delta] = []
     seen: list[tuple[int, int]] = []
 
@@ -29,24 +48,19 @@ async def told(monkeypatch: pytest.MonkeyPatch, every_s: float) -> list[tuple[in
         seen.append((sum(len(delta.token_ids) for delta in deltas), blocks))
 
     engine.on_kv_events(listen)
-    request = GenerateRequest(
-        request_id=RequestId("r"),
-        model="m",
-        prompt=pack_tokens(range(100, 100 + PROMPT)),
-        stop=StopConditions(max_tokens=ANSWER, ignore_eos=True),
-    )
-    async for delta in engine.generate(request):
+    async for delta in engine.generate(REQUEST):
         deltas.append(delta)  # noqa: PERF401 - the listener looks at it meanwhile
+    await turns_of_the_loop(3)
     await engine.stop()
     return seen
 
 
-async def test_the_prompts_blocks_are_told_at_once_and_the_answers_with_its_end(
+async def test_the_prompts_blocks_are_told_after_its_first_token_and_the_answers_after_its_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt, rest = await told(monkeypatch, every_s=1e9)
-    assert prompt == (0, PROMPT // BLOCK), "before its first token has come"
-    assert rest == (ANSWER - 1, (PROMPT + ANSWER - 1) // BLOCK - PROMPT // BLOCK), "before its last one has"
+    assert prompt == (1, PROMPT // BLOCK)
+    assert rest == (ANSWER, (PROMPT + ANSWER - 1) // BLOCK - PROMPT // BLOCK)
 
 
 async def test_while_an_answer_goes_on_its_blocks_are_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +68,48 @@ async def test_while_an_answer_goes_on_its_blocks_are_told_in_time(monkeypatch: 
     assert [blocks for _, blocks in seen] == [PROMPT // BLOCK] + [1] * (
         (PROMPT + ANSWER - 1) // BLOCK - PROMPT // BLOCK
     )
+
+
+def tokens(deltas: Sequence[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+@settings(max_examples=20, deadline=None)
+@given(answers=st.lists(st.booleans(), max_size=ANSWER), turns=st.lists(st.integers(0, 3), max_size=ANSWER))
+async def test_what_is_pushed_and_what_is_pulled_are_the_answer_in_order(answers: list[bool], turns: list[int]) -> None:
+    """`answers`: whether each offer is taken; `turns`: how long the consumer is busy with each delta that it gets."""
+    engine = await started()
+    expected = tokens([delta async for delta in engine.generate(REQUEST)])
+    got: list[Delta] = []
+    is_busy = False
+    will_take, busy_for = iter(answers), iter(turns)
+
+    def take(delta: Delta) -> bool:
+        assert not is_busy, "it might overtake the one before"
+        assert delta.finish_reason is None
+        taken = next(will_take, True)
+        if taken:
+            got.append(delta)
+        return taken
+
+    async for delta in engine.push(REQUEST, take):
+        is_busy = True
+        await turns_of_the_loop(next(busy_for, 0))
+        got.append(delta)
+        is_busy = False
+    await engine.stop()
+    assert tokens(got) == expected
+    assert got[-1].finish_reason is not None
+
+
+async def test_an_answer_that_is_pushed_wakes_its_consumer_for_the_last_token_alone() -> None:
+    engine = await started()
+    pushed: list[Delta] = []
+
+    def take(delta: Delta) -> bool:
+        pushed.append(delta)
+        return True
+
+    pulled = [delta async for delta in engine.push(REQUEST, take)]
+    await engine.stop()
+    assert (len(tokens(pushed)), len(pulled)) == (ANSWER - 1, 1)

@@ -5,9 +5,9 @@ by a preemption. What it has computed itself is compared again in turns, a few b
 costs the same however long the row is; a row of few blocks is compared in whole every time.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from struct import Struct
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,7 @@ from workers.executor import Row
 from workers.mock_engine.answers import prompt_digest
 
 BLOCKS_PER_STEP = 2
-_TOKEN = Struct("<f")  # exact up to 2**24
-_TOKEN_BYTES = _TOKEN.size
+_TOKEN_BYTES = 4  # float32: exact up to 2**24
 
 
 @dataclass(slots=True, eq=False)
@@ -47,48 +46,39 @@ class Witness:
         return [self._take(row, before.get(row.request_id)) for row in rows]
 
     def _take(self, row: Row, seen: Seen | None) -> Seen:
+        num_full, rest = divmod(row.start, self._block_size)
         if seen is None or seen.prompt is not row.prompt or len(seen.keys) != row.start * _TOKEN_BYTES:
-            seen = self._compare_whole(row)
+            keys = _keys_of([*row.prompt, *row.output][: row.start] if row.start else ())
+            seen = Seen(row.prompt, prompt_digest(row.prompt, row.lora), bytearray(keys))
+            self._compare(row, seen.keys, range(num_full))
         else:
-            self._compare_in_turn(row, seen)
+            for _ in range(min(num_full, BLOCKS_PER_STEP)):
+                seen.turn = seen.turn + 1 if seen.turn + 1 < num_full else 0
+                self._compare(row, seen.keys, (seen.turn,))
+        if rest:
+            self._compare(row, seen.keys, (num_full,))
         self._write(row, seen)
         self._seen[row.request_id] = seen
         return seen
 
-    def _compare_whole(self, row: Row) -> Seen:
-        before = np.array([*row.prompt, *row.output][: row.start], np.float32)
-        table = np.array(row.block_table[: -(-row.start // self._block_size)], np.int64)
-        if not np.array_equal(self._kv[table, 0].reshape(-1)[: row.start], before):
-            self._complain(row, before)
-        return Seen(row.prompt, prompt_digest(row.prompt, row.lora), bytearray(before.tobytes()))
-
-    def _compare_in_turn(self, row: Row, seen: Seen) -> None:
-        num_full, rest = divmod(row.start, self._block_size)
-        keys, table, size = seen.keys, row.block_table, self._key_bytes
-        for _ in range(min(num_full, BLOCKS_PER_STEP)):
-            block = seen.turn = seen.turn + 1 if seen.turn + 1 < num_full else 0
+    def _compare(self, row: Row, keys: bytearray, blocks: Iterable[int]) -> None:
+        """What some blocks of the row hold, the last as far as it is filled."""
+        table, size = row.block_table, self._key_bytes
+        for block in blocks:
+            mine = keys[block * size : (block + 1) * size]
             at = table[block] * self._block_bytes
-            if self._bytes[at : at + size] != keys[block * size : (block + 1) * size]:
-                self._complain(row, np.frombuffer(keys, np.float32))
-        if rest:
-            at = table[num_full] * self._block_bytes
-            if self._bytes[at : at + rest * _TOKEN_BYTES] != keys[num_full * size :]:
+            if self._bytes[at : at + len(mine)].tobytes() != mine:
                 self._complain(row, np.frombuffer(keys, np.float32))
 
     def _write(self, row: Row, seen: Seen) -> None:
-        size = self._block_size
-        if len(row.token_ids) == 1:
-            key = _TOKEN.pack(row.token_ids[0])
-            block, offset = divmod(row.start, size)
-            at = row.block_table[block] * self._block_bytes + offset * _TOKEN_BYTES
-            self._bytes[at : at + _TOKEN_BYTES] = key
-            seen.keys += key
-            return
-        keys = np.array(row.token_ids, np.float32)
-        at_positions = np.arange(row.start, row.start + len(keys))
-        table = np.array(row.block_table, np.int64)
-        self._kv[table[at_positions // size], 0, at_positions % size] = keys
-        seen.keys += keys.tobytes()
+        table, size, start = row.block_table, self._key_bytes, row.start * _TOKEN_BYTES
+        seen.keys += _keys_of(row.token_ids)
+        while start < len(seen.keys):
+            block, offset = divmod(start, size)
+            new = seen.keys[start : (block + 1) * size]
+            at = table[block] * self._block_bytes + offset
+            self._bytes[at : at + len(new)] = new
+            start += len(new)
 
     def _complain(self, row: Row, before: NDArray[np.float32]) -> None:
         table = np.array(row.block_table[: -(-row.start // self._block_size)], np.int64)
@@ -98,3 +88,7 @@ class Witness:
             f"request {row.request_id}: the KV cache holds token {mine[wrong]:.0f} at position {wrong}, "
             f"not {before[wrong]:.0f}"
         )
+
+
+def _keys_of(token_ids: Sequence[int]) -> bytes:
+    return array("f", token_ids).tobytes()
