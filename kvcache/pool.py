@@ -156,7 +156,8 @@ class BlockPool:
                 continue
             block.last_used = self._tick
             self._num_cached += 1
-            self._offer_to_evictor(block_id)
+            if not block.children:
+                self._offer_to_evictor(block_id)
 
     def commit(
         self,

@@ -82,11 +82,16 @@ def sequence_hashes(tokens: Sequence[int], block_size: int, seed: int = CHAIN_SE
     return extend_chain(None, block_hashes(tokens, block_size, seed))
 
 
-def plain_sequence_hash_bytes(tokens: Buffer, block_size: int, seed: int = CHAIN_SEED) -> bytes:
-    """The same, packed. `tokens`: u32, or bytes as of `token_bytes`. Raises ValueError for other integers."""
+def plain_sequence_hash_bytes(
+    tokens: Buffer, block_size: int, seed: int = CHAIN_SEED, parent: SequenceHash | None = None
+) -> bytes:
+    """The same, packed, of blocks that follow `parent`. `tokens`: u32, or bytes as of `token_bytes`.
+
+    Raises ValueError for other integers.
+    """
     if block_size < 1:
         raise ValueError(f"block size {block_size}; it is at least 1")
-    return pack_hashes(sequence_hashes(u32_bytes(tokens), block_size, seed))
+    return pack_hashes(extend_chain(parent, block_hashes(u32_bytes(tokens), block_size, seed)))
 
 
 if TYPE_CHECKING or not native.WANTED:

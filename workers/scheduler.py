@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from kvcache.pool import BlockPool, PoolExhaustedError
 from protocol.errors import ContextLengthError, InvalidRequestError, MeshError
-from protocol.hashing import block_hashes, extend_chain, hash_seed
+from protocol.hashing import hash_seed, sequence_hash_bytes, token_bytes, unpack_hashes
 from protocol.ids import RequestId, SequenceHash
 from protocol.messages import (
     Delta,
@@ -84,8 +84,9 @@ class SequenceState:
         """Know the names of the first `count` blocks, or more."""
         known = len(self.hashes)
         if count > known:
-            blocks = block_hashes(self.tokens[known * block_size : count * block_size], block_size, self.seed)
-            self.hashes += extend_chain(self.hashes[-1] if known else None, blocks)
+            tokens = token_bytes(self.tokens[known * block_size : count * block_size])
+            parent = self.hashes[-1] if known else None
+            self.hashes += unpack_hashes(sequence_hash_bytes(tokens, block_size, self.seed, parent))  # type: ignore[arg-type]
 
     def block_tokens(self, number: int, block_size: int) -> Sequence[int]:
         """What a full block holds."""

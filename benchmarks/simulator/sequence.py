@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.simulator.requests import thread_name
 from protocol.events import KvEvent, Stored
-from protocol.hashing import block_hashes, extend_chain, sequence_hash_bytes
+from protocol.hashing import CHAIN_SEED, sequence_hash_bytes, unpack_hashes
 from protocol.messages import GenerateRequest
 from workers.scheduler import SequenceState
 
@@ -49,7 +49,8 @@ class SimulatedSequence(SequenceState):
         known = len(self.hashes)
         if count > known:
             names = array("Q", [self._name(number) for number in range(known, count)]).tobytes()
-            self.hashes += extend_chain(self.hashes[-1] if known else None, block_hashes(names, HALVES))
+            parent = self.hashes[-1] if known else None
+            self.hashes += unpack_hashes(sequence_hash_bytes(names, HALVES, CHAIN_SEED, parent))  # type: ignore[arg-type]
 
     def block_tokens(self, number: int, block_size: int) -> Sequence[int]:
         name = self._name(number)

@@ -61,6 +61,9 @@ def test_packed_hashes_are_the_listed_ones(hash_tokens: object, tokens: list[int
     want = sequence_hashes(tokens, block_size, seed)
     assert list(unpack_hashes(hash_tokens(token_bytes(tokens), block_size, seed))) == want
     assert hash_tokens(array("I", tokens), block_size) == pack_hashes(sequence_hashes(tokens, block_size))
+    for known in range(min(3, len(want))):
+        rest = token_bytes(tokens[known * block_size :])
+        assert hash_tokens(rest, block_size, seed, want[known - 1] if known else None) == pack_hashes(want[known:])
 
 
 @both

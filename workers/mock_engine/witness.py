@@ -6,7 +6,7 @@ costs the same however long the row is; a row of few blocks is compared in whole
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,27 +48,31 @@ class Witness:
     def _take(self, row: Row, seen: Seen | None) -> Seen:
         num_full, rest = divmod(row.start, self._block_size)
         if seen is None or seen.prompt is not row.prompt or len(seen.keys) != row.start * _TOKEN_BYTES:
-            keys = _keys_of([*row.prompt, *row.output][: row.start] if row.start else ())
-            seen = Seen(row.prompt, prompt_digest(row.prompt, row.lora), bytearray(keys))
-            self._compare(row, seen.keys, range(num_full))
+            seen = self._compare_whole(row)
         else:
             for _ in range(min(num_full, BLOCKS_PER_STEP)):
                 seen.turn = seen.turn + 1 if seen.turn + 1 < num_full else 0
-                self._compare(row, seen.keys, (seen.turn,))
-        if rest:
-            self._compare(row, seen.keys, (num_full,))
+                self._compare(row, seen.keys, seen.turn)
+            if rest:
+                self._compare(row, seen.keys, num_full)
         self._write(row, seen)
         self._seen[row.request_id] = seen
         return seen
 
-    def _compare(self, row: Row, keys: bytearray, blocks: Iterable[int]) -> None:
-        """What some blocks of the row hold, the last as far as it is filled."""
-        table, size = row.block_table, self._key_bytes
-        for block in blocks:
-            mine = keys[block * size : (block + 1) * size]
-            at = table[block] * self._block_bytes
-            if self._bytes[at : at + len(mine)].tobytes() != mine:
-                self._complain(row, np.frombuffer(keys, np.float32))
+    def _compare_whole(self, row: Row) -> Seen:
+        keys = bytearray(_keys_of([*row.prompt, *row.output][: row.start]))
+        if keys:
+            table = row.block_table[: -(-row.start // self._block_size)]
+            if self._kv[table, 0].tobytes()[: len(keys)] != keys:
+                self._complain(row, keys)
+        return Seen(row.prompt, prompt_digest(row.prompt, row.lora), keys)
+
+    def _compare(self, row: Row, keys: bytearray, block: int) -> None:
+        """One block of the row, as far as it is filled."""
+        mine = keys[block * self._key_bytes : (block + 1) * self._key_bytes]
+        at = row.block_table[block] * self._block_bytes
+        if self._bytes[at : at + len(mine)].tobytes() != mine:
+            self._complain(row, keys)
 
     def _write(self, row: Row, seen: Seen) -> None:
         table, size, start = row.block_table, self._key_bytes, row.start * _TOKEN_BYTES
@@ -80,7 +84,8 @@ class Witness:
             self._bytes[at : at + len(new)] = new
             start += len(new)
 
-    def _complain(self, row: Row, before: NDArray[np.float32]) -> None:
+    def _complain(self, row: Row, keys: bytearray) -> None:
+        before = np.frombuffer(keys, np.float32)
         table = np.array(row.block_table[: -(-row.start // self._block_size)], np.int64)
         mine = self._kv[table, 0].reshape(-1)[: row.start]
         wrong = int(np.argmax(mine != before))
