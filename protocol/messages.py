@@ -403,8 +403,13 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 def unpack_tokens(data: bytes) -> list[int]:
     """Raises WireError if `data` is not whole u32s."""
+    return token_array(data).tolist()
+
+
+def token_array(data: bytes) -> "array[int]":
+    """The same as an array of u32: a tenth of the memory, and slices are copied as bytes."""
     if len(data) % 4:
         raise WireError(f"a prompt of {len(data)} bytes is not a list of u32 tokens", hint="see pack_tokens")
     tokens = array("I")
     tokens.frombytes(data)
-    return tokens.tolist()
+    return tokens

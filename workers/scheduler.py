@@ -5,12 +5,15 @@ sequence that decodes, the rest for prompts, in chunks where they do not fit. Se
 first served; when blocks run out the youngest is preempted and computes again later what is not cached.
 """
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from kvcache.pool import BlockPool, PoolExhaustedError
 from protocol.errors import ContextLengthError, InvalidRequestError, MeshError
@@ -23,7 +26,7 @@ from protocol.messages import (
     GenerateRequest,
     SamplingParams,
     TokenLogprob,
-    unpack_tokens,
+    token_array,
 )
 from workers.executor import Embedded, Result, Row, Sampled
 from workers.guides import Matcher
@@ -169,7 +172,7 @@ class Scheduler:
 
         `guide`: stands where the tokens generated so far have led it.
         """
-        prompt = unpack_tokens(request.prompt)
+        prompt = token_array(request.prompt)
         output = list(request.generated)
         self.check_size(len(prompt), len(output), request.stop.max_tokens)
         self._check_tokens(prompt, output)
@@ -182,7 +185,7 @@ class Scheduler:
                 request=request,
                 prompt=prompt,
                 output=output,
-                tokens=prompt + output,
+                tokens=prompt + array("I", output),
                 stop_ids=stop_ids,
                 seed=hash_seed(request.lora, request.cache_salt),
                 guide=guide,
@@ -191,7 +194,7 @@ class Scheduler:
 
     def add_embedding(self, request: EmbedRequest) -> None:
         """Queue a prompt whose vector is wanted. Raises InvalidRequestError if it can never run here."""
-        prompt = unpack_tokens(request.prompt)
+        prompt = token_array(request.prompt)
         if not 0 < len(prompt) <= self._limits.context_tokens:
             raise ContextLengthError(
                 f"the text has {len(prompt)} tokens, between 1 and {self._limits.context_tokens} are possible"
@@ -210,7 +213,7 @@ class Scheduler:
                 request=stands_for,
                 prompt=prompt,
                 output=[],
-                tokens=list(prompt),
+                tokens=prompt[:],
                 stop_ids=frozenset(),
                 seed=hash_seed(request.lora, request.cache_salt),
                 embed=True,
@@ -246,8 +249,8 @@ class Scheduler:
                 hint=f"{remedy}, or start the worker with more --num-blocks",
             )
 
-    def _check_tokens(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        if max(prompt) >= self._limits.vocab_size or not all(0 <= t < self._limits.vocab_size for t in output):
+    def _check_tokens(self, prompt: "array[int]", output: Sequence[int]) -> None:
+        if np.asarray(prompt).max() >= self._limits.vocab_size or not all(0 <= t < self._limits.vocab_size for t in output):
             raise InvalidRequestError(
                 f"a token id is beyond the model's vocabulary of {self._limits.vocab_size}", param="prompt"
             )

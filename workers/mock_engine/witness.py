@@ -60,7 +60,8 @@ class Witness:
         return seen
 
     def _compare_whole(self, row: Row) -> Seen:
-        keys = bytearray(_keys_of([*row.prompt, *row.output][: row.start]))
+        keys = bytearray(_keys_of(row.prompt[: row.start]))
+        keys += _keys_of(row.output[: max(0, row.start - len(row.prompt))])
         if keys:
             table = row.block_table[: -(-row.start // self._block_size)]
             if self._kv[table, 0].tobytes()[: len(keys)] != keys:
@@ -96,4 +97,5 @@ class Witness:
 
 
 def _keys_of(token_ids: Sequence[int]) -> bytes:
-    return array("f", token_ids).tobytes()
+    few = len(token_ids) < 16  # of an array of many numpy takes the bytes as they are
+    return (array("f", token_ids) if few else np.array(token_ids, np.float32)).tobytes()
