@@ -250,10 +250,9 @@ class Scheduler:
             )
 
     def _check_tokens(self, prompt: "array[int]", output: Sequence[int]) -> None:
-        if np.asarray(prompt).max() >= self._limits.vocab_size or not all(0 <= t < self._limits.vocab_size for t in output):
-            raise InvalidRequestError(
-                f"a token id is beyond the model's vocabulary of {self._limits.vocab_size}", param="prompt"
-            )
+        vocab_size = self._limits.vocab_size
+        if np.asarray(prompt).max() >= vocab_size or not all(0 <= t < vocab_size for t in output):
+            raise InvalidRequestError(f"a token id is beyond the model's vocabulary of {vocab_size}", param="prompt")
 
     def _check_rules(self, sampling: SamplingParams) -> None:
         """What a request says of single tokens must be about tokens that there are."""
