@@ -63,6 +63,7 @@ class Call(Struct, frozen=True, kw_only=True):  # of all that is made per reques
     best_of: int = 1  # >= n: of so many, the likeliest n
     stream: bool = False
     include_usage: bool = False
+    is_usage_continuous: bool = False  # in every chunk
     sampling: SamplingParams = field(default_factory=SamplingParams)  # seed as asked for
     has_seed: bool = False
     max_tokens: int | None = None

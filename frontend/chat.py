@@ -65,6 +65,9 @@ class ChatWriter(ChunkWriter):
     def __init__(self, job: Job) -> None:
         super().__init__("chat.completion.chunk", job)
         self._content_heads = [head + b'"delta":{"content":' for head in self._heads]
+
+    def _set_usage(self, usage: bytes) -> None:
+        super()._set_usage(usage)
         self._content_tail = b"}" + self._unfinished
 
     def opening(self) -> bytes:
@@ -72,6 +75,7 @@ class ChatWriter(ChunkWriter):
         return b"".join([self.plain(index, delta) for index in range(len(self._heads))])
 
     def part(self, index: int, part: Part) -> bytes:
+        self._count_on()
         if part.logprobs:
             return self._with_logprobs(index, part)
         events = part.events
@@ -86,7 +90,9 @@ class ChatWriter(ChunkWriter):
         chunks = [self.chunk(index, b'"delta":' + first, logprobs)]
         return b"".join([*chunks, *[self.plain(index, b'"delta":' + delta) for delta in rest]])
 
-    def frame(self, index: int) -> tuple[bytes, bytes]:
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        if self._job.call.is_usage_continuous:
+            return None
         return self._content_heads[index] + b'"', b'"' + self._content_tail
 
     def finish(self, index: int, reason: FinishReason) -> bytes:

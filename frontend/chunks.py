@@ -30,9 +30,17 @@ class ChunkWriter:
         fields = {"id": heading.id, "object": kind, "created": heading.created, "model": heading.model}
         self._event_head = b"data: " + encode(fields)[:-1] + b',"choices":['
         self._heads = [self._event_head + b'{"index":%d,' % n for n in range(len(job.branches))]
-        usage_null = b',"usage":null' if job.call.include_usage else b""  # as OpenAI's, in all but the last
-        self._event_tail = b"]" + usage_null + b"}\n\n"
+        self._set_usage(b',"usage":null' if job.call.include_usage else b"")  # as OpenAI's, in all but the last
+
+    def _set_usage(self, usage: bytes) -> None:
+        """What chunks say of it from now on."""
+        self._event_tail = b"]" + usage + b"}\n\n"
         self._unfinished = b',"logprobs":null,"finish_reason":null}' + self._event_tail
+
+    def _count_on(self) -> None:
+        """Where every chunk tells the usage of the whole request so far."""
+        if self._job.call.is_usage_continuous:
+            self._set_usage(b',"usage":' + encode(usage_of(self._job.counts())))
 
     def chunk(self, index: int, content: bytes, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
         """`content`: the choice's own fields, `"text":"..."` or `"delta":{...}`."""

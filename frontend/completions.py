@@ -81,12 +81,15 @@ class CompletionWriter(ChunkWriter):
         return b"".join([self.plain(index, b'"text":' + encode(echo)) for index, echo in echoes])
 
     def part(self, index: int, part: Part) -> bytes:
+        self._count_on()
         text = part.text
         if part.logprobs:
             return self.chunk(index, b'"text":' + encode(text), encode(_logprobs(self._job, part.logprobs)))
         return self.plain(index, b'"text":' + encode(text)) if text else b""
 
-    def frame(self, index: int) -> tuple[bytes, bytes]:
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        if self._job.call.is_usage_continuous:
+            return None
         return self._heads[index] + b'"text":"', b'"' + self._unfinished
 
     def finish(self, index: int, reason: FinishReason) -> bytes:

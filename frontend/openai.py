@@ -43,6 +43,7 @@ class Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class StreamOptions(Strict, frozen=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # with include_usage: in every chunk, as far as it has come
     include_obfuscation: bool | None = None  # ignored: chunks are never padded here
 
 

@@ -112,10 +112,13 @@ def _check(request: RequestBase, max_tokens: int | None) -> None:
 
 def common_fields(request: RequestBase) -> dict[str, Any]:
     """What the endpoints share, as fields of Call."""
+    options = request.stream_options
+    include_usage = bool(options and options.include_usage)
     return {
         "model": request.model,
         "stream": bool(request.stream),
-        "include_usage": bool(request.stream_options and request.stream_options.include_usage),
+        "include_usage": include_usage,
+        "is_usage_continuous": include_usage and bool(options and options.continuous_usage_stats),
         "has_seed": request.seed is not None,
         "min_tokens": request.min_tokens or 0,
         "stops": _stops(request.stop),

@@ -88,7 +88,24 @@ async def test_each_streamed_chat_answer_begins_with_its_role(able: Served) -> N
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_obfuscation": False}])
+async def test_usage_in_every_chunk_counts_up_to_the_last(able: Served, path: str) -> None:
+    """As load generators ask for it."""
+    able.generator.scripts = [[*words("one", " 2", " 3", " 4")]]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, usage, _ = await able.events(path, BODIES[path] | {"stream_options": options})
+    told = [chunk["usage"] for chunk in chunks]
+    counts = [each["completion_tokens"] for each in told]
+    assert counts == sorted(counts)
+    assert len(set(counts)) >= 4
+    assert told[-1] == usage["usage"]
+    assert all(each["total_tokens"] == each["prompt_tokens"] + each["completion_tokens"] for each in told)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "options",
+    [None, {}, {"include_usage": False}, {"include_obfuscation": False}, {"continuous_usage_stats": True}],
+)
 async def test_without_include_usage_a_stream_has_none(able: Served, path: str, options: Any) -> None:
     *chunks, done = await able.events(path, BODIES[path] | {"n": 2, "stream_options": options})
     assert done == "[DONE]"
