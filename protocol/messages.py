@@ -407,7 +407,7 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 def token_array(data: bytes) -> "array[int]":
-    """The same as an array of u32: a tenth of the memory, and slices are copied as bytes."""
+    """The same as an array of u32: a fraction of the memory, and slices are copied as bytes."""
     if len(data) % 4:
         raise WireError(f"a prompt of {len(data)} bytes is not a list of u32 tokens", hint="see pack_tokens")
     tokens = array("I")

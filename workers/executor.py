@@ -63,7 +63,7 @@ Result = Sampled | Embedded | None  # of a row: None where it does not sample
 
 
 class Pace(Protocol):
-    """Of an executor that computes next to nothing: its steps run on the event loop, and end when this returns."""
+    """Of an executor that computes next to nothing: its steps run on the event loop, once this has returned."""
 
     async def keep(self, rows: Sequence[Row]) -> None: ...
 

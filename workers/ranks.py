@@ -31,13 +31,11 @@ class RankedEngine:
         infos = await asyncio.gather(*starting)
         return replace(infos[0], dp_size=len(self._ranks))
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        deltas = self._rank(request.dp_rank).generate(request)
-        try:
-            async for delta in deltas:
-                yield delta
-        finally:
-            await deltas.aclose()
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        return self._rank(request.dp_rank).generate(request)
+
+    def push(self, request: GenerateRequest, take: Callable[[Delta], bool]) -> AsyncGenerator[Delta, None]:
+        return self._rank(request.dp_rank).push(request, take)
 
     async def embed(self, request: EmbedRequest) -> Embedding:
         return await self._rank(request.dp_rank).embed(request)

@@ -244,7 +244,7 @@ class StepEngine:
 
     async def _execute(self, rows: Sequence[Row]) -> Sequence[Result]:
         if self._pace is not None:
-            await self._pace.keep(rows)  # first: meanwhile the tokens of the step before are sent
+            await self._pace.keep(rows)  # first: meanwhile what was handed on of the step before is sent
             return self._executor.execute(rows)
         # Shielded: a step that has begun writes to the cache until it ends, whoever gives up on it.
         loop = asyncio.get_running_loop()
@@ -316,8 +316,13 @@ class StepEngine:
 
     def _publish_planned(self) -> None:
         self._events_planned = False
-        if not self._stopped:
+        if self._stopped:
+            return
+        try:
             self._publish_events()
+        except Exception as error:  # what was not told is known to nobody: start anew
+            log.exception("KV events cannot be told")
+            self._fail(EngineError(f"{self._worker_id} cannot tell its KV events: {type(error).__name__}: {error}"))
 
     def _publish_events(self) -> None:
         self._published_s = time.monotonic()

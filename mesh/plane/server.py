@@ -60,10 +60,14 @@ class Call:
         self._add(payload)
 
     def offer(self, message: object) -> bool:
-        """Send one message of the answer if nothing has to be waited for and nothing is wrong; else False."""
+        """Send one message of the answer if nothing has to be waited for and nothing is wrong; else False, and `send`
+        tells what is. Not while a `send` of this call waits: it would be overtaken."""
         if self._credit <= 0 or not self._link.writable or self._link.closed.is_set():
             return False
-        payload = encode(message)
+        try:
+            payload = encode(message)
+        except Exception:  # whoever offers serves other calls, too
+            return False
         if len(payload) > MAX_MESSAGE_BYTES:
             return False
         self._add(payload)

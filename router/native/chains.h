@@ -57,7 +57,7 @@ struct Segment {
     }
 };
 
-constexpr std::size_t MOST_SEGMENTS = 1 << 24;
+constexpr std::size_t MOST_SEGMENTS = 1 << 24;  // more are no memory, as std::bad_alloc says: then all is forgotten
 
 /// A tree of segments: chains with a common beginning share it, and part where they differ. Where nothing ends and one
 /// segment alone follows, the two become one again. So what a chain costs is a few segments, however long it is.
@@ -138,7 +138,7 @@ class Chains {
     /// All its chains, in time that grows with those of everybody.
     void drop(u32 holder) {
         path_.clear();
-        for (u32 number = 0; number < segments_.end(); number++) {
+        for (u32 number = 0; number < segments_.end() && blocks_[holder]; number++) {
             Segment& segment = segments_[number];
             Use* use = segment.num_uses ? segment.find(holder) : nullptr;
             if (!use) continue;

@@ -202,6 +202,7 @@ async def test_an_offer_is_sent_in_its_order_or_not_at_all(service: Service, cli
     taken: list[bool] = []
 
     async def offer(call: Call) -> None:
+        assert not call.offer("no UTF-8: \udc80")
         taken.append(call.offer(bytes(40 << 20)))
         for number in range(3 * WINDOW_MESSAGES):
             taken.append(call.offer(number))

@@ -111,9 +111,16 @@ def test_it_counts_like_a_list_of_chains(
         want = {holder: max((shared(prompt, other) for other in chains), default=0) for holder, chains in live.items()}
         assert counts.match(prompt) == {holder: depth for holder, depth in want.items() if depth}
     for holder, chains in live.items():
-        assert counts.blocks_of(holder) == len(
-            {prompt[:end] for prompt in chains for end in range(8, len(prompt) + 1, 8)}
-        )
+        assert counts.blocks_of(holder) == len(prefixes(chains))
+    assert counts.num_blocks == len(prefixes([prompt for chains in live.values() for prompt in chains]))
+    for holder, chains in live.items():
+        for prompt in chains:
+            counts.discard(holder, prompt)
+    assert counts.num_blocks == 0
+
+
+def prefixes(chains: list[bytes]) -> set[bytes]:
+    return {prompt[:end] for prompt in chains for end in range(8, len(prompt) + 1, 8)}
 
 
 def shared(a: bytes, b: bytes) -> int:

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.errors import EngineError
 from protocol.events import KvEvent, Stored
 from protocol.ids import RequestId, new_worker_id
 from protocol.messages import Delta, GenerateRequest, StopConditions, pack_tokens
@@ -113,3 +115,18 @@ async def test_an_answer_that_is_pushed_wakes_its_consumer_for_the_last_token_al
     pulled = [delta async for delta in engine.push(REQUEST, take)]
     await engine.stop()
     assert (len(tokens(pushed)), len(pulled)) == (ANSWER - 1, 1)
+
+
+async def test_an_engine_that_cannot_tell_its_blocks_is_not_well() -> None:
+    engine = await started()
+
+    def listen(events: Sequence[KvEvent]) -> None:
+        raise OSError("no socket")
+
+    engine.on_kv_events(listen)
+    with suppress(EngineError):
+        _ = [delta async for delta in engine.generate(REQUEST)]
+    await turns_of_the_loop(3)
+    with pytest.raises(EngineError, match="cannot tell its KV events: OSError: no socket"):
+        engine.check_health()
+    await engine.stop()

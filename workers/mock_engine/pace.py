@@ -10,7 +10,7 @@ from workers.executor import Row
 
 
 class MockPace:
-    """Each step ends when it is due, counted from when the one before was: what comes between them adds nothing."""
+    """Each step is computed when it is due, counted from when the one before was: what it takes adds up to nothing."""
 
     def __init__(
         self,

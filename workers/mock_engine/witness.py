@@ -24,7 +24,7 @@ _TOKEN_BYTES = 4  # float32: exact up to 2**24
 class Seen:
     """One row, as far as it was compared."""
 
-    prompt: Sequence[int]  # this very list: an answer of the same name is another one
+    prompt: Sequence[int]  # this very object: an answer of the same name is another one
     digest: int  # of the prompt
     keys: bytearray  # float32, of all positions computed so far
     turn: int = -1  # the block that was compared last
