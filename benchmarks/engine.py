@@ -36,11 +36,11 @@ from benchmarks import engine_steps
 from benchmarks.frontend import cpu_name, quantile_ms
 from benchmarks.load import Load, Outcome, Waits, run_in_turn, run_load, trees
 from benchmarks.prompts import load_tokenizer, make_prompts
-from kvmesh.cluster import Cluster, UpConfig, running_cluster, served_name
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.local import Cluster, UpConfig, running_cluster, served_name
+from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.config import load as load_config
 from protocol.errors import ConfigError, EngineError
-from workers.vllm_engine.driver import ONE_PROCESS
+from workers.engines.vllm.driver import ONE_PROCESS
 
 START_S = 300.0  # of the bare server; imports alone take a minute on a busy machine
 STOP_S = 20.0

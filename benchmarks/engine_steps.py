@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
 def measure(config: EngineStepsConfig, console: Console) -> EngineStepsReport:
     import torch
 
-    from workers.torch_engine.executor import TorchExecutor
+    from workers.engines.torch.executor import TorchExecutor
 
     folder = SHAPES / config.shape if (SHAPES / config.shape).is_dir() else Path(config.shape)
     if not (folder / "config.json").is_file():

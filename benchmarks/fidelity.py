@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.load import Answer, Connection, failure_of, request_bytes
-from benchmarks.simulator import SimConfig, SimReport, SimRequest, simulate
-from benchmarks.simulator.loads import Shape, constant, synthesize
-from kvmesh.cluster import UpConfig, running_cluster
+from cluster.local import UpConfig, running_cluster
 from mesh.config import load as load_config
-from workers.mock_engine.vocabulary import FIRST_TOKEN
+from simulator import SimConfig, SimReport, SimRequest, simulate
+from simulator.loads import Shape, constant, synthesize
+from workers.engines.mock.vocabulary import FIRST_TOKEN
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4096

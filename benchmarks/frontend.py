@@ -26,8 +26,8 @@ from rich.table import Table
 
 from benchmarks.load import Load, Outcome, rss_mib, run_load, trees
 from benchmarks.prompts import load_tokenizer, make_prompts
-from kvmesh.cluster import UpConfig, running_cluster
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.local import UpConfig, running_cluster
+from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.config import load as load_config
 from protocol.errors import ConfigError, EngineError
 

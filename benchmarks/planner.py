@@ -33,15 +33,15 @@ from benchmarks.policies import (
     planned,
     slots_of,
 )
-from benchmarks.simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
-from benchmarks.simulator.loads import Rate, Shape, bursty, diurnal, sawtooth, step, synthesize
-from benchmarks.simulator.traces import from_rows
-from benchmarks.trace import stream_rows
 from mesh.config import load as load_config
 from planner.budget import Counts
 from planner.model import PlannerConfig
 from planner.profiles import polynomial_profile
 from protocol.errors import ConfigError
+from simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
+from simulator.loads import Rate, Shape, bursty, diurnal, sawtooth, step, synthesize
+from simulator.trace_files import stream_rows
+from simulator.traces import from_rows
 
 POLICIES = ("kvmesh", "reactive", "static-peak", "static-mean", "reference")
 LOADS = ("diurnal", "bursty", "step", "sawtooth", "conversation")

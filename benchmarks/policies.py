@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.simulator import SimRequest
 from planner.budget import Counts, Limits, limits_of, published_budget, within_budget
 from planner.core import PlannerCore, known
 from planner.forecast import CannotForecastError, Forecaster
@@ -12,6 +11,7 @@ from planner.model import Action, Decision, Observation, PlannerConfig, Traffic,
 from planner.reference import reference_sizing
 from planner.sizing import Demand, Slo, decode_need, prefill_need, prefill_time_s
 from protocol.profile import Profile
+from simulator import SimRequest
 
 SLOT_S = 60.0  # the clairvoyant looks at the future in such pieces
 SENSITIVITY = 0.8  # the reference's, to take one away

@@ -28,8 +28,8 @@ from benchmarks.frontend import SHOWN_FAILURES, cpu_name
 from benchmarks.load import Answer, Connection, failure_of, request_bytes, rss_mib, trees
 from benchmarks.prompts import COMMON_WORDS
 from benchmarks.streams import body_of, in_a_process, until_held
-from kvmesh.cluster import UpConfig, running_cluster
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.local import UpConfig, running_cluster
+from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.config import load as load_config
 from protocol.errors import EngineError
 

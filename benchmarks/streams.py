@@ -32,8 +32,8 @@ from rich.table import Table
 from benchmarks.frontend import SHOWN_FAILURES, cpu_name
 from benchmarks.load import Answer, Connection, Load, failure_of, request_bytes, rss_mib, trees, used_cpu
 from benchmarks.prompts import PromptMaker, load_tokenizer
-from kvmesh.cluster import Cluster, UpConfig, running_cluster
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.local import Cluster, UpConfig, running_cluster
+from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.config import load as load_config
 from mesh.http.files import make_room_for_files
 from protocol.errors import ConfigError, EngineError

@@ -15,8 +15,8 @@ COMMANDS = {
     "explain": ("kvmesh.explain", "ask a running mesh where a prompt would run, and why"),
     "planner": ("kvmesh.planner", "decide how many workers there are; `kvmesh planner explain`: what, and why"),
     "demo-planner": ("kvmesh.demo_planner", "a load that triples and falls, and a planner that follows it"),
-    "replay": ("benchmarks.replay", "drive the router through a request trace, in simulated time"),
-    "profile": ("benchmarks.profiler.__main__", "how fast a worker is, measured or estimated; what an SLO takes"),
+    "replay": ("simulator.replay", "drive the router through a request trace, in simulated time"),
+    "profile": ("profiler.__main__", "how fast a worker is, measured or estimated; what an SLO takes"),
     "bench": ("benchmarks.__main__", "measure one part: frontend, streams, soak, engine, index, planner, fidelity"),
 }
 SERVICES = {

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from kvmesh.cluster import Cluster, UpConfig, running_cluster
+from cluster.local import Cluster, UpConfig, running_cluster
 from mesh.config import load
 from mesh.lifecycle import run, unless_stopped
 from protocol.errors import EngineError

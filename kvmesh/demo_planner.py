@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from kvmesh.cluster import Cluster, UpConfig, running_cluster
+from cluster.local import Cluster, UpConfig, running_cluster
 from kvmesh.demo_planner_page import Event, Point, Report, write_html, write_png
 from mesh.config import load
 from mesh.lifecycle import run, unless_stopped

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from kvmesh.cluster import Cluster, UpConfig, running_cluster
+from cluster.local import Cluster, UpConfig, running_cluster
 from mesh.config import config_path, load
 from mesh.lifecycle import run
 from planner.config import ServiceConfig

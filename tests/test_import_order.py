@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 PLANES = frozenset({"protocol", "mesh", "kvevents", "kvcache"})
+SERVICES = frozenset({"router", "workers", "planner", "frontend"})
 MAY_USE: Mapping[str, frozenset[str]] = {
     "protocol": frozenset(),
     "mesh": frozenset({"protocol"}),
@@ -20,8 +21,11 @@ MAY_USE: Mapping[str, frozenset[str]] = {
     "workers": PLANES,
     "planner": PLANES,
     "frontend": PLANES | {"router"},  # the one edge between services: it hosts a router in-process
-    "kvmesh": PLANES | {"router", "workers", "planner", "frontend", "benchmarks"},
-    "benchmarks": PLANES | {"router", "workers", "planner", "frontend", "kvmesh"},
+    "cluster": PLANES | SERVICES,
+    "simulator": PLANES | SERVICES,
+    "profiler": PLANES | SERVICES | {"cluster", "simulator"},
+    "benchmarks": PLANES | SERVICES | {"cluster", "simulator", "profiler"},
+    "kvmesh": PLANES | SERVICES | {"cluster", "simulator", "profiler", "benchmarks"},  # the command, alone on top
 }
 PROTOCOL_NEEDS = frozenset({"msgspec", "xxhash"}) | sys.stdlib_module_names
 
@@ -173,9 +177,9 @@ def test_an_import_that_points_up_is_caught(importer: str, source: str, target: 
     [
         ("frontend.service", "from router.service import LocalRouter"),
         ("kvmesh.up", "import workers.config, frontend.config"),
-        ("benchmarks.load", "from kvmesh.cluster import running_cluster"),
+        ("benchmarks.load", "from cluster.local import running_cluster"),
         ("protocol.hashing", "import xxhash, msgspec, struct"),
-        ("workers.torch_engine.executor", "import torch"),
+        ("workers.engines.torch.executor", "import torch"),
         ("mesh.config", "from . import lifecycle"),
     ],
 )

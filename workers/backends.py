@@ -15,7 +15,7 @@ from workers.ranks import RankedEngine
 from workers.step_engine import StepEngine, StepEngineConfig
 
 if TYPE_CHECKING:
-    from workers.mock_engine.vocabulary import Vocabulary
+    from workers.engines.mock.vocabulary import Vocabulary
 
 
 def open_engine(config: WorkerConfig) -> Engine:
@@ -25,21 +25,21 @@ def open_engine(config: WorkerConfig) -> Engine:
     if config.kv_connector and config.engine != "vllm":
         raise ConfigError("--kv-connector is for vLLM", hint="leave it out: --kv-transfer is for the other engines")
     if config.engine == "attach":
-        from workers.attached.engine import open_attached
+        from workers.engines.attached.engine import open_attached
 
         return open_attached(config)
     if config.engine == "vllm":
-        from workers.vllm_engine.arguments import leads
-        from workers.vllm_engine.engine import VllmEngine
-        from workers.vllm_engine.node import VllmNode
+        from workers.engines.vllm.arguments import leads
+        from workers.engines.vllm.engine import VllmEngine
+        from workers.engines.vllm.node import VllmNode
 
         return VllmEngine(config, served_name(config)) if leads(config) else VllmNode(config, served_name(config))
     if config.engine == "sglang":
-        from workers.sglang_engine.engine import SglangEngine
+        from workers.engines.sglang.engine import SglangEngine
 
         return SglangEngine(config, served_name(config))
     if config.engine == "trtllm":
-        from workers.trtllm_engine.engine import TrtllmEngine
+        from workers.engines.trtllm.engine import TrtllmEngine
 
         return TrtllmEngine(config, served_name(config))
     if config.engine_args:
@@ -78,7 +78,7 @@ def _open_executor(config: WorkerConfig) -> Executor:
     if config.loras:
         raise ConfigError("the torch engine serves no adapters", hint="leave --loras out, or set --engine mock")
     try:
-        from workers.torch_engine.executor import TorchExecutor
+        from workers.engines.torch.executor import TorchExecutor
     except ImportError as error:
         raise ConfigError(
             f"the torch engine needs torch and safetensors: {error}",
@@ -95,7 +95,7 @@ def _open_executor(config: WorkerConfig) -> Executor:
 
 
 def _open_mock(config: WorkerConfig) -> Executor:
-    from workers.mock_engine.executor import MockExecutor, missing_tables
+    from workers.engines.mock.executor import MockExecutor, missing_tables
 
     profile = read_profile(Path(config.mock_profile)) if config.mock_profile else None
     if missing := missing_tables(profile, config.role):
@@ -119,7 +119,7 @@ def _open_mock(config: WorkerConfig) -> Executor:
 @lru_cache(1)
 def _vocabulary(folder: Path) -> "Vocabulary":
     """Many workers in one process have one model."""
-    from workers.mock_engine.vocabulary import read_vocabulary
+    from workers.engines.mock.vocabulary import read_vocabulary
 
     return read_vocabulary(folder)
 

@@ -21,7 +21,7 @@ from benchmarks.engine import (
 )
 from benchmarks.engine_steps import SHAPES, ModelShape
 from benchmarks.load import Outcome, Waits
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError
 from protocol.messages import KvLayout
 from tests.support.vllm_mesh import needs_vllm

@@ -15,8 +15,8 @@ from benchmarks.fidelity import (
     tokens_of,
 )
 from benchmarks.load import Answer
-from benchmarks.simulator import SimRequest, simulate
-from benchmarks.simulator.requests import thread_names
+from simulator import SimRequest, simulate
+from simulator.requests import thread_names
 
 CONFIG = FidelityConfig(speedup=1.0, workers=1)
 

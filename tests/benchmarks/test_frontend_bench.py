@@ -13,7 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.frontend import GOALS, FrontendReport, quantile_ms
 from benchmarks.load import Answer, Load, Outcome, drive, drive_in_turn, note_events
 from benchmarks.prompts import PromptMaker, load_tokenizer, make_prompts
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError
 
 TOKENIZER = load_tokenizer(str(CHECKPOINT_DIR))

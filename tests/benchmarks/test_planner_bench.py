@@ -9,14 +9,14 @@ import pytest
 from benchmarks import planner
 from benchmarks.planner import POLICIES, PlannerBenchConfig, load_of
 from benchmarks.policies import ReferencePlanner, Setting, clairvoyant, fixed, mean_of, peak_of, slots_of
-from benchmarks.simulator import PlannerHook, simulate
-from benchmarks.simulator.loads import Rate, Shape, synthesize
 from planner.aggregated import aggregated_need
 from planner.budget import Counts
 from planner.core import PlannerCore
 from planner.model import Decision, Fleet, Observation, Traffic, WorkerLoad
 from planner.sizing import Demand, prefill_time_s
 from protocol.errors import ConfigError
+from simulator import PlannerHook, simulate
+from simulator.loads import Rate, Shape, synthesize
 
 
 def rate_that_doubles() -> Rate:

@@ -13,9 +13,9 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from cluster.tiny_model import CHECKPOINT_DIR
 from kvcache.transfer.backend import open_backend
 from kvcache.transfer.nixl import why_unavailable
-from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.errors import EngineError, InvalidRequestError
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.hashing import digest_term
@@ -35,8 +35,8 @@ from protocol.messages import (
 )
 from tests.support.patience import PATIENCE_S
 from workers.engine import EngineInfo
+from workers.engines.mock.executor import MockExecutor, mock_token, mock_vector
 from workers.executor import Executor
-from workers.mock_engine.executor import MockExecutor, mock_token, mock_vector
 from workers.step_engine import StepEngine, StepEngineConfig
 
 BLOCK = 16
@@ -49,7 +49,7 @@ Make = Callable[..., "asyncio.Future[StepEngine]"]
 def executor(kind: str) -> Executor:
     if kind == "mock":
         return MockExecutor(block_size=BLOCK, speedup=0, loras=["poet"])
-    from workers.torch_engine.executor import TorchExecutor
+    from workers.engines.torch.executor import TorchExecutor
 
     return TorchExecutor(
         str(CHECKPOINT_DIR), device="cuda" if kind == "torch-cuda" else "cpu", dtype="float32", block_size=BLOCK

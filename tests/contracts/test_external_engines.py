@@ -22,7 +22,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, PeerLostError
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.hashing import digest_term
@@ -48,12 +48,12 @@ from tests.support.fake_trtllm import FakeTrtllm
 from tests.support.patience import PATIENCE_S
 from tests.support.toy_model import next_token
 from tests.support.vllm_mesh import ENV, FLAGS, needs_vllm
-from workers.attached.engine import AttachedEngine
 from workers.config import WorkerConfig
 from workers.engine import Engine, EngineInfo
-from workers.sglang_engine.engine import SglangEngine
-from workers.trtllm_engine.engine import TrtllmEngine
-from workers.vllm_engine.engine import VllmEngine
+from workers.engines.attached.engine import AttachedEngine
+from workers.engines.sglang.engine import SglangEngine
+from workers.engines.trtllm.engine import TrtllmEngine
+from workers.engines.vllm.engine import VllmEngine
 
 # vLLM, which takes half a minute to start, serves all tests of this module on one event loop
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from kvmesh.control import control_socket
+from cluster.control import control_socket
 from planner.connectors.compose import ComposeConnector
 from planner.connectors.connector import Connector, ConnectorError, Fleets
 from planner.connectors.dry_run import DryRunConnector

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from cluster.tiny_model import CHECKPOINT_DIR
 from frontend.tokenizer import Tokenizer
-from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.messages import Role, unpack_tokens
 from tests.support.fake_servers import (
     BLOCK,

@@ -22,8 +22,8 @@ import aiohttp
 import pytest
 import yaml
 
+from cluster.tiny_model import CHECKPOINT_DIR
 from kvcache.transfer.backend import choose_backend
-from kvmesh.tiny_model import CHECKPOINT_DIR
 
 ROOT = Path(__file__).parent.parent.parent
 COMPOSE_FILE = ROOT / "docker-compose.yml"

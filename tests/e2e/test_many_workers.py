@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.plane.client import PlaneClient
 from protocol.messages import Control, ControlAction, ControlReply, Role
 from tests.support.mesh import Mesh, running_mesh, until

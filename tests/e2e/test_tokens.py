@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from tests.support.mesh import Mesh
 
 NEW_TOKENS = 20
@@ -21,7 +21,7 @@ def expected() -> list[tuple[list[int], list[str]]]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from kvmesh.tiny_model.corpus import documents
+    from cluster.tiny_model.corpus import documents
 
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT_DIR)
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT_DIR, dtype=torch.float32).eval()

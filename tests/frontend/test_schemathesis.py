@@ -16,9 +16,9 @@ import requests
 import schemathesis
 from schemathesis.config import SchemathesisConfig
 
+from cluster.tiny_model import CHECKPOINT_DIR
 from frontend.http import HttpSettings
 from frontend.openapi import OPERATIONS, SSE, openapi
-from kvmesh.tiny_model import CHECKPOINT_DIR
 from tests.frontend.whole_mesh import ADAPTER, MODEL, PREFILL_WORKER, WORKER, whole_mesh
 from tests.support.patience import PATIENCE_S
 

@@ -20,9 +20,9 @@ from mesh.plane.server import PlaneServer
 from protocol.messages import FrontendCard, Role, decode
 from router.config import RouterConfig
 from workers.config import WorkerConfig
+from workers.engines.mock.executor import MockExecutor
+from workers.engines.mock.vocabulary import read_vocabulary
 from workers.membership import Membership
-from workers.mock_engine.executor import MockExecutor
-from workers.mock_engine.vocabulary import read_vocabulary
 from workers.service import Worker
 from workers.step_engine import StepEngine, StepEngineConfig
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cluster import UpConfig, planner_spec
+from cluster.local import UpConfig, planner_spec
 from kvmesh.planner import main
 from kvmesh.up import planner_config, split_flags
 from mesh.config import load

@@ -12,7 +12,7 @@ import pytest_asyncio
 from prometheus_client import REGISTRY, generate_latest
 from tokenizers import Tokenizer
 
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.hashing import sequence_hashes
 from protocol.ids import WorkerId
@@ -29,7 +29,7 @@ from tests.support.asking import asked, prompt_tokens
 from tests.support.patience import PATIENCE_S
 from tests.support.sglang_cpu import ENV, FLAGS, needs_sglang
 from workers.config import WorkerConfig
-from workers.sglang_engine.engine import SglangEngine
+from workers.engines.sglang.engine import SglangEngine
 
 pytestmark = [needs_sglang, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from kvmesh.crew import Crew
+from cluster.crew import Crew
 from mesh.discovery import Registration
 from mesh.discovery.memory import MemoryDiscovery
 from mesh.plane.server import Call, PlaneServer

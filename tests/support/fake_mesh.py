@@ -28,7 +28,7 @@ from protocol.messages import (
     encode,
     unpack_tokens,
 )
-from workers.mock_engine.executor import mock_token
+from workers.engines.mock.executor import mock_token
 
 VOCAB = 2048
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")

@@ -17,8 +17,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from tokenizers import Tokenizer
 
+from cluster.tiny_model import CHECKPOINT_DIR
 from kvevents.publisher import KvEventPublisher
-from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.events import KvEvent, Removed, Stored
 from protocol.ids import EngineHash
 from tests.support.patience import PATIENCE_S

@@ -1,4 +1,4 @@
-"""TensorRT-LLM without a model: what `workers.trtllm_engine` uses of the package, with the shapes of its LLM API.
+"""TensorRT-LLM without a model: what `workers.engines.trtllm` uses of the package, with the shapes of its LLM API.
 
 From its source and reference, release 1.3 to 1.4.0rc1: `LLM.generate_async`, `get_kv_cache_capacity`, `_check_health`
 (llmapi/llm.py), results that are one object per request with all tokens so far (executor/result.py), SamplingParams and
@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.support.toy_model import Event, PagedCache, StoredBlocks, next_token
-from workers.trtllm_engine.arguments import Variant
-from workers.trtllm_engine.runtime import Llm, Trtllm
+from workers.engines.trtllm.arguments import Variant
+from workers.engines.trtllm.runtime import Llm, Trtllm
 
 CONTEXT_TOKENS = 4096
 VERSION = "1.3.0"
@@ -181,7 +181,7 @@ class _Result:
 
 
 class FakeLlm:
-    """`LLM`: implements workers.trtllm_engine.runtime.Llm."""
+    """`LLM`: implements workers.engines.trtllm.runtime.Llm."""
 
     def __init__(self, network: FakeTrtllm, kwargs: dict[str, Any]) -> None:
         self.kwargs = kwargs

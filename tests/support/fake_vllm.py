@@ -1,4 +1,4 @@
-"""Stands for vLLM behind workers.vllm_engine.driver.Driver: deterministic tokens, real KV events on its endpoints."""
+"""Stands for vLLM behind workers.engines.vllm.driver.Driver: deterministic tokens, real KV events on its endpoints."""
 
 import asyncio
 import json
@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from kvevents.publisher import KvEventPublisher
 from protocol.errors import EngineError, InvalidRequestError
 from protocol.events import KvEvent
-from workers.vllm_engine.driver import Facts, Load, LoadedAdapter
-from workers.vllm_engine.translate import Question, Step
+from workers.engines.vllm.driver import Facts, Load, LoadedAdapter
+from workers.engines.vllm.translate import Question, Step
 
 CONTEXT = 512
 BLOCK = 32
@@ -21,7 +21,7 @@ def token_after(tokens: Sequence[int]) -> int:
 
 
 class FakeVllm:
-    """Implements workers.vllm_engine.driver.Driver."""
+    """Implements workers.engines.vllm.driver.Driver."""
 
     def __init__(self, flags: Sequence[str], environ: Mapping[str, str]) -> None:
         self.flags = list(flags)

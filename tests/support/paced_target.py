@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.profiler.grid import Limits
-from benchmarks.profiler.measure import Timeline
+from profiler.grid import Limits
+from profiler.measure import Timeline
 from protocol.errors import EngineError
 from protocol.timing import Timing
 

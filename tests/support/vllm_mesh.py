@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.messages import FrontendCard, decode
 from tests.support.mesh import Mesh, until
 

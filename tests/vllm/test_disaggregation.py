@@ -12,7 +12,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.plane.client import PlaneClient
 from protocol.ids import new_request_id
 from protocol.messages import (

@@ -4,13 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import InvalidRequestError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import EmbedRequest, Feature, GenerateRequest, pack_tokens
 from tests.support.vllm_mesh import ENV, FLAGS, needs_vllm
 from workers.config import WorkerConfig
-from workers.vllm_engine.engine import VllmEngine
+from workers.engines.vllm.engine import VllmEngine
 
 pytestmark = [needs_vllm, pytest.mark.timeout(300)]
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 from prometheus_client import REGISTRY
 from tokenizers import Tokenizer
 
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ContextLengthError, EngineError, InvalidRequestError
 from protocol.events import Cleared, KvEvent, Removed, Stored
 from protocol.hashing import sequence_hashes
@@ -33,7 +33,7 @@ from tests.support.asking import asked, prompt_tokens
 from tests.support.vllm_mesh import BLOCK, ENV, FLAGS, needs_vllm
 from workers.config import WorkerConfig
 from workers.engine import EngineInfo
-from workers.vllm_engine.engine import VllmEngine
+from workers.engines.vllm.engine import VllmEngine
 
 pytestmark = [needs_vllm, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
 

@@ -20,8 +20,8 @@ from protocol.messages import (
     Ticket,
     pack_tokens,
 )
+from workers.engines.mock.executor import mock_token
 from workers.executor import Sampled
-from workers.mock_engine.executor import mock_token
 from workers.scheduler import DecodeRun, Limits, Output, Pull, Scheduler, SequenceState
 
 BLOCK = 4

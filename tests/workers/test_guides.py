@@ -16,7 +16,7 @@ pytest.importorskip("llguidance")
 
 from tokenizers import Tokenizer
 
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import EngineError, InvalidRequestError
 from protocol.messages import Guide, GuideKind
 from workers.guides import MAX_COMPILED, MAX_GUIDE_BYTES, Guides, Matcher, open_guides

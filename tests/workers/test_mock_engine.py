@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError, EngineError
 from protocol.messages import Role, SamplingParams
 from protocol.profile import DecodeTable, PrefillTable, Profile
@@ -21,12 +21,12 @@ from protocol.timing import PolynomialTiming, Timing, pull_s_per_token
 from tests.support.patience import PATIENCE_S
 from workers.backends import open_engine
 from workers.config import WorkerConfig
+from workers.engines.mock.alarm import Alarm
+from workers.engines.mock.answers import mock_token, mock_vector
+from workers.engines.mock.executor import MockExecutor
+from workers.engines.mock.pace import MockPace
+from workers.engines.mock.vocabulary import Vocabulary, read_vocabulary
 from workers.executor import Row, Sampled
-from workers.mock_engine.alarm import Alarm
-from workers.mock_engine.answers import mock_token, mock_vector
-from workers.mock_engine.executor import MockExecutor
-from workers.mock_engine.pace import MockPace
-from workers.mock_engine.vocabulary import Vocabulary, read_vocabulary
 
 BLOCK = 4
 PROMPT = [11, 12, 13, 14, 15, 16]

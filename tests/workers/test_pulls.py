@@ -12,7 +12,7 @@ from protocol.ids import RequestId, new_worker_id
 from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
 from tests.support.patience import PATIENCE_S
 from tests.support.transfer import HangingBackend
-from workers.mock_engine.executor import MockExecutor, mock_token
+from workers.engines.mock.executor import MockExecutor, mock_token
 from workers.step_engine import StepEngine, StepEngineConfig
 
 PROMPT = list(range(10, 60))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.events import KvEvent
 from protocol.ids import RequestId, WorkerId
@@ -27,8 +27,8 @@ from tests.support.place import FakePlace
 from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.engine import EngineInfo
+from workers.engines.mock.answers import mock_token, mock_vector
 from workers.membership import make_card
-from workers.mock_engine.answers import mock_token, mock_vector
 from workers.ranks import RankedEngine
 from workers.service import Worker
 

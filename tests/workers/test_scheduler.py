@@ -18,8 +18,8 @@ from protocol.messages import (
     Ticket,
     pack_tokens,
 )
+from workers.engines.mock.executor import MockExecutor, mock_token
 from workers.executor import Sampled
-from workers.mock_engine.executor import MockExecutor, mock_token
 from workers.scheduler import Limits, Output, Scheduler, Step
 
 BLOCK = 4

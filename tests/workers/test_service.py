@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.lifecycle import unless_stopped
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.ids import RequestId, WorkerId
@@ -28,8 +28,8 @@ from tests.support.place import FakePlace
 from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.engine import Engine, EngineInfo
+from workers.engines.mock.answers import mock_token, mock_vector
 from workers.membership import make_card
-from workers.mock_engine.answers import mock_token, mock_vector
 from workers.service import Worker, configs_of
 
 PROMPT = [5, 6, 7]

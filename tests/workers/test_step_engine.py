@@ -13,7 +13,7 @@ from protocol.events import KvEvent, Stored
 from protocol.ids import RequestId, new_worker_id
 from protocol.messages import Delta, GenerateRequest, StopConditions, pack_tokens
 from workers import step_engine
-from workers.mock_engine.executor import MockExecutor
+from workers.engines.mock.executor import MockExecutor
 from workers.step_engine import StepEngine, StepEngineConfig
 
 BLOCK, PROMPT, ANSWER = 4, 10, 30

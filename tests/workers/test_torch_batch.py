@@ -9,8 +9,8 @@ pytest.importorskip("torch")
 
 from protocol.errors import EngineError
 from protocol.messages import SamplingParams
+from workers.engines.torch.batch import check_rows, group_by_length, plan_step
 from workers.executor import Row
-from workers.torch_engine.batch import check_rows, group_by_length, plan_step
 
 
 def row(tokens: Sequence[int], start: int, blocks: Sequence[int], sample: bool = True) -> Row:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import ConfigError
-from workers.torch_engine.config import ModelConfig, RopeConfig, read_config
+from workers.engines.torch.config import ModelConfig, RopeConfig, read_config
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

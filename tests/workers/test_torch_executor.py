@@ -12,9 +12,9 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 from protocol.errors import ConfigError, EngineError  # noqa: E402
 from protocol.messages import KvLayout, SamplingParams  # noqa: E402
+from workers.engines.torch.config import read_config  # noqa: E402
+from workers.engines.torch.executor import TorchExecutor, choose_dtype, open_device  # noqa: E402
 from workers.executor import Executor, Row, Sampled  # noqa: E402
-from workers.torch_engine.config import read_config  # noqa: E402
-from workers.torch_engine.executor import TorchExecutor, choose_dtype, open_device  # noqa: E402
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

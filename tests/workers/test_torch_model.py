@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from protocol.messages import SamplingParams  # noqa: E402
+from workers.engines.torch.executor import TorchExecutor  # noqa: E402
 from workers.executor import Embedded, Row, Sampled  # noqa: E402
-from workers.torch_engine.executor import TorchExecutor  # noqa: E402
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 97

@@ -9,8 +9,8 @@ import pytest
 from protocol.errors import ConfigError
 from workers.__main__ import with_engine_args
 from workers.config import WorkerConfig
-from workers.vllm_engine.arguments import Adapter, Plan, Surroundings, parse_adapters, plan_start
-from workers.vllm_engine.transfer import TRANSFER
+from workers.engines.vllm.arguments import Adapter, Plan, Surroundings, parse_adapters, plan_start
+from workers.engines.vllm.transfer import TRANSFER
 
 HERE = Surroundings(5600, num_cpus=8, events="ipc:///run/events", replay="ipc:///run/replay")
 
@@ -75,7 +75,7 @@ def test_each_role_has_its_side_of_nixl(role: str, kv_role: str) -> None:
     transfer = json.loads(value(started, "--kv-transfer-config"))
     assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", kv_role)
     assert transfer["kv_connector_extra_config"] == {"kv_lease_duration": 12, "num_threads": 0}
-    assert transfer["kv_connector_module_path"] == "workers.vllm_engine.connector"
+    assert transfer["kv_connector_module_path"] == "workers.engines.vllm.connector"
     assert started.transfer == TRANSFER
 
 

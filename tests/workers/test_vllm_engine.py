@@ -31,7 +31,7 @@ from tests.support.fake_vllm import BLOCK, FakeVllm, token_after
 from tests.support.patience import PATIENCE_S
 from workers.config import WorkerConfig
 from workers.engine import Controllable, EngineInfo
-from workers.vllm_engine.engine import VllmEngine
+from workers.engines.vllm.engine import VllmEngine
 
 PROMPT = list(range(100, 170))
 

@@ -8,11 +8,11 @@ import psutil
 import pytest
 
 from tests.support.patience import PATIENCE_S
-from workers.vllm_engine.guard import Guard, start_time
+from workers.engines.vllm.guard import Guard, start_time
 
 HOST = """
 import subprocess, sys
-from workers.vllm_engine.guard import Guard
+from workers.engines.vllm.guard import Guard
 child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 guard = Guard()
 guard.watch([child.pid])

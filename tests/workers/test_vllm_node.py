@@ -18,17 +18,17 @@ from protocol.messages import GenerateRequest, pack_tokens
 from tests.support.patience import PATIENCE_S
 from workers.backends import open_engine
 from workers.config import WorkerConfig
+from workers.engines.vllm.arguments import leads
+from workers.engines.vllm.engine import VllmEngine
+from workers.engines.vllm.node import VllmNode
+from workers.engines.vllm.starting import Starting
 from workers.membership import Membership
-from workers.vllm_engine.arguments import leads
-from workers.vllm_engine.engine import VllmEngine
-from workers.vllm_engine.node import VllmNode
-from workers.vllm_engine.starting import Starting
 
 NODE_1 = "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --tensor-parallel-size 2"
 
 
 class FakeNode:
-    """Implements workers.vllm_engine.driver.Node."""
+    """Implements workers.engines.vllm.driver.Node."""
 
     def __init__(self, flags: Sequence[str], environ: Mapping[str, str]) -> None:
         self.flags = list(flags)

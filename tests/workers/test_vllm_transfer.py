@@ -8,7 +8,7 @@ import pytest
 from protocol.errors import ConfigError
 from workers.backends import open_engine
 from workers.config import WorkerConfig
-from workers.vllm_engine.transfer import check_can_run, hands_over, transfer_config
+from workers.engines.vllm.transfer import check_can_run, hands_over, transfer_config
 
 GIB = 1 << 30
 
@@ -37,7 +37,7 @@ def test_in_a_chain_nixl_has_the_workers_side_and_the_others_keep_kv_for_it(role
         ("OffloadingConnector", "kv_both"),
         ("LMCacheConnectorV1", "kv_both"),
     ]
-    assert parts[0]["kv_connector_module_path"] == "workers.vllm_engine.connector"
+    assert parts[0]["kv_connector_module_path"] == "workers.engines.vllm.connector"
     assert hands_over(chain)
 
 

@@ -24,7 +24,7 @@ from protocol.messages import (
     TokenLogprob,
     pack_tokens,
 )
-from workers.vllm_engine.translate import (
+from workers.engines.vllm.translate import (
     Answer,
     DivergedError,
     PullFailedError,

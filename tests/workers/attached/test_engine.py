@@ -14,8 +14,8 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge
 from tokenizers import Tokenizer
 
+from cluster.tiny_model import CHECKPOINT_DIR
 from kvevents.formats import decode_payload, encode_payload
-from kvmesh.tiny_model import CHECKPOINT_DIR
 from protocol.errors import (
     ConfigError,
     ContextLengthError,
@@ -55,11 +55,11 @@ from tests.support.fake_servers import (
     vector_of,
 )
 from tests.support.patience import PATIENCE_S
-from workers.attached import engine as engine_module
-from workers.attached.engine import AttachedEngine, open_attached
-from workers.attached.metrics import ServerMetrics
-from workers.attached.probe import Flavour
 from workers.config import WorkerConfig
+from workers.engines.attached import engine as engine_module
+from workers.engines.attached.engine import AttachedEngine, open_attached
+from workers.engines.attached.metrics import ServerMetrics
+from workers.engines.attached.probe import Flavour
 
 TOKENIZER: Tokenizer = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
 POLL_S = 0.02

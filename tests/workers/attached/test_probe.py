@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError, WireError
-from workers.attached.probe import (
+from workers.engines.attached.probe import (
     EventSource,
     Flavour,
     ServerLoad,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import WireError
-from workers.attached.sse import EventReader
+from workers.engines.attached.sse import EventReader
 
 LINES = st.lists(st.binary(max_size=20).map(lambda data: data.replace(b"\n", b"").replace(b"\r", b"")), max_size=8)
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kvmesh.tiny_model import CHECKPOINT_DIR
+from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError
-from workers.attached.texts import Texts, read_texts
+from workers.engines.attached.texts import Texts, read_texts
 
 TEXTS = read_texts(CHECKPOINT_DIR)
 

@@ -12,7 +12,7 @@ from protocol.errors import EngineError, TransferError
 from protocol.ids import WorkerId
 from protocol.messages import Ticket
 from tests.support.fake_servers import offer_of
-from workers.attached.tickets import params_of, ticket_of
+from workers.engines.attached.tickets import params_of, ticket_of
 
 TOKENS, BLOCK = 40, 16
 OFFER = offer_of(range(TOKENS))

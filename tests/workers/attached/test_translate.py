@@ -31,9 +31,9 @@ from protocol.messages import (
     TokenLogprob,
     pack_tokens,
 )
-from workers.attached.probe import Flavour, Server
-from workers.attached.refusals import failure_in_stream, refusal
-from workers.attached.translate import (
+from workers.engines.attached.probe import Flavour, Server
+from workers.engines.attached.refusals import failure_in_stream, refusal
+from workers.engines.attached.translate import (
     body_of,
     check_honoured,
     delta_of,

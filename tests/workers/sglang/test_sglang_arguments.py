@@ -7,7 +7,7 @@ import pytest
 from protocol.errors import ConfigError
 from protocol.messages import Role
 from workers.config import WorkerConfig
-from workers.sglang_engine.arguments import EventEndpoints, adapter_names, argv_of, bootstrap_host, read_flags
+from workers.engines.sglang.arguments import EventEndpoints, adapter_names, argv_of, bootstrap_host, read_flags
 
 ENDPOINTS = EventEndpoints("ipc:///run/events", "ipc:///run/replay")
 

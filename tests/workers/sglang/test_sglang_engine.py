@@ -29,10 +29,10 @@ from tests.support.patience import PATIENCE_S
 from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.engine import Controllable
+from workers.engines.sglang.engine import SglangEngine
+from workers.engines.sglang.offers import Offers
+from workers.engines.sglang.runtime import FAKE_BOOTSTRAP_HOST, Metrics, read_metrics, signals_kept
 from workers.ports import free_ports
-from workers.sglang_engine.engine import SglangEngine
-from workers.sglang_engine.offers import Offers
-from workers.sglang_engine.runtime import FAKE_BOOTSTRAP_HOST, Metrics, read_metrics, signals_kept
 
 Make = Callable[..., Awaitable[SglangEngine]]
 

@@ -24,7 +24,7 @@ from tests.support.fake_sglang import FakeSglang
 from tests.support.patience import PATIENCE_S
 from tests.support.toy_model import next_token
 from workers.config import WorkerConfig
-from workers.sglang_engine.engine import SglangEngine
+from workers.engines.sglang.engine import SglangEngine
 
 PROMPT = list(range(100, 140))
 

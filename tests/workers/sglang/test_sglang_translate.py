@@ -21,7 +21,7 @@ from protocol.messages import (
     TokenLogprob,
     pack_tokens,
 )
-from workers.sglang_engine.translate import (
+from workers.engines.sglang.translate import (
     MAX_ROOM,
     Answer,
     Bootstrap,

@@ -7,7 +7,7 @@ import pytest
 from protocol.errors import ConfigError
 from protocol.messages import Role
 from workers.config import WorkerConfig
-from workers.trtllm_engine.arguments import EVENT_BUFFER_SIZE, Variant, prune, read_arguments, read_given
+from workers.engines.trtllm.arguments import EVENT_BUFFER_SIZE, Variant, prune, read_arguments, read_given
 
 
 def config(flags: str = "", **fields: object) -> WorkerConfig:

@@ -15,7 +15,7 @@ from tests.support.fake_trtllm import FakeTrtllm
 from tests.support.patience import PATIENCE_S
 from workers.backends import open_engine
 from workers.config import WorkerConfig
-from workers.trtllm_engine.engine import TrtllmEngine
+from workers.engines.trtllm.engine import TrtllmEngine
 
 Make = Callable[..., Awaitable[TrtllmEngine]]
 
@@ -82,7 +82,7 @@ async def test_events_that_were_lost_leave_nothing_known(make: Make, fake: FakeT
 
 
 async def test_a_poll_that_fails_is_tried_again(make: Make, fake: FakeTrtllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.trtllm_engine.engine.POLL_RETRY_S", 0.0)
+    monkeypatch.setattr("workers.engines.trtllm.engine.POLL_RETRY_S", 0.0)
     engine = await make()
     fake.llms[0].events.append({"data": 7})
     await run(engine)

@@ -7,7 +7,7 @@ import pytest
 
 from protocol.errors import WireError
 from protocol.events import Removed, Stored
-from workers.trtllm_engine.events import EventReader, News, Stats, read_stats
+from workers.engines.trtllm.events import EventReader, News, Stats, read_stats
 
 BIG = 9_622_824_665_191_806_685  # > 2**63
 

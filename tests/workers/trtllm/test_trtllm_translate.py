@@ -23,7 +23,7 @@ from protocol.messages import (
     pack_tokens,
 )
 from tests.support.fake_trtllm import DisaggregatedParams
-from workers.trtllm_engine.translate import (
+from workers.engines.trtllm.translate import (
     Answer,
     State,
     encode_state,

@@ -1,0 +1,1 @@
+"""Runs a whole mesh on one host as processes: the services, their supervisor, the control socket, the tiny model."""

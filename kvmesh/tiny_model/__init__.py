@@ -1,9 +1,0 @@
-"""A chat model of 2 million weights, trained from text this repository owns, for demos and tests.
-
-`CHECKPOINT_DIR` is a Hugging Face folder (Qwen3 architecture, 4 MB): any engine that reads Qwen3 can serve it.
-`python -m kvmesh.tiny_model.make` makes it again. Importing this package loads nothing heavy.
-"""
-
-from pathlib import Path
-
-CHECKPOINT_DIR: Path = Path(__file__).parent / "checkpoint"

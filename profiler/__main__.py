@@ -1,0 +1,33 @@
+"""`kvmesh profile`."""
+
+import importlib
+import sys
+
+from protocol.errors import ConfigError
+
+COMMANDS = {
+    "measure": ("profiler.live", "a server that runs, or an engine in this process"),
+    "estimate": ("profiler.estimates", "without hardware: from a model's config.json and a data sheet"),
+    "plan": ("profiler.planning", "which mappings and how many workers keep an SLO; writes the deployment"),
+    "import": ("profiler.importing", "a profile from a NumPy archive that another tool has written"),
+}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    name, rest = (argv[0], argv[1:]) if not argv[0].startswith("-") else ("measure", argv)
+    if name not in COMMANDS:
+        raise ConfigError(f"no command {name!r} of profile", hint=f"there are: {', '.join(COMMANDS)}")
+    return int(importlib.import_module(COMMANDS[name][0]).main(rest))
+
+
+def usage() -> str:
+    lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+    head = "usage: kvmesh profile <command> [options]; `kvmesh profile <command> --help` lists them"
+    return "\n".join([head, "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""Estimates by NVIDIA's aiconfigurator: kernels measured on the GPUs, added up for a model. An optional package."""
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from profiler.gpus import Gpu
+from profiler.grid import Limits
+from profiler.mapping import Kind, Mapping
+from protocol.errors import ConfigError
+
+
+class AiConfigurator:
+    """An `Estimator`. Its first call takes some seconds: the package reads its tables."""
+
+    name = "aiconfigurator"
+
+    def __init__(
+        self, model_path: Path, gpu: Gpu, mapping: Mapping, engine: str, limits: Callable[[int], Limits]
+    ) -> None:
+        """`limits`: what fits, which the package does not tell for engines in general. Raises ConfigError."""
+        try:
+            from aiconfigurator.cli.api import cli_estimate
+
+            self.version = version("aiconfigurator")
+        except (ImportError, PackageNotFoundError) as error:
+            raise ConfigError(
+                f"--provider aiconfigurator needs that package: {error}",
+                hint="pip install 'kvmesh[aiconfigurator]', or leave --provider out",
+            ) from error
+        if not gpu.aiconfigurator:
+            raise ConfigError(f"aiconfigurator has no data of {gpu.name}", hint="leave --provider out")
+        self._estimate: Callable[..., Any] = cli_estimate
+        self._mapping = mapping
+        self._common: dict[str, Any] = {
+            "model_path": str(model_path if model_path.is_dir() else model_path.parent),
+            "system_name": gpu.aiconfigurator,
+            "backend_name": engine,
+            "tp_size": 1 if mapping.kind == Kind.DEP else mapping.gpus,
+            "attention_dp_size": mapping.ranks,
+            "moe_tp_size": mapping.gpus if mapping.kind == Kind.TP else 1,
+            "moe_ep_size": 1 if mapping.kind == Kind.TP else mapping.gpus,
+        }
+        self._limits = limits
+
+    def limits(self, max_num_seqs: int) -> Limits:
+        return self._limits(max_num_seqs)
+
+    def prefill_s(self, isl_tokens: int) -> float:
+        return float(self._ask(mode="static_ctx", isl=isl_tokens, osl=1, batch_size=1).ttft) / 1e3
+
+    def decode_s(self, batch: int, context_tokens: int) -> float:
+        """Its batch is that of one rank."""
+        each = -(-batch // self._mapping.ranks)
+        return float(self._ask(mode="static_gen", isl=context_tokens, osl=2, batch_size=each).tpot) / 1e3
+
+    def _ask(self, **question: Any) -> Any:
+        """Whatever the package says no with becomes one error: it has many, and they change."""
+        try:
+            answer = self._estimate(**self._common, **question)
+            self._common["backend_version"] = answer.backend_version  # looking for the newest takes a second each time
+            return answer
+        except Exception as error:
+            raise ConfigError(
+                f"aiconfigurator cannot estimate {self._mapping.name}: {type(error).__name__}: {str(error)[:300]}",
+                hint="leave --provider out for a roofline",
+            ) from error

@@ -1,0 +1,166 @@
+"""A worker behind an OpenAI-compatible API: ours, vLLM, or another that takes token ids on /v1/completions."""
+
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Struct
+
+from profiler.grid import Limits
+from profiler.measure import Timeline
+from protocol.errors import ConfigError, EngineError, MeshError, UnreachableError, WireError
+from workers.engines.attached.http import ServerHttp
+from workers.engines.attached.probe import Flavour, Server, read_cache_config, read_models
+
+ASK_TIMEOUT_S = 10.0
+
+
+class Known(Struct, frozen=True, kw_only=True):
+    """What the caller says of the server; 0: the server is to say it."""
+
+    context_tokens: int = 0
+    total_kv_tokens: int = 0
+    max_num_seqs: int = 0
+
+
+class _Choice(Struct):
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int = 0
+
+
+class _Error(Struct):
+    message: str = ""
+
+
+class _Event(Struct):
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: _Error | None = None
+
+
+_event_decoder = msgspec.json.Decoder(_Event)
+
+
+class Endpoint:
+    """A `Target`. Use it on one event loop."""
+
+    def __init__(self, url: str, model: str, known: Known, api_key: str = "") -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.model = model  # "": the only one there is; known after `limits`
+        self.engine = "openai"  # known after `limits`
+        self._known = known
+        self._http = ServerHttp(self.url, api_key)
+
+    async def limits(self) -> Limits:
+        """Raises ConfigError for what neither the server nor the caller tells, UnreachableError."""
+        server = await self._server()
+        self.model = server.model
+        self.engine = "" if server.flavour == Flavour.OPENAI else server.flavour.value
+        total = self._known.total_kv_tokens
+        if not total and (config := read_cache_config(await self._metrics())) is not None:
+            total = config[0] * config[1]
+        return Limits(
+            context_tokens=self._given("--context-tokens", self._known.context_tokens or server.context_tokens or 0),
+            total_kv_tokens=self._given("--total-kv-tokens", total),
+            max_num_seqs=self._given("--max-num-seqs", self._known.max_num_seqs),
+        )
+
+    async def answer(self, prompt: Sequence[int], max_tokens: int) -> Timeline:
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": self._stream_options(),
+        }
+        times_s: list[float] = []
+        counts: list[int | None] = []  # tokens until then, where the server says so
+        usage = None
+        sent_s = time.perf_counter()
+        async for events in self._http.events("/v1/completions", body):
+            now_s = time.perf_counter()
+            said = [_read(event) for event in events if event != b"[DONE]"]
+            usage = next((event.usage for event in reversed(said) if event.usage is not None), usage)
+            if any(event.choices for event in said):
+                times_s.append(now_s)
+                counts.append(usage.completion_tokens if usage is not None else None)
+        return timeline_of(sent_s, times_s, counts, usage, max_tokens)
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def _server(self) -> Server:
+        status, body = await self._http.get("/v1/models", ASK_TIMEOUT_S)
+        if status != 200:
+            raise UnreachableError(f"{self.url}/v1/models answered {status}", hint="is an OpenAI API there?")
+        return read_models(body, self.model)
+
+    async def _metrics(self) -> str:
+        """Empty where there are none: not every server has them."""
+        try:
+            status, body = await self._http.get("/metrics", ASK_TIMEOUT_S)
+        except MeshError:
+            return ""
+        return body.decode(errors="replace") if status == 200 else ""
+
+    def _given(self, flag: str, value: int) -> int:
+        if value < 1:
+            raise ConfigError(f"{self.url} does not tell what {flag} says", hint=f"add {flag}")
+        return value
+
+    def _stream_options(self) -> dict[str, bool]:
+        """vLLM can tell in every event how many tokens there are; others refuse what they do not know."""
+        return {"include_usage": True} | ({"continuous_usage_stats": True} if self.engine == Flavour.VLLM else {})
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError."""
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise ConfigError(f"{url!r} is no URL of a server", hint="give one like http://127.0.0.1:8000")
+
+
+def timeline_of(
+    sent_s: float, times_s: Sequence[float], counts: Sequence[int | None], usage: Usage | None, max_tokens: int
+) -> Timeline:
+    """Where a server counts tokens only at the end, each event is taken to bring equally many.
+
+    Raises EngineError for an answer that is not what was asked for.
+    """
+    if usage is None or not times_s:
+        raise EngineError("a stream ended without tokens or without usage", hint="the server must do include_usage")
+    if usage.completion_tokens != max_tokens:
+        raise EngineError(
+            f"the server answered {usage.completion_tokens} tokens instead of {max_tokens}",
+            hint="it must obey ignore_eos, and prompt and answer must fit its context",
+        )
+    if counts[0] is None or counts[-1] != max_tokens:
+        each = max_tokens / len(times_s)
+        tokens = [each * (i + 1) for i in range(len(times_s))]
+    else:
+        tokens = [float(count or 0) for count in counts]
+    # An event that only ends the stream brings no token.
+    kept = [i for i, count in enumerate(tokens) if count > (tokens[i - 1] if i else 0)]
+    return Timeline(
+        sent_s=sent_s,
+        at_s=[times_s[i] for i in kept],
+        tokens=[tokens[i] for i in kept],
+        prompt_tokens=usage.prompt_tokens,
+    )
+
+
+def _read(event: bytes) -> _Event:
+    try:
+        read = _event_decoder.decode(event)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WireError(f"an event of the stream cannot be read: {error}") from error
+    if read.error is not None:
+        raise EngineError(f"the server gave up: {read.error.message[:300]}", hint="see its log")
+    return read

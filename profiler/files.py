@@ -1,0 +1,40 @@
+"""Where profiles lie on disk."""
+
+from pathlib import Path
+
+import msgspec
+
+from profiler.npz import write_npz
+from protocol.errors import ConfigError
+from protocol.profile import Profile, check_profile, read_profile
+
+
+def profile_path(folder: Path, mapping: str, role: str = "both") -> Path:
+    return folder / (f"{mapping}.json" if role == "both" else f"{mapping}-{role}.json")
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """As JSON, and the tables beside it as NPZ. Raises ConfigError if the folder does not take them."""
+    check_profile(profile, str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".new")
+        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+        scratch.replace(path)  # never half a profile
+        write_npz(profile, path.with_suffix(".npz"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}", hint="name another folder with --out-dir"
+        ) from error
+
+
+def read_profiles(paths: tuple[str, ...]) -> list[Profile]:
+    """Folders stand for all profiles in them. Raises ConfigError."""
+    files: list[Path] = []
+    for path in map(Path, paths):
+        files += sorted(path.glob("*.json")) if path.is_dir() else [path]
+    if not files:
+        raise ConfigError(
+            f"no profiles in {', '.join(paths) or 'nothing'}", hint="name files that `kvmesh profile` has written"
+        )
+    return [read_profile(file) for file in files]

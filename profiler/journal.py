@@ -1,0 +1,84 @@
+"""Points on disk as they come, so that a second run goes on where the first one ended.
+
+One JSON object per line: first what was measured and how, then the points.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from profiler.grid import DecodePoint, Point, PrefillPoint
+from protocol.errors import ConfigError
+
+MAX_JOURNAL_BYTES = 16 << 20
+
+
+class Subject(Struct, frozen=True, kw_only=True, tag="subject"):
+    """What two runs must have in common for the one to go on with the points of the other."""
+
+    model: str
+    engine: str
+    mapping: str
+    target: str  # URL, or the engine's settings
+    settings: str  # of the measurement: grid, repeats, seed
+
+
+_decoder: msgspec.json.Decoder[Subject | PrefillPoint | DecodePoint] = msgspec.json.Decoder(
+    Subject | PrefillPoint | DecodePoint
+)
+
+
+class Journal:
+    """Of one run. Use as a context manager."""
+
+    def __init__(self, path: Path, subject: Subject, *, fresh: bool = False) -> None:
+        """Raises ConfigError if the file there is of something else. `fresh`: throw it away."""
+        if fresh:
+            path.unlink(missing_ok=True)
+        self.points: list[Point] = _read(path, subject) if path.exists() else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = b"".join(msgspec.json.encode(row) + b"\n" for row in [subject, *self.points])
+        scratch = path.with_suffix(".new")  # what a crash cut off is left out for good
+        scratch.write_bytes(whole)
+        scratch.replace(path)
+        self._file = path.open("ab")
+
+    def add(self, point: Point) -> None:
+        """Is on disk when this returns."""
+        self._file.write(msgspec.json.encode(point) + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.points.append(point)
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _read(path: Path, subject: Subject) -> list[Point]:
+    if (size := path.stat().st_size) > MAX_JOURNAL_BYTES:
+        raise ConfigError(f"{path} has {size} bytes, at most {MAX_JOURNAL_BYTES} are read", hint="add --fresh")
+    *lines, _cut_off = path.read_bytes().split(b"\n")
+    try:
+        rows = [_decoder.decode(line) for line in lines]
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} holds no points: {error}", hint="--fresh throws it away") from error
+    if not rows:
+        return []
+    if rows[0] != subject:
+        raise ConfigError(
+            f"the points in {path} are of another run: {_differences(rows[0], subject)}",
+            hint="give that run's flags to go on with it, another --out-dir, or --fresh to throw them away",
+        )
+    return [row for row in rows[1:] if not isinstance(row, Subject)]
+
+
+def _differences(found: object, expected: Subject) -> str:
+    if not isinstance(found, Subject):
+        return "its first line does not say of what"
+    names = [name for name in expected.__struct_fields__ if getattr(found, name) != getattr(expected, name)]
+    return ", ".join(f"{name} {getattr(found, name)!r} there, {getattr(expected, name)!r} here" for name in names)

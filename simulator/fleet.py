@@ -1,0 +1,137 @@
+"""The workers of a simulation: ordered, ready, drained, turned into another role, gone."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+
+from msgspec.structs import replace
+
+from kvcache.pool import BlockPool
+from planner.model import Fleet, WorkerLoad
+from protocol.ids import WorkerId
+from protocol.messages import Role, WorkerCard
+from simulator.config import SimConfig, timing_of
+from simulator.worker import SimWorker, State
+from workers.scheduler import Limits, Output, Pull, Scheduler
+
+MODEL = "simulated"
+TRANSFER = "simulated"
+
+
+class SimFleet:
+    """Pure bookkeeping: who has which role and state. The world tells the routers."""
+
+    def __init__(
+        self,
+        config: SimConfig,
+        on_outputs: Callable[[SimWorker, Sequence[Output], float], None],
+        on_pull: Callable[[SimWorker, Pull, float], None],
+    ) -> None:
+        self._config = config
+        self._on_outputs = on_outputs
+        self._on_pull = on_pull
+        self._numbers = count()
+        self._by_id: dict[WorkerId, SimWorker] = {}
+        self._timings = {is_prefill: timing_of(config, is_prefill=is_prefill) for is_prefill in (False, True)}
+        self.workers: list[SimWorker] = []  # those that are gone not
+        self.decoding_role = Role.AGGREGATED if config.mode == "aggregated" else Role.DECODE
+        self.gpu_seconds = self.worker_seconds = 0.0  # of those that are gone
+
+    def __getitem__(self, worker_id: WorkerId) -> SimWorker:
+        return self._by_id[worker_id]
+
+    def order(self, role: Role, now: float) -> SimWorker:
+        """A worker that starts."""
+        config, number = self._config, next(self._numbers)
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_step_tokens=config.max_step_tokens,
+            context_tokens=config.context_tokens,
+            vocab_size=1,
+            max_waiting=1 << 30,
+        )
+        scheduler = Scheduler(BlockPool(config.blocks, config.block_size), limits, ())
+        timing = self._timings[role is Role.PREFILL]
+        worker = SimWorker(self._card(f"w{number:05d}", role), scheduler, timing, self._on_outputs, self._on_pull)
+        worker.ordered_s = now
+        self.workers.append(worker)
+        self._by_id[worker.worker_id] = worker
+        return worker
+
+    def turn(self, worker: SimWorker) -> None:
+        """A drained worker has its other role, and another id."""
+        assert worker.turns_into is not None
+        del self._by_id[worker.worker_id]
+        worker.turns += 1
+        worker_id = WorkerId(f"{worker.card.name}.{worker.turns}")
+        worker.card = replace(worker.card, worker_id=worker_id, role=worker.turns_into)
+        worker.turns_into = None
+        worker.set_timing(self._timings[worker.role is Role.PREFILL])
+        self._by_id[worker_id] = worker
+
+    def end(self, worker: SimWorker, now: float) -> None:
+        self.worker_seconds += now - worker.ordered_s
+        self.gpu_seconds += (now - worker.ordered_s) * self._gpus(worker)
+        worker.state = State.GONE
+        self.workers.remove(worker)
+        del self._by_id[worker.worker_id]
+
+    def seconds_until(self, now: float) -> tuple[float, float]:
+        """(worker, GPU) seconds of all so far."""
+        here = [(now - worker.ordered_s, self._gpus(worker)) for worker in self.workers]
+        return (
+            self.worker_seconds + sum(took_s for took_s, _ in here),
+            self.gpu_seconds + sum(took_s * gpus for took_s, gpus in here),
+        )
+
+    def of(self, role: Role, *states: State) -> list[SimWorker]:
+        return [worker for worker in self.workers if worker.role is role and worker.state in states]
+
+    def count(self, role: Role) -> Fleet:
+        turning = sum(worker.state is State.TURNING and worker.turns_into is role for worker in self.workers)
+        return Fleet(
+            ready=len(self.of(role, State.READY)),
+            starting=len(self.of(role, State.STARTING)) + turning,
+            draining=len(self.of(role, State.DRAINING)),
+        )
+
+    def least_loaded(self, role: Role) -> Iterator[SimWorker]:
+        """Ready ones, the newest of equals first."""
+        ready = enumerate(self.of(role, State.READY))
+        return (worker for _, worker in sorted(ready, key=lambda each: (each[1].assigned, -each[0])))
+
+    def loads(self, role: Role, queued_in_router: int) -> tuple[WorkerLoad, ...]:
+        """Of the ready ones. What waits in the routers is shared out evenly: it is going to come to them."""
+        ready = self.of(role, State.READY)
+        return tuple(self._load(worker, queued_in_router // len(ready)) for worker in ready)
+
+    def _load(self, worker: SimWorker, queued_elsewhere: int) -> WorkerLoad:
+        scheduler = worker.scheduler
+        return WorkerLoad(
+            name=worker.card.name,
+            queued_tokens=scheduler.queued_tokens + queued_elsewhere,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            kv_tokens=worker.pool.held_blocks * worker.pool.block_size,
+            total_kv_tokens=worker.pool.num_blocks * worker.pool.block_size,
+        )
+
+    def _gpus(self, worker: SimWorker) -> float:
+        is_prefill = worker.role is Role.PREFILL
+        return self._config.gpus_per_prefill if is_prefill else self._config.gpus_per_decode
+
+    def _card(self, name: str, role: Role) -> WorkerCard:
+        config = self._config
+        return WorkerCard(
+            worker_id=WorkerId(name),
+            name=name,
+            role=role,
+            model=MODEL,
+            model_path="",
+            address="",
+            block_size=config.block_size,
+            total_blocks=config.blocks,
+            context_tokens=config.context_tokens,
+            max_num_seqs=config.max_num_seqs,
+            kv_events="simulated",
+            transfer=TRANSFER,
+        )

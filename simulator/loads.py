@@ -1,0 +1,160 @@
+"""Synthetic load: when requests come, how long they are, what they share.
+
+    rate = diurnal(mean_rps=10, swing=0.6, period_s=7200)
+    requests = synthesize(rate, duration_s=7200, shape=Shape(isl_tokens=3000, osl_tokens=300), seed=3)
+
+A rate is a function of time with the largest value that it takes; arrivals are a Poisson process of that rate. Equal
+arguments give equal requests, one by one: they need not be held.
+"""
+
+import heapq
+import math
+import random
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from simulator.requests import SimRequest, thread_names
+
+_PREFIX_THREADS = 1 << 40  # texts of shared prefixes are named from here on
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Requests per second at a time; never above `most_rps`."""
+
+    at: Callable[[float], float]
+    most_rps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the requests. Lengths are log-normal around their means, with `spread` as their sigma; 0: all equal.
+
+    `groups` > 0: each request begins with one of so many prefixes of `prefix_tokens`, which are part of its ISL.
+    `turns` > 1: each arrival is a conversation of so many turns; a turn comes `pause_s` on average after the answer to
+    the last one would have been read (its OSL at `read_tokens_per_s`), and its prompt is all that was said before and
+    `isl_tokens` more. The rate is that of all turns.
+    """
+
+    isl_tokens: float = 3000.0
+    osl_tokens: float = 300.0
+    spread: float = 0.0
+    groups: int = 0
+    prefix_tokens: int = 0
+    turns: int = 1
+    pause_s: float = 20.0
+    read_tokens_per_s: float = 50.0
+    most_tokens: int = 100_000  # of a prompt
+
+
+def constant(rps: float) -> Rate:
+    return Rate(lambda _: rps, rps)
+
+
+def diurnal(mean_rps: float, swing: float = 0.6, period_s: float = 3600.0) -> Rate:
+    """A sine that begins at its lowest: from mean * (1 - swing) to mean * (1 + swing)."""
+    return Rate(
+        lambda t: mean_rps * (1 - swing * math.cos(2 * math.pi * t / period_s)),
+        mean_rps * (1 + swing),
+    )
+
+
+def bursty(
+    base_rps: float,
+    burst_rps: float,
+    quiet_s: float = 300.0,
+    burst_s: float = 60.0,
+    seed: int = 0,
+    until_s: float = 1e5,
+) -> Rate:
+    """`base_rps`, and bursts of `burst_rps` after exponential pauses of `quiet_s`, each of `burst_s`."""
+    rng = random.Random(f"bursts {seed}")
+    begins, ends, now = array("d"), array("d"), 0.0
+    while now < until_s:
+        now += rng.expovariate(1 / quiet_s)
+        begins.append(now)
+        now += rng.expovariate(1 / burst_s)
+        ends.append(now)
+
+    def at(t: float) -> float:
+        return burst_rps if bisect_right(begins, t) > bisect_right(ends, t) else base_rps
+
+    return Rate(at, max(base_rps, burst_rps))
+
+
+def step(low_rps: float, high_rps: float, up_s: float, down_s: float) -> Rate:
+    """Low, high from `up_s` on, low again from `down_s` on."""
+    return Rate(lambda t: high_rps if up_s <= t < down_s else low_rps, max(low_rps, high_rps))
+
+
+def sawtooth(low_rps: float, high_rps: float, period_s: float = 120.0) -> Rate:
+    """Up in a line for a period, then down at once: with the planner's interval as the period, always against it."""
+    return Rate(lambda t: low_rps + (high_rps - low_rps) * (t % period_s) / period_s, max(low_rps, high_rps))
+
+
+def arrivals(rate: Rate, duration_s: float, seed: int) -> Iterator[float]:
+    """Poisson, by thinning."""
+    rng = random.Random(f"arrivals {seed}")
+    now = 0.0
+    while rate.most_rps > 0:
+        now += rng.expovariate(rate.most_rps)
+        if now >= duration_s:
+            return
+        if rng.random() * rate.most_rps < rate.at(now):
+            yield now
+
+
+def synthesize(
+    rate: Rate,
+    duration_s: float,
+    shape: Shape = Shape(),
+    *,
+    seed: int = 1,
+    block_size: int = 512,
+) -> Iterator[SimRequest]:
+    """Requests that arrive before `duration_s`; turns of conversations that have begun come after it too."""
+    rng = random.Random(f"requests {seed}")
+    share = Rate(lambda t: rate.at(t) / shape.turns, rate.most_rps / shape.turns)
+    pending: list[tuple[float, int, SimRequest, int]] = []  # (arrival, thread, turn, turns still to come)
+    for thread, now in enumerate(arrivals(share, duration_s, seed)):
+        while pending and pending[0][0] <= now:
+            yield from _take_turn(pending, shape, rng, block_size)
+        heapq.heappush(pending, (now, thread, _first_turn(now, thread, shape, rng, block_size), shape.turns - 1))
+    while pending:
+        yield from _take_turn(pending, shape, rng, block_size)
+
+
+def _take_turn(
+    pending: list[tuple[float, int, SimRequest, int]], shape: Shape, rng: random.Random, block_size: int
+) -> Iterator[SimRequest]:
+    _, thread, turn, left = heapq.heappop(pending)
+    yield turn
+    said = turn.isl_tokens + turn.osl_tokens
+    isl_tokens = said + _length(shape.isl_tokens, shape.spread, rng)
+    if not left or isl_tokens > shape.most_tokens:
+        return
+    at_s = turn.arrival_s + turn.osl_tokens / shape.read_tokens_per_s + rng.expovariate(1 / shape.pause_s)
+    prefix = turn.names[: shape.prefix_tokens // block_size * 8] if shape.groups else b""
+    names = prefix + thread_names(thread, len(prefix) // 8, isl_tokens // block_size)
+    osl_tokens = _length(shape.osl_tokens, shape.spread, rng)
+    later = SimRequest(at_s, isl_tokens, osl_tokens, names, thread)
+    heapq.heappush(pending, (at_s, thread, later, left - 1))
+
+
+def _first_turn(now: float, thread: int, shape: Shape, rng: random.Random, block_size: int) -> SimRequest:
+    prefix_blocks = shape.prefix_tokens // block_size if shape.groups else 0
+    isl_tokens = max(_length(shape.isl_tokens, shape.spread, rng), prefix_blocks * block_size + 1)
+    isl_tokens = min(isl_tokens, shape.most_tokens)
+    prefix = b""
+    if prefix_blocks:
+        prefix = thread_names(_PREFIX_THREADS + rng.randrange(shape.groups), 0, prefix_blocks)
+    names = prefix + thread_names(thread, prefix_blocks, isl_tokens // block_size)
+    return SimRequest(now, isl_tokens, _length(shape.osl_tokens, shape.spread, rng), names, thread)
+
+
+def _length(mean: float, spread: float, rng: random.Random) -> int:
+    if spread <= 0:
+        return max(1, round(mean))
+    return max(1, round(rng.lognormvariate(math.log(mean) - spread**2 / 2, spread)))

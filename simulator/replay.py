@@ -1,0 +1,299 @@
+"""`kvmesh replay`: a trace or synthetic load through the live router, schedulers and block pools, in simulated time."""
+
+import gc
+import json
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+from rich.console import Console
+from rich.progress import Progress
+
+from mesh.config import load
+from mesh.lifecycle import GC_THRESHOLDS
+from planner.core import PlannerCore
+from planner.model import PlannerConfig
+from planner.profiles import polynomial_profile
+from protocol.errors import ConfigError
+from protocol.profile import Profile, read_profile
+from router.selection import Policy
+from simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
+from simulator.access_log import read_access_log
+from simulator.config import Mode
+from simulator.loads import Rate, Shape, bursty, constant, diurnal, sawtooth, step, synthesize
+from simulator.page import as_html
+from simulator.picture import draw
+from simulator.tables import as_table
+from simulator.trace_files import stream_rows
+from simulator.traces import from_rows, jittered
+
+Load = Literal["constant", "diurnal", "bursty", "step", "sawtooth"]
+
+
+class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A flag wins over `KVMESH_REPLAY_<NAME>`, that over the TOML file of `--config`, that over the default."""
+
+    trace: Annotated[str, Meta(description="a trace in Mooncake's format: JSON lines")] = ""
+    access_log: Annotated[str, Meta(description="instead: what a frontend with --access-log wrote")] = ""
+    load: Annotated[Load | None, Meta(description="instead: synthetic requests, a Poisson process of this shape")] = (
+        None
+    )
+    rate: Annotated[float, Meta(gt=0, description="synthetic: requests/s, on average")] = 4.0
+    peak_rate: Annotated[float, Meta(ge=0, description="synthetic: requests/s at most; 0: 1.6 times --rate")] = 0.0
+    duration_s: Annotated[float, Meta(gt=0, description="synthetic: for so long")] = 3600.0
+    period_s: Annotated[float, Meta(gt=0, description="synthetic: of what repeats itself")] = 3600.0
+    isl: Annotated[float, Meta(ge=1, description="synthetic: prompt tokens; of a later turn, what it adds")] = 3000.0
+    osl: Annotated[float, Meta(ge=1, description="synthetic, access log: answer tokens")] = 300.0
+    spread: Annotated[float, Meta(ge=0, description="synthetic: sigma of log-normal lengths")] = 0.0
+    prefix_groups: Annotated[int, Meta(ge=0, description="synthetic: prefixes, one of which begins a prompt")] = 0
+    prefix_tokens: Annotated[int, Meta(ge=0, description="synthetic: length of those")] = 0
+    turns: Annotated[int, Meta(ge=1, description="synthetic: of a conversation")] = 1
+    mode: Annotated[Mode, Meta(description="aggregated, or prefill and decode on different workers")] = "aggregated"
+    workers: Annotated[int, Meta(ge=1, description="workers, those that prefill among them")] = 8
+    prefill_workers: Annotated[int, Meta(ge=0, description="disaggregated: of them; 0: half of them")] = 0
+    blocks_per_worker: Annotated[int, Meta(ge=1, description="KV blocks of each worker")] = 6000
+    block_size: Annotated[int, Meta(ge=1, description="tokens per block, a divisor of the trace's")] = 512
+    trace_block_size: Annotated[int, Meta(ge=1, description="tokens that a block id of the trace stands for")] = 512
+    max_num_seqs: Annotated[int, Meta(ge=1, description="sequences that a worker runs at once")] = 256
+    max_step_tokens: Annotated[int, Meta(ge=1, description="new tokens of a step")] = 8192
+    profile: Annotated[str, Meta(description="file of `kvmesh profile` that times the workers; default: a fit")] = ""
+    prefill_profile: Annotated[str, Meta(description="the same for prefill workers alone")] = ""
+    speedup: Annotated[float, Meta(gt=0, description="how many times as fast as profile or fit")] = 1.0
+    prefill_rate: Annotated[
+        float, Meta(ge=0, description="instead: tokens/s that a worker computes; 0: as profile or fit say")
+    ] = 0.0
+    itl_s: Annotated[float, Meta(ge=0, description="with --prefill-rate: time of a step that decodes")] = 0.0
+    kv_bandwidth_gbps: Annotated[
+        float, Meta(ge=0, description="gigabytes of KV per second from prefill to decode workers; 0: no limit")
+    ] = 64.0
+    policy: Annotated[Policy, Meta(description="how a worker is chosen")] = "kv"
+    recompute_price: Annotated[
+        float, Meta(ge=0, description="blocks in a queue that one to compute weighs as much as; 0: worked out")
+    ] = 0.0
+    saturation_tokens: Annotated[
+        int, Meta(ge=0, description="a worker with so many tokens to compute gets no more; 0: all go at once")
+    ] = 2048
+    routers: Annotated[int, Meta(ge=1, description="routers that share the requests")] = 1
+    gossip_lag_s: Annotated[float, Meta(ge=0, description="how old what a router knows of the others' load is")] = 0.005
+    event_lag_s: Annotated[float, Meta(ge=0, description="from a cache's change until the routers know")] = 0.005
+    hop_s: Annotated[float, Meta(ge=0, description="from client to router, and back: what the frontend takes")] = 0.0
+    arrival_speedup: Annotated[float, Meta(gt=0, description="requests come so many times as fast")] = 1.0
+    concurrency: Annotated[
+        int, Meta(ge=0, description="so many requests at a time, whenever the trace has them; 0: by the trace")
+    ] = 0
+    jitter_s: Annotated[
+        float, Meta(ge=0, description="spread each arrival over so long: traces have coarse clocks")
+    ] = 0.0
+    limit: Annotated[int, Meta(ge=0, description="requests at most; 0: all")] = 0
+    ttft_slo_s: Annotated[float, Meta(gt=0, description="TTFT to keep")] = 0.5
+    itl_slo_s: Annotated[float, Meta(gt=0, description="gap between tokens to keep, on a request's average")] = 0.05
+    planner: Annotated[
+        bool, Meta(description="the planner starts, stops and turns workers; --workers are the first")
+    ] = False
+    max_gpus: Annotated[int, Meta(ge=1, description="with --planner: GPUs of all workers together, at most")] = 16
+    start_s: Annotated[float, Meta(ge=0, description="with --planner: cold start of a worker")] = 30.0
+    flip_s: Annotated[float, Meta(ge=0, description="with --planner: turn of a drained worker to its other role")] = 3.0
+    seed: Annotated[int, Meta(ge=0, description="of what is random: policies that draw, synthetic load, jitter")] = 1
+    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
+    html: Annotated[str, Meta(description="write a page with figures and curves, all in one file")] = ""
+    png: Annotated[str, Meta(description="write the curves as a picture; needs matplotlib")] = ""
+
+
+def main(argv: list[str]) -> int:
+    config = load(
+        ReplayConfig,
+        argv,
+        {},
+        prefix="KVMESH_REPLAY_",
+        prog="kvmesh replay",
+        description="Drive router, schedulers and KV caches through a trace or synthetic load, in simulated time.",
+    )
+    gc.set_threshold(*GC_THRESHOLDS)
+    console = Console(stderr=config.json)
+    started = time.process_time()
+    with Progress(*Progress.get_default_columns()[:1], console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        ended = iter(range(1, 1 << 60))
+
+        def on_end() -> None:
+            if (number := next(ended)) % 100 == 0:
+                progress.update(task, description=f"{number} requests have ended")
+
+        report = simulate(requests_of(config), simulated(config), hook_of(config), on_end)
+    title = f"{report.requests} requests, {config.workers} workers, {config.mode}, {config.policy}"
+    if config.png:
+        draw(report, title, Path(config.png))
+    if config.html:
+        Path(config.html).write_text(as_html(report, title, settings_of(config)), encoding="utf-8")
+    if config.json:
+        print(json.dumps(as_json(report)))
+    else:
+        console.print(as_table(report, title))
+        memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        console.print(
+            f"CPU of this replay: {time.process_time() - started:.1f} s, memory at most: {memory_mib:.0f} MiB"
+        )
+    return 0
+
+
+def replay(requests: Iterator[SimRequest], config: ReplayConfig) -> SimReport:
+    return simulate(requests, simulated(config))
+
+
+def simulated(config: ReplayConfig) -> SimConfig:
+    """Raises ConfigError for profiles that cannot be read or lack a table that is needed."""
+    profile = read_profile(Path(config.profile)) if config.profile else None
+    prefill_profile = read_profile(Path(config.prefill_profile)) if config.prefill_profile else profile
+    if config.mode == "disaggregated" and config.workers < 2:
+        raise ConfigError("one worker cannot be both", hint="set --workers to 2 or more, or --mode aggregated")
+    if config.prefill_workers >= config.workers:
+        found = f"{config.prefill_workers} of {config.workers} workers prefill: none is left to decode"
+        raise ConfigError(found, hint="--workers counts those of --prefill-workers too")
+    _check_tables(config, prefill_profile, profile)
+    return SimConfig(
+        mode=config.mode,
+        workers=config.workers,
+        prefill_workers=config.prefill_workers,
+        blocks=config.blocks_per_worker,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        prefill_profile=prefill_profile,
+        decode_profile=profile,
+        speedup=config.speedup,
+        prefill_rate=config.prefill_rate,
+        itl_s=config.itl_s,
+        kv_bandwidth_gbps=config.kv_bandwidth_gbps,
+        policy=config.policy,
+        recompute_price=config.recompute_price,
+        saturation_tokens=config.saturation_tokens,
+        routers=config.routers,
+        gossip_lag_s=config.gossip_lag_s,
+        event_lag_s=config.event_lag_s,
+        hop_s=config.hop_s,
+        concurrency=config.concurrency,
+        start_s=config.start_s,
+        flip_s=config.flip_s,
+        gpus_per_prefill=1.0 if prefill_profile is None else prefill_profile.gpus,
+        gpus_per_decode=1.0 if profile is None else profile.gpus,
+        ttft_slo_s=config.ttft_slo_s,
+        itl_slo_s=config.itl_slo_s,
+        seed=config.seed,
+    )
+
+
+def hook_of(config: ReplayConfig) -> PlannerHook | None:
+    """The live planner core, as `python -m planner` would run it. Raises ConfigError if it cannot size such workers."""
+    if not config.planner:
+        return None
+    if config.prefill_rate:
+        raise ConfigError("the planner sizes workers by their profiles", hint="set --profile instead of --prefill-rate")
+    if config.speedup != 1.0 and (config.profile or config.prefill_profile):
+        raise ConfigError("the planner goes by the profile as it is", hint="leave --speedup out")
+    kv_tokens = config.blocks_per_worker * config.block_size
+    fit = polynomial_profile(kv_tokens, config.max_num_seqs, config.max_step_tokens, config.speedup)
+    settings = simulated(config)
+    rules = PlannerConfig(
+        mode=config.mode,
+        ttft_slo_s=config.ttft_slo_s,
+        itl_slo_s=config.itl_slo_s,
+        max_gpus=config.max_gpus,
+        start_s=config.start_s,
+        flip_s=config.flip_s,
+    )
+    decode = settings.decode_profile or fit
+    core = PlannerCore(rules, (settings.prefill_profile or fit) if config.mode == "disaggregated" else decode, decode)
+    return PlannerHook(core.decide, rules.reactive_interval_s, rules.reactive_interval_s)
+
+
+def as_json(report: SimReport) -> dict[str, object]:
+    """All of it, and what is looked at most under names of its own."""
+    flat = {
+        f"{name}_{figure}_s": getattr(spread, figure)
+        for name, spread in (("ttft", report.ttft_s), ("itl", report.itl_s), ("e2e", report.e2e_s))
+        for figure in ("mean", "p50", "p99", "max")
+    }
+    whole: dict[str, object] = msgspec.to_builtins(report)
+    return whole | flat
+
+
+def _check_tables(config: ReplayConfig, prefill: Profile | None, decode: Profile | None) -> None:
+    """Decode workers compute prompts too, when the router finds that cheaper."""
+    for flag, profile, needs_decode in (("--prefill-profile", prefill, False), ("--profile", decode, True)):
+        if profile is None:
+            continue
+        if profile.prefill is None or (needs_decode and profile.decode is None):
+            missing = "prefill" if profile.prefill is None else "decode"
+            raise ConfigError(f"the profile of {flag} has no {missing} table", hint="measure it: `kvmesh profile`")
+
+
+def requests_of(config: ReplayConfig) -> Iterator[SimRequest]:
+    """Raises ConfigError, now or while they are read."""
+    sources = [name for name in ("trace", "access_log", "load") if getattr(config, name)]
+    if len(sources) != 1:
+        found = f"{' and '.join(sources)} are given" if sources else "no requests are given"
+        raise ConfigError(found, hint="give one of --trace, --access-log and --load")
+    if config.load is not None:
+        found_requests = synthesize(
+            rate_of(config), config.duration_s, shape_of(config), seed=config.seed, block_size=config.block_size
+        )
+    elif config.access_log:
+        found_requests = read_access_log(
+            Path(config.access_log), config.block_size, round(config.osl), round(config.isl)
+        )
+    else:
+        rows = stream_rows(Path(config.trace), config.limit)
+        found_requests = from_rows(rows, config.block_size, config.trace_block_size)
+    if config.arrival_speedup != 1.0:
+        found_requests = (
+            msgspec.structs.replace(request, arrival_s=request.arrival_s / config.arrival_speedup)
+            for request in found_requests
+        )
+    if config.jitter_s:
+        found_requests = jittered(found_requests, config.jitter_s, config.seed)
+    return _first(config.limit, found_requests) if config.limit else found_requests
+
+
+def rate_of(config: ReplayConfig) -> Rate:
+    """The mean is --rate for all shapes but `step` and `bursty`, whose low level it is."""
+    peak = config.peak_rate or 1.6 * config.rate
+    match config.load:
+        case "diurnal":
+            return diurnal(config.rate, min(1.0, peak / config.rate - 1), config.period_s)
+        case "bursty":
+            return bursty(config.rate, peak, config.period_s, config.period_s / 4, config.seed, config.duration_s)
+        case "step":
+            return step(config.rate, peak, config.duration_s / 3, config.duration_s * 2 / 3)
+        case "sawtooth":
+            return sawtooth(max(0.0, 2 * config.rate - peak), peak, config.period_s)
+    return constant(config.rate)
+
+
+def shape_of(config: ReplayConfig) -> Shape:
+    return Shape(
+        isl_tokens=config.isl,
+        osl_tokens=config.osl,
+        spread=config.spread,
+        groups=config.prefix_groups,
+        prefix_tokens=config.prefix_tokens,
+        turns=config.turns,
+    )
+
+
+def settings_of(config: ReplayConfig) -> dict[str, str]:
+    """Those that differ from their defaults, but for where results go."""
+    ours = msgspec.to_builtins(config)
+    theirs = msgspec.to_builtins(ReplayConfig())
+    return {name: str(value) for name, value in ours.items() if value != theirs[name] and name not in _OUTPUTS}
+
+
+_OUTPUTS = ("json", "html", "png")
+
+
+def _first(count: int, requests: Iterator[SimRequest]) -> Iterator[SimRequest]:
+    for _, request in zip(range(count), requests, strict=False):
+        yield request

@@ -1,0 +1,239 @@
+"""One simulated worker: the live scheduler and block pool, advanced lazily, step by step or run by run."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvcache.pool import BlockPool
+from protocol.events import KvEvent
+from protocol.ids import RequestId, WorkerId
+from protocol.messages import Role, WorkerCard
+from protocol.timing import Timing
+from workers.engines.mock.pace import MockPace
+from workers.executor import Sampled
+from workers.scheduler import DecodeRun, Output, Pull, Scheduler, SequenceState, Step
+
+MOST_RUN_S = 2.0  # the world learns of blocks filled and taken in a long run of decode steps at least so often
+_FOREVER = float("inf")
+_TOKEN = Sampled(0)
+_ZERO = (0,)
+
+
+class State(Enum):
+    STARTING = "starting"  # ordered, not there
+    READY = "ready"
+    DRAINING = "draining"  # takes no request any more
+    TURNING = "turning"  # drained, on its way to another role
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Steps of a run that take equally long."""
+
+    first: int
+    begins_s: float
+    step_s: float
+
+
+class _Running:
+    """A run of decode steps in progress. Its steps are worked out as far as `MOST_RUN_S` goes."""
+
+    def __init__(self, run: DecodeRun, now: float, step_s: Callable[[int, int], float]) -> None:
+        """`step_s(sequences, blocks)`: how long a step takes."""
+        self.run = run
+        self._stretches: list[_Stretch] = []
+        self._starts: list[float] = []
+        steps, ends, number, blocks = 0, now, 0, run.held_blocks
+        growth = run.growth
+        while steps < run.steps and ends - now < MOST_RUN_S:
+            while number < len(growth) and growth[number] <= steps:
+                number += 1
+                blocks += 1
+            until = growth[number] if number < len(growth) else run.steps
+            each_s = step_s(len(run.sequences), blocks)
+            if each_s > 0:
+                until = min(until, steps + int((now + MOST_RUN_S - ends) / each_s) + 1)
+            self._stretches.append(_Stretch(steps, ends, each_s))
+            self._starts.append(ends)
+            ends += (until - steps) * each_s
+            steps = until
+        self.steps = steps
+        self.ends_s = ends
+
+    def done_by(self, now: float) -> int:
+        """Steps that have ended by then."""
+        if now >= self.ends_s:
+            return self.steps
+        stretch = self._stretches[max(0, bisect_right(self._starts, now) - 1)]
+        if stretch.step_s <= 0:
+            return stretch.first
+        return min(self.steps - 1, stretch.first + int((now - stretch.begins_s) / stretch.step_s))
+
+    def ends_at(self, steps: int) -> float:
+        """When so many steps have ended; steps < self.steps."""
+        number = len(self._stretches) - 1
+        while self._stretches[number].first > steps:
+            number -= 1
+        stretch = self._stretches[number]
+        return stretch.begins_s + (steps - stretch.first) * stretch.step_s
+
+
+class SimWorker:
+    """It does nothing by itself: `due_s` says when `wake` is to be called, `due` tells a stale call from a real one.
+
+    What happens in it is told through `on_outputs(worker, outputs, when)` and `on_pull(worker, pull, when)`.
+    """
+
+    def __init__(
+        self,
+        card: WorkerCard,
+        scheduler: Scheduler,
+        timing: Timing,
+        on_outputs: Callable[["SimWorker", Sequence[Output], float], None],
+        on_pull: Callable[["SimWorker", Pull, float], None],
+    ) -> None:
+        self.card = card
+        self.state = State.STARTING
+        self.scheduler = scheduler
+        self.ordered_s = 0.0
+        self.assigned = 0  # requests that were placed here and have not ended
+        self.turns_into: Role | None = None
+        self.awaits_release = 0  # sequences here whose first delta lets a prefill worker's blocks go
+        self.computed_tokens = 0  # of prompts
+        self.busy_s = 0.0
+        self.turns = 0
+        self.wakes = 0  # how often it was told when to wake; the last one counts
+        self.followed = 0  # of `wakes`, by the world
+        self.due_s = _FOREVER
+        self._on_outputs = on_outputs
+        self._on_pull = on_pull
+        self._step: Step | None = None
+        self._run: _Running | None = None
+        self.set_timing(timing)
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self.card.worker_id
+
+    @property
+    def role(self) -> Role:
+        return self.card.role
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.scheduler.pool
+
+    @property
+    def is_idle(self) -> bool:
+        return self._step is None and self._run is None
+
+    def set_timing(self, timing: Timing) -> None:
+        """Between steps alone."""
+        self._timing = timing
+        self._pace = MockPace(timing, 0.0, _never, block_size=self.pool.block_size)
+
+    def take_events(self) -> list[KvEvent]:
+        return self.pool.take_events()
+
+    def queue(self, sequence: SequenceState, now: float) -> None:
+        """Raises InvalidRequestError for what can never run here."""
+        stop = sequence.request.stop
+        self.scheduler.check_size(len(sequence.prompt), len(sequence.output), stop.max_tokens)
+        self.settle(now)
+        self.scheduler.queue(sequence)
+        self.stir(now)
+
+    def pull_ended(self, sequence: SequenceState, now: float) -> None:
+        self.settle(now)
+        self.scheduler.pull_ended(sequence, arrived=True)
+        self.stir(now)
+
+    def release(self, blocks: Sequence[int], now: float) -> None:
+        """Blocks that were kept for a decode worker are not needed any more."""
+        self.settle(now)
+        self.pool.release(blocks)
+        self.stir(now)
+
+    def abort(self, request_id: RequestId, now: float) -> None:
+        self.settle(now)
+        self.scheduler.abort(request_id)
+        self.stir(now)
+
+    def stir(self, now: float) -> None:
+        """There may be something to do."""
+        if self.is_idle:
+            self._begin(now)
+
+    def settle(self, now: float) -> None:
+        """Bring a run up to `now`: the step in progress goes on as planned, what follows is planned anew. `stir` it."""
+        running = self._run
+        if running is None:
+            return
+        self._run = None
+        done = running.done_by(now)
+        if done:
+            self._complete_run(running.run, done)
+        if done == running.steps:  # its end and this came at once: who settles it stirs it
+            self.due_s = _FOREVER
+            return
+        begins_s = running.ends_at(done)
+        self.busy_s -= running.ends_s - begins_s
+        self._begin_step(begins_s, now)
+
+    def wake(self) -> None:
+        """The step, or the run, ends at `due_s`, which is now."""
+        now = self.due_s
+        self.due_s = _FOREVER
+        if (running := self._run) is not None:
+            self._run = None
+            self._complete_run(running.run, running.steps)
+            self._begin(now)
+        elif (step := self._step) is not None:
+            self._step = None
+            results = [_TOKEN if row.sample else None for row in step.rows]
+            self._on_outputs(self, self.scheduler.complete(step, results), now)
+            if self.is_idle:  # what was heard of it may have begun the next one
+                self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        run = self.scheduler.plan_run()
+        if run is not None and run.steps > 1:
+            self._run = _Running(run, now, self._decode_s)
+            self.busy_s += self._run.ends_s - now
+            self._wake_at(self._run.ends_s)
+            return
+        self._begin_step(now, now)
+
+    def _begin_step(self, begins_s: float, now: float) -> None:
+        """The next one, which began a little ago if it is part of a run that is no more."""
+        step = self.scheduler.plan()
+        for pull in step.pulls:
+            self._on_pull(self, pull, now)
+        if step.rows:
+            took_s = self._pace.step_s(step.rows)
+            self.computed_tokens += sum(
+                [len(row.token_ids) for row in step.rows if len(row.token_ids) > 1 or not row.output]
+            )
+            self.busy_s += took_s
+            self._step = step
+            self._wake_at(max(now, begins_s + took_s))
+
+    def _decode_s(self, sequences: int, blocks: int) -> float:
+        return self._timing.decode_s(sequences, blocks * self.pool.block_size)
+
+    def _complete_run(self, run: DecodeRun, steps: int) -> None:
+        self.scheduler.complete_run(run, steps, _draw)
+
+    def _wake_at(self, when: float) -> None:
+        self.due_s = when
+        self.wakes += 1
+
+
+def _draw(_: SequenceState, count: int) -> tuple[int, ...]:
+    return _ZERO * count
+
+
+async def _never(_: float) -> None:
+    raise AssertionError("simulated steps do not wait")

@@ -1,0 +1,185 @@
+"""Workers of one host come, go and change their roles while the mesh runs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from cluster.crew import Member, least_loaded
+from planner.connectors.local_api import MAX_WORKERS, Refusal
+from protocol.errors import EngineError, InvalidRequestError
+from protocol.messages import Role
+from tests.support.fake_crew import FakeHost
+from tests.support.patience import PATIENCE_S
+
+
+@pytest_asyncio.fixture
+async def host() -> AsyncIterator[FakeHost]:
+    host = FakeHost()
+    await host.start(prefill=2, decode=3)
+    yield host
+    await host.close()
+
+
+def states(host: FakeHost) -> dict[str, str]:
+    return {report.name: report.state for report in host.crew.reports()}
+
+
+# --- more and fewer -----------------------------------------------------------------------------------
+
+
+async def test_a_worker_starts_until_its_card_is_there(host: FakeHost) -> None:
+    scaled = await host.crew.scale({Role.DECODE: 4})
+    assert (scaled.started, scaled.counts[Role.DECODE]) == (("decode-3",), 4)
+    assert states(host)["decode-3"] == "starting"
+    await host.all_ready()
+    assert states(host)["decode-3"] == "ready"
+
+
+async def test_the_same_count_again_changes_nothing(host: FakeHost) -> None:
+    for _ in range(3):
+        scaled = await host.crew.scale({Role.PREFILL: 2, Role.DECODE: 5})
+    assert scaled.started == scaled.draining == ()
+    assert len(host.roles()) == 7
+
+
+async def test_the_least_loaded_go_and_of_equals_the_youngest(host: FakeHost) -> None:
+    host.loads = {"decode-0": 1.0, "decode-1": 7.0, "decode-2": 1.0}
+    assert (await host.crew.scale({Role.DECODE: 2})).draining == ("decode-2",)
+    assert (await host.crew.scale({Role.DECODE: 1})).draining == ("decode-0",)
+
+
+def test_who_does_not_say_what_it_has_in_hand_goes_last() -> None:
+    loads = [(Member("decode-0", Role.DECODE), None), (Member("decode-1", Role.DECODE), 90.0)]
+    assert [member.name for member in least_loaded(loads, 1)] == ["decode-1"]
+    assert least_loaded(loads, -1) == []
+
+
+async def test_who_is_drained_counts_no_more_and_stays_until_it_has_finished(host: FakeHost) -> None:
+    host.supervisor.may_end.clear()
+    scaled = await host.crew.scale({Role.DECODE: 2})
+    assert scaled.counts[Role.DECODE] == 2
+    assert states(host)["decode-2"] == "draining"
+    await asyncio.sleep(0)
+    assert host.supervisor.stopped == ["decode-2"]
+    host.supervisor.may_end.set()
+    await host.until_ended("decode-2")
+
+
+async def test_a_name_is_not_given_again_before_its_worker_has_ended(host: FakeHost) -> None:
+    host.supervisor.may_end.clear()
+    await host.crew.scale({Role.DECODE: 2})
+    assert (await host.crew.scale({Role.DECODE: 3})).started == ("decode-3",)
+    host.supervisor.may_end.set()
+    await host.until_ended("decode-2")
+    assert (await host.crew.scale({Role.DECODE: 4})).started == ("decode-2",)
+
+
+async def test_nobody_who_starts_is_taken_away(host: FakeHost) -> None:
+    await host.crew.scale({Role.DECODE: 5})
+    scaled = await host.crew.scale({Role.DECODE: 1})
+    assert set(scaled.draining) == {"decode-2", "decode-1"}, "one of those that are ready stays, as asked"
+    assert scaled.counts[Role.DECODE] == 3
+    await host.all_ready()
+    assert (await host.crew.scale({Role.DECODE: 1})).counts[Role.DECODE] == 1
+
+
+async def test_roles_that_are_not_named_stay_as_they_are(host: FakeHost) -> None:
+    await host.crew.scale({Role.DECODE: 1})
+    assert list(host.roles().values()).count(Role.PREFILL) == 2
+
+
+@pytest.mark.parametrize("count", [-1, MAX_WORKERS + 1])
+async def test_a_count_that_cannot_be_is_refused(host: FakeHost, count: int) -> None:
+    with pytest.raises(InvalidRequestError, match="this host takes"):
+        await host.crew.scale({Role.DECODE: count})
+
+
+async def test_two_changes_at_once_are_made_one_after_the_other(host: FakeHost) -> None:
+    await asyncio.gather(*(host.crew.scale({Role.DECODE: 6}) for _ in range(4)))
+    assert list(host.roles().values()).count(Role.DECODE) == 6
+
+
+async def test_one_that_was_added_and_does_not_run_is_told_and_leaves_the_mesh_running(host: FakeHost) -> None:
+    await host.crew.scale({Role.DECODE: 4})
+    host.supervisor.lose("decode-3", EngineError("decode-3 does not run: no memory"))
+    assert "decode-3" not in states(host)
+    assert host.crew.failures == [Refusal("decode-3", "decode-3 does not run: no memory")]
+
+
+async def test_a_worker_that_dies_is_starting_until_it_is_back(host: FakeHost) -> None:
+    host.supervisor.start(host.supervisor.specs["decode-1"])  # as the supervisor does: another process
+    assert states(host)["decode-1"] == "starting"
+
+
+# --- other roles --------------------------------------------------------------------------------------
+
+
+async def test_a_flipped_worker_keeps_its_name_and_has_another_role(host: FakeHost) -> None:
+    flipped = await host.crew.flip(Role.DECODE, 1)
+    await host.heard()
+    assert flipped.flipped == ("prefill-1",)
+    assert host.roles()["prefill-1"] is Role.DECODE
+    assert states(host)["prefill-1"] == "ready"
+
+
+async def test_started_anew_it_has_the_role_that_it_was_given(host: FakeHost) -> None:
+    await host.crew.flip(Role.DECODE, 1)
+    assert host.supervisor.specs["prefill-1"].argv == ["decode"]
+
+
+async def test_while_it_flips_it_counts_for_its_new_role_and_is_not_ready(host: FakeHost) -> None:
+    host.flips_s = asyncio.Event()
+    flipping = asyncio.create_task(host.crew.flip(Role.DECODE, 1))
+    async with asyncio.timeout(PATIENCE_S):
+        while states(host)["prefill-1"] != "flipping":
+            await asyncio.sleep(0.001)
+    assert host.roles()["prefill-1"] is Role.DECODE
+    host.flips_s.set()
+    await flipping
+    await host.heard()
+    assert states(host)["prefill-1"] == "ready"
+
+
+async def test_who_refuses_keeps_its_role_and_is_named(host: FakeHost) -> None:
+    host.refuses = {"prefill-1"}
+    flipped = await host.crew.flip(Role.DECODE, 1)
+    assert flipped.flipped == ()
+    [refusal] = flipped.refused
+    assert refusal.name == "prefill-1"
+    assert "cannot change its role" in refusal.why
+    assert host.roles()["prefill-1"] is Role.PREFILL
+    assert host.supervisor.specs["prefill-1"].argv == ["prefill"]
+    assert states(host)["prefill-1"] == "ready"
+
+
+async def test_more_than_there_are_flip_as_many_as_there_are(host: FakeHost) -> None:
+    flipped = await host.crew.flip(Role.DECODE, 3)
+    assert len(flipped.flipped) == 2
+    assert "only 2 of 3" in flipped.refused[0].why
+
+
+@pytest.mark.parametrize(("role", "count"), [(Role.AGGREGATED, 1), (Role.DECODE, -1)])
+async def test_a_flip_that_cannot_be_is_refused(host: FakeHost, role: Role, count: int) -> None:
+    with pytest.raises(InvalidRequestError):
+        await host.crew.flip(role, count)
+
+
+async def test_a_flip_that_somebody_else_asked_for_is_noticed(host: FakeHost) -> None:
+    await host._cards.pop("prefill-0").withdraw()
+    await host._join("prefill-0", Role.DECODE)
+    await host.heard()
+    assert host.roles()["prefill-0"] is Role.DECODE
+    assert host.supervisor.specs["prefill-0"].argv == ["decode"]
+
+
+# --- cards --------------------------------------------------------------------------------------------
+
+
+async def test_cards_of_others_and_cards_that_cannot_be_read_change_nothing(host: FakeHost) -> None:
+    before = host.crew.reports()
+    await host.discovery.put("workers/x", b"\xc1")
+    await host._join("stranger-0", Role.DECODE)
+    await host.heard()
+    assert host.crew.reports() == before

@@ -1,0 +1,291 @@
+"""`kvmesh profile plan`: the files that it writes are such as compose, Kubernetes and our own services read."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.engine_steps import SHAPES
+from frontend.config import FrontendConfig
+from mesh.config import load
+from planner.config import ServiceConfig
+from profiler.__main__ import main
+from profiler.yaml_text import to_yaml, to_yaml_documents
+from protocol.errors import ConfigError
+from protocol.messages import Role
+from protocol.profile import PrefillTable, Profile, read_profile
+from workers.config import WorkerConfig
+
+ROOT = Path(__file__).parent.parent.parent
+FLAGS = ["--isl", "3000", "--osl", "300", "--ttft-slo-s", "0.5", "--itl-slo-s", "0.02", "--gpus", "8"]
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profiles")
+    mappings = ["--mapping", "tp1", "--mapping", "tp2"]
+    assert main(["estimate", "--model-path", str(SHAPES / "llama-8b"), "--out-dir", str(folder), *mappings]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plan(profiles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    assert (
+        main(["plan", "--profiles", str(profiles), "--out-dir", str(folder), "--model-path", "/models/8b", *FLAGS]) == 0
+    )
+    return folder
+
+
+def recommended(plan: Path) -> dict[str, Any]:
+    read = json.loads((plan / "plan.json").read_text())
+    option: dict[str, Any] = read["options"][read["recommended"]]
+    return option
+
+
+# --- compose ----------------------------------------------------------------------------------------------
+
+
+def test_the_override_fits_over_our_compose_files(plan: Path) -> None:
+    override = yaml.safe_load((plan / "compose.override.yml").read_text())["services"]
+    base = yaml.safe_load((ROOT / "docker-compose.planner.yml").read_text())["services"]
+    assert set(override) == {"prefill", "decode", "frontend"}
+    assert set(override) <= set(base)
+    option = recommended(plan)
+    for role in ("prefill", "decode"):
+        deploy = override[role]["deploy"]
+        assert deploy["replicas"] == option[f"{role}_workers"]
+        gpus = deploy["resources"]["reservations"]["devices"][0]["count"]
+        assert gpus == int(option[f"{role}_mapping"].removeprefix("tp"))
+    for service in override.values():
+        assert any(":/models/8b:ro" in volume for volume in service["volumes"])
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="needs docker-compose; no daemon")
+def test_compose_itself_reads_the_files_together(plan: Path) -> None:
+    names = [ROOT / "docker-compose.yml", ROOT / "docker-compose.planner.yml", plan / "compose.override.yml"]
+    files = [word for name in names for word in ("-f", str(name))]
+    command = ["docker-compose", "--project-directory", str(ROOT), *files, "config"]
+    environ = os.environ | {"KVMESH_MODEL_FOLDER": "/srv/8b"}
+    read = subprocess.run(command, check=True, env=environ, capture_output=True, text=True).stdout
+    services = yaml.safe_load(read)["services"]
+    started = {name for name, service in services.items() if not service.get("profiles")}
+    assert started == {"frontend", "prefill", "decode"}
+    option = recommended(plan)
+    for role in ("prefill", "decode"):
+        assert services[role]["deploy"]["replicas"] == option[f"{role}_workers"]
+        assert services[role]["healthcheck"]
+        assert {target_of(volume) for volume in services[role]["volumes"]} == {"/run/kvmesh", "/models/8b"}
+
+
+def target_of(volume: str | dict[str, Any]) -> str:
+    """Compose 1 writes a line, compose 2 a table."""
+    return volume.split(":")[1] if isinstance(volume, str) else str(volume["target"])
+
+
+def test_a_containers_command_is_one_that_workers_understand(plan: Path) -> None:
+    services = yaml.safe_load((plan / "compose.override.yml").read_text())["services"]
+    base = yaml.safe_load((ROOT / "docker-compose.planner.yml").read_text())["services"]
+    for role in (Role.PREFILL, Role.DECODE):
+        config, reference = (worker_of(read[role.value]["command"]) for read in (services, base))
+        assert (config.role, config.name, config.advertise_host, config.discovery, config.metrics_port) == (
+            reference.role,
+            reference.name,
+            reference.advertise_host,
+            reference.discovery,
+            reference.metrics_port,
+        )
+        assert config.model_path == "/models/8b"
+        assert "--tensor-parallel-size" in config.engine_args
+
+
+def worker_of(command: list[str]) -> WorkerConfig:
+    shell, flag, line = command
+    assert (shell, flag) == ("sh", "-c")
+    words = shlex.split(line.replace("$$(hostname -i)", "10.0.0.7").replace("$$(hostname)", "0123abcd"))
+    assert words[:4] == ["exec", "python", "-m", "workers"]
+    return read_worker(words[4:])
+
+
+def read_worker(flags: list[str]) -> WorkerConfig:
+    return load(WorkerConfig, flags, {}, prefix="KVMESH_WORKER_", prog="test")
+
+
+# --- Kubernetes -------------------------------------------------------------------------------------------
+
+
+def test_manifests_have_a_deployment_for_each_role(plan: Path) -> None:
+    documents = list(yaml.safe_load_all((plan / "kubernetes.yaml").read_text()))
+    deployments = {d["metadata"]["name"]: d for d in documents if d["kind"] == "Deployment"}
+    assert set(deployments) == {f"kvmesh-{part}" for part in ("frontend", "prefill", "decode", "planner")}
+    option = recommended(plan)
+    for name, deployment in deployments.items():
+        spec = deployment["spec"]
+        assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+        mounts = {m["name"] for c in spec["template"]["spec"]["containers"] for m in c["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
+        command = spec["template"]["spec"]["containers"][0]["command"]
+        assert command[:2] == ["python", "-m"]
+        match name.removeprefix("kvmesh-"):
+            case "frontend":
+                load(FrontendConfig, command[3:], {}, prefix="KVMESH_FRONTEND_", prog="test")
+            case "planner":
+                assert command[3:] == ["--config", "/etc/kvmesh-planner/planner.toml"]
+            case role:
+                assert read_worker(command[3:]).role == Role(role)
+                assert spec["replicas"] == option[f"{role}_workers"]
+                assert spec["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] >= 1
+
+
+def test_the_planner_in_the_cluster_reads_its_files_and_may_scale_what_it_names(plan: Path, tmp_path: Path) -> None:
+    documents = list(yaml.safe_load_all((plan / "kubernetes.yaml").read_text()))
+    files = next(d["data"] for d in documents if d["kind"] == "ConfigMap")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    config = read_planner(tmp_path / "planner.toml")
+    assert config.connector == "kubernetes"
+    assert list(config.frontends) == ["http://kvmesh-frontend:8000"]
+    for workload in (config.kubernetes_prefill, config.kubernetes_decode):
+        assert workload.removeprefix("deployment/") in {d["metadata"]["name"] for d in documents}
+    assert read_profile(tmp_path / "prefill.json").prefill is not None
+    rules = next(d["rules"] for d in documents if d["kind"] == "Role")
+    assert {(r["resources"][0], *r["verbs"]) for r in rules} == {
+        ("deployments", "get"),
+        ("deployments/scale", "get", "patch"),
+    }
+    assert {"ServiceAccount", "RoleBinding", "Service", "PersistentVolumeClaim"} <= {d["kind"] for d in documents}
+
+
+def read_planner(path: Path) -> ServiceConfig:
+    return load(ServiceConfig, ["--config", str(path)], {}, prefix="KVMESH_PLANNER_", prog="test", section="planner")
+
+
+# --- the planner's settings, the page, the picture --------------------------------------------------------
+
+
+def test_the_planners_settings_are_the_goal(plan: Path) -> None:
+    config = read_planner(plan / "planner.toml")
+    assert (config.ttft_slo_s, config.itl_slo_s, config.max_gpus) == (0.5, 0.02, 8)
+    assert config.connector == "compose"
+    files = ["docker-compose.yml", "docker-compose.planner.yml", "compose.override.yml"]
+    assert list(config.compose_files) == files
+    option = recommended(plan)
+    assert read_profile(Path(config.prefill_profile)).mapping == option["prefill_mapping"]
+    assert read_profile(Path(config.decode_profile)).mapping == option["decode_mapping"]
+
+
+def test_the_page_stands_alone_and_holds_all_options(plan: Path) -> None:
+    page = (plan / "plan.html").read_text()
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+    assert "default-src 'none'" in page
+    data = json.loads(page.split('<script id="data" type="application/json">')[1].split("</script>")[0])
+    picks = json.loads((plan / "plan.json").read_text())
+    assert [point["option"] for point in data["points"]] == picks["options"]
+    assert data["recommended"] == picks["recommended"]
+    assert data["command"].startswith("kvmesh profile plan --profiles ")
+
+
+def test_a_name_cannot_end_the_pages_script(profiles: Path, tmp_path: Path) -> None:
+    flags = ["--image", "</script><script>alert(1)</script>", "--out-dir", str(tmp_path), "--no-png"]
+    assert main(["plan", "--profiles", str(profiles), *flags, *FLAGS]) == 0
+    assert "alert(1)</script>" not in (tmp_path / "plan.html").read_text()
+    manifest = list(yaml.safe_load_all((tmp_path / "kubernetes.yaml").read_text()))
+    images = {d["spec"]["template"]["spec"]["containers"][0]["image"] for d in manifest if d["kind"] == "Deployment"}
+    assert images == {"</script><script>alert(1)</script>"}
+
+
+def test_the_picture_is_a_png(plan: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert (plan / "pareto.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_person_picks_another_point_by_its_number(
+    profiles: Path, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picks = json.loads((plan / "plan.json").read_text())
+    number = picks["front"][-1]
+    flags = [
+        "--profiles",
+        str(profiles),
+        "--out-dir",
+        str(tmp_path),
+        "--no-png",
+        "--json",
+        "--pick",
+        str(number),
+        *FLAGS,
+    ]
+    assert main(["plan", *flags]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["option"] == picks["options"][number]
+    services = yaml.safe_load((tmp_path / "compose.override.yml").read_text())["services"]
+    assert services["decode"]["deploy"]["replicas"] == told["option"]["decode_workers"]
+    page = (tmp_path / "plan.html").read_text()
+    assert "--pick" not in json.loads(re.split("</?script[^>]*>", page)[1])["command"]
+    with pytest.raises(ConfigError, match="no option 9999"):
+        main(["plan", "--profiles", str(profiles), "--out-dir", str(tmp_path), "--no-png", "--pick", "9999", *FLAGS])
+
+
+def test_numbers_of_options_are_the_same_in_every_process(profiles: Path, tmp_path: Path) -> None:
+    for seed in ("1", "2"):
+        flags = ["--profiles", str(profiles), "--out-dir", str(tmp_path / seed), "--no-png", *FLAGS]
+        environ = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-m", "kvmesh", "profile", "plan", *flags], check=True, env=environ)
+    assert (tmp_path / "1" / "plan.json").read_bytes() == (tmp_path / "2" / "plan.json").read_bytes()
+
+
+# --- when it cannot be ------------------------------------------------------------------------------------
+
+
+def test_when_nothing_keeps_the_slo_it_says_why_and_writes_no_deployment(
+    profiles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--profiles", str(profiles), "--out-dir", str(tmp_path), "--no-png", "--itl-slo-s", "0.0001"]
+    assert main(["plan", *flags]) == 1
+    assert "nothing keeps the SLO" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "plan.json"]
+
+
+def test_flags_that_lead_nowhere_say_what_to_do(profiles: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no profiles in"):
+        main(["plan", "--profiles", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"no profile at .*; write one with"):
+        main(["plan", "--profiles", str(tmp_path / "none.json")])
+    both = ["--profiles", str(profiles), "--profiles", str(profiles / "tp1.json")]
+    with pytest.raises(ConfigError, match="several prefill profiles of tp1"):
+        main(["plan", *both])
+    only = Profile(
+        model="m",
+        engine="e",
+        device="d",
+        total_kv_tokens=10,
+        prefill=PrefillTable(isl_tokens=[1], ttft_s=[1.0]),
+    )
+    (tmp_path / "p.json").write_bytes(__import__("msgspec").json.encode(only))
+    with pytest.raises(ConfigError, match="no profile has a decode table"):
+        main(["plan", "--profiles", str(tmp_path / "p.json")])
+
+
+# --- YAML -------------------------------------------------------------------------------------------------
+
+scalars = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(st.characters(exclude_categories=["Cs"]))
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("abc-_./ 1:#", max_size=5), inner)
+)
+
+
+@settings(deadline=None)
+@given(values)
+def test_yaml_is_read_as_it_was_meant(value: Any) -> None:
+    assert yaml.safe_load(to_yaml(value)) == value
+    assert list(yaml.safe_load_all(to_yaml_documents([value, {"a": value}]))) == [value, {"a": value}]

@@ -1,0 +1,1 @@
+"""One folder per engine that a worker can run; workers/backends.py opens them."""

@@ -1,0 +1,27 @@
+"""Follow a server's KV events into what is known of its cache."""
+
+from kvevents.subscriber import KvEventSubscriber
+from kvevents.transport import KvSource
+from protocol.ids import WorkerId
+from workers.engine_cache import EngineCache
+from workers.engines.attached.probe import EventSource
+
+
+class Follower:
+    """Of one server. Belongs to the event loop it was made on."""
+
+    def __init__(self, worker_id: WorkerId, source: EventSource, block_size: int) -> None:
+        """Raises ConfigError for an endpoint that is none."""
+        self.cache = EngineCache(block_size)
+        self._worker_id = worker_id
+        self._subscriber = KvEventSubscriber(self.cache)
+        self._subscriber.add(KvSource(worker_id, source.endpoint, source.replay_endpoint, topic=source.topic))
+
+    @property
+    def is_live(self) -> bool:
+        """All that the server is known to have published was applied."""
+        return self._subscriber.is_live(self._worker_id)
+
+    async def close(self) -> None:
+        """A second call does nothing."""
+        await self._subscriber.close()

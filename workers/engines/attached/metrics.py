@@ -1,0 +1,42 @@
+"""The server's own metrics, under their own names, beside those of its worker."""
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from workers.engines.attached.probe import Flavour
+
+log = logging.getLogger(__name__)
+
+MAX_CHARS = 4 << 20  # of what a server tells at once: vLLM's are a few dozen KiB
+
+_PREFIXES: Mapping[Flavour, str] = {
+    Flavour.VLLM: "vllm:",
+    Flavour.SGLANG: "sglang:",
+    Flavour.LLAMACPP: "llamacpp:",
+}
+
+
+class ServerMetrics(Collector):
+    """What `told` last said. A server tells of its process and its Python too, which here would be taken for ours."""
+
+    def __init__(self, flavour: Flavour) -> None:
+        self._prefix = _PREFIXES.get(flavour, "")
+        self._text = ""
+
+    def told(self, text: str) -> None:
+        self._text = text if len(text) <= MAX_CHARS else ""
+
+    def collect(self) -> Iterable[Metric]:
+        """On the thread of whoever scrapes. Nothing where it cannot be read: our own metrics shall still be had."""
+        if not self._text or not self._prefix:
+            return []
+        try:
+            families = list(text_string_to_metric_families(self._text))
+        except Exception as error:  # the parser has no error of its own: it fails in many ways
+            log.debug("the server's metrics cannot be read: %r", error)
+            return []
+        return [family for family in families if family.name.startswith(self._prefix)]

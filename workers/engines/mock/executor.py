@@ -1,0 +1,114 @@
+"""Invents tokens instead of computing them, at the pace of a real engine or faster.
+
+The token after n tokens of an answer is a pure function of the prompt, the adapter and n, so a test can tell which
+answer a request must get. The KV cache really holds, for each position, the token that was computed there; a row that
+builds on KV which is not its own (a wrong block, a lost pull) is caught.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcache.memory import KvRegion
+from protocol.errors import EngineError
+from protocol.messages import Feature, KvLayout, Role, TokenLogprob
+from protocol.profile import Profile
+from protocol.timing import PolynomialTiming, ProfileTiming, Timing
+from workers.engines.mock.alarm import Alarm
+from workers.engines.mock.answers import answer_token, mock_token, mock_vector
+from workers.engines.mock.pace import MockPace
+from workers.engines.mock.vocabulary import FIRST_TOKEN, Vocabulary
+from workers.engines.mock.witness import Seen, Witness
+from workers.executor import Embedded, ModelInfo, Result, Row, Sampled
+
+__all__ = ["MockExecutor", "mock_token", "mock_vector"]
+
+FEATURES = (Feature.COMPLETIONS, Feature.LOGPROBS, Feature.EMBEDDINGS)
+
+
+class MockExecutor:
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        vocab_size: int = 2048,
+        vocabulary: Vocabulary | None = None,
+        context_tokens: int = 32768,
+        speedup: float = 1.0,
+        itl_ms: float = 0.0,
+        profile: Profile | None = None,
+        pull_s_per_token: float = 0.0,
+        start_s: float = 0.0,
+        loras: Sequence[str] = (),
+    ) -> None:
+        """`vocabulary`: of a tokenizer; else `vocab_size` tokens, of which those from FIRST_TOKEN on are plain.
+
+        `profile`: by which steps are timed, `speedup` times as fast; None: by a fit to a real engine. 0: no delay.
+        """
+        self._layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32")
+        self._vocabulary = vocabulary or Vocabulary(vocab_size, range(FIRST_TOKEN, vocab_size))
+        self._context_tokens = context_tokens
+        self._alarm = Alarm()
+        self._profile = profile
+        self._speedup = speedup
+        self._start_s = start_s
+        self._pace = MockPace(
+            None, itl_ms, self._alarm.wait_until, block_size=block_size, pull_s_per_token=pull_s_per_token
+        )
+        self._loras = tuple(loras)
+        self._witness: Witness | None = None
+
+    def load(self) -> ModelInfo:
+        return ModelInfo(
+            self._layout,
+            self._context_tokens,
+            self._vocabulary.size,
+            eos_token_ids=(2,),
+            features=FEATURES,
+            loras=self._loras,
+            pace=self._pace,
+            start_s=self._start_s,
+            roles=tuple(role for role in Role if not missing_tables(self._profile, role)),
+        )
+
+    def allocate_kv(self, num_blocks: int, memory: memoryview | None) -> KvRegion:
+        shape = (num_blocks, 2, self._layout.block_size)  # [block, k or v, offset]: the token, as k
+        whole = np.zeros(shape, np.float32) if memory is None else np.frombuffer(memory, np.float32).reshape(shape)
+        self._pace.timing = self._timing(num_blocks * self._layout.block_size)
+        self._witness = Witness(whole)
+        return KvRegion(whole.ctypes.data, num_blocks, self._layout, "cpu", whole)
+
+    def execute(self, rows: Sequence[Row]) -> list[Result]:
+        if self._witness is None:
+            raise EngineError("a step was asked for before the KV cache was made")
+        return [self._result(row, seen) for row, seen in zip(rows, self._witness.take(rows), strict=True)]
+
+    def close(self) -> None:
+        self._alarm.close()
+
+    def _timing(self, total_kv_tokens: int) -> Timing | None:
+        if not self._speedup:
+            return None
+        if self._profile is not None:
+            return ProfileTiming(self._profile, self._speedup)
+        return PolynomialTiming(total_kv_tokens, self._speedup)
+
+    def _result(self, row: Row, seen: Seen) -> Result:
+        if not row.sample:
+            return None
+        if row.embed:
+            return Embedded(mock_vector(row.prompt, row.lora))
+        token = answer_token(seen.digest, len(row.output), self._vocabulary.answers)
+        wants = row.sampling.top_logprobs
+        return Sampled(token, None if wants is None else TokenLogprob(token, 0.0, ((token, 0.0),) * min(1, wants)))
+
+
+def missing_tables(profile: Profile | None, role: Role) -> list[str]:
+    """What a worker in `role` goes by and the profile has not. Without a profile nothing is missing."""
+    if profile is None:
+        return []
+    needed = {
+        "prefill": role is not Role.DECODE and profile.prefill is None,
+        "decode": role is not Role.PREFILL and profile.decode is None,
+    }
+    return [name for name, is_missing in needed.items() if is_missing]

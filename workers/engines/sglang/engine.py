@@ -1,0 +1,387 @@
+"""Implements workers.engine.Engine over `sglang.Engine`.
+
+Prefill and decode meet by a bootstrap server that runs in the prefill engine: both get the request at once, with the
+same host, port and room. So a prefill worker's ticket is its first delta, without a token; the prefill goes on as a
+standing offer until the decode worker has what it needs, and the first token comes from the decode worker.
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import secrets
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+import zmq
+from msgspec.structs import replace
+
+from kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
+from kvevents.subscriber import KvEventSubscriber
+from kvevents.transport import KvSource
+from protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError, WireError
+from protocol.events import Digest, KvEvent
+from protocol.ids import WorkerId
+from protocol.messages import (
+    NO_LAYOUT,
+    Control,
+    ControlReply,
+    Delta,
+    Embedding,
+    EmbedRequest,
+    Feature,
+    GenerateRequest,
+    PullReport,
+    Role,
+    Ticket,
+)
+from workers.abilities import check_embedding, check_generation
+from workers.config import WorkerConfig
+from workers.engine import EngineInfo, EngineLoad
+from workers.engine_cache import EngineCache
+from workers.engine_waits import Waits
+from workers.engines.sglang.arguments import (
+    EventEndpoints,
+    Flags,
+    adapter_names,
+    argv_of,
+    bootstrap_host,
+    read_flags,
+)
+from workers.engines.sglang.control import carry_out
+from workers.engines.sglang.metrics import export_metrics
+from workers.engines.sglang.offers import Offers
+from workers.engines.sglang.runtime import (
+    FAKE_BOOTSTRAP_HOST,
+    MAX_METRICS_BYTES,
+    Metrics,
+    Runtime,
+    Sglang,
+    TokenizerManager,
+    dead_child,
+    launch,
+    load_sglang,
+    outlive_failures,
+    parse,
+    read_metrics,
+    signals_kept,
+    total_tokens,
+)
+from workers.engines.sglang.translate import (
+    MAX_ROOM,
+    Answer,
+    Bootstrap,
+    backend_name,
+    bootstrap_of,
+    encode_bootstrap,
+    generate_kwargs,
+)
+from workers.ports import free_ports
+
+log = logging.getLogger(__name__)
+
+WARM_UP_TIMEOUT_S = 1800.0  # kernels are compiled
+DEFAULT_MAX_NUM_SEQS = 64  # where SGLang was not told how many
+_WARM_UP = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+_QUEUED_METRICS = 64
+
+
+class SglangEngine:
+    """Belongs to the event loop that `start` runs on."""
+
+    def __init__(self, config: WorkerConfig, served_name: str, load: Callable[[], Sglang] = load_sglang) -> None:
+        """Raises ConfigError for flags that contradict the settings."""
+        self._config = config
+        self._flags: Flags = read_flags(config)
+        self._served_name = served_name
+        self._model_path = str(Path(config.model_path).resolve())
+        self._load = load
+        self._loras = adapter_names(config)
+        self._bootstrap_host = bootstrap_host(config) if config.role is Role.PREFILL else ""
+        self._cleanup = ExitStack()
+        self._launching: asyncio.Task[Runtime] | None = None
+        self._runtime: Runtime | None = None
+        self._info: EngineInfo | None = None
+        self._cache = EngineCache(config.block_size, self._flags.dp_size)
+        self._subscriber: KvEventSubscriber | None = None
+        self._metrics: dict[int, Metrics] = {}  # by rank
+        self._offers = Offers()
+        self._numbers = itertools.count()
+        self._running = 0
+        self._waits = Waits()
+        self._stopping = False
+        self._worker_id = WorkerId("")
+        self._address = ""
+
+    async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
+        self._worker_id, self._address = worker_id, address
+        sglang = await asyncio.to_thread(self._load)
+        endpoints = self._open_endpoints()
+        argv = argv_of(self._config, self._flags, self._served_name, endpoints)
+        server_args = await asyncio.to_thread(parse, sglang, argv)
+        outlive_failures(asyncio.get_running_loop(), self._cleanup)
+        self._launching = asyncio.create_task(
+            asyncio.to_thread(launch, sglang, server_args, is_leader=self._flags.is_leader), name="launch SGLang"
+        )
+        runtime = self._runtime = await asyncio.shield(self._launching)  # a start that is given up must still be ended
+        export_metrics(self._cleanup)
+        if runtime.tokenizer_manager is not None:
+            with signals_kept(asyncio.get_running_loop()):
+                runtime.tokenizer_manager.auto_create_handle_loop()
+            self._follow(runtime, endpoints)
+            await self._warm_up(runtime)
+        self._info = self._describe(runtime)
+        log.info("SGLang %s is up", sglang.version)
+        return self._info
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        info, runtime, manager = self._ready()
+        check_generation(request, info)
+        if request.offer_kv:
+            async with aclosing(self._prefill(request, info)) as deltas:
+                async for delta in deltas:
+                    yield delta
+            return
+        bootstrap = self._bootstrap_of(request)
+        kwargs = self._kwargs(request, info, bootstrap)
+        answer = Answer(is_incremental=self._is_incremental, top_logprobs=request.sampling.top_logprobs)
+        report = None if bootstrap is None else PullReport(info.transfer, 0, 0, 0.0)
+        async with aclosing(self._outputs(runtime, manager, kwargs, answer)) as outputs:
+            async for delta in outputs:
+                yield delta if report is None else replace(delta, pull=report)
+                report = None
+
+    async def embed(self, request: EmbedRequest) -> Embedding:
+        info, _, _ = self._ready()
+        check_embedding(request, info)
+        raise EngineError("SGLang workers compute no embeddings")
+
+    def release(self, offer_id: int, nonce: int) -> None:
+        self._offers.release(offer_id, nonce)
+
+    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
+        self._cache.listeners.append(listener)
+
+    def kv_snapshot(self) -> list[KvEvent]:
+        return self._cache.snapshot()
+
+    def kv_digest(self) -> Digest:
+        return self._cache.digest_now
+
+    def load(self) -> EngineLoad:
+        """Requests by our own count: all come through here. How many of them wait, and what they hold, is as the
+        schedulers last told: with every prompt and every 40 steps of decoding, and not when they come to rest."""
+        page, told = self._config.block_size, self._metrics.values() if self._running else ()
+        waiting = min(self._running, sum(rank.waiting for rank in told))
+        used = sum(-(-rank.kv_used_tokens // page) for rank in told)
+        total = 0 if self._info is None else self._info.total_blocks
+        return EngineLoad(
+            running=self._running - waiting,
+            waiting=waiting,
+            used_blocks=used,
+            cached_blocks=max(0, self._cache.num_blocks - used),
+            total_blocks=total,
+            offers=len(self._offers),
+        )
+
+    def check_health(self) -> None:
+        if self._stopping:
+            raise EngineError(f"{self._worker_id} is stopping")
+        if self._runtime is None:
+            raise EngineError("the engine has not started")
+        if (pid := dead_child(self._runtime)) is not None:
+            error = EngineError(f"SGLang's process {pid} has ended", hint="see its log; the worker is started anew")
+            self._waits.fail(error)
+            raise error
+
+    async def control(self, request: Control) -> ControlReply:
+        """Implements workers.engine.Controllable."""
+        info, runtime, manager = self._ready()
+        done = await carry_out(request, runtime, manager, info.loras)
+        self._info = dataclasses.replace(info, loras=done.loras)
+        return ControlReply(detail=done.detail, loras=done.loras)
+
+    async def stop(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        self._waits.fail(EngineError(f"{self._worker_id} is stopping"))
+        await self._offers.close()
+        if self._subscriber is not None:
+            await self._subscriber.close()
+        if self._launching is not None:
+            [launched] = await asyncio.gather(self._launching, return_exceptions=True)
+            if not isinstance(launched, BaseException):
+                await asyncio.to_thread(launched.shutdown)
+        self._cleanup.close()
+
+    # --- starting -------------------------------------------------------------------------------------
+
+    def _open_endpoints(self) -> EventEndpoints:
+        """Files for one rank. For more, ports that follow each other: SGLang counts from the first one."""
+        ranks = self._flags.dp_size
+        if ranks == 1:
+            folder = tempfile.mkdtemp(prefix="kvmesh-sglang-")
+            self._cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+            return EventEndpoints(f"ipc://{folder}/events", f"ipc://{folder}/replay")
+        first = free_ports(2 * ranks)
+        return EventEndpoints(f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{first + ranks}")
+
+    def _follow(self, runtime: Runtime, endpoints: EventEndpoints) -> None:
+        subscriber = self._subscriber = KvEventSubscriber(self._cache)
+        for rank in range(self._flags.dp_size):
+            live, replay = endpoints.of(rank)
+            subscriber.add(KvSource(self._worker_id, live, replay, dp_rank=rank))
+        pull = open_socket(zmq.PULL, receive=_QUEUED_METRICS, max_bytes=MAX_METRICS_BYTES)
+        bind_socket(pull, runtime.port_args.metrics_ipc_name, None, to="take SGLang's metrics")
+        self._cleanup.callback(LoopSocket(pull, self._on_metrics).close)
+
+    def _on_metrics(self, frames: Frames) -> None:
+        try:
+            metrics = read_metrics(frames[-1])
+        except WireError as error:
+            log.debug("%s", error)
+            return
+        if 0 <= metrics.rank < self._flags.dp_size:
+            self._metrics[metrics.rank] = metrics
+
+    async def _warm_up(self, runtime: Runtime) -> None:
+        """One small request through all there is to compile; a prefill worker's has nobody to fetch it."""
+        if self._config.role is Role.DECODE:
+            return  # it computes nothing without a prefill worker
+        kwargs: dict[str, Any] = {"input_ids": [0, 1, 2, 3], "sampling_params": dict(_WARM_UP), "stream": True}
+        if self._config.role is Role.PREFILL:
+            kwargs |= Bootstrap(FAKE_BOOTSTRAP_HOST, self._bootstrap_port, 0).kwargs
+        try:
+            async with asyncio.timeout(WARM_UP_TIMEOUT_S):
+                async for _ in await runtime.async_generate(**kwargs):
+                    pass
+        except (TimeoutError, ValueError) as error:
+            raise EngineError(f"SGLang failed its first request: {error!r}", hint="see its log") from error
+
+    def _describe(self, runtime: Runtime) -> EngineInfo:
+        manager, args = runtime.tokenizer_manager, runtime.server_args
+        if args.page_size != self._config.block_size:
+            raise ConfigError(
+                f"SGLang keeps pages of {args.page_size} tokens, --block-size is {self._config.block_size}",
+                hint=f"set --block-size {args.page_size}: this model or attention backend wants that",
+            )
+        features = (Feature.COMPLETIONS, Feature.LOGPROBS, Feature.LOGIT_BIAS)
+        return EngineInfo(
+            model=self._served_name,
+            model_path=self._model_path,
+            block_size=self._config.block_size,
+            total_blocks=total_tokens(runtime) // self._config.block_size * self._flags.dp_size,
+            context_tokens=0 if manager is None else manager.context_len,
+            max_num_seqs=args.max_running_requests or DEFAULT_MAX_NUM_SEQS,
+            layout=NO_LAYOUT,
+            transfer="" if self._config.role is Role.AGGREGATED else backend_name(self._flags.transfer),
+            features=() if manager is None else (*features, *([Feature.GUIDED] if self._flags.has_tokenizer else [])),
+            loras=self._loras,
+            serves=manager is not None,
+            tells_events=manager is not None,
+        )
+
+    @property
+    def _is_incremental(self) -> bool:
+        return self._runtime is not None and bool(self._runtime.server_args.incremental_streaming_output)
+
+    @property
+    def _bootstrap_port(self) -> int:
+        assert self._runtime is not None
+        return int(self._runtime.server_args.disaggregation_bootstrap_port)
+
+    # --- serving --------------------------------------------------------------------------------------
+
+    def _ready(self) -> tuple[EngineInfo, Runtime, TokenizerManager]:
+        self.check_health()
+        if self._info is None or self._runtime is None:
+            raise EngineError("the engine has not started")
+        if self._runtime.tokenizer_manager is None:
+            raise EngineError("this node computes for another", hint="send requests to the node with --node-rank 0")
+        return self._info, self._runtime, self._runtime.tokenizer_manager
+
+    def _kwargs(self, request: GenerateRequest, info: EngineInfo, bootstrap: Bootstrap | None) -> dict[str, Any]:
+        return generate_kwargs(
+            request,
+            context_tokens=info.context_tokens,
+            has_tokenizer=self._flags.has_tokenizer,
+            bootstrap=bootstrap,
+        )
+
+    def _bootstrap_of(self, request: GenerateRequest) -> Bootstrap | None:
+        """A decode engine cannot compute a prompt, and the others cannot take one over."""
+        if self._config.role is not Role.DECODE:
+            if request.ticket is not None:
+                raise InvalidRequestError("an aggregated SGLang worker takes no tickets", hint="set --role decode")
+            return None
+        if request.ticket is None:
+            raise EngineError(
+                "a SGLang decode worker computes no prompts", hint="start a prefill worker, or one of --role aggregated"
+            )
+        try:
+            return bootstrap_of(request.ticket, self._flags.transfer)
+        except TransferError as error:  # it cannot go on without: another pair of workers may
+            raise EngineError(str(error)) from error
+
+    async def _prefill(self, request: GenerateRequest, info: EngineInfo) -> AsyncGenerator[Delta, None]:
+        """The ticket at once; who does not take it, ends the prefill."""
+        if self._config.role is not Role.PREFILL:
+            raise InvalidRequestError("an aggregated SGLang worker offers no KV", hint="set --role prefill")
+        bootstrap = Bootstrap(self._bootstrap_host, self._bootstrap_port, secrets.randbelow(MAX_ROOM))
+        kwargs = self._kwargs(request, info, bootstrap)
+        offer = self._offers.open(lambda: self._drain(kwargs))
+        is_taken = False
+        try:
+            yield Delta(
+                ticket=Ticket(
+                    offer_id=offer.offer_id,
+                    worker_id=self._worker_id,
+                    address=self._address,
+                    backend=info.transfer,
+                    nonce=offer.nonce,
+                    num_tokens=len(kwargs["input_ids"]),
+                    opaque=encode_bootstrap(bootstrap),
+                )
+            )
+            is_taken = True
+        finally:
+            if not is_taken:
+                self._offers.release(offer.offer_id, offer.nonce)
+
+    async def _drain(self, kwargs: dict[str, Any]) -> None:
+        _, runtime, manager = self._ready()
+        answer = Answer(is_incremental=self._is_incremental, top_logprobs=None)
+        async with aclosing(self._outputs(runtime, manager, kwargs, answer)) as outputs:
+            async for _ in outputs:
+                pass
+
+    async def _outputs(
+        self, runtime: Runtime, manager: TokenizerManager, kwargs: dict[str, Any], answer: Answer
+    ) -> AsyncGenerator[Delta, None]:
+        """The deltas of one request of SGLang's, which is aborted if it has not ended when this is closed."""
+        rid = f"kvmesh-{next(self._numbers)}"  # ours can come twice at once
+        self._running += 1
+        stream: AsyncGenerator[dict[str, Any], None] | None = None
+        try:
+            stream = await runtime.async_generate(**kwargs, rid=rid)
+            while not answer.has_ended:
+                output = await self._waits.next(stream)
+                if output is None:
+                    raise EngineError("SGLang ended an answer without a finish reason")
+                if (delta := answer.on_output(output)) is not None:
+                    yield delta
+        except ValueError as error:  # how SGLang refuses a request
+            answer.has_ended = True
+            raise InvalidRequestError(f"SGLang refused the request: {error}") from error
+        finally:
+            self._running -= 1
+            if not answer.has_ended and not self._stopping:
+                manager.abort_request(rid=rid)
+            if stream is not None:
+                with suppress(RuntimeError):  # it is being cancelled already
+                    await stream.aclose()

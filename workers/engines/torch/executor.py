@@ -1,0 +1,189 @@
+"""The executor that computes with torch. See workers/executor.py for the seam."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcache.memory import KvRegion
+from protocol.errors import ConfigError, EngineError
+from protocol.messages import Feature, KvLayout
+from workers.engines.torch.batch import check_rows, plan_step, to_device
+from workers.engines.torch.cache import TORCH_DTYPES, PagedKv, allocate
+from workers.engines.torch.config import DTYPES, ModelConfig, read_config
+from workers.engines.torch.model import Transformer
+from workers.engines.torch.sampling import choose
+from workers.engines.torch.weights import load_weights, random_weights
+from workers.executor import Embedded, ModelInfo, Result, Row
+from workers.guides import open_guides
+
+FEATURES = (
+    Feature.COMPLETIONS,
+    Feature.LOGPROBS,
+    Feature.LOGIT_BIAS,
+    Feature.ALLOWED_TOKENS,
+    Feature.EMBEDDINGS,
+)
+_SMALL_HIDDEN_SIZE = 1024  # below, matrices are too small to be worth sharing between threads
+
+
+class TorchExecutor:
+    """Runs the model of a Hugging Face folder. Methods block and are called one at a time."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        block_size: int = 16,
+        num_threads: int | None = None,
+        random_weights: bool = False,
+    ) -> None:
+        """`device`: cpu, cuda, cuda:<n>, or auto: a GPU where there is one.
+
+        `dtype`: one of DTYPES, or auto: float32 on a CPU, the checkpoint's on a GPU.
+        `num_threads`: of a CPU's matrix products; None: 1 for small models; 0: as torch has it.
+        `random_weights`: read config.json alone, for benchmarks of a shape.
+        """
+        self._model_path = Path(model_path)
+        self._device_name = device
+        self._dtype_name = dtype
+        self._block_size = block_size
+        self._num_threads = num_threads
+        self._random_weights = random_weights
+        self._model: Transformer | None = None
+        self._info: ModelInfo | None = None
+        self._kv: PagedKv | None = None
+        self._device = torch.device("cpu")
+
+    @torch.inference_mode()
+    def load(self) -> ModelInfo:
+        config = read_config(self._model_path)
+        self._device = open_device(self._device_name)
+        dtype_name = choose_dtype(self._dtype_name, self._device, config)
+        dtype = TORCH_DTYPES[dtype_name]
+        self._set_threads(config)
+        try:
+            if self._random_weights:
+                weights = random_weights(config, self._device, dtype)
+            else:
+                weights = load_weights(self._model_path, config, self._device, dtype)
+            self._model = Transformer(config, weights)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the weights of {self._model_path} do not fit on {self._device}: {error}",
+                hint="use a smaller model or dtype",
+            ) from error
+        layout = KvLayout(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=self._block_size,
+            dtype=dtype_name,
+        )
+        guides = open_guides(self._model_path, config.vocab_size, config.eos_token_ids)
+        self._info = ModelInfo(
+            layout, config.context_tokens, config.vocab_size, config.eos_token_ids, FEATURES, guides=guides
+        )
+        return self._info
+
+    def _set_threads(self, config: ModelConfig) -> None:
+        count = self._num_threads
+        if count is None:
+            count = 1 if config.hidden_size < _SMALL_HIDDEN_SIZE else 0
+        if self._device.type == "cpu" and count:
+            torch.set_num_threads(count)
+
+    def allocate_kv(self, num_blocks: int, memory: memoryview | None) -> KvRegion:
+        # Not in inference mode: others write into this memory too.
+        if self._info is None:
+            raise EngineError("the KV cache was asked for before the model was loaded")
+        self._kv = allocate(self._info.layout, num_blocks, memory, self._device)
+        return self._kv.region()
+
+    @torch.inference_mode()
+    def execute(self, rows: Sequence[Row]) -> list[Result]:
+        """See Executor. When it returns, the new keys and values are in memory, ready to be moved."""
+        model, info, kv = self._model, self._info, self._kv
+        if model is None or info is None or kv is None:
+            raise EngineError("a step was asked for before the model was loaded and the KV cache made")
+        check_rows(
+            rows,
+            block_size=self._block_size,
+            num_blocks=kv.num_blocks,
+            context_tokens=info.context_tokens,
+            vocab_size=info.vocab_size,
+        )
+        results: list[Result] = [None] * len(rows)
+        if not rows:
+            return results
+        plan = plan_step(rows, self._block_size)
+        try:
+            hidden = model.forward(to_device(plan, kv, TORCH_DTYPES[info.layout.dtype]), kv)
+            finished = _finish(model, hidden, [rows[i] for i in plan.sampled_rows])
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                f"a step of {len(plan.token_ids)} tokens ran out of memory on {self._device}",
+                hint="lower the KV cache's share of memory or the tokens per step",
+            ) from error
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for i, result in zip(plan.sampled_rows, finished, strict=True):
+            results[i] = result
+        return results
+
+    def close(self) -> None:
+        self._model = None
+        self._kv = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _finish(model: Transformer, hidden: Tensor, rows: Sequence[Row]) -> list[Result]:
+    """A token or a vector for each of `rows` from the state after its last token. hidden: [len(rows), hidden]"""
+    results: list[Result] = [None] * len(rows)
+    for embed, of in ((False, _tokens), (True, _vectors)):
+        places = [i for i, row in enumerate(rows) if row.embed is embed]
+        if places:
+            mine = hidden if len(places) == len(rows) else hidden[places]
+            for i, result in zip(places, of(model, mine, [rows[i] for i in places]), strict=True):
+                results[i] = result
+    return results
+
+
+def _tokens(model: Transformer, hidden: Tensor, rows: Sequence[Row]) -> Sequence[Result]:
+    return choose(model.logits(hidden), rows)
+
+
+def _vectors(model: Transformer, hidden: Tensor, rows: Sequence[Row]) -> Sequence[Result]:
+    """The state itself, of length 1."""
+    return [Embedded(vector.tobytes()) for vector in F.normalize(hidden.float(), dim=-1).cpu().numpy().astype("<f4")]
+
+
+def open_device(name: str) -> torch.device:
+    """Raises ConfigError if this machine or this torch lacks the device."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if num_gpus else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not (number or "0").isdecimal():
+        raise ConfigError(f"no device {name!r}", hint="set the device to cpu, cuda, cuda:<n> or auto")
+    if int(number or 0) >= num_gpus:
+        raise ConfigError(
+            f"device {name} is not here: torch {torch.__version__} sees {num_gpus} CUDA GPUs",
+            hint="use --device cpu, or install torch for CUDA and check nvidia-smi",
+        )
+    return torch.device("cuda", int(number or 0))
+
+
+def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> str:
+    if name == "auto":
+        return "float32" if device.type == "cpu" else config.dtype or "bfloat16"
+    if name not in DTYPES:
+        raise ConfigError(f"no dtype {name!r}", hint=f"set the dtype to auto, {', '.join(DTYPES)}")
+    return name

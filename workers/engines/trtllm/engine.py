@@ -1,0 +1,371 @@
+"""Implements workers.engine.Engine over TensorRT-LLM's LLM API.
+
+A prefill worker computes the prompt and the first token (`context_only`), and gives what TensorRT-LLM calls the opaque
+state; with that and the token a decode worker goes on (`generation_only`). TensorRT-LLM keeps the blocks until they are
+fetched or its `kv_transfer_timeout_ms` is over, and knows no way to let go of them earlier: `release` does nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import zlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError, WireError
+from protocol.events import Digest, KvEvent
+from protocol.ids import WorkerId
+from protocol.messages import (
+    NO_LAYOUT,
+    Delta,
+    Embedding,
+    EmbedRequest,
+    Feature,
+    FinishReason,
+    GenerateRequest,
+    PullReport,
+    Role,
+    Ticket,
+)
+from workers.abilities import check_embedding, check_generation
+from workers.config import WorkerConfig
+from workers.engine import EngineInfo, EngineLoad
+from workers.engine_cache import EngineCache
+from workers.engine_waits import Waits
+from workers.engines.trtllm.arguments import prune, read_arguments
+from workers.engines.trtllm.events import EventReader, Stats, read_stats
+from workers.engines.trtllm.runtime import Llm, Result, Trtllm, gpu_blocks, is_healthy, launch, load_trtllm
+from workers.engines.trtllm.translate import (
+    BACKEND,
+    Answer,
+    State,
+    encode_state,
+    guide_fields,
+    input_ids,
+    read_ticket,
+    sampling_fields,
+    state_of,
+)
+
+log = logging.getLogger(__name__)
+
+POLL_TIMEOUT_S = 0.2  # that TensorRT-LLM waits for news
+POLL_PAUSE_S = 0.01  # between polls that brought none
+POLL_RETRY_S = 1.0
+WARM_UP_TIMEOUT_S = 1800.0
+DEFAULT_MAX_NUM_SEQS = 64  # where TensorRT-LLM does not say how many
+_MACHINES = 1021  # the largest prime of ten bits
+
+
+class TrtllmEngine:
+    """Belongs to the event loop that `start` runs on."""
+
+    def __init__(self, config: WorkerConfig, served_name: str, load: Callable[[], Trtllm] = load_trtllm) -> None:
+        """Raises ConfigError for arguments that contradict the settings."""
+        self._config = config
+        self._arguments = read_arguments(config)
+        self._served_name = served_name
+        self._model_path = str(Path(config.model_path).resolve())
+        self._load = load
+        self._trtllm: Trtllm | None = None
+        self._launching: asyncio.Task[Llm] | None = None
+        self._llm: Llm | None = None
+        self._info: EngineInfo | None = None
+        self._reader = EventReader(config.block_size)
+        self._cache = EngineCache(config.block_size, self._arguments.ranks)
+        self._stats: dict[int, Stats] = {}  # by rank
+        self._polls: list[asyncio.Task[None]] = []
+        self._waits = Waits()
+        self._running = 0
+        self._failure: EngineError | None = None
+        self._stopping = False
+        self._worker_id = WorkerId("")
+        self._address = ""
+
+    async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
+        self._worker_id, self._address = worker_id, address
+        trtllm = self._trtllm = await asyncio.to_thread(self._load)
+        fields = await asyncio.to_thread(trtllm.fields, self._arguments.variant)
+        kwargs, removed = prune(self._arguments, fields)
+        if removed:
+            names = ", ".join(sorted(removed))
+            log.warning("TensorRT-LLM %s (%s) does not know %s", trtllm.version, self._arguments.variant, names)
+        self._launching = asyncio.create_task(
+            asyncio.to_thread(launch, trtllm, self._arguments, kwargs), name="launch TensorRT-LLM"
+        )
+        self._llm = llm = await asyncio.shield(self._launching)  # a start that is given up must still be ended
+        await self._warm_up(trtllm, llm)
+        if self._arguments.tells_events:
+            await self._take_events(llm)  # the first tell how large the cache is
+            self._polls.append(asyncio.create_task(self._poll(self._take_events), name="poll KV events"))
+        self._polls.append(asyncio.create_task(self._poll(self._take_stats), name="poll statistics"))
+        self._info = await self._describe(llm)
+        log.info("TensorRT-LLM %s (%s) is up", trtllm.version, self._arguments.variant)
+        return self._info
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        info, trtllm, llm = self._ready()
+        check_generation(request, info)
+        if request.offer_kv:
+            yield await self._prefill(request, info, trtllm, llm)
+            return
+        state, report = self._state_of(request)
+        disaggregated = None if state is None else _generation_only(trtllm, state)
+        result = self._ask(request, info, trtllm, llm, disaggregated, state)
+        given = () if state is None else state.first_gen_tokens
+        answer = Answer(top_logprobs=request.sampling.top_logprobs, given=given)
+        async with contextlib.aclosing(self._deltas(result, answer)) as deltas:
+            async for delta in deltas:
+                yield delta if report is None else replace(delta, pull=report)
+                report = None
+
+    async def embed(self, request: EmbedRequest) -> Embedding:
+        info, _, _ = self._ready()
+        check_embedding(request, info)
+        raise EngineError("TensorRT-LLM workers compute no embeddings")
+
+    def release(self, offer_id: int, nonce: int) -> None:
+        """TensorRT-LLM lets go of the blocks by itself, see above."""
+
+    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
+        self._cache.listeners.append(listener)
+
+    def kv_snapshot(self) -> list[KvEvent]:
+        return self._cache.snapshot()
+
+    def kv_digest(self) -> Digest:
+        return self._cache.digest_now
+
+    def load(self) -> EngineLoad:
+        """By TensorRT-LLM's own count; before it has told any, by what was asked of it."""
+        told = self._stats.values()
+        used = sum(rank.used_blocks for rank in told)
+        return EngineLoad(
+            running=sum(rank.active for rank in told) if told else self._running,
+            waiting=sum(rank.waiting for rank in told),
+            used_blocks=used,
+            cached_blocks=max(0, self._cache.num_blocks - used),
+            total_blocks=0 if self._info is None else self._info.total_blocks,
+            offers=0,
+        )
+
+    def check_health(self) -> None:
+        if self._stopping:
+            raise EngineError(f"{self._worker_id} is stopping")
+        if self._llm is None:
+            raise EngineError("the engine has not started")
+        if self._failure is None and not is_healthy(self._llm):
+            self._failure = EngineError("TensorRT-LLM has died", hint="see its log; the worker is started anew")
+            self._waits.fail(self._failure)
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        self._waits.fail(EngineError(f"{self._worker_id} is stopping"))
+        for poll in self._polls:
+            poll.cancel()
+        await asyncio.gather(*self._polls, return_exceptions=True)
+        if self._launching is not None:
+            [launched] = await asyncio.gather(self._launching, return_exceptions=True)
+            if not isinstance(launched, BaseException):
+                await asyncio.to_thread(launched.shutdown)
+
+    # --- starting -------------------------------------------------------------------------------------
+
+    async def _warm_up(self, trtllm: Trtllm, llm: Llm) -> None:
+        """One small request through all there is to compile."""
+        params = trtllm.sampling_params(max_tokens=2, ignore_eos=True, detokenize=False)
+        try:
+            async with asyncio.timeout(WARM_UP_TIMEOUT_S):
+                async for _ in llm.generate_async([0, 1, 2, 3], sampling_params=params, streaming=True):
+                    pass
+        except Exception as error:
+            raise EngineError(f"TensorRT-LLM failed its first request: {error!r}", hint="see its log") from error
+
+    async def _describe(self, llm: Llm) -> EngineInfo:
+        blocks = await asyncio.to_thread(gpu_blocks, llm) or self._reader.gpu_blocks
+        if not blocks or not llm.args.max_seq_len:
+            raise ConfigError(
+                f"TensorRT-LLM tells of {blocks} KV blocks and a context of {llm.args.max_seq_len} tokens",
+                hint="use release 1.3 or later, and set -- --max-seq-len",
+            )
+        features = (Feature.COMPLETIONS, Feature.LOGPROBS)
+        return EngineInfo(
+            model=self._served_name,
+            model_path=self._model_path,
+            block_size=self._config.block_size,
+            total_blocks=blocks * self._arguments.ranks,
+            context_tokens=llm.args.max_seq_len,
+            max_num_seqs=llm.args.max_batch_size or DEFAULT_MAX_NUM_SEQS,
+            layout=NO_LAYOUT,
+            transfer="" if self._config.role is Role.AGGREGATED else BACKEND,
+            features=(*features, Feature.GUIDED) if self._arguments.has_guides else features,
+            tells_events=self._arguments.tells_events,
+        )
+
+    # --- polling --------------------------------------------------------------------------------------
+
+    async def _poll(self, take: Callable[[Llm], Any]) -> None:
+        """Until it is cancelled. What a poll fails of is told once; what it missed shows in the events' numbers."""
+        assert self._llm is not None
+        has_complained = False
+        while True:
+            try:
+                took = await take(self._llm)
+                has_complained = False
+            except Exception as error:
+                log.log(logging.DEBUG if has_complained else logging.WARNING, "a poll of TensorRT-LLM: %r", error)
+                has_complained = True
+                await asyncio.sleep(POLL_RETRY_S)
+                continue
+            await asyncio.sleep(0 if took else POLL_PAUSE_S)
+
+    async def _take_events(self, llm: Llm) -> bool:
+        """Whether there were any."""
+        took = False
+        async for raw in llm.get_kv_cache_events_async(timeout=POLL_TIMEOUT_S):
+            took = True
+            try:
+                news = self._reader.read(raw)
+                if news.lost:
+                    log.warning("TensorRT-LLM dropped KV events: what it holds is not known any more")
+                    self._cache.clear(news.rank)
+                self._cache.apply(news.rank, news.events)
+            except WireError as error:
+                log.warning("%s", error)
+        return took
+
+    async def _take_stats(self, llm: Llm) -> bool:
+        took = False
+        async for raw in llm.get_stats_async(timeout=POLL_TIMEOUT_S):
+            took = True
+            stats = read_stats(raw)
+            if stats is not None and stats.rank < self._arguments.ranks:
+                self._stats[stats.rank] = stats
+        return took
+
+    # --- serving --------------------------------------------------------------------------------------
+
+    def _ready(self) -> tuple[EngineInfo, Trtllm, Llm]:
+        self.check_health()
+        if self._info is None or self._trtllm is None or self._llm is None:
+            raise EngineError("the engine has not started")
+        return self._info, self._trtllm, self._llm
+
+    def _state_of(self, request: GenerateRequest) -> tuple[State | None, PullReport | None]:
+        """What a ticket brings; with a bad one the prompt is computed here, and the report says so."""
+        if request.ticket is None:
+            return None, None
+        if self._config.role is not Role.DECODE:
+            raise InvalidRequestError("an aggregated TensorRT-LLM worker takes no tickets", hint="set --role decode")
+        try:
+            state = read_ticket(request.ticket, request.generated)
+        except TransferError as error:
+            log.warning("a prompt is computed again: %s", error)
+            return None, PullReport(BACKEND, 0, 0, 0.0, str(error))
+        return state, PullReport(BACKEND, 0, 0, 0.0)
+
+    def _ask(
+        self,
+        request: GenerateRequest,
+        info: EngineInfo,
+        trtllm: Trtllm,
+        llm: Llm,
+        disaggregated: Any,
+        state: State | None = None,
+    ) -> Result:
+        """Raises InvalidRequestError for what TensorRT-LLM refuses."""
+        tokens = input_ids(request, info.context_tokens, state)
+        fields = sampling_fields(request, state)
+        if request.guide is not None:
+            fields["guided_decoding"] = trtllm.guided_decoding(**guide_fields(request.guide))
+        optional = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
+        try:
+            return llm.generate_async(
+                tokens,
+                sampling_params=trtllm.sampling_params(**fields),
+                streaming=not request.offer_kv,
+                disaggregated_params=disaggregated,
+                **optional,
+            )
+        except (ValueError, trtllm.request_error) as error:
+            raise InvalidRequestError(f"TensorRT-LLM refused the request: {error}") from error
+        except RuntimeError as error:
+            raise EngineError(f"TensorRT-LLM takes no request: {error}") from error
+
+    async def _deltas(self, result: Result, answer: Answer) -> AsyncGenerator[Delta, None]:
+        """Of one result, which is aborted if it has not ended when this is closed."""
+        self._running += 1
+        stream = aiter(result)
+        try:
+            while not answer.has_ended:
+                step = await self._step(stream)
+                if (delta := answer.on_result(step)) is not None:
+                    yield delta
+        finally:
+            self._running -= 1
+            if not answer.has_ended and not self._stopping:
+                result.abort()
+
+    async def _step(self, stream: Any) -> Result:
+        try:
+            step: Result | None = await self._waits.next(stream)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"TensorRT-LLM failed a request: {error!r}") from error
+        if step is None:
+            raise EngineError("TensorRT-LLM ended an answer without a finish reason")
+        return step
+
+    async def _prefill(self, request: GenerateRequest, info: EngineInfo, trtllm: Trtllm, llm: Llm) -> Delta:
+        """The first token, with the ticket unless the answer ends there."""
+        if self._config.role is not Role.PREFILL:
+            raise InvalidRequestError("an aggregated TensorRT-LLM worker offers no KV", hint="set --role prefill")
+        params = trtllm.disaggregated_params(request_type="context_only", **self._request_id(trtllm))
+        result = self._ask(request, info, trtllm, llm, params)
+        answer = Answer(top_logprobs=request.sampling.top_logprobs)
+        first: Delta | None = None
+        async with contextlib.aclosing(self._deltas(result, answer)) as deltas:
+            async for delta in deltas:
+                first = delta
+        if first is None or not first.token_ids:
+            raise EngineError("TensorRT-LLM computed a prompt and no token")
+        if first.finish_reason is FinishReason.STOP:
+            return first
+        if len(request.generated) + len(first.token_ids) >= request.stop.max_tokens:
+            return replace(first, finish_reason=FinishReason.LENGTH)
+        nonce = secrets.randbits(62) + 1
+        ticket = Ticket(
+            offer_id=nonce,
+            worker_id=self._worker_id,
+            address=self._address,
+            backend=BACKEND,
+            nonce=nonce,
+            num_tokens=len(request.prompt) // 4 + len(request.generated),
+            opaque=encode_state(state_of(result.outputs[0].disaggregated_params)),
+        )
+        return replace(first, finish_reason=None, ticket=ticket)
+
+    def _request_id(self, trtllm: Trtllm) -> dict[str, int]:
+        """One that no other prefill worker gives: 10 bits of it are ours."""
+        if trtllm.request_id is None:
+            return {}
+        return {"disagg_request_id": trtllm.request_id(zlib.crc32(self._worker_id.encode()) % _MACHINES)}
+
+
+def _generation_only(trtllm: Trtllm, state: State) -> Any:
+    fields = {
+        name: list(value) if isinstance(value := getattr(state, name), tuple) else value
+        for name in state.__struct_fields__
+    }
+    return trtllm.disaggregated_params(
+        request_type="generation_only", **{name: value for name, value in fields.items() if value is not None}
+    )

@@ -1,0 +1,489 @@
+"""vLLM as an engine of the mesh: its life, its requests, the KV that it offers and pulls, and what operators ask."""
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from protocol.errors import ConfigError, DrainingError, EngineError, InvalidRequestError, TransferError
+from protocol.events import Digest, KvEvent
+from protocol.ids import RequestId, WorkerId, new_generation
+from protocol.messages import (
+    NO_LAYOUT,
+    Control,
+    ControlAction,
+    ControlReply,
+    Delta,
+    Embedding,
+    EmbedRequest,
+    Feature,
+    GenerateRequest,
+    PullReport,
+    SamplingParams,
+    StopConditions,
+    Ticket,
+    pack_tokens,
+    unpack_tokens,
+)
+from workers.abilities import check_embedding, check_generation
+from workers.config import WorkerConfig
+from workers.engine import Caching, EngineInfo, EngineLoad
+from workers.engine_waits import Waits
+from workers.engines.vllm.arguments import Adapter, Plan, Surroundings, parse_adapters, plan_start
+from workers.engines.vllm.driver import Driver, Facts, LoadedAdapter, open_driver
+from workers.engines.vllm.events import EventFeed, RankCache
+from workers.engines.vllm.patience import within
+from workers.engines.vllm.starting import Starting
+from workers.engines.vllm.transfer import TRANSFER
+from workers.engines.vllm.translate import (
+    Answer,
+    DivergedError,
+    PullFailedError,
+    Question,
+    Step,
+    offering,
+    pulling,
+    unpulled,
+    whole,
+    write_ticket,
+)
+from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
+from workers.ports import free_ports
+
+log = logging.getLogger(__name__)
+
+OpenDriver = Callable[[Sequence[str], Mapping[str, str]], Driver]
+
+_GENERATES = (
+    Feature.COMPLETIONS,
+    Feature.LOGPROBS,
+    Feature.LOGIT_BIAS,
+    Feature.ALLOWED_TOKENS,
+    Feature.GUIDED,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    nonce: int
+    expiry: asyncio.TimerHandle
+
+
+class VllmEngine:
+    """Implements workers.engine.Engine, Ranked and Controllable. A request says which rank it is for."""
+
+    def __init__(self, config: WorkerConfig, name: str, open_vllm: OpenDriver = open_driver) -> None:
+        """Raises ConfigError if the settings contradict each other."""
+        self._name = name
+        self._config = config
+        self._model_path = str(Path(config.model_path).resolve())
+        self._open_vllm = open_vllm
+        self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-vllm-"))
+        try:
+            self._adapters = {name: _read_adapter(name, path) for name, path in parse_adapters(config.loras, name)}
+            self._plan = self._plan_start()
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._starting: Starting[Driver] | None = None
+        self._driver: Driver | None = None
+        self._caches = [RankCache() for _ in range(config.dp_size)]
+        self._feed: EventFeed | None = None
+        self._offers: dict[int, _Offer] = {}
+        self._next_offer = 1
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._known_paths: dict[str, str] = {}  # of all adapters that ever were here, by name
+        self._num_requests = 0
+        self._is_asleep = False
+        self._is_stopped = False
+        self._waits = Waits()
+        self._worker_id = WorkerId("")
+        self._address = ""
+        self._info: EngineInfo | None = None
+
+    # --- its life -------------------------------------------------------------------------------------
+
+    async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
+        self._worker_id, self._address = worker_id, address
+        self._starting = Starting(lambda: self._open_vllm(self._plan.flags, self._plan.environ))
+        driver = self._driver = await self._starting.result()
+        await driver.prepare()
+        facts = driver.facts
+        for cache in self._caches:
+            cache.begin(facts.block_size)
+        if self._plan.tells_events:
+            self._feed = EventFeed(self._caches, driver.reset_prefix_cache)
+            self._feed.follow(worker_id, driver.event_endpoints())
+        for adapter in self._adapters.values():
+            await self._load_adapter(adapter.name, adapter.path)
+        self._info = EngineInfo(
+            model=self._name,
+            model_path=self._model_path,
+            block_size=facts.block_size,
+            total_blocks=facts.total_blocks,
+            context_tokens=facts.context_tokens,
+            max_num_seqs=facts.max_num_seqs,
+            layout=NO_LAYOUT,
+            transfer=self._plan.transfer,
+            features=_features(facts),
+            loras=tuple(self._loaded),
+            dp_size=self._config.dp_size,
+            tells_events=self._plan.tells_events,
+        )
+        for rank in range(self._config.dp_size):
+            await self._warm_up(rank)
+        return self._info
+
+    async def _warm_up(self, rank: int) -> None:
+        """What vLLM compiles when it is first asked for shall not be paid by a request."""
+        assert self._driver is not None
+        prompt = [*range(1, 9)]
+        if "generate" in self._driver.facts.tasks:
+            request = GenerateRequest(
+                request_id=RequestId("warm-up"),
+                model=self._name,
+                prompt=pack_tokens(prompt),
+                sampling=SamplingParams(temperature=0, top_logprobs=1),
+                stop=StopConditions(max_tokens=2, ignore_eos=True),
+            )
+            question = whole(request, self._driver.facts.context_tokens)
+            async with aclosing(self._driver.generate(question, request.request_id, None, None, rank)) as steps:
+                async for _ in steps:
+                    pass
+        elif "embed" in self._driver.facts.tasks:
+            await self._driver.embed(prompt, "warm-up", None, None)
+
+    def check_health(self) -> None:
+        if self._driver is None or self._is_stopped:
+            raise EngineError("vLLM has not started" if not self._is_stopped else f"{self._worker_id} is stopping")
+        if failure := self._driver.failure():
+            raise EngineError(
+                f"vLLM's engine died: {failure}", hint="see the worker's log; its supervisor starts it anew"
+            )
+
+    async def stop(self) -> None:
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self._waits.fail(EngineError(f"{self._worker_id} is stopping"))  # vLLM would leave them waiting
+        for offer in self._offers.values():
+            offer.expiry.cancel()
+        if self._feed is not None:
+            await self._feed.close()
+        if self._starting is not None and (driver := await self._starting.end()) is not None:
+            await driver.close()
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def load(self) -> EngineLoad:
+        """Of all ranks together."""
+        if self._info is None or self._driver is None:
+            return EngineLoad(0, 0, 0, 0, 0, 0)
+        total, loads = self._info.total_blocks, self._driver.loads
+        running = min(sum(load.running for load in loads), self._num_requests)  # vLLM tells after its steps alone
+        is_used = bool(self._num_requests or self._offers)
+        used = [round(load.used_share * total) if is_used else 0 for load in loads]
+        cached = [min(cache.num_blocks, total) for cache in self._caches]
+        return EngineLoad(
+            running=running,
+            waiting=self._num_requests - running,
+            used_blocks=sum(used),
+            cached_blocks=sum(max(0, c - u) for c, u in zip(cached, used, strict=True)),
+            total_blocks=total * len(loads),
+            offers=len(self._offers),
+        )
+
+    # --- its requests ---------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        check_generation(request, self._ready())
+        self._check_rank(request.dp_rank)
+        answer = self._first_try(request)
+        with self._counted():
+            while True:
+                try:
+                    async with aclosing(self._ask(request, answer)) as deltas:
+                        async for delta in deltas:
+                            yield delta
+                    return
+                except PullFailedError as error:
+                    answer = self._computed_here(request, answer.question, str(error))
+                except DivergedError:
+                    log.info("request %s: vLLM drew another first token than the prefill worker", request.request_id)
+                    answer = Answer(
+                        whole(request, self._facts.context_tokens), self._facts.eos_token_ids, answer.report
+                    )
+
+    async def embed(self, request: EmbedRequest) -> Embedding:
+        check_embedding(request, self._ready())
+        assert self._driver is not None
+        with self._counted():
+            vector = await self._driver.embed(
+                unpack_tokens(request.prompt), request.request_id, request.cache_salt, self._adapter(request.lora)
+            )
+        return Embedding(vector=vector)
+
+    def _first_try(self, request: GenerateRequest) -> Answer:
+        facts = self._facts
+        if request.offer_kv:
+            if not self._plan.transfer:
+                raise InvalidRequestError("this worker has no KV transfer", hint="start it with --role prefill")
+            return Answer(offering(request, facts.context_tokens), facts.eos_token_ids)
+        if request.ticket is None:
+            return Answer(whole(request, facts.context_tokens), facts.eos_token_ids)
+        try:
+            if not self._plan.transfer or request.ticket.backend != TRANSFER:
+                raise TransferError(f"a ticket of {request.ticket.backend!r}, this worker pulls by {TRANSFER!r}")
+            question = pulling(request, request.ticket, facts.block_size, facts.context_tokens)
+        except TransferError as error:
+            return self._computed_here(request, whole(request, facts.context_tokens), str(error))
+        return Answer(question, facts.eos_token_ids)
+
+    def _computed_here(self, request: GenerateRequest, question: Question, reason: str) -> Answer:
+        """The KV did not come: the prompt is computed by this worker."""
+        log.warning("request %s computes its prompt itself: %s", request.request_id, reason)
+        PULLS.labels(TRANSFER, "failed").inc()
+        return Answer(unpulled(question), self._facts.eos_token_ids, PullReport(TRANSFER, 0, 0, 0.0, reason))
+
+    async def _ask(self, request: GenerateRequest, answer: Answer) -> AsyncGenerator[Delta, None]:
+        """One question to vLLM. Raises PullFailedError and DivergedError before it has given anything."""
+        assert self._driver is not None
+        started = time.perf_counter()
+        load = self._driver.loads[request.dp_rank]
+        pulls = answer.question.kv is not None and not answer.question.offers
+        steps = self._driver.generate(
+            answer.question, request.request_id, request.cache_salt, self._adapter(request.lora), request.dp_rank
+        )
+        if pulls:
+            steps = within(self._config.pull_timeout_s, steps, lambda: load.waiting)
+        async with aclosing(steps):
+            while (step := await self._waits.next(steps)) is not None:
+                if pulls and answer.report is None:
+                    answer.report = self._report(answer.question, step, time.perf_counter() - started)
+                delta = answer.take(step)
+                if delta is None:
+                    continue
+                if not answer.question.offers or delta.finish_reason is not None:
+                    yield delta
+                    continue
+                ticket, is_taken = self._offer(answer.question, step), False
+                try:
+                    yield msgspec.structs.replace(delta, ticket=ticket)
+                    is_taken = True
+                finally:
+                    if not is_taken:  # nobody will come for it; vLLM frees the blocks after its lease
+                        self.release(ticket.offer_id, ticket.nonce)
+
+    def _report(self, question: Question, step: Step, duration_s: float) -> PullReport | None:
+        """vLLM says of single requests what it had cached; the rest came from the prefill worker."""
+        if step.finish_reason not in (None, "stop", "length"):
+            return None
+        facts = self._facts
+        num_blocks = max(
+            0, -(-len(question.prompt) // facts.block_size) - (step.cached_tokens or 0) // facts.block_size
+        )
+        report = PullReport(TRANSFER, num_blocks * facts.block_bytes, num_blocks, duration_s)
+        PULLS.labels(TRANSFER, "ok").inc()
+        PULL_BYTES.labels(TRANSFER).inc(report.num_bytes)
+        PULL_SECONDS.labels(TRANSFER).observe(duration_s)
+        return report
+
+    def _ready(self) -> EngineInfo:
+        """Raises what keeps it from taking another request."""
+        self.check_health()
+        if self._info is None:
+            raise DrainingError("this worker is still starting")
+        if self._is_asleep:
+            raise DrainingError("this worker was put to sleep", hint="wake it by the control call `wake`")
+        return self._info
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < len(self._caches):
+            raise InvalidRequestError(f"there is no rank {rank} here", hint=f"there are {len(self._caches)}, from 0")
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+
+    @property
+    def _facts(self) -> Facts:
+        assert self._driver is not None
+        return self._driver.facts
+
+    # --- KV that is offered ---------------------------------------------------------------------------
+
+    def _offer(self, question: Question, step: Step) -> Ticket:
+        """vLLM itself frees the blocks: once they were pulled, or after its lease."""
+        if not step.kv:
+            raise EngineError("vLLM computed a prompt and offers no KV", hint="check its --kv-transfer-config")
+        try:
+            opaque, num_tokens = write_ticket(step.kv)
+        except TransferError as error:
+            raise EngineError(f"vLLM offers KV in an unknown form: {error}") from error
+        offer_id, nonce = self._next_offer, new_generation()
+        self._next_offer += 1
+        expiry = asyncio.get_running_loop().call_later(self._config.offer_lease_s, self.release, offer_id, nonce)
+        self._offers[offer_id] = _Offer(nonce, expiry)
+        return Ticket(
+            offer_id=offer_id,
+            worker_id=self._worker_id,
+            address=self._address,
+            backend=TRANSFER,
+            nonce=nonce,
+            num_tokens=num_tokens,
+            opaque=opaque,
+        )
+
+    def release(self, offer_id: int, nonce: int) -> None:
+        offer = self._offers.get(offer_id)
+        if offer is not None and offer.nonce == nonce:
+            offer.expiry.cancel()
+            del self._offers[offer_id]
+
+    # --- what it caches -------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> Sequence[Caching]:
+        return self._caches
+
+    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
+        """Of the first rank. The others: see `ranks`."""
+        self._caches[0].on_kv_events(listener)
+
+    def kv_snapshot(self) -> list[KvEvent]:
+        return self._caches[0].kv_snapshot()
+
+    def kv_digest(self) -> Digest:
+        return self._caches[0].kv_digest()
+
+    # --- what operators ask ---------------------------------------------------------------------------
+
+    async def control(self, request: Control) -> ControlReply:
+        self.check_health()
+        assert self._driver is not None
+        detail = await self._carry_out(self._driver, request)
+        if self._info is not None:
+            self._info = replace(self._info, loras=tuple(self._loaded))
+        return ControlReply(detail=detail, loras=tuple(self._loaded))
+
+    async def _carry_out(self, driver: Driver, request: Control) -> str:
+        match request.action:
+            case ControlAction.RESET_PREFIX_CACHE:
+                if not await driver.reset_prefix_cache():
+                    raise InvalidRequestError(
+                        "vLLM's cache is in use", hint=f"try again: offers end after {self._config.offer_lease_s:g} s"
+                    )
+                return "the prefix cache is empty"
+            case ControlAction.SLEEP:
+                level = _level(request.arguments)
+                self._is_asleep = True
+                await driver.sleep(level)
+                return f"asleep at level {level}"
+            case ControlAction.WAKE:
+                await driver.wake()
+                self._is_asleep = False
+                return "awake"
+            case ControlAction.START_PROFILE | ControlAction.STOP_PROFILE:
+                starts = request.action is ControlAction.START_PROFILE
+                await driver.profile(starts)
+                return "profiling" if starts else "profiled"
+            case ControlAction.LOAD_LORA:
+                name, path = _argument(request, "name"), _argument(request, "path")
+                await self._load_adapter(name, path)
+                return f"adapter {name!r} is served"
+            case ControlAction.UNLOAD_LORA:
+                name = _argument(request, "name")
+                adapter = self._loaded.pop(name, None)
+                if adapter is None:
+                    raise InvalidRequestError(f"there is no adapter {name!r}", param="name")
+                await driver.remove_adapter(adapter)
+                return f"adapter {name!r} is gone"
+            case ControlAction.LIST_LORAS:
+                return ", ".join(self._loaded) or "no adapters"
+            case ControlAction.SET_ROLE:
+                raise InvalidRequestError("a vLLM worker keeps its role", hint="start another worker in its place")
+
+    async def _load_adapter(self, name: str, path: str) -> None:
+        """vLLM's engine dies of a request whose adapter it cannot load: none is served that was not loaded before.
+        Its cache knows adapters by name, so a name stands for one adapter for as long as the worker lives."""
+        assert self._driver is not None
+        if name == self._name or name in self._loaded:
+            raise InvalidRequestError(f"{name!r} is served already", hint="choose another name", param="name")
+        if self._known_paths.setdefault(name, path) != path:
+            raise InvalidRequestError(
+                f"{name!r} was another adapter before, whose KV is still cached",
+                hint="choose another name",
+                param="name",
+            )
+        adapter = LoadedAdapter(name, 1 + list(self._known_paths).index(name), path)
+        try:
+            await self._driver.add_adapter(adapter)
+        except InvalidRequestError:
+            del self._known_paths[name]
+            raise
+        self._loaded[name] = adapter
+
+    def _adapter(self, name: str | None) -> LoadedAdapter | None:
+        if name is None:
+            return None
+        adapter = self._loaded.get(name)
+        if adapter is None:
+            raise InvalidRequestError(f"there is no adapter {name!r} on this worker", param="model")
+        return adapter
+
+    # --- how vLLM is started --------------------------------------------------------------------------
+
+    def _plan_start(self) -> Plan:
+        """The events of a single rank go through a folder that only this user can enter, and take no port."""
+        surroundings = Surroundings(
+            events=f"ipc://{self._folder}/events",
+            replay=f"ipc://{self._folder}/replay",
+            side_channel_port=free_ports(self._config.dp_size, self._config.host),
+            num_cpus=len(os.sched_getaffinity(0)),
+        )
+        return plan_start(self._config, self._name, list(self._adapters.values()), surroundings)
+
+
+def _features(facts: Facts) -> tuple[Feature, ...]:
+    """Where vLLM guesses tokens, it takes no logit bias."""
+    generates = _GENERATES if "generate" in facts.tasks else ()
+    features = [feature for feature in generates if not (facts.guesses and feature is Feature.LOGIT_BIAS)]
+    return (*features, Feature.EMBEDDINGS) if "embed" in facts.tasks else tuple(features)
+
+
+def _read_adapter(name: str, path: str) -> Adapter:
+    file = Path(path) / "adapter_config.json"
+    try:
+        rank = json.loads(file.read_bytes())["r"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"adapter {name!r} cannot be read: {error!r}", hint=f"{file} has to say its rank `r`"
+        ) from error
+    if not isinstance(rank, int) or rank < 1:
+        raise ConfigError(f"adapter {name!r} has rank {rank!r}", hint="a positive number belongs there")
+    return Adapter(name, str(Path(path).resolve()), rank)
+
+
+def _level(arguments: Mapping[str, str]) -> int:
+    level = arguments.get("level", "1")
+    if level not in ("1", "2"):
+        raise InvalidRequestError(f"no sleep level {level!r}", hint="1 or 2", param="level")
+    return int(level)
+
+
+def _argument(request: Control, name: str) -> str:
+    if not (value := request.arguments.get(name, "")):
+        raise InvalidRequestError(f"{request.action.value} needs {name!r}", hint="give it as an argument", param=name)
+    return value

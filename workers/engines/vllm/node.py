@@ -1,0 +1,88 @@
+"""A node that computes for the worker of another one: vLLM's processes are here, and the mesh does not hear of them."""
+
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+
+from protocol.errors import EngineError
+from protocol.events import Digest, KvEvent
+from protocol.ids import WorkerId
+from protocol.messages import NO_LAYOUT, Delta, Embedding, EmbedRequest, GenerateRequest
+from workers.config import WorkerConfig
+from workers.engine import EngineInfo, EngineLoad
+from workers.engines.vllm.arguments import Surroundings, plan_start
+from workers.engines.vllm.driver import Node, open_node
+from workers.engines.vllm.starting import Starting
+from workers.ports import free_ports
+
+OpenNode = Callable[[Sequence[str], Mapping[str, str]], Node]
+
+
+class VllmNode:
+    """Implements workers.engine.Engine."""
+
+    def __init__(self, config: WorkerConfig, name: str, open_vllm: OpenNode = open_node) -> None:
+        """Raises ConfigError if the settings contradict each other."""
+        surroundings = Surroundings(free_ports(config.dp_size, config.host), len(os.sched_getaffinity(0)))
+        self._plan = plan_start(config, name, (), surroundings)
+        self._name = name
+        self._model_path = str(Path(config.model_path).resolve())
+        self._open_vllm = open_vllm
+        self._starting: Starting[Node] | None = None
+        self._node: Node | None = None
+        self._is_stopped = False
+
+    async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
+        self._starting = Starting(lambda: self._open_vllm(self._plan.flags, self._plan.environ))
+        self._node = await self._starting.result()
+        return EngineInfo(
+            model=self._name,
+            model_path=self._model_path,
+            block_size=0,  # these are the leader's to tell
+            total_blocks=0,
+            context_tokens=0,
+            max_num_seqs=0,
+            layout=NO_LAYOUT,
+            transfer="",
+            serves=False,
+            tells_events=False,
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        raise _serves_nobody()
+        yield  # an iterator, as of every engine
+
+    async def embed(self, request: EmbedRequest) -> Embedding:
+        raise _serves_nobody()
+
+    def release(self, offer_id: int, nonce: int) -> None:
+        """It offers nothing."""
+
+    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
+        """The leader tells them."""
+
+    def kv_snapshot(self) -> list[KvEvent]:
+        return []
+
+    def kv_digest(self) -> Digest:
+        return Digest(0, 0)
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(0, 0, 0, 0, 0, 0)
+
+    def check_health(self) -> None:
+        if self._node is None or self._is_stopped:
+            raise EngineError("vLLM has not started" if not self._is_stopped else "this node is stopping")
+        if failure := self._node.failure():
+            raise EngineError(f"vLLM on this node: {failure}", hint="see its log; its supervisor starts it anew")
+
+    async def stop(self) -> None:
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if self._starting is not None and (node := await self._starting.end()) is not None:
+            await node.close()
+
+
+def _serves_nobody() -> EngineError:
+    return EngineError("this node computes for another", hint="send requests to the node with --node-rank 0")
