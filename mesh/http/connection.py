@@ -9,21 +9,18 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 from urllib.parse import unquote
 
 import httptools
 
 from mesh.http.errors import BodyTooLargeError, HeadTooLargeError, error_body, http_failure, retry_after_s
-from mesh.http.request import JSON, Reply, ReplyStream, Request
+from mesh.http.request import JSON, Channel, Reply, ReplyStream, Request
 from protocol.errors import InvalidRequestError, MeshError, OverloadedError
-
-if TYPE_CHECKING:
-    from mesh.http.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +47,38 @@ _NAMES = {
 }  # fmt: skip
 _FRAMING = frozenset({"host", "content-length", "transfer-encoding", "expect"})
 _AUTHORITY = re.compile(r"https?://[^/?]*", re.IGNORECASE)
+
+
+class ConnectionOwner(Protocol):
+    """The part of a server that its connections use: what they share, and who answers their requests."""
+
+    loop: asyncio.AbstractEventLoop
+    now: Callable[[], float]
+    connections: "set[Connection]"
+    body_bytes: int  # of all requests that are read or handled
+    max_body_bytes: int
+    max_bodies_bytes: int
+    is_closing: bool
+    logs_access: bool
+    late: MeshError  # refuses a request that does not come to its end
+    date_line: "DateLine"
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    def add(self, connection: "Connection") -> None: ...
+
+    def is_crowded(self) -> bool: ...
+
+    def admit(self, request: Request) -> None: ...
+
+    async def answer(self, request: Request) -> Reply | ReplyStream: ...
+
+    def refuse(self, error: MeshError, request: Request | None) -> Reply: ...
+
+    def log_access(self, request: Request | None, reply: Reply | ReplyStream | None) -> None: ...
+
+    def flush_soon(self, connection: Channel) -> None: ...
 
 
 class Connection(asyncio.Protocol):
@@ -85,7 +114,7 @@ class Connection(asyncio.Protocol):
         "is_full",
     )
 
-    def __init__(self, server: "Server") -> None:
+    def __init__(self, server: ConnectionOwner) -> None:
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None

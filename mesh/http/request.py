@@ -1,7 +1,7 @@
-"""What a handler gets and gives back."""
+"""The values that a handler gets and returns: a request, a whole reply, a reply that is written bit by bit."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -9,17 +9,38 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from protocol.errors import InvalidRequestError
 
-if TYPE_CHECKING:
-    from mesh.http.connection import Connection
-
+T = TypeVar("T")
 JSON = "application/json"
 MAX_QUERY_FIELDS = 100
 _NO_PARAMS: Mapping[str, str] = {}
 _NO_FIELDS: Mapping[str, object] = {}
 
 
+class Channel(Protocol):
+    """The part of a connection that a request and the reply to it use."""
+
+    @property
+    def is_lost(self) -> bool:
+        """The client has left."""
+        ...
+
+    is_full: bool  # the client reads more slowly than is written
+
+    def open_stream(self, request: "Request", headers: Mapping[str, str], status: int) -> "ReplyStream": ...
+
+    async def until_writable(self) -> None:
+        """Return when the client keeps up again, or has left."""
+        ...
+
+    def flush(self) -> None:
+        """Send what the reply stream holds now."""
+        ...
+
+    def abort(self) -> None: ...
+
+
 class Request:
-    """One request, its body read. `params` are what the route's path names."""
+    """One request whose body has been read. `params` holds the values of the `{name}` parts of the route's path."""
 
     __slots__ = (
         "_connection",
@@ -38,7 +59,7 @@ class Request:
 
     def __init__(
         self,
-        connection: "Connection",
+        connection: Channel,
         method: str,
         path: str,
         query_string: str,
@@ -72,6 +93,13 @@ class Request:
             return dict(parse_qsl(self._query_string, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS))
         except ValueError as error:
             raise InvalidRequestError(f"the query has more than {MAX_QUERY_FIELDS} fields") from error
+
+    def json(self, kind: type[T]) -> T:
+        """Return the body, read as JSON of type `kind`. Raises InvalidRequestError."""
+        try:
+            return msgspec.json.decode(self.body, type=kind)
+        except msgspec.DecodeError as error:
+            raise InvalidRequestError(f"the body of the request cannot be used: {error}") from error
 
     def open_stream(self, headers: Mapping[str, str], status: int = 200) -> "ReplyStream":
         """Send the head of a reply that is written bit by bit. The handler then returns the stream."""
@@ -112,14 +140,14 @@ class ReplyStream:
 
     def __init__(
         self,
-        connection: "Connection",
+        connection: Channel,
         status: int,
         headers: Mapping[str, str],
         head: bytes,
         *,
         is_chunked: bool,
         head_only: bool,
-        flush_soon: "Callable[[Connection], None]",
+        flush_soon: Callable[[Channel], None],
     ) -> None:
         """`flush_soon` has the connection call `take` at the end of this turn, and send that."""
         self._connection = connection

@@ -2,17 +2,19 @@
 
 import asyncio
 import logging
+import os
 import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mesh.address import join_address
 from mesh.http.connection import Connection, DateLine, refusal
 from mesh.http.errors import MethodNotAllowedError, NotFoundError, RequestTimeoutError, error_body
 from mesh.http.files import make_room_for_files
-from mesh.http.request import Reply, ReplyStream, Request
+from mesh.http.request import Channel, Reply, ReplyStream, Request
 from protocol.errors import ConfigError, MeshError
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ SHUTDOWN_S = 1.0  # at the end: for requests to finish
 FLUSH_S = 2.0  # ... in all, for clients to read the rest of replies that are complete
 CANCEL_S = 0.5  # ... and then for handlers that were cancelled
 SPARE_FILES = 256  # of this process, that are no connections of clients
+FEW_CONNECTIONS = 1000  # a limit below this is worth a warning
 TLS_HANDSHAKE_S = 10.0
 TLS_GOODBYE_S = 2.0  # for the other side to say that it closes too
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -129,13 +132,15 @@ class Server:
         self.max_connections = app.limits.max_connections
         self.is_closing = False
         self.logs_access = app.logs_access
-        self.late = RequestTimeoutError(f"the request did not come to its end in {app.limits.receive_timeout_s:g} s")
+        self.late: MeshError = RequestTimeoutError(
+            f"the request did not come to its end in {app.limits.receive_timeout_s:g} s"
+        )
         self.date_line = DateLine()
         self._app = app
         self._sweep: asyncio.TimerHandle | None = None
-        self._unflushed: list[Connection] = []
+        self._unflushed: list[Channel] = []
 
-    def flush_soon(self, connection: Connection) -> None:
+    def flush_soon(self, connection: Channel) -> None:
         """Send what its stream holds at the end of this turn."""
         if not self._unflushed:
             self.loop.call_soon(self._flush)
@@ -172,8 +177,9 @@ class Server:
         possible = max(1, make_room_for_files(wanted + SPARE_FILES) - SPARE_FILES)
         if possible < wanted:
             self.max_connections = possible
-            log.info(
-                "takes %d connections instead of %d: the system lets this process open no more files; "
+            log.log(
+                logging.WARNING if possible < FEW_CONNECTIONS else logging.DEBUG,
+                "at most %d clients can connect, not %d, because the process may open no more files; "
                 "raise its hard limit (`ulimit -Hn`, LimitNOFILE=)",
                 possible,
                 wanted,
@@ -293,9 +299,9 @@ async def listening(
     tls: ssl.SSLContext | None = None,
     reuse_port: bool = False,
 ) -> AsyncIterator[str]:
-    """Serve as long as the block runs; gives the URL. A client that leaves cancels its handler.
+    """Serve on a TCP port while the block runs; yields the URL. A client that leaves cancels its handler.
 
-    Port 0 takes a free one. Raises ConfigError if the address cannot be had.
+    Port 0 takes a free one. Raises ConfigError if the address cannot be used.
     """
     server = Server(app)
     server.make_room()
@@ -321,3 +327,23 @@ async def listening(
     finally:
         listener.close()
         await server.close()
+
+
+@asynccontextmanager
+async def listening_unix(app: App, path: Path) -> AsyncIterator[str]:
+    """Serve on a Unix socket while the block runs; yields `unix:<path>`. Whoever may open the file may connect.
+
+    A socket that a killed process left at `path` is replaced. Raises ConfigError if the path cannot be used.
+    """
+    server = Server(app)
+    try:
+        listener = await server.loop.create_unix_server(server.connect, str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {path}: {error}", hint="choose another directory") from error
+    try:
+        yield f"unix:{path}"
+    finally:
+        listener.close()
+        await server.close()
+        with suppress(FileNotFoundError):  # an event loop of a later Python has removed it
+            os.unlink(path)
