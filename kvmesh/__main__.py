@@ -20,9 +20,9 @@ COMMANDS = {
     "bench": ("benchmarks.__main__", "measure one part: frontend, streams, soak, engine, index, planner, fidelity"),
 }
 SERVICES = {
-    "frontend": "one frontend: OpenAI's API in, tokens out",
-    "router": "one router by itself",
-    "worker": "one worker: prefill, decode or aggregated",
+    "frontend": ("frontend.__main__", "one frontend: OpenAI's API in, tokens out"),
+    "router": ("router.__main__", "one router by itself"),
+    "worker": ("workers.__main__", "one worker: prefill, decode or aggregated"),
 }
 
 
@@ -38,8 +38,7 @@ def main() -> int:
             return int(importlib.import_module(COMMANDS[name][0]).main(rest))
         if name in SERVICES:
             sys.argv[1:] = rest
-            module = "workers" if name == "worker" else name
-            return int(importlib.import_module(f"{module}.__main__").main())
+            return int(importlib.import_module(SERVICES[name][0]).main())
     except MeshError as error:
         print(f"kvmesh {name}: {error}", file=sys.stderr)
         return 2
@@ -59,8 +58,8 @@ def open_standard_streams() -> None:
 
 
 def usage() -> str:
-    rows = [(name, text) for name, (_, text) in COMMANDS.items()] + list(SERVICES.items())
-    lines = [f"  {name:<12} {text}" for name, text in rows]
+    rows = (COMMANDS | SERVICES).items()
+    lines = [f"  {name:<12} {text}" for name, (_, text) in rows]
     return "\n".join(["usage: kvmesh <command> [options]; `kvmesh <command> --help` lists them", "", *lines])
 
 

@@ -2,18 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from planner.model import Action, Decision, Traffic
 from protocol.messages import Role
 from simulator.config import SimConfig
 from simulator.fleet import SimFleet
+from simulator.open_request import OpenRequest
 from simulator.report import Change, Sample, SimReport, Spread
 from simulator.tally import Tally
 from simulator.worker import SimWorker
-
-if TYPE_CHECKING:
-    from simulator.world import OpenRequest
 
 MOST_SAMPLES = 2048
 MOST_CHANGES = 4096
@@ -55,18 +52,18 @@ class Records:
 
     # --- requests ----------------------------------------------------------------------------------------
 
-    def arrived(self, request: "OpenRequest") -> None:
+    def arrived(self, request: OpenRequest) -> None:
         self._requests += 1
         for window in (self._window, self._traffic):
             window.requests += 1
             window.isl_tokens += request.request.isl_tokens
 
-    def failed(self, _: "OpenRequest") -> None:
+    def failed(self, _: OpenRequest) -> None:
         self._failed += 1
         for window in (self._window, self._traffic):
             window.ended += 1
 
-    def began(self, request: "OpenRequest", now: float) -> None:
+    def began(self, request: OpenRequest, now: float) -> None:
         isl_tokens, ttft_s = request.request.isl_tokens, now - request.arrival_s
         self._ttft.add(ttft_s)
         self._waited_s += request.placed_s - request.arrival_s
@@ -79,7 +76,7 @@ class Records:
             window.prompt_tokens += isl_tokens
             window.cached_tokens += request.cached_tokens
 
-    def ended(self, request: "OpenRequest", now: float) -> None:
+    def ended(self, request: OpenRequest, now: float) -> None:
         osl_tokens = max(1, request.request.osl_tokens)
         first_s = request.first_s + self._config.hop_s
         self._e2e.add(now - request.arrival_s)

@@ -2,7 +2,6 @@
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 
 from planner.model import Decision, Observation
@@ -17,6 +16,7 @@ from router.load import Share
 from simulator.config import SimConfig, pull_s_per_token_of
 from simulator.fleet import MODEL, TRANSFER, SimFleet
 from simulator.hook import PlannerHook
+from simulator.open_request import OpenRequest
 from simulator.records import Records
 from simulator.report import SimReport
 from simulator.requests import SimRequest
@@ -42,25 +42,6 @@ def simulate(
     Raises ConfigError for requests that were made for another block size, or out of order.
     """
     return World(config, hook, on_end).run(requests)
-
-
-@dataclass(slots=True, eq=False)
-class OpenRequest:
-    """On its way."""
-
-    request: SimRequest
-    route: RouteRequest
-    router: int
-    arrival_s: float
-    placed_s: float = 0.0
-    first_s: float = -1.0
-    cached_tokens: int = 0
-    predicted_tokens: int = 0
-    prefill: SimWorker | None = None
-    decode: SimWorker | None = None
-    offer: tuple[int, ...] = ()  # blocks that `prefill` keeps for it
-    sequence: SequenceState | None = None
-    told_blocks: int = 1  # of its answer, to the router
 
 
 class World:
