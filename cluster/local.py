@@ -19,6 +19,7 @@ from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.config import to_flags
 from mesh.discovery import Discovery, Put, open_discovery
 from mesh.supervisor import ProcessSpec, Supervisor
+from mesh.telemetry import LogLevel
 from planner.config import ServiceConfig
 from planner.profiles import polynomial_profile
 from protocol.errors import ConfigError, EngineError, MeshError
@@ -78,7 +79,7 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = False
     run_dir: Annotated[str, Meta(description="for discovery and logs; default: a new one, removed at the end")] = ""
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
+    log_level: LogLevel = "info"
 
 
 def served_name(config: UpConfig) -> str:

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from mesh.telemetry import LogFormat, LogLevel
+
 
 class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_FRONTEND_<NAME>`, that over the TOML file of `--config`, that over the default."""
@@ -41,5 +43,5 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_inflight: Annotated[int, Meta(ge=1, description="requests in progress; more are refused")] = 4096
     request_timeout_s: Annotated[float, Meta(gt=0, description="deadline of a request that names none")] = 600.0
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
-    log_format: Annotated[Literal["text", "json"], Meta(description="form of a log line")] = "text"
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"

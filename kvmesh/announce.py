@@ -5,7 +5,7 @@ For whoever starts servers: it knows their address and what they are for, and th
 
 import asyncio
 import os
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -14,6 +14,7 @@ from kvmesh.attach import ANNOUNCED, ServerEntry, name_of, split_urls
 from mesh.config import load
 from mesh.discovery import open_discovery
 from mesh.lifecycle import run
+from mesh.telemetry import LogLevel
 from protocol.errors import ConfigError
 from protocol.messages import Role
 
@@ -28,7 +29,7 @@ class AnnounceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: Annotated[str, Meta(description="model, as the server calls it; default: the one it has")] = ""
     model_path: Annotated[str, Meta(description="folder of its tokenizer, where `kvmesh attach` runs")] = ""
     discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
+    log_level: LogLevel = "info"
 
 
 def main(argv: list[str]) -> int:

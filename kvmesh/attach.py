@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,6 +15,7 @@ from mesh.config import load, to_flags
 from mesh.discovery import Discovery, Put, open_discovery
 from mesh.lifecycle import run
 from mesh.supervisor import ProcessSpec, Supervisor
+from mesh.telemetry import LogLevel
 from protocol.errors import ConfigError, WireError
 from protocol.messages import Role, WorkerCard, decode
 from workers.config import WorkerConfig
@@ -53,7 +54,7 @@ class AttachConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tool_parser: Annotated[str, Meta(description="how the model writes tool calls; default: guessed")] = ""
     reasoning_parser: Annotated[str, Meta(description="how the model sets its thoughts apart; default: guessed")] = ""
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
+    log_level: LogLevel = "info"
 
 
 class ServerEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

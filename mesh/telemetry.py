@@ -6,16 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, TextIO
+from typing import Annotated, Literal, TextIO
 
 import msgspec
+from msgspec import Meta
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
 from mesh.address import join_address
 from protocol.errors import ConfigError
 
-LogFormat = Literal["text", "json"]
-LogLevel = Literal["debug", "info", "warning", "error"]
+# Types of settings: the field of each service's config.
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")]
+LogFormat = Annotated[Literal["text", "json"], Meta(description="format of the log lines")]
 
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
 _OWN_ATTRIBUTES = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "request_id"}

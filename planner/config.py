@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from mesh.telemetry import LogFormat, LogLevel
 from planner.model import PlannerConfig
 from protocol.messages import Role
 
@@ -75,8 +76,8 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     record_mib: Annotated[float, Meta(gt=0, description="of that file and the one before it together, at most")] = 16.0
     host: Annotated[str, Meta(description="address of /metrics")] = "127.0.0.1"
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
-    log_format: Annotated[Literal["text", "json"], Meta(description="form of a log line")] = "text"
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
 
 
 def decoding_role(config: PlannerConfig) -> Role:

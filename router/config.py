@@ -1,10 +1,11 @@
 """Settings of the router, wherever it runs: in a frontend or by itself."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from mesh.telemetry import LogFormat, LogLevel
 from router.core import RouterRules, Saturation
 from router.disaggregation import LocalPrefill
 from router.queue import Order, QueueRules
@@ -101,8 +102,8 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_bookings: Annotated[int, Meta(ge=1, description="bookings made over HTTP that stand at once")] = 4096
     discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
-    log_format: Annotated[Literal["text", "json"], Meta(description="form of a log line")] = "text"
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
 
 
 def rules_of(config: RouterConfig) -> RouterRules:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from mesh.telemetry import LogFormat, LogLevel
 from protocol.messages import Role
 
 
@@ -77,5 +78,5 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
     max_calls: Annotated[int, Meta(ge=1, description="calls at once, beyond that they are refused")] = 4096
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
-    log_format: Annotated[Literal["text", "json"], Meta(description="form of a log line")] = "text"
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
