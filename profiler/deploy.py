@@ -12,12 +12,12 @@ from profiler.picks import Goal, Option
 from profiler.yaml_text import to_yaml, to_yaml_documents
 from protocol.errors import ConfigError
 from protocol.profile import Profile
+from workers.engines.registry import ENGINES, STARTED
 
 DISCOVERY = "file:/run/kvmesh/discovery"
 BUILT_IN_MODEL = "/models/tiny"  # lies in the image
 COMPOSE_FILES = ["docker-compose.yml", "docker-compose.planner.yml", "compose.override.yml"]
-ENGINES = {"torch", "mock", "vllm", "sglang", "trtllm"}
-IN_THE_IMAGE = {"torch", "mock"}  # engines
+IN_THE_IMAGE = {kind.name for kind in ENGINES.values() if kind.is_bundled}
 # While the worker's card lies in the discovery folder and its lease is renewed (every 1.7 s).
 HAS_JOINED = 'find /run/kvmesh/discovery -name "workers%2F$POD_NAME-*" -mmin -0.1 | grep -q .'
 PLANNER_FOLDER = "/etc/kvmesh-planner"
@@ -37,9 +37,9 @@ class Deployment(Struct, frozen=True, kw_only=True):
 
     def engine(self, role: str) -> str:
         """Raises ConfigError for one that cannot be started: a server that did not tell what it runs."""
-        if (engine := self.profile(role).engine) not in ENGINES:
+        if (engine := self.profile(role).engine) not in STARTED:
             raise ConfigError(
-                f"the {role} profile is of the engine {engine!r}, workers have {', '.join(sorted(ENGINES))}",
+                f"the {role} profile is of the engine {engine!r}, workers have {', '.join(STARTED)}",
                 hint="name the engine when you measure: `kvmesh profile measure --url ... --engine vllm`",
             )
         return engine
@@ -88,7 +88,7 @@ def worker_flags(deployment: Deployment, role: str) -> list[str]:
     flags += ["--log-format", "json"]
     if engine_args := engine_flags(profile, deployment.option.batch if role == "decode" else 0):
         flags.append(f"--engine-args={' '.join(engine_args)}")
-    elif profile.engine in ("torch", "mock"):
+    elif profile.engine in IN_THE_IMAGE:
         flags += ["--max-num-seqs", str(profile.max_num_seqs), "--max-step-tokens", str(profile.max_step_tokens)]
     return flags
 

@@ -35,6 +35,7 @@ from profiler.measure import Plan, Target, first_of, measure, work_left, work_of
 from protocol.errors import ConfigError, MeshError
 from protocol.profile import Profile
 from workers.config import WorkerConfig
+from workers.engines.registry import StartedEngineName
 
 
 class MeasureConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +50,7 @@ class MeasureConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Annotated[int, Meta(ge=0)] | None, Meta(description="that one worker takes; default: the mapping's")
     ] = None
     engine: Annotated[
-        Literal["torch", "mock", "vllm", "sglang", "trtllm"] | None,
+        StartedEngineName | None,
         Meta(description="in this process, default torch; with --url for the record, default: as the server tells"),
     ] = None
     model_path: Annotated[str, Meta(description="without --url: Hugging Face folder; default: the tiny model")] = str(
@@ -168,7 +169,7 @@ def jobs_of(config: MeasureConfig) -> list[Job]:
 
 
 def engine_target(worker: WorkerConfig) -> EngineTarget:
-    from workers.backends import open_engine
+    from workers.engines.opening import open_engine
 
     return EngineTarget(open_engine(worker))
 

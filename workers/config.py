@@ -6,6 +6,7 @@ from msgspec import Meta, Struct
 
 from mesh.telemetry import LogFormat, LogLevel
 from protocol.messages import Role
+from workers.engines.registry import ENGINE_HELP, EngineName
 
 
 class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -13,9 +14,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name: Annotated[str, Meta(description="stable name of this worker; default: its role")] = ""
     role: Annotated[Role, Meta(description="prefill, decode, or aggregated: both halves")] = Role.AGGREGATED
-    engine: Annotated[
-        Literal["torch", "mock", "vllm", "sglang", "trtllm", "attach"], Meta(description="what computes")
-    ] = "torch"
+    engine: Annotated[EngineName, Meta(description=ENGINE_HELP)] = "torch"
     engine_args: Annotated[str, Meta(description="vllm, sglang, trtllm: their own flags, or give them after --")] = ""
     model_path: Annotated[str, Meta(description="Hugging Face folder (mock, attach: of the tokenizer)")]
     model: Annotated[str, Meta(description="name the model is served under; default: that of its folder")] = ""

@@ -10,6 +10,7 @@ from protocol.ids import WorkerId, new_worker_id
 from protocol.messages import Role, WorkerCard, encode
 from workers.config import WorkerConfig
 from workers.engine import Engine, EngineInfo, Ranked
+from workers.names import worker_name
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +84,6 @@ class Membership:
             )
             for rank in range(len(self._ranks))
         ]
-
-
-def worker_name(config: WorkerConfig) -> str:
-    return config.name or config.role.value
 
 
 def make_card(

@@ -17,7 +17,7 @@ from mesh.http.files import make_room_for_files
 from mesh.lifecycle import settle, unless_stopped, watch_parent
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import request_context, serve_metrics
-from protocol.errors import ConfigError, DrainingError, EngineError, InvalidRequestError, MeshError
+from protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
 from protocol.messages import (
     Control,
     ControlAction,
@@ -31,11 +31,13 @@ from protocol.messages import (
     decode,
     encode,
 )
-from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.engine import Controllable, Engine, EngineInfo, Pushing, Ranked
-from workers.membership import Membership, worker_name
+from workers.engines.opening import check_settings, open_engine
+from workers.engines.registry import ENGINES
+from workers.membership import Membership
 from workers.metrics import CACHED_BLOCKS, OFFERS, QUEUED_TOKENS, REQUESTS, RUNNING, USED_BLOCKS, WAITING
+from workers.names import worker_name
 from workers.turning import Place, Turning, offers_taken, role_asked_for
 
 log = logging.getLogger(__name__)
@@ -87,8 +89,7 @@ def configs_of(config: WorkerConfig) -> list[WorkerConfig]:
     """One for each worker of this process. Raises ConfigError if there cannot be several."""
     if config.count == 1:
         return [config]
-    if config.engine != "mock":
-        raise ConfigError("--count is for the mock engine", hint="start a process for each worker")
+    check_settings(config, ENGINES[config.engine])
     name = worker_name(config)
     # An agent of NIXL for each worker would cost several threads and tens of megabytes.
     transfer: Literal["nixl", "shm"] = "nixl" if config.kv_transfer == "nixl" else "shm"

@@ -11,10 +11,10 @@ from profiler.grid import DecodePoint, Point, PrefillPoint
 from profiler.inprocess import EngineTarget
 from profiler.measure import Plan, measure, work_of
 from protocol.timing import PolynomialTiming
-from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.engines.mock import executor
 from workers.engines.mock.pace import MockPace
+from workers.engines.opening import open_engine
 
 BLOCK, BLOCKS, SEQUENCES = 16, 512, 16
 TURNS = 60  # of the event loop, in which everybody takes what the last step gave

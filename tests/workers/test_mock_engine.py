@@ -19,13 +19,13 @@ from protocol.messages import Role, SamplingParams
 from protocol.profile import DecodeTable, PrefillTable, Profile
 from protocol.timing import PolynomialTiming, Timing, pull_s_per_token
 from tests.support.patience import PATIENCE_S
-from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.engines.mock.alarm import Alarm
 from workers.engines.mock.answers import mock_token, mock_vector
 from workers.engines.mock.executor import MockExecutor
 from workers.engines.mock.pace import MockPace
 from workers.engines.mock.vocabulary import Vocabulary, read_vocabulary
+from workers.engines.opening import open_engine
 from workers.executor import Row, Sampled
 
 BLOCK = 4

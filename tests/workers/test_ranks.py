@@ -24,10 +24,10 @@ from protocol.messages import (
     pack_tokens,
 )
 from tests.support.place import FakePlace
-from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.engine import EngineInfo
 from workers.engines.mock.answers import mock_token, mock_vector
+from workers.engines.opening import open_engine
 from workers.membership import make_card
 from workers.ranks import RankedEngine
 from workers.service import Worker
@@ -140,5 +140,5 @@ async def test_the_card_says_where_each_rank_publishes() -> None:
 
 @pytest.mark.parametrize("engine", ["torch", "sglang", "trtllm", "attach"])
 def test_ranks_are_for_mock_and_vllm(engine: str) -> None:
-    with pytest.raises(ConfigError, match="--dp-size is for mock and vLLM"):
+    with pytest.raises(ConfigError, match="--dp-size is for mock, vllm"):
         open_engine(config(engine=engine))

@@ -25,10 +25,10 @@ from protocol.messages import (
 )
 from tests.support.patience import PATIENCE_S
 from tests.support.place import FakePlace
-from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.engine import Engine, EngineInfo
 from workers.engines.mock.answers import mock_token, mock_vector
+from workers.engines.opening import open_engine
 from workers.membership import make_card
 from workers.service import Worker, configs_of
 
@@ -120,7 +120,7 @@ async def test_what_a_worker_has_not_is_refused_before_anything_is_sent(engine: 
 
 
 def test_adapters_are_for_the_mock_and_have_names_of_their_own() -> None:
-    with pytest.raises(ConfigError, match="torch engine serves no adapters; leave --loras out"):
+    with pytest.raises(ConfigError, match="--loras is for mock, vllm, sglang, not for --engine torch; leave it out"):
         open_engine(config(engine="torch", loras="poet"))
     for names in ("poet,poet", "poet, tiny"):
         with pytest.raises(ConfigError, match="which is taken"):
@@ -138,7 +138,7 @@ def test_workers_of_one_process_are_told_apart_by_their_names_and_ports() -> Non
         (f"decode-{i}", 7000 + i, "shm", 1) for i in range(3)
     ]
     assert {c.port for c in configs_of(config(count=2))} == {0}
-    with pytest.raises(ConfigError, match="--count is for the mock engine"):
+    with pytest.raises(ConfigError, match="--count is for mock, not for --engine"):
         configs_of(config(engine="torch", count=2))
 
 

@@ -16,8 +16,8 @@ from protocol.errors import ConfigError, EngineError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import GenerateRequest, pack_tokens
 from tests.support.patience import PATIENCE_S
-from workers.backends import open_engine
 from workers.config import WorkerConfig
+from workers.engines.opening import open_engine
 from workers.engines.vllm.arguments import leads
 from workers.engines.vllm.engine import VllmEngine
 from workers.engines.vllm.node import VllmNode

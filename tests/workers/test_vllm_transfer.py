@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from protocol.errors import ConfigError
-from workers.backends import open_engine
 from workers.config import WorkerConfig
+from workers.engines.opening import open_engine
 from workers.engines.vllm.transfer import check_can_run, hands_over, transfer_config
 
 GIB = 1 << 30
@@ -73,7 +73,7 @@ def test_contradictions_are_refused_with_the_way_out(kv_connector: str, settings
 
 def test_other_engines_have_no_such_connectors() -> None:
     config = WorkerConfig(model_path="/m", engine="mock", kv_connector="offloading")
-    with pytest.raises(ConfigError, match="--kv-connector is for vLLM"):
+    with pytest.raises(ConfigError, match="--kv-connector is for vllm, not for"):
         open_engine(config)
 
 

@@ -1,1 +1,1 @@
-"""One folder per engine that a worker can run; workers/backends.py opens them."""
+"""One folder for each engine that a worker can run. workers/engines/registry.py lists them."""

@@ -57,9 +57,10 @@ from tests.support.fake_servers import (
 from tests.support.patience import PATIENCE_S
 from workers.config import WorkerConfig
 from workers.engines.attached import engine as engine_module
-from workers.engines.attached.engine import AttachedEngine, open_attached
+from workers.engines.attached.engine import AttachedEngine
 from workers.engines.attached.metrics import ServerMetrics
 from workers.engines.attached.probe import Flavour
+from workers.engines.opening import open_engine
 
 TOKENIZER: Tokenizer = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
 POLL_S = 0.02
@@ -421,7 +422,7 @@ async def test_it_is_not_waited_for_without_end(unused_tcp_port: int, monkeypatc
 def test_settings_that_cannot_be_are_refused(settings: dict[str, str], said: str) -> None:
     fields = {"engine": "attach", "attach_url": "http://h:1", "model_path": "x", **settings}
     with pytest.raises(ConfigError, match=said):
-        open_attached(msgspec.convert(fields, WorkerConfig))
+        open_engine(msgspec.convert(fields, WorkerConfig))
 
 
 async def test_what_the_server_cannot_be_is_refused_at_the_start(attach: Attach) -> None:

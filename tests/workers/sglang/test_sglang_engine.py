@@ -26,9 +26,9 @@ from protocol.messages import (
 )
 from tests.support.fake_sglang import FakeSglang
 from tests.support.patience import PATIENCE_S
-from workers.backends import open_engine
 from workers.config import WorkerConfig
 from workers.engine import Controllable
+from workers.engines.opening import open_engine
 from workers.engines.sglang.engine import SglangEngine
 from workers.engines.sglang.offers import Offers
 from workers.engines.sglang.runtime import FAKE_BOOTSTRAP_HOST, Metrics, read_metrics, signals_kept

@@ -95,9 +95,7 @@ def test_what_contradicts_the_worker_or_the_variant_is_refused_with_what_to_do(f
         read_arguments(config(flags))
 
 
-def test_adapters_and_odd_block_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no adapters"):
-        read_arguments(config(loras="poet=/x"))
+def test_block_sizes_that_are_no_powers_of_two_are_refused() -> None:
     with pytest.raises(ConfigError, match="powers of two"):
         read_arguments(config(block_size=48))
 

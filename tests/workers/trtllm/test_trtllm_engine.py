@@ -13,8 +13,8 @@ from protocol.ids import RequestId, new_worker_id
 from protocol.messages import Delta, GenerateRequest, Role, SamplingParams, StopConditions, pack_tokens
 from tests.support.fake_trtllm import FakeTrtllm
 from tests.support.patience import PATIENCE_S
-from workers.backends import open_engine
 from workers.config import WorkerConfig
+from workers.engines.opening import open_engine
 from workers.engines.trtllm.engine import TrtllmEngine
 
 Make = Callable[..., Awaitable[TrtllmEngine]]

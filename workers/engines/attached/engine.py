@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
@@ -92,23 +91,6 @@ MAX_MISSES = 3  # looks at its health in a row, until a server counts as gone
 API_KEY = "KVMESH_ATTACH_API_KEY"
 
 _DONE = b"[DONE]"
-
-
-def open_attached(config: WorkerConfig) -> "AttachedEngine":
-    """Raises ConfigError if the settings cannot be those of a server."""
-    url = urlsplit(config.attach_url)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ConfigError(
-            f"--attach-url is {config.attach_url!r}, which is no server", hint="give it as http://host:port"
-        )
-    if config.attach_kv_replay and not config.attach_kv_events:
-        raise ConfigError(
-            "--attach-kv-replay without --attach-kv-events", hint="give both, or neither: then it is asked"
-        )
-    for endpoint in (config.attach_kv_events, config.attach_kv_replay):
-        if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
-            raise ConfigError(f"KV events from {endpoint!r}", hint="give the ZMQ socket as tcp://host:port")
-    return AttachedEngine(config, api_key=os.environ.get(API_KEY, ""))
 
 
 class AttachedEngine:

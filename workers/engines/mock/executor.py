@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcache.memory import KvRegion
 from protocol.errors import EngineError
-from protocol.messages import Feature, KvLayout, Role, TokenLogprob
+from protocol.messages import KvLayout, Role, TokenLogprob
 from protocol.profile import Profile
 from protocol.timing import PolynomialTiming, ProfileTiming, Timing
 from workers.engines.mock.alarm import Alarm
@@ -19,11 +19,12 @@ from workers.engines.mock.answers import answer_token, mock_token, mock_vector
 from workers.engines.mock.pace import MockPace
 from workers.engines.mock.vocabulary import FIRST_TOKEN, Vocabulary
 from workers.engines.mock.witness import Seen, Witness
+from workers.engines.registry import ENGINES
 from workers.executor import Embedded, ModelInfo, Result, Row, Sampled
 
 __all__ = ["MockExecutor", "mock_token", "mock_vector"]
 
-FEATURES = (Feature.COMPLETIONS, Feature.LOGPROBS, Feature.EMBEDDINGS)
+FEATURES = ENGINES["mock"].features
 
 
 class MockExecutor:

@@ -44,6 +44,7 @@ from workers.config import WorkerConfig
 from workers.engine import EngineInfo, EngineLoad
 from workers.engine_cache import EngineCache
 from workers.engine_waits import Waits
+from workers.engines.registry import ENGINES
 from workers.engines.sglang.arguments import (
     EventEndpoints,
     Flags,
@@ -270,7 +271,8 @@ class SglangEngine:
                 f"SGLang keeps pages of {args.page_size} tokens, --block-size is {self._config.block_size}",
                 hint=f"set --block-size {args.page_size}: this model or attention backend wants that",
             )
-        features = (Feature.COMPLETIONS, Feature.LOGPROBS, Feature.LOGIT_BIAS)
+        without = () if self._flags.has_tokenizer else (Feature.GUIDED,)
+        features = tuple(feature for feature in ENGINES["sglang"].features if feature not in without)
         return EngineInfo(
             model=self._served_name,
             model_path=self._model_path,
@@ -280,7 +282,7 @@ class SglangEngine:
             max_num_seqs=args.max_running_requests or DEFAULT_MAX_NUM_SEQS,
             layout=NO_LAYOUT,
             transfer="" if self._config.role is Role.AGGREGATED else backend_name(self._flags.transfer),
-            features=() if manager is None else (*features, *([Feature.GUIDED] if self._flags.has_tokenizer else [])),
+            features=() if manager is None else features,
             loras=self._loras,
             serves=manager is not None,
             tells_events=manager is not None,

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvcache.memory import KvRegion
 from protocol.errors import ConfigError, EngineError
 from protocol.messages import Feature, KvLayout
+from workers.engines.registry import ENGINES
 from workers.engines.torch.batch import check_rows, plan_step, to_device
 from workers.engines.torch.cache import TORCH_DTYPES, PagedKv, allocate
 from workers.engines.torch.config import DTYPES, ModelConfig, read_config
@@ -19,13 +20,7 @@ from workers.engines.torch.weights import load_weights, random_weights
 from workers.executor import Embedded, ModelInfo, Result, Row
 from workers.guides import open_guides
 
-FEATURES = (
-    Feature.COMPLETIONS,
-    Feature.LOGPROBS,
-    Feature.LOGIT_BIAS,
-    Feature.ALLOWED_TOKENS,
-    Feature.EMBEDDINGS,
-)
+FEATURES = tuple(feature for feature in ENGINES["torch"].features if feature is not Feature.GUIDED)
 _SMALL_HIDDEN_SIZE = 1024  # below, matrices are too small to be worth sharing between threads
 
 

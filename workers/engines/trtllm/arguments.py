@@ -53,8 +53,6 @@ class Arguments:
 
 def read_arguments(config: WorkerConfig) -> Arguments:
     """Raises ConfigError for what contradicts the worker's settings."""
-    if config.loras:
-        raise ConfigError("the TensorRT-LLM engine serves no adapters", hint="leave --loras out")
     if config.block_size & (config.block_size - 1):
         raise ConfigError(f"--block-size is {config.block_size}, TensorRT-LLM takes powers of two")
     given = read_given(shlex.split(config.engine_args))

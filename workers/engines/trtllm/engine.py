@@ -36,6 +36,7 @@ from workers.config import WorkerConfig
 from workers.engine import EngineInfo, EngineLoad
 from workers.engine_cache import EngineCache
 from workers.engine_waits import Waits
+from workers.engines.registry import ENGINES
 from workers.engines.trtllm.arguments import prune, read_arguments
 from workers.engines.trtllm.events import EventReader, Stats, read_stats
 from workers.engines.trtllm.runtime import Llm, Result, Trtllm, gpu_blocks, is_healthy, launch, load_trtllm
@@ -196,7 +197,7 @@ class TrtllmEngine:
                 f"TensorRT-LLM tells of {blocks} KV blocks and a context of {llm.args.max_seq_len} tokens",
                 hint="use release 1.3 or later, and set -- --max-seq-len",
             )
-        features = (Feature.COMPLETIONS, Feature.LOGPROBS)
+        without = () if self._arguments.has_guides else (Feature.GUIDED,)
         return EngineInfo(
             model=self._served_name,
             model_path=self._model_path,
@@ -206,7 +207,7 @@ class TrtllmEngine:
             max_num_seqs=llm.args.max_batch_size or DEFAULT_MAX_NUM_SEQS,
             layout=NO_LAYOUT,
             transfer="" if self._config.role is Role.AGGREGATED else BACKEND,
-            features=(*features, Feature.GUIDED) if self._arguments.has_guides else features,
+            features=tuple(feature for feature in ENGINES["trtllm"].features if feature not in without),
             tells_events=self._arguments.tells_events,
         )
 

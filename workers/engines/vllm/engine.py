@@ -38,6 +38,7 @@ from workers.abilities import check_embedding, check_generation
 from workers.config import WorkerConfig
 from workers.engine import Caching, EngineInfo, EngineLoad
 from workers.engine_waits import Waits
+from workers.engines.registry import ENGINES
 from workers.engines.vllm.arguments import Adapter, Plan, Surroundings, parse_adapters, plan_start
 from workers.engines.vllm.driver import Driver, Facts, LoadedAdapter, open_driver
 from workers.engines.vllm.events import EventFeed, RankCache
@@ -62,14 +63,6 @@ from workers.ports import free_ports
 log = logging.getLogger(__name__)
 
 OpenDriver = Callable[[Sequence[str], Mapping[str, str]], Driver]
-
-_GENERATES = (
-    Feature.COMPLETIONS,
-    Feature.LOGPROBS,
-    Feature.LOGIT_BIAS,
-    Feature.ALLOWED_TOKENS,
-    Feature.GUIDED,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,9 +451,13 @@ class VllmEngine:
 
 def _features(facts: Facts) -> tuple[Feature, ...]:
     """Where vLLM guesses tokens, it takes no logit bias."""
-    generates = _GENERATES if "generate" in facts.tasks else ()
-    features = [feature for feature in generates if not (facts.guesses and feature is Feature.LOGIT_BIAS)]
-    return (*features, Feature.EMBEDDINGS) if "embed" in facts.tasks else tuple(features)
+
+    def is_there(feature: Feature) -> bool:
+        if feature is Feature.EMBEDDINGS:
+            return "embed" in facts.tasks
+        return "generate" in facts.tasks and not (facts.guesses and feature is Feature.LOGIT_BIAS)
+
+    return tuple(feature for feature in ENGINES["vllm"].features if is_there(feature))
 
 
 def _read_adapter(name: str, path: str) -> Adapter:

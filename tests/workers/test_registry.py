@@ -1,0 +1,55 @@
+"""The registry of engines: what it says of each is true, and its readers need no other list."""
+
+from importlib import import_module
+
+import msgspec
+import pytest
+
+from protocol.errors import ConfigError
+from protocol.messages import Role
+from workers.config import WorkerConfig
+from workers.engines.opening import check_settings
+from workers.engines.registry import ENGINES, OPTIONAL, STARTED, EngineKind, takers
+
+
+@pytest.mark.parametrize("kind", ENGINES.values(), ids=ENGINES)
+def test_every_engine_has_a_folder_with_an_opener(kind: EngineKind) -> None:
+    assert callable(import_module(kind.opening).open_engine)
+
+
+def test_optional_settings_are_settings_of_a_worker() -> None:
+    assert set(OPTIONAL) <= set(WorkerConfig.__struct_fields__)
+    assert all(kind.takes <= set(OPTIONAL) for kind in ENGINES.values())
+    assert all(takers(setting) for setting in OPTIONAL)
+
+
+def test_settings_take_the_registered_engines_and_no_others() -> None:
+    for name in ENGINES:
+        assert msgspec.convert({"model_path": "m", "engine": name}, WorkerConfig).engine == name
+    with pytest.raises(msgspec.ValidationError, match="engine"):
+        msgspec.convert({"model_path": "m", "engine": "abacus"}, WorkerConfig)
+
+
+def test_an_attached_server_is_the_only_engine_that_runs_already() -> None:
+    assert set(ENGINES) - set(STARTED) == {"attach"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("dp_size", 2), ("count", 2), ("loras", "poet=/x"), ("kv_connector", "nixl"), ("engine_args", "--seed 1")],
+)
+def test_a_setting_is_refused_by_engines_that_do_not_read_it(setting: str, value: object) -> None:
+    flag = "--" + setting.replace("_", "-")
+    for name, kind in ENGINES.items():
+        settings = msgspec.convert({"model_path": "m", "engine": name, setting: value}, WorkerConfig)
+        if setting in kind.takes:
+            check_settings(settings, kind)
+            continue
+        with pytest.raises(ConfigError, match=f"{flag} is for {takers(setting)}, not for --engine {name}; "):
+            check_settings(settings, kind)
+
+
+def test_a_role_that_the_engine_lacks_is_refused() -> None:
+    kind = EngineKind(name="one", title="one", summary="", features=(), roles=(Role.AGGREGATED,))
+    with pytest.raises(ConfigError, match="--engine one has no role prefill; set --role aggregated"):
+        check_settings(WorkerConfig(model_path="m", role=Role.PREFILL), kind)

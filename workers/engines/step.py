@@ -1,0 +1,30 @@
+"""Open the step engine that torch and mock share: their executors are all that differs."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvcache.transfer.backend import choose_backend, open_backend
+from workers.config import WorkerConfig
+from workers.engine import Engine
+from workers.executor import Executor
+from workers.names import served_name
+from workers.ranks import RankedEngine
+from workers.step_engine import StepEngine, StepEngineConfig
+
+
+def open_step_engine(config: WorkerConfig, open_executor: Callable[[], Executor]) -> Engine:
+    """Return a step engine, or one for each data-parallel rank. Each gets an executor of its own."""
+    step_config = StepEngineConfig(
+        model=served_name(config),
+        model_path=str(Path(config.model_path).resolve()),
+        num_blocks=config.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_step_tokens,
+        offer_lease_s=config.offer_lease_s,
+        pull_timeout_s=config.pull_timeout_s,
+    )
+
+    def open_rank() -> StepEngine:
+        return StepEngine(open_executor(), open_backend(choose_backend(config.kv_transfer)), step_config)
+
+    return open_rank() if config.dp_size == 1 else RankedEngine([open_rank() for _ in range(config.dp_size)])
