@@ -21,6 +21,7 @@ IN_THE_IMAGE = {kind.name for kind in ENGINES.values() if kind.is_bundled}
 # While the worker's card lies in the discovery folder and its lease is renewed (every 1.7 s).
 HAS_JOINED = 'find /run/kvmesh/discovery -name "workers%2F$POD_NAME-*" -mmin -0.1 | grep -q .'
 PLANNER_FOLDER = "/etc/kvmesh-planner"
+MAX_VLLM_RANKS = 64  # of `kvmesh worker --dp-size`
 
 
 class Deployment(Struct, frozen=True, kw_only=True):
@@ -61,12 +62,12 @@ def warnings_of(deployment: Deployment) -> list[Reason]:
         )
     for role in ("prefill", "decode"):
         profile = deployment.profile(role)
-        if parse_mapping(profile.mapping).kind == Kind.DEP and profile.engine == "vllm":
+        if profile.engine == "vllm" and parse_mapping(profile.mapping).ranks > MAX_VLLM_RANKS:
             found.append(
                 Reason(
                     code="dep",
-                    text=f"{profile.mapping}: `kvmesh worker --engine vllm` has one data-parallel rank; start the "
-                    f"{role} servers yourself and attach them, docs/attach.md",
+                    text=f"{profile.mapping}: `kvmesh worker --engine vllm` has at most {MAX_VLLM_RANKS} data-parallel "
+                    f"ranks; start the {role} servers yourself and attach them, docs/attach.md",
                 )
             )
         if profile.provider != "measured":
@@ -86,6 +87,9 @@ def worker_flags(deployment: Deployment, role: str) -> list[str]:
     flags = ["--role", role, "--engine", deployment.engine(role), "--model-path", deployment.model_path]
     flags += ["--model", profile.model, "--host", "0.0.0.0", "--metrics-port", "9100", "--discovery", DISCOVERY]
     flags += ["--log-format", "json"]
+    ranks = parse_mapping(profile.mapping).ranks
+    if profile.engine == "vllm" and ranks > 1:
+        flags += ["--dp-size", str(ranks)]  # the worker tells vLLM: it has to know the ranks too
     if engine_args := engine_flags(profile, deployment.option.batch if role == "decode" else 0):
         flags.append(f"--engine-args={' '.join(engine_args)}")
     elif profile.engine in IN_THE_IMAGE:
@@ -94,20 +98,27 @@ def worker_flags(deployment: Deployment, role: str) -> list[str]:
 
 
 def engine_flags(profile: Profile, batch: int) -> list[str]:
-    """The engine's own words for a mapping. `batch`: sequences at once; 0: as the engine likes."""
+    """Return a mapping in the engine's own words. `batch`: sequences at once; 0: the engine decides.
+
+    vLLM and TensorRT-LLM count the sequences of one data-parallel rank, SGLang those of all ranks.
+    """
     mapping = parse_mapping(profile.mapping)
+    gpus, of_a_rank = str(mapping.gpus), str(-(-batch // mapping.ranks))
+    has_experts_apart, has_ranks = mapping.kind != Kind.TP, mapping.kind == Kind.DEP
     match profile.engine:
         case "vllm":
-            size = "--data-parallel-size" if mapping.kind == Kind.DEP else "--tensor-parallel-size"
-            flags = [size, str(mapping.gpus)] + (["--enable-expert-parallel"] if mapping.kind != Kind.TP else [])
-            return flags + (["--max-num-seqs", str(batch)] if batch else [])
+            flags = ["--tensor-parallel-size", "1" if has_ranks else gpus]
+            flags += ["--enable-expert-parallel"] if has_experts_apart else []
+            return flags + (["--max-num-seqs", of_a_rank] if batch else [])
         case "sglang":
-            flags = ["--tp-size", str(mapping.gpus)]
-            flags += ["--ep-size", str(mapping.gpus)] if mapping.kind != Kind.TP else []
-            flags += ["--dp-size", str(mapping.gpus), "--enable-dp-attention"] if mapping.kind == Kind.DEP else []
+            flags = ["--tp-size", gpus] + (["--ep-size", gpus] if has_experts_apart else [])
+            flags += ["--dp-size", gpus, "--enable-dp-attention"] if has_ranks else []
             return flags + (["--max-running-requests", str(batch)] if batch else [])
         case "trtllm":
-            return ["--tp_size", str(mapping.gpus)] + (["--max_batch_size", str(batch)] if batch else [])
+            flags = ["--tensor-parallel-size", gpus]
+            flags += ["--moe-expert-parallel-size", gpus] if has_experts_apart else []
+            flags += ["--enable-attention-dp", "true"] if has_ranks else []
+            return flags + (["--max-batch-size", of_a_rank] if batch else [])
     return []
 
 

@@ -21,6 +21,7 @@ def config(flags: str = "", **fields: object) -> WorkerConfig:
         ("--max-batch-size=64", {"max_batch_size": 64}),
         ("--enable-attention-dp", {"enable_attention_dp": True}),
         ("--no-enable-chunked-prefill --dtype auto", {"enable_chunked_prefill": False, "dtype": "auto"}),
+        ("--tp_size 4 --ep-size=2", {"tensor_parallel_size": 4, "moe_expert_parallel_size": 2}),
         ("--enable-attention-dp False", {"enable_attention_dp": False}),
         ("--kv-cache-config.free-gpu-memory-fraction 0.8", {"kv_cache_config": {"free_gpu_memory_fraction": 0.8}}),
         ('--speculative-config {"decoding_type":"MTP"}', {"speculative_config": {"decoding_type": "MTP"}}),

@@ -32,6 +32,13 @@ _SINGLE_GPU_ONLY = (  # AutoDeploy shards by world_size alone
     "moe_expert_parallel_size",
     "enable_attention_dp",
 )
+_SHORT_NAMES = {  # of TensorRT-LLM's own server command; its LLM class would not know them
+    "tp_size": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "cp_size": "context_parallel_size",
+    "ep_size": "moe_expert_parallel_size",
+    "cluster_size": "moe_cluster_parallel_size",
+}
 _IGNORED_BY_AUTODEPLOY = frozenset({"build_config", "scheduler_config", "cp_config", "gpus_per_node"})
 
 
@@ -100,7 +107,8 @@ def read_given(parts: Sequence[str]) -> dict[str, Any]:
             value = _value(rest.pop(0))
         elif name.startswith("--no-"):
             name, value = f"--{name[5:]}", False
-        _put(given, name[2:].replace("-", "_").split("."), value)
+        key = name[2:].replace("-", "_")
+        _put(given, _SHORT_NAMES.get(key, key).split("."), value)
     return given
 
 
