@@ -1,22 +1,23 @@
-"""Expected failures. The code travels on the wire and comes back as the same class on the other side."""
+"""Define the expected failures. Each crosses the wire whole, and is the same class on the other side."""
 
 import math
-import re
-from typing import Self
 
 
 class MeshError(Exception):
-    """An expected failure. `code` travels on the wire; `hint` says what to do next."""
+    """An expected failure. Its text is the message, then the hint, then when to retry."""
 
-    code = "internal"
+    code = "internal"  # names the class on the wire
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(f"{message}; {hint}" if hint else message)
-
-    @classmethod
-    def from_detail(cls, detail: str) -> Self:
-        """The error whose text a peer sent."""
-        return cls(detail)
+    def __init__(
+        self, message: str, *, hint: str = "", param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        """`hint` says what to do next, `param` names the field of the request that is wrong."""
+        self.message = message
+        self.hint = hint
+        self.param = param
+        self.retry_after_s = None if retry_after_s is None else max(1, math.ceil(retry_after_s))
+        retry = "" if self.retry_after_s is None else f"retry after {self.retry_after_s} s"
+        super().__init__("; ".join(part for part in (message, hint, retry) if part))
 
 
 class ConfigError(MeshError):
@@ -24,19 +25,15 @@ class ConfigError(MeshError):
 
 
 class WireError(MeshError):
-    """What came from the network cannot be read, or is larger than agreed."""
+    """Data from the network cannot be read, or is larger than agreed."""
 
     code = "wire"
 
 
 class InvalidRequestError(MeshError):
-    """The caller asked for something that cannot be done. `param` names the offending field."""
+    """The caller asked for something that cannot be done."""
 
     code = "invalid_request"
-
-    def __init__(self, message: str, *, hint: str = "", param: str | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.param = param
 
 
 class ContextLengthError(InvalidRequestError):
@@ -49,25 +46,10 @@ class NoWorkerError(MeshError):
     code = "no_worker"
 
 
-_RETRY_AFTER = re.compile(r"; retry after (\d{1,5}) s$")
-
-
 class OverloadedError(MeshError):
-    """Refused early because queues are full; the caller may retry later: after `retry_after_s` if that is known."""
+    """The work was refused early because queues are full. The caller may retry later."""
 
     code = "overloaded"
-
-    def __init__(self, message: str, *, hint: str = "", retry_after_s: float | None = None) -> None:
-        self.retry_after_s = None if retry_after_s is None else max(1, math.ceil(retry_after_s))
-        told = "" if self.retry_after_s is None else f"retry after {self.retry_after_s} s"
-        super().__init__(message, hint="; ".join(part for part in (hint, told) if part))
-
-    @classmethod
-    def from_detail(cls, detail: str) -> Self:
-        """An error crosses the wire as its code and its text, so the time is read from there."""
-        if (told := _RETRY_AFTER.search(detail)) is None:
-            return cls(detail)
-        return cls(detail[: told.start()], retry_after_s=int(told[1]))
 
 
 class DeadlineExceededError(MeshError):
@@ -126,6 +108,6 @@ def _subclasses(cls: type[MeshError]) -> dict[str, type[MeshError]]:
 _BY_CODE = _subclasses(MeshError)
 
 
-def from_wire(code: str, detail: str) -> MeshError:
-    """Rebuild the error that a peer reported; an unknown code becomes a plain MeshError."""
-    return _BY_CODE.get(code, MeshError).from_detail(detail)
+def error_class(code: str) -> type[MeshError]:
+    """Return the class that has this code; MeshError for the code of a newer version."""
+    return _BY_CODE.get(code, MeshError)

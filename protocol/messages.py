@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import WireError
+from protocol.errors import MeshError, WireError, error_class
 from protocol.hashing import token_bytes
 from protocol.ids import RequestId, WorkerId
 
@@ -31,6 +31,40 @@ class FinishReason(StrEnum):
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of all messages: msgpack maps, unknown keys are ignored, so that versions can be mixed."""
+
+
+class Failure(Message, frozen=True):
+    """A MeshError on the wire."""
+
+    code: str
+    message: str
+    hint: str = ""
+    param: str | None = None
+    retry_after_s: int | None = None
+
+
+MAX_ERROR_CHARS = 16 << 10  # of a message or a hint: a peer's error goes into logs and to clients
+MAX_PARAM_CHARS = 256
+MAX_RETRY_AFTER_S = 86_400
+
+
+def failure_of(error: MeshError) -> Failure:
+    return Failure(
+        code=error.code, message=error.message, hint=error.hint, param=error.param, retry_after_s=error.retry_after_s
+    )
+
+
+def error_of(failure: Failure) -> MeshError:
+    """Rebuild the error that a peer reported. Texts are cut to a limit, a senseless time to retry is left out."""
+    retry_after_s = failure.retry_after_s
+    if retry_after_s is not None and not 0 < retry_after_s <= MAX_RETRY_AFTER_S:
+        retry_after_s = None
+    return error_class(failure.code)(
+        failure.message[:MAX_ERROR_CHARS],
+        hint=failure.hint[:MAX_ERROR_CHARS],
+        param=None if failure.param is None else failure.param[:MAX_PARAM_CHARS],
+        retry_after_s=retry_after_s,
+    )
 
 
 class SamplingParams(Message, frozen=True):

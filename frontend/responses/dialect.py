@@ -238,7 +238,6 @@ class ResponsesWriter:
         return self._send([ResponseCompleted(response=response) if is_whole else ResponseIncomplete(response=response)])
 
     def error(self, error: MeshError, request_id: str) -> bytes:
-        param = error.param if isinstance(error, InvalidRequestError) else None
-        told = ErrorEvent(code=http_failure(error.code).code, message=str(error), param=param)
+        told = ErrorEvent(code=http_failure(error.code).code, message=str(error), param=error.param)
         rest = [] if self._open is None else [self._open.item("incomplete")]
         return self._send([told, ResponseFailed(response=failed(self._job, [*self._done, *rest], error))])

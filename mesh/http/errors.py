@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import InvalidRequestError, MeshError, OverloadedError
+from protocol.errors import InvalidRequestError, MeshError
 
 
 class BodyTooLargeError(InvalidRequestError):
@@ -78,9 +78,8 @@ def http_failure(code: str) -> HttpFailure:
 
 
 def retry_after_s(error: MeshError) -> int | None:
-    """When to come back, in whole seconds: what the error says, else what is usual for its kind; None: do not."""
-    told = error.retry_after_s if isinstance(error, OverloadedError) else None
-    return http_failure(error.code).retry_after_s if told is None else told
+    """Return when to retry: as the error says, else as is usual for its kind. None: do not retry."""
+    return http_failure(error.code).retry_after_s if error.retry_after_s is None else error.retry_after_s
 
 
 def error_body(error: MeshError) -> bytes:
@@ -89,7 +88,7 @@ def error_body(error: MeshError) -> bytes:
     content: dict[str, Any] = {
         "message": str(error),
         "type": failure.type,
-        "param": error.param if isinstance(error, InvalidRequestError) else None,
+        "param": error.param,
         "code": failure.code,
     }
     return msgspec.json.encode({"error": content})

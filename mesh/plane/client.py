@@ -18,9 +18,8 @@ from protocol.errors import (
     PeerLostError,
     UnreachableError,
     WireError,
-    from_wire,
 )
-from protocol.messages import decode, decoder, encode, unreadable
+from protocol.messages import decode, decoder, encode, error_of, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -393,8 +392,7 @@ class _ClientLink(Link):
 
     def on_frame(self, frame: Frame) -> None:
         if not isinstance(frame, Batch):
-            self.abort(f"a server does not send {type(frame).__name__}")
-            return
+            raise WireError(f"a server does not send {type(frame).__name__}")
         find = self._streams.get
         for number, message in frame.messages:  # a token each, nearly all: no call here that can be done without
             if (stream := find(number)) is None:
@@ -407,9 +405,9 @@ class _ClientLink(Link):
                     stream.on_taken_enough()
             except Exception as error:  # it is the waiting caller's business, not the connection's
                 stream.on_taken_enough(error)
-        for number, code, detail in frame.ends:
+        for number, failure in frame.ends:
             if (stream := self._streams.pop(number, None)) is not None:
-                stream.on_end(from_wire(code, detail) if code else None)
+                stream.on_end(None if failure is None else error_of(failure))
 
     def on_lost(self, reason: str) -> None:
         streams, self._streams = self._streams, {}

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import msgspec
 
 from protocol.errors import WireError
+from protocol.messages import Failure
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -43,10 +44,10 @@ class Credit(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Messages in order, then ends. `ends`: (stream, error code or "", detail)."""
+    """Messages of streams in their order, then the streams that have ended and what each failed with."""
 
     messages: list[tuple[int, msgspec.Raw]]
-    ends: list[tuple[int, str, str]]
+    ends: list[tuple[int, Failure | None]]
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=5):

@@ -10,7 +10,8 @@ from typing import cast
 import msgspec
 
 from mesh.plane.frames import MAX_FRAME_BYTES, Batch, Frame, FrameReader, Ping, Pong, encode_frame
-from protocol.errors import WireError
+from protocol.errors import MeshError, WireError
+from protocol.messages import failure_of
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Link(asyncio.Protocol, ABC):
 
     @abstractmethod
     def on_frame(self, frame: Frame) -> None:
-        """A frame has come; pings are answered already."""
+        """Handle a frame that is neither Ping nor Pong. Raises WireError: the link hangs up then."""
 
     @abstractmethod
     def on_lost(self, reason: str) -> None:
@@ -107,8 +108,8 @@ class Link(asyncio.Protocol, ABC):
         self._batch.messages.append((stream, msgspec.Raw(message)))
         self._plan_flush()
 
-    def add_end(self, stream: int, code: str, detail: str) -> None:
-        self._batch.ends.append((stream, code, detail))
+    def add_end(self, stream: int, failure: MeshError | None) -> None:
+        self._batch.ends.append((stream, None if failure is None else failure_of(failure)))
         self._plan_flush()
 
     def _plan_flush(self) -> None:

@@ -86,7 +86,7 @@ Handler = Callable[[Call], Awaitable[None]]
 
 
 class PlaneServer:
-    """Listens on one port. Errors of handlers travel to the caller as their code and text."""
+    """Listens on one port. An error of a handler is raised at its caller."""
 
     def __init__(self, handlers: Mapping[str, Handler], *, max_calls: int = 4096, always: Collection[str] = ()) -> None:
         """`always`: methods that free what calls hold; they are answered also when draining or full."""
@@ -154,10 +154,13 @@ class _ServerLink(Link):
         match frame:
             case Hello():
                 if frame.version != PROTOCOL_VERSION:
-                    self.abort(f"peer speaks version {frame.version}, this is {PROTOCOL_VERSION}")
+                    raise WireError(
+                        f"the peer speaks version {frame.version} of the request plane, not {PROTOCOL_VERSION}",
+                        hint="run one version everywhere",
+                    )
                 self._greeted = True
             case _ if not self._greeted:
-                self.abort("the peer did not say hello")
+                raise WireError("the peer did not say hello")
             case Open():
                 self._open(frame)
             case Cancel():
@@ -167,12 +170,11 @@ class _ServerLink(Link):
                 if known := self._calls.get(frame.stream):
                     known[0].grant(frame.messages)
             case _:
-                self.abort(f"a caller does not send {type(frame).__name__}")
+                raise WireError(f"a caller does not send {type(frame).__name__}")
 
     def _open(self, frame: Open) -> None:
         if frame.stream in self._calls:
-            self.abort(f"stream {frame.stream} is open already")
-            return
+            raise WireError(f"stream {frame.stream} is open already")
         if (refusal := self._refuse(frame)) is not None:
             self._end(frame.stream, refusal)
             return
@@ -220,5 +222,4 @@ class _ServerLink(Link):
 
     def _end(self, stream: int, failure: MeshError | None) -> None:
         if not self.closed.is_set():
-            code, detail = (failure.code, str(failure)) if failure else ("", "")
-            self.add_end(stream, code, detail)
+            self.add_end(stream, failure)

@@ -44,7 +44,7 @@ def whole_mesh(folder: Path, model_path: Path, context_tokens: int) -> Iterator[
     async def run() -> None:
         place = f"file:{folder}"
         async with (
-            _frontend(place) as found,
+            running_frontend(place) as found,
             _worker(PREFILL_WORKER, Role.PREFILL, place, model_path, context_tokens),
             _worker(WORKER, Role.AGGREGATED, place, model_path, context_tokens),
         ):
@@ -71,8 +71,8 @@ def whole_mesh(folder: Path, model_path: Path, context_tokens: int) -> Iterator[
 
 
 @asynccontextmanager
-async def _frontend(place: str) -> AsyncIterator[str]:
-    """Its URL."""
+async def running_frontend(place: str) -> AsyncIterator[str]:
+    """Run a frontend with its router in this event loop; yield its URL."""
     stop, discovery = asyncio.Event(), open_discovery(place)
     settings = FrontendConfig(port=0, discovery=place, drain_timeout_s=0)
     running = asyncio.create_task(serve(settings, RouterConfig(), stop))

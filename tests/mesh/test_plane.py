@@ -28,7 +28,10 @@ from protocol.errors import (
     PeerLostError,
     WireError,
 )
+from protocol.messages import Failure
 from tests.support.patience import PATIENCE_S
+
+FULL = OverloadedError("full", hint="add workers", param="model", retry_after_s=7)
 
 
 class Service:
@@ -40,7 +43,14 @@ class Service:
         self.cancelled = asyncio.Event()
         self.go_on = asyncio.Event()
         self.server = PlaneServer(
-            {"count": self.count, "forever": self.forever, "fail": self.fail, "bug": self.bug, "hold": self.hold}
+            {
+                "count": self.count,
+                "forever": self.forever,
+                "fail": self.fail,
+                "full": self.full,
+                "bug": self.bug,
+                "hold": self.hold,
+            }
         )
 
     async def count(self, call: Call) -> None:
@@ -63,6 +73,9 @@ class Service:
 
     async def fail(self, call: Call) -> None:
         raise NoWorkerError("no worker is ready")
+
+    async def full(self, call: Call) -> None:
+        raise FULL
 
     async def bug(self, call: Call) -> None:
         raise ZeroDivisionError
@@ -230,6 +243,9 @@ async def test_an_answer_too_large_for_a_frame_is_an_error_and_not_a_hang(
 async def test_errors_arrive_as_what_they_are(service: Service, client: PlaneClient) -> None:
     with pytest.raises(NoWorkerError, match="no worker is ready"):
         await client.ask(service.server.address, "fail", None, int, 5)
+    with pytest.raises(OverloadedError) as full:
+        await client.ask(service.server.address, "full", None, int, 5)
+    assert vars(full.value) == vars(FULL)
     with pytest.raises(MeshError, match="ZeroDivisionError in bug, see the log"):
         await client.ask(service.server.address, "bug", None, int, 5)
     with pytest.raises(InvalidRequestError, match="no method 'nonsense'"):
@@ -590,7 +606,8 @@ async def test_a_peer_that_sends_beyond_its_credit_is_hung_up_on(client: PlaneCl
             emptying.cancel()
 
 
-FRAMES = [Hello(), Credit(3, 8), Batch([(1, msgspec.Raw(b"\x05"))], [(1, "", "")]), Ping()]
+ENDS = [(1, None), (2, Failure(code="c", message="m"))]
+FRAMES = [Hello(), Credit(3, 8), Batch([(1, msgspec.Raw(b"\x05"))], ENDS), Ping()]
 
 
 @given(st.lists(st.sampled_from(FRAMES), max_size=6), st.data())

@@ -4,15 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import (
-    ConfigError,
-    InvalidRequestError,
-    MeshError,
-    NoWorkerError,
-    OverloadedError,
-    WireError,
-    from_wire,
-)
+from protocol.errors import WireError
 from protocol.hashing import block_hashes, extend_chain, hash_seed, sequence_hashes
 from protocol.messages import Delta, GenerateRequest, decode, encode, pack_tokens, unpack_tokens
 
@@ -193,20 +185,3 @@ def test_unreadable_messages_are_one_kind_of_error() -> None:
 def test_unknown_fields_are_ignored_so_that_versions_can_be_mixed() -> None:
     assert decode(encode({"request_id": "r", "model": "m", "prompt": b"", "new": 1}), GenerateRequest).model == "m"
     assert decode(encode([[1], None, None, 5, None, None, None, "new"]), Delta).cached_tokens == 5
-
-
-def test_an_error_is_the_same_class_on_the_other_side() -> None:
-    for error in (NoWorkerError("a"), ConfigError("b"), InvalidRequestError("c", param="x")):
-        back = from_wire(error.code, str(error))
-        assert (type(back), str(back)) == (type(error), str(error))
-    assert type(from_wire("of-a-newer-version", "d")) is MeshError
-
-
-def test_when_to_come_back_crosses_the_wire_within_the_text() -> None:
-    error = OverloadedError("full", hint="add workers", retry_after_s=2.1)
-    back = from_wire(error.code, str(error))
-    assert str(back) == str(error) == "full; add workers; retry after 3 s"
-    assert isinstance(back, OverloadedError) and back.retry_after_s == error.retry_after_s == 3
-    for detail in ("full", "retry after 9 s is what it said", "x; retry after 123456 s", "x; retry after -1 s"):
-        back = from_wire("overloaded", detail)
-        assert isinstance(back, OverloadedError) and (str(back), back.retry_after_s) == (detail, None)
