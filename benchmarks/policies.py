@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from planner.budget import Counts, Limits, limits_of, published_budget, within_budget
+from planner.budget import Counts, ScalingLimits, limits_of, published_budget, within_budget
 from planner.core import PlannerCore, known
 from planner.forecast import CannotForecastError, Forecaster
-from planner.model import Action, Decision, Observation, PlannerConfig, Traffic, WorkerLoad
+from planner.model import Action, Observation, PlannerConfig, ScalingDecision, Traffic, WorkerLoad
 from planner.reference import reference_sizing
 from planner.sizing import Demand, Slo, decode_need, prefill_need, prefill_time_s
 from protocol.profile import Profile
@@ -16,7 +16,7 @@ from simulator import SimRequest
 SLOT_S = 60.0  # the clairvoyant looks at the future in such pieces
 SENSITIVITY = 0.8  # the reference's, to take one away
 
-Decide = Callable[[Observation], Decision]
+Decide = Callable[[Observation], ScalingDecision]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Setting:
         return Slo(self.config.ttft_slo_s, self.config.itl_slo_s)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ScalingLimits:
         return limits_of(self.config, self.prefill.gpus, self.decode.gpus)
 
     def sized(self, demand: Demand) -> Counts:
@@ -85,7 +85,7 @@ def clairvoyant(setting: Setting, slots: Sequence[Slot]) -> Decide:
     """In every slot as many as it takes, ordered so early that they are ready when it begins, gone when it ends."""
     needs = [setting.sized(slot.demand) for slot in slots]
 
-    def decide(seen: Observation) -> Decision:
+    def decide(seen: Observation) -> ScalingDecision:
         now = min(len(needs) - 1, int(seen.at_s / SLOT_S))
         soon = min(
             len(needs) - 1, int((seen.at_s + setting.config.start_s + setting.config.reactive_interval_s) / SLOT_S)
@@ -134,7 +134,7 @@ class ReferencePlanner:
         self._next_slow_s = setting.config.predictive_interval_s
         self._requests = self._seconds = 0.0
 
-    def decide(self, seen: Observation) -> Decision:
+    def decide(self, seen: Observation) -> ScalingDecision:
         if self._target is None:
             self._target = Counts(seen.prefill.ordered, seen.decode.ordered)
         self._hear(seen)
@@ -213,9 +213,9 @@ def _is_settled(ready: int, moving: int, expected: int) -> bool:
     return not moving and ready == expected
 
 
-def _decision(seen: Observation, counts: Counts) -> Decision:
+def _decision(seen: Observation, counts: Counts) -> ScalingDecision:
     ordered = Counts(seen.prefill.ordered, seen.decode.ordered)
-    return Decision(
+    return ScalingDecision(
         at_s=seen.at_s,
         loop="none",
         action=Action.HOLD if counts == ordered else Action.SCALE,

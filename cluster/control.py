@@ -17,7 +17,7 @@ from aiohttp import web
 from cluster.crew import Crew
 from mesh.http.errors import error_body, http_failure
 from planner.config import CONTROL_FILE
-from planner.connectors.local_api import MAX_BODY_BYTES, FlipRequest, Members, ScaleRequest
+from planner.connectors.local_api import MAX_BODY_BYTES, FlipRequest, ScaleRequest, WorkersReport
 from protocol.errors import InvalidRequestError, MeshError
 from protocol.messages import Role
 
@@ -71,7 +71,7 @@ def application(crew: Crew) -> web.Application:
     app = web.Application(client_max_size=MAX_BODY_BYTES)
 
     async def workers(request: web.Request) -> object:
-        return Members(workers=tuple(crew.reports()), failures=tuple(crew.failures))
+        return WorkersReport(workers=tuple(crew.reports()), failures=tuple(crew.failures))
 
     async def scale(request: web.Request) -> object:
         asked = await read(request, ScaleRequest)

@@ -1,1 +1,5 @@
-"""How many workers of which role: not built yet. docs/architecture.md, "Tree", says what belongs here."""
+"""Decide how many workers of each role there are, and have a connector start and stop them.
+
+`core.py` decides (pure), `service.py` observes and applies, `connectors/` has one module per way to run workers.
+docs/planner.md describes the computation, docs/planner-operations.md how to run it.
+"""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planner.model import Fleet, PlannerConfig, Reason
+from planner.model import PlannerConfig, Reason
 from protocol.errors import ConfigError
 
 
@@ -13,7 +13,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ScalingLimits:
     """`prefill_gpus`, `decode_gpus`: of one worker, at least 1 (one without a GPU counts as one)."""
 
     prefill_gpus: int
@@ -32,9 +32,9 @@ class Limits:
         return counts.prefill * self.prefill_gpus + counts.decode * self.decode_gpus
 
 
-def limits_of(config: PlannerConfig, prefill_gpus: int, decode_gpus: int) -> Limits:
+def limits_of(config: PlannerConfig, prefill_gpus: int, decode_gpus: int) -> ScalingLimits:
     """Raises ConfigError if the minima alone need more than the budget."""
-    limits = Limits(
+    limits = ScalingLimits(
         prefill_gpus=max(1, prefill_gpus),
         decode_gpus=max(1, decode_gpus),
         max_gpus=config.max_gpus,
@@ -53,7 +53,7 @@ def limits_of(config: PlannerConfig, prefill_gpus: int, decode_gpus: int) -> Lim
     return limits
 
 
-def published_budget(wanted: Counts, limits: Limits) -> Counts:
+def published_budget(wanted: Counts, limits: ScalingLimits) -> Counts:
     """The reference's rule: shrink prefill in proportion, decode gets what is left. (0, 0) if the minima do not fit."""
     if limits.gpus(wanted) <= limits.max_gpus:
         return wanted
@@ -65,7 +65,7 @@ def published_budget(wanted: Counts, limits: Limits) -> Counts:
     return Counts(prefill, (limits.max_gpus - prefill * limits.prefill_gpus) // limits.decode_gpus)
 
 
-def within_budget(wanted: Counts, limits: Limits) -> Counts:
+def within_budget(wanted: Counts, limits: ScalingLimits) -> Counts:
     """At least the minima; if the budget is short, the split that covers most of what both roles want.
 
     Covered is the smaller of the two shares ordered / wanted: requests need both. So the wanted ratio is kept as
@@ -85,7 +85,9 @@ def within_budget(wanted: Counts, limits: Limits) -> Counts:
     return best
 
 
-def clamp(wanted: Counts, current: Counts, draining: Counts, limits: Limits) -> tuple[Counts, tuple[Reason, ...]]:
+def clamp(
+    wanted: Counts, current: Counts, draining: Counts, limits: ScalingLimits
+) -> tuple[Counts, tuple[Reason, ...]]:
     """What to order now, coming from `current` (ready and starting), and which limits held it back.
 
     Workers that drain still hold their GPUs: nothing is ordered in their place before they are gone.
@@ -115,15 +117,11 @@ def clamp(wanted: Counts, current: Counts, draining: Counts, limits: Limits) -> 
     return fitted, tuple(reasons)
 
 
-def draining_of(prefill: Fleet, decode: Fleet) -> Counts:
-    return Counts(prefill.draining, decode.draining)
-
-
-def _step(current: int, goal: int, limits: Limits) -> int:
+def _step(current: int, goal: int, limits: ScalingLimits) -> int:
     return min(max(goal, current - limits.max_step_down), current + limits.max_step_up)
 
 
-def _fit(wanted: Counts, current: Counts, draining: Counts, limits: Limits) -> Counts:
+def _fit(wanted: Counts, current: Counts, draining: Counts, limits: ScalingLimits) -> Counts:
     """First nothing more is ordered; if what there is exceeds the budget by itself, that shrinks at once."""
     prefill, decode = wanted.prefill, wanted.decode
     busy = limits.gpus(draining)

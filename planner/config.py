@@ -45,7 +45,7 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     mock_kv_tokens: Annotated[int, Meta(ge=1, description="profile mock: KV tokens of a worker")] = 32768
     mock_num_seqs: Annotated[int, Meta(ge=1, description="profile mock: --max-num-seqs of the workers")] = 32
     mock_step_tokens: Annotated[int, Meta(ge=1, description="profile mock: --max-step-tokens of the workers")] = 512
-    local_control: Annotated[str, Meta(description=f"local: unix:<run directory>/{CONTROL_FILE} of `kvmesh up`")] = ""
+    local_control: Annotated[str, Meta(description=f"local: unix:<run directory>/control/{CONTROL_FILE}")] = ""
     compose_command: Annotated[str, Meta(description="compose: the command, as for a shell")] = "docker compose"
     compose_files: Annotated[tuple[str, ...], Meta(description="compose: files (-f)")] = ()
     compose_project: Annotated[str, Meta(description="compose: project (-p); default: that of its folder")] = ""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from planner.aggregated import aggregated_need, both_halves
-from planner.budget import Counts, Limits, clamp, limits_of
+from planner.budget import Counts, ScalingLimits, clamp, limits_of
 from planner.correction import Corrections, corrected, corrected_aggregated
 from planner.forecast import Forecast, Forecaster, Remembered
-from planner.model import Action, Decision, Flip, Observation, PlannerConfig, Reason, Traffic
+from planner.model import Action, Flip, Observation, PlannerConfig, Reason, ScalingDecision, Traffic
 from planner.reactive import (
     NO_PRESSURE,
     Pressure,
@@ -125,7 +125,7 @@ class PlannerCore:
         self._next_fast_s = -math.inf
         self._calm_since: dict[str, float] = {}
 
-    def decide(self, seen: Observation) -> Decision:
+    def decide(self, seen: Observation) -> ScalingDecision:
         if self._target is None:  # a new planner takes the fleet as it is
             self._target = Counts(seen.prefill.ordered, seen.decode.ordered)
             self._first_s = seen.at_s
@@ -284,7 +284,7 @@ class PlannerCore:
 
     # --- the two loops ---------------------------------------------------------------------------------
 
-    def _predictive(self, seen: Observation, doubts: tuple[Reason, ...]) -> Decision:
+    def _predictive(self, seen: Observation, doubts: tuple[Reason, ...]) -> ScalingDecision:
         config = self._config
         if not self._rps.samples or self._demand(0.0) is None:
             return self._hold(seen, doubts + (_reason("no-traffic-yet", "no request has been seen yet"),))
@@ -329,7 +329,7 @@ class PlannerCore:
         is_small = current - least <= max(1, SMALL * current)
         return current if is_small and self._intervals - self._grew[role] < REST else least
 
-    def _reactive(self, seen: Observation, doubts: tuple[Reason, ...]) -> Decision:
+    def _reactive(self, seen: Observation, doubts: tuple[Reason, ...]) -> ScalingDecision:
         assert self._target is not None
         prefill, decode = self._pressures(seen, RECENT_S)
         pressed = Counts(prefill.workers, decode.workers)
@@ -419,7 +419,7 @@ class PlannerCore:
 
     # --- decisions -------------------------------------------------------------------------------------
 
-    def _order(self, seen: Observation, wanted: Counts, loop: Loop, reasons: Sequence[Reason]) -> Decision:
+    def _order(self, seen: Observation, wanted: Counts, loop: Loop, reasons: Sequence[Reason]) -> ScalingDecision:
         current = self._target
         assert current is not None
         kept = Counts(
@@ -444,7 +444,7 @@ class PlannerCore:
         self._target = counts
         return self._decision(seen, loop, Action.HOLD if counts == current else Action.SCALE, told, flip)
 
-    def _limits_now(self, seen: Observation) -> Limits:
+    def _limits_now(self, seen: Observation) -> ScalingLimits:
         """Who is starting is never taken away, unless the budget leaves no choice."""
         limits = self._limits
         kept = Counts(max(limits.min_prefill, seen.prefill.starting), max(limits.min_decode, seen.decode.starting))
@@ -465,7 +465,7 @@ class PlannerCore:
             return Flip(to_role="prefill", count=to_prefill)
         return None
 
-    def _hold(self, seen: Observation, reasons: Sequence[Reason]) -> Decision:
+    def _hold(self, seen: Observation, reasons: Sequence[Reason]) -> ScalingDecision:
         current = self._target
         assert current is not None
         counts, clamps = clamp(current, current, Counts(0, 0), self._limits_now(seen))
@@ -475,10 +475,10 @@ class PlannerCore:
 
     def _decision(
         self, seen: Observation, loop: Loop, action: Action, reasons: Sequence[Reason], flip: Flip | None
-    ) -> Decision:
+    ) -> ScalingDecision:
         assert self._target is not None
         planned = self._plan.rps > 0 or self._plan.needed != Counts(0, 0)
-        return Decision(
+        return ScalingDecision(
             at_s=seen.at_s,
             loop=loop,
             action=action,

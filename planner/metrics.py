@@ -4,7 +4,7 @@ import math
 
 from prometheus_client import Counter, Gauge
 
-from planner.model import Decision, Fleet, Observation, Traffic
+from planner.model import Fleet, Observation, ScalingDecision, Traffic
 
 _P = "kvmesh_planner_"
 NAN = math.nan
@@ -54,7 +54,7 @@ def show_traffic(traffic: Traffic) -> None:
         gauge.set(NAN if value is None else value)
 
 
-def show_decision(decision: Decision) -> None:
+def show_decision(decision: ScalingDecision) -> None:
     for role, target, needed in (
         ("prefill", decision.prefill, decision.needed_prefill),
         ("decode", decision.decode, decision.needed_decode),

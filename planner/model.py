@@ -102,7 +102,7 @@ class Reason(Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Decision(Struct, frozen=True, kw_only=True):
+class ScalingDecision(Struct, frozen=True, kw_only=True):
     """The counts that should be ordered from now on (ready + starting). A HOLD repeats what is ordered."""
 
     at_s: float

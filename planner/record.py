@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.connectors.connector import Applied
-from planner.model import Decision, Observation, WorkerLoad
+from planner.model import Observation, ScalingDecision, WorkerLoad
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
     mode: Literal["active", "shadow"]
     connector: str
     observation: Observation | None
-    decision: Decision
+    decision: ScalingDecision
     applied: Applied | None = None
     error: str = ""
 

@@ -6,7 +6,7 @@ that all are as long as the mean and come one after the other.
 
 import math
 
-from planner.budget import Counts, Limits, published_budget
+from planner.budget import Counts, ScalingLimits, published_budget
 from planner.sizing import Demand, Slo, decode_capacity, prefill_time_s
 from protocol.profile import Profile
 
@@ -45,7 +45,7 @@ def legacy_sizing(prefill: Profile, decode: Profile, demand: Demand, slo: Slo, i
     )
 
 
-def reference_sizing(prefill: Profile, decode: Profile, demand: Demand, slo: Slo, limits: Limits) -> Counts:
+def reference_sizing(prefill: Profile, decode: Profile, demand: Demand, slo: Slo, limits: ScalingLimits) -> Counts:
     """The newer one: requests/s over what one worker does, with prefix hits; then the budget."""
     ttft_s = prefill_time_s(prefill, demand.uncached_tokens)
     prefills = math.ceil(demand.rps * ttft_s)

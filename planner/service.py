@@ -21,7 +21,7 @@ from planner.connectors.kinds import open_connector
 from planner.connectors.shadow import ShadowConnector
 from planner.core import PlannerCore
 from planner.lease import Lease, card_of
-from planner.model import Action, Decision, Fleet, Flip, Observation, Reason
+from planner.model import Action, Fleet, Flip, Observation, Reason, ScalingDecision
 from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, TrafficSource
 from planner.profiles import open_profiles
 from planner.record import Record, RecordFile, kept
@@ -40,7 +40,7 @@ MAX_GAP_TICKS = 3.0  # of a longer gap between two looks nothing is known of the
 class Core(Protocol):
     """planner.core.PlannerCore, or what a test puts in its place."""
 
-    def decide(self, seen: Observation) -> Decision: ...
+    def decide(self, seen: Observation) -> ScalingDecision: ...
 
 
 class Sees(Protocol):
@@ -177,7 +177,7 @@ class Planner:
             await self.step(at_s)
             await either(stop, max(0.05, at_s + tick_s(self._config) - clock()))
 
-    async def step(self, at_s: float) -> Decision | None:
+    async def step(self, at_s: float) -> ScalingDecision | None:
         """One look and what follows from it; None if it is not known who is there."""
         try:
             fleets = await self._connector.fleets()
@@ -209,14 +209,14 @@ class Planner:
         self._tell(observation, decision, applied, error_text)
         return decision
 
-    def _is_due(self, decision: Decision, fleets: Fleets) -> bool:
+    def _is_due(self, decision: ScalingDecision, fleets: Fleets) -> bool:
         """Also when it was decided before and is not so: an order that failed or was cut short is given again."""
         return decision.flip is not None or (decision.prefill, decision.decode) != (
             fleets.prefill.ordered,
             fleets.decode.ordered,
         )
 
-    def _with_flip(self, decision: Decision) -> Decision:
+    def _with_flip(self, decision: ScalingDecision) -> ScalingDecision:
         """A flip that could not be told is part of the same target when that is tried again."""
         target = (decision.prefill, decision.decode)
         if target != self._target:
@@ -230,7 +230,7 @@ class Planner:
         metrics.APPLIED.labels("error").inc()
         prefill, decode = self._target or (0, 0)
         reason = Reason(code="no-fleet", text=f"it is not known which workers there are: {error}")
-        decision = Decision(
+        decision = ScalingDecision(
             at_s=at_s, loop="none", action=Action.HOLD, prefill=prefill, decode=decode, reasons=(reason,)
         )
         metrics.DECISIONS.labels("none", "hold", reason.code).inc()
@@ -244,7 +244,9 @@ class Planner:
             metrics.GPU_HOURS.inc(gpus * (at_s - self._last_s) / 3600)
         self._last_s = at_s
 
-    def _tell(self, observation: Observation | None, decision: Decision, applied: Applied | None, error: str) -> None:
+    def _tell(
+        self, observation: Observation | None, decision: ScalingDecision, applied: Applied | None, error: str
+    ) -> None:
         """What changes something, and what goes wrong for the first time, is logged; everything is recorded."""
         why = "; ".join(f"{reason.code}: {reason.text}" for reason in decision.reasons) or "as decided before"
         if error and error != self._problem:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from profiler.gpus import Gpu
-from profiler.grid import Limits
-from profiler.mapping import Kind, Mapping
+from profiler.grid import WorkerLimits
+from profiler.mapping import MappingKind, ParallelMapping
 from protocol.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ class AiConfigurator:
     name = "aiconfigurator"
 
     def __init__(
-        self, model_path: Path, gpu: Gpu, mapping: Mapping, engine: str, limits: Callable[[int], Limits]
+        self, model_path: Path, gpu: Gpu, mapping: ParallelMapping, engine: str, limits: Callable[[int], WorkerLimits]
     ) -> None:
         """`limits`: what fits, which the package does not tell for engines in general. Raises ConfigError."""
         try:
@@ -37,14 +37,14 @@ class AiConfigurator:
             "model_path": str(model_path if model_path.is_dir() else model_path.parent),
             "system_name": gpu.aiconfigurator,
             "backend_name": engine,
-            "tp_size": 1 if mapping.kind == Kind.DEP else mapping.gpus,
+            "tp_size": 1 if mapping.kind == MappingKind.DEP else mapping.gpus,
             "attention_dp_size": mapping.ranks,
-            "moe_tp_size": mapping.gpus if mapping.kind == Kind.TP else 1,
-            "moe_ep_size": 1 if mapping.kind == Kind.TP else mapping.gpus,
+            "moe_tp_size": mapping.gpus if mapping.kind == MappingKind.TP else 1,
+            "moe_ep_size": 1 if mapping.kind == MappingKind.TP else mapping.gpus,
         }
         self._limits = limits
 
-    def limits(self, max_num_seqs: int) -> Limits:
+    def limits(self, max_num_seqs: int) -> WorkerLimits:
         return self._limits(max_num_seqs)
 
     def prefill_s(self, isl_tokens: int) -> float:

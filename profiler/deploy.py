@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from planner.model import Reason
-from profiler.mapping import Kind, parse_mapping
+from profiler.mapping import MappingKind, parse_mapping
 from profiler.picks import Goal, Option
 from profiler.yaml_text import to_yaml, to_yaml_documents
 from protocol.errors import ConfigError
@@ -104,7 +104,7 @@ def engine_flags(profile: Profile, batch: int) -> list[str]:
     """
     mapping = parse_mapping(profile.mapping)
     gpus, of_a_rank = str(mapping.gpus), str(-(-batch // mapping.ranks))
-    has_experts_apart, has_ranks = mapping.kind != Kind.TP, mapping.kind == Kind.DEP
+    has_experts_apart, has_ranks = mapping.kind != MappingKind.TP, mapping.kind == MappingKind.DEP
     match profile.engine:
         case "vllm":
             flags = ["--tensor-parallel-size", "1" if has_ranks else gpus]

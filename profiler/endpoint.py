@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
-from profiler.grid import Limits
+from profiler.grid import WorkerLimits
 from profiler.measure import Timeline
 from protocol.errors import ConfigError, EngineError, MeshError, UnreachableError, WireError
 from workers.engines.attached.http import ServerHttp
@@ -29,7 +29,7 @@ class _Choice(Struct):
     finish_reason: str | None = None
 
 
-class Usage(Struct):
+class StreamUsage(Struct):
     prompt_tokens: int
     completion_tokens: int = 0
 
@@ -38,17 +38,17 @@ class _Error(Struct):
     message: str = ""
 
 
-class _Event(Struct):
+class _StreamEvent(Struct):
     choices: list[_Choice] = []
-    usage: Usage | None = None
+    usage: StreamUsage | None = None
     error: _Error | None = None
 
 
-_event_decoder = msgspec.json.Decoder(_Event)
+_event_decoder = msgspec.json.Decoder(_StreamEvent)
 
 
-class Endpoint:
-    """A `Target`. Use it on one event loop."""
+class MeasuredServer:
+    """A `MeasuredWorker`. Use it on one event loop."""
 
     def __init__(self, url: str, model: str, known: Known, api_key: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -57,7 +57,7 @@ class Endpoint:
         self._known = known
         self._http = ServerHttp(self.url, api_key)
 
-    async def limits(self) -> Limits:
+    async def limits(self) -> WorkerLimits:
         """Raises ConfigError for what neither the server nor the caller tells, UnreachableError."""
         server = await self._server()
         self.model = server.model
@@ -65,7 +65,7 @@ class Endpoint:
         total = self._known.total_kv_tokens
         if not total and (config := read_cache_config(await self._metrics())) is not None:
             total = config[0] * config[1]
-        return Limits(
+        return WorkerLimits(
             context_tokens=self._given("--context-tokens", self._known.context_tokens or server.context_tokens or 0),
             total_kv_tokens=self._given("--total-kv-tokens", total),
             max_num_seqs=self._given("--max-num-seqs", self._known.max_num_seqs),
@@ -128,7 +128,7 @@ def check_url(url: str) -> None:
 
 
 def timeline_of(
-    sent_s: float, times_s: Sequence[float], counts: Sequence[int | None], usage: Usage | None, max_tokens: int
+    sent_s: float, times_s: Sequence[float], counts: Sequence[int | None], usage: StreamUsage | None, max_tokens: int
 ) -> Timeline:
     """Where a server counts tokens only at the end, each event is taken to bring equally many.
 
@@ -156,7 +156,7 @@ def timeline_of(
     )
 
 
-def _read(event: bytes) -> _Event:
+def _read(event: bytes) -> _StreamEvent:
     try:
         read = _event_decoder.decode(event)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

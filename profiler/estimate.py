@@ -5,14 +5,14 @@ from typing import Protocol
 from profiler.gpus import Gpu
 from profiler.grid import (
     DecodePoint,
-    Limits,
     PrefillPoint,
+    WorkerLimits,
     decode_cells,
     decode_table,
     prefill_axis,
     prefill_table,
 )
-from profiler.mapping import Mapping
+from profiler.mapping import ParallelMapping
 from profiler.shape import ModelShape
 from protocol.profile import Profile
 
@@ -27,7 +27,7 @@ class Estimator(Protocol):
     @property
     def name(self) -> str: ...
 
-    def limits(self, max_num_seqs: int) -> Limits:
+    def limits(self, max_num_seqs: int) -> WorkerLimits:
         """Raises ConfigError if the model does not fit."""
 
     def prefill_s(self, isl_tokens: int) -> float:
@@ -38,7 +38,14 @@ class Estimator(Protocol):
 
 
 def estimate_profile(
-    estimator: Estimator, shape: ModelShape, gpu: Gpu, mapping: Mapping, *, engine: str, max_num_seqs: int, notes: str
+    estimator: Estimator,
+    shape: ModelShape,
+    gpu: Gpu,
+    mapping: ParallelMapping,
+    *,
+    engine: str,
+    max_num_seqs: int,
+    notes: str,
 ) -> Profile:
     """Raises ConfigError."""
     limits = estimator.limits(max_num_seqs)

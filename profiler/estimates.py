@@ -13,7 +13,7 @@ from mesh.config import load
 from profiler.estimate import Estimator, estimate_profile
 from profiler.files import profile_path, write_profile
 from profiler.gpus import GPUS, Gpu, find_gpu
-from profiler.mapping import Mapping, parse_mapping
+from profiler.mapping import ParallelMapping, parse_mapping
 from profiler.roofline import Roofline, Shares
 from profiler.shape import ModelShape, read_shape
 from protocol.errors import ConfigError
@@ -78,7 +78,7 @@ def estimates(config: EstimateConfig, console: Console) -> list[Profile]:
     return profiles
 
 
-def one_estimate(config: EstimateConfig, shape: ModelShape, gpu: Gpu, mapping: Mapping) -> Profile:
+def one_estimate(config: EstimateConfig, shape: ModelShape, gpu: Gpu, mapping: ParallelMapping) -> Profile:
     estimator, notes = open_estimator(config, shape, gpu, mapping)
     profile = estimate_profile(
         estimator, shape, gpu, mapping, engine=config.engine, max_num_seqs=config.max_num_seqs, notes=notes
@@ -86,7 +86,9 @@ def one_estimate(config: EstimateConfig, shape: ModelShape, gpu: Gpu, mapping: M
     return replace(profile, model=config.model or profile.model)
 
 
-def open_estimator(config: EstimateConfig, shape: ModelShape, gpu: Gpu, mapping: Mapping) -> tuple[Estimator, str]:
+def open_estimator(
+    config: EstimateConfig, shape: ModelShape, gpu: Gpu, mapping: ParallelMapping
+) -> tuple[Estimator, str]:
     """And what the record says of it. Raises ConfigError."""
     roofline = Roofline(shape, gpu, mapping, Shares(compute=config.compute_share, memory=config.memory_share))
     counted = f"{shape.total_params / 1e9:.1f} B parameters, {shape.active_params / 1e9:.1f} B for a token"

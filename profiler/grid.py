@@ -14,7 +14,7 @@ SHORTEST_CONTEXT_TOKENS = 64
 FULL = 0.9  # share of the KV cache that the fullest point takes: beyond it engines preempt
 
 
-class Limits(Struct, frozen=True, kw_only=True):
+class WorkerLimits(Struct, frozen=True, kw_only=True):
     """What a worker can hold."""
 
     context_tokens: int  # prompt and answer together
@@ -50,13 +50,13 @@ class DecodeCell(Struct, frozen=True):
     batch: int
 
 
-def prefill_axis(limits: Limits, count: int) -> list[int]:
+def prefill_axis(limits: WorkerLimits, count: int) -> list[int]:
     """At most `count` prompt lengths, even steps of their logarithm up to the longest that leaves a token to say."""
     longest = min(limits.context_tokens - 2, int(limits.total_kv_tokens * FULL))
     return _geometric(min(SHORTEST_PROMPT_TOKENS, longest), longest, count)
 
 
-def decode_cells(limits: Limits, contexts: int, batches: int, answer_tokens: int) -> list[DecodeCell]:
+def decode_cells(limits: WorkerLimits, contexts: int, batches: int, answer_tokens: int) -> list[DecodeCell]:
     """At most `contexts` x `batches`, the cheap ones first; a sequence of alone is always among them.
 
     `answer_tokens`: that a sequence may grow beyond its context while it is measured.

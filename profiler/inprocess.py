@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
-from profiler.grid import Limits
+from profiler.grid import WorkerLimits
 from profiler.measure import Timeline
 from protocol.errors import EngineError
 from protocol.ids import RequestId, WorkerId
@@ -14,8 +14,8 @@ from workers.engine import Engine, EngineInfo
 _GREEDY = SamplingParams(temperature=0.0)
 
 
-class EngineTarget:
-    """A `Target`; it owns the engine. `clock`: any, in seconds."""
+class MeasuredEngine:
+    """A `MeasuredWorker`; it owns the engine. `clock`: any, in seconds."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine = engine
@@ -24,10 +24,10 @@ class EngineTarget:
         self._info: EngineInfo | None = None
         self.start_s = 0.0  # that the engine took to load, known after `limits`
 
-    async def limits(self) -> Limits:
+    async def limits(self) -> WorkerLimits:
         """Starts the engine. Raises MeshError with what to do about it."""
         info = await self.info()
-        return Limits(
+        return WorkerLimits(
             context_tokens=info.context_tokens,
             total_kv_tokens=info.total_blocks * info.block_size,
             max_num_seqs=info.max_num_seqs,

@@ -17,21 +17,21 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.config import load
 from mesh.lifecycle import run
-from profiler.endpoint import Endpoint, Known, check_url
+from profiler.endpoint import Known, MeasuredServer, check_url
 from profiler.files import profile_path, write_profile
 from profiler.grid import (
     DecodePoint,
-    Limits,
     Point,
     PrefillPoint,
+    WorkerLimits,
     decode_table,
     prefill_table,
     widest_spread,
 )
-from profiler.inprocess import EngineTarget
+from profiler.inprocess import MeasuredEngine
 from profiler.journal import Journal, Subject
 from profiler.mapping import parse_mapping
-from profiler.measure import Plan, Target, first_of, measure, work_left, work_of
+from profiler.measure import MeasuredWorker, MeasurePlan, first_of, measure, work_left, work_of
 from protocol.errors import ConfigError, MeshError
 from protocol.profile import Profile
 from workers.config import WorkerConfig
@@ -90,11 +90,11 @@ API_KEY = "KVMESH_PROFILE_API_KEY"  # of the servers; a flag would be seen by al
 
 
 @dataclass(slots=True)
-class Job:
+class Measurement:
     """One worker to measure."""
 
     mapping: str
-    target: Endpoint | EngineTarget
+    target: MeasuredServer | MeasuredEngine
     name: str  # of the target, in the journal
 
 
@@ -141,7 +141,7 @@ async def measure_all(config: MeasureConfig, console: Console) -> list[Path]:
     return [task.result() for task in tasks]
 
 
-def jobs_of(config: MeasureConfig) -> list[Job]:
+def jobs_of(config: MeasureConfig) -> list[Measurement]:
     """Raises ConfigError for settings that do not fit together."""
     names = config.mapping or ("tp1",)
     if config.url and len(names) != len(config.url):
@@ -163,15 +163,15 @@ def jobs_of(config: MeasureConfig) -> list[Job]:
     key = os.environ.get(API_KEY, "")
     if config.url:
         pairs = zip(mappings, config.url, strict=True)
-        return [Job(mapping, Endpoint(url, config.model, known, key), url) for mapping, url in pairs]
+        return [Measurement(mapping, MeasuredServer(url, config.model, known, key), url) for mapping, url in pairs]
     worker = worker_config(config)
-    return [Job(mappings[0], engine_target(worker), msgspec.json.encode(worker).decode())]
+    return [Measurement(mappings[0], engine_target(worker), msgspec.json.encode(worker).decode())]
 
 
-def engine_target(worker: WorkerConfig) -> EngineTarget:
+def engine_target(worker: WorkerConfig) -> MeasuredEngine:
     from workers.engines.opening import open_engine
 
-    return EngineTarget(open_engine(worker))
+    return MeasuredEngine(open_engine(worker))
 
 
 def worker_config(config: MeasureConfig) -> WorkerConfig:
@@ -193,8 +193,8 @@ def worker_config(config: MeasureConfig) -> WorkerConfig:
     )
 
 
-def plan_of(config: MeasureConfig, mapping: str) -> Plan:
-    return Plan(
+def plan_of(config: MeasureConfig, mapping: str) -> MeasurePlan:
+    return MeasurePlan(
         prefill_points=0 if config.role == "decode" else config.prefill_points,
         context_points=0 if config.role == "prefill" else config.context_points,
         batch_points=config.batch_points,
@@ -208,7 +208,7 @@ def plan_of(config: MeasureConfig, mapping: str) -> Plan:
     )
 
 
-async def measure_one(config: MeasureConfig, job: Job, progress: Progress) -> Path:
+async def measure_one(config: MeasureConfig, job: Measurement, progress: Progress) -> Path:
     """Writes the profile when all points are there. The path is that of its JSON."""
     plan, path = plan_of(config, job.mapping), profile_path(Path(config.out_dir), job.mapping, config.role)
     row = progress.add_task(f"{job.mapping}: starting", total=None, points="")
@@ -225,7 +225,7 @@ async def measure_one(config: MeasureConfig, job: Job, progress: Progress) -> Pa
 
 
 async def take_points(
-    target: Target, plan: Plan, limits: Limits, journal: Journal, progress: Progress, row: TaskID
+    target: MeasuredWorker, plan: MeasurePlan, limits: WorkerLimits, journal: Journal, progress: Progress, row: TaskID
 ) -> None:
     """Those that the journal does not have."""
     work = work_of(plan, limits)
@@ -246,17 +246,17 @@ async def take_points(
     await measure(target, plan, left, limits, secrets.token_hex(8), on_point)
 
 
-def capped(limits: Limits, config: MeasureConfig) -> Limits:
+def capped(limits: WorkerLimits, config: MeasureConfig) -> WorkerLimits:
     """By what the caller wants less of."""
-    return Limits(
+    return WorkerLimits(
         context_tokens=min(limits.context_tokens, config.context_tokens or limits.context_tokens),
         total_kv_tokens=min(limits.total_kv_tokens, config.total_kv_tokens or limits.total_kv_tokens),
         max_num_seqs=min(limits.max_num_seqs, config.max_num_seqs or limits.max_num_seqs),
     )
 
 
-async def subject_of(config: MeasureConfig, job: Job, plan: Plan, limits: Limits) -> Subject:
-    if isinstance(job.target, Endpoint):
+async def subject_of(config: MeasureConfig, job: Measurement, plan: MeasurePlan, limits: WorkerLimits) -> Subject:
+    if isinstance(job.target, MeasuredServer):
         model, engine = job.target.model, config.engine or job.target.engine or "openai"
     else:
         model, engine = (await job.target.info()).model, config.engine or "torch"
@@ -270,11 +270,11 @@ async def subject_of(config: MeasureConfig, job: Job, plan: Plan, limits: Limits
 
 
 async def profile_of(
-    config: MeasureConfig, job: Job, subject: Subject, limits: Limits, points: Sequence[Point]
+    config: MeasureConfig, job: Measurement, subject: Subject, limits: WorkerLimits, points: Sequence[Point]
 ) -> Profile:
     mapping = parse_mapping(job.mapping)
     kv_bytes, notes = 0, notes_of(config, points)
-    if isinstance(job.target, EngineTarget):
+    if isinstance(job.target, MeasuredEngine):
         info = await job.target.info()
         notes += f"; the engine alone took {job.target.start_s:.1f} s to load"
         kv_bytes = info.layout.block_bytes // info.layout.block_size if info.layout.block_size else 0

@@ -15,14 +15,14 @@ from protocol.errors import ConfigError
 MAX_GPUS = 1024
 
 
-class Kind(StrEnum):
+class MappingKind(StrEnum):
     TP = "tp"
     TEP = "tep"
     DEP = "dep"
 
 
-class Mapping(Struct, frozen=True, kw_only=True):
-    kind: Kind
+class ParallelMapping(Struct, frozen=True, kw_only=True):
+    kind: MappingKind
     gpus: int
 
     @property
@@ -32,12 +32,12 @@ class Mapping(Struct, frozen=True, kw_only=True):
     @property
     def ranks(self) -> int:
         """Groups of GPUs that have sequences of their own: so many prompts are computed at once."""
-        return self.gpus if self.kind == Kind.DEP else 1
+        return self.gpus if self.kind == MappingKind.DEP else 1
 
 
-def parse_mapping(name: str) -> Mapping:
+def parse_mapping(name: str) -> ParallelMapping:
     """Raises ConfigError."""
     found = re.fullmatch(r"(tp|tep|dep)([1-9]\d{0,3})", name.strip().lower())
     if found is None or int(found[2]) > MAX_GPUS:
         raise ConfigError(f"no mapping {name!r}", hint="say tp<n>, tep<n> or dep<n>, n being the worker's GPUs")
-    return Mapping(kind=Kind(found[1]), gpus=int(found[2]))
+    return ParallelMapping(kind=MappingKind(found[1]), gpus=int(found[2]))

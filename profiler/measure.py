@@ -1,6 +1,7 @@
 """Measure a worker: prompts one at a time, then batches of sequences that decode together.
 
-What talks to the worker is a `Target`; this module knows neither HTTP nor engines, and its only clock is the target's.
+A `MeasuredWorker` talks to the worker. This module knows neither HTTP nor engines, and its only clock is that of the
+worker.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
-from profiler.grid import DecodeCell, DecodePoint, Limits, Point, PrefillPoint, decode_cells, prefill_axis
+from profiler.grid import DecodeCell, DecodePoint, Point, PrefillPoint, WorkerLimits, decode_cells, prefill_axis
 from protocol.errors import EngineError, MeshError
 
 T = TypeVar("T")
@@ -32,10 +33,10 @@ class Timeline(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
 
 
-class Target(Protocol):
+class MeasuredWorker(Protocol):
     """A worker. Times are of any one clock."""
 
-    async def limits(self) -> Limits: ...
+    async def limits(self) -> WorkerLimits: ...
 
     async def answer(self, prompt: Sequence[int], max_tokens: int) -> Timeline:
         """`max_tokens` greedy tokens, whatever the model would rather say. Raises MeshError."""
@@ -43,7 +44,7 @@ class Target(Protocol):
     async def close(self) -> None: ...
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class MeasurePlan(Struct, frozen=True, kw_only=True):
     """What is measured, and how carefully."""
 
     prefill_points: int = 12  # 0: none
@@ -70,7 +71,7 @@ class Work(Struct, frozen=True, kw_only=True):
         return sum(map(prefill_weight, self.prefill)) + sum(map(decode_weight, self.decode))
 
 
-def work_of(plan: Plan, limits: Limits) -> Work:
+def work_of(plan: MeasurePlan, limits: WorkerLimits) -> Work:
     prefill = prefill_axis(limits, plan.prefill_points) if plan.prefill_points else []
     answer = plan.warm_steps + 2 * plan.steps
     decode = decode_cells(limits, plan.context_points, plan.batch_points, answer) if plan.context_points else []
@@ -95,7 +96,12 @@ def decode_weight(cell: DecodeCell) -> int:
 
 
 async def measure(
-    target: Target, plan: Plan, work: Work, limits: Limits, salt: str, on_point: Callable[[Point, int], None]
+    target: MeasuredWorker,
+    plan: MeasurePlan,
+    work: Work,
+    limits: WorkerLimits,
+    salt: str,
+    on_point: Callable[[Point, int], None],
 ) -> None:
     """Tell `on_point` of every point when it is there, with its weight.
 
@@ -113,7 +119,7 @@ async def measure(
 class Prompts:
     """Random token ids. No two prompts of a run begin alike, so that no cache helps."""
 
-    def __init__(self, plan: Plan, salt: str) -> None:
+    def __init__(self, plan: MeasurePlan, salt: str) -> None:
         self._plan = plan
         self._random = random.Random(f"{plan.seed}/{salt}")
 
@@ -122,7 +128,7 @@ class Prompts:
         return [self._random.randint(low, high) for _ in range(num_tokens)]
 
 
-async def measure_prefill(target: Target, plan: Plan, isl_tokens: int, prompts: Prompts) -> PrefillPoint:
+async def measure_prefill(target: MeasuredWorker, plan: MeasurePlan, isl_tokens: int, prompts: Prompts) -> PrefillPoint:
     """A wave of `plan.wave` prompts of that length: it has taken as long as its last one."""
 
     async def once() -> float:
@@ -137,7 +143,9 @@ async def measure_prefill(target: Target, plan: Plan, isl_tokens: int, prompts: 
     )
 
 
-async def measure_decode(target: Target, plan: Plan, cell: DecodeCell, limits: Limits, prompts: Prompts) -> DecodePoint:
+async def measure_decode(
+    target: MeasuredWorker, plan: MeasurePlan, cell: DecodeCell, limits: WorkerLimits, prompts: Prompts
+) -> DecodePoint:
     """The step of `cell.batch` sequences whose context is `cell.context_tokens` in the middle of the measurement.
 
     Their prompts are computed before, by the same requests with an answer of one token: with a prefix cache all

@@ -8,8 +8,8 @@ tells mappings apart and says what is out of reach, but is no measurement: see d
 from msgspec import Struct
 
 from profiler.gpus import Gpu
-from profiler.grid import Limits
-from profiler.mapping import Kind, Mapping
+from profiler.grid import WorkerLimits
+from profiler.mapping import MappingKind, ParallelMapping
 from profiler.shape import ModelShape
 from protocol.errors import ConfigError
 
@@ -31,13 +31,13 @@ class Roofline:
 
     name = "roofline"
 
-    def __init__(self, shape: ModelShape, gpu: Gpu, mapping: Mapping, shares: Shares | None = None) -> None:
+    def __init__(self, shape: ModelShape, gpu: Gpu, mapping: ParallelMapping, shares: Shares | None = None) -> None:
         """Raises ConfigError if the mapping is none for this model."""
-        if mapping.kind != Kind.TP and not shape.experts:
+        if mapping.kind != MappingKind.TP and not shape.experts:
             raise ConfigError(
                 f"{mapping.name} distributes experts, {shape.name} has none", hint=f"use tp{mapping.gpus}"
             )
-        if mapping.kind != Kind.TP and shape.experts % mapping.gpus:
+        if mapping.kind != MappingKind.TP and shape.experts % mapping.gpus:
             raise ConfigError(
                 f"{shape.experts} experts of {shape.name} cannot be spread evenly over {mapping.gpus} GPUs",
                 hint="take a mapping whose number divides it",
@@ -46,9 +46,9 @@ class Roofline:
         self._gpu = gpu
         self._mapping = mapping
         self._shares = shares or Shares()
-        self._parts = 1 if mapping.kind == Kind.DEP else mapping.gpus  # of attention and what all tokens share
+        self._parts = 1 if mapping.kind == MappingKind.DEP else mapping.gpus  # of attention and what all tokens share
 
-    def limits(self, max_num_seqs: int) -> Limits:
+    def limits(self, max_num_seqs: int) -> WorkerLimits:
         """Raises ConfigError if the model does not fit."""
         shape, gpu, mapping = self._shape, self._gpu, self._mapping
         usable = gpu.memory_bytes * self._shares.usable_memory - self._shares.reserve_bytes
@@ -59,7 +59,7 @@ class Roofline:
                 f"{mapping.name}, {gpu.name} has {usable / 1e9:.1f} GB for weights and KV",
                 hint="take a mapping with more GPUs",
             )
-        return Limits(
+        return WorkerLimits(
             context_tokens=shape.context_tokens,
             total_kv_tokens=int(free / self.kv_bytes_per_gpu) * mapping.ranks,
             max_num_seqs=max_num_seqs,
@@ -111,7 +111,7 @@ class Roofline:
         if gpus == 1:
             return 0.0
         others = (gpus - 1) / gpus
-        if self._mapping.kind == Kind.DEP:
+        if self._mapping.kind == MappingKind.DEP:
             count = 2 * shape.moe_layers
             moved = count * tokens / gpus * shape.experts_per_token * shape.hidden * 2 * others
         else:

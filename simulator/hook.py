@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.model import Decision, Observation
+from planner.model import Observation, ScalingDecision
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +13,6 @@ class PlannerHook:
     It is told a Traffic of the last `traffic_s` (a multiple of interval_s) when these have passed, and None between.
     """
 
-    decide: Callable[[Observation], Decision]
+    decide: Callable[[Observation], ScalingDecision]
     interval_s: float = 5.0
     traffic_s: float = 60.0

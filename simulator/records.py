@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.model import Action, Decision, Traffic
+from planner.model import Action, ScalingDecision, Traffic
 from protocol.messages import Role
 from simulator.config import SimConfig
 from simulator.fleet import SimFleet
@@ -114,7 +114,7 @@ class Records:
             itl_s=_mean(window.itl_s, window.with_itl),
         )
 
-    def decided(self, decision: Decision) -> None:
+    def decided(self, decision: ScalingDecision) -> None:
         if decision.action is Action.HOLD:
             return
         if len(self._changes) >= MOST_CHANGES:

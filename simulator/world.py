@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
-from planner.model import Decision, Observation
+from planner.model import Observation, ScalingDecision
 from protocol.errors import ConfigError, MeshError
 from protocol.events import KvEvent
 from protocol.hashing import unpack_hashes
@@ -393,7 +393,7 @@ class World:
         self._apply(decision)
         self._at((number + 1) * hook.interval_s, self._ask, hook, number + 1)
 
-    def _apply(self, decision: Decision) -> None:
+    def _apply(self, decision: ScalingDecision) -> None:
         decoding = self._fleet.decoding_role
         if decision.flip is not None and decoding is Role.DECODE:
             into = Role(decision.flip.to_role)

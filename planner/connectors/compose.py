@@ -9,7 +9,7 @@ import msgspec
 
 from planner.connectors.connector import Applied, ConnectorError, Fleets
 from planner.connectors.steps import applied_of, steps_to
-from planner.model import Decision, Fleet
+from planner.model import Fleet, ScalingDecision
 from protocol.errors import ConfigError
 
 LIST_TIMEOUT_S = 20.0
@@ -46,7 +46,7 @@ class ComposeConnector:
         containers = read_containers(listed)
         return Fleets(prefill=fleet_of(containers, self._prefill), decode=fleet_of(containers, self._decode))
 
-    async def apply(self, decision: Decision) -> Applied:
+    async def apply(self, decision: ScalingDecision) -> Applied:
         async with self._changing:
             fleets = await self.fleets()
             steps = steps_to(decision, fleets, name=self.name, can_flip=False, can_choose=False)

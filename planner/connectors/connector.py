@@ -4,7 +4,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from planner.model import Decision, Fleet
+from planner.model import Fleet, ScalingDecision
 from protocol.errors import MeshError
 
 
@@ -37,7 +37,7 @@ class Connector(Protocol):
     async def fleets(self) -> Fleets:
         """What is there now. Raises ConnectorError if nobody can tell."""
 
-    async def apply(self, decision: Decision) -> Applied:
+    async def apply(self, decision: ScalingDecision) -> Applied:
         """Order what the decision says: more at once, fewer only as far as no worker that starts is taken away.
 
         Never fewer than asked, and a second call with the same decision changes nothing more. A flip that cannot be

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from planner.connectors.connector import Applied, Fleets
 from planner.connectors.steps import applied_of
-from planner.model import Decision
+from planner.model import ScalingDecision
 
 
 class DryRunConnector:
@@ -17,7 +17,7 @@ class DryRunConnector:
     async def fleets(self) -> Fleets:
         return self._present()
 
-    async def apply(self, decision: Decision) -> Applied:
+    async def apply(self, decision: ScalingDecision) -> Applied:
         fleets = self._present()
         prefill, decode = fleets.prefill.ordered, fleets.decode.ordered
         notes: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ import msgspec
 
 from planner.connectors.connector import Applied, ConnectorError, Fleets
 from planner.connectors.steps import applied_of, steps_to
-from planner.model import Decision, Fleet
+from planner.model import Fleet, ScalingDecision
 from planner.scrape import bounded
 from protocol.errors import ConfigError, WireError
 
@@ -87,7 +87,7 @@ class KubernetesConnector:
         prefill = fleet_of(await self._call("GET", self._prefill)) if self._prefill else Fleet(ready=0)
         return Fleets(prefill=prefill, decode=fleet_of(await self._call("GET", self._decode)))
 
-    async def apply(self, decision: Decision) -> Applied:
+    async def apply(self, decision: ScalingDecision) -> Applied:
         fleets = await self.fleets()
         steps = steps_to(decision, fleets, name=self.name, can_flip=False, can_choose=False)
         changes = [(self._decode, fleets.decode, steps.decode)]

@@ -11,12 +11,12 @@ from planner.connectors.local_api import (
     Flipped,
     FlipRequest,
     MemberReport,
-    Members,
     Scaled,
     ScaleRequest,
+    WorkersReport,
 )
 from planner.connectors.steps import applied_of, steps_to
-from planner.model import Decision, Fleet
+from planner.model import Fleet, ScalingDecision
 from planner.scrape import bounded
 from protocol.errors import ConfigError, WireError
 from protocol.messages import Role
@@ -34,18 +34,18 @@ class LocalConnector:
         if scheme != "unix" or not path:
             raise ConfigError(
                 f"no control socket at {control!r}",
-                hint="set --local-control to unix:<run directory>/control.sock, as `kvmesh up` shows it",
+                hint="set --local-control to unix:<run directory>/control/control.sock, as `kvmesh up` shows it",
             )
         self._path = path
         self._decoding = decoding
         self._http: aiohttp.ClientSession | None = None
 
     async def fleets(self) -> Fleets:
-        workers = (await self._ask("GET", "/workers", Members)).workers
+        workers = (await self._ask("GET", "/workers", WorkersReport)).workers
         prefill = Fleet(ready=0) if self._decoding is Role.AGGREGATED else fleet_of(workers, Role.PREFILL)
         return Fleets(prefill=prefill, decode=fleet_of(workers, self._decoding))
 
-    async def apply(self, decision: Decision) -> Applied:
+    async def apply(self, decision: ScalingDecision) -> Applied:
         flipped: tuple[str, ...] = ()
         notes: tuple[str, ...] = ()
         steps = steps_to(decision, await self.fleets(), name=self.name, can_flip=True, can_choose=True)

@@ -1,7 +1,7 @@
 """What `kvmesh up` is asked and answers over its control socket: JSON over HTTP.
 
-GET /workers -> Members; POST /scale ScaleRequest -> Scaled; POST /flip FlipRequest -> Flipped. A refusal of the whole
-is a status of 400 or more with {"error": {"code", "message"}}.
+GET /workers -> WorkersReport; POST /scale ScaleRequest -> Scaled; POST /flip FlipRequest -> Flipped. A refusal of the
+whole request is a status of 400 or more with {"error": {"code", "message"}}.
 """
 
 from typing import Annotated, Literal
@@ -31,7 +31,7 @@ class Refusal(Struct, frozen=True):
     why: str
 
 
-class Members(Struct, frozen=True, kw_only=True):
+class WorkersReport(Struct, frozen=True, kw_only=True):
     workers: tuple[MemberReport, ...]
     failures: tuple[Refusal, ...] = ()  # of late: workers that were given up, roles that were not changed
 

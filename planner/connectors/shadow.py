@@ -5,7 +5,7 @@ from typing import Literal
 
 from planner.connectors.connector import Applied, Connector, Fleets
 from planner.connectors.steps import applied_of, steps_to
-from planner.model import Decision, Fleet
+from planner.model import Fleet, ScalingDecision
 
 
 class ShadowConnector:
@@ -26,7 +26,7 @@ class ShadowConnector:
             self._ready = {"prefill": found.prefill.ordered, "decode": found.decode.ordered}
         return Fleets(prefill=self._fleet("prefill"), decode=self._fleet("decode"))
 
-    async def apply(self, decision: Decision) -> Applied:
+    async def apply(self, decision: ScalingDecision) -> Applied:
         steps = steps_to(decision, await self.fleets(), name=self.name, can_flip=True, can_choose=True)
         if steps.flip_to is not None:
             self._ready["decode" if steps.flip_to == "prefill" else "prefill"] -= steps.flip

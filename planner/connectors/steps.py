@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.connectors.connector import Applied, Fleets
-from planner.model import Decision, Fleet
+from planner.model import Fleet, ScalingDecision
 
 RoleName = Literal["prefill", "decode"]
 
@@ -20,7 +20,7 @@ class Steps:
     notes: tuple[str, ...] = ()
 
 
-def steps_to(decision: Decision, fleets: Fleets, *, name: str, can_flip: bool, can_choose: bool) -> Steps:
+def steps_to(decision: ScalingDecision, fleets: Fleets, *, name: str, can_flip: bool, can_choose: bool) -> Steps:
     """`name`: of the connector, for the notes. `can_choose`: it takes away workers that are ready and no others;
     else it takes none while some of the role start."""
     notes: list[str] = []
@@ -64,7 +64,7 @@ def reachable(fleet: Fleet, asked: int, *, can_choose: bool) -> int:
     return fleet.ordered - max(0, fleet.ready - asked)
 
 
-def applied_of(decision: Decision, prefill: int, decode: int, flipped: int, notes: tuple[str, ...]) -> Applied:
+def applied_of(decision: ScalingDecision, prefill: int, decode: int, flipped: int, notes: tuple[str, ...]) -> Applied:
     """`prefill`, `decode`: what is ordered now."""
     return Applied(
         prefill=prefill,

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from planner.connectors.connector import Applied, ConnectorError, Fleets
 from planner.connectors.steps import applied_of
-from planner.model import Decision, Fleet, Flip
+from planner.model import Fleet, Flip, ScalingDecision
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class VirtualConnector:
             decode=with_ordered(there.decode, self._told.decode),
         )
 
-    async def apply(self, decision: Decision) -> Applied:
+    async def apply(self, decision: ScalingDecision) -> Applied:
         order = self._order
         if order is None or (order.prefill, order.decode) != (decision.prefill, decision.decode):
             number = 1 if order is None else order.decision_id + 1

@@ -12,7 +12,7 @@ from benchmarks.policies import ReferencePlanner, Setting, clairvoyant, fixed, m
 from planner.aggregated import aggregated_need
 from planner.budget import Counts
 from planner.core import PlannerCore
-from planner.model import Decision, Fleet, Observation, Traffic, WorkerLoad
+from planner.model import Fleet, Observation, ScalingDecision, Traffic, WorkerLoad
 from planner.sizing import Demand, prefill_time_s
 from protocol.errors import ConfigError
 from simulator import PlannerHook, simulate
@@ -86,7 +86,7 @@ def test_the_reference_adds_one_when_all_are_too_slow_and_takes_one_when_the_res
 
 
 def test_the_reference_plans_by_the_mean_lengths_of_a_whole_interval() -> None:
-    def pieces(isl_tokens: list[float]) -> list[Decision]:
+    def pieces(isl_tokens: list[float]) -> list[ScalingDecision]:
         reference = ReferencePlanner(setting())
         return [
             reference.decide(seen(5.0 * (k + 1), requests=20.0, isl_tokens=isl)) for k, isl in enumerate(isl_tokens)
@@ -130,7 +130,7 @@ def test_a_fleet_whose_workers_do_both_halves_follows_a_load_that_triples_and_fa
     core = PlannerCore(msgspec.structs.replace(load.setting.config, mode="aggregated"), profile, profile)
     ordered: list[int] = []
 
-    def decide(seen: Observation) -> Decision:
+    def decide(seen: Observation) -> ScalingDecision:
         decision = core.decide(seen)
         assert decision.prefill == 0
         ordered.append(decision.decode)

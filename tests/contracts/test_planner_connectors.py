@@ -19,7 +19,7 @@ from planner.connectors.kubernetes import Account, KubernetesConnector, account_
 from planner.connectors.local import LocalConnector
 from planner.connectors.shadow import ShadowConnector
 from planner.connectors.virtual import VirtualConnector, read_token
-from planner.model import Action, Decision, Fleet, Flip, Reason
+from planner.model import Action, Fleet, Flip, Reason, ScalingDecision
 from protocol.errors import ConfigError
 from protocol.messages import Role
 from tests.support import fake_docker
@@ -29,8 +29,8 @@ from tests.support.fake_kubernetes import FakeKubernetes, Workload
 PREFILL, DECODE = 2, 3  # workers that every world begins with, all ready
 
 
-def decision(prefill: int, decode: int, flip: Flip | None = None) -> Decision:
-    return Decision(
+def decision(prefill: int, decode: int, flip: Flip | None = None) -> ScalingDecision:
+    return ScalingDecision(
         at_s=0.0,
         loop="reactive",
         action=Action.SCALE,

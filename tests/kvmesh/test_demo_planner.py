@@ -10,7 +10,7 @@ import pytest
 from kvmesh.demo_planner import DemoPlannerConfig, Sent, arrivals, judge, quantile, rate_at, take_chunk
 from kvmesh.demo_planner_page import Event, Point, Report, page, write_png
 from planner.connectors.connector import Applied
-from planner.model import Action, Decision, Flip, Reason
+from planner.model import Action, Flip, Reason, ScalingDecision
 from planner.record import Record
 from protocol.errors import EngineError
 
@@ -29,7 +29,7 @@ def sent(at_s: float = 1.0, ttft_s: float | None = 0.1, failure: str = "") -> Se
 
 
 def record(ts_s: float, flip: Flip | None = None) -> Record:
-    decision = Decision(
+    decision = ScalingDecision(
         at_s=0.0, loop="reactive", action=Action.SCALE, prefill=1, decode=3, flip=flip,
         reasons=(Reason(code="x", text="more < less & so on"),),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from kvmesh.up import planner_config, split_flags
 from mesh.config import load
 from planner.config import ServiceConfig
 from planner.connectors.connector import Applied
-from planner.model import Action, Decision, Fleet, Observation, Reason, Traffic
+from planner.model import Action, Fleet, Observation, Reason, ScalingDecision, Traffic
 from planner.record import Record, RecordFile
 from protocol.errors import ConfigError
 from protocol.profile import read_profile
@@ -93,7 +93,7 @@ def record_file(tmp_path: Path) -> Path:
     for number in range(1, 6):
         traffic = Traffic(start_s=0.0, end_s=5.0, requests=10.0 * number, ttft_s=0.1 if number > 1 else None)
         seen = Observation(at_s=0.0, prefill=Fleet(ready=1), decode=Fleet(ready=2, starting=1), traffic=traffic)
-        decision = Decision(
+        decision = ScalingDecision(
             at_s=0.0, loop="reactive", action=Action.SCALE, prefill=1, decode=2 + number,
             reasons=(Reason(code="queue", text=f"reason number {number}"),),
         )  # fmt: skip

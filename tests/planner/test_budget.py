@@ -4,19 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.budget import Counts, Limits, clamp, limits_of, published_budget, within_budget
+from planner.budget import Counts, ScalingLimits, clamp, limits_of, published_budget, within_budget
 from planner.model import PlannerConfig
 from protocol.errors import ConfigError
 
 NOBODY = Counts(0, 0)
 
 
-def limits(max_gpus: int = 8, gpus: tuple[int, int] = (1, 1), minimum: int = 1, up: int = 99, down: int = 99) -> Limits:
-    return Limits(gpus[0], gpus[1], max_gpus, minimum, minimum, up, down)
+def limits(
+    max_gpus: int = 8, gpus: tuple[int, int] = (1, 1), minimum: int = 1, up: int = 99, down: int = 99
+) -> ScalingLimits:
+    return ScalingLimits(gpus[0], gpus[1], max_gpus, minimum, minimum, up, down)
 
 
 any_limits = st.builds(
-    lambda gp, gd, room, mp, md, up, down: Limits(gp, gd, mp * gp + md * gd + room, mp, md, up, down),
+    lambda gp, gd, room, mp, md, up, down: ScalingLimits(gp, gd, mp * gp + md * gd + room, mp, md, up, down),
     st.integers(1, 8),
     st.integers(1, 8),
     st.integers(0, 100),
@@ -45,13 +47,13 @@ counts = st.builds(Counts, st.integers(0, 60), st.integers(0, 60))
     ],
 )
 def test_the_published_rule_shrinks_prefill_and_leaves_the_rest_to_decode(
-    wanted: Counts, bounds: Limits, expected: Counts
+    wanted: Counts, bounds: ScalingLimits, expected: Counts
 ) -> None:
     assert published_budget(wanted, bounds) == expected
 
 
 @given(any_limits, counts)
-def test_the_published_rule_keeps_the_budget_and_the_minima(bounds: Limits, wanted: Counts) -> None:
+def test_the_published_rule_keeps_the_budget_and_the_minima(bounds: ScalingLimits, wanted: Counts) -> None:
     most = Counts(max(wanted.prefill, bounds.min_prefill), max(wanted.decode, bounds.min_decode))
     given_counts = published_budget(most, bounds)
     assert bounds.gpus(given_counts) <= bounds.max_gpus
@@ -77,13 +79,13 @@ def test_the_published_rule_keeps_the_budget_and_the_minima(bounds: Limits, want
     ],
 )
 def test_a_short_budget_is_split_so_that_both_roles_cover_as_much_as_can_be(
-    wanted: Counts, bounds: Limits, expected: Counts
+    wanted: Counts, bounds: ScalingLimits, expected: Counts
 ) -> None:
     assert within_budget(wanted, bounds) == expected
 
 
 @given(any_limits, counts)
-def test_the_split_covers_at_least_what_the_published_rule_covers(bounds: Limits, wanted: Counts) -> None:
+def test_the_split_covers_at_least_what_the_published_rule_covers(bounds: ScalingLimits, wanted: Counts) -> None:
     most = Counts(max(wanted.prefill, bounds.min_prefill), max(wanted.decode, bounds.min_decode))
 
     def covered(split: Counts) -> float:
@@ -95,7 +97,7 @@ def test_the_split_covers_at_least_what_the_published_rule_covers(bounds: Limits
 
 @given(any_limits, counts, counts, counts)
 def test_never_above_the_budget_never_below_the_minimum(
-    bounds: Limits, wanted: Counts, current: Counts, draining: Counts
+    bounds: ScalingLimits, wanted: Counts, current: Counts, draining: Counts
 ) -> None:
     ordered, _ = clamp(wanted, current, draining, bounds)
     assert bounds.gpus(ordered) <= bounds.max_gpus
@@ -105,7 +107,7 @@ def test_never_above_the_budget_never_below_the_minimum(
 
 @given(any_limits, counts, counts)
 def test_counts_change_no_faster_than_allowed_but_for_budget_and_minimum(
-    bounds: Limits, wanted: Counts, current: Counts
+    bounds: ScalingLimits, wanted: Counts, current: Counts
 ) -> None:
     if bounds.gpus(current) > bounds.max_gpus:
         return
@@ -117,7 +119,7 @@ def test_counts_change_no_faster_than_allowed_but_for_budget_and_minimum(
 
 
 @given(any_limits, counts)
-def test_what_is_wanted_and_fits_is_reached(bounds: Limits, wanted: Counts) -> None:
+def test_what_is_wanted_and_fits_is_reached(bounds: ScalingLimits, wanted: Counts) -> None:
     current = Counts(bounds.min_prefill, bounds.min_decode)
     goal = within_budget(wanted, bounds)
     for _ in range(200):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.core import WARM_UP, PlannerCore
-from planner.model import Action, Decision, Fleet, Observation, PlannerConfig, Traffic, WorkerLoad
+from planner.model import Action, Fleet, Observation, PlannerConfig, ScalingDecision, Traffic, WorkerLoad
 from protocol.errors import ConfigError
 from tests.support.planning import FakeFleet, an_8b, arrivals, observe
 
@@ -40,7 +40,7 @@ def driven(
     noise: bool = True,
     idle: bool = False,
     **lengths: float,
-) -> list[Decision]:
+) -> list[ScalingDecision]:
     """One decision every 5 s; a rate of None: the metrics are away."""
     fleet = fleet or FakeFleet(4, 4)
     decisions = []
@@ -55,11 +55,11 @@ def driven(
     return decisions
 
 
-def codes(decision: Decision) -> set[str]:
+def codes(decision: ScalingDecision) -> set[str]:
     return {reason.code for reason in decision.reasons}
 
 
-def changes(decisions: list[Decision]) -> int:
+def changes(decisions: list[ScalingDecision]) -> int:
     return sum((one.prefill, one.decode) != (other.prefill, other.decode) for one, other in pairwise(decisions))
 
 
@@ -212,7 +212,7 @@ def test_the_reactive_loop_takes_back_only_what_is_above_the_plan() -> None:
 # --- flips --------------------------------------------------------------------------------------------
 
 
-def shifting(planner: PlannerCore, fleet: FakeFleet) -> list[Decision]:
+def shifting(planner: PlannerCore, fleet: FakeFleet) -> list[ScalingDecision]:
     """From long prompts with short answers to the opposite."""
     long = {"isl_tokens": 6000.0, "osl_tokens": 50.0}
     short = {"isl_tokens": 500.0, "osl_tokens": 900.0}
@@ -248,7 +248,7 @@ def test_workers_of_another_size_are_not_flipped() -> None:
 # --- missing, late and odd figures --------------------------------------------------------------------
 
 
-def settled(seconds: float = 900.0) -> tuple[PlannerCore, FakeFleet, Decision]:
+def settled(seconds: float = 900.0) -> tuple[PlannerCore, FakeFleet, ScalingDecision]:
     planner, fleet = core(), FakeFleet(4, 4)
     return planner, fleet, driven(planner, lambda _: 8.0, seconds, fleet)[-1]
 

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from planner.config import ServiceConfig
 from planner.connectors.connector import Applied, ConnectorError, Fleets
 from planner.core import PlannerCore
-from planner.model import Action, Decision, Fleet, Flip, Observation, Reason, Traffic
+from planner.model import Action, Fleet, Flip, Observation, Reason, ScalingDecision, Traffic
 from planner.profiles import polynomial_profile
 from planner.record import Record, RecordFile, read_records
 from planner.service import Planner, planned_with, serve
@@ -28,10 +28,10 @@ class FakeCore:
         self.wants: tuple[int, int] = (1, 2)
         self.flip: Flip | None = None
 
-    def decide(self, seen: Observation) -> Decision:
+    def decide(self, seen: Observation) -> ScalingDecision:
         self.seen.append(seen)
         flip, self.flip = self.flip, None  # a flip is decided once
-        return Decision(
+        return ScalingDecision(
             at_s=seen.at_s, loop="reactive", action=Action.SCALE, prefill=self.wants[0], decode=self.wants[1],
             flip=flip, reasons=(Reason(code="told", text="a test says so"),),
         )  # fmt: skip
@@ -51,7 +51,7 @@ class FakeConnector:
 
     def __init__(self) -> None:
         self.there = Fleets(prefill=Fleet(ready=1), decode=Fleet(ready=2))
-        self.applied: list[Decision] = []
+        self.applied: list[ScalingDecision] = []
         self.fails = False
         self.is_blind = False
         self.room = 100  # workers of a role that there can be
@@ -61,7 +61,7 @@ class FakeConnector:
             raise ConnectorError("nobody answers")
         return self.there
 
-    async def apply(self, decision: Decision) -> Applied:
+    async def apply(self, decision: ScalingDecision) -> Applied:
         self.applied.append(decision)
         if self.fails:
             raise ConnectorError("it broke")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from planner.connectors.connector import Applied
-from planner.model import Action, Decision, Fleet, Observation, Reason, Traffic, WorkerLoad
+from planner.model import Action, Fleet, Observation, Reason, ScalingDecision, Traffic, WorkerLoad
 from planner.record import MAX_LOADS, Record, RecordFile, kept, older, read_records
 from protocol.errors import ConfigError
 
@@ -13,7 +13,7 @@ from protocol.errors import ConfigError
 def record(number: int) -> Record:
     traffic = Traffic(start_s=number, end_s=number + 5, requests=float(number), ttft_s=None)
     seen = Observation(at_s=number, prefill=Fleet(ready=1), decode=Fleet(ready=2, starting=1), traffic=traffic)
-    decision = Decision(
+    decision = ScalingDecision(
         at_s=number,
         loop="reactive",
         action=Action.SCALE,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.budget import Counts, Limits
+from planner.budget import Counts, ScalingLimits
 from planner.reference import decode_throughput, legacy_decode, legacy_prefill, legacy_sizing, reference_sizing
 from planner.sizing import (
     Demand,
@@ -23,7 +23,7 @@ from protocol.profile import DecodeTable, PrefillTable, Profile
 from tests.support.planning import an_8b, demands
 
 SLO = Slo(ttft_s=0.5, itl_s=0.05)
-WIDE = Limits(1, 1, 10_000, 1, 1, 10_000, 10_000)
+WIDE = ScalingLimits(1, 1, 10_000, 1, 1, 10_000, 10_000)
 
 
 def one_speed(tokens_per_s: float, itl_s: float, total_kv_tokens: int) -> Profile:

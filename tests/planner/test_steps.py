@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 
 from planner.connectors.connector import Fleets
 from planner.connectors.steps import Steps, reachable, steps_to
-from planner.model import Action, Decision, Fleet, Flip
+from planner.model import Action, Fleet, Flip, ScalingDecision
 
 fleets = st.builds(Fleet, ready=st.integers(0, 12), starting=st.integers(0, 5), draining=st.integers(0, 3))
 flips = st.none() | st.builds(Flip, to_role=st.sampled_from(["prefill", "decode"]), count=st.integers(0, 6))
 decisions = st.builds(
-    lambda prefill, decode, flip: Decision(
+    lambda prefill, decode, flip: ScalingDecision(
         at_s=0.0, loop="none", action=Action.SCALE, prefill=prefill, decode=decode, flip=flip
     ),
     st.integers(0, 15),
@@ -46,7 +46,7 @@ def all_ready(there: Fleets) -> Fleets:
 
 @given(decisions, fleets, fleets, st.booleans(), st.booleans())
 def test_never_fewer_than_asked_and_in_the_end_as_many(
-    decision: Decision, prefill: Fleet, decode: Fleet, can_flip: bool, can_choose: bool
+    decision: ScalingDecision, prefill: Fleet, decode: Fleet, can_flip: bool, can_choose: bool
 ) -> None:
     there = Fleets(prefill=prefill, decode=decode)
     steps = steps_to(decision, there, name="x", can_flip=can_flip, can_choose=can_choose)
@@ -61,7 +61,7 @@ def test_never_fewer_than_asked_and_in_the_end_as_many(
 
 
 @given(decisions, fleets, fleets)
-def test_who_cannot_flip_does_not_and_says_so(decision: Decision, prefill: Fleet, decode: Fleet) -> None:
+def test_who_cannot_flip_does_not_and_says_so(decision: ScalingDecision, prefill: Fleet, decode: Fleet) -> None:
     there = Fleets(prefill=prefill, decode=decode)
     could = steps_to(decision, there, name="stone", can_flip=True, can_choose=True)
     cannot = steps_to(decision, there, name="stone", can_flip=False, can_choose=True)
@@ -71,7 +71,7 @@ def test_who_cannot_flip_does_not_and_says_so(decision: Decision, prefill: Fleet
 
 def test_a_flip_takes_no_more_than_one_role_has_to_spare_and_the_other_lacks() -> None:
     there = Fleets(prefill=Fleet(ready=4), decode=Fleet(ready=2))
-    wanted = Decision(
+    wanted = ScalingDecision(
         at_s=0.0, loop="none", action=Action.SCALE, prefill=3, decode=6, flip=Flip(to_role="decode", count=3)
     )
     steps = steps_to(wanted, there, name="x", can_flip=True, can_choose=True)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from profiler.grid import (
     DecodePoint,
-    Limits,
     PrefillPoint,
+    WorkerLimits,
     decode_cells,
     decode_table,
     prefill_axis,
@@ -18,7 +18,7 @@ from profiler.grid import (
 from protocol.profile import Profile, check_profile
 
 any_limits = st.builds(
-    Limits,
+    WorkerLimits,
     context_tokens=st.integers(64, 1 << 20),
     total_kv_tokens=st.integers(256, 1 << 24),
     max_num_seqs=st.integers(1, 1024),
@@ -27,7 +27,7 @@ any_limits = st.builds(
 
 @settings(deadline=None)
 @given(any_limits, st.integers(1, 20))
-def test_prompts_fit_the_worker_and_increase(limits: Limits, count: int) -> None:
+def test_prompts_fit_the_worker_and_increase(limits: WorkerLimits, count: int) -> None:
     axis = prefill_axis(limits, count)
     assert 1 <= len(axis) <= count
     assert all(a < b for a, b in pairwise(axis))
@@ -39,7 +39,7 @@ def test_prompts_fit_the_worker_and_increase(limits: Limits, count: int) -> None
 @settings(deadline=None)
 @given(any_limits, st.integers(1, 8), st.integers(1, 8), st.integers(1, 60))
 def test_batches_fit_the_worker_and_one_sequence_alone_is_always_there(
-    limits: Limits, contexts: int, batches: int, answer: int
+    limits: WorkerLimits, contexts: int, batches: int, answer: int
 ) -> None:
     cells = decode_cells(limits, contexts, batches, answer)
     assert 1 <= len(cells) <= contexts * batches

@@ -14,19 +14,19 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from profiler.__main__ import main
-from profiler.endpoint import Endpoint, Known, Usage, timeline_of
-from profiler.grid import Limits, Point, PrefillPoint
+from profiler.endpoint import Known, MeasuredServer, StreamUsage, timeline_of
+from profiler.grid import Point, PrefillPoint, WorkerLimits
 from profiler.journal import Journal, Subject
 from profiler.live import MeasureConfig, jobs_of, measure_all, progress_bar, take_points, until_stopped
-from profiler.measure import Plan, Timeline, work_of
+from profiler.measure import MeasurePlan, Timeline, work_of
 from protocol.errors import ConfigError, EngineError, InvalidRequestError, UnreachableError
 from protocol.profile import read_profile
 from protocol.timing import PolynomialTiming
 from tests.support.fake_servers import OpenAiServer, VllmServer
 from tests.support.paced_target import PacedTarget
 
-LIMITS = Limits(context_tokens=512, total_kv_tokens=4096, max_num_seqs=4)
-PLAN = Plan(prefill_points=3, context_points=2, batch_points=2, repeats=1, steps=4, warm_steps=2)
+LIMITS = WorkerLimits(context_tokens=512, total_kv_tokens=4096, max_num_seqs=4)
+PLAN = MeasurePlan(prefill_points=3, context_points=2, batch_points=2, repeats=1, steps=4, warm_steps=2)
 PREFILL = PrefillPoint(isl_tokens=5, ttft_s=0.1, spread=0.0, repeats=1)
 SUBJECT = Subject(model="m", engine="e", mapping="tp1", target="t", settings="s")
 
@@ -262,7 +262,7 @@ async def test_the_key_comes_from_the_environment(tmp_path: Path, monkeypatch: p
 
 
 async def test_an_endpoint_closes_twice() -> None:
-    endpoint = Endpoint("http://127.0.0.1:1/v1", "", Known())
+    endpoint = MeasuredServer("http://127.0.0.1:1/v1", "", Known())
     assert endpoint.url == "http://127.0.0.1:1"
     await endpoint.close()
     await endpoint.close()
@@ -275,7 +275,7 @@ async def test_an_endpoint_closes_twice() -> None:
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=30))
 def test_counts_of_the_server_are_taken_and_an_event_without_tokens_is_not(counts: list[int]) -> None:
     told = [sum(counts[: i + 1]) for i in range(len(counts))]
-    usage = Usage(prompt_tokens=7, completion_tokens=told[-1])
+    usage = StreamUsage(prompt_tokens=7, completion_tokens=told[-1])
     times = [float(i) for i in range(len(told))]
     timeline = timeline_of(0.0, [*times, 99.0], [*told, told[-1]], usage, told[-1])
     assert timeline == Timeline(sent_s=0.0, at_s=times, tokens=[float(n) for n in told], prompt_tokens=7)
@@ -284,7 +284,7 @@ def test_counts_of_the_server_are_taken_and_an_event_without_tokens_is_not(count
 @settings(deadline=None)
 @given(st.integers(1, 50), st.integers(1, 200))
 def test_without_counts_each_event_brings_its_share(events: int, tokens: int) -> None:
-    usage = Usage(prompt_tokens=7, completion_tokens=tokens)
+    usage = StreamUsage(prompt_tokens=7, completion_tokens=tokens)
     timeline = timeline_of(0.0, [float(i) for i in range(events)], [None] * events, usage, tokens)
     assert timeline.tokens[-1] == pytest.approx(tokens)
     assert len(timeline.tokens) == events

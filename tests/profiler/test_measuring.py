@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profiler.grid import DecodeCell, DecodePoint, Limits, Point, PrefillPoint, decode_table, prefill_table
+from profiler.grid import DecodeCell, DecodePoint, Point, PrefillPoint, WorkerLimits, decode_table, prefill_table
 from profiler.measure import (
-    Plan,
+    MeasurePlan,
     Timeline,
     Work,
     measure,
@@ -25,8 +25,8 @@ from protocol.profile import Profile
 from protocol.timing import PolynomialTiming
 from tests.support.paced_target import PacedTarget
 
-LIMITS = Limits(context_tokens=4096, total_kv_tokens=65_536, max_num_seqs=32)
-PLAN = Plan(prefill_points=8, context_points=3, batch_points=3, repeats=2, steps=16, warm_steps=4)
+LIMITS = WorkerLimits(context_tokens=4096, total_kv_tokens=65_536, max_num_seqs=32)
+PLAN = MeasurePlan(prefill_points=8, context_points=3, batch_points=3, repeats=2, steps=16, warm_steps=4)
 
 
 class LinearTiming:
@@ -39,7 +39,7 @@ class LinearTiming:
         return 0.002 + 0.0005 * sequences + 1e-7 * kv_tokens
 
 
-async def points_of(target: PacedTarget, plan: Plan = PLAN, limits: Limits = LIMITS) -> list[Point]:
+async def points_of(target: PacedTarget, plan: MeasurePlan = PLAN, limits: WorkerLimits = LIMITS) -> list[Point]:
     points: list[Point] = []
     await measure(target, plan, work_of(plan, limits), limits, "run", lambda point, _: points.append(point))
     return points
@@ -76,7 +76,7 @@ async def test_steps_take_what_the_worker_takes_exactly_where_that_is_linear() -
 async def test_between_its_points_a_profile_is_half_a_percent_off_the_model_and_four_at_worst(caches: bool) -> None:
     """The fit is a parabola over the KV usage, the table straight between its points."""
     timing = PolynomialTiming(LIMITS.total_kv_tokens)
-    plan = Plan(prefill_points=16, context_points=5, batch_points=12, repeats=1)
+    plan = MeasurePlan(prefill_points=16, context_points=5, batch_points=12, repeats=1)
     profile = profile_of(await points_of(PacedTarget(timing, LIMITS, caches=caches), plan))
     chance = random.Random(1)
     errors = []
@@ -98,12 +98,12 @@ async def test_sequences_that_wait_for_each_others_prompts_are_measured_when_all
 
 
 async def test_a_worker_without_room_for_both_says_what_to_change() -> None:
-    small = Limits(context_tokens=60, total_kv_tokens=65_536, max_num_seqs=32)
+    small = WorkerLimits(context_tokens=60, total_kv_tokens=65_536, max_num_seqs=32)
     with pytest.raises(EngineError, match=r"32 sequences of 59 tokens did not decode 16 steps together.*--steps"):
         await decode_points(PacedTarget(LinearTiming(), small, caches=False), DecodeCell(59, 32), small)
 
 
-async def decode_points(target: PacedTarget, cell: DecodeCell, limits: Limits = LIMITS) -> list[DecodePoint]:
+async def decode_points(target: PacedTarget, cell: DecodeCell, limits: WorkerLimits = LIMITS) -> list[DecodePoint]:
     points: list[Point] = []
     work = Work(prefill=[], decode=[cell])
     await measure(target, PLAN, work, limits, "run", lambda point, _: points.append(point))
@@ -112,7 +112,7 @@ async def decode_points(target: PacedTarget, cell: DecodeCell, limits: Limits = 
 
 async def test_a_wave_is_as_long_as_its_slowest_prompt_and_ranks_compute_side_by_side() -> None:
     timing = LinearTiming()
-    plan = Plan(prefill_points=3, context_points=0, wave=4, repeats=1)
+    plan = MeasurePlan(prefill_points=3, context_points=0, wave=4, repeats=1)
     for ranks, prompts_one_after_the_other in ((4, 1), (1, 4)):
         for point in await points_of(PacedTarget(timing, LIMITS, ranks=ranks), plan):
             assert isinstance(point, PrefillPoint)
@@ -122,7 +122,7 @@ async def test_a_wave_is_as_long_as_its_slowest_prompt_and_ranks_compute_side_by
 
 async def test_no_prompt_of_a_run_is_found_in_the_cache_nor_one_of_another_run() -> None:
     target = PacedTarget(LinearTiming(), LIMITS)
-    plan = Plan(prefill_points=4, context_points=0, repeats=3)
+    plan = MeasurePlan(prefill_points=4, context_points=0, repeats=3)
     for salt in ("first", "second"):
         points: list[Point] = []
         await measure(

@@ -8,8 +8,8 @@ import pytest
 
 from cluster.tiny_model import CHECKPOINT_DIR
 from profiler.grid import DecodePoint, Point, PrefillPoint
-from profiler.inprocess import EngineTarget
-from profiler.measure import Plan, measure, work_of
+from profiler.inprocess import MeasuredEngine
+from profiler.measure import MeasurePlan, measure, work_of
 from protocol.timing import PolynomialTiming
 from workers.config import WorkerConfig
 from workers.engines.mock import executor
@@ -50,8 +50,8 @@ async def points(monkeypatch: pytest.MonkeyPatch) -> Sequence[Point]:
         max_step_tokens=BLOCK * BLOCKS,
         kv_transfer="shm",
     )
-    target = EngineTarget(open_engine(worker), clock)
-    plan = Plan(prefill_points=6, context_points=3, batch_points=3, repeats=2, steps=16, warm_steps=4)
+    target = MeasuredEngine(open_engine(worker), clock)
+    plan = MeasurePlan(prefill_points=6, context_points=3, batch_points=3, repeats=2, steps=16, warm_steps=4)
     found: list[Point] = []
     try:
         limits = await target.limits()

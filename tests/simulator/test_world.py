@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from planner.model import Action, Decision, Flip, Observation
+from planner.model import Action, Flip, Observation, ScalingDecision
 from protocol.errors import ConfigError
 from protocol.messages import GenerateRequest
 from protocol.profile import DecodeTable, PrefillTable, Profile
@@ -189,14 +189,14 @@ class Script:
         self.seen: list[Observation] = []
         self.last = (0, 0)
 
-    def decide(self, seen: Observation) -> Decision:
+    def decide(self, seen: Observation) -> ScalingDecision:
         self.seen.append(seen)
         order = self.orders.get(seen.at_s)
         if order is None:
             prefill, decode = seen.prefill.ordered, seen.decode.ordered
-            return Decision(at_s=seen.at_s, loop="none", action=Action.HOLD, prefill=prefill, decode=decode)
+            return ScalingDecision(at_s=seen.at_s, loop="none", action=Action.HOLD, prefill=prefill, decode=decode)
         flip = order[2] if len(order) == 3 else None
-        return Decision(
+        return ScalingDecision(
             at_s=seen.at_s, loop="reactive", action=Action.SCALE, prefill=order[0], decode=order[1], flip=flip
         )
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from profiler.grid import Limits
+from profiler.grid import WorkerLimits
 from profiler.measure import Timeline
 from protocol.errors import EngineError
 from protocol.timing import Timing
@@ -28,7 +28,7 @@ class Running:
 class PacedTarget:
     """Prompts first, one each step and rank; then all sequences decode. What was computed once is cached."""
 
-    def __init__(self, timing: Timing, limits: Limits, *, ranks: int = 1, caches: bool = True) -> None:
+    def __init__(self, timing: Timing, limits: WorkerLimits, *, ranks: int = 1, caches: bool = True) -> None:
         self._timing = timing
         self._limits = limits
         self._ranks = ranks
@@ -42,7 +42,7 @@ class PacedTarget:
         self.fail_after: int | None = None  # answers
         self.closed = False
 
-    async def limits(self) -> Limits:
+    async def limits(self) -> WorkerLimits:
         return self._limits
 
     async def answer(self, prompt: Sequence[int], max_tokens: int) -> Timeline:

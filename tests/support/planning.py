@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from planner.model import Decision, Fleet, Observation, Traffic, WorkerLoad
+from planner.model import Fleet, Observation, ScalingDecision, Traffic, WorkerLoad
 from planner.sizing import Demand
 from protocol.profile import DecodeTable, PrefillTable, Profile
 from protocol.timing import PolynomialTiming
@@ -56,7 +56,7 @@ class FakeFleet:
             setattr(self, role, getattr(self, role) + 1)
         return self._of("prefill"), self._of("decode")
 
-    def apply(self, decision: Decision) -> None:
+    def apply(self, decision: ScalingDecision) -> None:
         flipped = {"prefill": 0, "decode": 0}
         if decision.flip is not None:
             flipped[decision.flip.to_role] = decision.flip.count
