@@ -31,8 +31,9 @@ from protocol.events import Stored
 from protocol.hashing import sequence_hash_bytes, token_bytes
 from protocol.ids import EngineHash, RequestId, WorkerId
 from protocol.messages import Role, RouteRequest, WorkerCard
-from router.core import RouterRules, RouterState
+from router.core import RouterState
 from router.index import NATIVE, Holder, PrefixIndex
+from router.rules import RouterRules
 
 BLOCK = 16  # tokens
 CHAIN = 4096  # blocks
@@ -295,7 +296,7 @@ def place_us(rounds: int) -> float:
         for blocks, card in ((512, cards[number]), (300, cards[number - 1]), (64, cards[number - 2])):
             hashes = tuple(EngineHash(int(name)) for name in chain.names[:blocks])
             ids = tuple(chain.tokens[: blocks * BLOCK].tolist())
-            state.on_kv_events(card.worker_id, 0, [Stored(hashes, None, ids, BLOCK)])
+            state.fleet.on_kv_events(card.worker_id, 0, [Stored(hashes, None, ids, BLOCK)])
     now, request_id = 1000.0, RequestId("bench")
     seconds: list[float] = []
     for i in range(200 * rounds):

@@ -6,10 +6,11 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from mesh.telemetry import LogFormat, LogLevel
-from router.core import RouterRules, Saturation
 from router.disaggregation import LocalPrefill
+from router.policies import Policy, policies_help
 from router.queue import Order, QueueRules
-from router.selection import Policy, Weights
+from router.rules import RouterRules, Saturation
+from router.selection import Weights
 
 _RULES = RouterRules()  # the defaults stand there
 _SATURATION = Saturation()
@@ -19,10 +20,7 @@ _NEVER = 1 << 62
 class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_ROUTER_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    policy: Annotated[
-        Policy,
-        Meta(description="kv: by cached prefixes and load; least-loaded, power-of-two: by load; round-robin, random"),
-    ] = _RULES.policy
+    policy: Annotated[Policy, Meta(description=policies_help())] = _RULES.policy
     recompute_price: Annotated[
         float, Meta(ge=0, description="of a block to prefill, in blocks that wait; 0: worked out from the traffic")
     ] = _RULES.recompute_price

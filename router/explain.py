@@ -1,76 +1,47 @@
-"""Why a request runs where it does: the reasons of a decision as plain data. Pure."""
-
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-
-from msgspec import Struct
+"""Explain why a request runs where it does: the reasons of a plan as plain data. Pure."""
 
 from protocol.messages import CandidateReport, Explanation
-from router.index import Holder
-from router.selection import Candidate, Policy, Prompt, Terms
+from router.placing import LegChoice, PlacementPlan, RequestView
+from router.policies import POLICIES
+from router.selection import Candidate, Terms
 
-MAX_CANDIDATES = 64  # told of, for each leg
-
-
-class Leg(Struct):
-    """One choice: which of the candidates, and by what."""
-
-    name: str  # "whole", "prefill" or "decode"
-    chosen: Candidate
-    is_full: bool
-    why: str  # "": by the policy
-    prompt: Prompt
-    candidates: Sequence[Candidate]
-    passed_over: Mapping[Holder, str]  # those that the policy was not asked about, and why
+MAX_CANDIDATES = 64  # reported, for each leg
 
 
-@dataclass(frozen=True, slots=True)
-class Reasons:
-    policy: Policy
-    temperature: float
-    reason: str  # why one worker, or two
-    recompute_price: float
-    busy_share: float
-    asked_before: float
-    waited_s: float
-    legs: Sequence[Leg]
-
-
-_WHYS: Mapping[Policy, str] = {
-    "least-loaded": "the least loaded",
-    "power-of-two": "the less loaded of two that were drawn",
-    "round-robin": "whose turn it is",
-    "random": "drawn",
-}
-
-
-def explain(reasons: Reasons, name_of: Callable[[Holder], str]) -> Explanation:
-    reports = [report for leg in reasons.legs for report in _reports(leg, name_of)]
-    whys = [f"{leg.name}: {name_of(leg.chosen.holder)}, {leg.why or _why(leg, reasons)}" for leg in reasons.legs]
+def explain(plan: PlacementPlan, waited_s: float = 0.0) -> Explanation:
+    """Return the reasons of a plan. The chosen candidate is reported even where not all are."""
+    view = plan.view
     return Explanation(
-        policy=reasons.policy,
-        why="; ".join([reasons.reason, *whys]),
-        recompute_price=round(reasons.recompute_price, 3),
-        busy_share=round(reasons.busy_share, 3),
-        asked_before=round(reasons.asked_before, 2),
-        waited_s=round(reasons.waited_s, 6),
-        candidates=tuple(reports),
+        policy=view.rules.policy,
+        why="; ".join([plan.reason, *(_why_this(leg, view) for leg in plan.legs)]),
+        recompute_price=round(view.price, 3),
+        busy_share=round(view.busy_share, 3),
+        asked_before=round(view.asked_before, 2),
+        waited_s=round(waited_s, 6),
+        candidates=tuple([report for leg in plan.legs for report in _reports(leg, view)]),
     )
 
 
-def _reports(leg: Leg, name_of: Callable[[Holder], str]) -> list[CandidateReport]:
-    """The chosen one is told of in any case."""
-    costed = sorted(((leg.prompt.cost(c), c) for c in leg.candidates), key=lambda pair: (pair[0], pair[1].holder))
-    told = costed[:MAX_CANDIDATES]
-    if all(c is not leg.chosen for _, c in told):
-        told[-1] = (leg.prompt.cost(leg.chosen), leg.chosen)
-    return [_report(leg, c, cost, name_of(c.holder)) for cost, c in told]
+def _name(c: Candidate, view: RequestView) -> str:
+    return view.fleet.slots[c.holder].card.name
 
 
-def _report(leg: Leg, c: Candidate, cost: float, name: str) -> CandidateReport:
-    terms = Terms(*leg.prompt.terms(c))
+def _why_this(leg: LegChoice, view: RequestView) -> str:
+    return f"{leg.kind}: {_name(leg.chosen, view)}, {leg.why or _why(leg, view)}"
+
+
+def _reports(leg: LegChoice, view: RequestView) -> list[CandidateReport]:
+    costed = sorted(((leg.cost.cost(c), c) for c in leg.candidates), key=lambda pair: (pair[0], pair[1].holder))
+    reported = costed[:MAX_CANDIDATES]
+    if all(c is not leg.chosen for _, c in reported):
+        reported[-1] = (leg.cost.cost(leg.chosen), leg.chosen)
+    return [_report(leg, c, cost, _name(c, view)) for cost, c in reported]
+
+
+def _report(leg: LegChoice, c: Candidate, cost: float, name: str) -> CandidateReport:
+    terms = Terms(*leg.cost.terms(c))
     return CandidateReport(
-        leg=leg.name,
+        leg=leg.kind,
         worker=name,
         dp_rank=c.holder.dp_rank,
         overlap_blocks=c.overlap,
@@ -84,14 +55,15 @@ def _report(leg: Leg, c: Candidate, cost: float, name: str) -> CandidateReport:
     )
 
 
-def _why(leg: Leg, reasons: Reasons) -> str:
+def _why(leg: LegChoice, view: RequestView) -> str:
     rivals = [c for c in leg.candidates if c is not leg.chosen and c.holder not in leg.passed_over]
+    policy = POLICIES[view.rules.policy]
     if not rivals:
         return "the only one that may take it now" if leg.passed_over else "the only one that may take it"
-    if reasons.policy != "kv":
-        return _WHYS[reasons.policy]
-    cost, next_cost = leg.prompt.cost(leg.chosen), min(leg.prompt.cost(c) for c in rivals)
-    if reasons.temperature > 0:
+    if not policy.by_cost:
+        return policy.why
+    cost, next_cost = leg.cost.cost(leg.chosen), min(leg.cost.costs(rivals))
+    if view.rules.temperature > 0:
         return f"cost {cost:.1f}, drawn; the others cost {next_cost:.1f} and more"
     if cost == next_cost:
         return f"of equal cost ({cost:.1f}), chosen longest ago"

@@ -90,7 +90,7 @@ class Teller:
         if self._changes_at is None or self._changes_at > now:
             return None
         self._changes_at = None
-        if not (changed := self._load.take_changed()):
+        if not (changed := self._load.take_own_changes()):
             return None
         self._last_words = LAST_WORDS
         if self._all_at is None:
@@ -99,7 +99,7 @@ class Teller:
 
     def _tell_all(self, now: float) -> LoadNews:
         self._changes_at = None
-        self._load.take_changed()
+        self._load.take_own_changes()
         shares = self._load.shares()
         self._last_words = LAST_WORDS if shares else self._last_words - 1
         self._all_at = now + REPEAT_S if self._last_words > 0 else None
@@ -150,27 +150,27 @@ class Listener:
             replaces_all = news.is_whole
         shares = _by_holder(news.shares)
         if replaces_all:
-            self._load.set_elsewhere(news.router, shares)
+            self._load.set_elsewhere(news.router, shares, now)
             known.loaded = set()
         else:
-            self._load.update_elsewhere(news.router, shares)
+            self._load.update_elsewhere(news.router, shares, now)
         known.loaded -= shares.keys()
         known.loaded |= {holder for holder, share in shares.items() if share != NOTHING}
         return True
 
-    def forget(self, router: str) -> bool:
-        """It has left. Whether it had something in flight."""
+    def forget(self, router: str, now: float) -> bool:
+        """Forget a router that has left. Return whether it had something in flight."""
         known = self._known.pop(router, None)
         if known is None or not known.loaded:
             return False
-        self._load.set_elsewhere(router, {})
+        self._load.set_elsewhere(router, {}, now)
         return True
 
     def expire(self, now: float) -> list[str]:
         """Forget who has something in flight, as far as is known, but has been silent for too long."""
         silent = [router for router, known in self._known.items() if known.loaded and known.heard_s + SILENCE_S <= now]
         for router in silent:
-            self.forget(router)
+            self.forget(router, now)
         return silent
 
     def next_s(self) -> float | None:

@@ -132,7 +132,7 @@ class Gossip:
 
     def _follow(self, name: str, endpoint: str) -> None:
         """Listen to a router there; "": not any more."""
-        if not endpoint and self._listener.forget(name):
+        if not endpoint and self._listener.forget(name, time.monotonic()):
             self._on_news()
         before = set(self._endpoints.values())
         self._endpoints.pop(name, None)

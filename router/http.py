@@ -111,10 +111,10 @@ class RouterApi:
 
     def _block_size(self, model: str) -> int:
         """Raises NoWorkerError."""
-        if model not in self._router.state.indexes:
-            served = ", ".join(self._router.state.indexes) or "none"
+        if model not in self._router.state.fleet.indexes:
+            served = ", ".join(self._router.state.fleet.indexes) or "none"
             raise NoWorkerError(f"no worker of the model {model!r} is known; there are: {served}")
-        return self._router.state.block_size_of(model)
+        return self._router.state.fleet.block_size_of(model)
 
     # --- what is known ---------------------------------------------------------------------------------
 
@@ -123,10 +123,10 @@ class RouterApi:
         block_size = self._block_size(body.model)
         isl_tokens, hashes = api.prompt_of(body, block_size)
         state = self._router.state
-        depths = state.overlaps(body.model, hashes, time.monotonic())
+        depths = state.fleet.overlaps(body.model, hashes, time.monotonic())
         rows = [
             api.overlap_row(card, holder, depths.get(holder, NOWHERE), state.load.of(holder).total)
-            for card in state.cards
+            for card in state.fleet.cards
             if card.model == body.model
             for holder in holders_of(card)
         ]
@@ -143,8 +143,8 @@ class RouterApi:
     async def list_workers(self, request: Request) -> Reply:
         state = self._router.state
         rows = []
-        for card in state.cards:
-            index = state.indexes[card.model]
+        for card in state.fleet.cards:
+            index = state.fleet.indexes[card.model]
             ranks = [
                 api.rank_row(holder.dp_rank, index.blocks_of(holder), state.load.of(holder).total)
                 for holder in holders_of(card)
@@ -154,7 +154,7 @@ class RouterApi:
 
     async def snapshot(self, request: Request) -> Reply:
         """The index of one model as bytes. Holds the router up while it is made: for debugging."""
-        indexes = self._router.state.indexes
+        indexes = self._router.state.fleet.indexes
         model = request.query.get("model", next(iter(indexes), "") if len(indexes) == 1 else "")
         if model not in indexes:
             raise NotFoundError(
@@ -165,7 +165,7 @@ class RouterApi:
     async def health(self, request: Request) -> Reply:
         """Whether placements can be asked for."""
         state = self._router.state
-        feeds = [self._router.feed_of(card) for card in state.cards]
+        feeds = [self._router.feed_of(card) for card in state.fleet.cards]
         status = "draining" if self._draining else "ready" if self._workers.seen.is_set() else "no worker is known yet"
         report = {
             "status": status,

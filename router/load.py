@@ -1,12 +1,11 @@
-"""What is in flight where. Every placement is a booking: a lease, freed when its request has ended however it ended.
+"""Track the requests in flight on each holder. Every placement is a booking: a lease that ends with its request.
 
-A booking ends with `free`, with the worker it stands on, or `lease_s` after the last sign of its request's life. What
-other routers have placed comes as sums per holder, each replacing the last of its router: a sum that was lost is made
-good by the next, and nothing has to be freed twice.
+A booking ends with `free`, with its worker, or `lease_s` after the last sign of life of its request. Other routers
+report sums per holder, and each sum replaces the last one of that router. So the next report makes a lost one good.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from msgspec import Struct
 from protocol.ids import RequestId
 from router.chains import ChainCounts
 from router.index import Holder
+from router.pressure import BusyShare
 
 LEASE_S = 120.0
 SPEED_MEMORY = 0.9  # what the speed of a worker's last prompts counts after one more
@@ -33,39 +33,43 @@ NOTHING = Share()
 
 @dataclass(slots=True)
 class HolderLoad:
-    """What is placed on one holder and has not ended. The first three are this router's own."""
+    """The requests on one holder that have not ended. The first four numbers count this router's own."""
 
+    busy: BusyShare = field(default_factory=BusyShare)  # of its pool: how long holders have had prompts to compute
     queued_tokens: int = 0
-    private_blocks: int = 0  # not shared: those of answers, and partly filled ones
+    private_blocks: int = 0  # not shared: blocks of answers, and partly filled ones
     requests: int = 0  # that decode there
-    own: Share = NOTHING  # the sum of that, with the blocks of prompts
-    elsewhere: dict[str, Share] = field(default_factory=dict)  # by router
-    is_busy: bool = False  # as the last Change has told
+    own: Share = NOTHING  # these three, with the blocks of prompts
+    elsewhere: dict[str, Share] = field(default_factory=dict)  # the shares of other routers, by router
+    is_busy: bool = False  # as `busy` counts it
     total: Share = NOTHING  # of all routers
     prefilling: dict[RequestId, int] = field(default_factory=dict)  # tokens of each, in the order of placement
-    computes_since_s: float = 0.0  # the first of these: when it was placed, or the one before it was done
-    computed_tokens: float = 0.0  # and the time that took, of late
-    computed_s: float = 0.0
-    speed: float = 0.0  # tokens/s by these; 0: not known
+    computes_since_s: float = 0.0  # when the first of these was placed, or when the one before it was done
+    computed_tokens: float = 0.0  # by the last prompts
+    computed_s: float = 0.0  # the time that they took
+    speed: float = 0.0  # tokens/s of these; 0: not known
 
     def done_tokens(self, now: float) -> float:
-        """What must have been computed by now of the first of `prefilling`, by the worker's speed so far."""
+        """Estimate how much of the first of `prefilling` is computed by now, by the worker's speed so far."""
         done, all_of_it = (now - self.computes_since_s) * self.speed, next(iter(self.prefilling.values()), 0)
         return done if done < all_of_it else all_of_it
 
 
 class Owner(NamedTuple):
-    """Who pays for the answer of a request in flight."""
+    """The tenant that is charged for the answer of a request in flight, and the priority of the request."""
 
     tenant: str = ""
     priority: int = 0
 
 
-class Change(NamedTuple):
-    """A holder that has begun, or ceased, to have prompts to compute."""
+class ChangedHolders(set[Holder]):
+    """The holders whose load has changed since they were taken last. Each such set has one reader."""
 
-    holder: Holder
-    is_busy: bool
+    def take(self) -> list[Holder]:
+        """Return the holders that have changed since the last call."""
+        taken = list(self)
+        self.clear()
+        return taken
 
 
 class _Booking(Struct):
@@ -80,18 +84,17 @@ class _Booking(Struct):
 
 
 class ActiveLoad:
-    """Knows holders between `join` and `leave`; load is booked on known ones alone."""
+    """Knows holders between `join` and `leave`. Load can be booked only on known holders."""
 
     def __init__(self, lease_s: float = LEASE_S) -> None:
         self._lease_s = lease_s
         self._loads: dict[Holder, HolderLoad] = {}
         self._bookings: OrderedDict[RequestId, _Booking] = OrderedDict()  # by end
         self._of_holder: dict[Holder, set[RequestId]] = {}
-        self._changed: set[Holder] = set()  # since the others were told
-        self._told: set[Holder] = set()  # holders whose load elsewhere has changed
-        self._moved: set[Holder] = set()  # holders whose load has changed, whoever placed it
+        self._own_changes = ChangedHolders()  # of this router's own load: for the other routers
+        self.changes = ChangedHolders()  # of the total load: for the shelves (router/fleet.py)
         self.chains = ChainCounts()  # prompts of requests in flight, where they decode
-        self.prefilling = ChainCounts()  # where another worker prefills them, until it has
+        self.prefilling = ChainCounts()  # the same prompts where another worker prefills them, until it has
 
     def __len__(self) -> int:
         return len(self._bookings)
@@ -99,47 +102,44 @@ class ActiveLoad:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._bookings
 
-    def join(self, holder: Holder) -> HolderLoad:
-        """What is placed there from now on, to be read alone."""
+    def join(self, holder: Holder, busy: BusyShare | None = None) -> HolderLoad:
+        """Return the load of the holder, for reading; it counts from now on. `busy` is the account of its pool."""
         if holder not in self._loads:
-            self._loads[holder] = HolderLoad()
+            self._loads[holder] = HolderLoad(busy or BusyShare())
             self._of_holder[holder] = set()
         return self._loads[holder]
 
-    def leave(self, holder: Holder, now: float) -> list[Change]:
-        """The holder is gone: its bookings end. Unknown ones are no error."""
-        ended = list(self._of_holder.get(holder, ()))
-        changes = [change for request_id in ended for change in self.free(request_id, now)]
+    def leave(self, holder: Holder, now: float) -> None:
+        """End all bookings of a holder that is gone. An unknown holder is no error."""
+        for request_id in list(self._of_holder.get(holder, ())):
+            self.free(request_id, now)
         load = self._loads.pop(holder, None)
-        if load is not None and load.is_busy:  # by what other routers have placed there
-            changes.append(Change(holder, False))
+        if load is not None and load.is_busy:  # with what other routers have placed there
+            load.busy.change(-1, now)
         self._of_holder.pop(holder, None)
-        self._changed.discard(holder)
-        self._told.discard(holder)
-        self._moved.discard(holder)
+        self._own_changes.discard(holder)
+        self.changes.discard(holder)
         self.chains.drop(holder)
         self.prefilling.drop(holder)
-        return changes
 
     def of(self, holder: Holder) -> HolderLoad:
         return self._loads[holder]
 
     def shares(self) -> dict[Holder, Share]:
-        """What this router has placed, where it has placed anything: for the other routers."""
+        """Return what this router has placed on each holder, without the holders that have nothing of it."""
         return {holder: load.own for holder, load in self._loads.items() if load.own != NOTHING}
 
-    def take_changed(self) -> dict[Holder, Share]:
-        """The same where it has changed since the last call; NOTHING where nothing is left."""
-        changed, self._changed = self._changed, set()
-        return {holder: self._loads[holder].own for holder in changed}
+    def take_own_changes(self) -> dict[Holder, Share]:
+        """Return the shares of this router that have changed since the last call; NOTHING where nothing remains."""
+        return {holder: self._loads[holder].own for holder in self._own_changes.take()}
 
-    def set_elsewhere(self, router: str, shares: Mapping[Holder, Share]) -> None:
-        """All that another router has placed; an empty mapping when it has left."""
+    def set_elsewhere(self, router: str, shares: Mapping[Holder, Share], now: float) -> None:
+        """Replace all that another router has placed; an empty mapping when it has left."""
         gone = {holder: NOTHING for holder, load in self._loads.items() if router in load.elsewhere}
-        self.update_elsewhere(router, gone | dict(shares))
+        self.update_elsewhere(router, gone | dict(shares), now)
 
-    def update_elsewhere(self, router: str, shares: Mapping[Holder, Share]) -> None:
-        """What another router has placed on some holders. Of unknown holders nothing is kept."""
+    def update_elsewhere(self, router: str, shares: Mapping[Holder, Share], now: float) -> None:
+        """Replace what another router has placed on some holders. Shares of unknown holders are dropped."""
         for holder, share in shares.items():
             load = self._loads.get(holder)
             if load is None or load.elsewhere.get(router, NOTHING) == share:
@@ -148,20 +148,8 @@ class ActiveLoad:
             if share == NOTHING:
                 del load.elsewhere[router]
             load.total = _sum([load.own, *load.elsewhere.values()])
-            self._told.add(holder)
-            self._moved.add(holder)
-
-    def take_moved(self) -> Collection[Holder]:
-        """Whose total has changed since the last call."""
-        moved, self._moved = self._moved, set()
-        return moved
-
-    def take_told(self) -> list[Change]:
-        """What `update_elsewhere` has changed since the last call."""
-        if not self._told:
-            return []
-        told, self._told = self._told, set()
-        return [change for holder in told if holder in self._loads for change in self._note_busy(holder)]
+            self.changes.add(holder)
+            self._count_busy(load, now)
 
     def book(
         self,
@@ -173,12 +161,12 @@ class ActiveLoad:
         hashes: bytes,
         now: float,
         owner: Owner = Owner(),  # noqa: B008 - it cannot change
-    ) -> list[Change]:
-        """`prefill` computes `prefill_tokens` (it is `decode` where one worker does both halves).
+    ) -> None:
+        """Book a request. `prefill` computes `prefill_tokens`; it is `decode` where one worker does both halves.
 
-        hashes: the prompt's sequence hashes, packed u64 [n].
+        A booking of the same name ends. hashes: the prompt's sequence hashes, packed u64 [n].
         """
-        changes = self.free(request_id, now)
+        self.free(request_id, now)
         booking = _Booking(decode, prefill, prefill_tokens, hashes, owner, 1, now + self._lease_s)
         self._bookings[request_id] = booking
         self._of_holder[decode].add(request_id)
@@ -190,19 +178,18 @@ class ActiveLoad:
             self._of_holder[prefill].add(request_id)
             self._sum_up(decode)
             self.prefilling.add(prefill, hashes)
-        return changes + self._begin_prefill(request_id, booking, now)
+        self._begin_prefill(request_id, booking, now)
 
-    def prefill_done(self, request_id: RequestId, now: float) -> list[Change]:
-        """The first token is there. Unknown requests and second calls are no error."""
+    def prefill_done(self, request_id: RequestId, now: float) -> None:
+        """Count the prompt as computed: the first token is there. Unknown requests and second calls are no error."""
         booking = self._bookings.get(request_id)
-        if booking is None or not booking.is_prefilling:
-            return []
-        self._renew(request_id, booking, now)
-        self._learn(request_id, booking, now)
-        return self._end_prefill(request_id, booking, now)
+        if booking is not None and booking.is_prefilling:
+            self._renew(request_id, booking, now)
+            self._learn(request_id, booking, now)
+            self._end_prefill(request_id, booking, now)
 
     def progress(self, request_id: RequestId, answer_blocks: int, now: float) -> int:
-        """The request lives, and its answer takes so many blocks by now; how many more than before.
+        """Renew a booking whose answer takes `answer_blocks` by now. Return how many more these are than before.
 
         Unknown requests are no error.
         """
@@ -216,21 +203,22 @@ class ActiveLoad:
         self._renew(request_id, booking, now)
         return grown
 
-    def free(self, request_id: RequestId, now: float) -> list[Change]:
-        """The request has ended. A second call does nothing."""
+    def free(self, request_id: RequestId, now: float) -> None:
+        """End a booking. A second call does nothing."""
         booking = self._bookings.pop(request_id, None)
         if booking is None:
-            return []
+            return
         self._of_holder[booking.decode].discard(request_id)
         load = self._loads[booking.decode]
         load.requests -= 1
         load.private_blocks -= booking.answer_blocks
         self.chains.discard(booking.decode, booking.hashes)
         self._sum_up(booking.decode)
-        return self._end_prefill(request_id, booking, now) if booking.is_prefilling else []
+        if booking.is_prefilling:
+            self._end_prefill(request_id, booking, now)
 
     def expired(self, now: float) -> list[RequestId]:
-        """Bookings of which nothing was heard for too long; the caller frees them."""
+        """Return the requests that have shown no sign of life for `lease_s`. The caller frees them."""
         found: list[RequestId] = []
         for request_id, booking in self._bookings.items():
             if booking.ends_s > now:
@@ -239,7 +227,7 @@ class ActiveLoad:
         return found
 
     def holders_of(self, request_id: RequestId) -> Sequence[Holder]:
-        """Where a booking stands: where it decodes, and until its first token where another worker prefills it."""
+        """Return where the request decodes and, until its first token, where another worker prefills it."""
         booking = self._bookings.get(request_id)
         if booking is None:
             return ()
@@ -247,34 +235,34 @@ class ActiveLoad:
         return (booking.decode,) if is_one else (booking.decode, booking.prefill)
 
     def hashes_of(self, request_id: RequestId) -> bytes:
-        """Of the prompt of a booking; none if there is no such booking."""
+        """Return the hashes of a booking's prompt; none if there is no such booking."""
         booking = self._bookings.get(request_id)
         return b"" if booking is None else booking.hashes
 
     def owner_of(self, request_id: RequestId) -> Owner:
-        """Raises KeyError if there is no such booking."""
+        """Return the owner of a booking. Raises KeyError if there is no such booking."""
         return self._bookings[request_id].owner
 
     def _renew(self, request_id: RequestId, booking: _Booking, now: float) -> None:
         booking.ends_s = now + self._lease_s
         self._bookings.move_to_end(request_id)
 
-    def _begin_prefill(self, request_id: RequestId, booking: _Booking, now: float) -> list[Change]:
+    def _begin_prefill(self, request_id: RequestId, booking: _Booking, now: float) -> None:
         load = self._loads[booking.prefill]
         if not load.prefilling:
             load.computes_since_s = now
         load.prefilling[request_id] = booking.prefill_tokens
-        return self._queue(booking.prefill, booking.prefill_tokens)
+        self._queue(booking.prefill, booking.prefill_tokens, now)
 
     def _learn(self, request_id: RequestId, booking: _Booking, now: float) -> None:
-        """How fast the worker is, from the time that the first in its queue took."""
+        """Update the worker's speed with the time that the first prompt in its queue took."""
         load = self._loads[booking.prefill]
         if next(iter(load.prefilling)) == request_id:
             load.computed_tokens = SPEED_MEMORY * load.computed_tokens + booking.prefill_tokens
             load.computed_s = SPEED_MEMORY * load.computed_s + (now - load.computes_since_s)
             load.speed = load.computed_tokens / load.computed_s if load.computed_s > 0 else 0.0
 
-    def _end_prefill(self, request_id: RequestId, booking: _Booking, now: float) -> list[Change]:
+    def _end_prefill(self, request_id: RequestId, booking: _Booking, now: float) -> None:
         booking.is_prefilling = False
         load = self._loads[booking.prefill]
         if next(iter(load.prefilling)) == request_id:
@@ -283,28 +271,27 @@ class ActiveLoad:
         if booking.prefill != booking.decode:
             self._of_holder[booking.prefill].discard(request_id)
             self.prefilling.discard(booking.prefill, booking.hashes)
-        return self._queue(booking.prefill, -booking.prefill_tokens)
+        self._queue(booking.prefill, -booking.prefill_tokens, now)
 
-    def _queue(self, holder: Holder, tokens: int) -> list[Change]:
-        self._loads[holder].queued_tokens += tokens
-        self._sum_up(holder)
-        return self._note_busy(holder)
-
-    def _note_busy(self, holder: Holder) -> list[Change]:
+    def _queue(self, holder: Holder, tokens: int, now: float) -> None:
         load = self._loads[holder]
+        load.queued_tokens += tokens
+        self._sum_up(holder)
+        self._count_busy(load, now)
+
+    def _count_busy(self, load: HolderLoad, now: float) -> None:
         is_busy = load.total.queued_tokens > 0
-        if is_busy == load.is_busy:
-            return []
-        load.is_busy = is_busy
-        return [Change(holder, is_busy)]
+        if is_busy != load.is_busy:
+            load.is_busy = is_busy
+            load.busy.change(1 if is_busy else -1, now)
 
     def _sum_up(self, holder: Holder) -> None:
-        """Once for each change, so that placements only have to read."""
+        """Add up the shares of a holder. It is done once per change, so that placements only have to read."""
         load = self._loads[holder]
         load.own = Share(load.queued_tokens, self.chains.blocks_of(holder) + load.private_blocks, load.requests)
         load.total = _sum([load.own, *load.elsewhere.values()]) if load.elsewhere else load.own
-        self._changed.add(holder)
-        self._moved.add(holder)
+        self._own_changes.add(holder)
+        self.changes.add(holder)
 
 
 def _sum(shares: Sequence[Share]) -> Share:

@@ -1,18 +1,20 @@
-"""What a worker's cache will hold because a request was sent there. Pure; the time is a parameter.
+"""Predict what a worker's cache will hold because a request was sent there. Pure; the time is a parameter.
 
-Used twice. For workers that tell nothing of their cache it takes the place of the index: a prediction lives about as
-long as an unused prefix in such a cache, and no holder is believed to have more blocks than its pool. Beside the index
-it fills the gap until a request's own KV events arrive, so that requests with the same prefix that come in one burst
-follow each other: there it lives for seconds.
+Predictions are used twice. For workers without KV events they replace the index: a prediction lives about as long as
+an unused prefix in such a cache, and no holder is believed to have more blocks than its pool. For all other workers
+they fill the gap until the request's own KV events arrive, so that requests with one prefix that come in a burst follow
+each other. There a prediction lives for seconds.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from msgspec import Struct
 
 from protocol.ids import RequestId, WorkerId
+from protocol.messages import WorkerCard
 from router.chains import ChainCounts
-from router.index import Holder
+from router.index import Depths, Holder
 
 APPROXIMATE_TTL_S = 120.0
 ON_ROUTE_TTL_S = 5.0
@@ -138,3 +140,52 @@ class PredictedPrefixes:
 
 def _counted(hashes: bytes) -> int:
     return len(hashes) // _HASH_BYTES + _OVERHEAD_BLOCKS
+
+
+class CachePredictions:
+    """The predictions for all workers: short ones beside KV events, long ones for workers without them."""
+
+    def __init__(self, ttl_s: float = ON_ROUTE_TTL_S, approximate_ttl_s: float = APPROXIMATE_TTL_S) -> None:
+        """Either time may be 0: then nothing of that kind is predicted."""
+        self.follows_in_flight = ttl_s > 0
+        self._approximates = approximate_ttl_s > 0
+        self._on_route = PredictedPrefixes(ttl_s=ttl_s)
+        self._approximate = PredictedPrefixes(ttl_s=approximate_ttl_s)
+
+    def placed(self, request_id: RequestId, holder: Holder, card: WorkerCard, hashes: bytes, now: float) -> None:
+        """A request was placed there: a worker without KV events will hold its prompt."""
+        if not card.kv_events and self._approximates:
+            self._approximate.placed(request_id, holder, hashes, now, card.total_blocks)
+
+    def computed(self, request_id: RequestId, holder: Holder, card: WorkerCard, hashes: bytes, now: float) -> None:
+        """The prompt is computed there: the worker's KV events will soon report it."""
+        if card.kv_events and self.follows_in_flight:
+            self._on_route.placed(request_id, holder, hashes, now, card.total_blocks)
+
+    def deepen(self, found: dict[Holder, Depths], hashes: bytes, now: float) -> None:
+        """Add what is predicted of a prompt to what is known of it."""
+        if len(self._on_route):
+            deepen(found, self._on_route.match(hashes, now))
+        if len(self._approximate):
+            deepen(found, self._approximate.match(hashes, now))
+
+    def failed(self, request_id: RequestId) -> None:
+        """Forget what a request was to leave behind."""
+        self._on_route.forget(request_id)
+        self._approximate.forget(request_id)
+
+    def reported(self, holder: Holder) -> None:
+        """Forget what was predicted for a holder whose KV events have come."""
+        self._on_route.forget_holder(holder)
+
+    def forget_worker(self, worker_id: WorkerId) -> None:
+        self._on_route.forget_worker(worker_id)
+        self._approximate.forget_worker(worker_id)
+
+
+def deepen(found: dict[Holder, Depths], predicted: Mapping[Holder, int]) -> None:
+    """Count the blocks that will be on a device as if they were there."""
+    for holder, depth in predicted.items():
+        known = found.get(holder)
+        if known is None or known[0] < depth:
+            found[holder] = (depth, depth, depth, depth) if known is None else tuple(max(d, depth) for d in known)  # type: ignore[assignment]

@@ -1,17 +1,13 @@
-"""Choose where a request runs. Pure: facts come in, a decision goes out."""
+"""Work out what a placement costs on each worker. Pure: facts come in, costs go out. router/policies.py chooses."""
 
-import math
-import random
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from protocol.errors import NoWorkerError
 from router.index import Depths, Holder
 
-Policy = Literal["kv", "least-loaded", "power-of-two", "round-robin", "random"]
-Leg = Literal["whole", "prefill", "decode"]
+LegKind = Literal["whole", "prefill", "decode"]
 NOWHERE: Depths = (0, 0, 0, 0)
 
 
@@ -20,16 +16,16 @@ class Candidate(Struct):
 
     holder: Holder
     overlap: Depths = NOWHERE  # leading blocks of the prompt: on its device, there or in host memory, ... anywhere
-    queued_tokens: float = 0.0  # placed there, still to compute
-    held_blocks: float = 0.0  # of the prompts of running requests, and of their answers
-    new_blocks: int = 0  # of this prompt, that no running request there holds
+    queued_tokens: float = 0.0  # placed there and not computed yet
+    held_blocks: float = 0.0  # by the prompts and answers of running requests
+    new_blocks: int = 0  # of this prompt, held by no running request there
     requests: int = 0
-    capacity: float = 1.0  # > 0; speed against the others
-    last_chosen: int = 0  # when it was chosen last, as a count of choices: breaks ties in turn
+    capacity: float = 1.0  # > 0; its speed relative to the other workers
+    last_chosen: int = 0  # number of the choice that chose it last: equal costs go to the smallest
 
 
 class Weights(Struct, frozen=True):
-    """What a placement costs, in KV blocks. Source: docs/routing.md, "Cost of a placement"."""
+    """The weights of a placement's cost, in KV blocks. Source: docs/routing.md, "Cost of a placement"."""
 
     prefill: float = 1.0  # per block to compute or queued: favours TTFT
     decode: float = 0.2  # per block held by running requests: evens load and so ITL
@@ -41,12 +37,12 @@ class Weights(Struct, frozen=True):
 
     @property
     def prefers_less(self) -> bool:
-        """Of two workers the one with fewer blocks in use, and no more of anything else, costs less."""
+        """Whether, of two workers, the one with fewer blocks in use and no more of anything else costs less."""
         return self.decode > 0 and min(self.prefill, self.request) >= 0
 
 
 class Terms(NamedTuple):
-    """What a cost is made of, in blocks."""
+    """The parts of a cost, in blocks, before it is divided by the worker's capacity."""
 
     compute: float
     queue: float
@@ -55,13 +51,13 @@ class Terms(NamedTuple):
     transfer: float
 
 
-class Prompt:
-    """What is to be placed, and what each part of a cost counts for it."""
+class PlacementCost:
+    """The cost of placing one leg of one prompt, for any candidate."""
 
     __slots__ = ("_isl_blocks", "_rates", "_weights")
 
     def __init__(
-        self, isl_tokens: int, block_size: int, leg: Leg, weights: Weights, recompute_price: float = 1.0
+        self, isl_tokens: int, block_size: int, leg: LegKind, weights: Weights, recompute_price: float = 1.0
     ) -> None:
         computes, decodes = leg != "decode", leg != "prefill"
         self._isl_blocks = isl_tokens / block_size
@@ -75,7 +71,7 @@ class Prompt:
         )
 
     def terms(self, c: Candidate) -> tuple[float, float, float, float, float]:
-        """As in `Terms`."""
+        """Return the fields of `Terms`."""
         compute, queue, held, request, transfer = self._rates
         device, host, disk, anywhere = c.overlap
         missing = self._isl_blocks - device
@@ -96,7 +92,10 @@ class Prompt:
         return self.costs((c,))[0]
 
     def costs(self, candidates: Sequence[Candidate]) -> list[float]:
-        """Of each the sum of its terms, by its capacity: in one go, because every placement asks for all."""
+        """Return for each candidate the sum of its terms divided by its capacity.
+
+        It repeats the arithmetic of `terms` because every placement asks for the costs of all candidates.
+        """
         compute, queue, held, request, transfer = self._rates
         isl_blocks, tier = self._isl_blocks, self._weights
         costs: list[float] = []
@@ -112,53 +111,6 @@ class Prompt:
         return costs
 
     def load(self, c: Candidate) -> float:
-        """What runs and waits there: what policies that know of no cache go by."""
+        """Return how loaded a worker is, divided by its capacity. Policies that ignore caches choose by it."""
         _, queue, held, request, _ = self._rates
         return (queue * c.queued_tokens + held * c.held_blocks + (request + 1) * c.requests) / c.capacity
-
-
-def choose(
-    candidates: Sequence[Candidate], prompt: Prompt, policy: Policy, temperature: float, rng: random.Random
-) -> Candidate:
-    """The candidate to run on. Raises NoWorkerError if there is none.
-
-    kv: the cheapest; equal costs go to who was chosen longest ago, then to the first. A `temperature` above 0 draws
-    instead, with p ~ exp(-(cost - cheapest) / (spread * temperature)): spread herds at the price of reuse.
-    least-loaded and power-of-two (the less loaded of two drawn ones) look at load alone, round-robin and random at
-    nothing.
-    """
-    if not candidates:
-        raise NoWorkerError("no worker is ready", hint="start one: `kvmesh up`, or `python -m workers --role decode`")
-    match policy:
-        case "kv":
-            costs = prompt.costs(candidates)
-            return _draw(candidates, costs, temperature, rng) if temperature > 0 else _least(candidates, costs)
-        case "least-loaded":
-            return _least(candidates, [prompt.load(c) for c in candidates])
-        case "power-of-two":
-            two = rng.sample(candidates, min(2, len(candidates)))
-            return _least(two, [prompt.load(c) for c in two])
-        case "round-robin":
-            return min(candidates, key=lambda c: c.last_chosen)
-        case "random":
-            return rng.choice(candidates)
-
-
-def _least(candidates: Sequence[Candidate], costs: Sequence[float]) -> Candidate:
-    least = min(costs)
-    if costs.count(least) == 1:
-        return candidates[costs.index(least)]
-    chosen = candidates[costs.index(least)]
-    for c, cost in zip(candidates, costs, strict=True):
-        if cost == least and c.last_chosen < chosen.last_chosen:
-            chosen = c
-    return chosen
-
-
-def _draw(candidates: Sequence[Candidate], costs: Sequence[float], temperature: float, rng: random.Random) -> Candidate:
-    least, spread = min(costs), max(costs) - min(costs)
-    if spread == 0:
-        return _least(candidates, costs)
-    odds = [math.exp(-(cost - least) / (spread * temperature)) for cost in costs]
-    [drawn] = rng.choices(candidates, odds)
-    return drawn

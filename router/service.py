@@ -318,7 +318,7 @@ class LocalRouter:
             self.state.prefill_done(booking.request_id, time.monotonic())
             self._on_change()
         if reused_tokens is not None:
-            count_reuse(booking, reused_tokens, self.state.block_size_of(booking.model))
+            count_reuse(booking, reused_tokens, self.state.fleet.block_size_of(booking.model))
 
     def on_progress(self, booking: LocalBooking, osl_tokens: int) -> None:
         if self.booking(booking.request_id) is booking:
@@ -380,7 +380,7 @@ class LocalRouter:
 
     def _sweep(self) -> None:
         self._next_sweep = None
-        if expired := self.state.expire(time.monotonic()):
+        if expired := self.state.sweep(time.monotonic()):
             log.warning("%d bookings ended because nothing was heard of them", len(expired))
         for request_id in [name for name in self._bookings if name not in self.state.load]:
             del self._bookings[request_id]
@@ -440,15 +440,15 @@ class KvSink:
         self._state = state
 
     def on_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> None:
-        EVENTS.inc(self._state.on_kv_batch(worker_id, dp_rank, payload))
+        EVENTS.inc(self._state.fleet.on_kv_batch(worker_id, dp_rank, payload))
 
     def on_reset(self, worker_id: WorkerId, dp_rank: int, payloads: Sequence[bytes]) -> None:
-        self._state.forget_kv(worker_id, dp_rank)
+        self._state.fleet.forget_kv(worker_id, dp_rank)
         for payload in payloads:
             self.on_batch(worker_id, dp_rank, payload)
 
     def digest(self, worker_id: WorkerId, dp_rank: int) -> Digest | None:
-        return self._state.digest(worker_id, dp_rank)
+        return self._state.fleet.digest(worker_id, dp_rank)
 
 
 def open_gossip(config: RouterConfig, load: ActiveLoad, on_news: Callable[[], None]) -> Gossip:
@@ -557,8 +557,8 @@ def observe(router: LocalRouter) -> None:
     state, gossip = router.state, router.gossip
     IN_FLIGHT.set_function(lambda: len(state.load))
     WAITING.set_function(lambda: state.waiting)
-    INDEX_BLOCKS.set_function(lambda: sum(index.num_blocks for index in state.indexes.values()))
-    ORPHAN_BLOCKS.set_function(lambda: sum(index.stats.orphan_blocks for index in state.indexes.values()))
+    INDEX_BLOCKS.set_function(lambda: sum(index.num_blocks for index in state.fleet.indexes.values()))
+    ORPHAN_BLOCKS.set_function(lambda: sum(index.stats.orphan_blocks for index in state.fleet.indexes.values()))
     EXPIRED.set_function(lambda: state.stats["expired"])
-    WORKERS.set_function(lambda: len(state.cards))
+    WORKERS.set_function(lambda: len(state.fleet.cards))
     PEERS.set_function(lambda: gossip.peers if gossip is not None else 0)

@@ -6,7 +6,7 @@ from msgspec import Meta, Struct
 
 from protocol.profile import Profile
 from protocol.timing import PolynomialTiming, ProfileTiming, Timing, pull_s_per_token
-from router.selection import Policy
+from router.policies import Policy
 
 Mode = Literal["aggregated", "disaggregated"]
 

@@ -20,7 +20,7 @@ from planner.model import PlannerConfig
 from planner.profiles import polynomial_profile
 from protocol.errors import ConfigError
 from protocol.profile import Profile, read_profile
-from router.selection import Policy
+from router.policies import Policy
 from simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
 from simulator.access_log import read_access_log
 from simulator.config import Mode

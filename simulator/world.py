@@ -10,9 +10,10 @@ from protocol.events import KvEvent
 from protocol.hashing import unpack_hashes
 from protocol.ids import RequestId
 from protocol.messages import GenerateRequest, Placed, Role, RouteRequest, StopConditions, Ticket
-from router.core import Outcome, RouterRules, RouterState, Saturation
+from router.core import Outcome, RouterState
 from router.index import Holder
 from router.load import Share
+from router.rules import RouterRules, Saturation
 from simulator.config import SimConfig, pull_s_per_token_of
 from simulator.fleet import MODEL, TRANSFER, SimFleet
 from simulator.hook import PlannerHook
@@ -270,7 +271,7 @@ class World:
 
     def _tell(self, worker: SimWorker, events: Sequence[KvEvent]) -> None:
         for router in self._routers:
-            router.on_kv_events(worker.worker_id, 0, events)
+            router.fleet.on_kv_events(worker.worker_id, 0, events)
 
     def _take_outputs(self, worker: SimWorker, outputs: Sequence[Output], _: float) -> None:
         for output in outputs:
@@ -338,13 +339,13 @@ class World:
 
     def _gossip(self, number: int) -> None:
         """What this router has placed by now, as the others will know it a little later."""
-        if len(self._routers) > 1 and (changed := self._routers[number].load.take_changed()):
+        if len(self._routers) > 1 and (changed := self._routers[number].load.take_own_changes()):
             self._later(self._config.gossip_lag_s, self._hear, number, changed)
 
     def _hear(self, number: int, changed: Mapping[Holder, Share]) -> None:
         for other, router in enumerate(self._routers):
             if other != number:
-                router.load.update_elsewhere(str(number), changed)
+                router.load.update_elsewhere(str(number), changed, self._now)
                 self._touched[other] = True
 
     def _report_progress(self) -> None:

@@ -5,8 +5,8 @@ import pytest
 from mesh.config import load
 from protocol.errors import ConfigError
 from router.config import RouterConfig, rules_of
-from router.core import RouterRules
 from router.queue import QueueRules
+from router.rules import RouterRules
 from router.selection import Weights
 
 

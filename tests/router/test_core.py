@@ -10,12 +10,14 @@ from kvevents.formats import encode_payload
 from protocol.errors import DeadlineExceededError, InvalidRequestError, NoWorkerError, OverloadedError
 from protocol.events import Cleared
 from protocol.ids import RequestId, WorkerId
-from router.core import RESERVE_AFTER_S, RouterState, Saturation
+from router.core import RESERVE_AFTER_S, RouterState
 from router.disaggregation import LocalPrefill
 from router.index import Holder
 from router.load import Share
+from router.policies import Policy
 from router.queue import QueueRules
-from router.selection import Policy, Weights
+from router.rules import Saturation
+from router.selection import Weights
 from tests.support.routing import (
     BLOCK,
     TOKENS,
@@ -584,10 +586,10 @@ def test_a_worker_has_room_again_once_it_must_have_computed_enough() -> None:
 
 def test_load_of_other_routers_saturates_too() -> None:
     state = router(card("d"), saturation=ONE_AT_A_TIME)
-    state.set_elsewhere("two", {at("d"): Share(10, 0, 0)})
+    state.load.set_elsewhere("two", {at("d"): Share(10, 0, 0)}, 0.0)
     submit(state, "r")
     assert state.dispatch(0.0) == []
-    state.set_elsewhere("two", {})
+    state.load.set_elsewhere("two", {}, 0.0)
     assert results(state.dispatch(0.0)) == {"r": "d"}
 
 
@@ -946,16 +948,16 @@ def test_if_the_last_worker_of_a_model_leaves_all_that_waits_fails_and_the_model
         submit(state, f"r{number}", prompt(number))
     state.remove_worker(WorkerId("d"))
     assert set(results(state.dispatch(0.0)).values()) == {"no_worker"}
-    assert (state.waiting, state.indexes) == (0, {})
+    assert (state.waiting, state.fleet.indexes) == (0, {})
 
 
 def test_a_model_without_workers_is_forgotten_with_the_last_that_waited_for_it() -> None:
     state = router(card("d"))
     submit(state, "r")
     state.remove_worker(WorkerId("d"))
-    assert set(state.indexes) == {"m"}
+    assert (set(state.fleet.indexes), state.waiting) == (set(), 1)
     end(state, "r")
-    assert state.indexes == {}
+    assert state.fleet.indexes == {}
 
 
 def test_a_worker_that_comes_back_serves_who_still_waits() -> None:
@@ -1138,35 +1140,35 @@ def test_a_request_that_failed_leaves_no_prefix_behind() -> None:
     place(state, "r0")
     done(state, "r0")
     end(state, "r0", ok=False)
-    assert state.overlaps("m", request().sequence_hashes, 0.0) == {}
+    assert state.fleet.overlaps("m", request().sequence_hashes, 0.0) == {}
 
 
 def test_predictions_can_be_turned_off() -> None:
     state = router(card("d1"), predict_ttl_s=0.0)
     place(state, "r0")
     done(state, "r0")
-    assert state.overlaps("m", request().sequence_hashes, 0.0) == {}
+    assert state.fleet.overlaps("m", request().sequence_hashes, 0.0) == {}
 
 
 def test_what_a_worker_tells_is_believed_over_what_was_predicted_of_it() -> None:
     for tell in (
-        lambda state: state.on_kv_events(WorkerId("d1"), 0, [Cleared()]),
-        lambda state: state.on_kv_batch(WorkerId("d1"), 0, encode_payload([Cleared()], 0.0)),
+        lambda state: state.fleet.on_kv_events(WorkerId("d1"), 0, [Cleared()]),
+        lambda state: state.fleet.on_kv_batch(WorkerId("d1"), 0, encode_payload([Cleared()], 0.0)),
     ):
         state = router(card("d1"))
         place(state, "r0")
         done(state, "r0")
         end(state, "r0")
-        assert state.overlaps("m", request().sequence_hashes, 0.0) == {at("d1"): (20,) * 4}
+        assert state.fleet.overlaps("m", request().sequence_hashes, 0.0) == {at("d1"): (20,) * 4}
         tell(state)
-        assert state.overlaps("m", request().sequence_hashes, 0.0) == {}
+        assert state.fleet.overlaps("m", request().sequence_hashes, 0.0) == {}
 
 
 def test_a_prediction_does_not_hide_what_lies_deeper_in_a_slower_tier() -> None:
     state = router(card("d1"))
     holds(state, "d1", 15, medium="CPU")
     place(state, "r0", TOKENS[: 10 * BLOCK])
-    assert state.overlaps("m", request().sequence_hashes, 0.0) == {at("d1"): (10, 15, 15, 15)}
+    assert state.fleet.overlaps("m", request().sequence_hashes, 0.0) == {at("d1"): (10, 15, 15, 15)}
 
 
 @pytest.mark.parametrize("kv_events", ["tcp://d:1", ""])
@@ -1177,7 +1179,7 @@ def test_what_was_predicted_of_a_worker_is_forgotten_when_it_leaves(kv_events: s
     end(state, "r0")
     state.remove_worker(WorkerId("d"))
     state.add_worker(card("d", kv_events=kv_events))
-    assert state.overlaps("m", request().sequence_hashes, 0.0) == {}
+    assert state.fleet.overlaps("m", request().sequence_hashes, 0.0) == {}
 
 
 def test_of_a_worker_without_events_its_placements_tell_what_it_has() -> None:
@@ -1185,11 +1187,11 @@ def test_of_a_worker_without_events_its_placements_tell_what_it_has() -> None:
     first = place(state, "r0")
     done(state, "r0")
     end(state, "r0")
-    assert state.overlaps("m", request().sequence_hashes, 119.0) == {at(first): (20,) * 4}
+    assert state.fleet.overlaps("m", request().sequence_hashes, 119.0) == {at(first): (20,) * 4}
     busy(state, first, blocks=1, now=119.0)
     assert place(state, "r1", now=119.0) == first
     end(state, "r1", ok=False)
-    assert state.overlaps("m", request("r2").sequence_hashes, 120.0) == {}
+    assert state.fleet.overlaps("m", request("r2").sequence_hashes, 120.0) == {}
 
 
 def test_a_worker_without_events_is_not_believed_to_have_more_than_its_pool() -> None:
@@ -1197,7 +1199,7 @@ def test_a_worker_without_events_is_not_believed_to_have_more_than_its_pool() ->
     for number in range(3):
         place(state, f"r{number}", prompt(number))
         end(state, f"r{number}")
-    cached = [state.overlaps("m", request(tokens=prompt(n)).sequence_hashes, 0.0) for n in range(3)]
+    cached = [state.fleet.overlaps("m", request(tokens=prompt(n)).sequence_hashes, 0.0) for n in range(3)]
     assert cached == [{}, {at("d1"): (10,) * 4}, {at("d1"): (20,) * 4}]
 
 
@@ -1206,7 +1208,7 @@ def test_both_workers_of_a_disaggregated_request_will_have_its_prompt() -> None:
     place(state, "r", disaggregate=True)
     done(state, "r")
     end(state, "r")
-    assert set(state.overlaps("m", request().sequence_hashes, 0.0)) == {at("p"), at("d")}
+    assert set(state.fleet.overlaps("m", request().sequence_hashes, 0.0)) == {at("p"), at("d")}
 
 
 def test_a_worker_without_events_of_which_nothing_may_be_guessed_has_nothing() -> None:
@@ -1214,7 +1216,7 @@ def test_a_worker_without_events_of_which_nothing_may_be_guessed_has_nothing() -
     place(state, "r0")
     done(state, "r0")
     end(state, "r0")
-    assert state.overlaps("m", request().sequence_hashes, 0.0) == {}
+    assert state.fleet.overlaps("m", request().sequence_hashes, 0.0) == {}
 
 
 # --- load ----------------------------------------------------------------------------------------------------------
@@ -1269,10 +1271,10 @@ def test_a_booking_of_which_nothing_is_heard_ends_and_is_counted() -> None:
     place(state, "silent", prompt(0), now=0.0)
     place(state, "alive", prompt(1), now=0.0)
     state.progress(RequestId("alive"), 1, 9.0)
-    assert state.expire(9.9) == []
-    assert state.expire(10.0) == ["silent"]
+    assert state.sweep(9.9) == []
+    assert state.sweep(10.0) == ["silent"]
     assert load_of(state, "d").requests == 1
-    assert state.expire(19.0) == ["alive"]
+    assert state.sweep(19.0) == ["alive"]
     assert (state.load.shares(), state.stats["expired"]) == ({}, 2)
 
 
@@ -1281,9 +1283,9 @@ def test_a_booking_that_expires_lets_others_go_and_leaves_no_prefix() -> None:
     place(state, "silent")
     submit(state, "r", prompt(1))
     assert state.dispatch(5.0) == []
-    state.expire(10.0)
+    state.sweep(10.0)
     assert results(state.dispatch(10.0)) == {"r": "d"}
-    assert state.overlaps("m", request().sequence_hashes, 10.0) == {}
+    assert state.fleet.overlaps("m", request().sequence_hashes, 10.0) == {}
 
 
 def test_a_request_that_is_placed_anew_counts_once() -> None:
@@ -1295,11 +1297,11 @@ def test_a_request_that_is_placed_anew_counts_once() -> None:
 
 def test_what_other_routers_have_placed_moves_the_choice_until_they_leave() -> None:
     state = router(card("d1"), card("d2"))
-    state.set_elsewhere("two", {at("d1"): Share(1000, 50, 3)})
+    state.load.set_elsewhere("two", {at("d1"): Share(1000, 50, 3)}, 0.0)
     assert [place(state, f"r{n}", prompt(n, 1)) for n in range(3)] == ["d2"] * 3
-    state.set_elsewhere("two", {at("d2"): Share(1000, 50, 3)})
+    state.load.set_elsewhere("two", {at("d2"): Share(1000, 50, 3)}, 0.0)
     assert [place(state, f"s{n}", prompt(n + 5, 1)) for n in range(3)] == ["d1"] * 3
-    state.set_elsewhere("two", {})
+    state.load.set_elsewhere("two", {}, 0.0)
     end(state, "r0", "r1", "r2", "s0", "s1", "s2")
     assert {place(state, f"t{n}", prompt(n + 10, 1)) for n in range(2)} == {"d1", "d2"}
 
@@ -1312,11 +1314,11 @@ def test_a_worker_that_left_is_forgotten_and_its_late_events_do_not_bring_it_bac
     holds(state, "d1", 20)
     state.remove_worker(WorkerId("d1"))
     holds(state, "d1", 20)
-    assert state.on_kv_batch(WorkerId("d1"), 0, b"") == 0
-    assert state.digest(WorkerId("d1"), 0) is None
-    state.forget_kv(WorkerId("d1"), 0)
-    assert state.indexes["m"].num_blocks == 0
-    assert [one.worker_id for one in state.cards] == ["d2"]
+    assert state.fleet.on_kv_batch(WorkerId("d1"), 0, b"") == 0
+    assert state.fleet.digest(WorkerId("d1"), 0) is None
+    state.fleet.forget_kv(WorkerId("d1"), 0)
+    assert state.fleet.indexes["m"].num_blocks == 0
+    assert [one.worker_id for one in state.fleet.cards] == ["d2"]
     state.remove_worker(WorkerId("never there"))
 
 
@@ -1324,8 +1326,8 @@ def test_what_a_holder_has_can_be_forgotten_to_be_told_anew() -> None:
     state = router(card("d", dp_size=2))
     for dp_rank in (0, 1):
         holds(state, "d", 20, dp_rank=dp_rank)
-    state.forget_kv(WorkerId("d"), 1)
-    assert set(state.overlaps("m", request().sequence_hashes, 0.0)) == {at("d", 0)}
+    state.fleet.forget_kv(WorkerId("d"), 1)
+    assert set(state.fleet.overlaps("m", request().sequence_hashes, 0.0)) == {at("d", 0)}
 
 
 def test_a_card_that_changes_keeps_what_is_known_of_the_worker() -> None:
@@ -1345,13 +1347,17 @@ def test_a_card_of_another_kind_is_another_worker(fields: dict) -> None:
     place(state, "r")
     state.add_worker(card("d1", **fields))
     assert len(state.load) == 0
-    assert state.overlaps("m", request().sequence_hashes, 0.0) == {}
+    assert state.fleet.overlaps("m", request().sequence_hashes, 0.0) == {}
     assert place(state, "s", pin=WorkerId("d2")) == "d2"
 
 
 def test_the_block_size_is_that_of_the_model() -> None:
     state = router(card("d1"), card("d2", model="other", block_size=32))
-    assert (state.block_size_of("m"), state.block_size_of("other"), state.block_size_of("none")) == (16, 32, 1)
+    assert (state.fleet.block_size_of("m"), state.fleet.block_size_of("other"), state.fleet.block_size_of("none")) == (
+        16,
+        32,
+        1,
+    )
 
 
 # --- models --------------------------------------------------------------------------------------------------------
@@ -1362,7 +1368,7 @@ def test_models_do_not_see_each_others_prefixes() -> None:
     holds(state, "x2", 20)
     place(state, "r0", model="x", pin=WorkerId("x1"))
     done(state, "r0")
-    assert state.overlaps("m", request().sequence_hashes, 0.0) == {}
+    assert state.fleet.overlaps("m", request().sequence_hashes, 0.0) == {}
     placed = state.place(request("r1"), 0.0)
     assert placed.decode.overlap_blocks == 0
     assert load_of(state, "d1").queued_tokens == 320

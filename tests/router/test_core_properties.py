@@ -12,10 +12,11 @@ from protocol.events import Cleared
 from protocol.hashing import unpack_hashes
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import Placed, Role, RouteRequest, Target, WorkerCard
-from router.core import Outcome, RouterState, Saturation
+from router.core import Outcome, RouterState
 from router.index import Holder
 from router.load import NOTHING, Share
 from router.queue import MAX_ASKED, QueueRules
+from router.rules import Saturation
 from tests.support.routing import BLOCK, card, holds, prompt, request, router
 
 LEASE_S = 30.0
@@ -132,7 +133,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(worker=WORKERS)
     def loses_its_cache(self, worker: str) -> None:
-        self.state.on_kv_events(WorkerId(worker), 0, [Cleared()])
+        self.state.fleet.on_kv_events(WorkerId(worker), 0, [Cleared()])
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -244,7 +245,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule()
     def sweeps(self) -> None:
-        expired = self.state.expire(self.now)
+        expired = self.state.sweep(self.now)
         assert sorted(expired) == sorted(name for name, booked in self.booked.items() if booked.ends_s <= self.now)
         for name in expired:
             del self.booked[name]
@@ -252,7 +253,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(router=st.sampled_from(ROUTERS), shares=st.dictionaries(WORKERS, st.integers(0, 100), max_size=3))
     def another_router_tells(self, router: str, shares: dict[str, int]) -> None:
         told = {Holder(WorkerId(worker), 0): Share(tokens, tokens // BLOCK, 1) for worker, tokens in shares.items()}
-        self.state.set_elsewhere(router, told)
+        self.state.load.set_elsewhere(router, told, self.now)
         self.elsewhere[router] = {holder: share for holder, share in told.items() if holder.worker_id in self.cards}
 
     # --- what always holds -----------------------------------------------------------------------------------------
@@ -277,20 +278,20 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def who_is_busy_is_counted(self) -> None:
-        for pool in self.state._pools.values():
-            for is_prefill, slots in ((True, pool.prefillers), (False, pool.decoders)):
-                assert pool.busy[is_prefill]._busy == sum(slot.load.is_busy for slot in slots)
-        for holder in {*self.holders()} - self.state.load._told:
+        for pool in self.state.fleet.pools.values():
+            for busy, slots in ((pool.prefill_busy, pool.prefillers), (pool.decode_busy, pool.decoders)):
+                assert busy._busy == sum(slot.load.is_busy for slot in slots)
+        for holder in self.holders():
             load = self.state.load.of(holder)
             assert load.is_busy == (load.total.queued_tokens > 0)
 
     @invariant()
     def memory_is_that_of_the_living(self) -> None:
         state = self.state
-        models = {one.model for one in self.cards.values()}
-        assert models <= set(state.indexes) <= models | {one.request.model for one in self.counts.waiting.values()}
-        assert set(state._suspect_until) <= set(self.cards)
-        assert {one.worker_id for one in state.cards} == set(self.cards)
+        assert set(state.fleet.indexes) == {one.model for one in self.cards.values()}
+        assert set(state._queues) == {one.request.model for one in self.counts.waiting.values()}
+        assert set(state.fleet.avoided_until) <= set(self.cards)
+        assert {one.worker_id for one in state.fleet.cards} == set(self.cards)
 
     # --- its own books ---------------------------------------------------------------------------------------------
 
@@ -368,9 +369,9 @@ class RouterMachine(RuleBasedStateMachine):
             if asked.pin or asked.pin_prefill or asked.exclude or may_go_two_ways:
                 continue
             decoders = [h for h in self.holders() if self.may_decode(h, asked.model)]
-            trusted = [h for h in decoders if h.worker_id not in self.state._suspect_until] or decoders
+            trusted = [h for h in decoders if h.worker_id not in self.state.fleet.avoided_until] or decoders
             is_idle = any(self.state.load.of(holder).total == NOTHING for holder in trusted)
-            if is_idle and not self.state.overlaps(asked.model, asked.sequence_hashes, self.now):
+            if is_idle and not self.state.fleet.overlaps(asked.model, asked.sequence_hashes, self.now):
                 found.append(name)
         return found
 
@@ -390,23 +391,24 @@ class RouterMachine(RuleBasedStateMachine):
             self.state.free(RequestId(name), self.now)
             self.counts.waiting.pop(name, None)
         for name in ROUTERS:
-            self.state.set_elsewhere(name, {})
+            self.state.load.set_elsewhere(name, {}, self.now)
         self.now += 1e10
         self.settle(self.state.dispatch(self.now))
-        self.state.expire(self.now)
-        self.state.overlaps("m", request().sequence_hashes, self.now)  # predictions end when they are asked for
-        self.state.overlaps("x", request().sequence_hashes, self.now)
+        self.state.sweep(self.now)
+        self.state.fleet.overlaps("m", request().sequence_hashes, self.now)  # predictions end when they are asked for
+        self.state.fleet.overlaps("x", request().sequence_hashes, self.now)
         assert self.counts.waiting == {}
         assert (self.state.waiting, len(self.state.load), self.state.load.shares()) == (0, 0, {})
         assert (self.state.load.chains.num_blocks, self.state.load.prefilling.num_blocks) == (0, 0)
         assert all(self.state.load.of(holder).total == NOTHING for holder in self.holders())
         if self.cards:
-            for predictions in (self.state._predicted, self.state._approximate):
+            both = self.state.fleet.predictions
+            for predictions in (both._on_route, both._approximate):
                 assert (len(predictions), predictions.num_blocks) == (0, 0)
             assert not mentioned(self.state, set(self.names))
         for worker in list(self.cards):
             self.state.remove_worker(WorkerId(worker), self.now)
-        assert (self.state.cards, self.state.indexes, self.state._slots) == ([], {}, {})
+        assert (self.state.fleet.cards, self.state.fleet.indexes, self.state.fleet.slots) == ([], {}, {})
         assert not mentioned(self.state.load, set("abcdef"))
 
 

@@ -4,11 +4,13 @@ import pytest
 
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import CandidateReport, Explanation, Placed
-from router.core import RouterState, Saturation
+from router.core import RouterState
 from router.explain import MAX_CANDIDATES
 from router.index import Holder
 from router.load import Share
-from router.selection import Policy, Weights
+from router.policies import Policy
+from router.rules import Saturation
+from router.selection import Weights
 from tests.support.routing import TOKENS, P, card, holds, prompt, request, router
 
 
@@ -35,7 +37,7 @@ def test_nobody_is_told_who_did_not_ask() -> None:
 def test_all_candidates_are_told_of_the_cheapest_first() -> None:
     state = router(card("a"), card("b"), card("c"))
     holds(state, "b", 10)
-    state.set_elsewhere("two", {Holder(WorkerId("c"), 0): Share(50 * 16, 7, 3)})
+    state.load.set_elsewhere("two", {Holder(WorkerId("c"), 0): Share(50 * 16, 7, 3)}, 0.0)
     explanation = explained(state)
     assert [one.worker for one in explanation.candidates] == ["b", "a", "c"]
     assert chosen(explanation) == "b"
@@ -48,7 +50,7 @@ def test_a_candidate_is_told_of_with_its_overlap_in_each_tier_and_its_load() -> 
     for dp_rank, (blocks, medium) in enumerate([(12, "CPU"), (15, "DISK")]):
         holds(state, "d", blocks, dp_rank=dp_rank, medium=medium)
     holds(state, "d", 4, dp_rank=0)
-    state.set_elsewhere("two", {Holder(WorkerId("d"), 0): Share(50, 7, 3)})
+    state.load.set_elsewhere("two", {Holder(WorkerId("d"), 0): Share(50, 7, 3)}, 0.0)
     first, second = sorted(explained(state).candidates, key=lambda one: one.dp_rank)
     assert (first.overlap_blocks, second.overlap_blocks) == ((4, 12, 12, 12), (0, 0, 15, 15))
     assert (first.queued_tokens, first.held_blocks, first.requests, first.capacity) == (50, 7, 3, 2.0)
@@ -61,7 +63,7 @@ def test_the_terms_are_what_the_cost_is_made_of(capacity: float) -> None:
     state = router(card("p", P, capacity=capacity), card("d", capacity=capacity), card("e"), weights=weights)
     holds(state, "d", 3)
     elsewhere = {Holder(WorkerId(name), 0): Share(100, 10, 1) for name in "dpe"}
-    state.set_elsewhere("two", elsewhere)
+    state.load.set_elsewhere("two", elsewhere, 0.0)
     explanation = explained(state)
     assert {one.leg for one in explanation.candidates} == {"prefill", "decode"}
     for one in explanation.candidates:
@@ -102,7 +104,7 @@ def test_the_busy_share_is_that_of_all_workers_whoever_is_asked_for() -> None:
 
 def test_workers_that_compute_for_another_router_are_busy() -> None:
     state = router(card("a"), card("b"))
-    state.set_elsewhere("two", {Holder(WorkerId("a"), 0): Share(50, 0, 0)})
+    state.load.set_elsewhere("two", {Holder(WorkerId("a"), 0): Share(50, 0, 0)}, 0.0)
     state.preview(request(), 0.0)
     explanation = state.preview(request(), 100.0).explanation
     assert explanation is not None

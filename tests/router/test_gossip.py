@@ -242,8 +242,8 @@ def test_a_router_that_has_left_is_forgotten() -> None:
     load = new_load()
     listener = Listener(load)
     listener.on_news(news(1, share(A)), 0.0)
-    assert listener.forget("r")
-    assert not listener.forget("r")
+    assert listener.forget("r", 1.0)
+    assert not listener.forget("r", 1.0)
     assert (elsewhere(load), listener.next_s()) == ((0, 0, 0), None)
 
 
@@ -257,7 +257,7 @@ def test_a_worker_that_is_not_known_yet_counts_with_the_next_message_about_it() 
     load.leave(late, 1.0)
     load.join(late)
     assert elsewhere(load, late)[2] == 0
-    listener.forget("r")
+    listener.forget("r", 1.0)
 
 
 def test_a_worker_that_leaves_is_not_told_of_and_not_remembered() -> None:
@@ -265,7 +265,7 @@ def test_a_worker_that_leaves_is_not_told_of_and_not_remembered() -> None:
     book(router.load, "r1")
     router.load.leave(A, 0.0)
     assert router.told(1.0) is None
-    assert router.load.take_changed() == {}
+    assert router.load.take_own_changes() == {}
 
 
 steps = st.lists(st.tuples(st.sampled_from(["book", "free", "first"]), st.integers(0, 5), st.sampled_from([A, B])))
@@ -344,7 +344,7 @@ class Mesh:
         ]
         await self.discovery.put(f"routers/{name}", encode(router.card()))
         self.routers[name] = router
-        await until(lambda: self.is_connected() and len(router.state.cards) == 2)
+        await until(lambda: self.is_connected() and len(router.state.fleet.cards) == 2)
         return router
 
     def is_connected(self) -> bool:

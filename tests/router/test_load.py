@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from protocol.hashing import pack_hashes
 from protocol.ids import RequestId, WorkerId
 from router.index import Holder
-from router.load import LEASE_S, NOTHING, ActiveLoad, Change, HolderLoad, Owner, Share
+from router.load import LEASE_S, NOTHING, ActiveLoad, HolderLoad, Owner, Share
+from router.pressure import BusyShare
 
 A, B, P = (Holder(WorkerId(name), 0) for name in "abp")
 R, S = RequestId("r"), RequestId("s")
@@ -28,11 +29,9 @@ def book(
     tokens: int = 40,
     blocks: tuple[int, ...] = (1, 2),
     now: float = 0.0,
-) -> list[Change]:
+) -> None:
     hashes = pack_hashes(blocks)
-    return load.book(
-        request_id, decode=decode, prefill=prefill or decode, prefill_tokens=tokens, hashes=hashes, now=now
-    )
+    load.book(request_id, decode=decode, prefill=prefill or decode, prefill_tokens=tokens, hashes=hashes, now=now)
 
 
 def share(load: ActiveLoad, holder: Holder) -> Share:
@@ -165,7 +164,8 @@ def test_a_prefill_worker_that_leaves_when_it_is_done_takes_no_stream_with_it() 
 def test_a_worker_that_leaves_twice_or_was_never_there_is_no_error() -> None:
     load = new_load(A)
     for holder in (A, A, B):
-        assert load.leave(holder, 0.0) == []
+        load.leave(holder, 0.0)
+    assert is_empty(load)
 
 
 def test_joining_twice_keeps_what_is_booked() -> None:
@@ -203,55 +203,89 @@ def test_any_sign_of_life_renews_the_lease(sign_of_life: str) -> None:
 # --- who has work --------------------------------------------------------------------------------------------------
 
 
+class Watched(BusyShare):
+    """An account of busy time that remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[int, float]] = []
+
+    def change(self, by: int, now: float) -> None:
+        super().change(by, now)
+        self.told.append((by, now))
+
+    def take(self) -> list[tuple[int, float]]:
+        told, self.told = self.told, []
+        return told
+
+
+def watched_load() -> tuple[ActiveLoad, Watched]:
+    """A load whose holders have one account of busy time."""
+    load, busy = ActiveLoad(), Watched()
+    for holder in (A, B, P):
+        load.join(holder, busy)
+    return load, busy
+
+
 def test_a_holder_is_busy_from_its_first_prompt_to_its_last() -> None:
-    load = new_load()
-    assert book(load, R, prefill=P) == [Change(P, True)]
-    assert book(load, S, prefill=P) == []
-    assert load.prefill_done(R, 0.0) == []
-    assert load.free(R, 0.0) == []
-    assert load.prefill_done(S, 0.0) == [Change(P, False)]
+    load, busy = watched_load()
+    book(load, R, prefill=P, now=1.0)
+    assert busy.take() == [(1, 1.0)]
+    book(load, S, prefill=P, now=2.0)
+    load.prefill_done(R, 3.0)
+    load.free(R, 4.0)
+    assert busy.take() == []
+    load.prefill_done(S, 5.0)
+    assert busy.take() == [(-1, 5.0)]
 
 
 def test_a_prompt_that_is_cached_whole_makes_nobody_busy() -> None:
-    load = new_load()
-    assert book(load, tokens=0) == []
-    assert load.free(R, 0.0) == []
+    load, busy = watched_load()
+    book(load, tokens=0)
+    load.free(R, 0.0)
+    assert busy.take() == []
 
 
 def test_who_leaves_or_loses_its_only_request_is_no_longer_busy() -> None:
-    load = new_load()
+    load, busy = watched_load()
     book(load, R, prefill=P)
-    assert load.leave(A, 0.0) == [Change(P, False)]
+    load.leave(A, 1.0)
+    assert busy.take() == [(1, 0.0), (-1, 1.0)]
     book(load, S, decode=B)
-    assert load.leave(B, 0.0) == [Change(B, False)]
+    load.leave(B, 1.0)
+    assert busy.take() == [(1, 0.0), (-1, 1.0)]
 
 
-def test_moving_a_booking_tells_of_both_ends() -> None:
-    load = new_load()
+def test_a_booking_that_moves_makes_one_holder_idle_and_another_busy() -> None:
+    load, busy = watched_load()
     book(load, decode=A)
-    assert book(load, decode=B) == [Change(A, False), Change(B, True)]
+    book(load, decode=B, now=1.0)
+    assert busy.take() == [(1, 0.0), (-1, 1.0), (1, 1.0)]
+    assert (load.of(A).is_busy, load.of(B).is_busy) == (False, True)
 
 
-def test_prompts_of_other_routers_make_a_holder_busy_too_which_is_told_when_it_is_asked_for() -> None:
-    load = new_load()
-    load.set_elsewhere("two", {A: Share(5, 0, 0), B: Share(0, 7, 1)})
-    assert load.take_told() == [Change(A, True)]
-    assert load.take_told() == []
-    assert book(load, R, decode=A) == []
-    load.set_elsewhere("two", {})
-    assert load.take_told() == []
-    assert load.free(R, 0.0) == [Change(A, False)]
-
-
-def test_one_that_leaves_while_it_computes_for_another_router_is_no_longer_busy() -> None:
-    load = new_load()
-    load.set_elsewhere("two", {A: Share(5, 0, 0), B: Share(5, 0, 0)})
-    load.take_told()
+def test_prompts_of_other_routers_make_a_holder_busy_too() -> None:
+    load, busy = watched_load()
+    load.set_elsewhere("two", {A: Share(5, 0, 0), B: Share(0, 7, 1)}, 1.0)
+    assert busy.take() == [(1, 1.0)]
     book(load, R, decode=A)
-    assert load.leave(A, 0.0) == [Change(A, False)]
-    load.set_elsewhere("two", {})
-    load.leave(B, 0.0)
-    assert load.take_told() == []
+    load.set_elsewhere("two", {}, 2.0)
+    assert busy.take() == []
+    load.free(R, 3.0)
+    assert busy.take() == [(-1, 3.0)]
+
+
+def test_a_holder_that_leaves_while_it_computes_for_another_router_is_no_longer_busy() -> None:
+    load, busy = watched_load()
+    load.set_elsewhere("two", {A: Share(5, 0, 0), B: Share(5, 0, 0)}, 0.0)
+    book(load, R, decode=A)
+    busy.take()
+    load.leave(A, 1.0)
+    assert busy.take() == [(-1, 1.0)]
+    load.set_elsewhere("two", {}, 2.0)
+    assert busy.take() == [(-1, 2.0)]
+    load.leave(B, 3.0)
+    assert busy.take() == []
 
 
 # --- what is done of it by now -------------------------------------------------------------------------------------
@@ -322,8 +356,8 @@ def test_speed_is_that_of_the_last_prompts() -> None:
 def test_what_others_have_placed_adds_to_the_total_and_is_not_told_on() -> None:
     load = new_load()
     book(load, decode=A)
-    load.set_elsewhere("two", {A: Share(10, 4, 2)})
-    load.set_elsewhere("three", {A: Share(1, 1, 1), B: Share(5, 0, 0)})
+    load.set_elsewhere("two", {A: Share(10, 4, 2)}, 0.0)
+    load.set_elsewhere("three", {A: Share(1, 1, 1), B: Share(5, 0, 0)}, 0.0)
     assert load.of(A).total == Share(40 + 10 + 1, 3 + 4 + 1, 1 + 2 + 1)
     assert load.of(B).total == Share(5, 0, 0)
     assert load.shares() == {A: Share(40, 3, 1)}
@@ -333,29 +367,29 @@ def test_what_others_have_placed_adds_to_the_total_and_is_not_told_on() -> None:
 
 def test_what_another_router_says_replaces_all_it_said_before() -> None:
     load = new_load()
-    load.set_elsewhere("two", {A: Share(10, 4, 2), B: Share(5, 1, 1)})
-    load.set_elsewhere("two", {B: Share(6, 2, 1)})
+    load.set_elsewhere("two", {A: Share(10, 4, 2), B: Share(5, 1, 1)}, 0.0)
+    load.set_elsewhere("two", {B: Share(6, 2, 1)}, 0.0)
     assert (load.of(A).total, load.of(B).total) == (NOTHING, Share(6, 2, 1))
 
 
 def test_what_another_router_says_of_some_workers_leaves_the_others_as_they_were() -> None:
     load = new_load()
-    load.set_elsewhere("two", {A: Share(10, 4, 2), B: Share(5, 1, 1)})
-    load.update_elsewhere("two", {B: NOTHING})
+    load.set_elsewhere("two", {A: Share(10, 4, 2), B: Share(5, 1, 1)}, 0.0)
+    load.update_elsewhere("two", {B: NOTHING}, 0.0)
     assert (load.of(A).total, load.of(B).total) == (Share(10, 4, 2), NOTHING)
 
 
 def test_a_router_that_left_is_forgotten() -> None:
     load = new_load()
-    load.set_elsewhere("two", {A: Share(10, 4, 2)})
-    load.set_elsewhere("two", {})
+    load.set_elsewhere("two", {A: Share(10, 4, 2)}, 0.0)
+    load.set_elsewhere("two", {}, 0.0)
     assert load.of(A).total == NOTHING
     assert load.of(A).elsewhere == {}
 
 
 def test_of_unknown_workers_nothing_is_kept() -> None:
     load = new_load(A)
-    load.set_elsewhere("two", {B: Share(10, 4, 2)})
+    load.set_elsewhere("two", {B: Share(10, 4, 2)}, 0.0)
     load.join(B)
     assert load.of(B).total == NOTHING
 
@@ -363,23 +397,23 @@ def test_of_unknown_workers_nothing_is_kept() -> None:
 def test_others_are_told_what_has_changed_and_once() -> None:
     load = new_load()
     book(load, decode=A, prefill=P)
-    assert load.take_changed() == {A: Share(0, 3, 1), P: Share(40, 0, 0)}
-    assert load.take_changed() == {}
+    assert load.take_own_changes() == {A: Share(0, 3, 1), P: Share(40, 0, 0)}
+    assert load.take_own_changes() == {}
     load.progress(R, 1, 0.0)
-    assert load.take_changed() == {}, "it lives; nothing has changed"
+    assert load.take_own_changes() == {}, "it lives; nothing has changed"
     load.progress(R, 2, 0.0)
     load.prefill_done(R, 0.0)
-    assert load.take_changed() == {A: Share(0, 4, 1), P: NOTHING}
+    assert load.take_own_changes() == {A: Share(0, 4, 1), P: NOTHING}
     load.free(R, 0.0)
-    load.set_elsewhere("two", {B: Share(1, 1, 1)})
-    assert load.take_changed() == {A: NOTHING}
+    load.set_elsewhere("two", {B: Share(1, 1, 1)}, 0.0)
+    assert load.take_own_changes() == {A: NOTHING}
 
 
 def test_nothing_is_told_of_a_worker_that_left() -> None:
     load = new_load()
     book(load, decode=A, prefill=P)
     load.leave(A, 0.0)
-    assert load.take_changed() == {P: NOTHING}
+    assert load.take_own_changes() == {P: NOTHING}
 
 
 # --- against a model -----------------------------------------------------------------------------------------------
@@ -426,9 +460,9 @@ def test_the_sums_are_those_of_the_bookings_that_stand(steps: list) -> None:
                 standing = {n: b for n, b in standing.items() if prefill not in (b["at"], b["prefill"])}
                 elsewhere[prefill], told[prefill] = 0, NOTHING
             case _:
-                load.set_elsewhere("two", {prefill: Share(tokens, 0, 0)})
+                load.set_elsewhere("two", {prefill: Share(tokens, 0, 0)}, 0.0)
                 elsewhere = dict.fromkeys((A, B, P), 0) | {prefill: tokens}
-        told |= load.take_changed()
+        told |= load.take_own_changes()
         assert len(load) == len(standing)
         for holder in (A, B, P):
             mine = [b for b in standing.values() if b["at"] == holder]

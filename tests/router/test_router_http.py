@@ -79,7 +79,7 @@ class Served:
     async def join(self, *cards: WorkerCard) -> None:
         for one in cards:
             await self.discovery.put(f"workers/{one.worker_id}", encode(one))
-        await until(lambda: {c.worker_id for c in cards} <= {c.worker_id for c in self.router.state.cards})
+        await until(lambda: {c.worker_id for c in cards} <= {c.worker_id for c in self.router.state.fleet.cards})
 
     @property
     def in_flight(self) -> int:
@@ -363,7 +363,7 @@ async def test_overlap_tells_of_every_rank_what_it_has_and_what_it_does(served: 
     publisher.publish([Stored(names, None, tuple(TOKENS[: 4 * BLOCK]), BLOCK)])
     publisher.publish([Stored(names, None, tuple(TOKENS[: 4 * BLOCK]), BLOCK, medium="CPU")])
     publisher.publish([Stored((EngineHash(9),), names[-1], tuple(TOKENS[4 * BLOCK : 5 * BLOCK]), BLOCK, medium="CPU")])
-    await until(lambda: served.router.state.indexes["m"].num_blocks == 5)
+    await until(lambda: served.router.state.fleet.indexes["m"].num_blocks == 5)
     await served.place(isl_tokens=7, prompt_tokens=None, pin="d2", pin_rank=1)
     status, answer = await served.ask("POST", "/overlap", {"model": "m", "prompt_tokens": TOKENS})
     assert (status, answer["block_size"], answer["isl_tokens"], answer["prompt_blocks"]) == (200, BLOCK, 170, 10)
@@ -383,7 +383,7 @@ async def test_workers_are_shown_with_their_load_and_how_their_caches_are_follow
     publisher.publish([Stored((EngineHash(1),), None, tuple(TOKENS[:BLOCK]), BLOCK)])
     await served.join(card("d1", kv_events=publisher.endpoint, kv_replay=publisher.replay_endpoint))
     await served.join(card("d2"), card("d3", kv_events="nonsense"), card("d4", kv_events="tcp://127.0.0.1:1"))
-    await until(lambda: served.router.state.indexes["m"].num_blocks == 1)
+    await until(lambda: served.router.state.fleet.indexes["m"].num_blocks == 1)
     await served.place(pin="d2")
     _, answer = await served.ask("GET", "/workers")
     rows = {row["name"]: row for row in answer["workers"]}
@@ -399,7 +399,7 @@ async def test_workers_are_shown_with_their_load_and_how_their_caches_are_follow
 
 async def test_the_snapshot_is_the_index(served: Served) -> None:
     await served.join(card("d1"))
-    served.router.state.on_kv_events(
+    served.router.state.fleet.on_kv_events(
         WorkerId("d1-id"), 0, [Stored((EngineHash(1),), None, tuple(TOKENS[:BLOCK]), BLOCK)]
     )
     for query in ("", "?model=m"):

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from protocol.errors import NoWorkerError
 from protocol.ids import WorkerId
 from router.index import Holder
-from router.selection import Candidate, Leg, Policy, Prompt, Terms, Weights, choose
+from router.policies import POLICIES, Policy, choose
+from router.selection import Candidate, LegKind, PlacementCost, Terms, Weights
 
 BLOCK = 16
 ISL = 160  # 10 blocks
 EQUAL = Weights(prefill=1.0, decode=1.0)  # so that costs can be added up by hand
-POLICIES: tuple[Policy, ...] = ("kv", "least-loaded", "power-of-two", "round-robin", "random")
 
 
 def worker(name: str, cached: int = 0, dp_rank: int = 0, **fields: object) -> Candidate:
@@ -25,8 +25,8 @@ def worker(name: str, cached: int = 0, dp_rank: int = 0, **fields: object) -> Ca
     return Candidate(Holder(WorkerId(name), dp_rank), **values)  # type: ignore[arg-type]
 
 
-def prompt(leg: Leg = "whole", isl: int = ISL, weights: Weights = EQUAL, price: float = 1.0) -> Prompt:
-    return Prompt(isl, BLOCK, leg, weights, price)
+def prompt(leg: LegKind = "whole", isl: int = ISL, weights: Weights = EQUAL, price: float = 1.0) -> PlacementCost:
+    return PlacementCost(isl, BLOCK, leg, weights, price)
 
 
 def chosen(
@@ -120,7 +120,7 @@ def test_load_knows_of_no_cache() -> None:
 
 
 @pytest.mark.parametrize(("leg", "load"), [("whole", 2 + 5 + 2), ("prefill", 2 + 2), ("decode", 5 + 2)])
-def test_load_is_that_of_the_leg(leg: Leg, load: float) -> None:
+def test_load_is_that_of_the_leg(leg: LegKind, load: float) -> None:
     assert prompt(leg).load(worker("a", queued_tokens=32, held_blocks=5, requests=2)) == load
 
 
@@ -136,11 +136,11 @@ candidates = st.builds(
     st.sampled_from([0.5, 1.0, 2.0]),
     st.integers(0, 100),
 )
-LEGS: list[Leg] = ["whole", "prefill", "decode"]
+LEGS: list[LegKind] = ["whole", "prefill", "decode"]
 
 
 @given(candidates, st.sampled_from(LEGS), st.floats(0.1, 20.0), st.integers(0, 200))
-def test_terms_are_never_negative_and_add_up_to_the_cost(c: Candidate, leg: Leg, price: float, isl: int) -> None:
+def test_terms_are_never_negative_and_add_up_to_the_cost(c: Candidate, leg: LegKind, price: float, isl: int) -> None:
     one = prompt(leg, isl, Weights(request=0.3), price)
     assert min(one.terms(c)) >= 0
     assert sum(one.terms(c)) == pytest.approx(one.cost(c) * c.capacity)

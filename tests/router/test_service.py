@@ -71,7 +71,7 @@ def stored(blocks: int) -> list[KvEvent]:
 
 
 def blocks(router: LocalRouter) -> int:
-    return sum(index.num_blocks for index in router.state.indexes.values())
+    return sum(index.num_blocks for index in router.state.fleet.indexes.values())
 
 
 def queued(router: LocalRouter, worker: str = "d1") -> float:
@@ -130,7 +130,7 @@ class World:
     async def add(self, *cards: WorkerCard) -> None:
         for one in cards:
             await self.discovery.put(f"workers/{one.worker_id}", encode(one))
-        await until(lambda: all(len(r.state.cards) >= len(cards) for r in self.routers.values()))
+        await until(lambda: all(len(r.state.fleet.cards) >= len(cards) for r in self.routers.values()))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -687,7 +687,7 @@ async def test_a_card_that_cannot_be_read_is_ignored(world: World) -> None:
     await world.discovery.put("workers/x", b"rubbish")
     await world.add(card("d1"))
     async with world.remote.book(request(), 5):
-        assert len(router.state.cards) == 1
+        assert len(router.state.fleet.cards) == 1
     world.discovery.remove("routers/a")
     world.discovery.remove("workers/x")
     await world.put_router("c", "127.0.0.1:1")
@@ -765,7 +765,7 @@ async def test_each_rank_of_a_worker_is_followed_by_itself(world: World) -> None
     publishers[1].publish(stored(4))
     await until(lambda: blocks(router) == 4)
     hashes = pack_hashes(sequence_hashes(TOKENS, BLOCK))
-    assert set(router.state.overlaps("m", hashes, time.monotonic())) == {Holder(DECODE_1, 1)}
+    assert set(router.state.fleet.overlaps("m", hashes, time.monotonic())) == {Holder(DECODE_1, 1)}
     for publisher in publishers:
         await publisher.close()
 
@@ -782,8 +782,8 @@ async def test_a_worker_with_another_block_size_is_left_out(world: World) -> Non
     await world.add(card("d1"))
     await world.discovery.put("workers/d2", encode(card("d2", block_size=2 * BLOCK)))
     await world.discovery.put("workers/d3", encode(card("d3")))
-    await until(lambda: len(router.state.cards) == 2)
-    assert {c.worker_id for c in router.state.cards} == {"d1", "d3"}
+    await until(lambda: len(router.state.fleet.cards) == 2)
+    assert {c.worker_id for c in router.state.fleet.cards} == {"d1", "d3"}
 
 
 # --- the whole service --------------------------------------------------------------------------------

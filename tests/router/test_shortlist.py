@@ -1,7 +1,7 @@
 """Few workers are weighed, and the choice is the same as if all had been."""
 
 from collections.abc import Callable
-from typing import Any
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +9,11 @@ from msgspec.structs import replace
 
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import Placed
-from router.core import FEW, RouterState, Saturation
+from router.core import RouterState
 from router.index import Holder
 from router.load import Share
+from router.placing import FEW, plan
+from router.rules import Saturation
 from router.shortlist import Shelves
 from tests.support.routing import A, D, P, card, holds, prompt, request, results, router, where
 
@@ -77,8 +79,8 @@ def test_who_has_left_is_not_weighed_and_nothing_of_it_is_kept() -> None:
 
 def test_of_many_idle_workers_one_is_weighed() -> None:
     state = router(*(card(f"d{number:03}") for number in range(200)))
-    plan = state._plan(request(), 100.0, _before())
-    assert len(plan.legs[0].candidates) == 1
+    planned = plan(state.fleet, state.rules, request(), 100.0, rng=Random(0))
+    assert len(planned.legs[0].candidates) == 1
     explained = state.place(request("other", explain=True), 100.0).explanation
     assert explained is not None
     assert len(explained.candidates) == 64, "who asks for reasons is told of others"
@@ -112,12 +114,6 @@ def test_the_choice_is_that_of_weighing_all(
     assert short.load.shares() == whole.load.shares()
 
 
-def _before() -> Any:
-    from router.core import _Before
-
-    return _Before()
-
-
 def _mesh(roles: list[str], queued_tokens: int) -> RouterState:
     sizes = [{"total_blocks": 60, "max_num_seqs": 3}, {"total_blocks": 1000}]
     cards = [card(f"w{n:02}", ROLES[role], **sizes[n % 5 == 0]) for n, role in enumerate(roles)]
@@ -148,9 +144,9 @@ def _acts(step: str, name: str, worker: str, blocks: int, now: float) -> Callabl
             case "store":
                 holds(state, worker, blocks, prompt(blocks % 3))
             case "elsewhere":
-                state.load.update_elsewhere("two", {at(worker): Share(blocks % 3 * 500, blocks, blocks % 4)})
+                state.load.update_elsewhere("two", {at(worker): Share(blocks % 3 * 500, blocks, blocks % 4)}, now)
             case "card":
-                known = next(one for one in state.cards if one.worker_id == worker)
+                known = next(one for one in state.fleet.cards if one.worker_id == worker)
                 state.add_worker(replace(known, capacity=1.0 + blocks % 2), now)
         return results(state.dispatch(now))
 

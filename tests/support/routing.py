@@ -7,7 +7,8 @@ from protocol.events import Stored
 from protocol.hashing import pack_hashes, sequence_hashes
 from protocol.ids import EngineHash, RequestId, WorkerId
 from protocol.messages import Placed, Role, RouteRequest, WorkerCard
-from router.core import Outcome, RouterRules, RouterState
+from router.core import Outcome, RouterState
+from router.rules import RouterRules
 
 BLOCK = 16
 P, D, A = Role.PREFILL, Role.DECODE, Role.AGGREGATED
@@ -68,7 +69,7 @@ def holds(
     """It says that it has the first `blocks` of a prompt."""
     names = tuple(EngineHash(name + 1) for name in sequence_hashes(tokens, BLOCK)[:blocks])
     stored = Stored(names, None, tuple(tokens[: blocks * BLOCK]), BLOCK, medium=medium)
-    state.on_kv_events(WorkerId(worker), dp_rank, [stored])
+    state.fleet.on_kv_events(WorkerId(worker), dp_rank, [stored])
 
 
 def where(placed: Placed) -> tuple[str | None, str]:

@@ -1,0 +1,216 @@
+"""The fleet as the router knows it: the workers, the slots where requests can run, and what their caches hold.
+
+Pure; the time is a parameter. The fleet changes with cards and KV events. Placements read it (router/placing.py).
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from protocol.events import KvEvent
+from protocol.ids import WorkerId
+from protocol.messages import Role, WorkerCard
+from router.index import Depths, Digest, Holder, PrefixIndex
+from router.load import ActiveLoad, HolderLoad
+from router.prediction import CachePredictions, deepen
+from router.pressure import BusyShare, PrefixDemand, WorkSpread
+from router.shortlist import Shelves
+from router.warmup import WarmUp
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One (worker, dp rank): a place where a request can run."""
+
+    holder: Holder
+    card: WorkerCard
+    load: HolderLoad
+    last_chosen: int = 0  # the number of the choice; 0: never
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """All workers of one model, and statistics of the requests for it."""
+
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    prefillers: list[Slot] = field(default_factory=list)
+    decoders: list[Slot] = field(default_factory=list)  # decode workers, then aggregated ones
+    shelves: dict[Role, Shelves[Slot]] = field(default_factory=lambda: {role: Shelves() for role in Role})
+    prefill_busy: BusyShare = field(default_factory=BusyShare)
+    decode_busy: BusyShare = field(default_factory=BusyShare)
+    spread: WorkSpread = field(default_factory=WorkSpread)
+    demand: PrefixDemand = field(default_factory=PrefixDemand)
+
+    def slots_of(self, role: Role) -> list[Slot]:
+        return self.prefillers if role is Role.PREFILL else self.decoders
+
+    def busy_of(self, role: Role) -> BusyShare:
+        return self.prefill_busy if role is Role.PREFILL else self.decode_busy
+
+    @property
+    def slots(self) -> Iterator[Slot]:
+        return chain(self.decoders, self.prefillers)
+
+
+class Fleet:
+    """All workers that a router knows, with one pool per model. `load` and `predictions` belong to its router."""
+
+    def __init__(
+        self, load: ActiveLoad, predictions: CachePredictions, *, ramp_s: float = 10.0, suspect_s: float = 2.0
+    ) -> None:
+        self.load = load
+        self.predictions = predictions
+        self.pools: dict[str, Pool] = {}  # by model
+        self.slots: dict[Holder, Slot] = {}
+        self.avoided_until: dict[WorkerId, float] = {}  # workers that failed a request lately
+        self.warm_up = WarmUp(ramp_s=ramp_s)
+        self._suspect_s = suspect_s
+        self._cards: dict[WorkerId, WorkerCard] = {}
+        self._choices = 0
+
+    # --- workers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def cards(self) -> Sequence[WorkerCard]:
+        return list(self._cards.values())
+
+    def block_size_of(self, model: str) -> int:
+        """Return the tokens per KV block of a model's workers; 1 for a model without workers."""
+        pool = self.pools.get(model)
+        return 1 if pool is None else next(pool.slots).card.block_size
+
+    def add_worker(self, card: WorkerCard, now: float) -> None:
+        """Add a worker, or replace its card. All workers of a model have one block size: router/members.py checks it.
+
+        A card of another model, role or number of ranks is another worker: what is known of the old one is forgotten.
+        """
+        known = self._cards.get(card.worker_id)
+        if known is not None and (known.model, known.role, known.dp_size) != (card.model, card.role, card.dp_size):
+            self.remove_worker(card.worker_id, now)
+            known = None
+        self._cards[card.worker_id] = card
+        if (pool := self.pools.get(card.model)) is None:
+            pool = self.pools[card.model] = Pool()
+        for dp_rank in range(card.dp_size):
+            self._put_slot(pool, Holder(card.worker_id, dp_rank), card)
+        if known is None:
+            self.warm_up.joined(card.worker_id, now)
+
+    def remove_worker(self, worker_id: WorkerId, now: float) -> None:
+        """Forget a worker with its blocks and its bookings. An unknown worker is no error."""
+        card = self._cards.pop(worker_id, None)
+        if card is None:
+            return
+        pool = self.pools[card.model]
+        for dp_rank in range(card.dp_size):
+            holder = Holder(worker_id, dp_rank)
+            self.load.leave(holder, now)
+            pool.slots_of(card.role).remove(self.slots.pop(holder))
+            pool.shelves[card.role].remove(holder)
+        pool.index.drop_worker(worker_id)
+        self.avoided_until.pop(worker_id, None)
+        self.predictions.forget_worker(worker_id)
+        self.warm_up.left(worker_id)
+        if not (pool.decoders or pool.prefillers):
+            del self.pools[card.model]
+
+    def _put_slot(self, pool: Pool, holder: Holder, card: WorkerCard) -> None:
+        slot = self.slots.get(holder)
+        if slot is None:
+            slot = self.slots[holder] = Slot(holder, card, self.load.join(holder, pool.busy_of(card.role)))
+            slots = pool.slots_of(card.role)
+            slots.append(slot)
+            slots.sort(key=lambda s: (s.card.role is Role.AGGREGATED, s.holder))
+        slot.card = card
+        self._shelve(slot)
+
+    def avoid(self, workers: Sequence[WorkerId], now: float) -> None:
+        """Avoid workers that have failed a request for a while."""
+        self.forgive(now)
+        for worker_id in workers:
+            if worker_id in self._cards:
+                self.avoided_until[worker_id] = now + self._suspect_s
+
+    def forgive(self, now: float) -> None:
+        """Trust the workers again that were avoided for long enough."""
+        if self.avoided_until:
+            for worker_id in [known for known, until in self.avoided_until.items() if until <= now]:
+                del self.avoided_until[worker_id]
+
+    def note_choice(self, holder: Holder) -> None:
+        """Remember that this slot was chosen last: of equal costs, the slot chosen longest ago is taken."""
+        self._choices += 1
+        self.slots[holder].last_chosen = self._choices
+
+    # --- what their caches hold ------------------------------------------------------------------------------------
+
+    @property
+    def indexes(self) -> Mapping[str, PrefixIndex]:
+        """The prefix index of each model."""
+        return {model: pool.index for model, pool in self.pools.items()}
+
+    def on_kv_events(self, worker_id: WorkerId, dp_rank: int, events: Iterable[KvEvent]) -> None:
+        """Apply KV events. Events of a worker that has left must not bring it back."""
+        if (card := self._cards.get(worker_id)) is not None:
+            self.pools[card.model].index.apply(Holder(worker_id, dp_rank), events)
+            self.predictions.reported(Holder(worker_id, dp_rank))
+
+    def on_kv_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> int:
+        """Apply a batch of KV events as it came from the wire. Return their number. Raises WireError."""
+        if (card := self._cards.get(worker_id)) is None:
+            return 0
+        holder = Holder(worker_id, dp_rank)
+        num_events = self.pools[card.model].index.apply_payload(holder, payload)
+        self.predictions.reported(holder)  # the events of the prompts that it has computed are among them
+        return num_events
+
+    def forget_kv(self, worker_id: WorkerId, dp_rank: int) -> None:
+        """Forget the blocks of one holder, which will be reported again."""
+        if (card := self._cards.get(worker_id)) is not None:
+            self.pools[card.model].index.drop(Holder(worker_id, dp_rank))
+
+    def digest(self, worker_id: WorkerId, dp_rank: int) -> Digest | None:
+        """Return the digest of one holder's blocks; None for an unknown worker."""
+        card = self._cards.get(worker_id)
+        return None if card is None else self.pools[card.model].index.digest(Holder(worker_id, dp_rank))
+
+    def overlaps(self, model: str, hashes: bytes, now: float) -> Mapping[Holder, Depths]:
+        """Return how much of a prompt each holder of the model has, or will soon have."""
+        pool = self.pools.get(model)
+        if pool is None:
+            return {}
+        found, _ = self.find(pool, hashes, now)
+        return {slot.holder: found[slot.holder] for slot in pool.slots if slot.holder in found}
+
+    def find(self, pool: Pool, hashes: bytes, now: float) -> tuple[Mapping[Holder, Depths], Mapping[Holder, int]]:
+        """Return how much of a prompt each holder has or will soon have, and how much running requests hold there.
+
+        The first includes the second. Holders of other models may be among them.
+        """
+        if not hashes:
+            return {}, {}
+        found, active = pool.index.match(hashes), self.load.chains.match(hashes)
+        if self.predictions.follows_in_flight:
+            deepen(found, active)
+            if self.load.prefilling.num_blocks:
+                deepen(found, self.load.prefilling.match(hashes))
+        self.predictions.deepen(found, hashes, now)
+        return found, active
+
+    # --- the shelves -----------------------------------------------------------------------------------------------
+
+    def shortlists(self, pool: Pool, apart: Collection[Holder]) -> tuple[Sequence[Slot], Sequence[Slot]]:
+        """Return the decoders and the prefillers that have to be scored, of which `apart` are some."""
+        for holder in self.load.changes.take():
+            self._shelve(self.slots[holder])
+        decode, aggregated, prefill = (
+            pool.shelves[role].shortlist(apart) for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL)
+        )
+        return decode + aggregated, prefill
+
+    def _shelve(self, slot: Slot) -> None:
+        card, load = slot.card, slot.load.total
+        # a prefill worker's blocks and requests cost nothing, so having more of them must not make it look worse
+        uncosted = (load.held_blocks, load.requests) if card.role is Role.PREFILL else ()
+        kind = (card.capacity, card.max_num_seqs, card.total_blocks, card.transfer, uncosted)
+        self.pools[card.model].shelves[card.role].put(slot.holder, slot, kind, load, slot.last_chosen)

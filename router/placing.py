@@ -1,0 +1,368 @@
+"""Plan where a request runs. Pure functions of the fleet, its load and the rules: nothing is booked here.
+
+`plan` looks at the fleet for one request, chooses a worker for the whole request or one for each leg, and returns the
+choice with everything that it was made by.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from random import Random
+
+from msgspec import Struct
+
+from protocol.errors import NoWorkerError
+from protocol.ids import WorkerId
+from protocol.messages import Role, RouteRequest
+from router.disaggregation import Backlog, decide
+from router.fleet import Fleet, Pool, Slot
+from router.index import Depths, Holder
+from router.policies import POLICIES, choose
+from router.pressure import recompute_price
+from router.refusal import no_worker
+from router.rules import RouterRules
+from router.selection import NOWHERE, Candidate, LegKind, PlacementCost
+
+FEW = 16  # up to this number, scoring every worker is as fast as shortlisting
+_HASH_BYTES = 8
+
+
+class Ahead(Struct):
+    """What the requests that are served before a request, and have to wait themselves, will take."""
+
+    tokens: dict[Holder, int] = {}  # that they will compute there
+    reserved: set[Holder] = set()  # kept for requests that have waited long
+
+    def clear(self) -> None:
+        self.tokens.clear()
+        self.reserved.clear()
+
+
+NOTHING_AHEAD = Ahead()
+
+
+class RequestView(Struct):
+    """Facts about the request that every candidate is scored with."""
+
+    fleet: Fleet
+    rules: RouterRules
+    request: RouteRequest
+    now: float
+    ahead: Ahead
+    rng: Random
+    bound_to: Holder | None  # where its session runs
+    decoders: Sequence[Slot]  # at least one
+    prefillers: Sequence[Slot]
+    block_size: int
+    overlaps: Mapping[Holder, Depths]
+    active: Mapping[Holder, int]
+    price: float
+    busy_share: float
+    asked_before: float
+
+
+class LegChoice(Struct):
+    """The worker chosen for one leg of a request, with the candidates it was chosen from."""
+
+    kind: LegKind
+    chosen: Candidate
+    is_full: bool
+    why: str  # "": by the policy
+    cost: PlacementCost
+    candidates: Sequence[Candidate]
+    passed_over: Mapping[Holder, str]  # candidates that the policy could not choose, and why
+
+
+class PlacementPlan(Struct):
+    """Where a request would run if it were placed now."""
+
+    legs: Sequence[LegChoice]  # the whole request; or its prefill, then its decode
+    reason: str  # why one worker or two
+    view: RequestView
+
+    @property
+    def decode(self) -> Candidate:
+        return self.legs[-1].chosen
+
+    @property
+    def prefill(self) -> Candidate | None:
+        """The worker of the prefill leg; None: one worker does both halves."""
+        return self.legs[0].chosen if len(self.legs) == 2 else None
+
+    @property
+    def computes(self) -> Candidate:
+        return self.legs[0].chosen
+
+    @property
+    def is_full(self) -> bool:
+        """No worker can take the request now: it waits for these."""
+        return self.legs[0].is_full or self.legs[-1].is_full
+
+
+def plan(
+    fleet: Fleet,
+    rules: RouterRules,
+    request: RouteRequest,
+    now: float,
+    *,
+    rng: Random,
+    ahead: Ahead = NOTHING_AHEAD,
+    bound_to: Holder | None = None,
+    scores_all: bool = False,
+) -> PlacementPlan:
+    """Return where a request would run if it were placed now. Raises NoWorkerError.
+
+    ahead: what is kept for requests before it. bound_to: where its session runs. scores_all: the plan is to be
+    explained, so workers that cannot be the cheapest are scored too.
+    """
+    view = _look(fleet, rules, request, now, ahead, rng, bound_to, scores_all or request.explain)
+    whole = _choose_leg("whole", view.decoders, view)
+    first = _choose_leg("prefill", view.prefillers, view) if view.prefillers else None
+    decision = decide(
+        request.isl_tokens,
+        whole.chosen.overlap[0] * view.block_size,
+        first is not None,
+        _wish(request),
+        rules.local_prefill,
+        None if first is None else _backlog(first, whole, view),
+    )
+    if first is None or not decision.disaggregate:
+        return PlacementPlan([whole], decision.reason, view)
+    legs, problem = _split(first, whole, view)
+    return PlacementPlan(legs, problem or decision.reason, view)
+
+
+def who_may(fleet: Fleet, request: RouteRequest, now: float) -> tuple[Pool, Sequence[Slot], Sequence[Slot]]:
+    """Return the pool of the request's model, and the slots that may decode and that may prefill the request.
+
+    At least one slot may decode it. Raises NoWorkerError.
+    """
+    pool = fleet.pools.get(request.model)
+    decoders = () if pool is None else _eligible(fleet, pool.decoders, request, now, request.pin, request.pin_rank)
+    if pool is None or not decoders:
+        raise no_worker(fleet.cards, request)
+    prefillers = pool.prefillers and _eligible(fleet, pool.prefillers, request, now, request.pin_prefill)
+    if request.pin_prefill is not None and not prefillers:
+        raise NoWorkerError(f"no prefill worker {request.pin_prefill!r} is ready", hint="see `GET /workers`")
+    return pool, decoders, prefillers
+
+
+def cached_blocks(pool: Pool, overlaps: Mapping[Holder, Depths], slots: Sequence[Slot]) -> list[int]:
+    """Return how many leading blocks of the prompt each slot holds, in any tier. Slots without any are left out."""
+    if not overlaps:
+        return []
+    if slots is pool.prefillers:
+        asked = pool.shelves[Role.PREFILL]
+        return [depths[-1] for holder, depths in overlaps.items() if holder in asked]
+    if slots is pool.decoders:
+        one, other = pool.shelves[Role.DECODE], pool.shelves[Role.AGGREGATED]
+        return [depths[-1] for holder, depths in overlaps.items() if holder in one or holder in other]
+    holders = {slot.holder for slot in slots}
+    return [depths[-1] for holder, depths in overlaps.items() if holder in holders]
+
+
+def prefix_of(hashes: bytes, blocks: int) -> bytes:
+    """Return the name of the prefix of so many blocks: the sequence hash of its last block."""
+    return hashes[(blocks - 1) * _HASH_BYTES : blocks * _HASH_BYTES]
+
+
+def has_room(pool: Pool, rules: RouterRules, now: float) -> bool:
+    """Whether any worker may be given a prompt to compute. If none may, no plan has to be made."""
+    limits = rules.saturation
+    if limits is None or not rules.waits_for_room:
+        return True
+    for slot in pool.slots:
+        load, most_tokens = slot.load, limits.queued_tokens * slot.card.capacity
+        queued_tokens = load.total.queued_tokens
+        if queued_tokens < most_tokens or queued_tokens - load.done_tokens(now) < most_tokens:
+            return True
+    return False
+
+
+def is_packed(c: Candidate, view: RequestView, reserved: Collection[Holder] = ()) -> bool:
+    """Whether a worker has no sequence or no blocks to spare until an answer ends, which may take long."""
+    limits = view.rules.saturation
+    if limits is None:
+        return False
+    if c.holder in reserved:
+        return True
+    if not c.requests:  # a prefill worker has none
+        return False
+    card = view.fleet.slots[c.holder].card
+    if c.requests >= limits.requests_share * card.max_num_seqs:
+        return True
+    return c.held_blocks + c.new_blocks > limits.blocks_share * card.total_blocks
+
+
+# --- the view ------------------------------------------------------------------------------------------------------
+
+
+def _look(
+    fleet: Fleet,
+    rules: RouterRules,
+    request: RouteRequest,
+    now: float,
+    ahead: Ahead,
+    rng: Random,
+    bound_to: Holder | None,
+    scores_all: bool,
+) -> RequestView:
+    pool, decoders, prefillers = who_may(fleet, request, now)
+    hashes = request.sequence_hashes
+    overlaps, active = fleet.find(pool, hashes, now)
+    num_slots = len(decoders) + len(prefillers)
+    if num_slots > FEW and not scores_all and _may_shorten(fleet, rules, request, now):
+        apart = {*overlaps, *ahead.tokens, *ahead.reserved, *(() if bound_to is None else (bound_to,))}
+        if 2 * len(apart) < num_slots:
+            decoders, prefillers = fleet.shortlists(pool, apart)
+    computing = prefillers or decoders
+    role = computing[0].card.role
+    busy = pool.busy_of(role).of(len(pool.slots_of(role)), now)
+    depths = cached_blocks(pool, overlaps, computing)
+    deepest = max(depths, default=0)
+    asked = pool.demand.of(prefix_of(hashes, deepest), now) if deepest else 0.0
+    holders = depths.count(deepest) if deepest else 0
+    price = rules.recompute_price or recompute_price(busy, pool.spread.value, asked, holders)
+    block_size = computing[0].card.block_size
+    return RequestView(
+        fleet, rules, request, now, ahead, rng, bound_to, decoders, prefillers, block_size, overlaps, active, price,
+        busy, asked,
+    )  # fmt: skip
+
+
+def _may_shorten(fleet: Fleet, rules: RouterRules, request: RouteRequest, now: float) -> bool:
+    """Whether workers that cannot be the cheapest may be left out: all workers may take it, and the cheapest does."""
+    is_for_all = not (request.lora or request.exclude or request.pin or request.pin_prefill)
+    return is_for_all and rules.may_shortlist and not fleet.avoided_until and fleet.warm_up.is_over(now)
+
+
+def _eligible(
+    fleet: Fleet,
+    slots: Sequence[Slot],
+    request: RouteRequest,
+    now: float,
+    pin: WorkerId | None,
+    pin_rank: int | None = None,
+) -> Sequence[Slot]:
+    """Return the slots that this request may use. An avoided worker is used only if there is no other."""
+    if request.lora is not None:
+        slots = [slot for slot in slots if request.lora in slot.card.loras]
+    if request.exclude or pin is not None:
+        slots = [
+            slot
+            for slot in slots
+            if slot.card.worker_id not in request.exclude
+            and (pin is None or pin in (slot.card.worker_id, slot.card.name))
+            and (pin is None or pin_rank is None or slot.holder.dp_rank == pin_rank)
+        ]
+    if not fleet.avoided_until:
+        return slots
+    trusted = [slot for slot in slots if fleet.avoided_until.get(slot.card.worker_id, 0.0) <= now]
+    return trusted or slots
+
+
+# --- one worker or two ---------------------------------------------------------------------------------------------
+
+
+def _wish(request: RouteRequest) -> bool | None:
+    """What the caller asked for; None: nothing."""
+    return True if request.pin_prefill is not None else request.disaggregate
+
+
+def _backlog(first: LegChoice, whole: LegChoice, view: RequestView) -> Backlog:
+    def until_done(c: Candidate) -> float:
+        missing = max(0, view.request.isl_tokens - c.overlap[0] * view.block_size)
+        return (c.queued_tokens + missing) / c.capacity
+
+    return Backlog(until_done(first.chosen), until_done(whole.chosen), first.is_full)
+
+
+def _split(first: LegChoice, whole: LegChoice, view: RequestView) -> tuple[list[LegChoice], str]:
+    """Return both legs, or `whole` and the reason why no decode worker can follow `first`.
+
+    Raises NoWorkerError if none can and the caller has pinned the prefill worker.
+    """
+    transfer = view.fleet.slots[first.chosen.holder].card.transfer
+    compatible = [slot for slot in view.decoders if transfer and slot.card.transfer == transfer]
+    if not compatible:
+        problem, pinned = f"no decode worker can pull KV over {transfer!r}", view.request.pin_prefill
+        if pinned is not None:
+            raise NoWorkerError(f"{problem} from {pinned!r}", hint="start both with one --kv-transfer")
+        return [whole], problem
+    second = _choose_leg("decode", compatible, view)
+    if second.is_full and not whole.is_full and not _wish(view.request):
+        return [whole], "no decode worker that could pull KV has room"
+    return [first, second], ""
+
+
+# --- one leg -------------------------------------------------------------------------------------------------------
+
+
+def _choose_leg(kind: LegKind, slots: Sequence[Slot], view: RequestView) -> LegChoice:
+    """Choose the worker of a leg. If that worker is full, the request waits for it.
+
+    A worker that holds more of the prompt than the others is worth waiting for until it has computed what is queued
+    there, if the others cost more. Otherwise no request waits while a worker has room.
+    """
+    rules, request, reserved = view.rules, view.request, view.ahead.reserved
+    cost = PlacementCost(request.isl_tokens, view.block_size, kind, rules.weights, view.price)
+    candidates = _candidates(slots, view)
+    passed_over = _held_back(candidates, view) if len(view.fleet.warm_up) else {}
+    if view.bound_to is not None:
+        bound = next((c for c in candidates if c.holder == view.bound_to), None)
+        if bound is not None and not _is_full(bound, kind, view, reserved):
+            return LegChoice(kind, bound, False, "its session runs there", cost, candidates, passed_over)
+    allowed = [c for c in candidates if c.holder not in passed_over] if passed_over else candidates
+    chosen = choose(allowed, cost, rules.policy, rules.temperature, view.rng)
+    is_full = rules.waits_for_room and _is_full(chosen, kind, view, reserved)
+    if is_full and (others := [c for c in allowed if not _is_full(c, kind, view, reserved)]):
+        other = choose(others, cost, rules.policy, rules.temperature, view.rng)
+        if not (POLICIES[rules.policy].by_cost and _is_worth_waiting_for(chosen, other, view)):
+            open_now = {c.holder for c in others}
+            passed_over |= {c.holder: "full" for c in allowed if c.holder not in open_now}
+            chosen, is_full = other, False
+    return LegChoice(kind, chosen, is_full, "", cost, candidates, passed_over)
+
+
+def _is_worth_waiting_for(full: Candidate, other: Candidate, view: RequestView) -> bool:
+    """Whether a full worker will soon have room and holds more of the prompt than the best of the others."""
+    return full.overlap[-1] > other.overlap[-1] and not is_packed(full, view, view.ahead.reserved)
+
+
+def _held_back(candidates: Sequence[Candidate], view: RequestView) -> dict[Holder, str]:
+    slots, warm_up = view.fleet.slots, view.fleet.warm_up
+    in_flight = {c.holder: c.requests or len(slots[c.holder].load.prefilling) for c in candidates}
+    return dict.fromkeys(warm_up.held_back(in_flight, view.now), "new: held back")
+
+
+def _candidates(slots: Sequence[Slot], view: RequestView) -> list[Candidate]:
+    overlaps, active, ahead, now = view.overlaps, view.active, view.ahead.tokens, view.now
+    num_blocks = len(view.request.sequence_hashes) // _HASH_BYTES
+    found: list[Candidate] = []
+    for slot in slots:
+        holder, load = slot.holder, slot.load
+        queued, held, requests = load.total
+        if load.prefilling:
+            queued -= load.done_tokens(now)
+        if ahead:
+            queued += ahead.get(holder, 0)
+        found.append(
+            Candidate(
+                holder,
+                overlaps.get(holder, NOWHERE),
+                queued,
+                held,
+                num_blocks - active.get(holder, 0),
+                requests,
+                slot.card.capacity,
+                slot.last_chosen,
+            )
+        )
+    return found
+
+
+def _is_full(c: Candidate, kind: LegKind, view: RequestView, reserved: Collection[Holder]) -> bool:
+    limits = view.rules.saturation
+    if limits is None:
+        return False
+    if kind != "decode" and c.queued_tokens >= limits.queued_tokens * c.capacity:
+        return True
+    return is_packed(c, view, reserved)
