@@ -26,7 +26,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy
 from kvevents import jetstream
 from kvevents.batches import in_parts
 from kvevents.formats import MAX_PAYLOAD_BYTES, encode_payload
-from kvevents.transport import Listener, Take
+from kvevents.transport import Listener, TakeBatch
 from protocol.errors import ConfigError, PeerLostError
 from protocol.events import KvEvent
 from protocol.ids import WorkerId
@@ -149,7 +149,7 @@ class _Batch:
 
 
 class NatsLink:
-    """Implements kvevents.transport.Link."""
+    """Implements kvevents.transport.EventLink."""
 
     can_replay = True
     numbers_restart = False  # a subject belongs to one process
@@ -160,7 +160,7 @@ class NatsLink:
         self._listener = listener
         server.listeners[subject] = listener
 
-    async def replay(self, start: int, take: Take, silence_s: float) -> None:
+    async def replay(self, start: int, take: TakeBatch, silence_s: float) -> None:
         await self._server.replay(self._subject, start, take, silence_s)
 
     def close(self) -> None:
@@ -182,8 +182,8 @@ class NatsServer:
         self._unacknowledged: Msg | None = None  # the last one: it stands for all before it
         self._task = _begin(self._run(), f"follow kv events of {url}")
 
-    async def replay(self, subject: str, start: int, take: Take, silence_s: float) -> None:
-        """See kvevents.transport.Link."""
+    async def replay(self, subject: str, start: int, take: TakeBatch, silence_s: float) -> None:
+        """See kvevents.transport.EventLink."""
 
         def on_message(message: Msg) -> bool:
             seq = jetstream.number_of(message)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Protocol
 
+from kvevents.connect import Links
 from kvevents.cursor import (
     Action,
     Apply,
@@ -22,7 +23,7 @@ from kvevents.cursor import (
     Reset,
 )
 from kvevents.pending import PendingBudget
-from kvevents.transport import KvSource, Links, Snapshot
+from kvevents.transport import KvSource, Snapshot
 from protocol.errors import MeshError, WireError
 from protocol.events import Digest
 from protocol.ids import WorkerId

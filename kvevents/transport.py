@@ -1,21 +1,18 @@
-"""The seam between KV events and what carries them: ZMQ sockets or NATS JetStream.
+"""The seam between KV events and the transports that carry them: ZMQ sockets and NATS JetStream.
 
-Both pass tests/contracts/test_kv_events.py. What is carried is the same: numbered batches in the engines' format.
-Order, gaps and restarts are the follower's own business (kvevents/cursor.py); a transport may lose and repeat.
+Each transport passes tests/contracts/test_kv_events.py and carries numbered batches in the engines' format.
+A transport may lose and repeat batches: the follower handles order, gaps and restarts (kvevents/cursor.py).
+`kvevents.connect` opens the transport that a setting or an endpoint names.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvevents.cursor import Position
-from protocol.errors import ConfigError
 from protocol.events import KvEvent
 from protocol.ids import WorkerId
 from protocol.messages import KvDigest
-
-if TYPE_CHECKING:
-    from kvevents.nats import NatsServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +68,16 @@ class Listener(Protocol):
         """What was published meanwhile has not come."""
 
 
-Take = Callable[[int, bytes], bool]  # a batch; False: enough
+TakeBatch = Callable[[int, bytes], bool]  # a batch; False: enough
 
 
-class Link(Protocol):
+class EventLink(Protocol):
     """Brings one source's events to its listener, from its making on."""
 
     can_replay: bool
     numbers_restart: bool  # see kvevents.cursor.Cursor
 
-    async def replay(self, start: int, take: Take, silence_s: float) -> None:
+    async def replay(self, start: int, take: TakeBatch, silence_s: float) -> None:
         """Give `take` all batches kept from `start` on, in order, until there are no more or it has enough.
 
         Raises TimeoutError after `silence_s` without a batch, or PeerLostError.
@@ -88,49 +85,3 @@ class Link(Protocol):
 
     def close(self) -> None:
         """The listener hears nothing more. A second call does nothing."""
-
-
-class Links:
-    """Opens links; those to one NATS server share a connection.
-
-    `durable`: under this name a NATS server remembers what was delivered, so that a follower that comes back gets
-    the rest. It belongs to one follower at a time. "": it gets what is published from now on, and replays.
-    """
-
-    def __init__(self, durable: str = "") -> None:
-        self._durable = durable
-        self._servers: dict[str, NatsServer] = {}
-
-    def open(self, source: KvSource, listener: Listener) -> Link:
-        """Raises ConfigError for an endpoint that is none."""
-        if not source.endpoint.startswith("nats://"):
-            from kvevents.zmq_link import ZmqLink
-
-            return ZmqLink(source, listener)
-        from kvevents.nats import NatsLink, NatsServer, split_endpoint
-
-        url, subject = split_endpoint(source.endpoint)
-        if url not in self._servers:
-            self._servers[url] = NatsServer(url, self._durable)
-        return NatsLink(self._servers[url], subject, listener)
-
-    async def close(self) -> None:
-        """Close the connections. A second call does nothing."""
-        while self._servers:
-            await self._servers.popitem()[1].close()
-
-
-def open_publisher(
-    transport: str, worker_id: WorkerId, *, bind: str, advertise_host: str = "", nats_url: str, dp_rank: int = 0
-) -> Publisher:
-    """`bind`: where ZMQ listens, as `tcp://host:port`. Raises ConfigError if it cannot be opened."""
-    match transport:
-        case "zmq":
-            from kvevents.publisher import KvEventPublisher
-
-            return KvEventPublisher(bind, bind, dp_rank=dp_rank, advertise_host=advertise_host or None)
-        case "nats":
-            from kvevents.nats import NatsKvEventPublisher
-
-            return NatsKvEventPublisher(nats_url, worker_id, dp_rank=dp_rank)
-    raise ConfigError(f"no KV event transport {transport!r}", hint="set --kv-events-transport to zmq or nats")

@@ -8,7 +8,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvevents.formats import MAX_PAYLOAD_BYTES
 from kvevents.publisher import END_OF_REPLAY
 from kvevents.sockets import Frames, LoopSocket, open_socket
-from kvevents.transport import KvSource, Listener, Take
+from kvevents.transport import KvSource, Listener, TakeBatch
 from protocol.errors import ConfigError
 
 _QUEUED_BATCHES = 4096  # of one worker, while the loop is busy
@@ -17,7 +17,7 @@ _SEQ_BYTES = 8
 
 
 class ZmqLink:
-    """Implements kvevents.transport.Link."""
+    """Implements kvevents.transport.EventLink."""
 
     numbers_restart = True
 
@@ -40,8 +40,8 @@ class ZmqLink:
         self._watch = LoopSocket(watch, self._on_connection)
         self._sub = LoopSocket(sub, self._on_batch)
 
-    async def replay(self, start: int, take: Take, silence_s: float) -> None:
-        replay = _Replay(take, self._listener)
+    async def replay(self, start: int, take: TakeBatch, silence_s: float) -> None:
+        replay = _ReplayReader(take, self._listener)
         dealer = LoopSocket(_connect_dealer(self._source), replay.on_message)
         try:
             dealer.send((b"", start.to_bytes(_SEQ_BYTES, "big")))
@@ -77,8 +77,8 @@ class ZmqLink:
             self._listener.on_reconnected()
 
 
-class _Replay:
-    def __init__(self, take: Take, listener: Listener) -> None:
+class _ReplayReader:
+    def __init__(self, take: TakeBatch, listener: Listener) -> None:
         self._take = take
         self._listener = listener
         self.heard = asyncio.Event()

@@ -4,7 +4,8 @@ import logging
 import os
 from collections.abc import Sequence
 
-from kvevents.transport import Publisher, open_publisher
+from kvevents.connect import open_publisher
+from kvevents.transport import Publisher
 from mesh.discovery import Discovery, Registration
 from protocol.ids import WorkerId, new_worker_id
 from protocol.messages import Role, WorkerCard, encode

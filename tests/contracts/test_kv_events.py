@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
+from kvevents.connect import Links
 from kvevents.nats import NatsKvEventPublisher
 from kvevents.publisher import KvEventPublisher
 from kvevents.subscriber import KvEventSubscriber, Patience
-from kvevents.transport import KvSource, Link, Links, Listener, Publisher, Snapshot
+from kvevents.transport import EventLink, KvSource, Listener, Publisher, Snapshot
 from protocol.events import Cleared, Removed, Stored
 from protocol.ids import EngineHash, WorkerId
 from protocol.messages import KvDigest
@@ -83,7 +84,7 @@ class LossyLinks(Links):
         self.is_deaf = False
         self.num_lost = 0
 
-    def open(self, source: KvSource, listener: Listener) -> Link:
+    def open(self, source: KvSource, listener: Listener) -> EventLink:
         return super().open(source, _Ears(self, listener))
 
 
