@@ -21,13 +21,13 @@ class Admission:
         self.deadlines = Deadlines()
         self._is_cut_off = False
 
-    def enter(self) -> "_Place":
+    def enter(self) -> "_AdmittedRequest":
         """Hold a place for one request. Raises DrainingError, OverloadedError."""
         if self.draining:
             raise DrainingError("this frontend is shutting down", hint="try again")
         if self.inflight >= self._max_inflight:
             raise OverloadedError(f"{self.inflight} requests are in progress here", hint="try again later")
-        return _Place(self.count)
+        return _AdmittedRequest(self.count)
 
     def until(self, deadline: float, loop: asyncio.AbstractEventLoop | None = None) -> "_Until":
         """Raises DeadlineExceededError when the event loop's clock reaches `deadline`, DrainingError on `cut_off`.
@@ -65,7 +65,7 @@ class Admission:
             self._idle.set()
 
 
-class _Place:
+class _AdmittedRequest:
     """The block for which a request is in progress. Like `_Until`, not a generator's: two for each request add up."""
 
     __slots__ = ("_count",)

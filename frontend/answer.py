@@ -30,7 +30,7 @@ class Part(NamedTuple):
 NOTHING = Part()
 
 
-class Answer:
+class GrowingAnswer:
     """One answer as it grows.
 
     The result depends on the tokens only, not on how they are cut into deltas: where stop strings or logprobs

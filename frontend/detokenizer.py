@@ -89,8 +89,8 @@ class ByteLevelDecoder:
         name = self.names.name(token_id)
         return b"" if name is None else byte_level.token_bytes(name)
 
-    def _new_view(self, shown: frozenset[str]) -> "_View":
-        return _View(self, shown)
+    def _new_view(self, shown: frozenset[str]) -> "_TokenView":
+        return _TokenView(self, shown)
 
 
 class _ShownBytes(dict[int, bytes]):
@@ -143,7 +143,7 @@ class _PlainTexts(dict[int, bytes]):
         return plain
 
 
-class _View:
+class _TokenView:
     """What is shown of each token, to all streams that show the same special tokens."""
 
     def __init__(self, decoder: ByteLevelDecoder, shown: frozenset[str]) -> None:
@@ -155,7 +155,7 @@ class _View:
 class ByteLevelDetokenizer:
     __slots__ = ("_bytes", "_decoder", "_plain", "_texts", "_whole")
 
-    def __init__(self, view: _View) -> None:
+    def __init__(self, view: _TokenView) -> None:
         self._texts = view.texts
         self._bytes = view.bytes
         self._plain = view.plain

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from frontend.call import ToolChoice, Tools
-from frontend.parsers.chain import Chain
+from frontend.parsers.chain import ChainedParser
 from frontend.parsers.events import Parser
 from frontend.parsers.harmony import HARMONY, is_harmony
 from frontend.parsers.reasoning import (
@@ -13,6 +12,7 @@ from frontend.parsers.reasoning import (
     reasoning_format,
 )
 from frontend.parsers.tools import ArgumentsAsJson, CallsAsJson, ToolFormat, guess_tool_format, tool_format
+from frontend.request import ToolChoice, Tools
 from protocol.errors import InvalidRequestError
 
 NONE = "none"  # as a parser's name: the text stays as it is
@@ -51,7 +51,7 @@ class AnswerFormat:
         thoughts = None if is_guided else self._thoughts(prompt_tail)
         calls = self._calls(tools)
         if thoughts is not None and calls is not None:
-            return Chain(thoughts, calls)
+            return ChainedParser(thoughts, calls)
         return thoughts or calls
 
     def _thoughts(self, prompt_tail: str) -> Parser | None:

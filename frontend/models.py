@@ -57,7 +57,7 @@ class Model:
         return self.template
 
 
-class Facts(NamedTuple):
+class ModelFacts(NamedTuple):
     """What loading a model takes, as its workers tell it."""
 
     model_path: str
@@ -68,11 +68,11 @@ class Facts(NamedTuple):
 
 
 @dataclass(slots=True)
-class Served:
+class ServedModel:
     """What the workers of one model agree on."""
 
     name: str
-    facts: Facts  # told by one of its workers, or the last one
+    facts: ModelFacts  # told by one of its workers, or the last one
     created: int
     cards: dict[WorkerId, WorkerCard] = field(default_factory=dict)
     features: frozenset[Feature] = frozenset()  # what all of its workers can do
@@ -123,7 +123,7 @@ class ModelRegistry:
         self._now = now
         self._tokenizer: BackendName = tokenizer
         self._cache_bytes = cache_bytes
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, ServedModel] = {}
         self._model_of: dict[WorkerId, str] = {}
 
     def add(self, card: WorkerCard) -> None:
@@ -132,7 +132,7 @@ class ModelRegistry:
             self.remove(card.worker_id)
         served = self._served.get(card.model)
         if served is None:
-            served = self._served[card.model] = Served(card.model, facts_of(card), created=int(time.time()))
+            served = self._served[card.model] = ServedModel(card.model, facts_of(card), created=int(time.time()))
         served.take_in(card)
         self._model_of[card.worker_id] = card.model
 
@@ -143,11 +143,11 @@ class ModelRegistry:
             self._served[name].let_go(worker_id)
 
     async def get(self, name: str) -> Model:
-        """`name`: of a model or of an adapter. Raises UnknownModelError, NoWorkerError, ConfigError (the model's
-        folder cannot be read)."""
-        served = self.find(name)
-        if not served.ready:
-            raise NoWorkerError(f"no worker of the model {name!r} is ready", hint="try again later")
+        """Return the model, or the adapter, called `name`.
+
+        Raise UnknownModelError, NoWorkerError, or ConfigError if the model's folder cannot be read.
+        """
+        served = self.find_ready(name)
         task = self._load(served)
         model = task.result() if task.done() else await asyncio.shield(task)  # others wait for it as well
         if name == model.name and served.features == model.features:
@@ -159,7 +159,7 @@ class ModelRegistry:
         if (served := self._served.get(card.model)) is not None:
             self._load(served)
 
-    def _load(self, served: Served) -> asyncio.Task[Model]:
+    def _load(self, served: ServedModel) -> asyncio.Task[Model]:
         """The load under way or done. A failed one is tried again, but not by every request: it takes time and a core,
         and meanwhile the last failure is told."""
         if served.loading is None or (_failed(served.loading) and self._now() >= served.retry_at):
@@ -168,18 +168,18 @@ class ModelRegistry:
             served.loading.add_done_callback(partial(self._on_loaded, served))
         return served.loading
 
-    def _on_loaded(self, served: Served, task: asyncio.Task[Model]) -> None:
+    def _on_loaded(self, served: ServedModel, task: asyncio.Task[Model]) -> None:
         """To the log as well: nobody may have asked for the model yet."""
         served.retry_at = self._now() + RETRY_S
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed: %s", task.get_name(), error)
 
-    async def _loaded(self, served: Served) -> Model:
+    async def _loaded(self, served: ServedModel) -> Model:
         model = await asyncio.to_thread(_load, served, served.facts, self._tokenizer, self._cache_bytes)
         settle()
         return model
 
-    def find(self, name: str) -> Served:
+    def find(self, name: str) -> ServedModel:
         """Raises UnknownModelError; NoWorkerError as long as none is known: we may have just been started."""
         if not self._served:
             raise NoWorkerError("no worker has joined yet", hint="try again later")
@@ -190,12 +190,19 @@ class ModelRegistry:
             )
         return served
 
-    def _with_lora(self, name: str) -> Served | None:
+    def find_ready(self, name: str) -> ServedModel:
+        """Raise NoWorkerError also if no worker of the model can answer."""
+        served = self.find(name)
+        if not served.ready:
+            raise NoWorkerError(f"no worker of the model {name!r} is ready", hint="try again later")
+        return served
+
+    def _with_lora(self, name: str) -> ServedModel | None:
         """Of several models with an adapter of that name, one that is ready."""
         having = [served for served in self._served.values() if name in served.loras]
         return next((served for served in having if served.ready), having[0] if having else None)
 
-    def names(self) -> Iterator[tuple[str, Served]]:
+    def names(self) -> Iterator[tuple[str, ServedModel]]:
         """What can be asked for: models that are ready, and their adapters. Each name once, as `find` reads it."""
         seen = set(self._served)
         for served in self.ready():
@@ -204,7 +211,7 @@ class ModelRegistry:
                 seen.add(lora)
                 yield lora, served
 
-    def ready(self) -> list[Served]:
+    def ready(self) -> list[ServedModel]:
         return [served for served in self._served.values() if served.ready]
 
     def count(self) -> dict[str, dict[str, int]]:
@@ -212,15 +219,15 @@ class ModelRegistry:
         return {name: served.count() for name, served in self._served.items()}
 
 
-def facts_of(card: WorkerCard) -> Facts:
-    return Facts(card.model_path, card.context_tokens, card.block_size, card.tool_parser, card.reasoning_parser)
+def facts_of(card: WorkerCard) -> ModelFacts:
+    return ModelFacts(card.model_path, card.context_tokens, card.block_size, card.tool_parser, card.reasoning_parser)
 
 
 def _failed(task: asyncio.Task[Model]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _load(served: Served, facts: Facts, tokenizer: BackendName, cache_bytes: int) -> Model:
+def _load(served: ServedModel, facts: ModelFacts, tokenizer: BackendName, cache_bytes: int) -> Model:
     template = ChatTemplate.load(facts.model_path)
     return Model(
         name=served.name,

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from frontend.formats import AnswerFormat
 from frontend.models import Model
-from frontend.parameters import parse_either
-from frontend.pipeline import read_prompts
+from frontend.openai.parameters import parse_either
+from frontend.prompts import read_prompts
 from frontend.templates import ChatTemplate
 from frontend.tokenizer import Tokenizer
 from mesh.config import load

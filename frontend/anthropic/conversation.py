@@ -19,7 +19,7 @@ from frontend.anthropic.shapes import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from frontend.parameters import refuse
+from frontend.bodies import refuse
 from frontend.templates import ChatMessage
 
 FAILED = "Error: "  # before the result of a tool that failed: templates know no other way to say it

@@ -2,17 +2,39 @@
 
 import asyncio
 
-from frontend.anthropic.parse import parse_count
-from frontend.anthropic.shapes import TokenCount
-from frontend.endpoints import CompletionService, timeout_s
-from frontend.pipeline import chat_prompt
+from frontend.anthropic.errors import error_body
+from frontend.anthropic.parse import PROMPT_DEFAULTS, parse_count
+from frontend.anthropic.shapes import CountRequest, ErrorAnswer, TokenCount
+from frontend.endpoint import Endpoint, Services, identified, timeout_s
+from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
+from frontend.prompts import chat_prompt
 from mesh.http.request import Reply, Request, json_reply
 
 
-async def count_tokens(service: CompletionService, request: Request) -> Reply:
-    """A prompt that is sure not to fit is refused: counting that could take seconds. Raises MeshError."""
-    deadline = asyncio.get_running_loop().time() + timeout_s(request, service.limits)
-    with service.admission.enter(), service.admission.until(deadline):
-        call = parse_count(request.body)
-        prompt = await chat_prompt(call, await service.models.get(call.model))
+async def count_tokens(services: Services, request: Request) -> Reply:
+    """Count; a prompt that is sure not to fit is refused, because counting it could take seconds. Raise MeshError."""
+    deadline = asyncio.get_running_loop().time() + timeout_s(request, services.limits)
+    with services.admission.enter(), services.admission.until(deadline):
+        parsed = parse_count(request.body)
+        prompt = await chat_prompt(parsed, await services.models.get(parsed.model))
     return json_reply(TokenCount(prompt.num_tokens))
+
+
+ENDPOINT = Endpoint(
+    method="POST",
+    path="/v1/messages/count_tokens",
+    handler=identified(count_tokens, "count", error_body),
+    error_body=error_body,
+    operation=Operation(
+        summary="Count the tokens of a prompt",
+        request=(CountRequest,),
+        reply=TokenCount,
+        error=ErrorAnswer,
+        failures=ASKED_FAILURES,
+        is_asked=True,
+        notes=ShapeNotes(
+            partly=((CountRequest, PROMPT_DEFAULTS),),
+            examples={(CountRequest, "messages"): [{"role": "user", "content": "Tell me a story."}]},
+        ),
+    ),
+)

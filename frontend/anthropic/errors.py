@@ -3,7 +3,7 @@
 from msgspec import UNSET
 
 from frontend.anthropic.shapes import ErrorAnswer, ErrorDetail
-from frontend.openai import encode
+from frontend.shapes import encode
 from mesh.http.errors import http_failure
 from protocol.errors import MeshError
 

@@ -1,4 +1,4 @@
-"""Read and check a request body: JSON in, a `Call` or an error that names the parameter out. Pure."""
+"""Read and check a request body: JSON in, a `ParsedRequest` or an error that names the parameter out. Pure."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -18,67 +18,63 @@ from frontend.anthropic.shapes import (
     ThinkingEnabled,
     ToolSpec,
 )
-from frontend.call import Call, Endpoint, Tools
-from frontend.generator import Hints
-from frontend.openai import FunctionChoice, FunctionSpec, KvmeshOptions, NamedToolChoice
-from frontend.openai import ToolSpec as OpenAiTool
+from frontend.bodies import Only, decode_body, not_supported, only, refuse, refuse_unsupported
 from frontend.parameters import (
     LEAST_TOP_P,
-    TOOL_NAME,
-    Only,
-    decode_body,
+    DeclaredTool,
+    ToolWish,
+    check_tool_name,
     guide_of,
-    not_supported,
-    only,
-    refuse,
-    refuse_unsupported,
+    hints_of,
+    or_default,
     schema_guide,
     tools_of,
 )
+from frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
 from protocol.errors import InvalidRequestError
 from protocol.messages import Guide, SamplingParams
 
+NAMES = ParamNames(prompt="messages", format="output_config.format")
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountRequest)
 RequestT = TypeVar("RequestT", bound=CountRequest)
 
 
-class MessagesCall(Call, frozen=True, kw_only=True):
+class ParsedMessages(ParsedRequest, frozen=True, kw_only=True):
     omits_thoughts: bool = False  # say that there were thoughts, not which
 
 
-def parse_messages(body: bytes) -> MessagesCall:
+def parse_messages(body: bytes) -> ParsedMessages:
     """Raises InvalidRequestError."""
     request = _decode(body, _messages_decoder)
     refuse_unsupported(request, MESSAGES_DEFAULTS)
     _check_budget(request)
-    options = request.kvmesh or KvmeshOptions()
-    return MessagesCall(
+    return ParsedMessages(
         stream=bool(request.stream),
         sampling=_sampling(request),
         max_tokens=request.max_tokens,
         stops=tuple(request.stop_sequences or ()),
-        hints=_hints(request, options),
-        trace=bool(options.trace),
+        hints=hints_of(request.kvmesh, _session(request)),
+        trace=bool(request.kvmesh and request.kvmesh.trace),
         omits_thoughts=_omits_thoughts(request),
         **_prompt(request),
     )
 
 
-def parse_count(body: bytes) -> Call:
+def parse_count(body: bytes) -> ParsedRequest:
     """The call whose prompt is to be counted. Raises InvalidRequestError."""
     request = _decode(body, _count_decoder)
-    return Call(**_prompt(request))
+    return ParsedRequest(**_prompt(request))
 
 
 def _prompt(request: CountRequest) -> dict[str, Any]:
-    """What makes the prompt, and what the answer is held to, as fields of Call."""
+    """What makes the prompt, and what the answer is held to, as fields of ParsedRequest."""
     refuse_unsupported(request, PROMPT_DEFAULTS)
     messages = chat_messages(request.system, request.messages)
     goes_on = continues(messages)
     tools = _tools(request)
     return {
-        "endpoint": Endpoint.MESSAGES,
+        "names": NAMES,
         "model": request.model,
         "messages": messages,
         "tools": tools,
@@ -163,41 +159,33 @@ TOOL_DEFAULTS: Mapping[str, Only] = {
 
 
 def _tools(request: CountRequest) -> Tools | None:
-    """None if the model is to know of no tool."""
+    """Return None if the model is to know of no tool."""
     choice = request.tool_choice
-    if not request.tools:
-        if isinstance(choice, AnyChoice | NamedChoice):
-            refuse("tool_choice", "there are no tools to choose from; send tools")
-        return None
-    specs = [_tool(tool, f"tools[{n}].") for n, tool in enumerate(request.tools)]
+    declared = [_declared(tool, f"tools[{n}].") for n, tool in enumerate(request.tools or ())]
+    alone = isinstance(choice, AutoChoice | AnyChoice | NamedChoice) and bool(choice.disable_parallel_tool_use)
+    return tools_of(declared, _wish(choice), parallel=not alone)
+
+
+def _wish(choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None) -> ToolWish:
     match choice:
         case NoChoice():
-            return None
+            return ToolWish(ToolChoice.NONE)
         case AnyChoice():
-            wanted: str | NamedToolChoice = "required"
+            return ToolWish(ToolChoice.REQUIRED)
         case NamedChoice():
-            wanted = NamedToolChoice(function=FunctionChoice(name=choice.name))
-        case _:
-            wanted = "auto"
-    alone = isinstance(choice, AutoChoice | AnyChoice | NamedChoice) and bool(choice.disable_parallel_tool_use)
-    return tools_of(specs, wanted, parallel=not alone)
+            return ToolWish(ToolChoice.NAMED, choice.name)
+    return ToolWish()
 
 
-def _tool(tool: ToolSpec, where: str) -> OpenAiTool:
+def _declared(tool: ToolSpec, where: str) -> DeclaredTool:
     refuse_unsupported(tool, TOOL_DEFAULTS, where)
-    if not TOOL_NAME.fullmatch(tool.name):
-        refuse(f"{where}name", "use letters, digits, and . _ : / -")
-    function = FunctionSpec(name=tool.name, description=tool.description, parameters=tool.input_schema)
-    return OpenAiTool(function=function)
+    check_tool_name(tool.name, f"{where}name")
+    return DeclaredTool(tool.name, tool.description, tool.input_schema)
 
 
 def _guide(request: CountRequest, tools: Tools | None) -> Guide | None:
     form = request.output_config.format if request.output_config is not None else None
-    if form is None:
-        return guide_of(None, tools)
-    if tools is not None and not tools.is_free:
-        refuse("output_config.format", "a call that is forced by tool_choice has a format of its own")
-    return schema_guide(form.schema)
+    return guide_of(None if form is None else schema_guide(form.schema), tools, NAMES.format)
 
 
 # --- thoughts -----------------------------------------------------------------------------------------
@@ -237,16 +225,11 @@ def _omits_thoughts(request: MessagesRequest) -> bool:
 
 def _sampling(request: MessagesRequest) -> SamplingParams:
     return SamplingParams(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else max(request.top_p, LEAST_TOP_P),
+        temperature=or_default(request.temperature, 1.0),
+        top_p=max(or_default(request.top_p, 1.0), LEAST_TOP_P),
         top_k=request.top_k or 0,
     )
 
 
-def _hints(request: MessagesRequest, options: KvmeshOptions) -> Hints:
-    return Hints(
-        disaggregate=options.disaggregate,
-        pin=options.worker,
-        session=(request.metadata.user_id if request.metadata is not None else None) or "",
-        explain=bool(options.explain),
-    )
+def _session(request: MessagesRequest) -> str | None:
+    return request.metadata.user_id if request.metadata is not None else None

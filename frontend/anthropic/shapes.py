@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from frontend.openai import (
+from frontend.shapes import (
     MAX_MESSAGES,
     MAX_STOPS,
     MAX_TOOLS,

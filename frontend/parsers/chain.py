@@ -6,7 +6,7 @@ from itertools import groupby
 from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser, Reasoning
 
 
-class Chain:
+class ChainedParser:
     """A parser of thoughts whose Content a parser of calls reads. Events keep their order."""
 
     def __init__(self, reasoning: Parser, tools: Parser) -> None:

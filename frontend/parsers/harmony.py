@@ -36,14 +36,14 @@ _NOBODY = ("", "all", "assistant", "user")
 _CHANNEL_NAME = re.compile(r"(analysis|commentary|final)(?![a-z])")  # "commentary?" was seen
 
 
-class _Kind(Enum):
+class _ChannelKind(Enum):
     THOUGHTS = auto()
     PROSE = auto()
     CALL = auto()
 
 
 class Header(NamedTuple):
-    kind: _Kind
+    kind: _ChannelKind
     function: str = ""
 
 
@@ -68,16 +68,16 @@ def read_header(raw: str) -> Header | None:
 
 def _addressed(channel: str, recipient: str) -> Header | None:
     if channel == "final":
-        return Header(_Kind.PROSE)
-    default = Header(_Kind.THOUGHTS if channel == "analysis" else _Kind.PROSE)
+        return Header(_ChannelKind.PROSE)
+    default = Header(_ChannelKind.THOUGHTS if channel == "analysis" else _ChannelKind.PROSE)
     if recipient in _NOBODY:
         return default
     function = recipient.removeprefix("functions.")
     if function != recipient:
-        return Header(_Kind.CALL, function) if function else None
+        return Header(_ChannelKind.CALL, function) if function else None
     if channel == "analysis" or recipient.partition(".")[0] in _BUILT_IN_TOOLS:
-        return Header(_Kind.THOUGHTS)
-    return Header(_Kind.CALL, recipient)
+        return Header(_ChannelKind.THOUGHTS)
+    return Header(_ChannelKind.CALL, recipient)
 
 
 class _State(Enum):
@@ -91,7 +91,7 @@ class HarmonyParser:
 
     def __init__(self, thinking: bool = False) -> None:
         self._state = _State.MESSAGE if thinking else _State.HEADER
-        self._kind = _Kind.THOUGHTS  # of the message
+        self._kind = _ChannelKind.THOUGHTS  # of the message
         self._header = ""  # as written, from its first marker on
         self._held = ""  # may become a marker
         self._calls = 0
@@ -139,7 +139,7 @@ class HarmonyParser:
                     self._give_header_up(events)
             case _State.BETWEEN:
                 if text := text.lstrip():
-                    self._begin_message(_Kind.PROSE)
+                    self._begin_message(_ChannelKind.PROSE)
                     events.append(Content(text))
 
     def _take_marker(self, marker: str, events: list[Event]) -> None:
@@ -173,31 +173,31 @@ class HarmonyParser:
             self._give_header_up(events)
             return True
         self._begin_message(header.kind)
-        if header.kind is _Kind.CALL:
+        if header.kind is _ChannelKind.CALL:
             events.append(CallBegun(self._calls, header.function))
         return False
 
     def _give_header_up(self, events: list[Event]) -> None:
         """It was none: what was written is prose, and so is what follows."""
         events.append(Content(self._header))
-        self._begin_message(_Kind.PROSE)
+        self._begin_message(_ChannelKind.PROSE)
 
-    def _begin_message(self, kind: _Kind) -> None:
+    def _begin_message(self, kind: _ChannelKind) -> None:
         self._state = _State.MESSAGE
         self._kind = kind
         self._argued = False
 
     def _end_message(self, events: list[Event]) -> None:
-        if self._state is _State.MESSAGE and self._kind is _Kind.CALL:
+        if self._state is _State.MESSAGE and self._kind is _ChannelKind.CALL:
             if not self._argued:
                 events.append(CallArguments(self._calls, "{}"))
             self._calls += 1
         self._state = _State.BETWEEN
 
     def _said(self, text: str) -> Event:
-        if self._kind is _Kind.THOUGHTS:
+        if self._kind is _ChannelKind.THOUGHTS:
             return Reasoning(text)
-        if self._kind is _Kind.PROSE:
+        if self._kind is _ChannelKind.PROSE:
             return Content(text)
         self._argued = self._argued or not text.isspace()
         return CallArguments(self._calls, text)

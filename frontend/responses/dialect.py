@@ -5,19 +5,31 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from frontend.answer import Part
-from frontend.call import Endpoint, TokenCounts
-from frontend.logprobs import chat_logprobs
-from frontend.openai import ChatLogprob, encode
+from frontend.endpoint import generating
+from frontend.job import Job, TokenCounts
+from frontend.openai.logprobs import chat_logprobs
+from frontend.openai.shapes import ChatLogprob
+from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
 from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
-from frontend.pipeline import Job, trace_report
+from frontend.report import trace_report
+from frontend.responses import parse
 from frontend.responses.items import GrowingCall, GrowingItem, GrowingMessage, GrowingReasoning, sse
-from frontend.responses.parse import ResponsesCall, parse_responses
+from frontend.responses.parse import ParsedResponses, parse_responses
 from frontend.responses.shapes import (
+    AllowedTools,
+    ContentPart,
     ErrorEvent,
+    FunctionCallItem,
+    FunctionOutputItem,
+    FunctionTool,
+    FunctionToolChoice,
     IncompleteDetails,
     InputTokensDetails,
     ItemStatus,
+    MessageItem,
     OutputItem,
+    ReasoningConfig,
+    ReasoningItem,
     Response,
     ResponseCompleted,
     ResponseCreated,
@@ -25,23 +37,27 @@ from frontend.responses.shapes import (
     ResponseFailed,
     ResponseIncomplete,
     ResponseInProgress,
+    ResponsesRequest,
     ResponseUsage,
     StreamEvent,
+    TextConfig,
 )
-from frontend.whole import Whole, new_call_id
+from frontend.responses.shapes import Event as SentEvent
+from frontend.shapes import encode
+from frontend.whole_answer import WholeAnswer, new_call_id
 from mesh.http.errors import error_body, http_failure
 from protocol.errors import InvalidRequestError, MeshError, OverloadedError
 from protocol.messages import FinishReason
 
 
 class ResponsesDialect:
-    endpoint = Endpoint.RESPONSES
+    name = "responses"
     id_prefix = "resp"
 
-    def parse(self, body: bytes) -> ResponsesCall:
+    def parse(self, body: bytes) -> ParsedResponses:
         return parse_responses(body)
 
-    def whole(self, job: Job, answers: Sequence[Whole], counts: TokenCounts) -> bytes:
+    def whole(self, job: Job, answers: Sequence[WholeAnswer], counts: TokenCounts) -> bytes:
         [answer] = answers
         return encode(finished(job, items_of(job, answer), answer.finish_reason, counts))
 
@@ -57,10 +73,10 @@ class ResponsesDialect:
 
 def in_progress(job: Job) -> Response:
     """The response as it begins."""
-    call = job.call
-    assert isinstance(call, ResponsesCall), "the dialect parsed it"
+    parsed = job.parsed
+    assert isinstance(parsed, ParsedResponses), "the dialect parsed it"
     return Response(
-        **msgspec.structs.asdict(call.settings),
+        **msgspec.structs.asdict(parsed.settings),
         id=response_id(job),
         created_at=job.heading.created,
         status="in_progress",
@@ -111,7 +127,7 @@ def failure_code(error: MeshError) -> str:
     return "invalid_prompt" if isinstance(error, InvalidRequestError) else "server_error"
 
 
-def items_of(job: Job, answer: Whole) -> list[OutputItem]:
+def items_of(job: Job, answer: WholeAnswer) -> list[OutputItem]:
     """Thoughts, then prose, then calls; an answer of nothing is an empty message."""
     growing: list[GrowingItem] = []
     if answer.reasoning:
@@ -241,3 +257,37 @@ class ResponsesWriter:
         told = ErrorEvent(code=http_failure(error.code).code, message=str(error), param=error.param)
         rest = [] if self._open is None else [self._open.item("incomplete")]
         return self._send([told, ResponseFailed(response=failed(self._job, [*self._done, *rest], error))])
+
+
+_ASKING = "Tell me a story."
+_NOTES = ShapeNotes(
+    partly=(
+        (ResponsesRequest, parse.DEFAULTS),
+        (TextConfig, parse.TEXT_DEFAULTS),
+        (ReasoningConfig, parse.REASONING_DEFAULTS),
+        (FunctionTool, parse.TOOL_DEFAULTS),
+        (ContentPart, parse.PART_DEFAULTS),
+    ),
+    read_later={
+        (ResponsesRequest, "input"): (MessageItem, FunctionCallItem, FunctionOutputItem, ReasoningItem),
+        (ResponsesRequest, "tools"): (FunctionTool,),
+        (ResponsesRequest, "tool_choice"): (FunctionToolChoice, AllowedTools),
+    },
+    needed=((ContentPart, "text"),),
+    token_id_keys=((ResponsesRequest, "logit_bias"),),
+    examples={(ResponsesRequest, "input"): _ASKING, (ContentPart, "text"): _ASKING},
+)
+ENDPOINT = generating(
+    "/v1/responses",
+    ResponsesDialect(),
+    Operation(
+        summary="Answer, in the shape of OpenAI's Responses API; nothing is stored",
+        request=(ResponsesRequest,),
+        reply=Response,
+        events=(SentEvent,),
+        failures=ASKED_FAILURES,
+        is_asked=True,
+        takes_hints=True,
+        notes=_NOTES,
+    ),
+)

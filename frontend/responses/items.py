@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
-from frontend.openai import ChatLogprob, encode
+from frontend.openai.shapes import ChatLogprob
 from frontend.responses.shapes import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -31,6 +31,7 @@ from frontend.responses.shapes import (
     TextDelta,
     TextDone,
 )
+from frontend.shapes import encode
 
 
 def sse(event: StreamEvent) -> bytes:

@@ -1,4 +1,4 @@
-"""Read and check a request of the Responses API: JSON in, a `ResponsesCall` or an error that names the parameter out.
+"""Read and check a request of the Responses API: JSON in, a `ParsedResponses` or an error that names the parameter out.
 
 `store: true` is OpenAI's default and is accepted; still nothing is kept, as the answer's `store: false` says. Clients
 send the whole conversation each time, our own output items among it, thoughts in plain text. Pure.
@@ -9,30 +9,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from frontend.call import Call, Endpoint, Tools
-from frontend.openai import (
-    FunctionChoice,
-    FunctionSpec,
-    NamedToolChoice,
-    ToolSpec,
-    encode,
-)
+from frontend.bodies import Only, decode_body, only, refuse, refuse_unsupported, validation_error
+from frontend.openai.parameters import arguments_of, check_lengths, common_fields, sampling_params
 from frontend.parameters import (
-    TOOL_NAME,
-    Only,
-    arguments_of,
-    common_fields,
-    decode_body,
+    DeclaredTool,
+    ToolWish,
+    check_tool_name,
     guide_of,
-    only,
-    refuse,
-    refuse_unsupported,
-    sampling_params,
+    or_default,
+    refuse_choice_without_tools,
     schema_guide,
     template_options,
     tools_of,
-    validation_error,
 )
+from frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
 from frontend.responses.shapes import (
     INCLUDABLE,
     LOGPROBS,
@@ -58,19 +48,21 @@ from frontend.responses.shapes import (
     TextSettings,
     ThoughtPart,
 )
+from frontend.shapes import encode
 from frontend.templates import ChatMessage
 from protocol.messages import Guide, GuideKind
 
+NAMES = ParamNames(prompt="input", format="text.format")
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 ShapeT = TypeVar("ShapeT")
 Choice = str | FunctionToolChoice | AllowedTools
 
 
-class ResponsesCall(Call, frozen=True, kw_only=True):
+class ParsedResponses(ParsedRequest, frozen=True, kw_only=True):
     settings: Settings  # as the answer repeats them
 
 
-def parse_responses(body: bytes) -> ResponsesCall:
+def parse_responses(body: bytes) -> ParsedResponses:
     """Raises InvalidRequestError."""
     request = decode_body(body, _decoder)
     _refuse_unsupported(request)
@@ -78,12 +70,12 @@ def parse_responses(body: bytes) -> ResponsesCall:
     specs = [_function_tool(tool, n) for n, tool in enumerate(request.tools or ())]
     choice = _choice(request.tool_choice)
     tools = _tools(specs, choice, parallel=request.parallel_tool_calls is not False)
-    return ResponsesCall(
-        endpoint=Endpoint.RESPONSES,
+    return ParsedResponses(
+        names=NAMES,
         messages=_messages(request),
         sampling=sampling_params(request, _top_logprobs(request)),
         max_tokens=request.max_output_tokens,
-        guide=_guide(request.text, tools),
+        guide=guide_of(_format(request.text), tools, NAMES.format),
         tools=tools,
         template_options=template_options(request.chat_template_kwargs, _effort(request.reasoning)),
         settings=_settings(request, specs, choice),
@@ -138,11 +130,7 @@ def _check(request: ResponsesRequest) -> None:
     for n, name in enumerate(request.include or ()):
         if name not in INCLUDABLE:
             refuse(f"include[{n}]", f"{name[:64]!r} is not there to be included; there are: {', '.join(INCLUDABLE)}")
-    min_tokens, max_tokens = request.min_tokens or 0, request.max_output_tokens
-    if max_tokens is not None and min_tokens > max_tokens:
-        refuse("min_tokens", f"{min_tokens} is more than max_output_tokens, {max_tokens}")
-    if request.stream_options is not None and not request.stream:
-        refuse("stream_options", "only allowed when stream is true")
+    check_lengths(request, request.max_output_tokens, "max_output_tokens")
 
 
 # --- single parameters --------------------------------------------------------------------------------
@@ -160,15 +148,13 @@ def _effort(reasoning: ReasoningConfig | None) -> str | None:
     return None if reasoning is None else reasoning.effort
 
 
-def _guide(text: TextConfig | None, tools: Tools | None) -> Guide | None:
-    wanted = text.format if text is not None else None
-    if wanted is None or isinstance(wanted, PlainTextFormat):
-        return guide_of(None, tools)
-    if tools is not None and not tools.is_free:
-        refuse("text.format", "a call that is forced by tool_choice has a format of its own; send one of them")
-    if isinstance(wanted, JsonTextFormat):
-        return Guide(kind=GuideKind.JSON)
-    return schema_guide(wanted.schema, "text.format.schema")
+def _format(text: TextConfig | None) -> Guide | None:
+    match text.format if text is not None else None:
+        case JsonTextFormat():
+            return Guide(kind=GuideKind.JSON)
+        case SchemaTextFormat(schema=schema):
+            return schema_guide(schema, "text.format.schema")
+    return None
 
 
 def _settings(request: ResponsesRequest, specs: Sequence[FunctionTool], choice: Choice | None) -> Settings:
@@ -181,12 +167,12 @@ def _settings(request: ResponsesRequest, specs: Sequence[FunctionTool], choice: 
         prompt_cache_key=request.prompt_cache_key,
         reasoning=ReasoningSettings(effort=_effort(request.reasoning)),
         safety_identifier=request.safety_identifier,
-        temperature=1.0 if request.temperature is None else request.temperature,
+        temperature=or_default(request.temperature, 1.0),
         text=TextSettings(_shown_format(request.text)),
         tool_choice=choice or "auto",
         tools=[_shown_tool(spec) for spec in specs],
         top_logprobs=request.top_logprobs or 0,
-        top_p=1.0 if request.top_p is None else request.top_p,
+        top_p=or_default(request.top_p, 1.0),
         user=request.user,
     )
 
@@ -218,8 +204,7 @@ def _function_tool(tool: dict[str, Any], index: int) -> FunctionTool:
     if (kind := tool.get("type")) != "function":
         refuse(f"{where}.type", f"{_shown(kind)} is not supported; only functions are, which the client runs")
     spec = _read(tool, FunctionTool, where)
-    if not TOOL_NAME.fullmatch(spec.name):
-        refuse(f"{where}.name", "use letters, digits, and . _ : / -")
+    check_tool_name(spec.name, f"{where}.name")
     refuse_unsupported(spec, TOOL_DEFAULTS, f"{where}.")
     return spec
 
@@ -236,17 +221,20 @@ def _choice(choice: str | dict[str, Any] | None) -> Choice | None:
 
 
 def _tools(specs: Sequence[FunctionTool], choice: Choice | None, *, parallel: bool) -> Tools | None:
-    """None if the model is to know of no tool."""
-    if not specs:
-        if choice not in (None, "none", "auto"):
-            refuse("tool_choice", "there are no tools to choose from; send tools")
-        return None
-    if choice == "none":
-        return None
+    """Return None if the model is to know of no tool."""
     if isinstance(choice, AllowedTools):
-        specs, choice = _allowed(specs, choice), choice.mode
-    named = NamedToolChoice(FunctionChoice(choice.name)) if isinstance(choice, FunctionToolChoice) else choice
-    return tools_of([_chat_tool(spec) for spec in specs], named, parallel=parallel)
+        specs = _allowed(specs, choice) if specs else refuse_choice_without_tools()
+    declared = [DeclaredTool(spec.name, spec.description, spec.parameters) for spec in specs]
+    return tools_of(declared, _wish(choice), parallel=parallel)
+
+
+def _wish(choice: Choice | None) -> ToolWish:
+    match choice:
+        case FunctionToolChoice(name=name):
+            return ToolWish(ToolChoice.NAMED, name)
+        case AllowedTools(mode=mode):
+            return ToolWish(ToolChoice(mode))
+    return ToolWish(ToolChoice(choice or "auto"))
 
 
 def _allowed(specs: Sequence[FunctionTool], choice: AllowedTools) -> list[FunctionTool]:
@@ -257,11 +245,6 @@ def _allowed(specs: Sequence[FunctionTool], choice: AllowedTools) -> list[Functi
         if tool.name not in known:
             refuse(f"tool_choice.tools[{n}]", f"{tool.name!r} is none of the tools")
     return [spec for spec in specs if spec.name in names]
-
-
-def _chat_tool(spec: FunctionTool) -> ToolSpec:
-    """The tool in the chat's spelling."""
-    return ToolSpec(FunctionSpec(name=spec.name, description=spec.description, parameters=spec.parameters))
 
 
 # --- the conversation ---------------------------------------------------------------------------------

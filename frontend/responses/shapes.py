@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from frontend.openai import MAX_TOOLS, ChatLogprob, Count, FunctionName, RequestBase, SchemaName, Strict, TraceReport
+from frontend.openai.shapes import ChatLogprob, FunctionName, RequestBase, SchemaName
+from frontend.shapes import MAX_TOOLS, Count, Strict, TraceReport
 
 MAX_METADATA = 16
 MAX_INPUT_ITEMS = 1 << 16

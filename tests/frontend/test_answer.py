@@ -6,12 +6,12 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.answer import Answer
-from frontend.call import Tools
+from frontend.answer import GrowingAnswer
 from frontend.detokenizer import token_decoder
 from frontend.formats import answer_format
 from frontend.parsers.chain import merge
 from frontend.parsers.events import CallBegun, Event, Tool
+from frontend.request import Tools
 from protocol.messages import Delta, FinishReason, TokenLogprob
 from tests.frontend import tiny
 
@@ -28,8 +28,8 @@ def logprobs(tokens: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
     return tuple(TokenLogprob(token, -0.5) for token in tokens)
 
 
-def answer(*stops: str, min_tokens: int = 0, logprobs: bool = False) -> Answer:
-    return Answer(DECODER.stream(), stops, min_tokens, logprobs)
+def answer(*stops: str, min_tokens: int = 0, logprobs: bool = False) -> GrowingAnswer:
+    return GrowingAnswer(DECODER.stream(), stops, min_tokens, logprobs)
 
 
 def test_the_stop_token_counts_and_does_not_show() -> None:
@@ -132,7 +132,7 @@ def test_without_parallel_calls_the_token_that_begins_a_second_one_is_the_last(
 
     def run(deltas: list[tuple[int, ...]]) -> tuple[list[Event], int, list[int]]:
         parser = answer_format("hermes", "none", "").parser(TOOLS, "", is_guided=False)
-        one = Answer(DECODER.stream(), stops, logprobs=wants_logprobs, parser=parser, only_one_call=True)
+        one = GrowingAnswer(DECODER.stream(), stops, logprobs=wants_logprobs, parser=parser, only_one_call=True)
         told = [Delta(some, logprobs=logprobs(some) if wants_logprobs else None) for some in deltas]
         parts = [one.on_delta(delta) for delta in told if one.finish_reason is None]
         assert one.finish_reason is FinishReason.STOP

@@ -11,7 +11,7 @@ import openai
 import pytest
 from prometheus_client import REGISTRY
 
-from frontend.embeddings import INPUTS_AT_ONCE, MAX_INPUTS
+from frontend.openai.embeddings import INPUTS_AT_ONCE, MAX_INPUTS
 from protocol.errors import EngineError, NoWorkerError, OverloadedError
 from protocol.ids import WorkerId
 from protocol.messages import Feature, unpack_tokens

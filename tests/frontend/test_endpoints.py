@@ -4,14 +4,15 @@ from typing import cast
 
 import pytest
 
-from frontend.call import Call, Endpoint
-from frontend.endpoints import with_hints
+from frontend.endpoint import with_hints
 from frontend.generator import Hints
+from frontend.openai.parameters import CHAT_NAMES
+from frontend.request import ParsedRequest
 from mesh.http.connection import Connection
 from mesh.http.request import Request
 from tests.frontend.serving import TEXT, Served
 
-CALL = Call(endpoint=Endpoint.CHAT, model="tiny", hints=Hints(session="s"))
+CHAT = ParsedRequest(names=CHAT_NAMES, model="tiny", hints=Hints(session="s"))
 
 
 def request(*headers: tuple[str, str], tenant: str = "") -> Request:
@@ -22,13 +23,13 @@ def request(*headers: tuple[str, str], tenant: str = "") -> Request:
 
 def test_the_tenant_of_an_api_key_wins_over_the_header() -> None:
     asked = request(("x-kvmesh-tenant", "theirs"), ("x-kvmesh-priority", "3"), tenant="ours")
-    assert with_hints(asked, CALL).hints == Hints(session="s", tenant="ours", priority=3)
-    assert with_hints(request(tenant="ours"), CALL).hints.tenant == "ours"
+    assert with_hints(asked, CHAT).hints == Hints(session="s", tenant="ours", priority=3)
+    assert with_hints(request(tenant="ours"), CHAT).hints.tenant == "ours"
 
 
 def test_without_such_a_key_the_header_is_believed() -> None:
-    assert with_hints(request(("x-kvmesh-tenant", "theirs")), CALL).hints.tenant == "theirs"
-    assert with_hints(request(), CALL) is CALL
+    assert with_hints(request(("x-kvmesh-tenant", "theirs")), CHAT).hints.tenant == "theirs"
+    assert with_hints(request(), CHAT) is CHAT
 
 
 @pytest.mark.parametrize("model", ["tiny", "none"])

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 
 from frontend.generator import Hints, Trace
 from frontend.http import HttpSettings
-from frontend.pipeline import LONG_TURNS
+from frontend.prompts import LONG_TURNS
 from frontend.templates import ChatTemplate
 from protocol.errors import (
     DeadlineExceededError,

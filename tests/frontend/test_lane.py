@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from frontend import endpoints
-from frontend.answer import Answer
-from frontend.endpoints import SseOutlet
+from frontend import outlet
+from frontend.answer import GrowingAnswer
 from frontend.lane import MOST_TOKENS, NATIVE, PlainTokenLane, TokenLane
+from frontend.outlet import SseOutlet
 from protocol.messages import Delta, Feature, FinishReason, encode
 from tests.frontend import tiny
 from tests.frontend.serving import CHAT, END, TEXT, Served, ids, scored, serving
@@ -58,7 +58,7 @@ async def streamed(served: Served, path: str, body: dict[str, Any]) -> str:
 async def served(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     """A model that neither thinks nor calls tools."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(endpoints, "TokenLane", request.param)
+        patch.setattr(outlet, "TokenLane", request.param)
         async with serving_plain(tmp_path) as served:
             yield served
 
@@ -93,7 +93,7 @@ THINKING = {"chat": ASKED["chat"], "messages": ("/v1/messages", MESSAGES | THINK
 async def test_after_the_thoughts_tokens_take_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_way: list[Delta], name: str, native: Any
 ) -> None:
-    monkeypatch.setattr(endpoints, "TokenLane", native)
+    monkeypatch.setattr(outlet, "TokenLane", native)
     card = tiny.card("w", path=tiny.save_model(tmp_path), context_tokens=4096)
     async with serving(replace(card, features=tuple(Feature), reasoning_parser="think")) as served:
         thoughts = [Delta((token,)) for part in THOUGHTS for token in ids(part)]
@@ -109,13 +109,13 @@ async def test_after_the_thoughts_tokens_take_it(
 def long_way(monkeypatch: pytest.MonkeyPatch) -> list[Delta]:
     """The deltas that do not take the lane."""
     seen: list[Delta] = []
-    general = Answer.on_delta
+    general = GrowingAnswer.on_delta
 
-    def on_delta(self: Answer, delta: Delta) -> Any:
+    def on_delta(self: GrowingAnswer, delta: Delta) -> Any:
         seen.append(delta)
         return general(self, delta)
 
-    monkeypatch.setattr(Answer, "on_delta", on_delta)
+    monkeypatch.setattr(GrowingAnswer, "on_delta", on_delta)
     return seen
 
 

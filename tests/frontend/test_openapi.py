@@ -10,20 +10,22 @@ from msgspec.structs import fields
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from frontend.anthropic.shapes import CountRequest, MessagesRequest
-from frontend.embeddings import EmbeddingsRequest
+from frontend.bodies import Only
 from frontend.hints import HEADERS
 from frontend.http import FrontendApi, HttpSettings
+from frontend.mesh_api.status import docs_page
+from frontend.mesh_api.tokenize import DetokenizeRequest, TokenizeRequest
 from frontend.models import ModelRegistry
-from frontend.openai import ChatRequest, CompletionRequest
-from frontend.openapi import EXAMPLES, HINT_HEADERS, OPERATIONS, PARTLY_SUPPORTED, READ_LATER, SSE, docs_page, openapi
-from frontend.parameters import Only
+from frontend.openai.embeddings import EmbeddingsRequest
+from frontend.openai.shapes import ChatRequest, CompletionRequest
+from frontend.openapi import HINT_HEADERS, SSE, openapi
 from frontend.responses.shapes import ResponsesRequest
-from frontend.tokenize import DetokenizeRequest, TokenizeRequest
+from frontend.table import ENDPOINTS
 from mesh.http.errors import CODES, http_failure
 from tests.frontend.serving import Served
 from tests.support.generator import ScriptedGenerator
 
-DOCUMENT: dict[str, Any] = json.loads(openapi("1.2.3", 3600.0))
+DOCUMENT: dict[str, Any] = json.loads(openapi(ENDPOINTS, "1.2.3", 3600.0))
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 REQUESTS = (
     ChatRequest,
@@ -38,8 +40,9 @@ REQUESTS = (
 
 
 def schema_of(kind: type[Struct]) -> dict[str, Any]:
-    """Where two types have one name, their modules are part of it."""
-    return SCHEMAS.get(kind.__name__) or SCHEMAS[f"{kind.__module__}.{kind.__name__}"]
+    """Return the schema of a type; where two types share a name, their modules are part of it."""
+    module = kind.__module__.replace("frontend.openai.shapes", "frontend.openai")  # as generated clients know it
+    return SCHEMAS.get(kind.__name__) or SCHEMAS[f"{module}.{kind.__name__}"]
 
 
 def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -57,8 +60,9 @@ def test_it_is_valid_openapi_31() -> None:
 def test_every_route_is_an_operation_and_every_operation_a_route() -> None:
     app = FrontendApi(HttpSettings(), ModelRegistry(), ScriptedGenerator()).app
     routes = {(route.method, route.path): route for route in app.routes}
-    assert routes.keys() == OPERATIONS.keys()
-    assert {key: route.is_open for key, route in routes.items()} == {key: op.is_open for key, op in OPERATIONS.items()}
+    assert routes.keys() == {(endpoint.method, endpoint.path) for endpoint in ENDPOINTS}
+    opened = {(endpoint.method, endpoint.path) for endpoint in ENDPOINTS if endpoint.is_open}
+    assert {key for key, route in routes.items() if route.is_open} == opened
     assert len(list(operations())) == len(routes)
 
 
@@ -75,7 +79,10 @@ def test_every_parameter_of_a_request_is_described_and_no_other_is_taken(kind: t
     assert set(schema["required"]) == {field.encode_name for field in fields(kind) if field.required}
 
 
-PARTS = [(kind, name, only) for kind, table in PARTLY_SUPPORTED for name, only in table.items()]
+NOTES = [endpoint.operation.notes for endpoint in ENDPOINTS]
+READ_LATER = {place: kinds for notes in NOTES for place, kinds in notes.read_later.items()}
+EXAMPLES = [place for notes in NOTES for place in notes.examples]
+PARTS = [(kind, name, only) for notes in NOTES for kind, table in notes.partly for name, only in table.items()]
 
 
 @pytest.mark.parametrize(("kind", "name", "only"), PARTS, ids=[f"{kind.__name__}.{name}" for kind, name, _ in PARTS])

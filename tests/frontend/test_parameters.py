@@ -12,20 +12,13 @@ from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from frontend.call import Call, ToolChoice
+from frontend.bodies import MAX_NESTS
 from frontend.generator import Hints
-from frontend.openai import MAX_MESSAGES, MAX_TOOLS, ChatRequest, CompletionRequest
-from frontend.parameters import (
-    CHAT_DEFAULTS,
-    LEAST_TOP_P,
-    MAX_NESTS,
-    MAX_SCHEMA_BYTES,
-    MAX_SCHEMA_DEPTH,
-    is_deeper,
-    parse_chat,
-    parse_completion,
-    parse_either,
-)
+from frontend.openai.parameters import CHAT_DEFAULTS, parse_chat, parse_completion, parse_either
+from frontend.openai.shapes import ChatRequest, CompletionRequest
+from frontend.parameters import LEAST_TOP_P, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, is_deeper
+from frontend.request import ParsedRequest, ToolChoice
+from frontend.shapes import MAX_MESSAGES, MAX_TOOLS
 from protocol.errors import InvalidRequestError
 from protocol.messages import Guide, GuideKind
 
@@ -37,11 +30,11 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CIT
 TIME = {"type": "function", "function": {"name": "time", "description": "What time is it?", "strict": True}}
 
 
-def chat(**fields: Any) -> Call:
+def chat(**fields: Any) -> ParsedRequest:
     return parse_chat(json.dumps(CHAT | fields).encode())
 
 
-def completion(**fields: Any) -> Call:
+def completion(**fields: Any) -> ParsedRequest:
     return parse_completion(json.dumps(TEXT | fields).encode())
 
 
@@ -215,7 +208,7 @@ def test_a_response_format_is_a_guide() -> None:
         assert schema_of(parse(response_format=schema)) == CITY
 
 
-def schema_of(call: Call) -> Any:
+def schema_of(call: ParsedRequest) -> Any:
     assert call.guide is not None
     assert call.guide.kind is GuideKind.JSON_SCHEMA
     return json.loads(call.guide.value)

@@ -18,13 +18,14 @@ from schemathesis.config import SchemathesisConfig
 
 from cluster.tiny_model import CHECKPOINT_DIR
 from frontend.http import HttpSettings
-from frontend.openapi import OPERATIONS, SSE, openapi
+from frontend.openapi import SSE, openapi
+from frontend.table import ENDPOINTS
 from tests.frontend.whole_mesh import ADAPTER, MODEL, PREFILL_WORKER, WORKER, whole_mesh
 from tests.support.patience import PATIENCE_S
 
 CONTEXT_TOKENS = 96
 EXAMPLES = int(os.environ.get("KVMESH_SCHEMATHESIS_EXAMPLES", "0"))
-DOCUMENT = json.loads(openapi("0", HttpSettings().max_request_timeout_s))
+DOCUMENT = json.loads(openapi(ENDPOINTS, "0", HttpSettings().max_request_timeout_s))
 REFUSED = "400"  # data that fits the description may be refused for what a schema cannot say: see `names_the_fault`
 CHECKS = {
     "positive_data_acceptance": {"expected-statuses": ["2xx", "404", REFUSED, "503", "504"]},
@@ -78,7 +79,7 @@ NARROW: dict[str, Any] = {
     "x-kvmesh-prefill-worker": {"enum": [PREFILL_WORKER]},
     "x-kvmesh-dp-rank": {"maximum": 0},
 }
-STREAMING = [path for (_, path), operation in OPERATIONS.items() if operation.events]
+STREAMING = [endpoint.path for endpoint in ENDPOINTS if endpoint.operation.events]
 LIKE_OTHERS = [  # they take the others' requests
     {"include-path": path, "phases": {"coverage": {"enabled": False}}}
     for path in ("/kvmesh/route", "/v1/messages/count_tokens", "/tokenize")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from frontend.tokenize import LONG_TOKENS
+from frontend.mesh_api.tokenize import LONG_TOKENS
 from frontend.tokenizing.probes import HARD_TEXTS
 from protocol.ids import WorkerId
 from protocol.messages import unpack_tokens

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.anthropic.parse import MessagesCall, parse_count, parse_messages
+from frontend.anthropic.parse import ParsedMessages, parse_count, parse_messages
 from frontend.anthropic.shapes import MessagesRequest
-from frontend.call import Endpoint, ToolChoice
 from frontend.generator import Hints
+from frontend.request import ToolChoice
 from protocol.errors import InvalidRequestError
 from protocol.messages import GuideKind
 from tests.frontend.anthropic.serving import ASKED, WEATHER
@@ -18,7 +18,7 @@ from tests.frontend.anthropic.serving import ASKED, WEATHER
 WORDS = ("type", "text", "role", "user", "content", "name", "input", "id", "tool_use_id", "input_schema", "source")
 
 
-def parsed(**fields: Any) -> MessagesCall:
+def parsed(**fields: Any) -> ParsedMessages:
     return parse_messages(json.dumps(ASKED | fields).encode())
 
 
@@ -30,7 +30,7 @@ def refused(parse: Any = parse_messages, **fields: Any) -> InvalidRequestError:
 
 def test_defaults_are_anthropics() -> None:
     call = parsed()
-    assert (call.endpoint, call.model, call.max_tokens) == (Endpoint.MESSAGES, "tiny", 2000)
+    assert (call.names.prompt, call.model, call.max_tokens) == ("messages", "tiny", 2000)
     assert (call.sampling.temperature, call.sampling.top_p, call.sampling.top_k) == (1.0, 1.0, 0)
     assert (call.stream, call.stops, call.tools, call.guide, call.hints) == (False, (), None, None, Hints())
     assert (call.template_options, call.omits_thoughts, call.has_seed) == ({}, False, False)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from frontend.anthropic.dialect import MessagesDialect
+from frontend.anthropic.messages import MessagesDialect
+from frontend.job import prepare
 from frontend.models import Model, ModelRegistry
-from frontend.pipeline import prepare
-from frontend.whole import Whole
+from frontend.whole_answer import WholeAnswer
 from protocol.ids import RequestId
 from protocol.messages import Delta, FinishReason
 from tests.frontend import tiny
@@ -41,7 +41,7 @@ def answered(model: Model, deltas: list[Delta]) -> tuple[dict[str, Any], dict[st
     dialect = MessagesDialect()
     call = dialect.parse(json.dumps(ASKED | {"tools": [WEATHER]}).encode())
     job = asyncio.run(prepare(call, model, RequestId("msg-1"), 0.0))
-    writer, whole = dialect.writer(job), Whole(0)
+    writer, whole = dialect.writer(job), WholeAnswer(0)
     chunks = [writer.opening()]
     for delta in deltas:
         part = job.branches[0].answer.on_delta(delta)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.parsers.chain import Chain, merge
+from frontend.parsers.chain import ChainedParser, merge
 from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
 from frontend.parsers.reasoning import REASONING_PARSERS
 from tests.frontend.parsers.streams import call, cut, run, texts
@@ -38,8 +38,8 @@ class Shouts:
         return [Content(self._word)] if self._word else []
 
 
-def chain() -> Chain:
-    return Chain(REASONING_PARSERS["think"].open(False), Shouts())
+def chain() -> ChainedParser:
+    return ChainedParser(REASONING_PARSERS["think"].open(False), Shouts())
 
 
 def test_calls_are_looked_for_in_the_answer_and_not_in_the_thoughts() -> None:

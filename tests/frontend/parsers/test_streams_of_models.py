@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from frontend.parsers.chain import Chain, merge
+from frontend.parsers.chain import ChainedParser, merge
 from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Parser, Reasoning, Tool
 from frontend.parsers.harmony import HARMONY
 from frontend.parsers.reasoning import open_after, reasoning_format
@@ -224,7 +224,7 @@ def parser_for(stream: Stream) -> Parser:
     if stream.reasoning == "harmony":
         return open_after(HARMONY, stream.prompt_tail)
     thoughts = open_after(reasoning_format(stream.reasoning), stream.prompt_tail)
-    return Chain(thoughts, tool_format(stream.tools).open(TOOLS))
+    return ChainedParser(thoughts, tool_format(stream.tools).open(TOOLS))
 
 
 def parts(events: list[Event]) -> list[Content | Reasoning | Call]:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from frontend.call import Endpoint, ToolChoice
 from frontend.generator import Hints
-from frontend.responses.parse import ResponsesCall, parse_responses
+from frontend.request import ToolChoice
+from frontend.responses.parse import ParsedResponses, parse_responses
 from frontend.responses.shapes import ResponsesRequest
 from protocol.errors import InvalidRequestError
 from protocol.messages import GuideKind
@@ -24,7 +24,7 @@ FUNCTION = {"name": "weather", "arguments": {"city": "Ulm"}}
 CALLED = {"id": "c1", "type": "function", "function": FUNCTION}
 
 
-def parsed(**fields: Any) -> ResponsesCall:
+def parsed(**fields: Any) -> ParsedResponses:
     return parse_responses(json.dumps(ASKED | fields).encode())
 
 
@@ -46,7 +46,7 @@ def refused(**fields: Any) -> InvalidRequestError:
 
 def test_defaults_are_openais() -> None:
     call = parsed()
-    assert (call.endpoint, call.model) == (Endpoint.RESPONSES, "tiny")
+    assert (call.names.prompt, call.model) == ("input", "tiny")
     assert (call.sampling.temperature, call.sampling.top_p, call.sampling.top_logprobs) == (1.0, 1.0, None)
     assert (call.max_tokens, call.stream, call.tools, call.guide, call.hints) == (None, False, None, None, Hints())
 

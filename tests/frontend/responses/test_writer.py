@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from frontend.answer import Part, PlacedLogprob
+from frontend.job import Job, prepare
 from frontend.models import Model, ModelRegistry
 from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
-from frontend.pipeline import Job, prepare
 from frontend.responses.dialect import ResponsesDialect
-from frontend.whole import Whole
+from frontend.whole_answer import WholeAnswer
 from protocol.errors import EngineError
 from protocol.ids import RequestId
 from protocol.messages import Delta, FinishReason, TokenLogprob
@@ -59,7 +59,7 @@ def cut(text: str, sizes: list[int], reason: FinishReason) -> list[Delta]:
 def answered(job: Job, deltas: list[Delta]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(the whole answer, the events of the stream)."""
     dialect = ResponsesDialect()
-    writer, whole = dialect.writer(job), Whole(0)
+    writer, whole = dialect.writer(job), WholeAnswer(0)
     chunks = []
     for delta in deltas:
         part = job.branches[0].answer.on_delta(delta)

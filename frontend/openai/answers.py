@@ -1,13 +1,18 @@
-"""What the streams of chat and text completions have in common: server-sent events prepared once per stream."""
+"""What the answers of chat and text completions have in common: usage, the whole response, the chunks of a stream."""
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeVar
 
-from frontend.call import Heading, TokenCounts
+import msgspec
+
 from frontend.errors import error_event
-from frontend.openai import PromptTokensDetails, TraceReport, Usage, encode
-from frontend.pipeline import Job, trace_report
+from frontend.job import Job, TokenCounts
+from frontend.openai.shapes import PromptTokensDetails, Response, Usage
+from frontend.report import trace_report
+from frontend.shapes import TraceReport, encode
 from protocol.errors import MeshError
 
+ChoiceT = TypeVar("ChoiceT")
 DONE: Final = b"data: [DONE]\n\n"
 
 
@@ -20,17 +25,32 @@ def usage_of(counts: TokenCounts) -> Usage:
     )
 
 
+def whole_response(kind: str, job: Job, choices: Sequence[ChoiceT], counts: TokenCounts) -> bytes:
+    """Return the body of a reply that is not streamed; `kind`: the name of its object."""
+    trace = trace_report(job)
+    response = Response(
+        id=job.heading.id,
+        object=kind,
+        created=job.heading.created,
+        model=job.heading.model,
+        choices=list(choices),
+        usage=usage_of(counts),
+        kvmesh=msgspec.UNSET if trace is None else trace,
+    )
+    return encode(response)
+
+
 class ChunkWriter:
     """Of a chunk only what is new in it is encoded anew."""
 
     def __init__(self, kind: str, job: Job) -> None:
         self._job = job
         self._heads: list[bytes] = []
-        heading: Heading = job.heading
+        heading = job.heading
         fields = {"id": heading.id, "object": kind, "created": heading.created, "model": heading.model}
         self._event_head = b"data: " + encode(fields)[:-1] + b',"choices":['
         self._heads = [self._event_head + b'{"index":%d,' % n for n in range(len(job.branches))]
-        self._set_usage(b',"usage":null' if job.call.include_usage else b"")  # as OpenAI's, in all but the last
+        self._set_usage(b',"usage":null' if job.parsed.include_usage else b"")  # as OpenAI's, in all but the last
 
     def _set_usage(self, usage: bytes) -> None:
         """What chunks say of it from now on."""
@@ -39,7 +59,7 @@ class ChunkWriter:
 
     def _count_on(self) -> None:
         """Where every chunk tells the usage of the whole request so far."""
-        if self._job.call.is_usage_continuous:
+        if self._job.parsed.is_usage_continuous:
             self._set_usage(b',"usage":' + encode(usage_of(self._job.counts())))
 
     def chunk(self, index: int, content: bytes, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
@@ -54,9 +74,9 @@ class ChunkWriter:
     def end(self, counts: TokenCounts) -> bytes:
         """What follows the last finish reason: usage if it was asked for, and what happened to the request."""
         trace = trace_report(self._job)
-        if not self._job.call.include_usage and trace is None:
+        if not self._job.parsed.include_usage and trace is None:
             return DONE
-        usage = b',"usage":' + encode(usage_of(counts)) if self._job.call.include_usage else b""
+        usage = b',"usage":' + encode(usage_of(counts)) if self._job.parsed.include_usage else b""
         return self._event_head + b"]" + usage + _trace(trace) + b"}\n\n" + DONE
 
     def error(self, error: MeshError, request_id: str) -> bytes:

@@ -7,20 +7,34 @@ import msgspec
 
 from frontend.answer import Part
 from frontend.anthropic.errors import error_body
-from frontend.anthropic.parse import MessagesCall, parse_messages
+from frontend.anthropic.parse import (
+    MESSAGES_DEFAULTS,
+    PROMPT_DEFAULTS,
+    TOOL_DEFAULTS,
+    ParsedMessages,
+    parse_messages,
+)
 from frontend.anthropic.shapes import (
     Answer,
     AnswerBlock,
     AnswerText,
     AnswerThinking,
     AnswerToolUse,
+    ErrorAnswer,
+    Message,
+    MessagesRequest,
+    ToolSpec,
     Usage,
 )
-from frontend.call import Call, Endpoint, TokenCounts
-from frontend.openai import TraceReport, encode
+from frontend.anthropic.shapes import Event as StreamEvent
+from frontend.endpoint import generating
+from frontend.job import Job, TokenCounts
+from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
 from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
-from frontend.pipeline import Job, trace_report
-from frontend.whole import Whole, WholeCall, new_call_id
+from frontend.report import trace_report
+from frontend.request import ParsedRequest
+from frontend.shapes import TraceReport, encode
+from frontend.whole_answer import WholeAnswer, WholeCall, new_call_id
 from protocol.errors import MeshError
 from protocol.messages import FinishReason
 
@@ -28,14 +42,14 @@ INVALID_JSON: Final = "INVALID_JSON"  # Anthropic's key for arguments that are n
 
 
 class MessagesDialect:
-    endpoint = Endpoint.MESSAGES
+    name = "messages"
     id_prefix = "msg"
 
-    def parse(self, body: bytes) -> Call:
+    def parse(self, body: bytes) -> ParsedRequest:
         return parse_messages(body)
 
-    def whole(self, job: Job, answers: Sequence[Whole], counts: TokenCounts) -> bytes:
-        content = content_of(answers[0], job.call)
+    def whole(self, job: Job, answers: Sequence[WholeAnswer], counts: TokenCounts) -> bytes:
+        content = content_of(answers[0], job.parsed)
         return encode(answer_of(job, content, stop_of(job), counts, trace_report(job)))
 
     def writer(self, job: Job) -> "MessagesWriter":
@@ -90,15 +104,15 @@ def stop_of(job: Job) -> Stop:
     return Stop("tool_use" if answer.has_calls else "end_turn", None)
 
 
-def omits_thoughts(call: Call) -> bool:
-    return isinstance(call, MessagesCall) and call.omits_thoughts
+def omits_thoughts(parsed: ParsedRequest) -> bool:
+    return isinstance(parsed, ParsedMessages) and parsed.omits_thoughts
 
 
-def content_of(answer: Whole, call: Call) -> list[AnswerBlock]:
+def content_of(answer: WholeAnswer, parsed: ParsedRequest) -> list[AnswerBlock]:
     """Thoughts, prose, calls."""
     blocks: list[AnswerBlock] = []
     if answer.reasoning:
-        blocks.append(AnswerThinking("" if omits_thoughts(call) else answer.reasoning))
+        blocks.append(AnswerThinking("" if omits_thoughts(parsed) else answer.reasoning))
     if answer.content:
         blocks.append(AnswerText(answer.content))
     return blocks + [AnswerToolUse(call.id, call.name, input_of(call)) for call in answer.calls]
@@ -125,7 +139,7 @@ class MessagesWriter:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._omits_thoughts = omits_thoughts(job.call)
+        self._omits_thoughts = omits_thoughts(job.parsed)
         self._index = -1  # of the latest block
         self._open: type[Event] | None = None  # what the open block takes: Content, Reasoning or CallArguments
         self._delta_head = b""  # up to the text of a delta of the open block
@@ -197,3 +211,27 @@ class MessagesWriter:
 
     def error(self, error: MeshError, request_id: str) -> bytes:
         return b"event: error\ndata: " + error_body(error, request_id) + b"\n\n"
+
+
+_ASKING = "Tell me a story."
+ENDPOINT = generating(
+    "/v1/messages",
+    MessagesDialect(),
+    Operation(
+        summary="Answer, in the shape of Anthropic's Messages API",
+        request=(MessagesRequest,),
+        reply=Answer,
+        events=(StreamEvent,),
+        error=ErrorAnswer,
+        failures=ASKED_FAILURES,
+        is_asked=True,
+        takes_hints=True,
+        notes=ShapeNotes(
+            partly=((MessagesRequest, {**PROMPT_DEFAULTS, **MESSAGES_DEFAULTS}), (ToolSpec, TOOL_DEFAULTS)),
+            examples={
+                (MessagesRequest, "messages"): [{"role": "user", "content": _ASKING}],
+                (Message, "content"): _ASKING,
+            },
+        ),
+    ),
+)

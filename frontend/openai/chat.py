@@ -5,38 +5,44 @@ from collections.abc import Sequence
 import msgspec
 
 from frontend.answer import Part
-from frontend.call import Call, Endpoint, TokenCounts
-from frontend.chunks import ChunkWriter, usage_of
-from frontend.logprobs import chat_logprobs
-from frontend.openai import AnswerFunction, AnswerMessage, AnswerToolCall, ChatChoice, Response, encode
-from frontend.parameters import parse_chat
+from frontend.endpoint import generating
+from frontend.job import Job, TokenCounts
+from frontend.openai.answers import ChunkWriter, whole_response
+from frontend.openai.logprobs import chat_logprobs
+from frontend.openai.parameters import CHAT_DEFAULTS, MESSAGE_DEFAULTS, PART_DEFAULTS, parse_chat
+from frontend.openai.shapes import (
+    AnswerFunction,
+    AnswerMessage,
+    AnswerToolCall,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatRequest,
+    Chunk,
+    ErrorBody,
+    Message,
+    Response,
+    TextPart,
+)
+from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
 from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
-from frontend.pipeline import Job, trace_report
-from frontend.whole import Whole, new_call_id, openai_finish_reason
+from frontend.request import ParsedRequest
+from frontend.shapes import encode
+from frontend.whole_answer import WholeAnswer, new_call_id
 from mesh.http.errors import error_body
 from protocol.errors import MeshError
 from protocol.messages import FinishReason
 
 
 class ChatDialect:
-    endpoint = Endpoint.CHAT
+    name = "chat"
     id_prefix = "chatcmpl"
 
-    def parse(self, body: bytes) -> Call:
+    def parse(self, body: bytes) -> ParsedRequest:
         return parse_chat(body)
 
-    def whole(self, job: Job, answers: Sequence[Whole], counts: TokenCounts) -> bytes:
-        trace = trace_report(job)
-        response = Response(
-            id=job.heading.id,
-            object="chat.completion",
-            created=job.heading.created,
-            model=job.heading.model,
-            choices=[chat_choice(job, n, answer) for n, answer in enumerate(answers)],
-            usage=usage_of(counts),
-            kvmesh=msgspec.UNSET if trace is None else trace,
-        )
-        return encode(response)
+    def whole(self, job: Job, answers: Sequence[WholeAnswer], counts: TokenCounts) -> bytes:
+        choices = [chat_choice(job, n, answer) for n, answer in enumerate(answers)]
+        return whole_response("chat.completion", job, choices, counts)
 
     def writer(self, job: Job) -> "ChatWriter":
         return ChatWriter(job)
@@ -45,20 +51,25 @@ class ChatDialect:
         return error_body(error)
 
 
-def chat_choice(job: Job, index: int, answer: Whole) -> ChatChoice:
+def chat_choice(job: Job, index: int, answer: WholeAnswer) -> ChatChoice:
     calls = [AnswerToolCall(call.id, AnswerFunction(call.name, call.arguments)) for call in answer.calls]
     message = AnswerMessage(
         content=None if calls and not answer.content else answer.content,
         reasoning_content=answer.reasoning or msgspec.UNSET,
         tool_calls=calls or msgspec.UNSET,
     )
-    wants_logprobs = job.call.sampling.top_logprobs is not None
+    wants_logprobs = job.parsed.sampling.top_logprobs is not None
     return ChatChoice(
         index=index,
         message=message,
         logprobs=chat_logprobs(job.model.tokenizer, answer.logprobs) if wants_logprobs else None,
-        finish_reason=openai_finish_reason(answer.finish_reason, bool(calls)),
+        finish_reason=finish_reason_of(answer.finish_reason, bool(calls)),
     )
+
+
+def finish_reason_of(reason: FinishReason, has_calls: bool) -> str:
+    """Return OpenAI's name of the reason: an answer that ends in calls has not merely stopped."""
+    return "tool_calls" if has_calls and reason is FinishReason.STOP else reason.value
 
 
 class ChatWriter(ChunkWriter):
@@ -91,13 +102,13 @@ class ChatWriter(ChunkWriter):
         return b"".join([*chunks, *[self.plain(index, b'"delta":' + delta) for delta in rest]])
 
     def frame(self, index: int) -> tuple[bytes, bytes] | None:
-        if self._job.call.is_usage_continuous:
+        if self._job.parsed.is_usage_continuous:
             return None
         return self._content_heads[index] + b'"', b'"' + self._content_tail
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         has_calls = self._job.branches[index].answer.has_calls
-        return self.chunk(index, b'"delta":{}', reason=encode(openai_finish_reason(reason, has_calls)))
+        return self.chunk(index, b'"delta":{}', reason=encode(finish_reason_of(reason, has_calls)))
 
 
 def _delta(event: Event) -> bytes:
@@ -113,3 +124,32 @@ def _delta(event: Event) -> bytes:
             return encode({"tool_calls": [call]})
         case CallArguments(index, fragment):
             return encode({"tool_calls": [{"index": index, "function": {"arguments": fragment}}]})
+
+
+_ASKING = "Tell me a story."
+_NOTES = ShapeNotes(
+    partly=((ChatRequest, CHAT_DEFAULTS), (Message, MESSAGE_DEFAULTS), (TextPart, PART_DEFAULTS)),
+    needed=((TextPart, "text"),),
+    token_id_keys=((ChatRequest, "logit_bias"),),
+    examples={
+        (ChatRequest, "messages"): [{"role": "user", "content": _ASKING}],
+        (Message, "content"): _ASKING,
+        (Message, "role"): "user",
+        (TextPart, "text"): _ASKING,
+    },
+)
+ENDPOINT = generating(
+    "/v1/chat/completions",
+    ChatDialect(),
+    Operation(
+        summary="Answer a chat",
+        request=(ChatRequest,),
+        reply=Response[ChatChoice],
+        events=(Chunk[ChatChunkChoice], ErrorBody),
+        ends_with_done=True,
+        failures=ASKED_FAILURES,
+        is_asked=True,
+        takes_hints=True,
+        notes=_NOTES,
+    ),
+)

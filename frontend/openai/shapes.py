@@ -1,59 +1,50 @@
 """OpenAI's wire shapes for chat and text completions: what comes in, what goes out.
 
 Fields that are known but not supported are here as well, so that they can be refused by name
-(`parameters.refuse_unsupported`); a field that is not here is unknown and refused by the decoder.
+(`bodies.refuse_unsupported`); a field that is not here is unknown and refused by the decoder.
 """
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-MAX_STOPS = 32
-MAX_STOP_CHARS = 1024  # bounds what a stop string costs per token
-MAX_USER_CHARS = 512
-MAX_U32 = 2**32 - 1
+from frontend.shapes import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    MAX_TOOLS,
+    MAX_U32,
+    MAX_USER_CHARS,
+    Count,
+    KvmeshOptions,
+    ModelName,
+    Salt,
+    StopString,
+    Strict,
+    TokenId,
+    TopP,
+    TraceReport,
+)
+
 MAX_CHOICES = 128  # answers of one request
-MAX_TOOLS = 1536
 MAX_BIASES = 1024
-MAX_MESSAGES = 100_000
 MAX_ALLOWED_TOKENS = 4096
 ROLES = ("assistant", "developer", "system", "tool", "user")
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-TokenId = Annotated[int, Meta(ge=0, le=MAX_U32)]
-Count = Annotated[int, Meta(ge=1, le=MAX_U32)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=96)]
-ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 SchemaName = Annotated[str, Meta(min_length=1, max_length=64)]
 # described by all they may be, and checked where an error can say more than the decoder's
 RoleName = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
 TextPartType = Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
 
 
-class Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what clients send."""
-
-
 class StreamOptions(Strict, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # with include_usage: in every chunk, as far as it has come
     include_obfuscation: bool | None = None  # ignored: chunks are never padded here
-
-
-class KvmeshOptions(Strict, frozen=True):
-    """Our extension of the request, under `kvmesh`."""
-
-    disaggregate: bool | None = None  # null: the router decides
-    worker: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # decode there
-    trace: bool | None = None  # report under `kvmesh` what happened to the request
-    explain: bool | None = None  # ... and why it was placed where it was
 
 
 class JsonSchema(Strict, frozen=True):
@@ -226,24 +217,6 @@ class Usage(Struct, frozen=True, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
 
-class TraceReport(Struct, frozen=True, kw_only=True):
-    """Our extension of the answer, under `kvmesh`, on request only."""
-
-    prefill_worker: str | None
-    decode_worker: str | None
-    transfer: str | None
-    kv_bytes_pulled: int
-    overlap_tokens: int  # of the prompt, that the router expected to be cached; cached_tokens: that were
-    cached_tokens: int
-    waited_ms: float  # for the router, part of ttft_ms
-    ttft_ms: float | None
-    itl_ms: float | None  # mean; null for answers of one token
-    route_reason: str
-    migrations: int
-    pull_error: str
-    explanations: list[dict[str, Any]] | UnsetType = UNSET  # see router.api.explained; one per placement
-
-
 class TopLogprob(Struct, frozen=True):
     token: str
     logprob: float
@@ -381,4 +354,17 @@ class ModelList(Struct, frozen=True, kw_only=True):
     data: list[ModelObject]
 
 
-encode = msgspec.json.encode
+# --- errors -------------------------------------------------------------------------------------------
+
+
+class ErrorContent(Struct, frozen=True):
+    """OpenAI's."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(Struct, frozen=True):
+    error: ErrorContent

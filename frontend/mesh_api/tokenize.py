@@ -8,11 +8,17 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from frontend.call import Call, Endpoint
+from frontend.bodies import decode_body
+from frontend.endpoint import Endpoint, Services, identified
 from frontend.models import Model
-from frontend.openai import MAX_MESSAGES, MAX_TOOLS, Message, ModelName, Strict, TokenId, ToolSpec
-from frontend.parameters import decode_body, message_of, template_options, tools_of
-from frontend.pipeline import chat_prompt, check_length, check_token_ids
+from frontend.openai.parameters import CHAT_NAMES, declared, message_of
+from frontend.openai.shapes import Message, ToolSpec
+from frontend.operation import OWN_FAILURES, Operation, ShapeNotes
+from frontend.parameters import ToolWish, template_options, tools_of
+from frontend.prompts import chat_prompt, check_length, check_token_ids
+from frontend.request import ParsedRequest
+from frontend.shapes import MAX_MESSAGES, MAX_TOOLS, ModelName, Strict, TokenId
+from mesh.http.request import Reply, Request, json_reply
 from protocol.errors import ContextLengthError, InvalidRequestError
 from protocol.messages import unpack_tokens
 
@@ -84,20 +90,19 @@ async def off_loop_if_long(tokens: Sequence[int], work: Callable[[], T]) -> T:
 
 
 async def _tokens(request: TokenizeRequest, model: Model) -> bytes:
-    call = Call(endpoint=Endpoint.COMPLETIONS, model=model.name)
     if request.prompt is not None:
-        check_length(request.prompt, call, model)
+        check_length(request.prompt, model, "prompt")
         with_special = request.add_special_tokens is not False
         return await model.tokenizer.encode_packed(request.prompt, add_special_tokens=with_special)
-    call = Call(
-        endpoint=Endpoint.CHAT,
+    chat = ParsedRequest(
+        names=CHAT_NAMES,
         model=model.name,
         messages=[message_of(message, n) for n, message in enumerate(request.messages or ())],
-        tools=tools_of(request.tools, None, parallel=True) if request.tools else None,
+        tools=tools_of(declared(request.tools or ()), ToolWish(), parallel=True),
         template_options=template_options(request.chat_template_kwargs, None),
         add_generation_prompt=request.add_generation_prompt,
     )
-    return (await chat_prompt(call, model)).tokens
+    return (await chat_prompt(chat, model)).tokens
 
 
 async def detokenize(request: DetokenizeRequest, model: Model) -> DetokenizeReply:
@@ -111,3 +116,41 @@ async def detokenize(request: DetokenizeRequest, model: Model) -> DetokenizeRepl
         )
     decode = partial(model.tokenizer.decode, request.tokens, shown=model.tokenizer.special_tokens)
     return DetokenizeReply(await off_loop_if_long(request.tokens, decode))
+
+
+async def answer_tokenize(services: Services, request: Request) -> Reply:
+    asked = parse_tokenize(request.body)
+    return json_reply(await tokenize(asked, await services.models.get(asked.model)))
+
+
+async def answer_detokenize(services: Services, request: Request) -> Reply:
+    asked = parse_detokenize(request.body)
+    return json_reply(await detokenize(asked, await services.models.get(asked.model)))
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/tokenize",
+        handler=identified(answer_tokenize, "tokenize"),
+        operation=Operation(
+            summary="The tokens of a text or of a chat",
+            request=(TokenizeRequest,),
+            reply=TokenizeReply,
+            failures=OWN_FAILURES,
+            notes=ShapeNotes(examples={(TokenizeRequest, "prompt"): "Once upon a time"}),
+        ),
+    ),
+    Endpoint(
+        method="POST",
+        path="/detokenize",
+        handler=identified(answer_detokenize, "detokenize"),
+        operation=Operation(
+            summary="The text of tokens",
+            request=(DetokenizeRequest,),
+            reply=DetokenizeReply,
+            failures=OWN_FAILURES,
+            notes=ShapeNotes(examples={(DetokenizeRequest, "tokens"): [16, 17, 18]}),
+        ),
+    ),
+)

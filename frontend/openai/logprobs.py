@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from frontend.answer import PlacedLogprob
-from frontend.openai import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from frontend.openai.shapes import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 from frontend.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf

@@ -20,7 +20,7 @@ class WholeCall:
         return "".join(self.fragments)
 
 
-class Whole:
+class WholeAnswer:
     """Collects the parts of one answer."""
 
     __slots__ = ("_content", "_reasoning", "calls", "finish_reason", "index", "logprobs")
@@ -67,8 +67,3 @@ class Whole:
 
 def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
-
-
-def openai_finish_reason(reason: FinishReason, has_calls: bool) -> str:
-    """An answer that ends in calls has not merely stopped."""
-    return "tool_calls" if has_calls and reason is FinishReason.STOP else reason.value

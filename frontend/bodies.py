@@ -1,0 +1,93 @@
+"""Read a request body and refuse what cannot be honoured: every error names the parameter. Pure."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from protocol.errors import InvalidRequestError
+
+MAX_TOLD_CHARS = 200  # of what a client has sent and an error repeats
+MAX_NESTS = 1 << 20  # lists and objects in a body, each of which takes 60 bytes and more; brackets in text count too
+
+BodyT = TypeVar("BodyT")
+
+_MISSING = re.compile(r"^Object missing required field `([^`]*)`")
+_UNKNOWN = re.compile(r"^Object contains unknown field `([^`]*)`")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
+    """Raises InvalidRequestError."""
+    if len(body) > MAX_NESTS and (nests := body.count(b"[") + body.count(b"{")) > MAX_NESTS:
+        raise InvalidRequestError(
+            f"the request body has {nests} opening brackets and braces, more than {MAX_NESTS}", hint="send less"
+        )
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise validation_error(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the request body is not valid JSON: {error}") from error
+
+
+def validation_error(text: str) -> InvalidRequestError:
+    """msgspec's words as OpenAI's: the message names the parameter, and so does `param`."""
+    found = _PATH.search(text)
+    path = shortened(found.group(1)) if found else ""
+    reason = text[: found.start()] if found else text
+    if missing := _MISSING.match(reason):
+        param = _join(path, missing.group(1))
+        return InvalidRequestError(f"Missing required parameter: '{param}'", param=param)
+    if unknown := _UNKNOWN.match(reason):
+        param = _join(path, shortened(unknown.group(1)))
+        return InvalidRequestError(f"Unrecognized request argument supplied: {param}", param=param)
+    reason = shortened(reason)
+    if not path:
+        return InvalidRequestError(f"Invalid request body: {reason[:1].lower()}{reason[1:]}")
+    return InvalidRequestError(f"Invalid value for '{path}': {reason[:1].lower()}{reason[1:]}", param=path)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def shortened(text: str) -> str:
+    """As an error may repeat it: a body may hold megabytes."""
+    return text if len(text) <= MAX_TOLD_CHARS else text[:MAX_TOLD_CHARS] + "..."
+
+
+def refuse(param: str, reason: str) -> NoReturn:
+    raise InvalidRequestError(f"Invalid value for '{param}': {reason}", param=param)
+
+
+def not_supported(param: str, what: str = "", hint: str = "leave it out") -> NoReturn:
+    """`what` the parameter is, if its name alone does not say it."""
+    reason = f"The parameter '{param}' is not supported" + (f": {what}" if what else "")
+    raise InvalidRequestError(reason, hint=hint, param=param)
+
+
+# --- parameters that are known and not supported ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """The values of a parameter that ask for nothing; null is always one of them."""
+
+    values: tuple[object, ...]
+    hint: str  # what to do instead of sending another
+    json_name: str  # where it is not that of the field
+
+
+def only(*values: object, hint: str = "its default is accepted, or leave it out", json_name: str = "") -> Only:
+    return Only(values, hint, json_name)
+
+
+def refuse_unsupported(holder: msgspec.Struct, defaults: Mapping[str, Only], where: str = "") -> None:
+    """A parameter that would change the answer is refused by name. `where`: before the name."""
+    for name, harmless in defaults.items():
+        value = getattr(holder, name)
+        if value is not None and value not in harmless.values:
+            not_supported(where + (harmless.json_name or name), hint=harmless.hint)

@@ -1,0 +1,267 @@
+"""Endpoints: a route with its handler and its description, and how a request for answers is served at one."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from frontend import metrics
+from frontend.admission import Admission
+from frontend.dialect import Dialect
+from frontend.errors import outcome
+from frontend.generator import Generator
+from frontend.hints import with_headers
+from frontend.job import Job, TokenCounts, prepare
+from frontend.models import ModelRegistry
+from frontend.operation import Operation
+from frontend.outlet import SseOutlet, WholeOutlet
+from frontend.report import placement_headers
+from frontend.request import ParsedBody
+from frontend.running import run
+from mesh.http.connection import refusal
+from mesh.http.errors import error_body
+from mesh.http.request import Reply, ReplyStream, Request
+from mesh.http.server import REQUEST_ID_HEADER, ErrorBody, client_request_id
+from protocol.errors import InvalidRequestError, MeshError
+from protocol.ids import RequestId, new_request_id
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_HEADER = "x-request-timeout-s"
+_SSE_HEADERS = {
+    "content-type": "text/event-stream",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx must not collect chunks
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    default_s: float  # where the client names none
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the handlers of all endpoints use. One per application."""
+
+    models: ModelRegistry
+    generator: Generator
+    admission: Admission
+    limits: TimeLimits
+    router_ready: Callable[[], bool]
+    metrics_folder: Path | None  # where the processes that share our port meet
+    document: Callable[[], bytes]  # /openapi.json
+
+
+Handler = Callable[[Services, Request], Awaitable[Reply | ReplyStream]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One route of the API."""
+
+    method: str
+    path: str  # as mesh.http.server.Route has it
+    handler: Handler
+    operation: Operation
+    error_body: ErrorBody = error_body
+    is_open: bool = False  # needs no key
+
+
+def generating(path: str, dialect: Dialect, operation: Operation) -> Endpoint:
+    """Return the endpoint where models answer in `dialect`."""
+    handler = partial(answer, dialect)
+    return Endpoint(method="POST", path=path, handler=handler, operation=operation, error_body=dialect.error_body)
+
+
+async def answer(dialect: Dialect, services: Services, request: Request) -> Reply | ReplyStream:
+    """Answer one request and count how it ended. Failures are answers too; only cancellation is raised."""
+    exchange = Exchange(services, request, dialect)
+    try:
+        with services.admission.enter():
+            return await exchange.run()
+    except MeshError as error:
+        return exchange.refuse(error)
+    finally:
+        exchange.count()
+
+
+class Exchange:
+    """One request and its reply."""
+
+    __slots__ = (
+        "_dialect",
+        "_headers",
+        "_job",
+        "_loop",
+        "_request",
+        "_request_id",
+        "_services",
+        "_shown_id",
+        "_started",
+        "_stream",
+        "outcome",
+    )
+
+    def __init__(self, services: Services, request: Request, dialect: Dialect) -> None:
+        self._services = services
+        self._request = request
+        self._dialect = dialect
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.time()
+        theirs = client_request_id(request)
+        self._request_id = new_id(dialect.id_prefix, theirs)
+        self._shown_id = theirs or self._request_id
+        self._headers = request_id_headers(self._shown_id)
+        self._job: Job | None = None
+        self._stream: SseOutlet | None = None
+        self.outcome = "client_gone"  # what remains if the handler is cancelled
+
+    async def run(self) -> Reply | ReplyStream:
+        try:
+            deadline = self._started + timeout_s(self._request, self._services.limits)
+            with self._services.admission.until(deadline, self._loop):
+                parsed = with_hints(self._request, self._dialect.parse(self._request.body))
+                model = await self._services.models.get(parsed.model)
+                self._job = job = await prepare(parsed, model, self._request_id, self._started)
+                reply = await (self._send_stream if parsed.stream else self._send_whole)(job, deadline)
+            self.outcome = "ok"
+            return reply
+        except Exception as error:
+            return await self._fail(as_failure(error, self._request_id))
+
+    async def _send_whole(self, job: Job, deadline: float) -> Reply:
+        answers = WholeOutlet(job)
+        await run(job, self._services.generator, answers, deadline)
+        body = self._dialect.whole(job, answers.finished(), job.counts())
+        return Reply(body, headers=self._reply_headers(job))
+
+    async def _send_stream(self, job: Job, deadline: float) -> ReplyStream:
+        """Headers go out with the first token, so that a failure before it gets a status of its own."""
+        headers = _SSE_HEADERS | self._headers
+        self._stream = outlet = SseOutlet(self._request, job, self._dialect.writer(job), headers)
+        await run(job, self._services.generator, outlet, deadline)
+        return outlet.end()
+
+    def _reply_headers(self, job: Job) -> dict[str, str]:
+        """With where it ran, if the caller wants to know."""
+        return self._headers | (placement_headers(job.branches[0].trace) if job.parsed.hints.explain else {})
+
+    def refuse(self, error: MeshError) -> Reply:
+        """A reply for a failure before the headers."""
+        self.outcome = outcome(error)
+        return refusal(error, self._dialect.error_body(error, self._shown_id), self._headers)
+
+    async def _fail(self, error: MeshError) -> Reply | ReplyStream:
+        """After the headers a failure can only be the stream's last event."""
+        if self._stream is None or self._stream.reply is None:
+            return self.refuse(error)
+        self.outcome = outcome(error)
+        log.warning("request %s broke off: %s", self._request_id, error)
+        return await self._stream.break_off(error, self._shown_id)
+
+    def count(self) -> None:
+        """Tell the metrics how it ended."""
+        counters = metrics.of_endpoint(self._dialect.name)
+        counters.requests(self.outcome).inc()
+        counters.duration.observe(self._loop.time() - self._started)
+        if self._job is not None:
+            counts = self._job.counts()
+            count_tokens(counters, self._job, counts)
+            self._request.log_fields = {
+                "model": self._job.parsed.model,
+                "isl_tokens": counts.prompt,
+                "osl_tokens": counts.completion,
+                "cached_tokens": counts.cached,
+            }
+
+
+def identified(handler: Handler, prefix: str, error_body: Callable[[MeshError, str], bytes] | None = None) -> Handler:
+    """Return the handler of an endpoint that runs nothing: every reply has the request's id, failures are replies."""
+
+    async def answer(services: Services, request: Request) -> Reply | ReplyStream:
+        shown_id = client_request_id(request) or new_request_id(prefix)
+        try:
+            reply = await handler(services, request)
+        except Exception as error:
+            failure = as_failure(error, shown_id)
+            reply = refusal(failure, error_body(failure, shown_id) if error_body is not None else None)
+        reply.headers = request_id_headers(shown_id) | dict(reply.headers)
+        return reply
+
+    return answer
+
+
+def as_failure(error: Exception, request_id: str) -> MeshError:
+    """What the client is told. A bug met by one request must not end as something like an answer."""
+    if isinstance(error, MeshError):
+        return error
+    log.error("request %s failed", request_id, exc_info=error)
+    return MeshError("the frontend failed", hint="see its log")
+
+
+def count_tokens(counters: metrics.EndpointMetrics, job: Job, counts: TokenCounts) -> None:
+    for prompt in job.prompts:
+        counters.input_tokens.observe(prompt.num_tokens)
+    if counts.cached:
+        counters.cached_tokens.inc(counts.cached)
+    if (ttft_s := job.timing.ttft_s) is not None:
+        counters.ttft.observe(ttft_s)
+    for branch in job.branches:
+        osl_tokens = branch.answer.completion_tokens
+        counters.output_tokens.observe(osl_tokens)
+        if branch.trace.migrations:
+            counters.migrations.inc(branch.trace.migrations)
+        if (itl_s := branch.timing.itl_s(osl_tokens)) is not None:
+            counters.itl.observe(itl_s)
+
+
+ParsedT = TypeVar("ParsedT", bound=ParsedBody)
+
+
+def with_hints(request: Request, parsed: ParsedT) -> ParsedT:
+    """Add what the headers ask for. The tenant of an API key is not theirs to say, and shares no cache with others.
+
+    Raise InvalidRequestError.
+    """
+    hints = with_headers(parsed.hints, request.headers)
+    if tenant := request.tenant:
+        own = f"{tenant} {parsed.cache_salt or ''}"  # no tenant's name has a space: none can take another's
+        return msgspec.structs.replace(parsed, hints=msgspec.structs.replace(hints, tenant=tenant), cache_salt=own)
+    return parsed if hints is parsed.hints else msgspec.structs.replace(parsed, hints=hints)
+
+
+def timeout_s(request: Request, limits: TimeLimits) -> float:
+    """Raises InvalidRequestError."""
+    text = request.header(TIMEOUT_HEADER)
+    if text is None:
+        return limits.default_s
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= limits.max_s:  # false for nan
+        raise InvalidRequestError(
+            f"the header {TIMEOUT_HEADER} is {text[:40]!r}",
+            hint=f"send seconds above 0 and up to {limits.max_s:g}",
+            param=TIMEOUT_HEADER,
+        )
+    return seconds
+
+
+def request_id_headers(shown_id: str) -> dict[str, str]:
+    """Under OpenAI's and under Anthropic's name."""
+    return {REQUEST_ID_HEADER: shown_id, "request-id": shown_id}
+
+
+def new_id(prefix: str, theirs: str | None) -> RequestId:
+    """Unique here; ends with the client's own id where there is one, so that logs can be joined."""
+    own = new_request_id(prefix)
+    return own if theirs is None else RequestId(f"{own}-{theirs}")

@@ -1,0 +1,1 @@
+"""The endpoints of kvmesh itself: tokens, placements, health and the description of the API."""

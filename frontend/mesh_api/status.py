@@ -1,0 +1,80 @@
+"""What operators and tools read: health, metrics and the description of the API. None of them needs a key."""
+
+from importlib.resources import files
+
+from msgspec import Struct
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from frontend import metrics
+from frontend.endpoint import Endpoint, Handler, Services
+from frontend.operation import Operation
+from mesh.http import request as http
+from mesh.http.request import JSON, Reply, Request, json_reply
+from mesh.merged_metrics import merged_metrics
+
+HTML = "text/html"
+
+
+class Health(Struct, frozen=True):
+    status: str
+    ready_models: list[str]
+    workers: dict[str, dict[str, int]]  # by model and role
+    inflight: int
+
+
+class Live(Struct, frozen=True):
+    status: str
+
+
+async def health(services: Services, request: Request) -> Reply:
+    """Report whether requests can be answered: for load balancers and start-up."""
+    ready = [served.name for served in services.models.ready()]
+    if services.admission.draining:
+        status = "draining"
+    elif not services.router_ready():
+        status = "no router is ready"
+    else:
+        status = "ready" if ready else "no model is ready"
+    report = Health(status, ready, services.models.count(), services.admission.inflight)
+    return json_reply(report, status=200 if status == "ready" else 503)
+
+
+async def live(services: Services, request: Request) -> Reply:
+    return await http.live(request)
+
+
+async def show_metrics(services: Services, request: Request) -> Reply:
+    metrics.MODELS_READY.set(len(services.models.ready()))
+    if services.metrics_folder is None:
+        return await http.show_metrics(request)
+    return Reply(await merged_metrics(services.metrics_folder), content_type=CONTENT_TYPE_LATEST)
+
+
+async def show_openapi(services: Services, request: Request) -> Reply:
+    return Reply(services.document())
+
+
+async def show_docs(services: Services, request: Request) -> Reply:
+    return Reply(docs_page(), content_type="text/html; charset=utf-8")
+
+
+def docs_page() -> bytes:
+    """Return a page that shows /openapi.json; it loads nothing from elsewhere."""
+    return files("frontend").joinpath("docs.html").read_bytes()
+
+
+def _open(path: str, handler: Handler, operation: Operation) -> Endpoint:
+    return Endpoint(method="GET", path=path, handler=handler, operation=operation, is_open=True)
+
+
+ENDPOINTS = (
+    _open(
+        "/health",
+        health,
+        Operation(summary="Can requests be answered?", reply=Health, failures=(503,), fails_with_reply=True),
+    ),
+    _open("/live", live, Operation(summary="Does the process run?", reply=Live)),
+    _open("/metrics", show_metrics, Operation(summary="Metrics for Prometheus", reply_type="text/plain")),
+    _open("/openapi.json", show_openapi, Operation(summary="This description", reply_type=JSON)),
+    _open("/docs", show_docs, Operation(summary="This description, to be read", reply_type=HTML)),
+)

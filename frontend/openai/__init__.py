@@ -1,0 +1,1 @@
+"""OpenAI's chat completions, text completions, embeddings and models."""

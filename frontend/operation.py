@@ -1,0 +1,50 @@
+"""The description of an endpoint, as /openapi.json shows it: what it takes, what it gives, and how it fails."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import Struct
+
+from frontend.bodies import Only
+from frontend.openai.shapes import ErrorBody
+from mesh.http.request import JSON
+
+Kind = Any  # a type or a union of types, as msgspec reads it
+
+ASKED_FAILURES = (400, 401, 404, 408, 413, 429, 431, 500, 502, 503, 504)  # of what workers or the router are asked for
+OWN_FAILURES = (400, 401, 404, 408, 413, 431, 500, 503)  # of what the frontend answers by itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeNotes:
+    """What the types of the bodies do not say."""
+
+    partly: Sequence[tuple[type[Struct], Mapping[str, Only]]] = ()  # fields of which only some values are supported
+    read_later: Mapping[tuple[type[Struct], str], Sequence[type[Struct]]] = field(default_factory=dict)
+    """Fields with objects of one of several kinds, which are read in a second step."""
+    needed: Sequence[tuple[type[Struct], str]] = ()  # by the kinds of parts that are supported
+    token_id_keys: Sequence[tuple[type[Struct], str]] = ()  # objects whose keys are token ids
+    examples: Mapping[tuple[type[Struct], str], object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What one endpoint takes and gives."""
+
+    summary: str
+    request: tuple[Kind, ...] = ()  # the body is one of these
+    reply: Kind = None  # None: anything
+    reply_type: str = JSON
+    events: tuple[Kind, ...] = ()  # where it can stream: the data of an event is one of these
+    ends_with_done: bool = False  # ... or [DONE]
+    error: Kind = ErrorBody
+    failures: tuple[int, ...] = ()
+    fails_with_reply: bool = False  # its failures have the shape of the reply
+    is_asked: bool = False  # it has an id and a timeout
+    takes_hints: bool = False
+    notes: ShapeNotes = ShapeNotes()
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return tuple(kind for kind in (*self.request, self.reply, *self.events, self.error) if kind is not None)

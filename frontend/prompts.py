@@ -1,0 +1,171 @@
+"""Turn prompts into the tokens that the model reads: render the chat template, tokenize, check the length."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from frontend.models import Model
+from frontend.request import ParsedRequest
+from protocol.errors import ContextLengthError, InvalidRequestError
+from protocol.messages import pack_tokens
+
+PROMPTS_AT_ONCE = 16  # tokenized in one turn of the event loop
+LONG_TURNS = 512  # messages and calls in them; rendering more in the event loop would hold it up for milliseconds
+PROMPT_TAIL_CHARS = 64  # of a rendered chat, to see whether it opens thoughts
+INFILL_TOKENS = (  # before the prompt, before the suffix, before the answer: in Qwen's, StarCoder's, DeepSeek's words
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
+
+ReadT = TypeVar("ReadT")
+
+
+class TokenizedPrompt(msgspec.Struct):
+    """What the model reads, for one or more answers."""
+
+    tokens: bytes  # u32 little endian
+    tail: str = ""  # of a rendered chat
+    text: str = ""  # for the echo
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+
+async def read_prompts(parsed: ParsedRequest, model: Model) -> list[TokenizedPrompt]:
+    """Return the prompts of a request as tokens. Raise InvalidRequestError, ContextLengthError."""
+    if parsed.messages is not None:
+        prompts = [await chat_prompt(parsed, model)]
+    else:
+        prompts = await in_turns(parsed.prompts, lambda prompt: completion_prompt(parsed, model, prompt))
+    for read in prompts:
+        check_not_empty(read.tokens, parsed.names.prompt)
+    return prompts
+
+
+async def in_turns(
+    prompts: Sequence[str | Sequence[int]], read: Callable[[str | Sequence[int]], Awaitable[ReadT]]
+) -> list[ReadT]:
+    """Return what `read` makes of each prompt. Short ones are tokenized without a pause, and there may be thousands."""
+    found: list[ReadT] = []
+    for number, prompt in enumerate(prompts, 1):
+        found.append(await read(prompt))
+        if number % PROMPTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return found
+
+
+async def chat_prompt(parsed: ParsedRequest, model: Model) -> TokenizedPrompt:
+    """Render and tokenize a chat; the template writes the special tokens."""
+    assert parsed.messages is not None
+    turns = sum([1 + len(message.get("tool_calls") or ()) for message in parsed.messages])
+    text = render(parsed, model) if turns <= LONG_TURNS else await asyncio.to_thread(render, parsed, model)
+    check_length(text, model, parsed.names.prompt)
+    tokens = await model.tokenizer.encode_packed(text, add_special_tokens=False, salt=parsed.cache_salt or "")
+    return TokenizedPrompt(tokens, text[-PROMPT_TAIL_CHARS:])
+
+
+def render(parsed: ParsedRequest, model: Model) -> str:
+    """Return the chat as text. Raise InvalidRequestError if the template refuses it."""
+    assert parsed.messages is not None
+    return model.chat_template().render(
+        parsed.messages,
+        tools=parsed.tools.shown if parsed.tools is not None else None,
+        add_generation_prompt=parsed.add_generation_prompt,
+        continue_final_message=parsed.continue_final_message,
+        options=parsed.template_options,
+        param=parsed.names.prompt,
+    )
+
+
+async def completion_prompt(parsed: ParsedRequest, model: Model, prompt: str | Sequence[int]) -> TokenizedPrompt:
+    """Return the prompt of a text completion. Raise InvalidRequestError, ContextLengthError."""
+    if not isinstance(prompt, str):
+        tokens = given_tokens(prompt, model, parsed.names.prompt)
+        if parsed.suffix:
+            raise InvalidRequestError("'suffix' needs a prompt of text", param="suffix")
+        return TokenizedPrompt(tokens, text=_decoded(parsed, model, prompt) if parsed.echo else "")
+    text = with_suffix(prompt, parsed.suffix, model) if parsed.suffix else prompt
+    tokens = await text_tokens(text, model, parsed.names.prompt, parsed.cache_salt)
+    return TokenizedPrompt(tokens, text=prompt if parsed.echo else "")
+
+
+def _decoded(parsed: ParsedRequest, model: Model, prompt: Sequence[int]) -> str:
+    """Return the text of a prompt, which is checked first: what cannot fit is not decoded."""
+    answer_limit(parsed, model.context_tokens, len(prompt))
+    return model.tokenizer.decode(list(prompt))
+
+
+def given_tokens(token_ids: Sequence[int], model: Model, param: str) -> bytes:
+    """Return the tokens that the client has sent. Raise InvalidRequestError if the model does not have one of them."""
+    check_token_ids(token_ids, model, param)
+    return pack_tokens(token_ids)
+
+
+def text_tokens(text: str, model: Model, param: str, salt: str | None) -> Awaitable[bytes]:
+    """Return the tokens of a raw text, with the special tokens that the tokenizer adds. Raise ContextLengthError."""
+    check_length(text, model, param)
+    return model.tokenizer.encode_packed(text, add_special_tokens=True, salt=salt or "")
+
+
+def with_suffix(prompt: str, suffix: str, model: Model) -> str:
+    """Return the prompt of a model that was trained to fill a gap. Raise InvalidRequestError for other models."""
+    for prefix_token, suffix_token, middle_token in INFILL_TOKENS:
+        tokens = (prefix_token, suffix_token, middle_token)
+        if all(model.tokenizer.special_token_id(token) is not None for token in tokens):
+            return f"{prefix_token}{prompt}{suffix_token}{suffix}{middle_token}"
+    raise InvalidRequestError(
+        f"The parameter 'suffix' is not supported by {model.name!r}: its tokenizer has no tokens for filling a gap",
+        hint="leave it out",
+        param="suffix",
+    )
+
+
+# --- checks -------------------------------------------------------------------------------------------
+
+
+def check_not_empty(tokens: bytes, param: str) -> None:
+    """Raise InvalidRequestError if there is nothing for the model to read."""
+    if not tokens:
+        raise InvalidRequestError("the prompt is empty", param=param)
+
+
+def check_token_ids(token_ids: Sequence[int], model: Model, param: str) -> None:
+    """Raise InvalidRequestError for a token that the vocabulary does not have."""
+    if token_ids and (largest := max(token_ids)) >= model.tokenizer.vocab_size:
+        raise InvalidRequestError(
+            f"{param} holds the token {largest}, which does not exist",
+            hint=f"the vocabulary of {model.name} has {model.tokenizer.vocab_size} tokens",
+            param=param,
+        )
+
+
+def check_length(text: str, model: Model, param: str) -> None:
+    """Refuse what cannot fit before tokenizing it, which would take seconds and gigabytes. Raise ContextLengthError."""
+    least_tokens = -(-len(text) // model.tokenizer.longest_token_chars)
+    if least_tokens >= model.context_tokens:
+        raise ContextLengthError(
+            f"the prompt has {len(text)} characters, at least {least_tokens} tokens; "
+            f"the context of {model.name} has {model.context_tokens}",
+            hint="shorten the prompt",
+            param=param,
+        )
+
+
+def answer_limit(parsed: ParsedRequest, context_tokens: int, prompt_tokens: int) -> int:
+    """Return how many tokens the answer may have: what was asked for, cut to what the context leaves.
+
+    Raise ContextLengthError if the prompt alone fills the context.
+    """
+    left = context_tokens - prompt_tokens
+    if left <= 0:
+        raise ContextLengthError(
+            f"This model's maximum context length is {context_tokens} tokens. However, your prompt has "
+            f"{prompt_tokens} tokens, and the answer needs at least one",
+            hint="shorten the prompt",
+            param=parsed.names.prompt,
+        )
+    return left if parsed.max_tokens is None else min(parsed.max_tokens, left)

@@ -1,0 +1,22 @@
+"""All endpoints of the frontend. The HTTP application, /openapi.json and the test of docs/api.md read this table."""
+
+from collections.abc import Sequence
+
+from frontend.anthropic import count, messages
+from frontend.endpoint import Endpoint
+from frontend.mesh_api import route, status, tokenize
+from frontend.openai import chat, completions, embeddings, models
+from frontend.responses import dialect as responses
+
+ENDPOINTS: Sequence[Endpoint] = (
+    chat.ENDPOINT,
+    completions.ENDPOINT,
+    responses.ENDPOINT,
+    messages.ENDPOINT,
+    count.ENDPOINT,
+    embeddings.ENDPOINT,
+    *tokenize.ENDPOINTS,
+    route.ENDPOINT,
+    *models.ENDPOINTS,
+    *status.ENDPOINTS,
+)
