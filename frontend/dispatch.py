@@ -37,8 +37,7 @@ from protocol.messages import (
     Ticket,
     pack_tokens,
 )
-from router.client import Router
-from router.service import Booking
+from router.booking import Booking, Router
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,11 @@ from mesh.merged_metrics import sharing
 from mesh.plane.client import PlaneClient
 from protocol.ids import new_generation
 from protocol.messages import FrontendCard, encode
-from router.client import RemoteRouter, Router
+from router.booking import Router
+from router.client import RemoteRouter
 from router.config import RouterConfig
-from router.service import LinkWatch, LocalRouter, WorkerFeed
+from router.feeds import LinkWatch, WorkerFeed
+from router.local import LocalRouter
 
 log = logging.getLogger(__name__)
 

@@ -3,8 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Protocol
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
@@ -12,7 +11,7 @@ from mesh.discovery import Deleted, Discovery, Put
 from mesh.plane.client import PlaneClient, Stream
 from protocol.errors import DrainingError, FeedLostError, MeshError, NoWorkerError, PeerLostError, WireError
 from protocol.messages import Placed, Progress, Resume, RouterCard, RouteRequest, decode, encode
-from router.service import Booking
+from router.booking import Booking
 
 log = logging.getLogger(__name__)
 
@@ -22,17 +21,6 @@ ANSWER_TIMEOUT_S = 3.0  # a router answers in well under a millisecond; one that
 TELL_TIMEOUT_S = 5.0
 RESUME_S = 0.5  # between tries to find a booking another router
 ELSEWHERE = (PeerLostError, DrainingError)  # another router may do it
-
-
-class Router(Protocol):
-    def book(self, request: RouteRequest, timeout_s: float) -> AbstractAsyncContextManager[Booking]:
-        """Place a request; its load counts until the block is left.
-
-        Raises NoWorkerError, OverloadedError, DeadlineExceededError.
-        """
-
-    async def preview(self, request: RouteRequest, timeout_s: float) -> Placed:
-        """Where it would run if it came now, with the explanation. Raises NoWorkerError, DeadlineExceededError."""
 
 
 class RemoteRouter:

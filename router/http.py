@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 from mesh.http.errors import NotFoundError
@@ -13,12 +13,11 @@ from protocol.errors import DrainingError, InvalidRequestError, NoWorkerError, O
 from protocol.ids import RequestId, new_request_id
 from protocol.messages import WorkerCard
 from router import api
+from router.feeds import WorkerFeed
 from router.index import Holder
+from router.local import LocalBooking, LocalRouter
 from router.metrics import HTTP_BOOKINGS, HTTP_REQUESTS
 from router.selection import NOWHERE
-
-if TYPE_CHECKING:
-    from router.service import LocalBooking, LocalRouter, WorkerFeed
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ class RouterApi:
     """`app` serves it. Bookings made here end by `DELETE`, or with their lease."""
 
     def __init__(
-        self, router: "LocalRouter", workers: "WorkerFeed", max_body_bytes: int = 2 << 20, max_bookings: int = 4096
+        self, router: LocalRouter, workers: WorkerFeed, max_body_bytes: int = 2 << 20, max_bookings: int = 4096
     ) -> None:
         self._router = router
         self._workers = workers
@@ -99,7 +98,7 @@ class RouterApi:
         self._booking(request).end(ok=not failed)
         return Reply(status=204)
 
-    def _booking(self, request: Request) -> "LocalBooking":
+    def _booking(self, request: Request) -> LocalBooking:
         """Raises NotFoundError."""
         name = RequestId(request.params["id"])
         booking = self._router.booking(name)
@@ -149,7 +148,7 @@ class RouterApi:
                 api.rank_row(holder.dp_rank, index.blocks_of(holder), state.load.of(holder).total)
                 for holder in holders_of(card)
             ]
-            rows.append(api.worker_row(card, self._router.feed_of(card), ranks))
+            rows.append(api.worker_row(card, self._router.kv_feed.status_of(card), ranks))
         return json_reply({"workers": rows})
 
     async def snapshot(self, request: Request) -> Reply:
@@ -165,7 +164,7 @@ class RouterApi:
     async def health(self, request: Request) -> Reply:
         """Whether placements can be asked for."""
         state = self._router.state
-        feeds = [self._router.feed_of(card) for card in state.fleet.cards]
+        feeds = [self._router.kv_feed.status_of(card) for card in state.fleet.cards]
         status = "draining" if self._draining else "ready" if self._workers.seen.is_set() else "no worker is known yet"
         report = {
             "status": status,

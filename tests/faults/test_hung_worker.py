@@ -22,7 +22,8 @@ from mesh.plane.client import PlaneClient
 from protocol.ids import RequestId
 from protocol.messages import GenerateRequest, Role, SamplingParams, StopConditions, WorkerCard, pack_tokens
 from router.config import RouterConfig
-from router.service import LocalRouter, WorkerFeed
+from router.feeds import WorkerFeed
+from router.local import LocalRouter
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.deltas import deltas_of
 from tests.support.mesh import Mesh, until

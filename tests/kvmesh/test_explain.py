@@ -20,8 +20,9 @@ from protocol.errors import ConfigError, MeshError, UnreachableError
 from protocol.ids import WorkerId
 from protocol.messages import CandidateReport, Placed, Target, unpack_tokens
 from router.config import RouterConfig
+from router.feeds import WorkerFeed
 from router.http import RouterApi
-from router.service import LocalRouter, WorkerFeed
+from router.local import LocalRouter
 from tests.frontend import tiny
 from tests.support.fake_mesh import explanation_of
 from tests.support.generator import ScriptedGenerator

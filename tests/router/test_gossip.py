@@ -16,6 +16,7 @@ from protocol.hashing import pack_hashes
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import Role, RouterCard, RouteRequest, WorkerCard, encode
 from router.config import RouterConfig
+from router.feeds import WorkerFeed
 from router.gossip import (
     COALESCE_S,
     LAST_WORDS,
@@ -30,7 +31,7 @@ from router.gossip import (
 from router.gossip_link import Gossip
 from router.index import Holder
 from router.load import NOTHING, ActiveLoad, Share
-from router.service import LocalRouter, WorkerFeed
+from router.local import LocalRouter
 from tests.support.patience import PATIENCE_S
 
 A, B = Holder(WorkerId("a"), 0), Holder(WorkerId("b"), 1)

@@ -26,9 +26,11 @@ from protocol.ids import EngineHash, RequestId, WorkerId
 from protocol.messages import Role, RouterCard, WorkerCard, decode, encode, pack_tokens
 from router import api
 from router.config import RouterConfig
+from router.feeds import WorkerFeed
 from router.http import RouterApi
 from router.index import Holder, PrefixIndex
-from router.service import LocalRouter, WorkerFeed, serve
+from router.local import LocalRouter
+from router.service import serve
 from tests.support.patience import PATIENCE_S
 
 BLOCK = 16

@@ -39,13 +39,16 @@ from protocol.messages import (
     encode,
 )
 from router import client as client_module
+from router import local as local_module
 from router import service as service_module
 from router.client import RemoteRouter
 from router.config import RouterConfig
 from router.core import Outcome
+from router.feeds import WorkerFeed
 from router.index import Holder
+from router.local import LocalBooking, LocalRouter
 from router.metrics import REUSED_TOKENS
-from router.service import LocalBooking, LocalRouter, WorkerFeed, handlers, serve
+from router.service import handlers, serve
 from tests.support.patience import PATIENCE_S
 
 BLOCK = 16
@@ -280,7 +283,7 @@ class FakeTime:
 
 async def test_a_booking_of_which_nothing_is_heard_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeTime()
-    monkeypatch.setattr(service_module, "time", clock)
+    monkeypatch.setattr(local_module, "time", clock)
     router = await world.start_router("r", lease_s=60)
     await world.add(card("d1"))
     booking, silent = await router.place(request("told"), 1000), await router.place(request("silent"), 1000)

@@ -1,0 +1,34 @@
+"""The seam between a frontend and its router, which runs in the frontend's process or by itself."""
+
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from protocol.messages import Placed, RouteRequest
+
+
+class Booking(Protocol):
+    """A placement that counts as load until its context is left."""
+
+    placed: Placed
+
+    def prefill_done(self, reused_tokens: int | None = None) -> None:
+        """Report the first token. `reused_tokens` of the prompt were in the worker's cache, if the worker says so."""
+
+    def progress(self, osl_tokens: int) -> None:
+        """Report that the request lives and how many tokens it has. A booking without such reports ends by itself."""
+
+
+class Router(Protocol):
+    """Implemented by router.local.LocalRouter and router.client.RemoteRouter."""
+
+    def book(self, request: RouteRequest, timeout_s: float) -> AbstractAsyncContextManager[Booking]:
+        """Place a request; its load counts until the block is left.
+
+        Raises NoWorkerError, OverloadedError, DeadlineExceededError.
+        """
+
+    async def preview(self, request: RouteRequest, timeout_s: float) -> Placed:
+        """Return where the request would run if it came now, with the explanation.
+
+        Raises NoWorkerError, DeadlineExceededError.
+        """

@@ -1,0 +1,178 @@
+"""Follow the mesh for a router: workers come and go through discovery, and each reports its cache by KV events."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvevents.subscriber import KvEventSubscriber
+from kvevents.transport import KvSource, Snapshot
+from mesh.discovery import Deleted, Discovery, Put
+from mesh.plane.client import PlaneClient
+from protocol.errors import ConfigError, FeedLostError, WireError
+from protocol.events import Digest
+from protocol.ids import WorkerId
+from protocol.messages import KvDigest, KvRank, KvSnapshot, WorkerCard, decode
+from router.fleet import Fleet
+from router.members import Members
+from router.metrics import EVENTS
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_TIMEOUT_S = 10.0
+
+
+class WorkerFeed:
+    """Follows the workers of the mesh and tells the listeners in this process.
+
+    Listeners hear also of a worker that left without having joined, and ignore it.
+    """
+
+    def __init__(self) -> None:
+        self._members = Members()
+        self._joined: list[Callable[[WorkerCard], object]] = []
+        self._left: list[Callable[[WorkerId], object]] = []
+        self.seen = asyncio.Event()  # discovery has reported a worker
+
+    def listen(self, joined: Callable[[WorkerCard], object], left: Callable[[WorkerId], object]) -> None:
+        self._joined.append(joined)
+        self._left.append(left)
+
+    async def run(self, discovery: Discovery) -> None:
+        """Follow until cancelled. Raises FeedLostError if the feed ends: a stale list would misroute in silence."""
+        async for change in discovery.watch("workers/"):
+            self.seen.set()
+            match change:
+                case Put():
+                    self._join(change.key, change.value)
+                case Deleted():
+                    self._leave(WorkerId(change.key.removeprefix("workers/")))
+        raise FeedLostError("the discovery watch ended", hint="check --discovery")
+
+    def _join(self, key: str, value: bytes) -> None:
+        try:
+            card = decode(value, WorkerCard)
+        except WireError as error:
+            log.warning("ignoring %s: %s", key, error)
+            return
+        if not 0 < card.capacity < math.inf:
+            log.warning("ignoring %s: its capacity is %s, not a positive number", key, card.capacity)
+            return
+        if self._members.join(card):
+            self._tell_joined(card)
+            return
+        self._tell_left(card.worker_id)
+        log.warning(
+            "worker %s waits: its block size %d or context %d is not that of the other workers of %s; "
+            "start all with the same --block-size and model", card.worker_id, card.block_size, card.context_tokens,
+            card.model,
+        )  # fmt: skip
+
+    def _leave(self, worker_id: WorkerId) -> None:
+        log.info("worker left", extra={"worker": worker_id})
+        self._tell_left(worker_id)
+        for card in self._members.leave(worker_id):
+            self._tell_joined(card)
+
+    def _tell_joined(self, card: WorkerCard) -> None:
+        log.info("worker joined", extra={"worker": card.worker_id, "role": card.role.value, "model": card.model})
+        for joined in self._joined:
+            joined(card)
+
+    def _tell_left(self, worker_id: WorkerId) -> None:
+        for left in self._left:
+            left(worker_id)
+
+
+class LinkWatch:
+    """Ends the open calls to a worker whose lease has ended: it may hang, which the keepalive would see much later."""
+
+    def __init__(self, plane: PlaneClient, workers: WorkerFeed) -> None:
+        self._plane = plane
+        self._addresses: dict[WorkerId, str] = {}
+        workers.listen(self._join, self._leave)
+
+    def _join(self, card: WorkerCard) -> None:
+        self._addresses[card.worker_id] = card.address
+
+    def _leave(self, worker_id: WorkerId) -> None:
+        if (address := self._addresses.pop(worker_id, None)) is not None:
+            self._plane.suspect(address, f"worker {worker_id} has left the mesh")
+
+
+class KvFeed:
+    """Follows the KV events of the workers that publish them, and applies them to the fleet."""
+
+    def __init__(self, fleet: Fleet, plane: PlaneClient) -> None:
+        self._plane = plane
+        self._subscriber = KvEventSubscriber(KvSink(fleet))
+        self._unfollowed: set[WorkerId] = set()
+
+    def follow(self, card: WorkerCard) -> None:
+        """Follow a worker's KV events, if it publishes any."""
+        if not card.kv_events:
+            return
+        endpoints = ((card.kv_events, card.kv_replay), *card.rank_kv_events)[: card.dp_size]
+        try:
+            for dp_rank, (live, replay) in enumerate(endpoints):
+                source = KvSource(
+                    worker_id=card.worker_id,
+                    endpoint=live,
+                    replay_endpoint=replay,
+                    dp_rank=dp_rank,
+                    snapshot=partial(self._snapshot, card, dp_rank),
+                    digest=partial(self._digest, card, dp_rank),
+                )
+                self._subscriber.add(source)
+        except ConfigError as error:  # one bad card must not end the router; it places there by load alone
+            self._unfollowed.add(card.worker_id)
+            log.warning("the KV events of worker %s are not followed: %s", card.worker_id, error)
+
+    def leave(self, worker_id: WorkerId) -> None:
+        self._subscriber.remove(worker_id)
+        self._unfollowed.discard(worker_id)
+
+    def status_of(self, card: WorkerCard) -> str:
+        """Return how a worker's KV events are followed: "none", "broken", "live" or "recovering"."""
+        if not card.kv_events:
+            return "none"
+        if card.worker_id in self._unfollowed:
+            return "broken"
+        ranks = range(1 + min(len(card.rank_kv_events), card.dp_size - 1))
+        return "live" if all(self._subscriber.is_live(card.worker_id, rank) for rank in ranks) else "recovering"
+
+    async def close(self) -> None:
+        await self._subscriber.close()
+
+    async def _snapshot(self, card: WorkerCard, dp_rank: int) -> Snapshot:
+        """Ask a worker what its cache holds, because its event ring does not reach back far enough."""
+        seq, payloads = -1, list[bytes]()
+        rank = KvRank(dp_rank=dp_rank)
+        async with self._plane.open(card.address, "kv_snapshot", rank, SNAPSHOT_TIMEOUT_S) as stream:
+            async for part in stream.messages(KvSnapshot):
+                seq = part.seq
+                payloads.append(part.payload)
+        return Snapshot(seq, payloads)
+
+    async def _digest(self, card: WorkerCard, dp_rank: int) -> KvDigest:
+        rank = KvRank(dp_rank=dp_rank)
+        return await self._plane.ask(card.address, "kv_digest", rank, KvDigest, SNAPSHOT_TIMEOUT_S)
+
+
+class KvSink:
+    """Applies the workers' KV events to the fleet. Implements kvevents.subscriber.Sink."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def on_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> None:
+        EVENTS.inc(self._fleet.on_kv_batch(worker_id, dp_rank, payload))
+
+    def on_reset(self, worker_id: WorkerId, dp_rank: int, payloads: Sequence[bytes]) -> None:
+        self._fleet.forget_kv(worker_id, dp_rank)
+        for payload in payloads:
+            self.on_batch(worker_id, dp_rank, payload)
+
+    def digest(self, worker_id: WorkerId, dp_rank: int) -> Digest | None:
+        return self._fleet.digest(worker_id, dp_rank)
