@@ -11,7 +11,9 @@ from profiler.grid import WorkerLimits
 from profiler.measure import Timeline
 from protocol.errors import ConfigError, EngineError, MeshError, UnreachableError, WireError
 from workers.engines.attached.http import ServerHttp
-from workers.engines.attached.probe import Flavour, Server, read_cache_config, read_models
+from workers.engines.attached.kinds import OPENAI, kind_of
+from workers.engines.attached.probe import read_cache_config, read_models
+from workers.engines.attached.server import AttachedServer
 
 ASK_TIMEOUT_S = 10.0
 
@@ -54,6 +56,7 @@ class MeasuredServer:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = model  # "": the only one there is; known after `limits`
         self.engine = "openai"  # known after `limits`
+        self._counts_tokens = False  # known after `limits`
         self._known = known
         self._http = ServerHttp(self.url, api_key)
 
@@ -61,7 +64,8 @@ class MeasuredServer:
         """Raises ConfigError for what neither the server nor the caller tells, UnreachableError."""
         server = await self._server()
         self.model = server.model
-        self.engine = "" if server.flavour == Flavour.OPENAI else server.flavour.value
+        self.engine = "" if server.kind is OPENAI else server.kind.name
+        self._counts_tokens = server.kind.counts_stream_tokens
         total = self._known.total_kv_tokens
         if not total and (config := read_cache_config(await self._metrics())) is not None:
             total = config[0] * config[1]
@@ -97,11 +101,11 @@ class MeasuredServer:
     async def close(self) -> None:
         await self._http.close()
 
-    async def _server(self) -> Server:
+    async def _server(self) -> AttachedServer:
         status, body = await self._http.get("/v1/models", ASK_TIMEOUT_S)
         if status != 200:
             raise UnreachableError(f"{self.url}/v1/models answered {status}", hint="is an OpenAI API there?")
-        return read_models(body, self.model)
+        return read_models(body, self.model, kind_of)
 
     async def _metrics(self) -> str:
         """Empty where there are none: not every server has them."""
@@ -118,7 +122,7 @@ class MeasuredServer:
 
     def _stream_options(self) -> dict[str, bool]:
         """vLLM can tell in every event how many tokens there are; others refuse what they do not know."""
-        return {"include_usage": True} | ({"continuous_usage_stats": True} if self.engine == Flavour.VLLM else {})
+        return {"include_usage": True} | ({"continuous_usage_stats": True} if self._counts_tokens else {})
 
 
 def check_url(url: str) -> None:

@@ -28,6 +28,7 @@ from protocol.messages import (
     TokenLogprob,
     token_array,
 )
+from workers.checks import check_prompt
 from workers.executor import Embedded, Result, Row, Sampled
 from workers.guides import Matcher
 
@@ -229,16 +230,9 @@ class Scheduler:
 
     def check_size(self, isl_tokens: int, num_generated: int, max_tokens: int) -> None:
         """Raises InvalidRequestError for what can never run here, whatever its tokens are."""
-        if isl_tokens == 0:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
+        check_prompt(isl_tokens, num_generated, self._limits.context_tokens)
         if max_tokens <= num_generated:
             raise InvalidRequestError(f"{num_generated} of at most {max_tokens} tokens are generated already")
-        num_tokens = isl_tokens + num_generated
-        if num_tokens >= self._limits.context_tokens:
-            raise ContextLengthError(
-                f"the prompt has {num_tokens} tokens, the context of this model {self._limits.context_tokens}",
-                hint="shorten the prompt",
-            )
         self._check_blocks(min(isl_tokens + max_tokens, self._limits.context_tokens), "lower max_tokens")
 
     def _check_blocks(self, most_tokens: int, remedy: str) -> None:

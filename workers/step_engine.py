@@ -21,7 +21,7 @@ from protocol.errors import EngineError, InvalidRequestError, MeshError, Overloa
 from protocol.events import Digest, KvEvent
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import Delta, Embedding, EmbedRequest, Feature, GenerateRequest, SamplingParams, Ticket
-from workers.abilities import check_embedding, check_generation
+from workers.checks import check_embedding, check_generation
 from workers.engine import EngineInfo, EngineLoad
 from workers.executor import Executor, ModelInfo, Pace, Result, Row
 from workers.guides import Guides
@@ -56,7 +56,7 @@ class StepEngine:
         self._wake = asyncio.Event()
         self._outputs: dict[RequestId, _OutputQueue] = {}
         self._vectors: dict[RequestId, asyncio.Future[Embedding]] = {}
-        self._offers: dict[int, _Offer] = {}
+        self._offers: dict[int, _PinnedOffer] = {}
         self._listeners: list[Callable[[Sequence[KvEvent]], object]] = []
         self._published_s = 0.0
         self._events_planned = False
@@ -286,7 +286,7 @@ class StepEngine:
             return output.delta
         loop = asyncio.get_running_loop()
         expiry = loop.call_later(self._config.offer_lease_s, self._expire, ticket.offer_id, ticket.nonce)
-        self._offers[ticket.offer_id] = _Offer(output.handoff, expiry)
+        self._offers[ticket.offer_id] = _PinnedOffer(output.handoff, expiry)
         return msgspec.structs.replace(output.delta, ticket=ticket)
 
     def _expire(self, offer_id: int, nonce: int) -> None:
@@ -332,7 +332,7 @@ class StepEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _PinnedOffer:
     block_ids: tuple[int, ...]
     expiry: asyncio.TimerHandle
 

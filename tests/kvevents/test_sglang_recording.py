@@ -28,7 +28,7 @@ from tests.support.implementations import INDEXES
 from tests.support.patience import PATIENCE_S
 from tests.support.sglang_recording import recorder, recording
 from tests.support.toy_model import PagedCache
-from workers.engine_cache import EngineCache
+from workers.engines.external.cache import EngineCache
 
 PAGE = 16
 CAPACITY_BLOCKS = 64

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from kvevents.publisher import KvEventPublisher
 from protocol.errors import EngineError, InvalidRequestError
 from protocol.events import KvEvent
-from workers.engines.vllm.driver import Facts, Load, LoadedAdapter
-from workers.engines.vllm.translate import Question, Step
+from workers.engines.vllm.driver import LoadedAdapter, RankLoad, VllmFacts
+from workers.engines.vllm.translate import VllmQuestion, VllmStep
 
 CONTEXT = 512
 BLOCK = 32
@@ -25,11 +25,11 @@ class FakeVllm:
 
     def __init__(self, flags: Sequence[str], environ: Mapping[str, str]) -> None:
         self.flags = list(flags)
-        self.facts = Facts(BLOCK, 64, 1024, CONTEXT, 8, frozenset({EOS}), frozenset({"generate", "embed"}))
+        self.facts = VllmFacts(BLOCK, 64, 1024, CONTEXT, 8, frozenset({EOS}), frozenset({"generate", "embed"}))
         self.num_ranks = int(self._value("--data-parallel-size", "1"))
-        self.loads: Sequence[Load] = [Load() for _ in range(self.num_ranks)]
+        self.loads: Sequence[RankLoad] = [RankLoad() for _ in range(self.num_ranks)]
         self.ranks: list[int] = []  # of the questions
-        self.asked: list[Question] = []
+        self.asked: list[VllmQuestion] = []
         self.adapters: list[LoadedAdapter | None] = []  # of the questions
         self.closed_early = 0
         self.pull_fails = False
@@ -59,14 +59,14 @@ class FakeVllm:
         self._publishers[rank].publish(events)
 
     async def generate(
-        self, question: Question, request_id: str, salt: str | None, adapter: LoadedAdapter | None, rank: int
-    ) -> AsyncGenerator[Step, None]:
+        self, question: VllmQuestion, request_id: str, salt: str | None, adapter: LoadedAdapter | None, rank: int
+    ) -> AsyncGenerator[VllmStep, None]:
         self.asked.append(question)
         self.ranks.append(rank)
         self.adapters.append(adapter)
         pulls = question.kv is not None and bool(question.kv["do_remote_prefill"])
         if pulls and self.pull_fails:
-            yield Step([], "error")
+            yield VllmStep([], "error")
             return
         tokens = list(question.prompt)
         ended = False
@@ -82,7 +82,7 @@ class FakeVllm:
                 tokens.append(token_after(tokens) if drawn is None else drawn)
                 ended = number + 1 == question.sampling["max_tokens"]
                 kv = self._offered(question) if question.offers else None
-                yield Step([tokens[-1]], "length" if ended else None, cached_tokens=0, kv=kv)
+                yield VllmStep([tokens[-1]], "length" if ended else None, cached_tokens=0, kv=kv)
         finally:
             self.closed_early += not ended
 
@@ -122,7 +122,7 @@ class FakeVllm:
     def _value(self, flag: str, default: str = "") -> str:
         return self.flags[self.flags.index(flag) + 1] if flag in self.flags else default
 
-    def _offered(self, question: Question) -> dict[str, object]:
+    def _offered(self, question: VllmQuestion) -> dict[str, object]:
         num_tokens = len(question.prompt)
         return {
             "do_remote_prefill": True,

@@ -9,18 +9,18 @@ import pytest
 from protocol.errors import ConfigError
 from workers.__main__ import with_engine_args
 from workers.config import WorkerConfig
-from workers.engines.vllm.arguments import Adapter, Plan, Surroundings, parse_adapters, plan_start
+from workers.engines.vllm.arguments import Adapter, LaunchPlan, Surroundings, parse_adapters, plan_start
 from workers.engines.vllm.transfer import TRANSFER
 
 HERE = Surroundings(5600, num_cpus=8, events="ipc:///run/events", replay="ipc:///run/replay")
 
 
-def plan(engine_args: str = "", adapters: list[Adapter] | None = None, **settings: Any) -> Plan:
+def plan(engine_args: str = "", adapters: list[Adapter] | None = None, **settings: Any) -> LaunchPlan:
     config = msgspec.convert({"model_path": "/models/m", "engine_args": engine_args, **settings}, WorkerConfig)
     return plan_start(config, "m", adapters or [], HERE)
 
 
-def value(plan: Plan, flag: str) -> str:
+def value(plan: LaunchPlan, flag: str) -> str:
     assert plan.flags.count(flag) == 1
     return plan.flags[plan.flags.index(flag) + 1]
 

@@ -25,10 +25,10 @@ from protocol.messages import (
     pack_tokens,
 )
 from workers.engines.vllm.translate import (
-    Answer,
     DivergedError,
     PullFailedError,
-    Step,
+    VllmAnswer,
+    VllmStep,
     offering,
     pulling,
     read_ticket,
@@ -257,72 +257,72 @@ class Entry:
     rank: int
 
 
-def answer(**fields: Any) -> Answer:
-    return Answer(whole(ask(**fields), CONTEXT), EOS)
+def answer(**fields: Any) -> VllmAnswer:
+    return VllmAnswer(whole(ask(**fields), CONTEXT), EOS)
 
 
 def test_steps_become_deltas_and_only_the_first_tells_of_the_cache() -> None:
     reading = answer()
-    assert reading.take(Step([5], cached_tokens=64)) == Delta(token_ids=(5,), cached_tokens=64)
-    assert reading.take(Step([6, 7], cached_tokens=64)) == Delta(token_ids=(6, 7))
-    assert reading.take(Step([])) is None
-    assert reading.take(Step([8], "length")) == Delta(token_ids=(8,), finish_reason=FinishReason.LENGTH)
+    assert reading.take(VllmStep([5], cached_tokens=64)) == Delta(token_ids=(5,), cached_tokens=64)
+    assert reading.take(VllmStep([6, 7], cached_tokens=64)) == Delta(token_ids=(6, 7))
+    assert reading.take(VllmStep([])) is None
+    assert reading.take(VllmStep([8], "length")) == Delta(token_ids=(8,), finish_reason=FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize(("reason", "token", "stop_token"), [(9, 9, 9), (None, 2, 2), (None, 5, None)])
 def test_the_token_that_ended_an_answer_is_named(reason: int | None, token: int, stop_token: int | None) -> None:
-    delta = answer().take(Step([token], "stop", reason))
+    delta = answer().take(VllmStep([token], "stop", reason))
     assert delta == Delta(token_ids=(token,), finish_reason=FinishReason.STOP, stop_token=stop_token)
 
 
 def test_logprobs_are_ordered_and_the_chosen_one_does_not_add_to_the_top() -> None:
     reading = answer(sampling=SamplingParams(top_logprobs=1))
-    delta = reading.take(Step([5], logprobs=[{5: Entry(-3.0, 4), 8: Entry(-0.1, 1)}]))
+    delta = reading.take(VllmStep([5], logprobs=[{5: Entry(-3.0, 4), 8: Entry(-0.1, 1)}]))
     assert delta is not None
     assert delta.logprobs == (TokenLogprob(5, -3.0, ((8, -0.1),)),)
 
 
 def test_a_prefill_leg_ends_without_a_reason_where_it_goes_on() -> None:
-    reading = Answer(offering(ask(offer_kv=True), CONTEXT), EOS)
-    assert reading.take(Step([5], "length")) == Delta(token_ids=(5,))
+    reading = VllmAnswer(offering(ask(offer_kv=True), CONTEXT), EOS)
+    assert reading.take(VllmStep([5], "length")) == Delta(token_ids=(5,))
 
 
 def test_a_prefill_leg_whose_token_ends_the_answer_says_so() -> None:
-    delta = Answer(offering(ask(offer_kv=True), CONTEXT), EOS).take(Step([2], "stop"))
+    delta = VllmAnswer(offering(ask(offer_kv=True), CONTEXT), EOS).take(VllmStep([2], "stop"))
     assert delta is not None
     assert delta.finish_reason is FinishReason.STOP
 
 
-def decoding() -> Answer:
-    return Answer(pulling(ask(generated=(7,)), ticket(), BLOCK, CONTEXT), EOS)
+def decoding() -> VllmAnswer:
+    return VllmAnswer(pulling(ask(generated=(7,)), ticket(), BLOCK, CONTEXT), EOS)
 
 
 def test_a_token_that_the_client_has_is_left_out_with_its_logprob() -> None:
     request = ask(generated=(7,), sampling=SamplingParams(top_logprobs=0))
     report = PullReport("vllm-nixl", 1, 1, 0.1)
-    reading = Answer(pulling(request, ticket(), BLOCK, CONTEXT), EOS, report)
-    assert reading.take(Step([7], logprobs=[{7: Entry(-1.0, 1)}])) is None
-    delta = reading.take(Step([8], logprobs=[{8: Entry(-2.0, 1)}]))
+    reading = VllmAnswer(pulling(request, ticket(), BLOCK, CONTEXT), EOS, report)
+    assert reading.take(VllmStep([7], logprobs=[{7: Entry(-1.0, 1)}])) is None
+    delta = reading.take(VllmStep([8], logprobs=[{8: Entry(-2.0, 1)}]))
     assert delta == Delta(token_ids=(8,), logprobs=(TokenLogprob(8, -2.0),), pull=report)
 
 
 def test_the_known_token_may_come_with_others() -> None:
-    assert decoding().take(Step([7, 8], "length")) == Delta(token_ids=(8,), finish_reason=FinishReason.LENGTH)
+    assert decoding().take(VllmStep([7, 8], "length")) == Delta(token_ids=(8,), finish_reason=FinishReason.LENGTH)
 
 
 def test_another_first_token_is_noticed_before_anything_is_said() -> None:
     with pytest.raises(DivergedError):
-        decoding().take(Step([9]))
+        decoding().take(VllmStep([9]))
 
 
 def test_a_failed_pull_is_not_a_failed_answer() -> None:
     with pytest.raises(PullFailedError):
-        decoding().take(Step([], "error"))
+        decoding().take(VllmStep([], "error"))
 
 
 def test_an_answer_that_vllm_gives_up_fails_loudly() -> None:
     with pytest.raises(EngineError, match="'abort'"):
-        answer().take(Step([], "abort"))
+        answer().take(VllmStep([], "abort"))
 
 
 tokens_ = st.lists(st.integers(0, 50), min_size=1, max_size=12)
@@ -332,12 +332,12 @@ tokens_ = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 def test_however_steps_are_cut_the_tokens_are_those_after_the_known_ones(
     tokens: list[int], data: st.DataObject
 ) -> None:
-    reading = Answer(pulling(ask(generated=(tokens[0],)), ticket(), BLOCK, CONTEXT), EOS)
+    reading = VllmAnswer(pulling(ask(generated=(tokens[0],)), ticket(), BLOCK, CONTEXT), EOS)
     got: list[int] = []
     left = list(tokens)
     while left:
         size = data.draw(st.integers(1, len(left)))
         step, left = left[:size], left[size:]
-        delta = reading.take(Step(step, None if left else "length"))
+        delta = reading.take(VllmStep(step, None if left else "length"))
         got += [] if delta is None else delta.token_ids
     assert got == tokens[1:]

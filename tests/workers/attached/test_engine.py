@@ -56,10 +56,9 @@ from tests.support.fake_servers import (
 )
 from tests.support.patience import PATIENCE_S
 from workers.config import WorkerConfig
-from workers.engines.attached import engine as engine_module
+from workers.engines.attached import asking
 from workers.engines.attached.engine import AttachedEngine
 from workers.engines.attached.metrics import ServerMetrics
-from workers.engines.attached.probe import Flavour
 from workers.engines.opening import open_engine
 
 TOKENIZER: Tokenizer = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
@@ -228,8 +227,8 @@ def text(tokens: Sequence[int], **fields: Any) -> EmbedRequest:
 async def test_a_server_of_embeddings_is_asked_for_vectors_and_for_nothing_else(attach: Attach) -> None:
     server = EmbeddingServer()
     engine = await attach(server)
-    assert engine._info is not None
-    assert engine._info.features == (Feature.EMBEDDINGS,)
+    assert engine._life.info is not None
+    assert engine._life.info.features == (Feature.EMBEDDINGS,)
     told = np.frombuffer((await engine.embed(text([5, 6, 7], cache_salt="a"))).vector, "<f4")
     vector = np.array(vector_of([5, 6, 7]))
     assert told == pytest.approx(vector / np.linalg.norm(vector), abs=1e-6)
@@ -244,8 +243,8 @@ async def test_who_embeds_and_answers_is_asked_for_both(attach: Attach) -> None:
             return [*super().routes(), web.post("/v1/completions", self.completions)]
 
     engine = await attach(Both())
-    assert engine._info is not None
-    assert {Feature.EMBEDDINGS, Feature.COMPLETIONS} <= set(engine._info.features)
+    assert engine._life.info is not None
+    assert {Feature.EMBEDDINGS, Feature.COMPLETIONS} <= set(engine._life.info.features)
 
 
 async def test_a_vector_that_a_server_refuses_or_garbles_is_an_error_of_the_right_kind(attach: Attach) -> None:
@@ -277,7 +276,7 @@ async def test_a_servers_metrics_stand_beside_ours_under_their_own_names(attach:
 @pytest.mark.parametrize("told", ["vllm:x{", "vllm:x 1 2 3 4\n", "\x00" * 100, "# TYPE vllm:x nonsense\nvllm:x 1\n"])
 def test_metrics_that_cannot_be_read_leave_ours_alone(told: str) -> None:
     registry = CollectorRegistry()
-    metrics = ServerMetrics(Flavour.VLLM)
+    metrics = ServerMetrics("vllm:")
     registry.register(metrics)
     Gauge("ours", "Ours.", registry=registry).set(1)
     metrics.told(told)
@@ -285,7 +284,7 @@ def test_metrics_that_cannot_be_read_leave_ours_alone(told: str) -> None:
 
 
 def test_metrics_beyond_all_measure_are_not_kept() -> None:
-    metrics = ServerMetrics(Flavour.VLLM)
+    metrics = ServerMetrics("vllm:")
     metrics.told("vllm:x 1\n")
     assert [family.name for family in metrics.collect()] == ["vllm:x"]
     metrics.told("vllm:x 1\n" * 1_000_000)
@@ -383,7 +382,7 @@ async def test_what_the_server_tells_of_itself_is_what_the_mesh_knows(attach: At
 async def test_a_server_without_events_says_so(attach: Attach) -> None:
     for server in (LlamaCppServer(), OpenAiServer(), VllmServer(tells_events=False)):
         engine = await attach(server)
-        assert not engine._ready().tells_events
+        assert not engine._life.check().tells_events
         assert engine.kv_snapshot() == []
 
 
@@ -401,7 +400,7 @@ async def test_a_server_that_is_not_there_yet_is_waited_for(unused_tcp_port: int
 
 
 async def test_it_is_not_waited_for_without_end(unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "START_S", 0.05)
+    monkeypatch.setattr(asking, "START_S", 0.05)
     server = VllmServer()
     server.url = f"http://127.0.0.1:{unused_tcp_port}"
     engine = AttachedEngine(config_of(server), poll_s=POLL_S)
@@ -523,9 +522,9 @@ async def test_sglangs_halves_are_asked_at_once_and_meet_in_a_room(attach: Attac
     rooms: dict[int, asyncio.Future[list[int]]] = {}
     prefill, decode = SglangServer("prefill", rooms), SglangServer("decode", rooms)
     prefiller, decoder = await attach(prefill, Role.PREFILL), await attach(decode, Role.DECODE)
-    assert prefiller._info is not None
-    assert decoder._info is not None
-    assert prefiller._info.transfer == decoder._info.transfer == "sglang-nixl"
+    assert prefiller._life.info is not None
+    assert decoder._life.info is not None
+    assert prefiller._life.info.transfer == decoder._life.info.transfer == "sglang-nixl"
     request = ask(prompt_of(40))
     [offer] = await run(prefiller, msgspec.structs.replace(request, offer_kv=True))
     assert (offer.token_ids, offer.finish_reason) == ((), None)
@@ -579,8 +578,8 @@ async def test_older_sglang_servers_tell_their_role_at_another_path(attach: Atta
     server = SglangServer("prefill")
     server.info_path = "/get_server_info"
     engine = await attach(server, Role.PREFILL)
-    assert engine._info is not None
-    assert engine._info.transfer == "sglang-nixl"
+    assert engine._life.info is not None
+    assert engine._life.info.transfer == "sglang-nixl"
 
 
 async def test_a_sglang_server_that_does_both_answers_alone(attach: Attach) -> None:

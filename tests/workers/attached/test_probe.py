@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError, WireError
+from workers.engines.attached.kinds import LLAMACPP, OPENAI, SGLANG, TRTLLM, kind_of
+from workers.engines.attached.kinds import VLLM as VLLM_KIND
 from workers.engines.attached.probe import (
-    EventSource,
-    Flavour,
-    ServerLoad,
     only_rank,
     reachable,
     read_cache_config,
@@ -20,6 +19,7 @@ from workers.engines.attached.probe import (
     read_models,
     read_props,
 )
+from workers.engines.attached.server import EventSource, LoadMetrics, ServerKind, ServerLoad
 
 VLLM = {"id": "tiny", "object": "model", "created": 1, "owned_by": "vllm", "root": "/models/tiny", "parent": None,
         "max_model_len": 2048, "permission": [{"id": "modelperm-1"}]}  # fmt: skip
@@ -36,49 +36,55 @@ vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="0",num_cpu_blo
 """
 
 
+VLLM_LOAD = VLLM_KIND.load_metrics or LoadMetrics("", "", "")
+
+
 def models(*cards: dict[str, Any]) -> bytes:
     return json.dumps({"object": "list", "data": list(cards)}).encode()
 
 
 def test_vllm_tells_its_model_context_and_adapters() -> None:
     adapter = VLLM | {"id": "poet", "root": "/adapters/poet", "parent": "tiny"}
-    server = read_models(models(VLLM, adapter), "")
-    assert (server.flavour, server.model, server.loras, server.context_tokens) == (
-        Flavour.VLLM, "tiny", ("poet",), 2048,
+    server = read_models(models(VLLM, adapter), "", kind_of)
+    assert (server.kind, server.model, server.loras, server.context_tokens) == (
+        VLLM_KIND, "tiny", ("poet",), 2048,
     )  # fmt: skip
     assert server.root == "/models/tiny"
 
 
 @pytest.mark.parametrize(
-    ("owner", "flavour"),
-    [("sglang", Flavour.SGLANG), ("tensorrt_llm", Flavour.TRTLLM), ("llamacpp", Flavour.LLAMACPP), ("me", "openai")],
+    ("owner", "kind"),
+    [("sglang", SGLANG), ("tensorrt_llm", TRTLLM), ("llamacpp", LLAMACPP), ("me", OPENAI)],
 )
-def test_servers_are_told_apart_by_who_owns_the_model(owner: str, flavour: str) -> None:
-    assert read_models(models({"id": "m", "owned_by": owner}), "").flavour == flavour
+def test_servers_are_told_apart_by_who_owns_the_model(owner: str, kind: ServerKind) -> None:
+    assert read_models(models({"id": "m", "owned_by": owner}), "", kind_of).kind is kind
 
 
 def test_llama_cpp_has_its_context_in_meta() -> None:
     body = models({"id": "m", "owned_by": "llamacpp", "meta": {"vocab_type": 2, "n_ctx_train": 4096}})
-    assert read_models(body, "").context_tokens == 4096
+    assert read_models(body, "", kind_of).context_tokens == 4096
     assert read_props(b'{"total_slots": 4, "default_generation_settings": {"n_ctx": 2048, "x": []}}') == (4, 2048)
 
 
 def test_a_model_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(ConfigError, match=r"no model 'big'.*tiny"):
-        read_models(models(VLLM), "big")
+        read_models(models(VLLM), "big", kind_of)
     with pytest.raises(ConfigError, match=r"no single model.*a, b"):
-        read_models(models(VLLM | {"id": "a", "root": "/a"}, VLLM | {"id": "b", "root": "/b"}), "")
-    assert read_models(models(VLLM | {"id": "a", "root": "/a"}, VLLM | {"id": "b", "root": "/b"}), "b").model == "b"
+        read_models(models(VLLM | {"id": "a", "root": "/a"}, VLLM | {"id": "b", "root": "/b"}), "", kind_of)
+    assert (
+        read_models(models(VLLM | {"id": "a", "root": "/a"}, VLLM | {"id": "b", "root": "/b"}), "b", kind_of).model
+        == "b"
+    )
 
 
 def test_two_names_of_one_model_are_one() -> None:
-    assert read_models(models(VLLM, VLLM | {"id": "alias"}), "").model == "tiny"
+    assert read_models(models(VLLM, VLLM | {"id": "alias"}), "", kind_of).model == "tiny"
 
 
 @given(st.binary(max_size=200))
 def test_what_is_no_list_of_models_is_a_wire_error_and_nothing_else(body: bytes) -> None:
     with pytest.raises(WireError):
-        read_models(body, "")
+        read_models(body, "", kind_of)
 
 
 def test_block_size_and_blocks_are_in_the_metrics() -> None:
@@ -89,14 +95,14 @@ def test_block_size_and_blocks_are_in_the_metrics() -> None:
 
 
 def test_load_is_summed_over_ranks_and_no_other_metric_is_taken_for_it() -> None:
-    assert read_load(METRICS, Flavour.VLLM) == ServerLoad(running=4, waiting=2, cache_usage=0.375)
-    assert read_load("", Flavour.VLLM) == ServerLoad()
-    assert read_load("vllm:num_requests_running NaN\nvllm:num_requests_waiting 1e300", Flavour.VLLM).running == 0
+    assert read_load(METRICS, VLLM_LOAD) == ServerLoad(running=4, waiting=2, cache_usage=0.375)
+    assert read_load("", VLLM_LOAD) == ServerLoad()
+    assert read_load("vllm:num_requests_running NaN\nvllm:num_requests_waiting 1e300", VLLM_LOAD).running == 0
 
 
 @given(st.text())
 def test_any_metrics_can_be_read(text: str) -> None:
-    load = read_load(text + "\nvllm:kv_cache_usage_perc 7", Flavour.VLLM)
+    load = read_load(text + "\nvllm:kv_cache_usage_perc 7", VLLM_LOAD)
     assert 0 <= load.cache_usage <= 1
     assert read_cache_config(text) is None
 

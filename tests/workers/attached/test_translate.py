@@ -31,19 +31,18 @@ from protocol.messages import (
     TokenLogprob,
     pack_tokens,
 )
-from workers.engines.attached.probe import Flavour, Server
+from workers.engines.attached.kinds import KINDS, LLAMACPP, OPENAI, SGLANG, VLLM, structured_outputs
 from workers.engines.attached.refusals import failure_in_stream, refusal
+from workers.engines.attached.server import AttachedServer, ServerKind
 from workers.engines.attached.translate import (
     body_of,
     check_honoured,
     delta_of,
     embedding_body,
-    features_of,
     merged,
     prompt_of,
     read_answer,
     read_vector,
-    structured_outputs,
 )
 
 
@@ -51,8 +50,8 @@ def ask(**fields: Any) -> GenerateRequest:
     return GenerateRequest(request_id=RequestId("r1"), model="m", prompt=pack_tokens([1, 2, 3]), **fields)
 
 
-def body(request: GenerateRequest, flavour: Flavour = Flavour.VLLM, max_tokens: int = 8) -> dict[str, Any]:
-    server = Server(flavour, "tiny", loras=("poet",))
+def body(request: GenerateRequest, kind: ServerKind = VLLM, max_tokens: int = 8) -> dict[str, Any]:
+    server = AttachedServer(kind, "tiny", loras=("poet",))
     return body_of(request, server, prompt_of(request), max_tokens=max_tokens, stream=True)
 
 
@@ -79,7 +78,7 @@ def test_what_was_generated_is_part_of_the_prompt_and_of_the_seed() -> None:
 def test_a_seed_is_one_that_the_server_accepts(seed: int, generated: int) -> None:
     request = ask(generated=tuple(range(generated)), sampling=SamplingParams(seed=seed))
     assert 0 <= body(request)["seed"] < 2**63
-    assert 0 <= body(request, Flavour.LLAMACPP)["seed"] < 2**31
+    assert 0 <= body(request, LLAMACPP)["seed"] < 2**31
 
 
 def test_greedy_answers_need_no_seed() -> None:
@@ -128,8 +127,8 @@ def test_a_schema_that_is_no_json_is_the_callers_fault() -> None:
 
 
 def test_llama_cpp_shares_no_cache_with_a_salt() -> None:
-    assert body(ask(), Flavour.LLAMACPP)["cache_prompt"] is True
-    assert body(ask(cache_salt="t"), Flavour.LLAMACPP)["cache_prompt"] is False
+    assert body(ask(), LLAMACPP)["cache_prompt"] is True
+    assert body(ask(cache_salt="t"), LLAMACPP)["cache_prompt"] is False
 
 
 NOT_PLAIN: list[tuple[str, dict[str, Any]]] = [
@@ -144,23 +143,23 @@ NOT_PLAIN: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "fields"), NOT_PLAIN)
-@pytest.mark.parametrize("flavour", list(Flavour))
-def test_a_parameter_is_sent_or_refused_by_name(flavour: Flavour, name: str, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_parameter_is_sent_or_refused_by_name(kind: ServerKind, name: str, fields: dict[str, Any]) -> None:
     """Servers ignore what they do not know, with status 200."""
-    is_sent = body(ask(**fields), flavour) != body(ask(), flavour)
+    is_sent = body(ask(**fields), kind) != body(ask(), kind)
     refused = pytest.raises(InvalidRequestError, match=name)
     with nullcontext() if is_sent else refused:
-        check_honoured(ask(**fields), flavour)
+        check_honoured(ask(**fields), kind)
 
 
 def test_only_vllm_is_known_to_do_more_than_generate() -> None:
-    assert Feature.GUIDED in features_of(Server(Flavour.VLLM, "m"))
-    assert features_of(Server(Flavour.OPENAI, "m")) == (Feature.COMPLETIONS,)
+    assert Feature.GUIDED in AttachedServer(VLLM, "m").features
+    assert AttachedServer(OPENAI, "m").features == (Feature.COMPLETIONS,)
 
 
 def test_a_server_of_embeddings_may_do_nothing_else() -> None:
-    assert features_of(Server(Flavour.VLLM, "m", embeds=True, generates=False)) == (Feature.EMBEDDINGS,)
-    assert features_of(Server(Flavour.OPENAI, "m", embeds=True)) == (Feature.COMPLETIONS, Feature.EMBEDDINGS)
+    assert AttachedServer(VLLM, "m", embeds=True, generates=False).features == (Feature.EMBEDDINGS,)
+    assert AttachedServer(OPENAI, "m", embeds=True).features == (Feature.COMPLETIONS, Feature.EMBEDDINGS)
 
 
 # --- vectors ------------------------------------------------------------------------------------------
@@ -171,15 +170,15 @@ def text(**fields: Any) -> EmbedRequest:
 
 
 def test_an_adapter_is_the_model_that_embeds() -> None:
-    server = Server(Flavour.VLLM, "m")
+    server = AttachedServer(VLLM, "m")
     assert embedding_body(text(), server, [1, 2, 3])["model"] == "m"
     assert embedding_body(text(lora="poet"), server, [1, 2, 3])["model"] == "poet"
 
 
 def test_a_tenants_text_is_kept_apart_or_refused() -> None:
-    assert embedding_body(text(cache_salt="a"), Server(Flavour.VLLM, "m"), [1])["cache_salt"] == "a"
+    assert embedding_body(text(cache_salt="a"), AttachedServer(VLLM, "m"), [1])["cache_salt"] == "a"
     with pytest.raises(InvalidRequestError, match="not known to honour cache_salt"):
-        embedding_body(text(cache_salt="a"), Server(Flavour.SGLANG, "m"), [1])
+        embedding_body(text(cache_salt="a"), AttachedServer(SGLANG, "m"), [1])
 
 
 @pytest.mark.parametrize("length", [1e-3, 1.0, 1e6])

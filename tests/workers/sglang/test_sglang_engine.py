@@ -28,11 +28,11 @@ from tests.support.fake_sglang import FakeSglang
 from tests.support.patience import PATIENCE_S
 from workers.config import WorkerConfig
 from workers.engine import Controllable
+from workers.engines.external.ports import free_ports
 from workers.engines.opening import open_engine
 from workers.engines.sglang.engine import SglangEngine
-from workers.engines.sglang.offers import Offers
+from workers.engines.sglang.offers import PrefillOffers
 from workers.engines.sglang.runtime import FAKE_BOOTSTRAP_HOST, Metrics, read_metrics, signals_kept
-from workers.ports import free_ports
 
 Make = Callable[..., Awaitable[SglangEngine]]
 
@@ -128,7 +128,7 @@ async def test_a_prefill_goes_on_after_its_ticket_until_it_is_released(make: Mak
 
 
 async def test_an_offer_that_nobody_takes_ends_with_its_lease() -> None:
-    offers = Offers(lease_s=0.01)
+    offers = PrefillOffers(lease_s=0.01)
     offers.open(asyncio.Event().wait)  # type: ignore[arg-type]
     assert len(offers) == 1
     await until(lambda: len(offers) == 0)
@@ -138,7 +138,7 @@ async def test_a_prefill_that_fails_ends_its_offer() -> None:
     async def fail() -> None:
         raise RuntimeError("out of memory")
 
-    offers = Offers()
+    offers = PrefillOffers()
     offers.open(fail)
     await until(lambda: len(offers) == 0)
 
@@ -172,8 +172,8 @@ def test_metrics_are_read_as_sglang_writes_them_and_no_pickle_is_opened() -> Non
 
 async def test_structured_output_is_told_of_where_a_grammar_backend_is_set(make: Make, fake: FakeSglang) -> None:
     def features(engine: SglangEngine) -> tuple[Feature, ...]:
-        assert engine._info is not None
-        return engine._info.features
+        assert engine._life.info is not None
+        return engine._life.info.features
 
     assert Feature.GUIDED not in features(await make())
     assert Feature.GUIDED in features(await make("--grammar-backend xgrammar"))
@@ -194,8 +194,8 @@ def test_free_ports_are_in_a_row_or_not_there() -> None:
 
 async def test_a_node_that_does_not_lead_serves_nobody(make: Make, fake: FakeSglang) -> None:
     engine = await make("--nnodes 2 --node-rank 1")
-    assert engine._info is not None
-    assert (engine._info.features, engine._info.tells_events) == ((), False)
+    assert engine._life.info is not None
+    assert (engine._life.info.features, engine._life.info.tells_events) == ((), False)
     with pytest.raises(Exception, match="--node-rank 0"):
         async with aclosing(engine.generate(ask())) as deltas:
             await anext(deltas)

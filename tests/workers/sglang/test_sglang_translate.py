@@ -21,15 +21,8 @@ from protocol.messages import (
     TokenLogprob,
     pack_tokens,
 )
-from workers.engines.sglang.translate import (
-    MAX_ROOM,
-    Answer,
-    Bootstrap,
-    bootstrap_of,
-    encode_bootstrap,
-    generate_kwargs,
-    guide_params,
-)
+from workers.engines.sglang.bootstrap import MAX_ROOM, Bootstrap, bootstrap_of, encode_bootstrap
+from workers.engines.sglang.translate import SglangAnswer, generate_kwargs, guide_params
 
 BOOTSTRAP = Bootstrap("10.0.0.7", 8998, 42)
 
@@ -135,13 +128,13 @@ def ticket(opaque: bytes, backend: str = "sglang-nixl") -> Ticket:
 @given(st.integers(1, 65535), st.integers(0, MAX_ROOM))
 def test_a_bootstrap_comes_out_of_its_ticket_as_it_went_in(port: int, room: int) -> None:
     bootstrap = Bootstrap("node-3.example", port, room)
-    assert bootstrap_of(ticket(encode_bootstrap(bootstrap)), "nixl") == bootstrap
+    assert bootstrap_of(ticket(encode_bootstrap(bootstrap)), "sglang-nixl") == bootstrap
 
 
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_bootstrap_are_refused_and_raise_nothing_else(opaque: bytes) -> None:
     with pytest.raises(TransferError):
-        bootstrap_of(ticket(opaque), "nixl")
+        bootstrap_of(ticket(opaque), "sglang-nixl")
 
 
 @pytest.mark.parametrize(
@@ -159,12 +152,12 @@ def test_bytes_that_are_no_bootstrap_are_refused_and_raise_nothing_else(opaque: 
 )
 def test_a_bootstrap_out_of_bounds_is_refused(opaque: bytes) -> None:
     with pytest.raises(TransferError):
-        bootstrap_of(ticket(opaque), "nixl")
+        bootstrap_of(ticket(opaque), "sglang-nixl")
 
 
 def test_engines_with_other_transfer_backends_do_not_meet() -> None:
     with pytest.raises(TransferError, match="the same engine and transfer backend"):
-        bootstrap_of(ticket(encode_bootstrap(BOOTSTRAP), "sglang-mooncake"), "nixl")
+        bootstrap_of(ticket(encode_bootstrap(BOOTSTRAP), "sglang-mooncake"), "sglang-nixl")
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
@@ -175,7 +168,7 @@ def output(ids: list[int], finish: object = None, **meta: object) -> dict[str, A
 
 
 def read(outputs: list[dict[str, Any]], *, incremental: bool, top: int | None = None) -> list[Delta]:
-    answer = Answer(is_incremental=incremental, top_logprobs=top)
+    answer = SglangAnswer(is_incremental=incremental, top_logprobs=top)
     return [delta for one in outputs if (delta := answer.on_output(one)) is not None]
 
 
@@ -199,7 +192,7 @@ def test_the_tokens_are_the_same_however_sglang_tells_them(steps: list[list[int]
 
 def test_a_list_that_sglang_goes_on_writing_to_is_read_where_it_stands() -> None:
     ids = [1]
-    answer = Answer(is_incremental=False, top_logprobs=None)
+    answer = SglangAnswer(is_incremental=False, top_logprobs=None)
     first = answer.on_output(output(ids))
     ids += [2, 3]
     second = answer.on_output(output(ids, LENGTH))
@@ -247,7 +240,7 @@ def test_a_logprob_that_is_missing_fails_the_answer_and_is_not_made_up() -> None
     ("status", "kind"), [(400, InvalidRequestError), (503, OverloadedError), (500, EngineError), (None, EngineError)]
 )
 def test_an_abort_is_an_error_and_its_tokens_are_not_told_again(status: int | None, kind: type[Exception]) -> None:
-    answer = Answer(is_incremental=True, top_logprobs=None)
+    answer = SglangAnswer(is_incremental=True, top_logprobs=None)
     answer.on_output(output([6]))
     with pytest.raises(kind, match="too bad"):
         answer.on_output(output([6], {"type": "abort", "message": "too bad", "status_code": status}))

@@ -7,7 +7,7 @@ import pytest
 
 from protocol.errors import WireError
 from protocol.events import Removed, Stored
-from workers.engines.trtllm.events import EventReader, News, Stats, read_stats
+from workers.engines.trtllm.events import News, RankStats, TrtllmEventReader, read_stats
 
 BIG = 9_622_824_665_191_806_685  # > 2**63
 
@@ -29,7 +29,7 @@ def stored(*blocks: tuple[int, list[int]], parent: int | None = None, **fields: 
 
 
 def read(*events: object) -> list[News]:
-    reader = EventReader(2)
+    reader = TrtllmEventReader(2)
     return [reader.read(one) for one in events]
 
 
@@ -69,7 +69,7 @@ def test_removals_are_told_and_other_kinds_say_nothing() -> None:
 
 
 def test_of_several_window_sizes_the_largest_counts() -> None:
-    reader = EventReader(2)
+    reader = TrtllmEventReader(2)
     for size, blocks in ((512, 900), (4096, 100)):
         reader.read(event({"type": "created", "num_blocks_per_cache_level": [blocks, 0]}, window_size=size))
     assert reader.gpu_blocks == 100
@@ -113,8 +113,8 @@ def test_statistics_tell_the_load_of_a_rank() -> None:
         "numQueuedRequests": 2,
         "kvCacheStats": {"usedNumBlocks": 40, "freeNumBlocks": 60, "maxNumBlocks": 100},
     }
-    assert read_stats(told) == Stats(rank=0, active=3, waiting=2, used_blocks=40, total_blocks=100)
-    assert read_stats(json.dumps(told | {"attentionDpRank": 1})) == Stats(1, 3, 2, 40, 100)
+    assert read_stats(told) == RankStats(rank=0, active=3, waiting=2, used_blocks=40, total_blocks=100)
+    assert read_stats(json.dumps(told | {"attentionDpRank": 1})) == RankStats(1, 3, 2, 40, 100)
     assert read_stats({"iter": 1}) is None
 
 

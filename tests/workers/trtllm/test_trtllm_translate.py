@@ -24,8 +24,8 @@ from protocol.messages import (
 )
 from tests.support.fake_trtllm import DisaggregatedParams
 from workers.engines.trtllm.translate import (
-    Answer,
-    State,
+    ContextState,
+    TrtllmAnswer,
     encode_state,
     guide_fields,
     input_ids,
@@ -34,7 +34,7 @@ from workers.engines.trtllm.translate import (
     state_of,
 )
 
-STATE = State(opaque_state=b"\x00where\xff", first_gen_tokens=(9,), ctx_request_id=7, disagg_request_id=1 << 50)
+STATE = ContextState(opaque_state=b"\x00where\xff", first_gen_tokens=(9,), ctx_request_id=7, disagg_request_id=1 << 50)
 
 
 def request(**fields: Any) -> GenerateRequest:
@@ -93,7 +93,7 @@ def test_each_kind_of_guide_has_its_field(guide: Guide, fields: dict[str, Any]) 
 # --- state ------------------------------------------------------------------------------------------------------------
 
 states = st.builds(
-    State,
+    ContextState,
     opaque_state=st.one_of(st.none(), st.binary(max_size=50)),
     first_gen_tokens=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4).map(tuple),
     ctx_request_id=st.integers(0, 2**63 - 1),
@@ -105,7 +105,7 @@ states = st.builds(
 
 
 @given(states)
-def test_a_state_comes_out_of_its_ticket_as_it_went_in(state: State) -> None:
+def test_a_state_comes_out_of_its_ticket_as_it_went_in(state: ContextState) -> None:
     assert read_ticket(ticket(encode_state(state)), (1, 2, *state.first_gen_tokens)) == state
 
 
@@ -131,7 +131,7 @@ def test_what_a_prefill_engine_gives_becomes_a_state() -> None:
     given_params = DisaggregatedParams(
         request_type="context_only", first_gen_tokens=[9], ctx_request_id=7, opaque_state=b"s", draft_tokens=[1, 2]
     )
-    assert state_of(given_params) == State(
+    assert state_of(given_params) == ContextState(
         opaque_state=b"s", first_gen_tokens=(9,), ctx_request_id=7, draft_tokens=(1, 2)
     )
 
@@ -155,7 +155,7 @@ def result(tokens: list[int], reason: str | None = None, logprobs: object = ()) 
 
 @given(st.lists(st.lists(st.integers(0, 2000), max_size=4), min_size=1, max_size=8))
 def test_each_step_tells_what_is_new(steps: list[list[int]]) -> None:
-    answer = Answer(top_logprobs=None)
+    answer = TrtllmAnswer(top_logprobs=None)
     so_far: list[int] = []
     deltas: list[Delta] = []
     for number, step in enumerate(steps):
@@ -168,7 +168,7 @@ def test_each_step_tells_what_is_new(steps: list[list[int]]) -> None:
 
 
 def test_tokens_that_were_given_are_not_told_again() -> None:
-    answer = Answer(top_logprobs=None, given=(9,))
+    answer = TrtllmAnswer(top_logprobs=None, given=(9,))
     assert answer.on_result(result([])) is None
     second = answer.on_result(result([9, 10]))
     assert second is not None
@@ -177,19 +177,19 @@ def test_tokens_that_were_given_are_not_told_again() -> None:
 
 def test_an_answer_that_goes_on_from_another_token_is_not_told() -> None:
     with pytest.raises(EngineError, match="another first token"):
-        Answer(top_logprobs=None, given=(9,)).on_result(result([8, 10]))
+        TrtllmAnswer(top_logprobs=None, given=(9,)).on_result(result([8, 10]))
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "timeout", "odd"])
 def test_an_answer_that_was_given_up_is_an_error(reason: str) -> None:
-    answer = Answer(top_logprobs=None)
+    answer = TrtllmAnswer(top_logprobs=None)
     with pytest.raises(EngineError, match=reason):
         answer.on_result(result([1], reason))
     assert answer.has_ended
 
 
 def test_the_stop_token_is_the_last_one() -> None:
-    delta = Answer(top_logprobs=None).on_result(result([1, 2], "stop"))
+    delta = TrtllmAnswer(top_logprobs=None).on_result(result([1, 2], "stop"))
     assert delta is not None
     assert (delta.finish_reason, delta.stop_token) == (FinishReason.STOP, 2)
 
@@ -200,10 +200,10 @@ def logprob(value: float) -> Any:
 
 def test_logprobs_go_with_their_tokens_also_where_the_given_ones_have_none() -> None:
     entries = [{10: logprob(-0.5), 11: logprob(-0.1)}]
-    delta = Answer(top_logprobs=1, given=(9,)).on_result(result([9, 10], "length", entries))
+    delta = TrtllmAnswer(top_logprobs=1, given=(9,)).on_result(result([9, 10], "length", entries))
     assert delta is not None
     assert delta.logprobs == (TokenLogprob(10, -0.5, ((11, -0.1),)),)
-    plain = Answer(top_logprobs=0).on_result(result([9], "length", [-0.25]))
+    plain = TrtllmAnswer(top_logprobs=0).on_result(result([9], "length", [-0.25]))
     assert plain is not None
     assert plain.logprobs == (TokenLogprob(9, -0.25),)
 
@@ -211,4 +211,4 @@ def test_logprobs_go_with_their_tokens_also_where_the_given_ones_have_none() -> 
 @pytest.mark.parametrize("entries", [[], [{11: logprob(-0.1)}]])
 def test_a_logprob_that_is_missing_fails_the_answer(entries: list[Any]) -> None:
     with pytest.raises(EngineError, match="logprob"):
-        Answer(top_logprobs=1).on_result(result([10], "length", entries))
+        TrtllmAnswer(top_logprobs=1).on_result(result([10], "length", entries))

@@ -3,18 +3,17 @@
 from kvevents.subscriber import KvEventSubscriber
 from kvevents.transport import KvSource
 from protocol.ids import WorkerId
-from workers.engine_cache import EngineCache
-from workers.engines.attached.probe import EventSource
+from workers.engines.attached.server import EventSource
+from workers.engines.external.cache import EngineCache
 
 
 class Follower:
     """Of one server. Belongs to the event loop it was made on."""
 
-    def __init__(self, worker_id: WorkerId, source: EventSource, block_size: int) -> None:
-        """Raises ConfigError for an endpoint that is none."""
-        self.cache = EngineCache(block_size)
+    def __init__(self, worker_id: WorkerId, source: EventSource, cache: EngineCache) -> None:
+        """Raise ConfigError for an endpoint that is none."""
         self._worker_id = worker_id
-        self._subscriber = KvEventSubscriber(self.cache)
+        self._subscriber = KvEventSubscriber(cache)
         self._subscriber.add(KvSource(worker_id, source.endpoint, source.replay_endpoint, topic=source.topic))
 
     @property

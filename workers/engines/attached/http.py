@@ -10,7 +10,7 @@ import msgspec
 
 from protocol.errors import PeerLostError, UnreachableError, WireError
 from workers.engines.attached.refusals import refusal
-from workers.engines.attached.sse import EventReader
+from workers.engines.attached.sse import SseReader
 
 CONNECT_S = 5.0
 IDLE_CONNECTION_S = 2.0  # shorter than any server's own patience, 5 s for vLLM: it would close while we write
@@ -54,7 +54,7 @@ class ServerHttp:
 
         Closing it closes the connection, which is how servers are told that nobody waits any more.
         """
-        reader = EventReader()
+        reader = SseReader()
         async with self._posted(path, body) as response:
             async for piece in response.content.iter_any():
                 if events := reader.feed(piece):

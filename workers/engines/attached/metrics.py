@@ -1,30 +1,23 @@
 """The server's own metrics, under their own names, beside those of its worker."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from workers.engines.attached.probe import Flavour
-
 log = logging.getLogger(__name__)
 
 MAX_CHARS = 4 << 20  # of what a server tells at once: vLLM's are a few dozen KiB
-
-_PREFIXES: Mapping[Flavour, str] = {
-    Flavour.VLLM: "vllm:",
-    Flavour.SGLANG: "sglang:",
-    Flavour.LLAMACPP: "llamacpp:",
-}
 
 
 class ServerMetrics(Collector):
     """What `told` last said. A server tells of its process and its Python too, which here would be taken for ours."""
 
-    def __init__(self, flavour: Flavour) -> None:
-        self._prefix = _PREFIXES.get(flavour, "")
+    def __init__(self, prefix: str) -> None:
+        """`prefix`: of the names that are the server's own; "": none are passed on."""
+        self._prefix = prefix
         self._text = ""
 
     def told(self, text: str) -> None:

@@ -5,7 +5,8 @@ from urllib.parse import urlsplit
 
 from protocol.errors import ConfigError
 from workers.config import WorkerConfig
-from workers.engines.attached.engine import API_KEY, AttachedEngine
+from workers.engines.attached.asking import API_KEY
+from workers.engines.attached.engine import AttachedEngine
 
 
 def open_engine(config: WorkerConfig) -> AttachedEngine:

@@ -1,92 +1,30 @@
-"""What a server is, by what it says of itself. Pure; `http.py` asks.
+"""Read what a server says of itself. Pure; workers/engines/attached/asking.py asks.
 
-Flavours are told apart by `owned_by` in /v1/models: the one thing that each of them writes, and none of the others.
+Kinds are told apart by `owned_by` in /v1/models: the one field that each kind writes in its own way.
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError, WireError
+from workers.engines.attached.server import (
+    AttachedServer,
+    Disaggregation,
+    EventSource,
+    LoadMetrics,
+    ServerKind,
+    ServerLoad,
+)
 
 MAX_NAMES = 4096  # of models that a server lists
 MAX_RANKS = 1024
 
 T = TypeVar("T")
-
-
-class Flavour(StrEnum):
-    VLLM = "vllm"
-    SGLANG = "sglang"
-    TRTLLM = "trtllm"
-    LLAMACPP = "llama.cpp"
-    OPENAI = "openai"  # whatever else has /v1/completions
-
-
-_FLAVOUR_OF_OWNER = {
-    "vllm": Flavour.VLLM,
-    "sglang": Flavour.SGLANG,
-    "tensorrt_llm": Flavour.TRTLLM,
-    "llamacpp": Flavour.LLAMACPP,
-}
-TAKES_TOKEN_IDS = frozenset(Flavour) - {Flavour.OPENAI}  # as the prompt of /v1/completions
-RETURNS_TOKEN_IDS = frozenset({Flavour.VLLM})
-
-
-@dataclass(frozen=True, slots=True)
-class EventSource:
-    """Where one data-parallel rank publishes its KV events."""
-
-    endpoint: str
-    replay_endpoint: str = ""
-    topic: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Disaggregation:
-    """How a SGLang server was started."""
-
-    mode: str  # prefill, decode, or "null": both
-    transfer: str  # mooncake, nixl, ...
-    bootstrap_port: int
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """None: it does not say."""
-
-    flavour: Flavour
-    model: str  # as the server calls it
-    loras: tuple[str, ...] = ()
-    root: str = ""  # where it has the model from
-    context_tokens: int | None = None
-    block_size: int | None = None
-    num_blocks: int | None = None
-    slots: int | None = None  # sequences at once
-    event_sources: Mapping[int, EventSource] = field(default_factory=dict)  # by rank
-    disaggregation: Disaggregation | None = None
-    generates: bool = True
-    embeds: bool = False
-
-    @property
-    def takes_token_ids(self) -> bool:
-        return self.flavour in TAKES_TOKEN_IDS
-
-    @property
-    def returns_token_ids(self) -> bool:
-        return self.flavour in RETURNS_TOKEN_IDS
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLoad:
-    running: int = 0
-    waiting: int = 0
-    cache_usage: float = 0.0  # share of the KV blocks that running requests hold
 
 
 class _Meta(msgspec.Struct):
@@ -130,10 +68,11 @@ class _Props(msgspec.Struct):
     default_generation_settings: _SlotSettings | None = None
 
 
-def read_models(body: bytes, wanted: str) -> Server:
-    """What /v1/models tells of the model `wanted`, as the server calls it; "": the only one it has.
+def read_models(body: bytes, wanted: str, kind_of: Callable[[str], ServerKind]) -> AttachedServer:
+    """Return what /v1/models tells of the model `wanted`, as the server calls it; "": the only one it has.
 
-    Raises WireError for what is no such list, ConfigError if the model is not in it.
+    `kind_of`: the kind of server by `owned_by`. Raise WireError for what is no such list, ConfigError if the model
+    is not in it.
     """
     models = _decode(body, _Models, "/v1/models").data
     if len(models) > MAX_NAMES:
@@ -147,8 +86,8 @@ def read_models(body: bytes, wanted: str) -> Server:
             hint="name one of these with --model",
         )
     model = found[0]
-    return Server(
-        flavour=_FLAVOUR_OF_OWNER.get(model.owned_by, Flavour.OPENAI),
+    return AttachedServer(
+        kind=kind_of(model.owned_by),
         model=model.id,
         loras=tuple(one.id for one in models if one.parent is not None and one.parent in (model.id, model.root)),
         root=model.root or "",
@@ -165,24 +104,12 @@ def read_cache_config(metrics: str) -> tuple[int, int] | None:
     return None
 
 
-_LOAD_METRICS: Mapping[Flavour, tuple[str, str, str]] = {  # running, waiting, cache usage
-    Flavour.VLLM: ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
-    Flavour.SGLANG: ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
-    Flavour.LLAMACPP: ("llamacpp:requests_processing", "llamacpp:requests_deferred", "llamacpp:kv_cache_usage_ratio"),
-}
-
-
-def tells_load(flavour: Flavour) -> bool:
-    return flavour in _LOAD_METRICS
-
-
-def read_load(metrics: str, flavour: Flavour) -> ServerLoad:
-    """Summed over the ranks; the usage is their mean. Zeros for what is not there."""
-    running, waiting, usage = _LOAD_METRICS[flavour]
-    shares = [value for _, value in _samples(metrics, usage)]
+def read_load(metrics: str, names: LoadMetrics) -> ServerLoad:
+    """Sum over the ranks; the usage is their mean. Zeros for what is not there."""
+    shares = [value for _, value in _samples(metrics, names.cache_usage)]
     return ServerLoad(
-        running=_total(value for _, value in _samples(metrics, running)),
-        waiting=_total(value for _, value in _samples(metrics, waiting)),
+        running=_total(value for _, value in _samples(metrics, names.running)),
+        waiting=_total(value for _, value in _samples(metrics, names.waiting)),
         cache_usage=min(max(sum(shares) / len(shares), 0.0), 1.0) if shares else 0.0,
     )
 
@@ -255,3 +182,24 @@ def _decode(body: bytes, kind: type[T], path: str) -> T:
 def only_rank(sources: Mapping[int, EventSource]) -> EventSource | None:
     """The source of a server with one rank; None if it has none, or several, of which one answers whatever we say."""
     return next(iter(sources.values())) if len(sources) == 1 else None
+
+
+# --- the probes of kinds of servers: what an answer adds to what is known -------------------------------------------
+
+
+def with_cache_config(server: AttachedServer, body: bytes, host: str) -> AttachedServer:
+    cache = read_cache_config(body.decode(errors="replace"))
+    return server if cache is None else replace(server, block_size=cache[0], num_blocks=cache[1])
+
+
+def with_event_sources(server: AttachedServer, body: bytes, host: str) -> AttachedServer:
+    return replace(server, event_sources=read_event_sources(body, host))
+
+
+def with_props(server: AttachedServer, body: bytes, host: str) -> AttachedServer:
+    slots, context_tokens = read_props(body)
+    return replace(server, slots=slots, context_tokens=context_tokens or server.context_tokens)
+
+
+def with_disaggregation(server: AttachedServer, body: bytes, host: str) -> AttachedServer:
+    return replace(server, disaggregation=read_disaggregation(body))

@@ -18,7 +18,7 @@ _ACCESS = {401, 403}
 _LENGTH_PARAMS = {"input_tokens", "max_tokens", "input_text"}
 
 
-class ErrorBody(msgspec.Struct):
+class ServerErrorBody(msgspec.Struct):
     """`{"error": {...}}`: all that servers agree on, more or less."""
 
     message: str = ""
@@ -28,7 +28,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class _Wrapped(msgspec.Struct):
-    error: ErrorBody | str | None = None
+    error: ServerErrorBody | str | None = None
     message: str = ""
     detail: object = None
 
@@ -38,13 +38,13 @@ def refusal(status: int, body: bytes, retry_after: str = "") -> MeshError:
     return _error_of(status, _read(body), retry_after)
 
 
-def failure_in_stream(error: ErrorBody) -> MeshError:
+def failure_in_stream(error: ServerErrorBody) -> MeshError:
     """The error for an event that says that the rest will not come."""
     code = error.code if isinstance(error.code, int) else 500
     return _error_of(code if 400 <= code < 600 else 500, error, "")
 
 
-def _error_of(status: int, error: ErrorBody, retry_after: str) -> MeshError:
+def _error_of(status: int, error: ServerErrorBody, retry_after: str) -> MeshError:
     said = f"the server said {status}: {error.message[:MAX_MESSAGE_CHARS] or 'no reason'}"
     if status in _BAD_REQUEST:
         is_too_long = error.param in _LENGTH_PARAMS or "context length" in error.message
@@ -58,12 +58,12 @@ def _error_of(status: int, error: ErrorBody, retry_after: str) -> MeshError:
     return EngineError(said, hint="see the server's log")
 
 
-def _read(body: bytes) -> ErrorBody:
+def _read(body: bytes) -> ServerErrorBody:
     """The text itself where it is no JSON that we know."""
     try:
         wrapped = msgspec.json.decode(body, type=_Wrapped)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ErrorBody(message=body[:MAX_MESSAGE_CHARS].decode(errors="replace").strip())
-    if isinstance(wrapped.error, ErrorBody):
+        return ServerErrorBody(message=body[:MAX_MESSAGE_CHARS].decode(errors="replace").strip())
+    if isinstance(wrapped.error, ServerErrorBody):
         return wrapped.error
-    return ErrorBody(message=wrapped.error or wrapped.message or str(wrapped.detail or ""))
+    return ServerErrorBody(message=wrapped.error or wrapped.message or str(wrapped.detail or ""))

@@ -5,7 +5,7 @@ from protocol.errors import WireError
 MAX_EVENT_BYTES = 16 << 20  # a server may repeat the prompt in its first event: 1 M tokens are some 7 MB
 
 
-class EventReader:
+class SseReader:
     """Takes the body of a `text/event-stream` in pieces of any size."""
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from protocol.errors import EngineError, TransferError
 from protocol.ids import WorkerId
 from protocol.messages import Ticket
-from workers.vllm_params import read_params
+from workers.engines.vllm.params import read_params
 
 BACKEND = "vllm-nixl-http"  # not the name of workers that hold vLLM themselves: those hand the first token over as well
 START_HINT = (

@@ -5,40 +5,43 @@ from typing import Any
 
 from protocol.errors import InvalidRequestError
 from protocol.messages import Control, ControlAction
+from workers.engines.external.control import argument
 from workers.engines.sglang.runtime import Runtime, TokenizerManager
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class ControlOutcome:
     detail: str
     loras: tuple[str, ...]  # that are served now
 
 
-async def carry_out(request: Control, runtime: Runtime, manager: TokenizerManager, loras: tuple[str, ...]) -> Done:
+async def carry_out(
+    request: Control, runtime: Runtime, manager: TokenizerManager, loras: tuple[str, ...]
+) -> ControlOutcome:
     """`loras`: those that are served. Raises InvalidRequestError for what SGLang does not do, with what it says."""
     match request.action:
         case ControlAction.RESET_PREFIX_CACHE:
             _check(await manager.flush_cache(), "emptied no cache", "try again when nothing runs")
-            return Done("the prefix cache is empty", loras)
+            return ControlOutcome("the prefix cache is empty", loras)
         case ControlAction.START_PROFILE | ControlAction.STOP_PROFILE:
             starts = request.action is ControlAction.START_PROFILE
             await _profile(manager, starts=starts)
-            return Done("profiling" if starts else "profiled", loras)
+            return ControlOutcome("profiling" if starts else "profiled", loras)
         case ControlAction.LOAD_LORA:
-            name, path = _argument(request, "name"), _argument(request, "path")
+            name, path = argument(request, "name"), argument(request, "path")
             if name in loras:
                 raise InvalidRequestError(f"{name!r} is served already", hint="choose another name", param="name")
             loaded = await runtime.async_load_lora_adapter(lora_name=name, lora_path=path)
             _check(loaded, f"did not load adapter {name!r}", "start it with -- --enable-lora --max-lora-rank ...")
-            return Done(f"adapter {name!r} is served", (*loras, name))
+            return ControlOutcome(f"adapter {name!r} is served", (*loras, name))
         case ControlAction.UNLOAD_LORA:
-            name = _argument(request, "name")
+            name = argument(request, "name")
             if name not in loras:
                 raise InvalidRequestError(f"there is no adapter {name!r}", param="name")
             _check(await runtime.async_unload_lora_adapter(lora_name=name), f"did not unload adapter {name!r}", "")
-            return Done(f"adapter {name!r} is gone", tuple(other for other in loras if other != name))
+            return ControlOutcome(f"adapter {name!r} is gone", tuple(other for other in loras if other != name))
         case ControlAction.LIST_LORAS:
-            return Done(", ".join(loras) or "no adapters", loras)
+            return ControlOutcome(", ".join(loras) or "no adapters", loras)
         case ControlAction.SLEEP | ControlAction.WAKE | ControlAction.SET_ROLE:
             raise InvalidRequestError(f"a SGLang worker cannot {request.action}", hint="stop it, and start it anew")
 
@@ -48,13 +51,6 @@ async def _profile(manager: TokenizerManager, *, starts: bool) -> None:
         await (manager.start_profile() if starts else manager.stop_profile())
     except RuntimeError as error:
         raise InvalidRequestError(f"SGLang does not profile: {error}") from error
-
-
-def _argument(request: Control, name: str) -> str:
-    value = request.arguments.get(name, "")
-    if not value:
-        raise InvalidRequestError(f"{request.action} needs {name!r}", param=name)
-    return value
 
 
 def _check(reply: Any, failure: str, hint: str) -> None:

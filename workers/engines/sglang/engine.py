@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -23,7 +22,7 @@ from msgspec.structs import replace
 from kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
 from kvevents.subscriber import KvEventSubscriber
 from kvevents.transport import KvSource
-from protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError, WireError
+from protocol.errors import ConfigError, EngineError, InvalidRequestError, WireError
 from protocol.events import Digest, KvEvent
 from protocol.ids import WorkerId
 from protocol.messages import (
@@ -37,13 +36,14 @@ from protocol.messages import (
     GenerateRequest,
     PullReport,
     Role,
-    Ticket,
 )
-from workers.abilities import check_embedding, check_generation
+from workers.checks import check_embedding, check_generation
 from workers.config import WorkerConfig
 from workers.engine import EngineInfo, EngineLoad
-from workers.engine_cache import EngineCache
-from workers.engine_waits import Waits
+from workers.engines.external.cache import EngineCache
+from workers.engines.external.launch import Launch
+from workers.engines.external.life import EngineLife
+from workers.engines.external.ports import free_ports
 from workers.engines.registry import ENGINES
 from workers.engines.sglang.arguments import (
     EventEndpoints,
@@ -53,9 +53,10 @@ from workers.engines.sglang.arguments import (
     bootstrap_host,
     read_flags,
 )
+from workers.engines.sglang.bootstrap import Bootstrap, backend_name, bootstrap_to_decode
 from workers.engines.sglang.control import carry_out
 from workers.engines.sglang.metrics import export_metrics
-from workers.engines.sglang.offers import Offers
+from workers.engines.sglang.offers import PrefillOffers, new_room
 from workers.engines.sglang.runtime import (
     FAKE_BOOTSTRAP_HOST,
     MAX_METRICS_BYTES,
@@ -72,16 +73,7 @@ from workers.engines.sglang.runtime import (
     signals_kept,
     total_tokens,
 )
-from workers.engines.sglang.translate import (
-    MAX_ROOM,
-    Answer,
-    Bootstrap,
-    backend_name,
-    bootstrap_of,
-    encode_bootstrap,
-    generate_kwargs,
-)
-from workers.ports import free_ports
+from workers.engines.sglang.translate import SglangAnswer, generate_kwargs
 
 log = logging.getLogger(__name__)
 
@@ -104,40 +96,33 @@ class SglangEngine:
         self._loras = adapter_names(config)
         self._bootstrap_host = bootstrap_host(config) if config.role is Role.PREFILL else ""
         self._cleanup = ExitStack()
-        self._launching: asyncio.Task[Runtime] | None = None
+        self._launch: Launch[Runtime] | None = None
         self._runtime: Runtime | None = None
-        self._info: EngineInfo | None = None
+        self._life = EngineLife()
         self._cache = EngineCache(config.block_size, self._flags.dp_size)
         self._subscriber: KvEventSubscriber | None = None
         self._metrics: dict[int, Metrics] = {}  # by rank
-        self._offers = Offers()
+        self._offers = PrefillOffers()
         self._numbers = itertools.count()
-        self._running = 0
-        self._waits = Waits()
-        self._stopping = False
-        self._worker_id = WorkerId("")
-        self._address = ""
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
-        self._worker_id, self._address = worker_id, address
+        self._life.begin(worker_id, address)
         sglang = await asyncio.to_thread(self._load)
         endpoints = self._open_endpoints()
         argv = argv_of(self._config, self._flags, self._served_name, endpoints)
         server_args = await asyncio.to_thread(parse, sglang, argv)
         outlive_failures(asyncio.get_running_loop(), self._cleanup)
-        self._launching = asyncio.create_task(
-            asyncio.to_thread(launch, sglang, server_args, is_leader=self._flags.is_leader), name="launch SGLang"
-        )
-        runtime = self._runtime = await asyncio.shield(self._launching)  # a start that is given up must still be ended
+        self._launch = Launch("SGLang", lambda: launch(sglang, server_args, is_leader=self._flags.is_leader))
+        runtime = self._runtime = await self._launch.result()
         export_metrics(self._cleanup)
         if runtime.tokenizer_manager is not None:
             with signals_kept(asyncio.get_running_loop()):
                 runtime.tokenizer_manager.auto_create_handle_loop()
             self._follow(runtime, endpoints)
             await self._warm_up(runtime)
-        self._info = self._describe(runtime)
+        self._life.info = info = self._describe(runtime)
         log.info("SGLang %s is up", sglang.version)
-        return self._info
+        return info
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         info, runtime, manager = self._ready()
@@ -147,9 +132,9 @@ class SglangEngine:
                 async for delta in deltas:
                     yield delta
             return
-        bootstrap = self._bootstrap_of(request)
+        bootstrap = self._bootstrap_of(request, info)
         kwargs = self._kwargs(request, info, bootstrap)
-        answer = Answer(is_incremental=self._is_incremental, top_logprobs=request.sampling.top_logprobs)
+        answer = SglangAnswer(is_incremental=self._is_incremental, top_logprobs=request.sampling.top_logprobs)
         report = None if bootstrap is None else PullReport(info.transfer, 0, 0, 0.0)
         async with aclosing(self._outputs(runtime, manager, kwargs, answer)) as outputs:
             async for delta in outputs:
@@ -157,8 +142,7 @@ class SglangEngine:
                 report = None
 
     async def embed(self, request: EmbedRequest) -> Embedding:
-        info, _, _ = self._ready()
-        check_embedding(request, info)
+        check_embedding(request, self._life.check())
         raise EngineError("SGLang workers compute no embeddings")
 
     def release(self, offer_id: int, nonce: int) -> None:
@@ -176,12 +160,13 @@ class SglangEngine:
     def load(self) -> EngineLoad:
         """Requests by our own count: all come through here. How many of them wait, and what they hold, is as the
         schedulers last told: with every prompt and every 40 steps of decoding, and not when they come to rest."""
-        page, told = self._config.block_size, self._metrics.values() if self._running else ()
-        waiting = min(self._running, sum(rank.waiting for rank in told))
+        in_flight = self._life.in_flight
+        page, told = self._config.block_size, self._metrics.values() if in_flight else ()
+        waiting = min(in_flight, sum(rank.waiting for rank in told))
         used = sum(-(-rank.kv_used_tokens // page) for rank in told)
-        total = 0 if self._info is None else self._info.total_blocks
+        total = 0 if self._life.info is None else self._life.info.total_blocks
         return EngineLoad(
-            running=self._running - waiting,
+            running=in_flight - waiting,
             waiting=waiting,
             used_blocks=used,
             cached_blocks=max(0, self._cache.num_blocks - used),
@@ -190,34 +175,27 @@ class SglangEngine:
         )
 
     def check_health(self) -> None:
-        if self._stopping:
-            raise EngineError(f"{self._worker_id} is stopping")
-        if self._runtime is None:
-            raise EngineError("the engine has not started")
-        if (pid := dead_child(self._runtime)) is not None:
-            error = EngineError(f"SGLang's process {pid} has ended", hint="see its log; the worker is started anew")
-            self._waits.fail(error)
-            raise error
+        self._life.check()
+        if self._runtime is not None and (pid := dead_child(self._runtime)) is not None:
+            hint = "see its log; the worker is started again"
+            self._life.fail(EngineError(f"SGLang's process {pid} has ended", hint=hint))
+            self._life.check()
 
     async def control(self, request: Control) -> ControlReply:
         """Implements workers.engine.Controllable."""
         info, runtime, manager = self._ready()
         done = await carry_out(request, runtime, manager, info.loras)
-        self._info = dataclasses.replace(info, loras=done.loras)
+        self._life.info = dataclasses.replace(info, loras=done.loras)
         return ControlReply(detail=done.detail, loras=done.loras)
 
     async def stop(self) -> None:
-        if self._stopping:
+        if not self._life.stop():
             return
-        self._stopping = True
-        self._waits.fail(EngineError(f"{self._worker_id} is stopping"))
         await self._offers.close()
         if self._subscriber is not None:
             await self._subscriber.close()
-        if self._launching is not None:
-            [launched] = await asyncio.gather(self._launching, return_exceptions=True)
-            if not isinstance(launched, BaseException):
-                await asyncio.to_thread(launched.shutdown)
+        if self._launch is not None and (launched := await self._launch.ended()) is not None:
+            await asyncio.to_thread(launched.shutdown)
         self._cleanup.close()
 
     # --- starting -------------------------------------------------------------------------------------
@@ -236,7 +214,7 @@ class SglangEngine:
         subscriber = self._subscriber = KvEventSubscriber(self._cache)
         for rank in range(self._flags.dp_size):
             live, replay = endpoints.of(rank)
-            subscriber.add(KvSource(self._worker_id, live, replay, dp_rank=rank))
+            subscriber.add(KvSource(self._life.worker_id, live, replay, dp_rank=rank))
         pull = open_socket(zmq.PULL, receive=_QUEUED_METRICS, max_bytes=MAX_METRICS_BYTES)
         bind_socket(pull, runtime.port_args.metrics_ipc_name, None, to="take SGLang's metrics")
         self._cleanup.callback(LoopSocket(pull, self._on_metrics).close)
@@ -301,11 +279,10 @@ class SglangEngine:
 
     def _ready(self) -> tuple[EngineInfo, Runtime, TokenizerManager]:
         self.check_health()
-        if self._info is None or self._runtime is None:
-            raise EngineError("the engine has not started")
+        assert self._runtime is not None, "a healthy engine has started"
         if self._runtime.tokenizer_manager is None:
             raise EngineError("this node computes for another", hint="send requests to the node with --node-rank 0")
-        return self._info, self._runtime, self._runtime.tokenizer_manager
+        return self._life.check(), self._runtime, self._runtime.tokenizer_manager
 
     def _kwargs(self, request: GenerateRequest, info: EngineInfo, bootstrap: Bootstrap | None) -> dict[str, Any]:
         return generate_kwargs(
@@ -315,74 +292,53 @@ class SglangEngine:
             bootstrap=bootstrap,
         )
 
-    def _bootstrap_of(self, request: GenerateRequest) -> Bootstrap | None:
+    def _bootstrap_of(self, request: GenerateRequest, info: EngineInfo) -> Bootstrap | None:
         """A decode engine cannot compute a prompt, and the others cannot take one over."""
         if self._config.role is not Role.DECODE:
             if request.ticket is not None:
                 raise InvalidRequestError("an aggregated SGLang worker takes no tickets", hint="set --role decode")
             return None
-        if request.ticket is None:
-            raise EngineError(
-                "a SGLang decode worker computes no prompts", hint="start a prefill worker, or one of --role aggregated"
-            )
-        try:
-            return bootstrap_of(request.ticket, self._flags.transfer)
-        except TransferError as error:  # it cannot go on without: another pair of workers may
-            raise EngineError(str(error)) from error
+        remedy = "start a prefill worker, or one of --role aggregated"
+        return bootstrap_to_decode(request, info.transfer, remedy=remedy)
 
-    async def _prefill(self, request: GenerateRequest, info: EngineInfo) -> AsyncGenerator[Delta, None]:
-        """The ticket at once; who does not take it, ends the prefill."""
+    def _prefill(self, request: GenerateRequest, info: EngineInfo) -> AsyncGenerator[Delta, None]:
+        """Begin to compute the prompt and yield its ticket at once."""
         if self._config.role is not Role.PREFILL:
             raise InvalidRequestError("an aggregated SGLang worker offers no KV", hint="set --role prefill")
-        bootstrap = Bootstrap(self._bootstrap_host, self._bootstrap_port, secrets.randbelow(MAX_ROOM))
+        bootstrap = Bootstrap(self._bootstrap_host, self._bootstrap_port, new_room())
         kwargs = self._kwargs(request, info, bootstrap)
-        offer = self._offers.open(lambda: self._drain(kwargs))
-        is_taken = False
-        try:
-            yield Delta(
-                ticket=Ticket(
-                    offer_id=offer.offer_id,
-                    worker_id=self._worker_id,
-                    address=self._address,
-                    backend=info.transfer,
-                    nonce=offer.nonce,
-                    num_tokens=len(kwargs["input_ids"]),
-                    opaque=encode_bootstrap(bootstrap),
-                )
-            )
-            is_taken = True
-        finally:
-            if not is_taken:
-                self._offers.release(offer.offer_id, offer.nonce)
+        num_tokens = len(kwargs["input_ids"])
+        return self._offers.hand_out(
+            bootstrap, lambda: self._drain(kwargs), backend=info.transfer, num_tokens=num_tokens, life=self._life
+        )
 
     async def _drain(self, kwargs: dict[str, Any]) -> None:
         _, runtime, manager = self._ready()
-        answer = Answer(is_incremental=self._is_incremental, top_logprobs=None)
+        answer = SglangAnswer(is_incremental=self._is_incremental, top_logprobs=None)
         async with aclosing(self._outputs(runtime, manager, kwargs, answer)) as outputs:
             async for _ in outputs:
                 pass
 
     async def _outputs(
-        self, runtime: Runtime, manager: TokenizerManager, kwargs: dict[str, Any], answer: Answer
+        self, runtime: Runtime, manager: TokenizerManager, kwargs: dict[str, Any], answer: SglangAnswer
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request of SGLang's, which is aborted if it has not ended when this is closed."""
         rid = f"kvmesh-{next(self._numbers)}"  # ours can come twice at once
-        self._running += 1
         stream: AsyncGenerator[dict[str, Any], None] | None = None
         try:
-            stream = await runtime.async_generate(**kwargs, rid=rid)
-            while not answer.has_ended:
-                output = await self._waits.next(stream)
-                if output is None:
-                    raise EngineError("SGLang ended an answer without a finish reason")
-                if (delta := answer.on_output(output)) is not None:
-                    yield delta
+            with self._life.counted():
+                stream = await runtime.async_generate(**kwargs, rid=rid)
+                while not answer.has_ended:
+                    output = await self._life.waits.next(stream)
+                    if output is None:
+                        raise EngineError("SGLang ended an answer without a finish reason")
+                    if (delta := answer.on_output(output)) is not None:
+                        yield delta
         except ValueError as error:  # how SGLang refuses a request
             answer.has_ended = True
             raise InvalidRequestError(f"SGLang refused the request: {error}") from error
         finally:
-            self._running -= 1
-            if not answer.has_ended and not self._stopping:
+            if not answer.has_ended and not self._life.is_stopping:
                 manager.abort_request(rid=rid)
             if stream is not None:
                 with suppress(RuntimeError):  # it is being cancelled already

@@ -4,18 +4,13 @@ Shapes are those of SGLang 0.5.23: entrypoints/engine.py, managers/tokenizer_man
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 from protocol.errors import (
-    ContextLengthError,
     EngineError,
     InvalidRequestError,
     MeshError,
     OverloadedError,
-    TransferError,
 )
 from protocol.messages import (
     Delta,
@@ -23,68 +18,25 @@ from protocol.messages import (
     GenerateRequest,
     Guide,
     GuideKind,
-    Ticket,
     TokenLogprob,
     unpack_tokens,
 )
+from workers.checks import check_prompt
 from workers.choices import choice_regex
-
-MAX_ROOM = (1 << 63) - 1
-MAX_OPAQUE_BYTES = 1024
+from workers.engines.sglang.bootstrap import Bootstrap
 
 _I63 = (1 << 63) - 1
 _MAX_PENALTY = 2.0
-
-
-class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a prefill and a decode engine meet; travels as JSON in Ticket.opaque."""
-
-    host: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:%\[\]-]{1,253}$")]
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    room: Annotated[int, Meta(ge=0, le=MAX_ROOM)]
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room}
-
-
-def backend_name(transfer: str) -> str:
-    """What tickets and cards call it: engines with different transfer backends cannot meet."""
-    return f"sglang-{transfer}"
-
-
-def encode_bootstrap(bootstrap: Bootstrap) -> bytes:
-    return msgspec.json.encode(bootstrap)
-
-
-def bootstrap_of(ticket: Ticket, transfer: str) -> Bootstrap:
-    """Raises TransferError for a ticket that is none of ours."""
-    if ticket.backend != backend_name(transfer):
-        raise TransferError(
-            f"a ticket of {ticket.backend!r}, {backend_name(transfer)!r} was expected",
-            hint="start prefill and decode workers with the same engine and transfer backend",
-        )
-    if len(ticket.opaque) > MAX_OPAQUE_BYTES:
-        raise TransferError(f"a bootstrap of {len(ticket.opaque)} bytes; at most {MAX_OPAQUE_BYTES} are accepted")
-    try:
-        return msgspec.json.decode(ticket.opaque, type=Bootstrap)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TransferError(f"unreadable bootstrap: {error}", hint="run one version everywhere") from error
 
 
 def generate_kwargs(
     request: GenerateRequest, *, context_tokens: int, has_tokenizer: bool, bootstrap: Bootstrap | None = None
 ) -> dict[str, Any]:
     """All but the `rid`. Raises InvalidRequestError for what SGLang could not honour."""
-    input_ids = [*unpack_tokens(request.prompt), *request.generated]
-    if not input_ids:
-        raise InvalidRequestError("the prompt is empty", hint="send at least one token", param="prompt")
-    if len(input_ids) >= context_tokens:
-        raise ContextLengthError(
-            f"the prompt has {len(input_ids)} tokens, and the model's context {context_tokens} with the answer"
-        )
+    prompt = unpack_tokens(request.prompt)
+    check_prompt(len(prompt), len(request.generated), context_tokens)
     kwargs: dict[str, Any] = {
-        "input_ids": input_ids,
+        "input_ids": [*prompt, *request.generated],
         "sampling_params": _sampling_params(request, has_tokenizer=has_tokenizer),
         "stream": True,
     }
@@ -161,7 +113,7 @@ def guide_params(guide: Guide) -> dict[str, str]:
             return {"regex": choice_regex(guide.value)}
 
 
-class Answer:
+class SglangAnswer:
     """One stream of outputs, read in order.
 
     An output has `output_ids` and `meta_info`. With --incremental-streaming-output the ids and the logprobs are those

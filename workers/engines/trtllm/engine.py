@@ -31,19 +31,20 @@ from protocol.messages import (
     Role,
     Ticket,
 )
-from workers.abilities import check_embedding, check_generation
+from workers.checks import check_embedding, check_generation
 from workers.config import WorkerConfig
 from workers.engine import EngineInfo, EngineLoad
-from workers.engine_cache import EngineCache
-from workers.engine_waits import Waits
+from workers.engines.external.cache import EngineCache
+from workers.engines.external.launch import Launch
+from workers.engines.external.life import EngineLife
 from workers.engines.registry import ENGINES
 from workers.engines.trtllm.arguments import prune, read_arguments
-from workers.engines.trtllm.events import EventReader, Stats, read_stats
-from workers.engines.trtllm.runtime import Llm, Result, Trtllm, gpu_blocks, is_healthy, launch, load_trtllm
+from workers.engines.trtllm.events import RankStats, TrtllmEventReader, read_stats
+from workers.engines.trtllm.runtime import Llm, LlmResult, Trtllm, gpu_blocks, is_healthy, launch, load_trtllm
 from workers.engines.trtllm.translate import (
     BACKEND,
-    Answer,
-    State,
+    ContextState,
+    TrtllmAnswer,
     encode_state,
     guide_fields,
     input_ids,
@@ -73,40 +74,32 @@ class TrtllmEngine:
         self._model_path = str(Path(config.model_path).resolve())
         self._load = load
         self._trtllm: Trtllm | None = None
-        self._launching: asyncio.Task[Llm] | None = None
+        self._launch: Launch[Llm] | None = None
         self._llm: Llm | None = None
-        self._info: EngineInfo | None = None
-        self._reader = EventReader(config.block_size)
+        self._life = EngineLife()
+        self._reader = TrtllmEventReader(config.block_size)
         self._cache = EngineCache(config.block_size, self._arguments.ranks)
-        self._stats: dict[int, Stats] = {}  # by rank
+        self._stats: dict[int, RankStats] = {}  # by rank
         self._polls: list[asyncio.Task[None]] = []
-        self._waits = Waits()
-        self._running = 0
-        self._failure: EngineError | None = None
-        self._stopping = False
-        self._worker_id = WorkerId("")
-        self._address = ""
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
-        self._worker_id, self._address = worker_id, address
+        self._life.begin(worker_id, address)
         trtllm = self._trtllm = await asyncio.to_thread(self._load)
         fields = await asyncio.to_thread(trtllm.fields, self._arguments.variant)
         kwargs, removed = prune(self._arguments, fields)
         if removed:
             names = ", ".join(sorted(removed))
             log.warning("TensorRT-LLM %s (%s) does not know %s", trtllm.version, self._arguments.variant, names)
-        self._launching = asyncio.create_task(
-            asyncio.to_thread(launch, trtllm, self._arguments, kwargs), name="launch TensorRT-LLM"
-        )
-        self._llm = llm = await asyncio.shield(self._launching)  # a start that is given up must still be ended
+        self._launch = Launch("TensorRT-LLM", lambda: launch(trtllm, self._arguments, kwargs))
+        self._llm = llm = await self._launch.result()
         await self._warm_up(trtllm, llm)
         if self._arguments.tells_events:
             await self._take_events(llm)  # the first tell how large the cache is
             self._polls.append(asyncio.create_task(self._poll(self._take_events), name="poll KV events"))
         self._polls.append(asyncio.create_task(self._poll(self._take_stats), name="poll statistics"))
-        self._info = await self._describe(llm)
+        self._life.info = info = await self._describe(llm)
         log.info("TensorRT-LLM %s (%s) is up", trtllm.version, self._arguments.variant)
-        return self._info
+        return info
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         info, trtllm, llm = self._ready()
@@ -118,15 +111,14 @@ class TrtllmEngine:
         disaggregated = None if state is None else _generation_only(trtllm, state)
         result = self._ask(request, info, trtllm, llm, disaggregated, state)
         given = () if state is None else state.first_gen_tokens
-        answer = Answer(top_logprobs=request.sampling.top_logprobs, given=given)
+        answer = TrtllmAnswer(top_logprobs=request.sampling.top_logprobs, given=given)
         async with contextlib.aclosing(self._deltas(result, answer)) as deltas:
             async for delta in deltas:
                 yield delta if report is None else replace(delta, pull=report)
                 report = None
 
     async def embed(self, request: EmbedRequest) -> Embedding:
-        info, _, _ = self._ready()
-        check_embedding(request, info)
+        check_embedding(request, self._life.check())
         raise EngineError("TensorRT-LLM workers compute no embeddings")
 
     def release(self, offer_id: int, nonce: int) -> None:
@@ -146,37 +138,28 @@ class TrtllmEngine:
         told = self._stats.values()
         used = sum(rank.used_blocks for rank in told)
         return EngineLoad(
-            running=sum(rank.active for rank in told) if told else self._running,
+            running=sum(rank.active for rank in told) if told else self._life.in_flight,
             waiting=sum(rank.waiting for rank in told),
             used_blocks=used,
             cached_blocks=max(0, self._cache.num_blocks - used),
-            total_blocks=0 if self._info is None else self._info.total_blocks,
+            total_blocks=0 if self._life.info is None else self._life.info.total_blocks,
             offers=0,
         )
 
     def check_health(self) -> None:
-        if self._stopping:
-            raise EngineError(f"{self._worker_id} is stopping")
-        if self._llm is None:
-            raise EngineError("the engine has not started")
-        if self._failure is None and not is_healthy(self._llm):
-            self._failure = EngineError("TensorRT-LLM has died", hint="see its log; the worker is started anew")
-            self._waits.fail(self._failure)
-        if self._failure is not None:
-            raise self._failure
+        self._life.check()
+        if self._llm is not None and not is_healthy(self._llm):
+            self._life.fail(EngineError("TensorRT-LLM has died", hint="see its log; the worker is started again"))
+            self._life.check()
 
     async def stop(self) -> None:
-        if self._stopping:
+        if not self._life.stop():
             return
-        self._stopping = True
-        self._waits.fail(EngineError(f"{self._worker_id} is stopping"))
         for poll in self._polls:
             poll.cancel()
         await asyncio.gather(*self._polls, return_exceptions=True)
-        if self._launching is not None:
-            [launched] = await asyncio.gather(self._launching, return_exceptions=True)
-            if not isinstance(launched, BaseException):
-                await asyncio.to_thread(launched.shutdown)
+        if self._launch is not None and (launched := await self._launch.ended()) is not None:
+            await asyncio.to_thread(launched.shutdown)
 
     # --- starting -------------------------------------------------------------------------------------
 
@@ -256,11 +239,10 @@ class TrtllmEngine:
 
     def _ready(self) -> tuple[EngineInfo, Trtllm, Llm]:
         self.check_health()
-        if self._info is None or self._trtllm is None or self._llm is None:
-            raise EngineError("the engine has not started")
-        return self._info, self._trtllm, self._llm
+        assert self._trtllm is not None and self._llm is not None, "a healthy engine has started"
+        return self._life.check(), self._trtllm, self._llm
 
-    def _state_of(self, request: GenerateRequest) -> tuple[State | None, PullReport | None]:
+    def _state_of(self, request: GenerateRequest) -> tuple[ContextState | None, PullReport | None]:
         """What a ticket brings; with a bad one the prompt is computed here, and the report says so."""
         if request.ticket is None:
             return None, None
@@ -280,8 +262,8 @@ class TrtllmEngine:
         trtllm: Trtllm,
         llm: Llm,
         disaggregated: Any,
-        state: State | None = None,
-    ) -> Result:
+        state: ContextState | None = None,
+    ) -> LlmResult:
         """Raises InvalidRequestError for what TensorRT-LLM refuses."""
         tokens = input_ids(request, info.context_tokens, state)
         fields = sampling_fields(request, state)
@@ -301,23 +283,22 @@ class TrtllmEngine:
         except RuntimeError as error:
             raise EngineError(f"TensorRT-LLM takes no request: {error}") from error
 
-    async def _deltas(self, result: Result, answer: Answer) -> AsyncGenerator[Delta, None]:
-        """Of one result, which is aborted if it has not ended when this is closed."""
-        self._running += 1
+    async def _deltas(self, result: LlmResult, answer: TrtllmAnswer) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of one result, which is aborted if it has not ended when this is closed."""
         stream = aiter(result)
         try:
-            while not answer.has_ended:
-                step = await self._step(stream)
-                if (delta := answer.on_result(step)) is not None:
-                    yield delta
+            with self._life.counted():
+                while not answer.has_ended:
+                    step = await self._step(stream)
+                    if (delta := answer.on_result(step)) is not None:
+                        yield delta
         finally:
-            self._running -= 1
-            if not answer.has_ended and not self._stopping:
+            if not answer.has_ended and not self._life.is_stopping:
                 result.abort()
 
-    async def _step(self, stream: Any) -> Result:
+    async def _step(self, stream: Any) -> LlmResult:
         try:
-            step: Result | None = await self._waits.next(stream)
+            step: LlmResult | None = await self._life.waits.next(stream)
         except EngineError:
             raise
         except Exception as error:
@@ -332,7 +313,7 @@ class TrtllmEngine:
             raise InvalidRequestError("an aggregated TensorRT-LLM worker offers no KV", hint="set --role prefill")
         params = trtllm.disaggregated_params(request_type="context_only", **self._request_id(trtllm))
         result = self._ask(request, info, trtllm, llm, params)
-        answer = Answer(top_logprobs=request.sampling.top_logprobs)
+        answer = TrtllmAnswer(top_logprobs=request.sampling.top_logprobs)
         first: Delta | None = None
         async with contextlib.aclosing(self._deltas(result, answer)) as deltas:
             async for delta in deltas:
@@ -346,8 +327,8 @@ class TrtllmEngine:
         nonce = secrets.randbits(62) + 1
         ticket = Ticket(
             offer_id=nonce,
-            worker_id=self._worker_id,
-            address=self._address,
+            worker_id=self._life.worker_id,
+            address=self._life.address,
             backend=BACKEND,
             nonce=nonce,
             num_tokens=len(request.prompt) // 4 + len(request.generated),
@@ -359,10 +340,10 @@ class TrtllmEngine:
         """One that no other prefill worker gives: 10 bits of it are ours."""
         if trtllm.request_id is None:
             return {}
-        return {"disagg_request_id": trtllm.request_id(zlib.crc32(self._worker_id.encode()) % _MACHINES)}
+        return {"disagg_request_id": trtllm.request_id(zlib.crc32(self._life.worker_id.encode()) % _MACHINES)}
 
 
-def _generation_only(trtllm: Trtllm, state: State) -> Any:
+def _generation_only(trtllm: Trtllm, state: ContextState) -> Any:
     fields = {
         name: list(value) if isinstance(value := getattr(state, name), tuple) else value
         for name in state.__struct_fields__

@@ -64,7 +64,7 @@ class News:
     lost: bool = False
 
 
-class EventReader:
+class TrtllmEventReader:
     """Reads the events of one engine, in order."""
 
     def __init__(self, block_size: int) -> None:
@@ -141,7 +141,7 @@ def _hash(value: int) -> EngineHash:
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class RankStats:
     """Of one rank, after one step."""
 
     rank: int
@@ -151,7 +151,7 @@ class Stats:
     total_blocks: int
 
 
-def read_stats(raw: object) -> Stats | None:
+def read_stats(raw: object) -> RankStats | None:
     """None for what says nothing of the KV cache. Raises WireError for what is no statistics."""
     try:
         stats = json.loads(raw) if isinstance(raw, str | bytes) else raw
@@ -162,7 +162,7 @@ def read_stats(raw: object) -> Stats | None:
     cache = stats.get("kvCacheStats")
     if not isinstance(cache, Mapping) or not isinstance(cache.get("usedNumBlocks"), int):
         return None
-    return Stats(
+    return RankStats(
         rank=_count(stats, "attentionDpRank"),
         active=_count(stats, "numActiveRequests"),
         waiting=_count(stats, "numQueuedRequests"),

@@ -9,13 +9,13 @@ from protocol.errors import ConfigError
 from workers.engines.trtllm.arguments import Arguments, Variant
 
 
-class Result(Protocol):
+class LlmResult(Protocol):
     """`RequestOutput`: one object per request, that each step of its iteration changes."""
 
     outputs: list[Any]
     finished: bool
 
-    def __aiter__(self) -> AsyncIterator["Result"]: ...
+    def __aiter__(self) -> AsyncIterator["LlmResult"]: ...
 
     def abort(self) -> None: ...
 
@@ -25,7 +25,7 @@ class Llm(Protocol):
 
     args: Any
 
-    def generate_async(self, inputs: list[int], **kwargs: Any) -> Result: ...
+    def generate_async(self, inputs: list[int], **kwargs: Any) -> LlmResult: ...
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterator[Any]: ...
 

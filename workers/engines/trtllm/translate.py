@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, TransferError
+from protocol.errors import EngineError, TransferError
 from protocol.messages import (
     Delta,
     FinishReason,
@@ -20,6 +20,7 @@ from protocol.messages import (
     TokenLogprob,
     unpack_tokens,
 )
+from workers.checks import check_prompt
 from workers.choices import choice_regex
 
 BACKEND = "trtllm"
@@ -29,7 +30,7 @@ _Token = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 _Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ContextState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a decode engine is given of the prefill's DisaggregatedParams; travels as msgpack in Ticket.opaque."""
 
     opaque_state: Annotated[bytes, Meta(max_length=MAX_OPAQUE_BYTES)] | None
@@ -41,14 +42,14 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ctx_info_endpoint: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:%/\[\]-]{1,300}$")] | None = None
 
 
-def state_of(params: object) -> State:
+def state_of(params: object) -> ContextState:
     """Of what a prefill engine gave (DisaggregatedParams). Raises EngineError if no decode engine could use it."""
     fields = {
         name: tuple(value) if isinstance(value := getattr(params, name, None), list) else value
-        for name in State.__struct_fields__
+        for name in ContextState.__struct_fields__
     }
     try:
-        state = msgspec.convert(fields, State)
+        state = msgspec.convert(fields, ContextState)
     except msgspec.ValidationError as error:
         raise EngineError(
             f"TensorRT-LLM offers no KV: {error}", hint="check --cache-transceiver-config.backend"
@@ -58,18 +59,18 @@ def state_of(params: object) -> State:
     return state
 
 
-def encode_state(state: State) -> bytes:
+def encode_state(state: ContextState) -> bytes:
     return msgspec.msgpack.encode(state)
 
 
-def read_ticket(ticket: Ticket, generated: Sequence[int]) -> State:
+def read_ticket(ticket: Ticket, generated: Sequence[int]) -> ContextState:
     """Raises TransferError for a ticket that this engine must not see; it can still compute the prompt."""
     if ticket.backend != BACKEND:
         raise TransferError(f"a ticket of {ticket.backend!r}, {BACKEND!r} was expected")
     if not 0 < len(ticket.opaque) <= MAX_OPAQUE_BYTES:
         raise TransferError(f"a state of {len(ticket.opaque)} bytes; at most {MAX_OPAQUE_BYTES} are accepted")
     try:
-        state = msgspec.msgpack.decode(ticket.opaque, type=State)
+        state = msgspec.msgpack.decode(ticket.opaque, type=ContextState)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TransferError(f"unreadable state: {error}", hint="run one version everywhere") from error
     first = state.first_gen_tokens
@@ -78,20 +79,15 @@ def read_ticket(ticket: Ticket, generated: Sequence[int]) -> State:
     return state
 
 
-def input_ids(request: GenerateRequest, context_tokens: int, state: State | None) -> list[int]:
+def input_ids(request: GenerateRequest, context_tokens: int, state: ContextState | None) -> list[int]:
     """The prompt; with a `state` the tokens that came with it are no part of it. Raises InvalidRequestError."""
     generated = request.generated if state is None else request.generated[: -len(state.first_gen_tokens)]
-    tokens = [*unpack_tokens(request.prompt), *generated]
-    if not tokens:
-        raise InvalidRequestError("the prompt is empty", hint="send at least one token", param="prompt")
-    if len(tokens) >= context_tokens:
-        raise ContextLengthError(
-            f"the prompt has {len(tokens)} tokens, and the model's context {context_tokens} with the answer"
-        )
-    return tokens
+    prompt = unpack_tokens(request.prompt)
+    check_prompt(len(prompt), len(generated), context_tokens)
+    return [*prompt, *generated]
 
 
-def sampling_fields(request: GenerateRequest, state: State | None) -> dict[str, Any]:
+def sampling_fields(request: GenerateRequest, state: ContextState | None) -> dict[str, Any]:
     """Fields of SamplingParams but `guided_decoding`. Tokens that came with a `state` count as this engine's."""
     sampling, stop = request.sampling, request.stop
     done = len(request.generated) - (0 if state is None else len(state.first_gen_tokens))
@@ -137,7 +133,7 @@ def guide_fields(guide: Guide) -> dict[str, Any]:
             return {"regex": choice_regex(guide.value)}
 
 
-class Answer:
+class TrtllmAnswer:
     """One result, looked at after each of its steps: its tokens and logprobs are all so far.
 
     `given`: tokens at its beginning that came from a prefill engine, and were told by that.

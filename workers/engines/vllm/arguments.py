@@ -64,7 +64,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     flags: tuple[str, ...]  # for vLLM's own parser
     environ: dict[str, str]  # to be set where it is not set yet
     transfer: str  # TRANSFER, or "" where no NIXL connector is in use
@@ -81,7 +81,7 @@ def leads(config: WorkerConfig) -> bool:
         raise ConfigError(f"--node-rank is {text!r}", hint="number the nodes from 0, which leads") from error
 
 
-def plan_start(config: WorkerConfig, name: str, adapters: Sequence[Adapter], surroundings: Surroundings) -> Plan:
+def plan_start(config: WorkerConfig, name: str, adapters: Sequence[Adapter], surroundings: Surroundings) -> LaunchPlan:
     """`name`: that the model is served under. Raises ConfigError for what contradicts itself, with what to do."""
     given = [flag for flag in split_flags(config.engine_args) if flag != _HEADLESS]
     names = _names(given)
@@ -105,7 +105,7 @@ def plan_start(config: WorkerConfig, name: str, adapters: Sequence[Adapter], sur
     if transfer is not None:
         flags += ["--kv-transfer-config", json.dumps(transfer)]
     flags += _adapter_flags(adapters, names)
-    return Plan(
+    return LaunchPlan(
         flags=tuple(flags),
         environ=_environ(config, names, surroundings),
         transfer=TRANSFER if transfer is not None and hands_over(transfer) else "",

@@ -18,7 +18,7 @@ import psutil
 from protocol.errors import ConfigError, EngineError, InvalidRequestError
 from workers.engines.vllm.guard import Guard
 from workers.engines.vllm.transfer import check_can_run
-from workers.engines.vllm.translate import Question, Step
+from workers.engines.vllm.translate import VllmQuestion, VllmStep
 
 SHUTDOWN_S = 10.0
 
@@ -26,7 +26,7 @@ ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # by its shor
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class VllmFacts:
     """What vLLM decided when it started."""
 
     block_size: int
@@ -40,7 +40,7 @@ class Facts:
 
 
 @dataclass(slots=True)
-class Load:
+class RankLoad:
     """Of one data-parallel rank, by its last step."""
 
     running: int = 0
@@ -56,8 +56,8 @@ class LoadedAdapter:
 
 
 class Driver(Protocol):
-    facts: Facts  # known after `prepare`
-    loads: Sequence[Load]  # by rank
+    facts: VllmFacts  # known after `prepare`
+    loads: Sequence[RankLoad]  # by rank
 
     async def prepare(self) -> None:
         """To be called once, on the event loop that it will be used on."""
@@ -66,8 +66,8 @@ class Driver(Protocol):
         """By rank: where its KV events are told, and where they are replayed."""
 
     def generate(
-        self, question: Question, request_id: str, salt: str | None, adapter: LoadedAdapter | None, rank: int
-    ) -> AsyncGenerator[Step, None]:
+        self, question: VllmQuestion, request_id: str, salt: str | None, adapter: LoadedAdapter | None, rank: int
+    ) -> AsyncGenerator[VllmStep, None]:
         """Closing it aborts the request. Raises InvalidRequestError, EngineError."""
 
     async def embed(
@@ -96,7 +96,7 @@ class Driver(Protocol):
     async def close(self) -> None: ...
 
 
-class Node(Protocol):
+class NodeProcesses(Protocol):
     """vLLM's processes on a node that does not lead."""
 
     def failure(self) -> str:
@@ -117,7 +117,7 @@ def open_driver(flags: Sequence[str], environ: Mapping[str, str]) -> Driver:
         raise EngineError(f"vLLM did not start: {error}", hint="its own log, above, says why") from error
 
 
-def open_node(flags: Sequence[str], environ: Mapping[str, str]) -> Node:
+def open_node(flags: Sequence[str], environ: Mapping[str, str]) -> NodeProcesses:
     """As `open_driver`, on a node that does not lead. Blocks until the leading one has been found, where vLLM waits
     for it."""
     config = _engine_config(flags, environ, headless=True)
@@ -178,8 +178,8 @@ class _VllmDriver:
     def __init__(self, config: Any) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.facts: Facts
-        self.loads: Sequence[Load] = [Load() for _ in range(config.parallel_config.data_parallel_size)]
+        self.facts: VllmFacts
+        self.loads: Sequence[RankLoad] = [RankLoad() for _ in range(config.parallel_config.data_parallel_size)]
         with _guarded() as self._guard:
             self._llm: Any = AsyncLLM.from_vllm_config(config, stat_loggers=[_stat_logger(self.loads)])
 
@@ -192,8 +192,8 @@ class _VllmDriver:
         return [(told[rank].endpoint, told[rank].replay_endpoint) for rank in range(len(self.loads))]
 
     async def generate(
-        self, question: Question, request_id: str, salt: str | None, adapter: LoadedAdapter | None, rank: int
-    ) -> AsyncGenerator[Step, None]:
+        self, question: VllmQuestion, request_id: str, salt: str | None, adapter: LoadedAdapter | None, rank: int
+    ) -> AsyncGenerator[VllmStep, None]:
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -331,9 +331,9 @@ def _engines_of(config: Any) -> Any:
     )
 
 
-def _facts(config: Any, tasks: frozenset[str]) -> Facts:
+def _facts(config: Any, tasks: frozenset[str]) -> VllmFacts:
     cache, model = config.cache_config, config.model_config
-    return Facts(
+    return VllmFacts(
         block_size=cache.block_size,
         total_blocks=cache.num_gpu_blocks // config.parallel_config.data_parallel_size,  # vLLM has their sum
         block_bytes=_block_bytes(config),
@@ -372,7 +372,7 @@ def _prompt(tokens: list[int], salt: str | None) -> Any:
     return TokensPrompt(prompt_token_ids=tokens, **({"cache_salt": salt} if salt else {}))
 
 
-def _sampling(question: Question) -> Any:
+def _sampling(question: VllmQuestion) -> Any:
     """Raises InvalidRequestError."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMClientError
@@ -396,9 +396,9 @@ def _lora(adapter: LoadedAdapter | None) -> Any:
     return None if adapter is None else LoRARequest(adapter.name, adapter.number, adapter.path)
 
 
-def _step(output: Any) -> Step:
+def _step(output: Any) -> VllmStep:
     completion = output.outputs[0]
-    return Step(
+    return VllmStep(
         token_ids=completion.token_ids,
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
@@ -408,7 +408,7 @@ def _step(output: Any) -> Step:
     )
 
 
-def _stat_logger(loads: Sequence[Load]) -> Any:
+def _stat_logger(loads: Sequence[RankLoad]) -> Any:
     """A class, as vLLM wants it: it makes one per rank. Called on the event loop after every step."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 

@@ -7,8 +7,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,23 +34,26 @@ from protocol.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from workers.abilities import check_embedding, check_generation
+from workers.checks import check_embedding, check_generation
 from workers.config import WorkerConfig
 from workers.engine import Caching, EngineInfo, EngineLoad
-from workers.engine_waits import Waits
+from workers.engines.external.cache import RankCache
+from workers.engines.external.control import argument
+from workers.engines.external.life import EngineLife
+from workers.engines.external.ports import free_ports
 from workers.engines.registry import ENGINES
-from workers.engines.vllm.arguments import Adapter, Plan, Surroundings, parse_adapters, plan_start
-from workers.engines.vllm.driver import Driver, Facts, LoadedAdapter, open_driver
-from workers.engines.vllm.events import EventFeed, RankCache
+from workers.engines.vllm.arguments import Adapter, LaunchPlan, Surroundings, parse_adapters, plan_start
+from workers.engines.vllm.driver import Driver, LoadedAdapter, VllmFacts, open_driver
+from workers.engines.vllm.events import EventFeed
 from workers.engines.vllm.patience import within
 from workers.engines.vllm.starting import Starting
 from workers.engines.vllm.transfer import TRANSFER
 from workers.engines.vllm.translate import (
-    Answer,
     DivergedError,
     PullFailedError,
-    Question,
-    Step,
+    VllmAnswer,
+    VllmQuestion,
+    VllmStep,
     offering,
     pulling,
     unpulled,
@@ -58,7 +61,6 @@ from workers.engines.vllm.translate import (
     write_ticket,
 )
 from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
-from workers.ports import free_ports
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ OpenDriver = Callable[[Sequence[str], Mapping[str, str]], Driver]
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _StandingOffer:
     nonce: int
     expiry: asyncio.TimerHandle
 
@@ -91,22 +93,17 @@ class VllmEngine:
         self._driver: Driver | None = None
         self._caches = [RankCache() for _ in range(config.dp_size)]
         self._feed: EventFeed | None = None
-        self._offers: dict[int, _Offer] = {}
+        self._offers: dict[int, _StandingOffer] = {}
         self._next_offer = 1
         self._loaded: dict[str, LoadedAdapter] = {}
         self._known_paths: dict[str, str] = {}  # of all adapters that ever were here, by name
-        self._num_requests = 0
         self._is_asleep = False
-        self._is_stopped = False
-        self._waits = Waits()
-        self._worker_id = WorkerId("")
-        self._address = ""
-        self._info: EngineInfo | None = None
+        self._life = EngineLife()
 
     # --- its life -------------------------------------------------------------------------------------
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
-        self._worker_id, self._address = worker_id, address
+        self._life.begin(worker_id, address)
         self._starting = Starting(lambda: self._open_vllm(self._plan.flags, self._plan.environ))
         driver = self._driver = await self._starting.result()
         await driver.prepare()
@@ -118,7 +115,7 @@ class VllmEngine:
             self._feed.follow(worker_id, driver.event_endpoints())
         for adapter in self._adapters.values():
             await self._load_adapter(adapter.name, adapter.path)
-        self._info = EngineInfo(
+        self._life.info = info = EngineInfo(
             model=self._name,
             model_path=self._model_path,
             block_size=facts.block_size,
@@ -134,13 +131,12 @@ class VllmEngine:
         )
         for rank in range(self._config.dp_size):
             await self._warm_up(rank)
-        return self._info
+        return info
 
     async def _warm_up(self, rank: int) -> None:
         """What vLLM compiles when it is first asked for shall not be paid by a request."""
-        assert self._driver is not None
-        prompt = [*range(1, 9)]
-        if "generate" in self._driver.facts.tasks:
+        driver, prompt = self._started, [*range(1, 9)]
+        if "generate" in driver.facts.tasks:
             request = GenerateRequest(
                 request_id=RequestId("warm-up"),
                 model=self._name,
@@ -148,26 +144,23 @@ class VllmEngine:
                 sampling=SamplingParams(temperature=0, top_logprobs=1),
                 stop=StopConditions(max_tokens=2, ignore_eos=True),
             )
-            question = whole(request, self._driver.facts.context_tokens)
-            async with aclosing(self._driver.generate(question, request.request_id, None, None, rank)) as steps:
+            question = whole(request, driver.facts.context_tokens)
+            async with aclosing(driver.generate(question, request.request_id, None, None, rank)) as steps:
                 async for _ in steps:
                     pass
-        elif "embed" in self._driver.facts.tasks:
-            await self._driver.embed(prompt, "warm-up", None, None)
+        elif "embed" in driver.facts.tasks:
+            await driver.embed(prompt, "warm-up", None, None)
 
     def check_health(self) -> None:
-        if self._driver is None or self._is_stopped:
-            raise EngineError("vLLM has not started" if not self._is_stopped else f"{self._worker_id} is stopping")
-        if failure := self._driver.failure():
+        self._life.check()
+        if failure := self._started.failure():
             raise EngineError(
-                f"vLLM's engine died: {failure}", hint="see the worker's log; its supervisor starts it anew"
+                f"vLLM's engine died: {failure}", hint="see the worker's log; its supervisor starts it again"
             )
 
     async def stop(self) -> None:
-        if self._is_stopped:
+        if not self._life.stop():  # it ends all waits: vLLM would leave them waiting
             return
-        self._is_stopped = True
-        self._waits.fail(EngineError(f"{self._worker_id} is stopping"))  # vLLM would leave them waiting
         for offer in self._offers.values():
             offer.expiry.cancel()
         if self._feed is not None:
@@ -178,16 +171,16 @@ class VllmEngine:
 
     def load(self) -> EngineLoad:
         """Of all ranks together."""
-        if self._info is None or self._driver is None:
+        if self._life.info is None:
             return EngineLoad(0, 0, 0, 0, 0, 0)
-        total, loads = self._info.total_blocks, self._driver.loads
-        running = min(sum(load.running for load in loads), self._num_requests)  # vLLM tells after its steps alone
-        is_used = bool(self._num_requests or self._offers)
+        total, loads, in_flight = self._life.info.total_blocks, self._started.loads, self._life.in_flight
+        running = min(sum(load.running for load in loads), in_flight)  # vLLM reports after its steps alone
+        is_used = bool(in_flight or self._offers)
         used = [round(load.used_share * total) if is_used else 0 for load in loads]
         cached = [min(cache.num_blocks, total) for cache in self._caches]
         return EngineLoad(
             running=running,
-            waiting=self._num_requests - running,
+            waiting=in_flight - running,
             used_blocks=sum(used),
             cached_blocks=sum(max(0, c - u) for c, u in zip(cached, used, strict=True)),
             total_blocks=total * len(loads),
@@ -200,7 +193,7 @@ class VllmEngine:
         check_generation(request, self._ready())
         self._check_rank(request.dp_rank)
         answer = self._first_try(request)
-        with self._counted():
+        with self._life.counted():
             while True:
                 try:
                     async with aclosing(self._ask(request, answer)) as deltas:
@@ -211,54 +204,52 @@ class VllmEngine:
                     answer = self._computed_here(request, answer.question, str(error))
                 except DivergedError:
                     log.info("request %s: vLLM drew another first token than the prefill worker", request.request_id)
-                    answer = Answer(
+                    answer = VllmAnswer(
                         whole(request, self._facts.context_tokens), self._facts.eos_token_ids, answer.report
                     )
 
     async def embed(self, request: EmbedRequest) -> Embedding:
         check_embedding(request, self._ready())
-        assert self._driver is not None
-        with self._counted():
-            vector = await self._driver.embed(
+        with self._life.counted():
+            vector = await self._started.embed(
                 unpack_tokens(request.prompt), request.request_id, request.cache_salt, self._adapter(request.lora)
             )
         return Embedding(vector=vector)
 
-    def _first_try(self, request: GenerateRequest) -> Answer:
+    def _first_try(self, request: GenerateRequest) -> VllmAnswer:
         facts = self._facts
         if request.offer_kv:
             if not self._plan.transfer:
                 raise InvalidRequestError("this worker has no KV transfer", hint="start it with --role prefill")
-            return Answer(offering(request, facts.context_tokens), facts.eos_token_ids)
+            return VllmAnswer(offering(request, facts.context_tokens), facts.eos_token_ids)
         if request.ticket is None:
-            return Answer(whole(request, facts.context_tokens), facts.eos_token_ids)
+            return VllmAnswer(whole(request, facts.context_tokens), facts.eos_token_ids)
         try:
             if not self._plan.transfer or request.ticket.backend != TRANSFER:
                 raise TransferError(f"a ticket of {request.ticket.backend!r}, this worker pulls by {TRANSFER!r}")
             question = pulling(request, request.ticket, facts.block_size, facts.context_tokens)
         except TransferError as error:
             return self._computed_here(request, whole(request, facts.context_tokens), str(error))
-        return Answer(question, facts.eos_token_ids)
+        return VllmAnswer(question, facts.eos_token_ids)
 
-    def _computed_here(self, request: GenerateRequest, question: Question, reason: str) -> Answer:
+    def _computed_here(self, request: GenerateRequest, question: VllmQuestion, reason: str) -> VllmAnswer:
         """The KV did not come: the prompt is computed by this worker."""
         log.warning("request %s computes its prompt itself: %s", request.request_id, reason)
         PULLS.labels(TRANSFER, "failed").inc()
-        return Answer(unpulled(question), self._facts.eos_token_ids, PullReport(TRANSFER, 0, 0, 0.0, reason))
+        return VllmAnswer(unpulled(question), self._facts.eos_token_ids, PullReport(TRANSFER, 0, 0, 0.0, reason))
 
-    async def _ask(self, request: GenerateRequest, answer: Answer) -> AsyncGenerator[Delta, None]:
+    async def _ask(self, request: GenerateRequest, answer: VllmAnswer) -> AsyncGenerator[Delta, None]:
         """One question to vLLM. Raises PullFailedError and DivergedError before it has given anything."""
-        assert self._driver is not None
-        started = time.perf_counter()
-        load = self._driver.loads[request.dp_rank]
+        driver, started = self._started, time.perf_counter()
+        load = driver.loads[request.dp_rank]
         pulls = answer.question.kv is not None and not answer.question.offers
-        steps = self._driver.generate(
+        steps = driver.generate(
             answer.question, request.request_id, request.cache_salt, self._adapter(request.lora), request.dp_rank
         )
         if pulls:
             steps = within(self._config.pull_timeout_s, steps, lambda: load.waiting)
         async with aclosing(steps):
-            while (step := await self._waits.next(steps)) is not None:
+            while (step := await self._life.waits.next(steps)) is not None:
                 if pulls and answer.report is None:
                     answer.report = self._report(answer.question, step, time.perf_counter() - started)
                 delta = answer.take(step)
@@ -275,7 +266,7 @@ class VllmEngine:
                     if not is_taken:  # nobody will come for it; vLLM frees the blocks after its lease
                         self.release(ticket.offer_id, ticket.nonce)
 
-    def _report(self, question: Question, step: Step, duration_s: float) -> PullReport | None:
+    def _report(self, question: VllmQuestion, step: VllmStep, duration_s: float) -> PullReport | None:
         """vLLM says of single requests what it had cached; the rest came from the prefill worker."""
         if step.finish_reason not in (None, "stop", "length"):
             return None
@@ -291,33 +282,29 @@ class VllmEngine:
 
     def _ready(self) -> EngineInfo:
         """Raises what keeps it from taking another request."""
-        self.check_health()
-        if self._info is None:
+        if self._life.info is None and not self._life.is_stopping:
             raise DrainingError("this worker is still starting")
+        self.check_health()
         if self._is_asleep:
             raise DrainingError("this worker was put to sleep", hint="wake it by the control call `wake`")
-        return self._info
+        return self._life.check()
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < len(self._caches):
             raise InvalidRequestError(f"there is no rank {rank} here", hint=f"there are {len(self._caches)}, from 0")
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        self._num_requests += 1
-        try:
-            yield
-        finally:
-            self._num_requests -= 1
+    @property
+    def _started(self) -> Driver:
+        assert self._driver is not None, "a healthy engine has started"
+        return self._driver
 
     @property
-    def _facts(self) -> Facts:
-        assert self._driver is not None
-        return self._driver.facts
+    def _facts(self) -> VllmFacts:
+        return self._started.facts
 
     # --- KV that is offered ---------------------------------------------------------------------------
 
-    def _offer(self, question: Question, step: Step) -> Ticket:
+    def _offer(self, question: VllmQuestion, step: VllmStep) -> Ticket:
         """vLLM itself frees the blocks: once they were pulled, or after its lease."""
         if not step.kv:
             raise EngineError("vLLM computed a prompt and offers no KV", hint="check its --kv-transfer-config")
@@ -328,11 +315,11 @@ class VllmEngine:
         offer_id, nonce = self._next_offer, new_generation()
         self._next_offer += 1
         expiry = asyncio.get_running_loop().call_later(self._config.offer_lease_s, self.release, offer_id, nonce)
-        self._offers[offer_id] = _Offer(nonce, expiry)
+        self._offers[offer_id] = _StandingOffer(nonce, expiry)
         return Ticket(
             offer_id=offer_id,
-            worker_id=self._worker_id,
-            address=self._address,
+            worker_id=self._life.worker_id,
+            address=self._life.address,
             backend=TRANSFER,
             nonce=nonce,
             num_tokens=num_tokens,
@@ -365,10 +352,9 @@ class VllmEngine:
 
     async def control(self, request: Control) -> ControlReply:
         self.check_health()
-        assert self._driver is not None
-        detail = await self._carry_out(self._driver, request)
-        if self._info is not None:
-            self._info = replace(self._info, loras=tuple(self._loaded))
+        detail = await self._carry_out(self._started, request)
+        if self._life.info is not None:
+            self._life.info = replace(self._life.info, loras=tuple(self._loaded))
         return ControlReply(detail=detail, loras=tuple(self._loaded))
 
     async def _carry_out(self, driver: Driver, request: Control) -> str:
@@ -393,11 +379,11 @@ class VllmEngine:
                 await driver.profile(starts)
                 return "profiling" if starts else "profiled"
             case ControlAction.LOAD_LORA:
-                name, path = _argument(request, "name"), _argument(request, "path")
+                name, path = argument(request, "name"), argument(request, "path")
                 await self._load_adapter(name, path)
                 return f"adapter {name!r} is served"
             case ControlAction.UNLOAD_LORA:
-                name = _argument(request, "name")
+                name = argument(request, "name")
                 adapter = self._loaded.pop(name, None)
                 if adapter is None:
                     raise InvalidRequestError(f"there is no adapter {name!r}", param="name")
@@ -411,7 +397,6 @@ class VllmEngine:
     async def _load_adapter(self, name: str, path: str) -> None:
         """vLLM's engine dies of a request whose adapter it cannot load: none is served that was not loaded before.
         Its cache knows adapters by name, so a name stands for one adapter for as long as the worker lives."""
-        assert self._driver is not None
         if name == self._name or name in self._loaded:
             raise InvalidRequestError(f"{name!r} is served already", hint="choose another name", param="name")
         if self._known_paths.setdefault(name, path) != path:
@@ -422,7 +407,7 @@ class VllmEngine:
             )
         adapter = LoadedAdapter(name, 1 + list(self._known_paths).index(name), path)
         try:
-            await self._driver.add_adapter(adapter)
+            await self._started.add_adapter(adapter)
         except InvalidRequestError:
             del self._known_paths[name]
             raise
@@ -438,7 +423,7 @@ class VllmEngine:
 
     # --- how vLLM is started --------------------------------------------------------------------------
 
-    def _plan_start(self) -> Plan:
+    def _plan_start(self) -> LaunchPlan:
         """The events of a single rank go through a folder that only this user can enter, and take no port."""
         surroundings = Surroundings(
             events=f"ipc://{self._folder}/events",
@@ -449,7 +434,7 @@ class VllmEngine:
         return plan_start(self._config, self._name, list(self._adapters.values()), surroundings)
 
 
-def _features(facts: Facts) -> tuple[Feature, ...]:
+def _features(facts: VllmFacts) -> tuple[Feature, ...]:
     """Where vLLM guesses tokens, it takes no logit bias."""
 
     def is_there(feature: Feature) -> bool:
@@ -478,9 +463,3 @@ def _level(arguments: Mapping[str, str]) -> int:
     if level not in ("1", "2"):
         raise InvalidRequestError(f"no sleep level {level!r}", hint="1 or 2", param="level")
     return int(level)
-
-
-def _argument(request: Control, name: str) -> str:
-    if not (value := request.arguments.get(name, "")):
-        raise InvalidRequestError(f"{request.action.value} needs {name!r}", hint="give it as an argument", param=name)
-    return value

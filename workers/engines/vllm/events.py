@@ -6,45 +6,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvevents.subscriber import KvEventSubscriber
 from kvevents.transport import KvSource
-from protocol.events import Digest, KvEvent
+from protocol.events import Digest
 from protocol.ids import WorkerId
-from workers.engine_cache import EngineCache, Listener
+from workers.engines.external.cache import RankCache
 
 log = logging.getLogger(__name__)
-
-
-class RankCache:
-    """What one data-parallel rank caches; nothing before vLLM has said its block size. Implements
-    workers.engine.Caching."""
-
-    def __init__(self) -> None:
-        self._cache: EngineCache | None = None
-        self._listeners: list[Listener] = []
-
-    def begin(self, block_size: int) -> None:
-        self._cache = EngineCache(block_size)
-        self._cache.listeners = self._listeners
-
-    @property
-    def num_blocks(self) -> int:
-        return 0 if self._cache is None else self._cache.num_blocks
-
-    def on_kv_events(self, listener: Listener) -> None:
-        self._listeners.append(listener)
-
-    def kv_snapshot(self) -> list[KvEvent]:
-        return [] if self._cache is None else self._cache.snapshot()
-
-    def kv_digest(self) -> Digest:
-        return Digest(0, 0) if self._cache is None else self._cache.digest_now
-
-    def on_batch(self, worker_id: WorkerId, payload: bytes) -> None:
-        if self._cache is not None:
-            self._cache.on_batch(worker_id, 0, payload)
-
-    def on_reset(self, worker_id: WorkerId, payloads: Sequence[bytes]) -> None:
-        if self._cache is not None:
-            self._cache.on_reset(worker_id, 0, payloads)
 
 
 class EventFeed:

@@ -10,12 +10,13 @@ from protocol.ids import WorkerId
 from protocol.messages import NO_LAYOUT, Delta, Embedding, EmbedRequest, GenerateRequest
 from workers.config import WorkerConfig
 from workers.engine import EngineInfo, EngineLoad
+from workers.engines.external.life import EngineLife
+from workers.engines.external.ports import free_ports
 from workers.engines.vllm.arguments import Surroundings, plan_start
-from workers.engines.vllm.driver import Node, open_node
+from workers.engines.vllm.driver import NodeProcesses, open_node
 from workers.engines.vllm.starting import Starting
-from workers.ports import free_ports
 
-OpenNode = Callable[[Sequence[str], Mapping[str, str]], Node]
+OpenNode = Callable[[Sequence[str], Mapping[str, str]], NodeProcesses]
 
 
 class VllmNode:
@@ -28,14 +29,15 @@ class VllmNode:
         self._name = name
         self._model_path = str(Path(config.model_path).resolve())
         self._open_vllm = open_vllm
-        self._starting: Starting[Node] | None = None
-        self._node: Node | None = None
-        self._is_stopped = False
+        self._starting: Starting[NodeProcesses] | None = None
+        self._node: NodeProcesses | None = None
+        self._life = EngineLife()
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
+        self._life.begin(worker_id, address)
         self._starting = Starting(lambda: self._open_vllm(self._plan.flags, self._plan.environ))
         self._node = await self._starting.result()
-        return EngineInfo(
+        self._life.info = info = EngineInfo(
             model=self._name,
             model_path=self._model_path,
             block_size=0,  # these are the leader's to tell
@@ -47,6 +49,7 @@ class VllmNode:
             serves=False,
             tells_events=False,
         )
+        return info
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         raise _serves_nobody()
@@ -71,15 +74,13 @@ class VllmNode:
         return EngineLoad(0, 0, 0, 0, 0, 0)
 
     def check_health(self) -> None:
-        if self._node is None or self._is_stopped:
-            raise EngineError("vLLM has not started" if not self._is_stopped else "this node is stopping")
-        if failure := self._node.failure():
-            raise EngineError(f"vLLM on this node: {failure}", hint="see its log; its supervisor starts it anew")
+        self._life.check()
+        if self._node is not None and (failure := self._node.failure()):
+            raise EngineError(f"vLLM on this node: {failure}", hint="see its log; its supervisor starts it again")
 
     async def stop(self) -> None:
-        if self._is_stopped:
+        if not self._life.stop():
             return
-        self._is_stopped = True
         if self._starting is not None and (node := await self._starting.end()) is not None:
             await node.close()
 

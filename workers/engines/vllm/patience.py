@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from workers.engines.vllm.translate import PullFailedError, Step
+from workers.engines.vllm.translate import PullFailedError, VllmStep
 
 _LOOK_S = 0.25
 
@@ -26,8 +26,8 @@ class PullClock:
 
 
 async def within(
-    limit_s: float, steps: AsyncGenerator[Step, None], num_queued: Callable[[], int]
-) -> AsyncGenerator[Step, None]:
+    limit_s: float, steps: AsyncGenerator[VllmStep, None], num_queued: Callable[[], int]
+) -> AsyncGenerator[VllmStep, None]:
     """The steps of a request that pulls; its first one shows that the pull is over. Raises PullFailedError.
 
     A pull that is given up is aborted: vLLM keeps its blocks from others until NIXL has let go of them.
@@ -41,7 +41,9 @@ async def within(
             yield step
 
 
-async def _first(limit_s: float, steps: AsyncGenerator[Step, None], num_queued: Callable[[], int]) -> Step | None:
+async def _first(
+    limit_s: float, steps: AsyncGenerator[VllmStep, None], num_queued: Callable[[], int]
+) -> VllmStep | None:
     clock = PullClock(limit_s, time.monotonic())
     coming = asyncio.ensure_future(anext(steps, None))
     try:

@@ -1,4 +1,4 @@
-"""vLLM while it starts: minutes, in a thread that cannot be stopped, or longer where it waits for another node."""
+"""vLLM while it starts: it takes minutes, or longer where it waits for another node, and its processes can be ended."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,6 +6,8 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 import psutil
+
+from workers.engines.external.launch import Launch
 
 _LOOK_S = 0.5
 
@@ -18,19 +20,19 @@ class Starting(Generic[T]):
     def __init__(self, open_vllm: Callable[[], T]) -> None:
         """`open_vllm` blocks until vLLM is ready."""
         self._not_vllms = set(psutil.Process().children(recursive=True))
-        self._task = asyncio.create_task(asyncio.to_thread(open_vllm), name="start vLLM")
+        self._launch = Launch("vLLM", open_vllm)
 
     async def result(self) -> T:
-        """What has started. Raises what the start raises; who is cancelled here does not end it."""
-        return await asyncio.shield(self._task)
+        """Return what has started. Raise what the start raises. Cancelling the caller does not end the start."""
+        return await self._launch.result()
 
     async def end(self) -> T | None:
-        """What has started, if anything, for the caller to close. A start that goes on loses its processes."""
-        while not self._task.done():
+        """Return what has started, if anything, for the caller to close. A start that goes on loses its processes."""
+        is_over = await self._launch.has_ended(0)
+        while not is_over:
             await asyncio.to_thread(self._kill)
-            await asyncio.wait({self._task}, timeout=_LOOK_S)
-        [started] = await asyncio.gather(self._task, return_exceptions=True)
-        return None if isinstance(started, BaseException) else started
+            is_over = await self._launch.has_ended(_LOOK_S)
+        return await self._launch.ended()
 
     def _kill(self) -> None:
         for process in psutil.Process().children(recursive=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import ContextLengthError, EngineError, InvalidRequestError, TransferError
+from protocol.errors import EngineError, InvalidRequestError, TransferError
 from protocol.hashing import mix64
 from protocol.messages import (
     Delta,
@@ -25,8 +25,9 @@ from protocol.messages import (
     TokenLogprob,
     unpack_tokens,
 )
+from workers.checks import check_prompt
 from workers.choices import choices_of
-from workers.vllm_params import ASK_FOR_OFFER, read_params
+from workers.engines.vllm.params import ASK_FOR_OFFER, read_params
 
 _U63 = 0x7FFF_FFFF_FFFF_FFFF
 
@@ -35,7 +36,7 @@ _U63 = 0x7FFF_FFFF_FFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class VllmQuestion:
     """What vLLM is asked."""
 
     prompt: list[int]
@@ -46,7 +47,7 @@ class Question:
     offers: bool = False  # the answer has to be a ticket
 
 
-def whole(request: GenerateRequest, context_tokens: int) -> Question:
+def whole(request: GenerateRequest, context_tokens: int) -> VllmQuestion:
     """Compute all of it here. Raises InvalidRequestError."""
     tokens = _tokens(request, context_tokens)
     if request.guide is not None and request.generated:
@@ -56,16 +57,16 @@ def whole(request: GenerateRequest, context_tokens: int) -> Question:
     return _question(request, tokens, (), context_tokens)
 
 
-def offering(request: GenerateRequest, context_tokens: int) -> Question:
+def offering(request: GenerateRequest, context_tokens: int) -> VllmQuestion:
     """A prefill leg: one token, and a ticket for the rest if there is one. Raises InvalidRequestError."""
     question = whole(request, context_tokens)
     if question.sampling["max_tokens"] == 1:
         return question
     sampling = question.sampling | {"max_tokens": 1, "min_tokens": min(1, question.sampling["min_tokens"])}
-    return Question(question.prompt, (), sampling, question.guide, dict(ASK_FOR_OFFER), offers=True)
+    return VllmQuestion(question.prompt, (), sampling, question.guide, dict(ASK_FOR_OFFER), offers=True)
 
 
-def pulling(request: GenerateRequest, ticket: Ticket, block_size: int, context_tokens: int) -> Question:
+def pulling(request: GenerateRequest, ticket: Ticket, block_size: int, context_tokens: int) -> VllmQuestion:
     """A decode leg. Raises TransferError for a ticket that does not belong to the request, else as `whole`."""
     tokens = _tokens(request, context_tokens)
     kv = read_ticket(ticket, block_size)
@@ -74,26 +75,19 @@ def pulling(request: GenerateRequest, ticket: Ticket, block_size: int, context_t
     return _question(request, tokens[:-1], (tokens[-1],), context_tokens, kv)
 
 
-def unpulled(question: Question) -> Question:
+def unpulled(question: VllmQuestion) -> VllmQuestion:
     """The same answer without the KV of others."""
-    return Question(question.prompt, question.expected, question.sampling, question.guide, None)
+    return VllmQuestion(question.prompt, question.expected, question.sampling, question.guide, None)
 
 
 def _tokens(request: GenerateRequest, context_tokens: int) -> list[int]:
     prompt = unpack_tokens(request.prompt)
-    if not prompt:
-        raise InvalidRequestError("the prompt is empty", param="prompt")
+    check_prompt(len(prompt), len(request.generated), context_tokens)
     if request.stop.max_tokens <= len(request.generated):
         raise InvalidRequestError(
             f"{len(request.generated)} of at most {request.stop.max_tokens} tokens are generated already"
         )
-    tokens = [*prompt, *request.generated]
-    if len(tokens) >= context_tokens:
-        raise ContextLengthError(
-            f"the prompt has {len(tokens)} tokens, the context of this model {context_tokens}",
-            hint="shorten the prompt",
-        )
-    return tokens
+    return [*prompt, *request.generated]
 
 
 def _question(
@@ -102,12 +96,12 @@ def _question(
     expected: tuple[int, ...],
     context_tokens: int,
     kv: dict[str, Any] | None = None,
-) -> Question:
+) -> VllmQuestion:
     drawn = len(request.generated) - len(expected)  # tokens of the answer that are now part of the prompt
     max_tokens = min(request.stop.max_tokens - drawn, context_tokens - len(prompt))
     sampling = _sampling(request, drawn)
     sampling |= {"max_tokens": max_tokens, "min_tokens": max(0, min(request.stop.min_tokens - drawn, max_tokens))}
-    return Question(prompt, expected, sampling, None if request.guide is None else _guide(request.guide), kv)
+    return VllmQuestion(prompt, expected, sampling, None if request.guide is None else _guide(request.guide), kv)
 
 
 def _sampling(request: GenerateRequest, drawn: int) -> dict[str, Any]:
@@ -181,7 +175,7 @@ def read_ticket(ticket: Ticket, block_size: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class VllmStep:
     """What vLLM adds to one answer; plain values of its RequestOutput."""
 
     token_ids: Sequence[int]
@@ -201,10 +195,10 @@ class DivergedError(Exception):
 
 
 @dataclass(slots=True)
-class Answer:
+class VllmAnswer:
     """Turns the steps of one question into deltas."""
 
-    question: Question
+    question: VllmQuestion
     eos_token_ids: frozenset[int]
     report: PullReport | None = None  # of a decode leg, for its first delta
     _expected: list[int] = field(init=False)
@@ -213,7 +207,7 @@ class Answer:
     def __post_init__(self) -> None:
         self._expected = list(self.question.expected)
 
-    def take(self, step: Step) -> Delta | None:
+    def take(self, step: VllmStep) -> Delta | None:
         """None where there is nothing to tell. Raises PullFailedError, DivergedError, EngineError."""
         if step.finish_reason not in (None, "stop", "length"):
             if self.question.kv is not None and not self.question.offers and not self._has_begun:
@@ -245,14 +239,14 @@ class Answer:
         del self._expected[:known]
         return known
 
-    def _logprobs(self, step: Step, known: int) -> tuple[TokenLogprob, ...] | None:
+    def _logprobs(self, step: VllmStep, known: int) -> tuple[TokenLogprob, ...] | None:
         count = self.question.sampling["logprobs"]
         if count is None or step.logprobs is None or known == len(step.token_ids):
             return None
         pairs = zip(step.token_ids[known:], step.logprobs[known:], strict=True)
         return tuple(_logprob(token_id, at_token, count) for token_id, at_token in pairs)
 
-    def _stop_token(self, step: Step, token_ids: Sequence[int]) -> int | None:
+    def _stop_token(self, step: VllmStep, token_ids: Sequence[int]) -> int | None:
         if isinstance(step.stop_reason, int):
             return step.stop_reason
         return token_ids[-1] if token_ids and token_ids[-1] in self.eos_token_ids else None

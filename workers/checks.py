@@ -1,14 +1,14 @@
-"""What an engine was asked for that it cannot do is refused by name, never left out in silence. Pure."""
+"""Check a request before an engine sees it: what the engine cannot do is refused by name. Pure."""
 
 from collections.abc import Iterator
 
-from protocol.errors import InvalidRequestError
+from protocol.errors import ContextLengthError, InvalidRequestError
 from protocol.messages import EmbedRequest, Feature, GenerateRequest
 from workers.engine import EngineInfo
 
 
 def check_generation(request: GenerateRequest, info: EngineInfo) -> None:
-    """Raises InvalidRequestError."""
+    """Raise InvalidRequestError for a feature or an adapter that the engine lacks."""
     for feature, param in _wanted(request):
         if feature not in info.features:
             able = ", ".join(sorted(info.features)) or "nothing"
@@ -21,7 +21,7 @@ def check_generation(request: GenerateRequest, info: EngineInfo) -> None:
 
 
 def check_embedding(request: EmbedRequest, info: EngineInfo) -> None:
-    """Raises InvalidRequestError."""
+    """Raise InvalidRequestError if the engine computes no embeddings, or lacks the adapter."""
     if Feature.EMBEDDINGS not in info.features:
         raise InvalidRequestError(
             "this worker's engine computes no embeddings", hint="send it to a worker whose card lists them"
@@ -29,8 +29,22 @@ def check_embedding(request: EmbedRequest, info: EngineInfo) -> None:
     _check_lora(request.lora, info)
 
 
+def check_prompt(num_prompt: int, num_generated: int, context_tokens: int) -> None:
+    """Raise InvalidRequestError for an empty prompt, ContextLengthError if no token can follow it.
+
+    `num_generated`: tokens of the answer that exist already; they continue the prompt.
+    """
+    if not num_prompt:
+        raise InvalidRequestError("the prompt is empty", hint="send at least one token", param="prompt")
+    if (num_tokens := num_prompt + num_generated) >= context_tokens:
+        raise ContextLengthError(
+            f"the prompt has {num_tokens} tokens, the context of this model {context_tokens}",
+            hint="shorten the prompt",
+        )
+
+
 def _wanted(request: GenerateRequest) -> Iterator[tuple[Feature, str]]:
-    """Each with the parameter that wants it."""
+    """Yield each feature that the request needs, with the parameter that needs it."""
     yield Feature.COMPLETIONS, "a completion"
     if request.sampling.top_logprobs is not None:
         yield Feature.LOGPROBS, "logprobs"

@@ -121,6 +121,44 @@ class EngineCache:
                 listener(events)
 
 
+class RankCache:
+    """The cache of one data-parallel rank: empty until the engine has said its block size.
+
+    Implements workers.engine.Caching.
+    """
+
+    def __init__(self) -> None:
+        self._cache: EngineCache | None = None
+        self._listeners: list[Listener] = []
+
+    def begin(self, block_size: int) -> EngineCache:
+        """Return the cache for the engine's events to go to."""
+        self._cache = EngineCache(block_size)
+        self._cache.listeners = self._listeners
+        return self._cache
+
+    @property
+    def num_blocks(self) -> int:
+        return 0 if self._cache is None else self._cache.num_blocks
+
+    def on_kv_events(self, listener: Listener) -> None:
+        self._listeners.append(listener)
+
+    def kv_snapshot(self) -> list[KvEvent]:
+        return [] if self._cache is None else self._cache.snapshot()
+
+    def kv_digest(self) -> Digest:
+        return Digest(0, 0) if self._cache is None else self._cache.digest_now
+
+    def on_batch(self, worker_id: WorkerId, payload: bytes) -> None:
+        if self._cache is not None:
+            self._cache.on_batch(worker_id, 0, payload)
+
+    def on_reset(self, worker_id: WorkerId, payloads: Sequence[bytes]) -> None:
+        if self._cache is not None:
+            self._cache.on_reset(worker_id, 0, payloads)
+
+
 def _runs(event: Stored, wanted: Callable[[EngineHash], bool]) -> Iterator[Stored]:
     """The parts of `event` whose blocks are wanted, each with its parent."""
     start = 0

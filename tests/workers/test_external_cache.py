@@ -9,7 +9,7 @@ from protocol.errors import WireError
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.hashing import digest_term
 from protocol.ids import EngineHash
-from workers.engine_cache import EngineCache
+from workers.engines.external.cache import EngineCache
 
 RANKS = 3
 # Chains over four tokens of blocks of one token: an engine names a block by all that is before it.
