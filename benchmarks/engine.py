@@ -36,7 +36,8 @@ from benchmarks import engine_steps
 from benchmarks.frontend import cpu_name, quantile_ms
 from benchmarks.load import Load, Outcome, Waits, run_in_turn, run_load, trees
 from benchmarks.prompts import load_tokenizer, make_prompts
-from cluster.local import Cluster, UpConfig, running_cluster, served_name
+from cluster.config import ClusterConfig, UpConfig, served_name
+from cluster.running import Cluster, running_cluster
 from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.config import load as load_config
 from protocol.errors import ConfigError, EngineError
@@ -184,14 +185,9 @@ async def running_mesh(config: EngineBenchConfig, console: Console) -> AsyncIter
     def tell(line: str) -> None:
         console.print(line, highlight=False)
 
-    mesh = UpConfig(
-        port=0,
-        prefill=0,
-        decode=0,
-        aggregated=1,
-        engine="vllm",
-        engine_args=config.engine_args,
-        model_path=config.model_path,
+    mesh = ClusterConfig(
+        UpConfig(engine="vllm", port=0, prefill=0, decode=0, aggregated=1, model_path=config.model_path),
+        worker={"engine_args": config.engine_args},
     )
     async with running_cluster(mesh, tell) as cluster:
         await cluster.until_ready(tell)
@@ -270,7 +266,7 @@ def free_port() -> int:
 
 
 def model_name(config: EngineBenchConfig) -> str:
-    return served_name(UpConfig(model_path=config.model_path))
+    return served_name("", config.model_path)
 
 
 # --- measuring --------------------------------------------------------------------------------------------

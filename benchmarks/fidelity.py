@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.load import Answer, Connection, failure_of, request_bytes
-from cluster.local import UpConfig, running_cluster
+from cluster.config import ClusterConfig, UpConfig
+from cluster.running import running_cluster
 from mesh.config import load as load_config
 from simulator import SimConfig, SimReport, SimRequest, simulate
 from simulator.loads import Shape, constant, synthesize
@@ -189,23 +190,27 @@ def report_of(sent: Sequence[Sent], simulation: SimReport, hop_s: float) -> Fide
     )
 
 
-def mesh_of(config: FidelityConfig) -> UpConfig:
+def mesh_of(config: FidelityConfig) -> ClusterConfig:
     is_split = config.mode == "disaggregated"
     num_prefill = max(1, config.workers // 2) if is_split else 0
-    return UpConfig(
-        port=0,
-        prefill=num_prefill,
-        decode=config.workers - num_prefill if is_split else 0,
-        aggregated=0 if is_split else config.workers,
-        engine="mock",
-        mock_speedup=config.speedup,
-        block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
-        max_num_seqs=SEQUENCES,
-        max_step_tokens=STEP_TOKENS,
-        kv_transfer="shm",
-        drain_timeout_s=1.0,
-        log_level="warning",
+    return ClusterConfig(
+        UpConfig(
+            engine="mock",
+            port=0,
+            prefill=num_prefill,
+            decode=config.workers - num_prefill if is_split else 0,
+            aggregated=0 if is_split else config.workers,
+            drain_timeout_s=1.0,
+            log_level="warning",
+        ),
+        worker={
+            "mock_speedup": config.speedup,
+            "block_size": BLOCK_SIZE,
+            "num_blocks": NUM_BLOCKS,
+            "max_num_seqs": SEQUENCES,
+            "max_step_tokens": STEP_TOKENS,
+            "kv_transfer": "shm",
+        },
     )
 
 

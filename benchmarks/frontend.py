@@ -26,7 +26,8 @@ from rich.table import Table
 
 from benchmarks.load import Load, Outcome, rss_mib, run_load, trees
 from benchmarks.prompts import load_tokenizer, make_prompts
-from cluster.local import UpConfig, running_cluster
+from cluster.config import ClusterConfig, UpConfig
+from cluster.running import running_cluster
 from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.config import load as load_config
 from protocol.errors import ConfigError, EngineError
@@ -160,31 +161,36 @@ def chosen(cases: Sequence[Case], config: FrontendBenchConfig) -> list[Case]:
     return [case.scaled(config.scale) for case in cases if not config.case or case.name in config.case]
 
 
-def burst_mesh(config: FrontendBenchConfig) -> UpConfig:
+def burst_mesh(config: FrontendBenchConfig) -> ClusterConfig:
     """Workers that are never what is waited for: no delay, and room for every case on each of them."""
-    return UpConfig(
-        port=0,
-        prefill=0,
-        decode=0,
-        aggregated=4,
-        engine="mock",
-        model_path=config.model,
-        mock_speedup=0,
-        num_blocks=16384,
-        max_num_seqs=64,
-        max_step_tokens=65536,
-        kv_transfer="shm",
-        drain_timeout_s=1.0,
-        log_level="warning",
+    return ClusterConfig(
+        UpConfig(
+            engine="mock",
+            port=0,
+            prefill=0,
+            decode=0,
+            aggregated=4,
+            model_path=config.model,
+            drain_timeout_s=1.0,
+            log_level="warning",
+        ),
+        worker={
+            "mock_speedup": 0,
+            "num_blocks": 16384,
+            "max_num_seqs": 64,
+            "max_step_tokens": 65536,
+            "kv_transfer": "shm",
+        },
     )
 
 
-def paced_mesh(config: FrontendBenchConfig) -> UpConfig:
-    return msgspec.structs.replace(burst_mesh(config), mock_itl_ms=PACE_MS)
+def paced_mesh(config: FrontendBenchConfig) -> ClusterConfig:
+    burst = burst_mesh(config)
+    return ClusterConfig(burst.up, worker={**burst.worker, "mock_itl_ms": PACE_MS})
 
 
 async def run_on_mesh(
-    cases: Sequence[Case], mesh: UpConfig, config: FrontendBenchConfig, measured: Measured, console: Console
+    cases: Sequence[Case], mesh: ClusterConfig, config: FrontendBenchConfig, measured: Measured, console: Console
 ) -> None:
     def tell(line: str) -> None:
         console.print(line, highlight=False)

@@ -28,7 +28,8 @@ from benchmarks.frontend import SHOWN_FAILURES, cpu_name
 from benchmarks.load import Answer, Connection, failure_of, request_bytes, rss_mib, trees
 from benchmarks.prompts import COMMON_WORDS
 from benchmarks.streams import body_of, in_a_process, until_held
-from cluster.local import UpConfig, running_cluster
+from cluster.config import ClusterConfig, UpConfig
+from cluster.running import running_cluster
 from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.config import load as load_config
 from protocol.errors import EngineError
@@ -107,22 +108,26 @@ async def measure(config: SoakConfig, console: Console) -> SoakReport:
     return report_of(outcome)
 
 
-def mesh_of(config: SoakConfig) -> UpConfig:
+def mesh_of(config: SoakConfig) -> ClusterConfig:
     """Few KV blocks, so that the router's index is soon as full as it gets."""
-    return UpConfig(
-        port=0,
-        prefill=0,
-        decode=0,
-        aggregated=2,
-        engine="mock",
-        model_path=config.model,
-        mock_speedup=0,
-        num_blocks=4096,
-        max_num_seqs=config.concurrency,
-        max_step_tokens=65536,
-        kv_transfer="shm",
-        drain_timeout_s=1.0,
-        log_level="warning",
+    return ClusterConfig(
+        UpConfig(
+            engine="mock",
+            port=0,
+            prefill=0,
+            decode=0,
+            aggregated=2,
+            model_path=config.model,
+            drain_timeout_s=1.0,
+            log_level="warning",
+        ),
+        worker={
+            "mock_speedup": 0,
+            "num_blocks": 4096,
+            "max_num_seqs": config.concurrency,
+            "max_step_tokens": 65536,
+            "kv_transfer": "shm",
+        },
     )
 
 

@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
@@ -32,7 +30,8 @@ from rich.table import Table
 from benchmarks.frontend import SHOWN_FAILURES, cpu_name
 from benchmarks.load import Answer, Connection, Load, failure_of, request_bytes, rss_mib, trees, used_cpu
 from benchmarks.prompts import PromptMaker, load_tokenizer
-from cluster.local import Cluster, UpConfig, running_cluster
+from cluster.config import ClusterConfig, UpConfig
+from cluster.running import Cluster, running_cluster
 from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.config import load as load_config
 from mesh.http.files import make_room_for_files
@@ -116,12 +115,9 @@ async def measure(config: StreamsConfig, console: Console) -> StreamsReport:
     def tell(line: str) -> None:
         console.print(line, highlight=False)
 
-    with TemporaryDirectory(prefix="kvmesh-") as folder:
-        limits = Path(folder) / "limits.toml"
-        limits.write_text(limits_of(config.streams))
-        async with running_cluster(mesh_of(config), tell, str(limits)) as cluster:
-            await cluster.until_ready(tell)
-            outcome = await in_a_process(run_streams, plan_of(config, cluster))
+    async with running_cluster(mesh_of(config), tell) as cluster:
+        await cluster.until_ready(tell)
+        outcome = await in_a_process(run_streams, plan_of(config, cluster))
     failures = outcome.failures
     tell(f"all open after {outcome.open_s:.0f} s")
     for failure in list(dict.fromkeys(failures))[:SHOWN_FAILURES]:
@@ -137,32 +133,31 @@ async def measure(config: StreamsConfig, console: Console) -> StreamsReport:
     )
 
 
-def mesh_of(config: StreamsConfig) -> UpConfig:
+def mesh_of(config: StreamsConfig) -> ClusterConfig:
     """Workers that have room for every stream, each of them, and take their time for a token."""
-    return UpConfig(
-        port=0,
-        prefill=0,
-        decode=0,
-        aggregated=max(MIN_WORKERS, -(-config.streams // STREAMS_PER_WORKER)),
-        engine="mock",
-        model_path=config.model,
-        mock_speedup=0,
-        mock_itl_ms=1000 * config.itl_s,
-        num_blocks=max(4096, 8 * config.streams),
-        max_num_seqs=config.streams,
-        max_step_tokens=1 << 20,
-        kv_transfer="shm",
-        drain_timeout_s=1.0,
-        log_level="warning",
-    )
-
-
-def limits_of(streams: int) -> str:
-    """A settings file. No stream is one too many, and none waits in the router: the prompts of all that come while a
-    step of the workers lasts are still to compute."""
-    return (
-        f"[frontend]\nmax_inflight = {streams + 64}\nmax_connections = {streams + SPARE_FILES // 2}\n"
-        "[router]\nsaturation_tokens = 0\nsaturation_requests_share = 0.0\nsaturation_blocks_share = 0.0\n"
+    return ClusterConfig(
+        UpConfig(
+            engine="mock",
+            port=0,
+            prefill=0,
+            decode=0,
+            aggregated=max(MIN_WORKERS, -(-config.streams // STREAMS_PER_WORKER)),
+            model_path=config.model,
+            drain_timeout_s=1.0,
+            log_level="warning",
+        ),
+        worker={
+            "mock_speedup": 0,
+            "mock_itl_ms": 1000 * config.itl_s,
+            "num_blocks": max(4096, 8 * config.streams),
+            "max_num_seqs": config.streams,
+            "max_step_tokens": 1 << 20,
+            "kv_transfer": "shm",
+        },
+        # No stream is one too many, and none waits in the router: the prompts of all streams that come during one
+        # step of the workers are still to compute.
+        frontend={"max_inflight": config.streams + 64, "max_connections": config.streams + SPARE_FILES // 2},
+        router={"saturation_tokens": 0, "saturation_requests_share": 0.0, "saturation_blocks_share": 0.0},
     )
 
 

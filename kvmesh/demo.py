@@ -14,7 +14,8 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from cluster.local import Cluster, UpConfig, running_cluster
+from cluster.config import ClusterConfig, UpConfig
+from cluster.running import Cluster, running_cluster
 from mesh.config import load
 from mesh.lifecycle import run, unless_stopped
 from protocol.errors import EngineError
@@ -103,7 +104,9 @@ async def show(config: DemoConfig, console: Console) -> DemoReport:
         console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim]  {line}", soft_wrap=True)
 
     tell("starting a frontend with a router inside, 1 prefill worker and 2 decode workers, each a process of its own")
-    up = UpConfig(port=0, engine=config.engine, kv_transfer=config.kv_transfer, device=config.device)
+    up = ClusterConfig(
+        UpConfig(engine=config.engine, port=0), worker={"kv_transfer": config.kv_transfer, "device": config.device}
+    )
     async with running_cluster(up, tell) as cluster:
         await cluster.until_ready(tell)
         startup_s = time.monotonic() - started

@@ -19,7 +19,8 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from cluster.local import Cluster, UpConfig, running_cluster
+from cluster.config import ClusterConfig, UpConfig
+from cluster.running import Cluster, running_cluster
 from kvmesh.demo_planner_page import Event, Point, Report, write_html, write_png
 from mesh.config import load
 from mesh.lifecycle import run, unless_stopped
@@ -110,19 +111,17 @@ def emptied(folder: Path) -> Path:
     return folder
 
 
-def mesh_of(config: DemoPlannerConfig) -> tuple[UpConfig, ServiceConfig]:
-    up = UpConfig(
-        port=0,
-        engine="mock",
-        prefill=1,
-        decode=1,
-        kv_transfer="shm",
-        mock_speedup=config.mock_speedup,
-        mock_start_s=config.mock_start_s,
-        max_num_seqs=8,
-        max_step_tokens=512,
-        num_blocks=1024,
-        drain_timeout_s=30.0,
+def mesh_of(config: DemoPlannerConfig) -> tuple[ClusterConfig, ServiceConfig]:
+    up = ClusterConfig(
+        UpConfig(engine="mock", port=0, prefill=1, decode=1, drain_timeout_s=30.0),
+        worker={
+            "kv_transfer": "shm",
+            "mock_speedup": config.mock_speedup,
+            "mock_start_s": config.mock_start_s,
+            "max_num_seqs": 8,
+            "max_step_tokens": 512,
+            "num_blocks": 1024,
+        },
     )
     planner = ServiceConfig(
         connector="local",

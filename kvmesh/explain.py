@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import ssl
 import sys
 from collections.abc import Sequence
 from itertools import groupby, pairwise
@@ -26,6 +27,7 @@ from protocol.errors import ConfigError, MeshError, UnreachableError
 from protocol.messages import CandidateReport, Explanation, Target, WorkerCard, unpack_tokens
 
 TIMEOUT_S = 30.0
+API_KEY = "KVMESH_API_KEY"  # environment variable; a flag can be seen by other users of this machine
 LEGS = {"whole": "prompt and answer", "prefill": "the prompt", "decode": "the answer"}
 TIERS = ("device", "host", "disk", "elsewhere")
 
@@ -42,9 +44,14 @@ class ExplainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     model: Annotated[str, Meta(description="whose workers; default: the only model that is served")] = ""
     raw: Annotated[bool, Meta(description="as a text completion, without the chat template")] = False
     json: Annotated[bool, Meta(description="print one JSON object")] = False
+    api_key: Annotated[str, Meta(description="key of a mesh that asks for one; default: KVMESH_API_KEY")] = ""
+    ca_file: Annotated[
+        str,
+        Meta(description="PEM file with the certificate of the mesh's HTTPS, or of its issuer; default: the host's"),
+    ] = ""
 
 
-class Reply(Struct, frozen=True):
+class PlacementReply(Struct, frozen=True):
     """What a frontend or a router answers, as far as it is shown here: see router.api.PlaceReply."""
 
     model: str
@@ -79,7 +86,7 @@ def main(argv: list[str]) -> int:
     if config.json:
         print(body.decode())
     else:
-        show(msgspec.json.decode(body, type=Reply), Console(highlight=False))
+        show(msgspec.json.decode(body, type=PlacementReply), Console(highlight=False))
     return 0
 
 
@@ -87,17 +94,34 @@ def main(argv: list[str]) -> int:
 
 
 async def ask(config: ExplainConfig, prompt: str) -> bytes:
-    """The mesh's answer, JSON of a Reply. Raises MeshError."""
+    """The mesh's answer, JSON of a PlacementReply. Raises MeshError."""
     chat = [{"role": "user", "content": prompt}]
     content: dict[str, object] = {"prompt": prompt} if config.raw else {"messages": chat}
     asked = config.router or config.url
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as http:
+        async with open_session(config.api_key or os.environ.get(API_KEY, ""), config.ca_file) as http:
             return await (ask_router if config.router else ask_frontend)(http, asked, config.model, content)
+    except aiohttp.ClientConnectorCertificateError as error:
+        found = f"the certificate of {asked} is not trusted: {error.certificate_error}"
+        raise UnreachableError(found, hint="name the file that it can be checked with: --ca-file") from error
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         reason = str(error) or f"it took more than {TIMEOUT_S:g} s"
         hint = "start a mesh with `kvmesh up`, or set --url"
         raise UnreachableError(f"nobody answers at {asked}: {reason}", hint=hint) from error
+
+
+def open_session(api_key: str, ca_file: str) -> aiohttp.ClientSession:
+    """Return a client that sends the key and trusts what `ca_file` has signed. Raises ConfigError."""
+    try:
+        tls: ssl.SSLContext | bool = ssl.create_default_context(cafile=ca_file) if ca_file else True
+    except (OSError, ssl.SSLError) as error:
+        why = error.strerror or error
+        raise ConfigError(f"cannot read {ca_file}: {why}", hint="--ca-file takes certificates in PEM") from error
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(TIMEOUT_S),
+        connector=aiohttp.TCPConnector(ssl=tls),
+        headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+    )
 
 
 async def ask_frontend(http: aiohttp.ClientSession, url: str, model: str, content: dict[str, object]) -> bytes:
@@ -141,7 +165,8 @@ async def fetch(http: aiohttp.ClientSession, method: str, url: str, body: object
     async with http.request(method, url, json=body) as response:
         content = await response.read()
     if response.status != 200:
-        raise MeshError(f"{url} answered {response.status}: {message_of(content)}")
+        hint = f"set {API_KEY}, or --api-key" if response.status == 401 else ""
+        raise MeshError(f"{url} answered {response.status}: {message_of(content)}", hint=hint)
     return content
 
 
@@ -162,7 +187,7 @@ def only(names: Sequence[str]) -> str:
 # --- for people ---------------------------------------------------------------------------------------
 
 
-def show(reply: Reply, console: Console) -> None:
+def show(reply: PlacementReply, console: Console) -> None:
     console.print(f"{reply.isl_tokens} prompt tokens for {reply.model}, in blocks of {reply.block_size}")
     console.print(Text(where(reply), "bold"))
     if (explanation := reply.explanation) is None:
@@ -180,7 +205,7 @@ def show(reply: Reply, console: Console) -> None:
     )
 
 
-def where(reply: Reply) -> str:
+def where(reply: PlacementReply) -> str:
     decode, prefill = reply.decode, reply.prefill
     known = f"{(prefill or decode).overlap_blocks * reply.block_size} tokens are cached there"
     if prefill is None:

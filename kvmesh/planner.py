@@ -21,7 +21,7 @@ from planner.record import Record, read_records
 from protocol.errors import ConfigError
 
 
-class ExplainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlannerExplainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_PLANNER_EXPLAIN_<NAME>`, that over the default."""
 
     record_file: Annotated[
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 def explain(argv: Sequence[str]) -> int:
     default = os.environ.get("KVMESH_PLANNER_RECORD_FILE") or ServiceConfig().record_file
     config = load(
-        ExplainConfig,
+        PlannerExplainConfig,
         argv,
         {"KVMESH_PLANNER_EXPLAIN_RECORD_FILE": default, **os.environ},
         prefix="KVMESH_PLANNER_EXPLAIN_",

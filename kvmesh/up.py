@@ -1,14 +1,15 @@
 """`kvmesh up`: a mesh on this host until Ctrl-C."""
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Sequence
 
 from rich.console import Console
 
-from cluster.local import Cluster, UpConfig, running_cluster
+from cluster.config import ENV_PREFIX, ClusterConfig, UpConfig, load_cluster
+from cluster.running import Cluster, running_cluster
+from kvmesh.welcome import RunningMesh, welcome
 from mesh.config import config_path, load
 from mesh.lifecycle import run
 from planner.config import ServiceConfig
@@ -19,18 +20,10 @@ PLANNER_FLAG = "--planner-"
 
 def main(argv: list[str]) -> int:
     own, for_planner = split_flags(argv)
-    config = load(
-        UpConfig,
-        own,
-        os.environ,
-        prefix="KVMESH_UP_",
-        prog="kvmesh up",
-        description="Run a mesh on this host until Ctrl-C. The router reads KVMESH_ROUTER_* and [router] of --config.",
-        section="up",
-    )
+    config = load_cluster(own, os.environ)
     console = Console(highlight=False)
-    config_file = config_path(own, os.environ, "KVMESH_UP_")
-    planner = planner_config(config, for_planner, config_file)
+    config_file = config_path(own, os.environ, ENV_PREFIX)
+    planner = planner_config(config.up, for_planner, config_file)
     return run(lambda stop: up(config, stop, console, config_file, planner))
 
 
@@ -82,7 +75,7 @@ def planner_config(config: UpConfig, argv: Sequence[str], config_file: str) -> S
 
 
 async def up(
-    config: UpConfig,
+    config: ClusterConfig,
     stop: asyncio.Event,
     console: Console,
     config_file: str = "",
@@ -93,8 +86,9 @@ async def up(
     def tell(line: str) -> None:
         console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim]  {line}", soft_wrap=True)
 
-    check_counts(config)
-    parts = {"prefill": config.prefill, "decode": config.decode, "aggregated": config.aggregated}
+    asked = config.up
+    check_counts(asked)
+    parts = {"prefill": asked.prefill, "decode": asked.decode, "aggregated": asked.aggregated}
     tell("starting a frontend and " + ", ".join(f"{n} {role}" for role, n in parts.items() if n) + " workers")
     async with running_cluster(config, tell, config_file, planner) as cluster:
         ready = asyncio.create_task(cluster.until_ready(tell), name="wait until ready")
@@ -112,7 +106,7 @@ async def up(
             await asyncio.wait({ready, stopping, failing})
         if cluster.supervisor.failure is not None and not stop.is_set():
             raise cluster.supervisor.failure
-        tell(f"draining: requests in progress have {config.drain_timeout_s:g} s; Ctrl-C again stops at once")
+        tell(f"draining: requests in progress have {asked.drain_timeout_s:g} s; Ctrl-C again stops at once")
     tell("stopped")
 
 
@@ -123,26 +117,14 @@ def check_counts(config: UpConfig) -> None:
 
 
 def show_how_to_use(cluster: Cluster, console: Console) -> None:
-    messages = [{"role": "user", "content": "Tell me a story."}]
-    body = {"model": cluster.model, "stream": True, "max_tokens": 200, "messages": messages}
-    explain = f"\n  planner  kvmesh planner explain --changes --record-file {cluster.planner_record}"
-    console.print(
-        f"""
-[bold green]The mesh is up.[/bold green]  Ctrl-C stops it.
-
-  curl -N {cluster.url}/v1/chat/completions -H 'content-type: application/json' \\
-    -d '{json.dumps(body)}'
-
-  from openai import OpenAI
-  client = OpenAI(base_url="{cluster.url}/v1", api_key="none")
-  answer = client.chat.completions.create(
-      model="{cluster.model}", max_tokens=200, messages=[{{"role": "user", "content": "Tell me a story."}}])
-
-  logs     {cluster.run_dir}/logs
-  workers  join it with --discovery file:{cluster.run_dir}/discovery
-  control  curl --unix-socket {cluster.control.removeprefix("unix:")} http://localhost/workers
-  metrics  {cluster.url}/metrics{explain if cluster.planner_record else ""}
-""",
-        soft_wrap=True,
-        markup=True,
+    mesh = RunningMesh(
+        url=cluster.url,
+        model=cluster.model,
+        run_dir=cluster.run_dir,
+        control=cluster.control.removeprefix("unix:"),
+        frontend=cluster.frontend,
+        pids={card.name: card.pid for card in cluster.cards.values()},
+        planner_record=cluster.planner_record,
     )
+    console.print("\n[bold green]The mesh is up.[/bold green]  Ctrl-C stops it.\n", soft_wrap=True)
+    console.print(welcome(mesh) + "\n", soft_wrap=True, markup=False)

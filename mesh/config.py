@@ -35,6 +35,14 @@ class OptionRow(NamedTuple):
     help: str
 
 
+class Group(NamedTuple):
+    """Options of another schema that a command takes as well and passes on to the part that they are for."""
+
+    title: str  # above them in `--help`
+    schema: type[msgspec.Struct]
+    left_out: frozenset[str] = frozenset()  # names that the command decides itself
+
+
 class Given(NamedTuple):
     """A value that somebody set, and where: `source` begins every complaint about it."""
 
@@ -88,16 +96,48 @@ def load(
     `foreign`: prefixes and names in the environment that begin with `prefix` but belong to others.
     Raises ConfigError for what is unknown or out of range, SystemExit(0) after printing `--help`.
     """
-    options = _options(schema)
+    settings, _ = load_with_groups(
+        schema, (), argv, environ, prefix=prefix, prog=prog, description=description, section=section, foreign=foreign
+    )
+    return settings
+
+
+def load_with_groups(
+    schema: type[T],
+    groups: Sequence[Group],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    prefix: str,
+    prog: str,
+    description: str = "",
+    section: str | None = None,
+    foreign: Sequence[str] = (),
+) -> tuple[T, list[dict[str, Any]]]:
+    """Read settings as `load` does, and for each group the values that somebody gave for its options.
+
+    An option that several groups have goes to each of them. An option that `schema` has too is not the group's.
+    """
+    own = _options(schema)
+    offered = [_group_options(group, own) for group in groups]
+    options = {name: option for options in reversed([own, *offered]) for name, option in options.items()}
     flags = _given_flags(options, argv, prog)
     if "help" in flags:
-        print(usage(schema, prefix=prefix, prog=prog, description=description))
+        print(usage(schema, prefix=prefix, prog=prog, description=description, groups=groups))
         raise SystemExit(0)
     env = _given_env(options, environ, prefix, foreign)
     path = flags.pop("config", None) or env.pop("config", None)
     env.pop("config", None)
     file = _given_file(options, path, section) if path else {}
-    return _build(schema, options, file | env | flags, prefix, prog)
+    given = file | env | flags
+    settings = _build(schema, own, {name: value for name, value in given.items() if name in own}, prefix, prog)
+    passed_on = [{name: _value(group[name], given[name]) for name in group if name in given} for group in offered]
+    return settings, passed_on
+
+
+def _group_options(group: Group, own: Mapping[str, "_Option"]) -> dict[str, "_Option"]:
+    left_out = {*own, *group.left_out}
+    return {name: option for name, option in _options(group.schema).items() if name not in left_out}
 
 
 def config_path(argv: Sequence[str], environ: Mapping[str, str], prefix: str) -> str:
@@ -115,28 +155,51 @@ def to_flags(settings: msgspec.Struct) -> list[str]:
     return [_flag_for(option, getattr(settings, option.name)) for option in _options(type(settings)).values()]
 
 
+def flags_of(schema: type[msgspec.Struct], values: Mapping[str, object]) -> list[str]:
+    """Return the flags that set the options in `values`, and no other."""
+    options = _options(schema)
+    return [_flag_for(options[name], value) for name, value in values.items()]
+
+
+def environ_of(values: Mapping[str, object], prefix: str) -> dict[str, str]:
+    """Return the environment variables that set the options in `values`."""
+    return {_env_name(prefix, name): _NONE if value is None else _to_text(value) for name, value in values.items()}
+
+
 def describe(schema: type[msgspec.Struct], *, prefix: str) -> list[OptionRow]:
     """All options of a schema, in order, for `--help` and the documentation."""
-    return [
-        OptionRow(_flag_help(option), _env_name(prefix, option.name), _default_text(option), option.help)
-        for option in _options(schema).values()
-    ]
+    return [_row(option, prefix) for option in _options(schema).values()]
 
 
-def usage(schema: type[msgspec.Struct], *, prefix: str, prog: str, description: str = "") -> str:
+def _row(option: "_Option", prefix: str) -> OptionRow:
+    return OptionRow(_flag_help(option), _env_name(prefix, option.name), _default_text(option), option.help)
+
+
+def usage(
+    schema: type[msgspec.Struct], *, prefix: str, prog: str, description: str = "", groups: Sequence[Group] = ()
+) -> str:
     """The text of `--help`."""
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 60), 110)
-    rows = [
-        *describe(schema, prefix=prefix),
-        OptionRow("--config PATH", _env_name(prefix, "config"), "", "TOML file with settings"),
-        OptionRow("--help", "", "", "show this and exit"),
-    ]
-    indent = min(max(len(row.flag) for row in rows) + 4, 34)
+    own = _options(schema)
+    sections = [("options", [*describe(schema, prefix=prefix), *_rows_for_all(prefix)])]
+    shown: dict[str, _Option] = {}
+    for group in groups:
+        options = {name: option for name, option in _group_options(group, own).items() if name not in shown}
+        shown |= options
+        sections.append((group.title, [_row(option, prefix) for option in options.values()]))
+    indent = min(max(len(row.flag) for _, rows in sections for row in rows) + 4, 34)
     parts = [f"usage: {prog} [options]"]
     if description:
         parts.append(textwrap.fill(description, width))
-    parts.append("options:\n" + "\n".join(_help_lines(row, indent, width) for row in rows))
+    parts += [f"{title}:\n" + "\n".join(_help_lines(row, indent, width) for row in rows) for title, rows in sections]
     return "\n\n".join(parts)
+
+
+def _rows_for_all(prefix: str) -> list[OptionRow]:
+    return [
+        OptionRow("--config PATH", _env_name(prefix, "config"), "", "TOML file with settings"),
+        OptionRow("--help", "", "", "show this and exit"),
+    ]
 
 
 # --- the schema ---------------------------------------------------------------------------------------

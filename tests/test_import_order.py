@@ -183,7 +183,7 @@ def test_an_import_that_points_up_is_caught(importer: str, source: str, target: 
     [
         ("frontend.service", "from router.service import LocalRouter"),
         ("kvmesh.up", "import workers.config, frontend.config"),
-        ("benchmarks.load", "from cluster.local import running_cluster"),
+        ("benchmarks.load", "from cluster.running import running_cluster"),
         ("protocol.hashing", "import xxhash, msgspec, struct"),
         ("workers.engines.torch.executor", "import torch"),
         ("mesh.config", "from . import lifecycle"),

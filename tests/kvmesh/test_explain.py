@@ -13,8 +13,10 @@ from rich.console import Console
 from frontend.http import FrontendApi, HttpSettings
 from frontend.models import ModelRegistry
 from kvmesh import explain
-from kvmesh.explain import ExplainConfig, Reply
-from mesh.http.server import listening
+from kvmesh.explain import ExplainConfig, PlacementReply
+from mesh.http.errors import UnauthorizedError
+from mesh.http.request import Reply, Request, json_reply
+from mesh.http.server import App, Route, listening
 from mesh.plane.client import PlaneClient
 from protocol.errors import ConfigError, MeshError, UnreachableError
 from protocol.ids import WorkerId
@@ -59,7 +61,7 @@ async def router_url(tmp_path: Path) -> AsyncIterator[str]:
     await plane.close()
 
 
-def shown(reply: Reply, width: int = 160) -> str:
+def shown(reply: PlacementReply, width: int = 160) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
     explain.show(reply, console)
     return console.export_text()
@@ -67,7 +69,7 @@ def shown(reply: Reply, width: int = 160) -> str:
 
 async def test_the_only_model_is_asked_and_nothing_is_generated(frontend: Frontend) -> None:
     answer = await explain.ask(ExplainConfig(url=frontend.url), "Tell me [bold]a story.")
-    reply = msgspec.json.decode(answer, type=Reply)
+    reply = msgspec.json.decode(answer, type=PlacementReply)
     assert (reply.model, reply.decode, reply.prefill) == ("tiny", DECODE, None)
     assert reply.explanation == explanation_of("d1")
     [(request, _)] = frontend.generator.previewed
@@ -102,7 +104,7 @@ async def test_a_router_is_asked_itself_with_the_tokens_that_a_frontend_would_ma
         await explain.ask(ExplainConfig(url=frontend.url, raw=raw), "Tell me a story.")
         request, _ = frontend.generator.previewed[-1]
         answer = await explain.ask(ExplainConfig(router=router_url, raw=raw), "Tell me a story.")
-        reply = msgspec.json.decode(answer, type=Reply)
+        reply = msgspec.json.decode(answer, type=PlacementReply)
         assert reply.isl_tokens == len(unpack_tokens(request.prompt))
         assert reply.decode.name == "w"
         assert reply.explanation is not None
@@ -140,9 +142,9 @@ def test_the_help_shows_where_the_prompt_stands(capsys: pytest.CaptureFixture[st
 # --- the table ----------------------------------------------------------------------------------------
 
 
-def reply_with(*candidates: CandidateReport, prefill: bool = False, would_wait: bool = False) -> Reply:
+def reply_with(*candidates: CandidateReport, prefill: bool = False, would_wait: bool = False) -> PlacementReply:
     explanation = replace(explanation_of("d1"), candidates=candidates, would_wait=would_wait)
-    return Reply("tiny", 16, 40, DECODE, PREFILL if prefill else None, explanation)
+    return PlacementReply("tiny", 16, 40, DECODE, PREFILL if prefill else None, explanation)
 
 
 def report(worker: str, leg: str = "whole", **fields: object) -> CandidateReport:
@@ -198,4 +200,29 @@ def test_names_are_no_markup() -> None:
 
 
 def test_without_an_explanation_the_place_is_told() -> None:
-    assert "d1 would compute" in shown(Reply("tiny", 16, 40, DECODE, None, None))
+    assert "d1 would compute" in shown(PlacementReply("tiny", 16, 40, DECODE, None, None))
+
+
+# --- TLS and keys -------------------------------------------------------------------------------------
+
+
+async def test_the_key_is_sent_and_a_missing_one_is_explained() -> None:
+    async def answer(request: Request) -> Reply:
+        if request.header("authorization") != "Bearer right":
+            raise UnauthorizedError("no API key was sent")
+        return json_reply({"data": [{"id": "m"}]})
+
+    app = App([Route("GET", "/v1/models", answer)])
+    async with listening(app, "127.0.0.1", 0) as url:
+        async with explain.open_session("right", "") as http:
+            assert b'"m"' in await explain.fetch(http, "GET", f"{url}/v1/models")
+        async with explain.open_session("", "") as http:
+            with pytest.raises(MeshError, match="set KVMESH_API_KEY"):
+                await explain.fetch(http, "GET", f"{url}/v1/models")
+
+
+async def test_a_file_without_certificates_is_named(tmp_path: Path) -> None:
+    (tmp_path / "no.pem").write_text("nothing")
+    for name in ("no.pem", "absent.pem"):
+        with pytest.raises(ConfigError, match=name):
+            explain.open_session("", str(tmp_path / name))

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.local import UpConfig, planner_spec
+from cluster.config import ClusterConfig, UpConfig, load_cluster
+from cluster.processes import planner_spec
 from kvmesh.planner import main
 from kvmesh.up import planner_config, split_flags
 from mesh.config import load
@@ -56,7 +57,7 @@ def test_aggregated_workers_alone_are_sized_as_one_pool_and_never_beside_others(
         planner_config(UpConfig(planner=True), ["--mode", "aggregated"], "")
 
 
-def settings_of(up: UpConfig, planner: ServiceConfig, run_dir: Path) -> ServiceConfig:
+def settings_of(up: ClusterConfig, planner: ServiceConfig, run_dir: Path) -> ServiceConfig:
     """What the planner's process will read."""
     spec = planner_spec(up, planner, run_dir, "unix:/x/control.sock")
     assert spec.argv[:2] == ["-m", "planner"]
@@ -64,7 +65,9 @@ def settings_of(up: UpConfig, planner: ServiceConfig, run_dir: Path) -> ServiceC
 
 
 def test_the_planner_is_told_where_its_mesh_is(tmp_path: Path) -> None:
-    told = settings_of(UpConfig(), ServiceConfig(connector="local", prefill_profile="x.json", itl_slo_s=0.1), tmp_path)
+    told = settings_of(
+        ClusterConfig(), ServiceConfig(connector="local", prefill_profile="x.json", itl_slo_s=0.1), tmp_path
+    )
     assert told.local_control == "unix:/x/control.sock"
     assert told.discovery == f"file:{tmp_path}/discovery"
     assert told.record_file == f"{tmp_path}/planner.jsonl"
@@ -72,7 +75,16 @@ def test_the_planner_is_told_where_its_mesh_is(tmp_path: Path) -> None:
 
 
 def test_of_mock_workers_it_is_told_what_they_can_do(tmp_path: Path) -> None:
-    up = UpConfig(engine="mock", mock_speedup=0.5, num_blocks=100, block_size=10, max_num_seqs=4, max_step_tokens=256)
+    up = ClusterConfig(
+        UpConfig(engine="mock"),
+        worker={
+            "mock_speedup": 0.5,
+            "num_blocks": 100,
+            "block_size": 10,
+            "max_num_seqs": 4,
+            "max_step_tokens": 256,
+        },
+    )
     profile = read_profile(Path(settings_of(up, ServiceConfig(start_s=7.0), tmp_path).prefill_profile))
     assert (profile.total_kv_tokens, profile.max_num_seqs, profile.start_s) == (1000, 4, 7.0)
     assert profile.prefill_s(200) == pytest.approx(PolynomialTiming(1000, 0.5).prefill_s(200), rel=0.01)
@@ -80,7 +92,7 @@ def test_of_mock_workers_it_is_told_what_they_can_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("engine", "flips"), [("mock", True), ("torch", True), ("vllm", False), ("sglang", False)])
 def test_flips_are_planned_only_where_engines_can(tmp_path: Path, engine: str, flips: bool) -> None:
-    up = load(UpConfig, ["--engine", engine], {}, prefix="KVMESH_UP_", prog="up")
+    up = load_cluster(["--engine", engine], {})
     assert settings_of(up, ServiceConfig(prefill_profile="x.json"), tmp_path).flips is flips
 
 

@@ -1,0 +1,115 @@
+"""Settings of a mesh on one host: those of `kvmesh up`, and those that it passes on to its processes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from cluster.tiny_model import CHECKPOINT_DIR
+from frontend.config import FrontendConfig
+from mesh.config import Group, load_with_groups
+from protocol.messages import Role
+from router.config import RouterConfig
+from workers.config import WorkerConfig
+from workers.engines.registry import ENGINE_HELP, StartedEngineName
+
+ENV_PREFIX = "KVMESH_UP_"
+GROUPS = (
+    Group(
+        "options of every worker",
+        WorkerConfig,
+        frozenset({"name", "role", "count", "discovery", "advertise_host", "metrics_port"})
+        | {name for name in WorkerConfig.__struct_fields__ if name.startswith("attach_")},
+    ),
+    Group("options of the frontend", FrontendConfig, frozenset({"name", "discovery", "processes", "shares_port_with"})),
+    Group(
+        "options of the router",
+        RouterConfig,
+        frozenset({"name", "advertise_host", "discovery", "http_port", "metrics_port", "gossip_port", "max_body_mib"}),
+    ),
+)
+
+
+class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A flag wins over `KVMESH_UP_<NAME>`, that wins over the table [up] of `--config`, that over the default."""
+
+    host: Annotated[str, Meta(description="address of the HTTP API")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0: any")] = 8000
+    prefill: Annotated[int, Meta(ge=0, description="prefill workers")] = 1
+    decode: Annotated[int, Meta(ge=0, description="decode workers")] = 2
+    aggregated: Annotated[int, Meta(ge=0, description="workers that do both halves")] = 0
+    router: Annotated[Literal["embedded", "remote"], Meta(description="remote: a router process of its own")] = (
+        "embedded"
+    )
+    model_path: Annotated[str, Meta(description="Hugging Face folder; default: the tiny model")] = str(CHECKPOINT_DIR)
+    model: Annotated[str, Meta(description="name the model is served under; default: tiny, or that of its folder")] = ""
+    engine: Annotated[StartedEngineName, Meta(description=ENGINE_HELP)] = "torch"
+    planner: Annotated[
+        bool,
+        Meta(
+            description="a planner starts and stops workers; its options begin with --planner-, see python -m planner"
+        ),
+    ] = False
+    run_dir: Annotated[str, Meta(description="for discovery and logs; default: a new one, removed at the end")] = ""
+    drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """A mesh on one host. `worker`, `frontend` and `router` hold the settings that were given for these processes."""
+
+    up: UpConfig = field(default_factory=UpConfig)
+    worker: Mapping[str, Any] = field(default_factory=dict)
+    frontend: Mapping[str, Any] = field(default_factory=dict)
+    router: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        """Return the name that the model is served under."""
+        return served_name(self.up.model, self.up.model_path)
+
+    def worker_config(self, role: Role, name: str, discovery: str) -> WorkerConfig:
+        up = self.up
+        return WorkerConfig(
+            **self.worker,
+            name=name,
+            role=role,
+            engine=up.engine,
+            model_path=up.model_path,
+            model=self.model,
+            discovery=discovery,
+            drain_timeout_s=up.drain_timeout_s,
+            log_level=up.log_level,
+        )
+
+    def first_workers(self) -> dict[str, Role]:
+        """Return the roles, by name, of the workers that the mesh begins with."""
+        up = self.up
+        counts = {Role.PREFILL: up.prefill, Role.DECODE: up.decode, Role.AGGREGATED: up.aggregated}
+        return {f"{role.value}-{number}": role for role, count in counts.items() for number in range(count)}
+
+
+def served_name(model: str, model_path: str) -> str:
+    if model:
+        return model
+    return "tiny" if Path(model_path) == CHECKPOINT_DIR else Path(model_path).resolve().name
+
+
+def load_cluster(argv: Sequence[str], environ: Mapping[str, str]) -> ClusterConfig:
+    """Read the settings of `kvmesh up` as `mesh.config.load` does. Raises ConfigError."""
+    up, (worker, frontend, router) = load_with_groups(
+        UpConfig,
+        GROUPS,
+        argv,
+        environ,
+        prefix=ENV_PREFIX,
+        prog="kvmesh up",
+        description="Run a mesh on this host until Ctrl-C. Options of the planner begin with --planner-, see "
+        "`kvmesh planner --help`. Frontend and router also read KVMESH_FRONTEND_*, KVMESH_ROUTER_* and the tables "
+        "[frontend] and [router] of --config.",
+        section="up",
+    )
+    return ClusterConfig(up, worker, frontend, router)

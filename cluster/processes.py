@@ -1,0 +1,97 @@
+"""The processes of a mesh on one host: which there are, and with which flags. Pure, but for the mock's profile."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from cluster.config import ClusterConfig
+from frontend.config import FrontendConfig
+from mesh.config import environ_of, flags_of, load, to_flags
+from mesh.supervisor import ProcessSpec
+from planner.config import ServiceConfig
+from planner.profiles import polynomial_profile
+from protocol.messages import Role
+from protocol.profile import Profile, read_profile
+from workers.engines.registry import ENGINES
+
+PLANNER = "planner"  # name of its process
+
+
+def discovery_of(run_dir: Path) -> str:
+    return f"file:{run_dir / 'discovery'}"
+
+
+def process_specs(config: ClusterConfig, run_dir: Path, config_file: str = "") -> list[ProcessSpec]:
+    """Return the frontend, a router if it runs by itself, then the workers, with their names in the logs.
+
+    Frontend and router read the tables [frontend] and [router] of `config_file`; what is set here wins.
+    """
+    up = config.up
+    common = ["--discovery", discovery_of(run_dir), "--log-level", up.log_level]
+    common += ["--config", str(Path(config_file).resolve())] if config_file else []
+    router_environ = environ_of(config.router, "KVMESH_ROUTER_")  # an embedded router has no flags
+    specs = [ProcessSpec("frontend", ["-m", "frontend", *frontend_flags(config), *common], router_environ)]
+    if up.router == "remote":
+        specs.append(ProcessSpec("router", ["-m", "router", *common], router_environ))
+    return specs + [worker_spec(config, role, name, run_dir) for name, role in config.first_workers().items()]
+
+
+def frontend_flags(config: ClusterConfig) -> list[str]:
+    up = config.up
+    flags = ["--host", up.host, "--port", str(up.port), "--router", up.router]
+    flags += ["--drain-timeout-s", str(up.drain_timeout_s)]
+    return flags + flags_of(FrontendConfig, config.frontend)
+
+
+def read_frontend(config: ClusterConfig, config_file: str, environ: Mapping[str, str]) -> FrontendConfig:
+    """Return the settings that the frontend's process will find. Raises ConfigError."""
+    flags = [*frontend_flags(config), *(["--config", config_file] if config_file else [])]
+    return load(
+        FrontendConfig, flags, environ, prefix="KVMESH_FRONTEND_", prog="python -m frontend", section="frontend"
+    )
+
+
+def worker_spec(config: ClusterConfig, role: Role, name: str, run_dir: Path) -> ProcessSpec:
+    worker = config.worker_config(role, name, discovery_of(run_dir))
+    return ProcessSpec(name, ["-m", "workers", *to_flags(worker)])
+
+
+def planner_spec(config: ClusterConfig, planner: ServiceConfig, run_dir: Path, control: str) -> ProcessSpec:
+    """Return the planner's process: settings as in `planner`, but it acts on this mesh.
+
+    For mock workers it gets their profile, which is written into the run directory.
+    """
+    if config.up.engine == "mock" and not planner.prefill_profile:
+        path = run_dir / "mock-profile.json"
+        path.write_bytes(msgspec.json.encode(mock_profile(config, planner.start_s)))
+        planner = replace(planner, prefill_profile=str(path))
+    settings = replace(
+        planner,
+        flips=planner.flips and ENGINES[config.up.engine].flips,
+        local_control=control,
+        discovery=discovery_of(run_dir),
+        record_file=record_file_of(planner, run_dir),
+        log_level=config.up.log_level,
+    )
+    return ProcessSpec(PLANNER, ["-m", "planner", *to_flags(settings)])
+
+
+def record_file_of(planner: ServiceConfig, run_dir: Path) -> str:
+    is_default = planner.record_file == ServiceConfig().record_file
+    return str(run_dir / "planner.jsonl") if is_default else planner.record_file
+
+
+def mock_profile(config: ClusterConfig, start_s: float) -> Profile:
+    worker = config.worker_config(Role.DECODE, "", "")
+    if worker.mock_profile:
+        return read_profile(Path(worker.mock_profile))
+    profile = polynomial_profile(
+        worker.num_blocks * worker.block_size,
+        worker.max_num_seqs,
+        worker.max_step_tokens,
+        worker.mock_speedup or 1.0,
+        worker.mock_itl_ms / 1000,
+    )
+    return replace(profile, start_s=start_s)

@@ -1,0 +1,189 @@
+"""Run a mesh on this host as processes: `kvmesh up`, the demos and the benchmarks."""
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from cluster.config import ClusterConfig
+from cluster.control import control_socket
+from cluster.crew import Crew
+from cluster.processes import (
+    PLANNER,
+    discovery_of,
+    planner_spec,
+    process_specs,
+    read_frontend,
+    record_file_of,
+    worker_spec,
+)
+from frontend.config import FrontendConfig
+from mesh.discovery import Discovery, Put, open_discovery
+from mesh.supervisor import Supervisor
+from planner.config import ServiceConfig
+from protocol.errors import ConfigError, EngineError, MeshError
+from protocol.messages import FrontendCard, WorkerCard, decode
+
+START_TIMEOUT_S = 180.0
+HEALTH_POLL_S = 0.05
+
+
+class Cluster:
+    """A running mesh, as seen from the process that started it."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        run_dir: Path,
+        supervisor: Supervisor,
+        discovery: Discovery,
+        crew: Crew,
+        tell: Callable[[str], None],
+        frontend: FrontendConfig,
+    ) -> None:
+        self.config = config
+        self.frontend = frontend  # as its process reads its settings
+        self.run_dir = run_dir
+        self.supervisor = supervisor
+        self.crew = crew  # the workers, while their number changes
+        self._discovery = discovery
+        self._tell = tell
+        self.model = config.model
+        self.url = ""  # of the HTTP API, known when it is ready
+        self.control = ""  # unix:<path> of its control socket
+        self.planner_record = ""  # file of what its planner decides, "" if it has none
+        self.cards: dict[str, WorkerCard] = {}  # by name, of those it began with
+
+    async def until_ready(self, tell: Callable[[str], None]) -> None:
+        """Wait for every process. Raises EngineError, with the end of its log, if one cannot run."""
+        watching = asyncio.create_task(self._collect_cards(tell), name="wait for cards")
+        failing = asyncio.create_task(self.supervisor.failed.wait(), name="wait for a failure")
+        try:
+            done, _ = await asyncio.wait(
+                {watching, failing}, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for task in (watching, failing):
+                task.cancel()
+            await asyncio.wait({watching, failing})
+        if watching in done:
+            watching.result()
+        elif failing in done:
+            assert self.supervisor.failure is not None
+            raise self.supervisor.failure
+        else:
+            raise EngineError(f"the mesh was not ready after {START_TIMEOUT_S:.0f} s", hint=f"see {self.run_dir}/logs")
+
+    async def _collect_cards(self, tell: Callable[[str], None]) -> None:
+        expected = len(self.config.first_workers())
+        async for change in self._discovery.watch(""):
+            if isinstance(change, Put) and change.key.startswith("frontends/"):
+                frontend = decode(change.value, FrontendCard)
+                if frontend.pid == self.supervisor.pid("frontend"):  # else it is of a mesh that was killed
+                    self.url = frontend.url
+                    tell(f"frontend listens on {self.url}")
+            elif isinstance(change, Put) and change.key.startswith("workers/"):
+                card = decode(change.value, WorkerCard)
+                if card.pid == self.supervisor.pid(card.name):
+                    self.cards[card.name] = card
+                    tell(f"{card.name} is ready ({card.total_blocks} KV blocks of {card.block_size} tokens)")
+            if self.url and len(self.cards) == expected:
+                break
+        await self._until_frontend_sees(expected)
+
+    async def _until_frontend_sees(self, workers: int) -> None:
+        """Wait until the frontend has taken in the cards, and a router by itself too.
+
+        Where clients need a certificate nobody can ask: this process has none.
+        """
+        if self.frontend.tls_client_ca:
+            return
+        async with aiohttp.ClientSession(base_url=self.url) as http:
+            while True:
+                try:  # the frontend is our own process: its certificate may be for another name
+                    async with http.get("/health", ssl=False) as response:
+                        health = await response.json()
+                except aiohttp.ClientError:  # it has died; the supervisor starts it again
+                    health = {}
+                seen = health.get("workers", {}).get(self.model, {})
+                if health.get("status") == "ready" and sum(seen.values()) >= workers:
+                    return
+                await asyncio.sleep(HEALTH_POLL_S)
+
+    def on_planner_lost(self, failure: MeshError) -> None:
+        """Requests are answered without one, too; but one that cannot be started as asked is a failure."""
+        if isinstance(failure, ConfigError):
+            self.supervisor.fail(failure)
+        else:
+            self._tell(f"the workers stay as they are: {failure}")
+
+    async def stop(self) -> None:
+        """The planner first, that nobody starts workers now; then the frontend: it drains while the workers work."""
+        timeout_s = self.config.up.drain_timeout_s + 5
+        await self.supervisor.stop([PLANNER], timeout_s)
+        await self.supervisor.stop(["frontend"], timeout_s)
+        await self.supervisor.stop_all(timeout_s)
+
+
+def make_run_dir(given: str) -> Path:
+    """Raises ConfigError if nothing can be written there."""
+    try:
+        run_dir = Path(given or tempfile.mkdtemp(prefix="kvmesh-")).resolve()
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=run_dir / "logs").close()  # the directories may be there and closed to us
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to the run directory {error.filename or given}: {error.strerror}",
+            hint="set --run-dir to a directory that you may write to",
+        ) from error
+    return run_dir
+
+
+@asynccontextmanager
+async def running_cluster(
+    config: ClusterConfig, tell: Callable[[str], None], config_file: str = "", planner: ServiceConfig | None = None
+) -> AsyncIterator[Cluster]:
+    """Start the processes; stop them and remove what they left when the block ends. With `planner` one of them is it.
+
+    After a failure the logs stay, if the run directory is ours: its place is in the error's text.
+    """
+    frontend = read_frontend(config, config_file, os.environ)
+    run_dir = make_run_dir(config.up.run_dir)
+    discovery = open_discovery(discovery_of(run_dir))
+    supervisor = Supervisor(run_dir / "logs", tell)
+    drain_timeout_s = config.up.drain_timeout_s
+    crew = Crew(supervisor, lambda role, name: worker_spec(config, role, name, run_dir), drain_timeout_s, tell)
+    cluster = Cluster(config, run_dir, supervisor, discovery, crew, tell, frontend)
+    following = asyncio.create_task(crew.follow(discovery), name="follow workers")
+    keep = False
+    try:
+        for name, role in config.first_workers().items():
+            crew.adopt(name, role)
+        for spec in process_specs(config, run_dir, config_file):
+            supervisor.start(spec)
+        async with control_socket(crew, run_dir) as cluster.control:
+            if planner is not None:
+                cluster.planner_record = record_file_of(planner, run_dir)
+                supervisor.start(planner_spec(config, planner, run_dir, cluster.control), cluster.on_planner_lost)
+            yield cluster
+    except ConfigError:  # its text says it all
+        raise
+    except MeshError:
+        keep = True
+        tell(f"something failed; the logs stay in {run_dir / 'logs'}")
+        raise
+    finally:
+        try:
+            await cluster.stop()
+        finally:  # also after a second Ctrl-C, which cancels the polite stop
+            following.cancel()
+            await crew.close()
+            await supervisor.kill_all()
+            await discovery.close()
+            if not config.up.run_dir and not keep:
+                shutil.rmtree(run_dir, ignore_errors=True)

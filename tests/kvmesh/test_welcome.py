@@ -1,0 +1,55 @@
+"""The text of `kvmesh up`: a request that can be copied, with TLS and keys as they are set."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.tiny_model import CHECKPOINT_DIR
+from frontend.config import FrontendConfig
+from frontend.tokenizer import Tokenizer
+from kvmesh.welcome import PROMPT, RunningMesh, welcome
+
+MESH = RunningMesh(
+    url="http://127.0.0.1:8000",
+    model="tiny",
+    run_dir=Path("/run"),
+    control="/run/control/control.sock",
+    frontend=FrontendConfig(),
+    pids={"prefill-0": 3, "decode-0": 4, "decode-1": 5},
+)
+
+
+def command(text: str, name: str) -> list[str]:
+    """Return the words of the line that begins with `name`, joined with the line it continues on."""
+    [line] = [line for line in text.replace("\\\n", "").splitlines() if line.strip().startswith(name)]
+    return shlex.split(line, comments=True)
+
+
+def test_the_request_can_be_copied() -> None:
+    words = command(welcome(MESH), "curl")
+    assert "http://127.0.0.1:8000/v1/chat/completions" in words
+    assert json.loads(words[words.index("-d") + 1])["model"] == "tiny"
+
+
+def test_the_prompt_is_longer_than_two_blocks() -> None:
+    tokenizer = Tokenizer.load(str(CHECKPOINT_DIR), backend="hf", cache_bytes=0)
+    assert len(tokenizer.encode_now(PROMPT)) // 4 > 2 * 16  # ids of four bytes
+
+
+def test_one_worker_is_drained_and_another_killed() -> None:
+    assert command(welcome(MESH), "kill")[1:] == ["kill", "-9", "4"]
+    words = command(welcome(MESH), "drain")
+    assert json.loads(words[words.index("-d") + 1]) == {"decode": 1}
+
+
+def test_keys_and_certificates_are_named_but_never_shown(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("very-secret alice\n")
+    frontend = FrontendConfig(api_keys_file=str(keys), tls_cert="/etc/cert.pem")
+    text = welcome(replace(MESH, url="https://127.0.0.1:8000", frontend=frontend))
+    assert str(keys) in text
+    assert "very-secret" not in text
+    assert "SSL_CERT_FILE=/etc/cert.pem" in text
+    assert "authorization: Bearer $KVMESH_API_KEY" in text
+    assert 'api_key="none"' not in text
