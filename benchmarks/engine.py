@@ -34,7 +34,7 @@ from rich.table import Table
 
 from benchmarks import engine_steps
 from benchmarks.frontend import cpu_name, quantile_ms
-from benchmarks.load import Load, Outcome, Waits, run_in_turn, run_load, trees
+from benchmarks.load import ClientLoad, ClientWaits, LoadOutcome, run_in_turn, run_load, trees
 from benchmarks.prompts import load_tokenizer, make_prompts
 from cluster.config import ClusterConfig, UpConfig, served_name
 from cluster.running import Cluster, running_cluster
@@ -273,15 +273,15 @@ def model_name(config: EngineBenchConfig) -> str:
 
 
 @dataclass(slots=True)
-class Measured:
+class EngineRounds:
     """By side: an outcome for each round, and what the requests alone waited for."""
 
-    rounds: dict[str, list[Outcome]] = field(default_factory=lambda: {KVMESH: [], BARE: []})
-    waits: dict[str, Waits] = field(default_factory=dict)
+    rounds: dict[str, list[LoadOutcome]] = field(default_factory=lambda: {KVMESH: [], BARE: []})
+    waits: dict[str, ClientWaits] = field(default_factory=dict)
 
 
 async def measure(config: EngineBenchConfig, console: Console) -> EngineReport:
-    measured = Measured()
+    measured = EngineRounds()
     async with AsyncExitStack() as running:
         console.print("starting both; vLLM takes its time")
         bare = await running.enter_async_context(running_bare(config, console))
@@ -306,18 +306,18 @@ async def apart(work: Callable[..., R], *args: object) -> R:
         return await asyncio.wrap_future(process.submit(work, *args))
 
 
-def throughput_of(config: EngineBenchConfig, side: Side, seed: int) -> Outcome:
+def throughput_of(config: EngineBenchConfig, side: Side, seed: int) -> LoadOutcome:
     return run_load(load_on(config, side, seed, config.requests, config.concurrency))
 
 
-def latency_of(config: EngineBenchConfig, sides: Sequence[Side], seed: int) -> list[Waits]:
+def latency_of(config: EngineBenchConfig, sides: Sequence[Side], seed: int) -> list[ClientWaits]:
     return run_in_turn([load_on(config, side, seed, config.pairs, 1) for side in sides])
 
 
-def load_on(config: EngineBenchConfig, side: Side, seed: int, requests: int, concurrency: int) -> Load:
+def load_on(config: EngineBenchConfig, side: Side, seed: int, requests: int, concurrency: int) -> ClientLoad:
     """Equal for equal seeds, whichever side it is for: no prompt is met twice on one side."""
     prompts = make_prompts(load_tokenizer(config.model_path), seed, concurrency + requests, config.isl_tokens)
-    return Load(
+    return ClientLoad(
         url=f"{side.url}/v1/chat/completions",
         bodies=[body_of(config, prompt) for prompt in prompts],
         warmup=concurrency,
@@ -347,7 +347,7 @@ def body_of(config: EngineBenchConfig, prompt: str) -> bytes:
 # --- what it gave -----------------------------------------------------------------------------------------
 
 
-def report_of(config: EngineBenchConfig, measured: Measured) -> EngineReport:
+def report_of(config: EngineBenchConfig, measured: EngineRounds) -> EngineReport:
     rounds = zip(measured.rounds[KVMESH], measured.rounds[BARE], strict=True)
     ratios = [round(tokens_s(config, ours) / tokens_s(config, bare), 4) for ours, bare in rounds]
     outcomes = [outcome for of_side in measured.rounds.values() for outcome in of_side]
@@ -370,7 +370,7 @@ def report_of(config: EngineBenchConfig, measured: Measured) -> EngineReport:
     )
 
 
-def side_report(config: EngineBenchConfig, rounds: Sequence[Outcome], waits: Waits) -> SideReport:
+def side_report(config: EngineBenchConfig, rounds: Sequence[LoadOutcome], waits: ClientWaits) -> SideReport:
     ttft_s = [value for value in waits.ttft_s if value is not None]
     itl_s = [value for value in waits.itl_s if value is not None]
     return SideReport(
@@ -383,7 +383,7 @@ def side_report(config: EngineBenchConfig, rounds: Sequence[Outcome], waits: Wai
     )
 
 
-def cpu_us_per_token(config: EngineBenchConfig, rounds: Sequence[Outcome]) -> dict[str, float]:
+def cpu_us_per_token(config: EngineBenchConfig, rounds: Sequence[LoadOutcome]) -> dict[str, float]:
     """Over all rounds; what a prompt costs is spread over the tokens of its answer."""
     num_tokens = sum(outcome.requests for outcome in rounds) * config.osl_tokens
     seconds: dict[str, float] = {}
@@ -395,14 +395,14 @@ def cpu_us_per_token(config: EngineBenchConfig, rounds: Sequence[Outcome]) -> di
     return {name: round(1e6 * value / num_tokens, 1) for name, value in seconds.items()}
 
 
-def added_ms(waits: Mapping[str, Waits], figure: Callable[[Waits], Sequence[float | None]]) -> float | None:
+def added_ms(waits: Mapping[str, ClientWaits], figure: Callable[[ClientWaits], Sequence[float | None]]) -> float | None:
     """Only requests that both sides have answered count."""
     pairs = zip(figure(waits[KVMESH]), figure(waits[BARE]), strict=True)
     added_s = [ours - bare for ours, bare in pairs if ours is not None and bare is not None]
     return round(1000 * statistics.median(added_s), 4) if added_s else None
 
 
-def tokens_s(config: EngineBenchConfig, outcome: Outcome) -> float:
+def tokens_s(config: EngineBenchConfig, outcome: LoadOutcome) -> float:
     return outcome.requests * config.osl_tokens / outcome.wall_s
 
 
@@ -410,7 +410,7 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
-def said(config: EngineBenchConfig, outcome: Outcome) -> str:
+def said(config: EngineBenchConfig, outcome: LoadOutcome) -> str:
     failures = [f"\n  failed: {failure}" for failure in outcome.failures[:SHOWN_FAILURES]]
     others = f"{outcome.others_s / outcome.wall_s:.2f} cores busy with other programs"
     return f"{tokens_s(config, outcome):,.1f} tokens/s, {others}" + "".join(failures)

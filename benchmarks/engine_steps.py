@@ -89,7 +89,7 @@ def measure(config: EngineStepsConfig, console: Console) -> EngineStepsReport:
         str(folder), device=config.device, dtype=config.dtype, block_size=config.block_size, random_weights=True
     )
     info = executor.load()
-    shape = ModelShape.of(folder, info)
+    shape = StepModel.of(folder, info)
     blocks_each = -(-max(config.isl_tokens, config.context_tokens + 1) // config.block_size)
     region = executor.allocate_kv(blocks_each * config.batch, None)
     device, dtype = torch.device(region.device), getattr(torch, info.layout.dtype)
@@ -121,7 +121,7 @@ def measure(config: EngineStepsConfig, console: Console) -> EngineStepsReport:
     )
 
 
-class ModelShape(Struct, frozen=True, kw_only=True):
+class StepModel(Struct, frozen=True, kw_only=True):
     """What a step must compute and read, at the least."""
 
     matrix_params: int  # weights that every token is multiplied with
@@ -132,14 +132,14 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     item_bytes: int
 
     @staticmethod
-    def of(folder: Path, info: ModelInfo) -> "ModelShape":
+    def of(folder: Path, info: ModelInfo) -> "StepModel":
         config = json.loads((folder / "config.json").read_text())
         hidden, inner, layers = (config[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers"))
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         head_dim = config.get("head_dim") or hidden // heads
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
         layout = info.layout
-        return ModelShape(
+        return StepModel(
             matrix_params=layers * (attention + 3 * hidden * inner),
             head_params=hidden * config["vocab_size"],
             num_layers=layers,

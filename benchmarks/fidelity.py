@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load import Answer, Connection, failure_of, request_bytes
+from benchmarks.load import ClientConnection, TimedAnswer, failure_of, request_bytes
 from cluster.config import ClusterConfig, UpConfig
 from cluster.running import running_cluster
 from mesh.config import load as load_config
@@ -72,7 +72,7 @@ class Sent(Struct):
     """One request as it was sent, and what came back."""
 
     request: SimRequest
-    answer: Answer
+    answer: TimedAnswer
 
 
 def main(argv: list[str]) -> int:
@@ -130,8 +130,10 @@ async def send(url: str, model: str, request: SimRequest, started: float, *, sal
     await asyncio.sleep(max(0.0, started + request.arrival_s - time.perf_counter()))
     parts = urlsplit(url)
     loop = asyncio.get_running_loop()
-    _, connection = await loop.create_connection(lambda: Connection(True, loop), parts.hostname or "", parts.port or 80)
-    answer = Answer()
+    _, connection = await loop.create_connection(
+        lambda: ClientConnection(True, loop), parts.hostname or "", parts.port or 80
+    )
+    answer = TimedAnswer()
     try:
         await connection.ask(data, answer)
     finally:

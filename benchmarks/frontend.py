@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load import Load, Outcome, rss_mib, run_load, trees
+from benchmarks.load import ClientLoad, LoadOutcome, rss_mib, run_load, trees
 from benchmarks.prompts import load_tokenizer, make_prompts
 from cluster.config import ClusterConfig, UpConfig
 from cluster.running import running_cluster
@@ -51,7 +51,7 @@ class FrontendBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class FrontendCase:
     name: CaseName
     concurrency: int
     requests: int
@@ -61,18 +61,18 @@ class Case:
     stream: bool = False
     shared_tokens: int = 0
 
-    def scaled(self, scale: float) -> "Case":
+    def scaled(self, scale: float) -> "FrontendCase":
         return replace(self, requests=max(4, round(scale * self.requests)), warmup=max(2, round(scale * self.warmup)))
 
 
 BURST = (
-    Case("a64", 64, requests=4000, warmup=500, prompt_tokens=32, output_tokens=1),
-    Case("b64", 64, requests=256, warmup=64, prompt_tokens=32, output_tokens=256, stream=True),
-    Case("c16", 16, requests=300, warmup=32, prompt_tokens=8192, output_tokens=1),
-    Case("cp16", 16, requests=300, warmup=32, prompt_tokens=8192, output_tokens=1, shared_tokens=7372),
-    Case("c1s", 1, requests=300, warmup=10, prompt_tokens=32, output_tokens=1, stream=True),
+    FrontendCase("a64", 64, requests=4000, warmup=500, prompt_tokens=32, output_tokens=1),
+    FrontendCase("b64", 64, requests=256, warmup=64, prompt_tokens=32, output_tokens=256, stream=True),
+    FrontendCase("c16", 16, requests=300, warmup=32, prompt_tokens=8192, output_tokens=1),
+    FrontendCase("cp16", 16, requests=300, warmup=32, prompt_tokens=8192, output_tokens=1, shared_tokens=7372),
+    FrontendCase("c1s", 1, requests=300, warmup=10, prompt_tokens=32, output_tokens=1, stream=True),
 )
-PACED = (Case("b64_paced", 64, requests=256, warmup=64, prompt_tokens=32, output_tokens=256, stream=True),)
+PACED = (FrontendCase("b64_paced", 64, requests=256, warmup=64, prompt_tokens=32, output_tokens=256, stream=True),)
 
 
 class FrontendReport(Struct, frozen=True, kw_only=True):
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class BenchServer:
     """One that runs, alone on its URL. `pid`: its CPU and memory count, with all its descendants."""
 
     url: str
@@ -137,8 +137,8 @@ class Server:
 
 
 @dataclass(slots=True)
-class Measured:
-    outcomes: dict[CaseName, list[Outcome]] = field(default_factory=dict)  # one per run
+class MeasuredCases:
+    outcomes: dict[CaseName, list[LoadOutcome]] = field(default_factory=dict)  # one per run
     rss_mib: list[float] = field(default_factory=list)  # of each frontend, after its cases
 
 
@@ -146,9 +146,9 @@ async def measure(config: FrontendBenchConfig, console: Console) -> FrontendRepo
     vocabulary = load_tokenizer(config.model).get_vocab_size()
     if config.model == str(CHECKPOINT_DIR):
         console.print(f"the tiny model's vocabulary is small ({vocabulary}): --model names the folder of a real one")
-    measured = Measured()
+    measured = MeasuredCases()
     if config.url:
-        server = Server(config.url.rstrip("/"), await asyncio.to_thread(model_at, config.url), config.pid or 0)
+        server = BenchServer(config.url.rstrip("/"), await asyncio.to_thread(model_at, config.url), config.pid or 0)
         await run_cases(chosen((*BURST, *PACED) if config.case else BURST, config), server, config, measured, console)
     else:
         for cases, mesh in ((chosen(BURST, config), burst_mesh(config)), (chosen(PACED, config), paced_mesh(config))):
@@ -157,7 +157,7 @@ async def measure(config: FrontendBenchConfig, console: Console) -> FrontendRepo
     return report_of(measured, vocabulary)
 
 
-def chosen(cases: Sequence[Case], config: FrontendBenchConfig) -> list[Case]:
+def chosen(cases: Sequence[FrontendCase], config: FrontendBenchConfig) -> list[FrontendCase]:
     return [case.scaled(config.scale) for case in cases if not config.case or case.name in config.case]
 
 
@@ -190,7 +190,11 @@ def paced_mesh(config: FrontendBenchConfig) -> ClusterConfig:
 
 
 async def run_on_mesh(
-    cases: Sequence[Case], mesh: ClusterConfig, config: FrontendBenchConfig, measured: Measured, console: Console
+    cases: Sequence[FrontendCase],
+    mesh: ClusterConfig,
+    config: FrontendBenchConfig,
+    measured: MeasuredCases,
+    console: Console,
 ) -> None:
     def tell(line: str) -> None:
         console.print(line, highlight=False)
@@ -200,11 +204,15 @@ async def run_on_mesh(
         pid = cluster.supervisor.pid("frontend")
         if pid is None:
             raise EngineError("the frontend has died", hint=f"see {cluster.run_dir}/logs")
-        await run_cases(cases, Server(cluster.url, cluster.model, pid), config, measured, console)
+        await run_cases(cases, BenchServer(cluster.url, cluster.model, pid), config, measured, console)
 
 
 async def run_cases(
-    cases: Sequence[Case], server: Server, config: FrontendBenchConfig, measured: Measured, console: Console
+    cases: Sequence[FrontendCase],
+    server: BenchServer,
+    config: FrontendBenchConfig,
+    measured: MeasuredCases,
+    console: Console,
 ) -> None:
     """All cases in turn, and that `runs` times, so that a slow minute of the machine does not hit one case alone."""
     loop, spawn = asyncio.get_running_loop(), multiprocessing.get_context("spawn")
@@ -217,13 +225,13 @@ async def run_cases(
     measured.rss_mib.append(rss_mib(trees([server.pid])))
 
 
-def run_case(case: Case, server: Server, tokenizer: str, seed: int) -> Outcome:
+def run_case(case: FrontendCase, server: BenchServer, tokenizer: str, seed: int) -> LoadOutcome:
     """In the process of the load."""
     prompts = make_prompts(
         load_tokenizer(tokenizer), seed, case.warmup + case.requests, case.prompt_tokens, case.shared_tokens, GROUPS
     )
     return run_load(
-        Load(
+        ClientLoad(
             url=f"{server.url}/v1/chat/completions",
             bodies=[body_of(case, server.model, prompt) for prompt in prompts],
             warmup=case.warmup,
@@ -236,7 +244,7 @@ def run_case(case: Case, server: Server, tokenizer: str, seed: int) -> Outcome:
     )
 
 
-def body_of(case: Case, model: str, prompt: str) -> bytes:
+def body_of(case: FrontendCase, model: str, prompt: str) -> bytes:
     body: dict[str, object] = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -261,10 +269,10 @@ def model_at(url: str) -> str:
 # --- what it gave -----------------------------------------------------------------------------------------
 
 
-def report_of(measured: Measured, vocabulary: int) -> FrontendReport:
+def report_of(measured: MeasuredCases, vocabulary: int) -> FrontendReport:
     cases = {case.name: case for case in (*BURST, *PACED)}
 
-    def median(name: CaseName, figure: Callable[[Outcome], float | None]) -> float | None:
+    def median(name: CaseName, figure: Callable[[LoadOutcome], float | None]) -> float | None:
         figures = [value for outcome in measured.outcomes.get(name, []) if (value := figure(outcome)) is not None]
         return round(statistics.median(figures), 4) if figures else None
 
@@ -287,13 +295,13 @@ def report_of(measured: Measured, vocabulary: int) -> FrontendReport:
     )
 
 
-def others_cores(measured: Measured) -> float | None:
+def others_cores(measured: MeasuredCases) -> float | None:
     """The median over all runs of all cases."""
     cores = [outcome.others_s / outcome.wall_s for outcomes in measured.outcomes.values() for outcome in outcomes]
     return round(statistics.median(cores), 2) if cores else None
 
 
-def cpu_ms(outcome: Outcome) -> float:
+def cpu_ms(outcome: LoadOutcome) -> float:
     """Of the server, per request."""
     return 1000 * outcome.cpu_s / outcome.requests
 
@@ -305,7 +313,7 @@ def quantile_ms(values_s: Sequence[float], share: float) -> float | None:
     return 1000 * sorted(values_s)[min(len(values_s) - 1, int(share * len(values_s)))]
 
 
-def said(outcome: Outcome) -> str:
+def said(outcome: LoadOutcome) -> str:
     """One run in a line, with the first failures."""
     parts = [
         f"{outcome.requests / outcome.wall_s:,.0f} requests/s",

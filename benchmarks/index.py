@@ -80,7 +80,7 @@ class IndexReport(Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class IndexCase:
     workers: int
     blocks: int
     blocks_per_event: int = 128
@@ -119,11 +119,11 @@ def measure(config: IndexBenchConfig, console: Console) -> IndexReport:
     blocks = config.blocks if NATIVE else SMALL
     if not NATIVE:
         console.print(f"plain Python: measuring with {blocks:,} blocks and one round")
-    whole = Case(config.workers, blocks, others=2)
+    whole = IndexCase(config.workers, blocks, others=2)
     console.print("storing and matching")
     shared = in_a_process(fill, whole, rounds)
-    alone = in_a_process(fill, Case(config.workers, blocks), rounds)
-    short = in_a_process(fill, Case(config.workers, blocks // 2, blocks_per_event=16), rounds)
+    alone = in_a_process(fill, IndexCase(config.workers, blocks), rounds)
+    short = in_a_process(fill, IndexCase(config.workers, blocks // 2, blocks_per_event=16), rounds)
     console.print("reading payloads, hashing, placing")
     zmq = in_a_process(payload_rate, SMALL if NATIVE else CHAIN, rounds)
     hashing = in_a_process(hash_rate, rounds)
@@ -146,14 +146,14 @@ def measure(config: IndexBenchConfig, console: Console) -> IndexReport:
 
 
 GROWTH = (
-    Case(16, 100_000, others=2),
-    Case(64, 300_000, others=2),
-    Case(1024, 3_000_000, others=2),
-    Case(4096, 10_000_000, others=2),
+    IndexCase(16, 100_000, others=2),
+    IndexCase(64, 300_000, others=2),
+    IndexCase(1024, 3_000_000, others=2),
+    IndexCase(4096, 10_000_000, others=2),
 )
 
 
-def grown(case: Case, filled: Filled) -> Growth:
+def grown(case: IndexCase, filled: Filled) -> Growth:
     return Growth(
         workers=case.workers,
         blocks=case.blocks,
@@ -174,7 +174,7 @@ def in_a_process(function: Callable[..., T], *arguments: object) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class HashChain:
     """`names` u64 [blocks], `tokens` u32 [blocks * BLOCK], and who holds how many of the blocks."""
 
     names: np.ndarray
@@ -191,7 +191,7 @@ class Chain:
                 yield holder, self.names[first:end].tobytes(), parent, tokens.tobytes(), BLOCK
 
 
-def chains(case: Case) -> Iterator[Chain]:
+def chains(case: IndexCase) -> Iterator[HashChain]:
     numbers, rng = np.random.default_rng(1), random.Random(1)
     holders = [Holder(WorkerId(f"worker-{i}"), 0) for i in range(case.workers)]
     length = min(CHAIN, case.blocks)
@@ -200,11 +200,11 @@ def chains(case: Case) -> Iterator[Chain]:
         names = numbers.integers(0, 2**64, length, dtype=np.uint64)
         first = i % case.workers
         others = rng.sample([k for k in range(case.workers) if k != first], case.others)
-        yield Chain(names, tokens, [(holders[first], length), *((holders[k], length // 2) for k in others)])
+        yield HashChain(names, tokens, [(holders[first], length), *((holders[k], length // 2) for k in others)])
 
 
-def fill(case: Case, rounds: int) -> Filled:
-    for chain in chains(Case(case.workers, CHAIN)):  # code and libraries are loaded before memory is counted
+def fill(case: IndexCase, rounds: int) -> Filled:
+    for chain in chains(IndexCase(case.workers, CHAIN)):  # code and libraries are loaded before memory is counted
         store(PrefixIndex(), chain, case.blocks_per_event)
     before = resident_bytes()
     index, spent = fill_once(case)
@@ -223,13 +223,13 @@ def fill(case: Case, rounds: int) -> Filled:
     )
 
 
-def fill_once(case: Case) -> tuple[PrefixIndex, float]:
+def fill_once(case: IndexCase) -> tuple[PrefixIndex, float]:
     """A new index with all chains, and the CPU seconds that storing them took."""
     index = PrefixIndex(max_entries=1 << 26)
     return index, sum(store(index, chain, case.blocks_per_event) for chain in chains(case))
 
 
-def store(index: PrefixIndex, chain: Chain, per_event: int) -> float:
+def store(index: PrefixIndex, chain: HashChain, per_event: int) -> float:
     events = list(chain.events(per_event))
     started = time.process_time()
     for event in events:
@@ -253,7 +253,7 @@ def match_us(index: PrefixIndex, prompts: Sequence[bytes], blocks: int) -> float
 
 def payload_rate(blocks: int, rounds: int) -> float:
     """Blocks per CPU second, from the msgpack of batches with one event of 32 blocks."""
-    batches = list(payloads(Case(64, blocks, blocks_per_event=32)))
+    batches = list(payloads(IndexCase(64, blocks, blocks_per_event=32)))
 
     def feed() -> None:
         index = PrefixIndex()
@@ -263,7 +263,7 @@ def payload_rate(blocks: int, rounds: int) -> float:
     return round(blocks / cpu_seconds(feed, rounds))
 
 
-def payloads(case: Case) -> Iterator[tuple[Holder, bytes]]:
+def payloads(case: IndexCase) -> Iterator[tuple[Holder, bytes]]:
     for chain in chains(case):
         for holder, names, parent, tokens, size in chain.events(case.blocks_per_event):
             hashes = tuple(EngineHash(int(name)) for name in np.frombuffer(names, np.uint64))
@@ -291,7 +291,7 @@ def place_us(rounds: int) -> float:
     for card in cards:
         state.add_worker(card)
     prompts: list[bytes] = []
-    for number, chain in enumerate(chains(Case(PLACED_WORKERS, PLACED_WORKERS * CHAIN, others=2))):
+    for number, chain in enumerate(chains(IndexCase(PLACED_WORKERS, PLACED_WORKERS * CHAIN, others=2))):
         prompts.append(token_bytes(chain.tokens[:PLACED_TOKENS].tolist()))
         for blocks, card in ((512, cards[number]), (300, cards[number - 1]), (64, cards[number - 2])):
             hashes = tuple(EngineHash(int(name)) for name in chain.names[:blocks])

@@ -26,7 +26,7 @@ _END_OF_EVENT = b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ClientLoad:
     """`bodies`: JSON, the first `warmup` of them are sent before the clock starts."""
 
     url: str
@@ -43,7 +43,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LoadOutcome:
     requests: int  # after the warm-up; failures too
     cpu_s: float  # of the server's processes
     wall_s: float
@@ -55,7 +55,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class ClientWaits:
     """What one client waited for, request by request: the first is that of the first request; None: it failed."""
 
     ttft_s: list[float | None]
@@ -64,7 +64,7 @@ class Waits:
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """What came back to one request, and when (s, one clock)."""
 
     sent_s: float = 0.0
@@ -76,17 +76,17 @@ class Answer:
     broken: str = ""  # why it is not complete
 
 
-def run_load(load: Load) -> Outcome:
+def run_load(load: ClientLoad) -> LoadOutcome:
     """For a process of its own: turns the garbage collector off."""
     gc.freeze()
     gc.disable()
-    outcome: Outcome = uvloop.run(drive(load))
+    outcome: LoadOutcome = uvloop.run(drive(load))
     return outcome
 
 
-async def drive(load: Load) -> Outcome:
+async def drive(load: ClientLoad) -> LoadOutcome:
     requests = [request_bytes(load.url, body) for body in load.bodies]
-    slots = [Slot(load) for _ in range(min(load.concurrency, len(requests)))]
+    slots = [ClientSlot(load) for _ in range(min(load.concurrency, len(requests)))]
     warmup = await answers_to(requests[: load.warmup], slots, load.timeout_s)
     before, started = used_cpu(load), time.perf_counter()
     answers = await answers_to(requests[load.warmup :], slots, load.timeout_s)
@@ -94,7 +94,7 @@ async def drive(load: Load) -> Outcome:
     for slot in slots:
         slot.close()
     judged = [failure_of(answer, load.stream, load.output_tokens) for answer in [*warmup, *answers]]
-    return Outcome(
+    return LoadOutcome(
         requests=len(answers),
         cpu_s=after.server_s - before.server_s,
         wall_s=wall_s,
@@ -106,7 +106,7 @@ async def drive(load: Load) -> Outcome:
     )
 
 
-def run_in_turn(loads: Sequence[Load]) -> list[Waits]:
+def run_in_turn(loads: Sequence[ClientLoad]) -> list[ClientWaits]:
     """For a process of its own, as `run_load`: one request at a time, each asked of every server before the next.
 
     What else the machine does then hits all servers alike. They take turns at being the first. `bodies` are as many
@@ -114,14 +114,14 @@ def run_in_turn(loads: Sequence[Load]) -> list[Waits]:
     """
     gc.freeze()
     gc.disable()
-    waits: list[Waits] = uvloop.run(drive_in_turn(loads))
+    waits: list[ClientWaits] = uvloop.run(drive_in_turn(loads))
     return waits
 
 
-async def drive_in_turn(loads: Sequence[Load]) -> list[Waits]:
-    slots = [Slot(load) for load in loads]
+async def drive_in_turn(loads: Sequence[ClientLoad]) -> list[ClientWaits]:
+    slots = [ClientSlot(load) for load in loads]
     requests = [[request_bytes(load.url, body) for body in load.bodies] for load in loads]
-    answers: list[list[Answer]] = [[] for _ in loads]
+    answers: list[list[TimedAnswer]] = [[] for _ in loads]
     for number in range(len(loads[0].bodies)):
         for turn in range(len(loads)):
             at = (number + turn) % len(loads)
@@ -131,10 +131,10 @@ async def drive_in_turn(loads: Sequence[Load]) -> list[Waits]:
     return [waits_of(load, of_one) for load, of_one in zip(loads, answers, strict=True)]
 
 
-def waits_of(load: Load, answers: Sequence[Answer]) -> Waits:
+def waits_of(load: ClientLoad, answers: Sequence[TimedAnswer]) -> ClientWaits:
     judged = [failure_of(answer, load.stream, load.output_tokens) for answer in answers]
     counted = list(zip(answers, judged, strict=True))[load.warmup :]
-    return Waits(
+    return ClientWaits(
         ttft_s=[None if failure else answer.first_token_s - answer.sent_s for answer, failure in counted],
         itl_s=[
             None if failure else (answer.last_event_s - answer.first_token_s) / (load.output_tokens - 1)
@@ -144,7 +144,7 @@ def waits_of(load: Load, answers: Sequence[Answer]) -> Waits:
     )
 
 
-async def answers_to(requests: Sequence[bytes], slots: Sequence["Slot"], timeout_s: float) -> list[Answer]:
+async def answers_to(requests: Sequence[bytes], slots: Sequence["ClientSlot"], timeout_s: float) -> list[TimedAnswer]:
     """One answer per request, whatever becomes of it."""
     waiting = iter(requests)
     tasks = [asyncio.create_task(slot.work(waiting)) for slot in slots]
@@ -155,23 +155,23 @@ async def answers_to(requests: Sequence[bytes], slots: Sequence["Slot"], timeout
         await asyncio.wait(late)
     answers = [answer for slot in slots for answer in slot.take_answers()]
     unsent = len(requests) - len(answers)
-    return answers + [Answer(broken=f"not sent within {timeout_s:.0f} s") for _ in range(unsent)]
+    return answers + [TimedAnswer(broken=f"not sent within {timeout_s:.0f} s") for _ in range(unsent)]
 
 
-class Slot:
+class ClientSlot:
     """One request at a time, on one connection that is kept."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: ClientLoad) -> None:
         parts = urlsplit(load.url)
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._stream = load.stream
-        self._connection: Connection | None = None
-        self._answers: list[Answer] = []
+        self._connection: ClientConnection | None = None
+        self._answers: list[TimedAnswer] = []
 
     async def work(self, requests: Iterator[bytes]) -> None:
         """Until no request is left; others take from the same iterator."""
         for request in requests:
-            answer = Answer(broken="no answer in time")
+            answer = TimedAnswer(broken="no answer in time")
             self._answers.append(answer)
             try:
                 connection = await self._connected()
@@ -184,7 +184,7 @@ class Slot:
                 connection.close()
                 raise
 
-    def take_answers(self) -> list[Answer]:
+    def take_answers(self) -> list[TimedAnswer]:
         taken, self._answers = self._answers, []
         return taken
 
@@ -192,29 +192,29 @@ class Slot:
         if self._connection is not None:
             self._connection.close()
 
-    async def _connected(self) -> "Connection":
+    async def _connected(self) -> "ClientConnection":
         if self._connection is None or self._connection.closed:
             loop = asyncio.get_running_loop()
             _, self._connection = await loop.create_connection(
-                lambda: Connection(self._stream, loop), self._host, self._port
+                lambda: ClientConnection(self._stream, loop), self._host, self._port
             )
         return self._connection
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """HTTP/1.1 with keep-alive; notes when the events of a stream arrive."""
 
     def __init__(self, stream: bool, loop: asyncio.AbstractEventLoop) -> None:
         self._stream = stream
         self._loop = loop
         self._parser = httptools.HttpResponseParser(self)
-        self._answer = Answer()
+        self._answer = TimedAnswer()
         self._done: asyncio.Future[None] | None = None
         self._events = 0  # that ended in the present read
         self._tail = b""  # of the body, where an event's end may have begun
         self.closed = True
 
-    def ask(self, request: bytes, answer: Answer) -> asyncio.Future[None]:
+    def ask(self, request: bytes, answer: TimedAnswer) -> asyncio.Future[None]:
         """Done when the answer is complete or cannot become so; never fails."""
         self._answer, self._tail = answer, b""
         self._done = self._loop.create_future()
@@ -268,7 +268,7 @@ class Connection(asyncio.Protocol):
             self._done.set_result(None)
 
 
-def note_events(answer: Answer, read: bytes, now_s: float) -> None:
+def note_events(answer: TimedAnswer, read: bytes, now_s: float) -> None:
     """`read` ended at least one event of the stream."""
     if answer.first_token_s:
         answer.gaps_s.append(now_s - answer.last_event_s)
@@ -286,25 +286,25 @@ def request_bytes(url: str, body: bytes) -> bytes:
 # --- judging answers --------------------------------------------------------------------------------------
 
 
-class Usage(msgspec.Struct):
+class BodyUsage(msgspec.Struct):
     completion_tokens: int
 
 
-class Choice(msgspec.Struct):
+class BodyChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class Reply(msgspec.Struct):
+class CompletionBody(msgspec.Struct):
     """A whole answer, or one event of a stream. An error has no choices."""
 
-    choices: list[Choice]
-    usage: Usage | None = None
+    choices: list[BodyChoice]
+    usage: BodyUsage | None = None
 
 
-_reply_decoder = msgspec.json.Decoder(Reply)
+_reply_decoder = msgspec.json.Decoder(CompletionBody)
 
 
-def failure_of(answer: Answer, stream: bool, output_tokens: int) -> str:
+def failure_of(answer: TimedAnswer, stream: bool, output_tokens: int) -> str:
     """What is wrong with an answer, "" if nothing: it must be whole, of `output_tokens`, and end for its length."""
     if answer.broken:
         return answer.broken
@@ -322,7 +322,7 @@ def failure_of(answer: Answer, stream: bool, output_tokens: int) -> str:
     return "" if reasons == ["length"] else f"finish reasons {reasons} instead of one for the length"
 
 
-def events_of(body: bytes) -> list[Reply]:
+def events_of(body: bytes) -> list[CompletionBody]:
     """Raises ValueError, or msgspec's DecodeError, for what is not a whole stream."""
     events = [event for event in body.split(_END_OF_EVENT) if not event.startswith(b":")]
     if events[-2:] != [b"data: [DONE]", b""]:
@@ -344,7 +344,7 @@ class UsedCpu:
     alone_s: dict[str, float]  # of those that Load.alone names
 
 
-def used_cpu(load: Load) -> UsedCpu:
+def used_cpu(load: ClientLoad) -> UsedCpu:
     server = trees([*([load.pid] if load.pid else []), *load.more_pids])
     ours = server | trees([os.getpid(), *load.with_pids])
     machine = psutil.cpu_times()

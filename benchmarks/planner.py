@@ -23,9 +23,9 @@ from rich.table import Table
 
 from benchmarks.policies import (
     Decide,
+    DemandSlot,
     ReferencePlanner,
     Setting,
-    Slot,
     clairvoyant,
     fixed,
     mean_of,
@@ -90,7 +90,7 @@ class PlannerRow(Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PlannerLoad:
     """`peak_rps`: of the rate itself, where it is known; None: a trace."""
 
     name: str
@@ -135,7 +135,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def load_of(name: str, config: PlannerBenchConfig) -> Load | None:
+def load_of(name: str, config: PlannerBenchConfig) -> PlannerLoad | None:
     """None: it needs a trace, and none is given."""
     seed = config.seed
     rates: dict[str, tuple[Rate, float]] = {
@@ -148,7 +148,7 @@ def load_of(name: str, config: PlannerBenchConfig) -> Load | None:
         return _conversation(config) if config.trace else None
     rate, duration_s = rates[name]
     setting, sim = _setting(SPEEDUP, TTFT_SLO_S, ITL_SLO_S, config.seed)
-    return Load(
+    return PlannerLoad(
         name,
         lambda: synthesize(rate, duration_s * config.share, SHAPE, seed=seed, block_size=sim.block_size),
         rate.most_rps,
@@ -157,7 +157,7 @@ def load_of(name: str, config: PlannerBenchConfig) -> Load | None:
     )
 
 
-def decide_by(policy: str, load: Load, slots: list[Slot]) -> Decide:
+def decide_by(policy: str, load: PlannerLoad, slots: list[DemandSlot]) -> Decide:
     setting = load.setting
     match policy:
         case "kvmesh":
@@ -174,7 +174,7 @@ def decide_by(policy: str, load: Load, slots: list[Slot]) -> Decide:
     raise ConfigError(f"no policy {policy!r}", hint=f"there are: {', '.join(POLICIES)}")
 
 
-def run(load: Load, decide: Decide, slots: list[Slot], policy: str = "") -> SimReport:
+def run(load: PlannerLoad, decide: Decide, slots: list[DemandSlot], policy: str = "") -> SimReport:
     """From the fleet that the first five minutes take, or the one that stays."""
     first = load.setting.sized(mean_of(slots[:5]))
     if policy == "static-peak":
@@ -222,22 +222,22 @@ def as_table(rows: list[PlannerRow]) -> Table:
     return table
 
 
-def _peak(load: Load, slots: list[Slot]) -> Counts:
+def _peak(load: PlannerLoad, slots: list[DemandSlot]) -> Counts:
     if load.peak_rps is None:
         return load.setting.sized(peak_of(slots))
     mean = mean_of(slots)
     return load.setting.sized(replace(mean, rps=load.peak_rps))
 
 
-def _conversation(config: PlannerBenchConfig) -> Load:
+def _conversation(config: PlannerBenchConfig) -> PlannerLoad:
     rows = list(stream_rows(Path(config.trace)))
     rows = rows[: round(len(rows) * config.share)]
     setting, sim = _setting(SPEEDUP * 4, LONG_TTFT_SLO_S, LONG_ITL_SLO_S, config.seed, LONG_KV_TOKENS)
-    load = Load("conversation", lambda: from_rows(rows, sim.block_size), None, setting, sim)
+    load = PlannerLoad("conversation", lambda: from_rows(rows, sim.block_size), None, setting, sim)
     return replace(load, hit_share=_hit_share(load))
 
 
-def _hit_share(load: Load) -> float:
+def _hit_share(load: PlannerLoad) -> float:
     """What is found in the caches of a fleet that is sized for the mean load without any hit."""
     slots = slots_of(load.requests(), 0.0)
     return run(load, decide_by("static-mean", load, slots), slots, "static-mean").hit_share

@@ -53,22 +53,22 @@ def fixed(counts: Counts) -> Decide:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class DemandSlot:
     """What comes in one piece of the future."""
 
     start_s: float
     demand: Demand
 
 
-def slots_of(requests: Iterable[SimRequest], hit_share: float, slot_s: float = SLOT_S) -> list[Slot]:
+def slots_of(requests: Iterable[SimRequest], hit_share: float, slot_s: float = SLOT_S) -> list[DemandSlot]:
     """In order, without a hole; one without requests has the lengths of the one before."""
-    slots: list[Slot] = []
+    slots: list[DemandSlot] = []
     count = isl_tokens = osl_tokens = 0.0
 
     def close() -> None:
         before = slots[-1].demand if slots else Demand(0.0, 1.0, 1.0)
         isl, osl = (isl_tokens / count, osl_tokens / count) if count else (before.isl_tokens, before.osl_tokens)
-        slots.append(Slot(len(slots) * slot_s, Demand(count / slot_s, isl, osl, hit_share)))
+        slots.append(DemandSlot(len(slots) * slot_s, Demand(count / slot_s, isl, osl, hit_share)))
 
     for request in requests:
         while request.arrival_s >= (len(slots) + 1) * slot_s:
@@ -81,7 +81,7 @@ def slots_of(requests: Iterable[SimRequest], hit_share: float, slot_s: float = S
     return slots
 
 
-def clairvoyant(setting: Setting, slots: Sequence[Slot]) -> Decide:
+def clairvoyant(setting: Setting, slots: Sequence[DemandSlot]) -> Decide:
     """In every slot as many as it takes, ordered so early that they are ready when it begins, gone when it ends."""
     needs = [setting.sized(slot.demand) for slot in slots]
 
@@ -224,7 +224,7 @@ def _decision(seen: Observation, counts: Counts) -> ScalingDecision:
     )
 
 
-def peak_of(slots: Sequence[Slot], together: int = 5) -> Demand:
+def peak_of(slots: Sequence[DemandSlot], together: int = 5) -> Demand:
     """The highest demand of so many slots on end, with their mean lengths."""
     best = slots[0].demand
     for first in range(max(1, len(slots) - together + 1)):
@@ -234,7 +234,7 @@ def peak_of(slots: Sequence[Slot], together: int = 5) -> Demand:
     return best
 
 
-def mean_of(slots: Sequence[Slot]) -> Demand:
+def mean_of(slots: Sequence[DemandSlot]) -> Demand:
     rps = sum(slot.demand.rps for slot in slots)
     if rps <= 0:
         return slots[0].demand

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.frontend import SHOWN_FAILURES, cpu_name
-from benchmarks.load import Answer, Connection, failure_of, request_bytes, rss_mib, trees
+from benchmarks.load import ClientConnection, TimedAnswer, failure_of, request_bytes, rss_mib, trees
 from benchmarks.prompts import COMMON_WORDS
 from benchmarks.streams import body_of, in_a_process, until_held
 from cluster.config import ClusterConfig, UpConfig
@@ -101,7 +101,7 @@ async def measure(config: SoakConfig, console: Console) -> SoakReport:
         if pid is None:
             raise EngineError("the frontend has died", hint=f"see {cluster.run_dir}/logs")
         metrics = (f"{cluster.url}/metrics", *(card.metrics_url for card in cluster.cards.values()))
-        plan = Plan(cluster.url, cluster.model, config.requests, config.concurrency, config.new_words, metrics, pid)
+        plan = SoakPlan(cluster.url, cluster.model, config.requests, config.concurrency, config.new_words, metrics, pid)
         outcome = await in_a_process(run_soak, plan)
     for failure in outcome.failures:
         tell(f"  failed: {failure}")
@@ -135,7 +135,7 @@ def mesh_of(config: SoakConfig) -> ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SoakPlan:
     url: str  # of the frontend
     model: str
     requests: int
@@ -146,7 +146,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SoakOutcome:
     requests: int
     rss_mib: list[float] = field(default_factory=list)  # at LOOKS
     wall_s: float = 0.0
@@ -155,20 +155,20 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SoakRequest:
     data: bytes
     stream: bool
     leaves: bool
 
 
-def run_soak(plan: Plan) -> Outcome:
+def run_soak(plan: SoakPlan) -> SoakOutcome:
     gc.freeze()
-    outcome: Outcome = uvloop.run(drive(plan))
+    outcome: SoakOutcome = uvloop.run(drive(plan))
     return outcome
 
 
-async def drive(plan: Plan) -> Outcome:
-    outcome = Outcome(plan.requests)
+async def drive(plan: SoakPlan) -> SoakOutcome:
+    outcome = SoakOutcome(plan.requests)
     started = time.perf_counter()
     await answer_all(make_requests(plan), plan, outcome)
     outcome.wall_s = time.perf_counter() - started
@@ -176,7 +176,7 @@ async def drive(plan: Plan) -> Outcome:
     return outcome
 
 
-def make_requests(plan: Plan) -> Iterator[Request]:
+def make_requests(plan: SoakPlan) -> Iterator[SoakRequest]:
     """One after the other: a million of them would take more memory than what is measured."""
     draw, words = random.Random(0), COMMON_WORDS.split()
     for number in range(plan.requests):
@@ -184,10 +184,10 @@ def make_requests(plan: Plan) -> Iterator[Request]:
         leaves = number % LEAVES_EVERY == LEAVES_EVERY - 1
         stream = number % 2 == 0 or number % (2 * LEAVES_EVERY) == LEAVES_EVERY - 1
         body = body_of(plan.model, prompt, LONG_TOKENS if leaves else TOKENS, stream=stream)
-        yield Request(request_bytes(f"{plan.url}/v1/chat/completions", body), stream, leaves)
+        yield SoakRequest(request_bytes(f"{plan.url}/v1/chat/completions", body), stream, leaves)
 
 
-async def answer_all(requests: Iterator[Request], plan: Plan, outcome: Outcome) -> None:
+async def answer_all(requests: Iterator[SoakRequest], plan: SoakPlan, outcome: SoakOutcome) -> None:
     frontend = trees([plan.pid])
     looks = {max(1, round(share * plan.requests)) for share in LOOKS}
     ended = itertools.count(1)
@@ -209,7 +209,7 @@ async def answer_all(requests: Iterator[Request], plan: Plan, outcome: Outcome) 
     await asyncio.gather(*(work() for _ in range(plan.concurrency)))
 
 
-def note(outcome: Outcome, failures: list[str]) -> None:
+def note(outcome: SoakOutcome, failures: list[str]) -> None:
     outcome.errors += len(failures)
     outcome.failures += failures[: max(0, SHOWN_FAILURES - len(outcome.failures))]
 
@@ -221,11 +221,11 @@ class Client:
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._stream = stream
-        self._connection: Connection | None = None
+        self._connection: ClientConnection | None = None
 
-    async def ask(self, request: Request) -> str:
+    async def ask(self, request: SoakRequest) -> str:
         """What is wrong with the answer, "" if nothing."""
-        answer = Answer(broken="no answer in time")
+        answer = TimedAnswer(broken="no answer in time")
         try:
             async with asyncio.timeout(ANSWER_S):
                 await (await self._connected()).ask(request.data, answer)
@@ -235,10 +235,10 @@ class Client:
             answer.broken = f"no connection: {error}"
         return failure_of(answer, request.stream, TOKENS)
 
-    async def leave(self, request: Request, after_s: float) -> None:
+    async def leave(self, request: SoakRequest, after_s: float) -> None:
         """Wait for no answer, nor for the end of one that has begun."""
         try:
-            end = (await self._connected()).ask(request.data, Answer())
+            end = (await self._connected()).ask(request.data, TimedAnswer())
         except OSError:  # the next request will say so
             return
         await asyncio.wait([end], timeout=after_s)
@@ -248,11 +248,11 @@ class Client:
         if self._connection is not None:
             self._connection.close()
 
-    async def _connected(self) -> Connection:
+    async def _connected(self) -> ClientConnection:
         if self._connection is None or self._connection.closed:
             loop = asyncio.get_running_loop()
             _, self._connection = await loop.create_connection(
-                lambda: Connection(self._stream, loop), self._host, self._port
+                lambda: ClientConnection(self._stream, loop), self._host, self._port
             )
         return self._connection
 
@@ -260,7 +260,7 @@ class Client:
 # --- what it gave -----------------------------------------------------------------------------------------
 
 
-def report_of(outcome: Outcome) -> SoakReport:
+def report_of(outcome: SoakOutcome) -> SoakReport:
     at_10, at_50, at_100 = outcome.rss_mib
     second_half = outcome.requests - round(LOOKS[1] * outcome.requests)
     return SoakReport(

@@ -28,7 +28,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.frontend import SHOWN_FAILURES, cpu_name
-from benchmarks.load import Answer, Connection, Load, failure_of, request_bytes, rss_mib, trees, used_cpu
+from benchmarks.load import (
+    ClientConnection,
+    ClientLoad,
+    TimedAnswer,
+    failure_of,
+    request_bytes,
+    rss_mib,
+    trees,
+    used_cpu,
+)
 from benchmarks.prompts import PromptMaker, load_tokenizer
 from cluster.config import ClusterConfig, UpConfig
 from cluster.running import Cluster, running_cluster
@@ -171,7 +180,7 @@ async def in_a_process(function: Callable[[P], R], argument: P) -> R:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StreamsPlan:
     url: str  # of the frontend
     model: str
     tokenizer: str
@@ -185,7 +194,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StreamsOutcome:
     streams: int
     open_s: float  # until all had their first token
     cpu_share: float
@@ -195,11 +204,11 @@ class Outcome:
     failures: list[str]
 
 
-def plan_of(config: StreamsConfig, cluster: Cluster) -> Plan:
+def plan_of(config: StreamsConfig, cluster: Cluster) -> StreamsPlan:
     pid = cluster.supervisor.pid("frontend")
     if pid is None:
         raise EngineError("the frontend has died", hint=f"see {cluster.run_dir}/logs")
-    return Plan(
+    return StreamsPlan(
         url=cluster.url,
         model=cluster.model,
         tokenizer=config.model,
@@ -218,10 +227,10 @@ def ending_tokens(window_s: float, itl_s: float) -> int:
     return 4 + math.ceil((window_s + 2 * SETTLE_S) / itl_s)
 
 
-def run_streams(plan: Plan) -> Outcome:
+def run_streams(plan: StreamsPlan) -> StreamsOutcome:
     gc.freeze()
     gc.disable()
-    outcome: Outcome = uvloop.run(drive(plan))
+    outcome: StreamsOutcome = uvloop.run(drive(plan))
     return outcome
 
 
@@ -230,16 +239,16 @@ class OpenStream:
 
     def __init__(self, request: bytes, tokens: int, *, leaves: bool) -> None:
         self.leaves = leaves
-        self.answer = Answer(broken="it was not sent")
+        self.answer = TimedAnswer(broken="it was not sent")
         self._request = request
         self._tokens = tokens
-        self._connection: Connection | None = None
+        self._connection: ClientConnection | None = None
         self._end: asyncio.Future[None] | None = None
 
     async def send(self, host: str, port: int) -> None:
         loop = asyncio.get_running_loop()
         try:
-            _, self._connection = await loop.create_connection(lambda: Connection(True, loop), host, port)
+            _, self._connection = await loop.create_connection(lambda: ClientConnection(True, loop), host, port)
         except OSError as error:
             self.answer.broken = f"no connection: {error}"
         else:
@@ -263,9 +272,9 @@ class OpenStream:
         return failure_of(self.answer, True, self._tokens)
 
 
-async def drive(plan: Plan) -> Outcome:
+async def drive(plan: StreamsPlan) -> StreamsOutcome:
     streams = make_streams(plan)
-    load = Load(plan.url, (), 0, 0, True, 0, pid=plan.pid, with_pids=plan.with_pids)
+    load = ClientLoad(plan.url, (), 0, 0, True, 0, pid=plan.pid, with_pids=plan.with_pids)
     server = trees([plan.pid])
     rss_before_mib = rss_mib(server)
     async with AsyncExitStack() as cleanup:
@@ -284,7 +293,7 @@ async def drive(plan: Plan) -> Outcome:
         rss = rss_mib(server)
         failures = [shut_stream(s) for s in streams if not s.is_open]
         failures += await let_go(streams, plan)
-    return Outcome(
+    return StreamsOutcome(
         streams=sum(s.answer.first_token_s > 0 for s in streams),
         open_s=open_s,
         cpu_share=(after.server_s - before.server_s) / took_s,
@@ -295,7 +304,7 @@ async def drive(plan: Plan) -> Outcome:
     )
 
 
-def make_streams(plan: Plan) -> list[OpenStream]:
+def make_streams(plan: StreamsPlan) -> list[OpenStream]:
     """Those that leave come first: they may have more tokens than the others when all are open."""
     maker = PromptMaker(load_tokenizer(plan.tokenizer), 0)
     leaving = plan.streams - max(1, round(ENDING_SHARE * plan.streams))
@@ -330,7 +339,7 @@ async def send_all(streams: Sequence[OpenStream], url: str) -> None:
                 await reply.read()
 
 
-async def let_go(streams: Sequence[OpenStream], plan: Plan) -> list[str]:
+async def let_go(streams: Sequence[OpenStream], plan: StreamsPlan) -> list[str]:
     """Most clients leave, the others read to the end. Says what is not as it should be then."""
     ending = [stream for stream in streams if not stream.leaves]
     for stream in streams:

@@ -26,7 +26,7 @@ _DOING = re.compile(r"^\s*(Collecting|Downloading|Processing|Building|Installing
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class InstallStep:
     title: str
     argv: Sequence[str]
     instead: str = ""  # what happens if it fails, where the mesh can do without; else a failure ends everything
@@ -69,24 +69,24 @@ def missing_here() -> str:
 # --- what to do ---------------------------------------------------------------------------------------
 
 
-def runtime_steps(torch: str | None) -> list[Step]:
+def runtime_steps(torch: str | None) -> list[InstallStep]:
     steps = []
     if not venv_works():
         shutil.rmtree(VENV, ignore_errors=True)
-        steps.append(Step("virtual environment", [sys.executable, "-m", "venv", str(VENV)]))
+        steps.append(InstallStep("virtual environment", [sys.executable, "-m", "venv", str(VENV)]))
     if torch is not None or not has(*pins("torch")):
         steps.append(torch_step(torch))
     return [*steps, NIXL, KVMESH]
 
 
-def torch_step(torch: str | None) -> Step:
+def torch_step(torch: str | None) -> InstallStep:
     """torch by itself and first: on Linux the CPU build, which only PyTorch's own index has."""
     [pin] = pins("torch")
     if torch == "cuda":
-        return Step("torch with CUDA, several GB", [*INSTALL, "--force-reinstall", pin])
+        return InstallStep("torch with CUDA, several GB", [*INSTALL, "--force-reinstall", pin])
     if sys.platform != "linux":
-        return Step("torch", [*INSTALL, pin])
-    return Step(
+        return InstallStep("torch", [*INSTALL, pin])
+    return InstallStep(
         "torch for the CPU, about 200 MB",
         [*INSTALL, "--retries", "2", "--extra-index-url", CPU_INDEX, f"{pin}+cpu"],
         hint=f"is {CPU_INDEX} out of reach? `make install TORCH=cuda` takes PyPI's build, several GB with CUDA",
@@ -113,22 +113,22 @@ def has(pin: str) -> bool:
 
 
 # With its dependencies nixl would bring torch with CUDA and a second CUDA build of itself: docs/decisions/0003-nixl.md
-NIXL = Step(
+NIXL = InstallStep(
     "nixl, which moves KV between workers",
     [*INSTALL, "--no-deps", *pins("nixl", "nixl-cu12")],
     instead="without it KV moves through shared memory, between workers on one host",
 )
-KVMESH = Step("kvmesh and its dependencies", [*INSTALL, "-e", ".[torch]"])
+KVMESH = InstallStep("kvmesh and its dependencies", [*INSTALL, "-e", ".[torch]"])
 NO_NATIVE_CODE = """\
 The KV index could not be built and runs in plain Python, many times slower: see .venv/install.log.
 It takes a C++17 compiler and Python.h (Debian, Ubuntu: apt-get install g++ python3-dev), then `make -B install`."""
-TOOLS = Step("tools for tests and checks", [*INSTALL, "-e", ".[dev]"])
+TOOLS = InstallStep("tools for tests and checks", [*INSTALL, "-e", ".[dev]"])
 
 
 # --- doing it -----------------------------------------------------------------------------------------
 
 
-def carry_out(step: Step, title: str) -> bool:
+def carry_out(step: InstallStep, title: str) -> bool:
     """Run one step under a line that says how it goes. False: everything ends here."""
     started = time.monotonic()
     code = watch(step, title, started)
@@ -144,7 +144,7 @@ def carry_out(step: Step, title: str) -> bool:
     return code == 0 or bool(step.instead)
 
 
-def watch(step: Step, title: str, started: float) -> int:
+def watch(step: InstallStep, title: str, started: float) -> int:
     """The step's exit code. Meanwhile show what goes on: each second on a terminal, else every 10 s."""
     show(f"{title} ...")
     with LOG.open("ab") as output:

@@ -39,7 +39,7 @@ SETTLE_S = 0.5  # SGLang publishes a step's events after its answer
 TokenIds = tuple[int, ...]
 
 
-class Prompt(Struct, frozen=True):
+class RecordedPrompt(Struct, frozen=True):
     token_ids: TokenIds
     cache_salt: str | None = None
 
@@ -47,7 +47,7 @@ class Prompt(Struct, frozen=True):
 class Answered(Struct, frozen=True):
     """A prompt that ran alone: all that was published before it is known."""
 
-    prompt: Prompt
+    prompt: RecordedPrompt
     num_frames_before: int
     cached_tokens: int  # of the prompt, as SGLang said in its answer
 
@@ -91,27 +91,27 @@ async def record(url: str, replay: str) -> Recording:
     return Recording(version, page_size, tuple(answers), tuple(topics_seqs_payloads))
 
 
-def prompts() -> list[Prompt]:
+def prompts() -> list[RecordedPrompt]:
     """One after the other: they share prefixes, then push each other out of a small cache."""
     first = numbered(0)
-    strangers = [Prompt(numbered(n)) for n in range(2, 2 + NUM_STRANGERS)]
+    strangers = [RecordedPrompt(numbered(n)) for n in range(2, 2 + NUM_STRANGERS)]
     return [
-        Prompt(first),
-        Prompt(first + numbered(1)[:40]),  # goes on where the first ends
-        Prompt(first[: PROMPT_TOKENS // 2] + numbered(1)),  # leaves it half way
-        Prompt(first),
-        Prompt(first, cache_salt="tenant"),
-        Prompt(first + numbered(1)[:40], cache_salt="tenant"),
+        RecordedPrompt(first),
+        RecordedPrompt(first + numbered(1)[:40]),  # goes on where the first ends
+        RecordedPrompt(first[: PROMPT_TOKENS // 2] + numbered(1)),  # leaves it half way
+        RecordedPrompt(first),
+        RecordedPrompt(first, cache_salt="tenant"),
+        RecordedPrompt(first + numbered(1)[:40], cache_salt="tenant"),
         *strangers,
-        Prompt(first),
+        RecordedPrompt(first),
         *strangers[-2:],
     ]
 
 
-def prompts_at_once() -> list[Prompt]:
+def prompts_at_once() -> list[RecordedPrompt]:
     """Each computes the same beginning, since none of them has ended when the others start."""
     beginning = numbered(40)[: PROMPT_TOKENS // 2]
-    return [Prompt(beginning + numbered(n)[:20]) for n in (41, 42, 43)]
+    return [RecordedPrompt(beginning + numbered(n)[:20]) for n in (41, 42, 43)]
 
 
 def numbered(number: int) -> TokenIds:
@@ -158,13 +158,13 @@ async def _server_info(session: aiohttp.ClientSession) -> tuple[str, int]:
         raise WireError(f"/server_info does not tell {error}", hint="is this a SGLang server?") from error
 
 
-async def _ask_alone(session: aiohttp.ClientSession, replay: str, prompt: Prompt) -> Answered:
+async def _ask_alone(session: aiohttp.ClientSession, replay: str, prompt: RecordedPrompt) -> Answered:
     await asyncio.sleep(SETTLE_S)
     num_frames_before = len(await fetch(replay))
     return Answered(prompt, num_frames_before, await _ask(session, prompt))
 
 
-async def _ask(session: aiohttp.ClientSession, prompt: Prompt) -> int:
+async def _ask(session: aiohttp.ClientSession, prompt: RecordedPrompt) -> int:
     """How many of the prompt's tokens SGLang had."""
     body: dict[str, Any] = {
         "input_ids": prompt.token_ids,

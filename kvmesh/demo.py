@@ -39,7 +39,7 @@ class DemoConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 @dataclass(slots=True)
-class Answer:
+class DemoAnswer:
     """One chat completion as the client saw it."""
 
     text: str = ""
@@ -147,7 +147,7 @@ async def ask(
     messages: list[dict[str, str]],
     extra: dict[str, Any],
     on_text: Callable[[str], None],
-) -> Answer:
+) -> DemoAnswer:
     """Stream one greedy chat completion."""
     body = {
         "model": model,
@@ -160,7 +160,7 @@ async def ask(
         "kvmesh": {"trace": True},
         **extra,
     }
-    answer = Answer()
+    answer = DemoAnswer()
     sent = time.perf_counter()
     arrivals_s: list[float] = []
     async with http.post("/v1/chat/completions", json=body) as response:
@@ -177,7 +177,7 @@ async def ask(
     return answer
 
 
-def take_chunk(answer: Answer, chunk: dict[str, Any], on_text: Callable[[str], None]) -> bool:
+def take_chunk(answer: DemoAnswer, chunk: dict[str, Any], on_text: Callable[[str], None]) -> bool:
     """Add a chunk to the answer; True if it brought tokens."""
     if "error" in chunk:
         raise EngineError(f"the stream ended with an error: {chunk['error']}")
@@ -197,7 +197,7 @@ def take_chunk(answer: Answer, chunk: dict[str, Any], on_text: Callable[[str], N
     return brought
 
 
-def judge(cluster: Cluster, first: Answer, plain: Answer, second: Answer, startup_s: float) -> DemoReport:
+def judge(cluster: Cluster, first: DemoAnswer, plain: DemoAnswer, second: DemoAnswer, startup_s: float) -> DemoReport:
     """Does what happened hold what a mesh promises?"""
     trace, problems = first.trace, []
     if not trace.get("prefill_worker"):
@@ -232,7 +232,7 @@ def judge(cluster: Cluster, first: Answer, plain: Answer, second: Answer, startu
     )
 
 
-def table_of(report: DemoReport, first: Answer, second: Answer) -> Table:
+def table_of(report: DemoReport, first: DemoAnswer, second: DemoAnswer) -> Table:
     table = Table(title="What happened", show_header=True, title_justify="left")
     table.add_column("")
     table.add_column("first request")
@@ -254,6 +254,6 @@ def table_of(report: DemoReport, first: Answer, second: Answer) -> Table:
     return table
 
 
-def moved(answer: Answer) -> str:
+def moved(answer: DemoAnswer) -> str:
     num_bytes = answer.trace.get("kv_bytes_pulled", 0)
     return f"{num_bytes:,} bytes over {answer.trace.get('transfer')}" if num_bytes else "nothing"

@@ -55,7 +55,7 @@ class DemoPlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 @dataclass(slots=True)
-class Sent:
+class DemoRequest:
     """One request as the client saw it. Times are seconds since the load began."""
 
     at_s: float
@@ -196,11 +196,11 @@ async def show(config: DemoPlannerConfig, console: Console) -> Report:
 
 async def load_mesh(
     config: DemoPlannerConfig, cluster: Cluster, tell: Callable[[str], None]
-) -> tuple[list[Sent], list[Point]]:
+) -> tuple[list[DemoRequest], list[Point]]:
     """Send everything, wait for every answer. What was sent, and who was there every second."""
     clock = asyncio.get_running_loop().time
     began_s = clock()
-    sent: list[Sent] = []
+    sent: list[DemoRequest] = []
     points: list[Point] = []
     watching = asyncio.create_task(watch(cluster, config, began_s, points, tell), name="watch the workers")
     connector = aiohttp.TCPConnector(limit=0)
@@ -213,7 +213,7 @@ async def load_mesh(
         ):
             for at_s in arrivals(config):
                 await asyncio.sleep(began_s + at_s - clock())
-                one = Sent(clock() - began_s)
+                one = DemoRequest(clock() - began_s)
                 sent.append(one)
                 prompt = [draw.randrange(100, 1900) for _ in range(ISL_TOKENS)]  # no two alike: no cache helps
                 asking.create_task(ask(http, cluster.model, prompt, one, began_s))
@@ -223,7 +223,9 @@ async def load_mesh(
     return sent, points
 
 
-async def ask(http: aiohttp.ClientSession, model: str, prompt: Sequence[int], sent: Sent, began_s: float) -> None:
+async def ask(
+    http: aiohttp.ClientSession, model: str, prompt: Sequence[int], sent: DemoRequest, began_s: float
+) -> None:
     body = {
         "model": model,
         "prompt": prompt,
@@ -249,7 +251,7 @@ async def ask(http: aiohttp.ClientSession, model: str, prompt: Sequence[int], se
         sent.failure = str(error) or f"no answer within {TIMEOUT_S:g} s"
 
 
-def take_chunk(sent: Sent, chunk: dict[str, Any], at_s: float) -> None:
+def take_chunk(sent: DemoRequest, chunk: dict[str, Any], at_s: float) -> None:
     if "error" in chunk:
         raise EngineError(f"the stream ended with an error: {chunk['error']}")
     if usage := chunk.get("usage"):
@@ -285,7 +287,11 @@ async def watch(
 
 
 def judge(
-    config: DemoPlannerConfig, sent: Sequence[Sent], points: Sequence[Point], records: Iterable[Record], began_s: float
+    config: DemoPlannerConfig,
+    sent: Sequence[DemoRequest],
+    points: Sequence[Point],
+    records: Iterable[Record],
+    began_s: float,
 ) -> Report:
     """Does what happened hold what a planner promises?"""
     events = [
@@ -342,7 +348,7 @@ def quantile(values: Iterable[float | None], share: float) -> float:
 PHASES = (("low", 0.0, 0.18), ("rising", 0.18, 0.36), ("peak", 0.36, 0.60), ("falling", 0.60, 0.68), ("low", 0.68, 1.0))
 
 
-def table_of(config: DemoPlannerConfig, report: Report, sent: Sequence[Sent]) -> Table:
+def table_of(config: DemoPlannerConfig, report: Report, sent: Sequence[DemoRequest]) -> Table:
     table = Table(title="What happened", title_justify="left")
     table.add_column("load")
     for name in ("req/s", "prefill + decode", "TTFT p50 / p95", "ITL p50 / p95", "within SLO", "failed"):
@@ -373,5 +379,5 @@ def table_of(config: DemoPlannerConfig, report: Report, sent: Sequence[Sent]) ->
     return table
 
 
-def milliseconds(some: Iterable[Sent], name: str, share: float) -> str:
+def milliseconds(some: Iterable[DemoRequest], name: str, share: float) -> str:
     return f"{1000 * quantile([getattr(one, name) for one in some], share):.0f}"

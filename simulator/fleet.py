@@ -10,7 +10,7 @@ from planner.model import Fleet, WorkerLoad
 from protocol.ids import WorkerId
 from protocol.messages import Role, WorkerCard
 from simulator.config import SimConfig, timing_of
-from simulator.worker import SimWorker, State
+from simulator.worker import SimWorker, SimWorkerState
 from workers.scheduler import Limits, Output, Pull, Scheduler
 
 MODEL = "simulated"
@@ -71,7 +71,7 @@ class SimFleet:
     def end(self, worker: SimWorker, now: float) -> None:
         self.worker_seconds += now - worker.ordered_s
         self.gpu_seconds += (now - worker.ordered_s) * self._gpus(worker)
-        worker.state = State.GONE
+        worker.state = SimWorkerState.GONE
         self.workers.remove(worker)
         del self._by_id[worker.worker_id]
 
@@ -83,25 +83,25 @@ class SimFleet:
             self.gpu_seconds + sum(took_s * gpus for took_s, gpus in here),
         )
 
-    def of(self, role: Role, *states: State) -> list[SimWorker]:
+    def of(self, role: Role, *states: SimWorkerState) -> list[SimWorker]:
         return [worker for worker in self.workers if worker.role is role and worker.state in states]
 
     def count(self, role: Role) -> Fleet:
-        turning = sum(worker.state is State.TURNING and worker.turns_into is role for worker in self.workers)
+        turning = sum(worker.state is SimWorkerState.TURNING and worker.turns_into is role for worker in self.workers)
         return Fleet(
-            ready=len(self.of(role, State.READY)),
-            starting=len(self.of(role, State.STARTING)) + turning,
-            draining=len(self.of(role, State.DRAINING)),
+            ready=len(self.of(role, SimWorkerState.READY)),
+            starting=len(self.of(role, SimWorkerState.STARTING)) + turning,
+            draining=len(self.of(role, SimWorkerState.DRAINING)),
         )
 
     def least_loaded(self, role: Role) -> Iterator[SimWorker]:
         """Ready ones, the newest of equals first."""
-        ready = enumerate(self.of(role, State.READY))
+        ready = enumerate(self.of(role, SimWorkerState.READY))
         return (worker for _, worker in sorted(ready, key=lambda each: (each[1].assigned, -each[0])))
 
     def loads(self, role: Role, queued_in_router: int) -> tuple[WorkerLoad, ...]:
         """Of the ready ones. What waits in the routers is shared out evenly: it is going to come to them."""
-        ready = self.of(role, State.READY)
+        ready = self.of(role, SimWorkerState.READY)
         return tuple(self._load(worker, queued_in_router // len(ready)) for worker in ready)
 
     def _load(self, worker: SimWorker, queued_elsewhere: int) -> WorkerLoad:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from simulator.report import Change, Sample, SimReport
+from simulator.report import PlannerChange, Sample, SimReport
 from simulator.tables import figures
 
 WIDTH, HEIGHT = 900, 180
@@ -48,7 +48,7 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
     return f"<table>{cells}</table>"
 
 
-def _changes(changes: Sequence[Change], left_out: int) -> str:
+def _changes(changes: Sequence[PlannerChange], left_out: int) -> str:
     if not changes:
         return ""
     shown = changes[:_MOST_CHANGES]

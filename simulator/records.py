@@ -8,8 +8,8 @@ from protocol.messages import Role
 from simulator.config import SimConfig
 from simulator.fleet import SimFleet
 from simulator.open_request import OpenRequest
-from simulator.report import Change, Sample, SimReport, Spread
-from simulator.tally import Tally
+from simulator.report import PlannerChange, Sample, SimReport, Spread
+from simulator.tally import PercentileTally
 from simulator.worker import SimWorker
 
 MOST_SAMPLES = 2048
@@ -37,14 +37,14 @@ class _Window:
 class Records:
     def __init__(self, config: SimConfig) -> None:
         self._config = config
-        self._ttft, self._itl, self._e2e = Tally(), Tally(), Tally()
+        self._ttft, self._itl, self._e2e = PercentileTally(), PercentileTally(), PercentileTally()
         self._window, self._traffic = _Window(), _Window()  # of the time line, of the planner
         self._requests = self._failed = self._good = self._ttft_good = self._itl_good = 0
         self._isl_tokens = self._osl_tokens = self._cached_tokens = self._predicted_tokens = 0
         self._waited_s = 0.0
         self._samples: list[Sample] = []
         self._sample_s = config.sample_s
-        self._changes: list[Change] = []
+        self._changes: list[PlannerChange] = []
         self._changes_left_out = 0
         self._preemptions_of_gone = 0
         self._busy_s_of_gone = 0.0
@@ -123,7 +123,7 @@ class Records:
         flip = "" if decision.flip is None else f"{decision.flip.count} to {decision.flip.to_role}"
         why = "; ".join(reason.text for reason in decision.reasons)
         self._changes.append(
-            Change(at_s=decision.at_s, prefill=decision.prefill, decode=decision.decode, flip=flip, why=why)
+            PlannerChange(at_s=decision.at_s, prefill=decision.prefill, decode=decision.decode, flip=flip, why=why)
         )
 
     def gone(self, worker: SimWorker) -> None:
@@ -198,7 +198,7 @@ def _mean(total: float, count: int) -> float | None:
     return total / count if count else None
 
 
-def _spread(tally: Tally) -> Spread:
+def _spread(tally: PercentileTally) -> Spread:
     p50, p90, p95, p99 = (tally.percentile(share) for share in (0.5, 0.9, 0.95, 0.99))
     return Spread(mean=tally.mean, p50=p50, p90=p90, p95=p95, p99=p99, max=tally.largest)
 

@@ -31,7 +31,7 @@ class Sample(Struct, frozen=True, kw_only=True):
     waiting: int  # in the routers
 
 
-class Change(Struct, frozen=True, kw_only=True):
+class PlannerChange(Struct, frozen=True, kw_only=True):
     """A decision of the planner that was not to hold."""
 
     at_s: float
@@ -65,5 +65,5 @@ class SimReport(Struct, frozen=True, kw_only=True):
     stopped: int
     flipped: int
     timeline: tuple[Sample, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[PlannerChange, ...]
     changes_left_out: int

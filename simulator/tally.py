@@ -8,7 +8,7 @@ EXACT = 200_000  # values that are kept as they are
 _PRECISION = math.log(1.005)
 
 
-class Tally:
+class PercentileTally:
     """Mean, largest and percentiles: exact up to `EXACT` values, beyond them to half a per cent."""
 
     def __init__(self, exact: int = EXACT) -> None:

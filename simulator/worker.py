@@ -20,7 +20,7 @@ _TOKEN = Sampled(0)
 _ZERO = (0,)
 
 
-class State(Enum):
+class SimWorkerState(Enum):
     STARTING = "starting"  # ordered, not there
     READY = "ready"
     DRAINING = "draining"  # takes no request any more
@@ -95,7 +95,7 @@ class SimWorker:
         on_pull: Callable[["SimWorker", Pull, float], None],
     ) -> None:
         self.card = card
-        self.state = State.STARTING
+        self.state = SimWorkerState.STARTING
         self.scheduler = scheduler
         self.ordered_s = 0.0
         self.assigned = 0  # requests that were placed here and have not ended

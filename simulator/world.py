@@ -22,7 +22,7 @@ from simulator.records import Records
 from simulator.report import SimReport
 from simulator.requests import SimRequest
 from simulator.sequence import as_told, prompt_hashes, sequence_for
-from simulator.worker import SimWorker, State
+from simulator.worker import SimWorker, SimWorkerState
 from workers.scheduler import Output, Pull, SequenceState
 
 PROGRESS_S = 2.0  # as frontends tell the router of answers that grow
@@ -402,7 +402,7 @@ class World:
             for worker, _ in zip(self._fleet.least_loaded(source), range(decision.flip.count), strict=False):
                 worker.turns_into = into
                 self._records.flipped += 1
-                self._leave(worker, State.TURNING)
+                self._leave(worker, SimWorkerState.TURNING)
         if decoding is Role.DECODE:
             self._scale(Role.PREFILL, decision.prefill)
         self._scale(decoding, decision.decode)
@@ -415,17 +415,17 @@ class World:
             self._at(self._now + self._config.start_s, self._join, worker)
         for worker, _ in zip(self._fleet.least_loaded(role), range(surplus), strict=False):
             self._records.stopped += 1
-            self._leave(worker, State.DRAINING)
+            self._leave(worker, SimWorkerState.DRAINING)
 
     def _join(self, worker: SimWorker, since_s: float | None = None) -> None:
-        worker.state = State.READY
+        worker.state = SimWorkerState.READY
         for number, router in enumerate(self._routers):
             router.add_worker(worker.card, self._now if since_s is None else since_s)
             self._touched[number] = True
         if events := worker.pool.snapshot():
             self._later(self._config.event_lag_s, self._tell, worker, as_told(events))
 
-    def _leave(self, worker: SimWorker, state: State) -> None:
+    def _leave(self, worker: SimWorker, state: SimWorkerState) -> None:
         """It gets no more requests; those that it has been given it finishes."""
         worker.state = state
         for number, router in enumerate(self._routers):
@@ -434,9 +434,9 @@ class World:
         self._check_drained(worker)
 
     def _check_drained(self, worker: SimWorker) -> None:
-        if worker.assigned or worker.state not in (State.DRAINING, State.TURNING):
+        if worker.assigned or worker.state not in (SimWorkerState.DRAINING, SimWorkerState.TURNING):
             return
-        if worker.state is State.TURNING:
+        if worker.state is SimWorkerState.TURNING:
             self._at(self._now + self._config.flip_s, self._turn, worker)
             return
         self._records.gone(worker)

@@ -12,15 +12,15 @@ from benchmarks.engine import (
     KVMESH,
     EngineBenchConfig,
     EngineReport,
-    Measured,
+    EngineRounds,
     Side,
     environment,
     load_on,
     other_python,
     report_of,
 )
-from benchmarks.engine_steps import SHAPES, ModelShape
-from benchmarks.load import Outcome, Waits
+from benchmarks.engine_steps import SHAPES, StepModel
+from benchmarks.load import ClientWaits, LoadOutcome
 from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError
 from protocol.messages import KvLayout
@@ -28,9 +28,9 @@ from tests.support.vllm_mesh import needs_vllm
 from workers.executor import ModelInfo
 
 
-def shape_of(folder: Path) -> ModelShape:
+def shape_of(folder: Path) -> StepModel:
     layout = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=64, dtype="bfloat16")
-    return ModelShape.of(folder, ModelInfo(layout, 8192, 128256, ()))
+    return StepModel.of(folder, ModelInfo(layout, 8192, 128256, ()))
 
 
 def test_an_8b_model_has_8_billion_parameters_and_128_kib_of_kv_per_token() -> None:
@@ -61,23 +61,23 @@ def test_it_runs_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 CONFIG = EngineBenchConfig(osl_tokens=10)
 
 
-def outcome(requests: int, wall_s: float, *, failures: int = 0, **alone_s: float) -> Outcome:
+def outcome(requests: int, wall_s: float, *, failures: int = 0, **alone_s: float) -> LoadOutcome:
     """The engine has used 2 s besides."""
     cpu_s = 2.0 + sum(alone_s.values())
-    return Outcome(requests, cpu_s, wall_s, 0.5 * wall_s, [], [], ["lost"] * failures, alone_s)
+    return LoadOutcome(requests, cpu_s, wall_s, 0.5 * wall_s, [], [], ["lost"] * failures, alone_s)
 
 
-def waits(*ttft_ms: float | None) -> Waits:
+def waits(*ttft_ms: float | None) -> ClientWaits:
     seconds = [None if value is None else value / 1000 for value in ttft_ms]
-    return Waits(seconds, seconds, ["lost" for value in ttft_ms if value is None])
+    return ClientWaits(seconds, seconds, ["lost" for value in ttft_ms if value is None])
 
 
-def measured(ours: Waits, bare: Waits) -> Measured:
+def measured(ours: ClientWaits, bare: ClientWaits) -> EngineRounds:
     rounds = {
         KVMESH: [outcome(10, 2.0, frontend=0.1, worker=0.3), outcome(10, 1.0), outcome(10, 4.0, failures=1)],
         BARE: [outcome(10, 1.0, server=0.4), outcome(10, 1.0), outcome(10, 3.6)],
     }
-    return Measured(rounds, {KVMESH: ours, BARE: bare})
+    return EngineRounds(rounds, {KVMESH: ours, BARE: bare})
 
 
 def test_throughput_is_compared_round_by_round_and_the_median_counts() -> None:

@@ -14,7 +14,7 @@ from benchmarks.fidelity import (
     table_of,
     tokens_of,
 )
-from benchmarks.load import Answer
+from benchmarks.load import TimedAnswer
 from simulator import SimRequest, simulate
 from simulator.requests import thread_names
 
@@ -24,7 +24,7 @@ CONFIG = FidelityConfig(speedup=1.0, workers=1)
 def sent(at_s: float, thread: int = 0, ttft_s: float = 0.1, itl_s: float = 0.01, isl: int = 64, osl: int = 11) -> Sent:
     request = SimRequest(0.0, isl, osl, thread_names(thread, 0, isl // BLOCK_SIZE), thread)
     first_s = at_s + ttft_s
-    answer = Answer(sent_s=at_s, status=200, first_token_s=first_s, last_event_s=first_s + itl_s * (osl - 1))
+    answer = TimedAnswer(sent_s=at_s, status=200, first_token_s=first_s, last_event_s=first_s + itl_s * (osl - 1))
     return Sent(request, answer)
 
 

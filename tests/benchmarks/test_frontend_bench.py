@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.__main__ import main
 from benchmarks.frontend import GOALS, FrontendReport, quantile_ms
-from benchmarks.load import Answer, Load, Outcome, drive, drive_in_turn, note_events
+from benchmarks.load import ClientLoad, LoadOutcome, TimedAnswer, drive, drive_in_turn, note_events
 from benchmarks.prompts import PromptMaker, load_tokenizer, make_prompts
 from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError
@@ -94,9 +94,11 @@ async def server(
         yield f"http://{host}:{port}/v1/chat/completions"
 
 
-async def load_on(replies: Sequence[bytes | None], *, stream: bool = True, warmup: int = 0) -> Outcome:
+async def load_on(replies: Sequence[bytes | None], *, stream: bool = True, warmup: int = 0) -> LoadOutcome:
     async with server(replies) as url:
-        return await drive(Load(url, [b"{}"] * len(replies), warmup, concurrency=1, stream=stream, output_tokens=2))
+        return await drive(
+            ClientLoad(url, [b"{}"] * len(replies), warmup, concurrency=1, stream=stream, output_tokens=2)
+        )
 
 
 async def test_whole_streams_are_no_failures_and_have_a_first_token() -> None:
@@ -144,7 +146,7 @@ async def test_answers_in_one_piece_are_judged_by_their_length() -> None:
 async def test_a_server_that_is_not_there_fails_every_request() -> None:
     async with server([]) as url:
         pass
-    outcome = await drive(Load(url, [b"{}"] * 5, 0, concurrency=2, stream=True, output_tokens=1))
+    outcome = await drive(ClientLoad(url, [b"{}"] * 5, 0, concurrency=2, stream=True, output_tokens=1))
     assert (outcome.requests, len(outcome.failures)) == (5, 5)
 
 
@@ -156,7 +158,7 @@ async def test_who_is_not_answered_in_time_has_failed() -> None:
     listener = await asyncio.start_server(silent, "127.0.0.1", 0)
     async with listener:
         url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/"
-        outcome = await drive(Load(url, [b"{}"] * 5, 2, 2, stream=True, output_tokens=1, timeout_s=0.05))
+        outcome = await drive(ClientLoad(url, [b"{}"] * 5, 2, 2, stream=True, output_tokens=1, timeout_s=0.05))
     assert (outcome.requests, len(outcome.failures)) == (3, 5)
 
 
@@ -167,7 +169,7 @@ async def test_servers_that_are_compared_are_asked_in_turn_and_take_turns_at_bei
         server(replies["a"], lambda: asked.append("a")) as first,
         server(replies["b"], lambda: asked.append("b")) as second,
     ):
-        loads = [Load(url, [b"{}"] * 4, 1, 1, stream=True, output_tokens=2) for url in (first, second)]
+        loads = [ClientLoad(url, [b"{}"] * 4, 1, 1, stream=True, output_tokens=2) for url in (first, second)]
         a, b = await drive_in_turn(loads)
     assert asked == ["a", "b", "b", "a", "a", "b", "b", "a"]
     assert (len(a.ttft_s), len(a.failures), len(b.failures)) == (3, 0, 1)
@@ -177,7 +179,7 @@ async def test_servers_that_are_compared_are_asked_in_turn_and_take_turns_at_bei
 
 
 def test_the_first_token_is_not_the_chunk_that_names_the_role_and_gaps_are_between_reads() -> None:
-    answer = Answer(sent_s=1.0)
+    answer = TimedAnswer(sent_s=1.0)
     for read, now_s in ((ROLE, 1.5), (TOKEN + TOKEN, 2.0), (TOKEN, 2.25)):
         note_events(answer, read, now_s)
     assert answer.first_token_s == 2.0

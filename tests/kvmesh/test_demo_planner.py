@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from kvmesh.demo_planner import DemoPlannerConfig, Sent, arrivals, judge, quantile, rate_at, take_chunk
+from kvmesh.demo_planner import DemoPlannerConfig, DemoRequest, arrivals, judge, quantile, rate_at, take_chunk
 from kvmesh.demo_planner_page import Event, Point, Report, page, write_png
 from planner.connectors.connector import Applied
 from planner.model import Action, Flip, Reason, ScalingDecision
@@ -24,8 +24,8 @@ def point(at_s: float, prefill: int = 1, decode: int = 1, there: int | None = No
     )  # fmt: skip
 
 
-def sent(at_s: float = 1.0, ttft_s: float | None = 0.1, failure: str = "") -> Sent:
-    return Sent(at_s, ttft_s=ttft_s, last_s=at_s + (ttft_s or 0) + 31 * 0.05, tokens=32, failure=failure)
+def sent(at_s: float = 1.0, ttft_s: float | None = 0.1, failure: str = "") -> DemoRequest:
+    return DemoRequest(at_s, ttft_s=ttft_s, last_s=at_s + (ttft_s or 0) + 31 * 0.05, tokens=32, failure=failure)
 
 
 def record(ts_s: float, flip: Flip | None = None) -> Record:
@@ -65,7 +65,7 @@ def test_arrivals_keep_to_the_rate_and_are_the_same_for_the_same_seed() -> None:
 
 
 def test_an_answer_is_timed_by_its_chunks() -> None:
-    one = Sent(10.0)
+    one = DemoRequest(10.0)
     take_chunk(one, {"choices": [{"text": "a"}]}, 10.25)
     take_chunk(one, {"choices": [{"text": "b"}]}, 11.25)
     take_chunk(one, {"choices": [], "usage": {"completion_tokens": 11}}, 11.5)
@@ -79,7 +79,7 @@ def test_a_request_keeps_the_slo_if_it_is_answered_in_time_and_at_pace() -> None
     assert not sent().keeps(0.09, 0.051)
     assert not sent().keeps(0.1, 0.049)
     assert not sent(failure="status 500").keeps(9, 9)
-    assert not Sent(0.0).keeps(9, 9)
+    assert not DemoRequest(0.0).keeps(9, 9)
 
 
 # --- the judgement ------------------------------------------------------------------------------------

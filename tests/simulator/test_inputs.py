@@ -14,7 +14,7 @@ from protocol.errors import ConfigError
 from simulator.access_log import read_access_log
 from simulator.loads import Rate, Shape, arrivals, bursty, constant, diurnal, sawtooth, step, synthesize
 from simulator.replay import ReplayConfig, main, rate_of, requests_of
-from simulator.tally import Tally
+from simulator.tally import PercentileTally
 from simulator.trace_files import stream_rows
 
 SHAPES = [constant(3), diurnal(3, 0.5, 100), bursty(1, 9, 30, 10), step(1, 5, 30, 60), sawtooth(0, 6, 20)]
@@ -189,7 +189,7 @@ def test_the_planner_can_be_put_in_the_loop(capsys: pytest.CaptureFixture[str]) 
 
 @given(st.lists(st.floats(0, 1e4), min_size=1, max_size=200), st.floats(0, 1))
 def test_percentiles_are_exact_while_there_are_few(values: list[float], share: float) -> None:
-    tally = Tally()
+    tally = PercentileTally()
     for value in values:
         tally.add(value)
     assert tally.percentile(share) == sorted(values)[min(len(values) - 1, int(len(values) * share))]
@@ -198,7 +198,7 @@ def test_percentiles_are_exact_while_there_are_few(values: list[float], share: f
 
 @given(st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e4)), min_size=50, max_size=300), st.floats(0, 1))
 def test_of_many_they_are_right_to_half_a_per_cent(values: list[float], share: float) -> None:
-    tally = Tally(exact=10)
+    tally = PercentileTally(exact=10)
     for value in values:
         tally.add(value)
     exact = sorted(values)[min(len(values) - 1, int(len(values) * share))]
@@ -206,4 +206,4 @@ def test_of_many_they_are_right_to_half_a_per_cent(values: list[float], share: f
 
 
 def test_no_values_have_no_percentiles() -> None:
-    assert (Tally().percentile(0.5), Tally().mean, Tally().largest) == (0.0, 0.0, 0.0)
+    assert (PercentileTally().percentile(0.5), PercentileTally().mean, PercentileTally().largest) == (0.0, 0.0, 0.0)
