@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from cluster.tiny_model import CHECKPOINT_DIR
 from frontend.config import FrontendConfig
 from mesh.config import Group, load_with_groups
+from mesh.telemetry import LogLevel
 from protocol.messages import Role
 from router.config import RouterConfig
 from workers.config import WorkerConfig
@@ -54,7 +55,7 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = False
     run_dir: Annotated[str, Meta(description="for discovery and logs; default: a new one, removed at the end")] = ""
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level")] = "info"
+    log_level: LogLevel = "info"
 
 
 @dataclass(frozen=True, slots=True)

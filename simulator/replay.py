@@ -39,9 +39,7 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     trace: Annotated[str, Meta(description="a trace in Mooncake's format: JSON lines")] = ""
     access_log: Annotated[str, Meta(description="instead: what a frontend with --access-log wrote")] = ""
-    load: Annotated[
-        LoadShape | None, Meta(description="instead: a Poisson process of this shape")
-    ] = None
+    load: Annotated[LoadShape | None, Meta(description="instead: a Poisson process of this shape")] = None
     rate: Annotated[float, Meta(gt=0, description="synthetic: requests/s, on average")] = 4.0
     peak_rate: Annotated[float, Meta(ge=0, description="synthetic: requests/s at most; 0: 1.6 times --rate")] = 0.0
     duration_s: Annotated[float, Meta(gt=0, description="synthetic: for so long")] = 3600.0

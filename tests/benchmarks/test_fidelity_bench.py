@@ -15,6 +15,7 @@ from benchmarks.fidelity import (
     tokens_of,
 )
 from benchmarks.load import TimedAnswer
+from protocol.messages import Role
 from simulator import SimRequest, simulate
 from simulator.requests import thread_names
 
@@ -61,7 +62,8 @@ def test_what_the_frontend_takes_is_measured_on_requests_that_are_alone() -> Non
 def test_mesh_and_simulation_are_of_one_size(mode: str) -> None:
     config = FidelityConfig(mode=mode, workers=4)  # type: ignore[arg-type]
     mesh, simulation = mesh_of(config), simulated(config, 0.0)
-    assert mesh.prefill == simulation.num_prefill
-    assert mesh.prefill + mesh.decode + mesh.aggregated == simulation.workers
-    assert (mesh.num_blocks, mesh.block_size) == (simulation.blocks, simulation.block_size)
-    assert (mesh.max_num_seqs, mesh.max_step_tokens) == (simulation.max_num_seqs, simulation.max_step_tokens)
+    up, worker = mesh.up, mesh.worker_config(Role.AGGREGATED, "w", "file:/run")
+    assert up.prefill == simulation.num_prefill
+    assert up.prefill + up.decode + up.aggregated == simulation.workers
+    assert (worker.num_blocks, worker.block_size) == (simulation.blocks, simulation.block_size)
+    assert (worker.max_num_seqs, worker.max_step_tokens) == (simulation.max_num_seqs, simulation.max_step_tokens)

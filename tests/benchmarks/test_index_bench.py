@@ -11,7 +11,7 @@ from router.index import PrefixIndex
 
 def test_each_chain_has_one_holder_of_all_and_others_of_half() -> None:
     index = PrefixIndex()
-    [first, second] = bench.chains(bench.Case(workers=4, blocks=2 * bench.CHAIN, others=2))
+    [first, second] = bench.chains(bench.IndexCase(workers=4, blocks=2 * bench.CHAIN, others=2))
     for chain in (first, second):
         bench.store(index, chain, 128)
     prompt = bench.sequence_hash_bytes(first.tokens.tobytes(), bench.BLOCK)

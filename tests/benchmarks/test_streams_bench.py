@@ -160,8 +160,8 @@ def test_it_measures_streams_on_a_mesh_of_its_own(capsys: pytest.CaptureFixture[
 # --- soak -------------------------------------------------------------------------------------------------
 
 
-def plan(requests: int, *, new_words: bool = False) -> soak.Plan:
-    return soak.Plan("http://x", "tiny", requests, 1, new_words, (), 0)
+def plan(requests: int, *, new_words: bool = False) -> soak.SoakPlan:
+    return soak.SoakPlan("http://x", "tiny", requests, 1, new_words, (), 0)
 
 
 def test_new_words_are_met_only_where_they_are_asked_for() -> None:
@@ -180,7 +180,7 @@ def test_no_two_requests_are_alike_and_some_are_left_in_either_way(new_words: bo
 
 
 def test_growth_is_that_of_the_second_half() -> None:
-    outcome = soak.Outcome(requests=1000, rss_mib=[50.0, 80.0, 81.0], wall_s=10.0)
+    outcome = soak.SoakOutcome(requests=1000, rss_mib=[50.0, 80.0, 81.0], wall_s=10.0)
     report = soak.report_of(outcome)
     assert (report.rss_10_mib, report.rss_50_mib, report.rss_100_mib) == (50.0, 80.0, 81.0)
     assert report.growth_bytes_per_request == pytest.approx(2**20 / 500, abs=0.1)
@@ -189,7 +189,7 @@ def test_growth_is_that_of_the_second_half() -> None:
 
 async def test_an_answer_that_is_not_as_asked_for_is_an_error_and_the_next_is_asked_for() -> None:
     whole = chunked([ROLE, *[TOKEN] * 4, END, USAGE.replace(b"2", b"4"), DONE])
-    request = soak.Request(REQUEST, stream=True, leaves=False)
+    request = soak.SoakRequest(REQUEST, stream=True, leaves=False)
     async with server([whole, chunked([ROLE, TOKEN], end=False), whole]) as url, asyncio.timeout(PATIENCE_S):
         client = soak.Client(url, stream=True)
         assert [await client.ask(request) for _ in range(3)] == ["", "the connection was lost", ""]
