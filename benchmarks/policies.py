@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from planner.budget import Counts, ScalingLimits, limits_of, published_budget, within_budget
-from planner.core import PlannerCore, known
+from planner.core import PlannerCore
 from planner.forecast import CannotForecastError, Forecaster
+from planner.history import known
 from planner.model import Action, Observation, PlannerConfig, ScalingDecision, Traffic, WorkerLoad
 from planner.reference import reference_sizing
 from planner.sizing import Demand, Slo, decode_need, prefill_need, prefill_time_s

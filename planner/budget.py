@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from planner.model import PlannerConfig, Reason
 from protocol.errors import ConfigError
+from protocol.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,11 @@ def limits_of(config: PlannerConfig, prefill_gpus: int, decode_gpus: int) -> Sca
             hint="raise max_gpus, or lower min_prefill or min_decode",
         )
     return limits
+
+
+def counted_gpus(profile: Profile) -> int:
+    """Return the GPUs of one worker for a budget; a worker on CPUs counts as one."""
+    return max(1, profile.gpus)
 
 
 def published_budget(wanted: Counts, limits: ScalingLimits) -> Counts:

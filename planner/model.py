@@ -102,6 +102,10 @@ class Reason(Struct, frozen=True, kw_only=True):
     text: str
 
 
+def reason(code: str, text: str) -> Reason:
+    return Reason(code=code, text=text)
+
+
 class ScalingDecision(Struct, frozen=True, kw_only=True):
     """The counts that should be ordered from now on (ready + starting). A HOLD repeats what is ordered."""
 

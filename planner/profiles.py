@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from planner.config import ServiceConfig
+from planner.sizing import check_tables
 from protocol.errors import ConfigError
 from protocol.profile import DecodeTable, PrefillTable, Profile, read_profile
 from protocol.timing import PolynomialTiming
@@ -16,16 +17,7 @@ def open_profiles(config: ServiceConfig) -> tuple[Profile, Profile]:
     """Of prefill and of decode workers. Raises ConfigError."""
     prefill = _open(config, config.prefill_profile, "--prefill-profile")
     decode = _open(config, config.decode_profile or config.prefill_profile, "--decode-profile")
-    if prefill.prefill is None:
-        raise ConfigError(
-            f"the profile {config.prefill_profile} has no prefill table",
-            hint="measure the prefill workers with `kvmesh profile`, or set --prefill-profile to one that has it",
-        )
-    if decode.decode is None:
-        raise ConfigError(
-            f"the profile {config.decode_profile or config.prefill_profile} has no decode table",
-            hint="measure the decode workers with `kvmesh profile`, or set --decode-profile to one that has it",
-        )
+    check_tables(prefill, decode)
     return prefill, decode
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from planner.aggregated import aggregated_capacity, pool_of, prompt_times_s
+from planner.history import RecentTraffic
 from planner.model import Fleet, Reason, WorkerLoad
 from planner.sizing import Demand, Need, Slo, decode_capacity, decode_need, prefill_need, prefill_time_s
 from protocol.profile import Profile
@@ -17,7 +18,6 @@ CATCH_UP_S = 20.0  # in which a queue is to be gone
 SENSITIVITY = 0.8  # of the SLO: what the rest may come to before one worker is taken away
 KV_FULL = 0.9
 KV_CALM = 0.7  # share of the rest's KV that may be in use after one is taken away
-CONFIDENCE = 2.0  # standard deviations of a count of arrivals before it is evidence
 MIN_RECENT_S = 10.0  # that it must be of: the first seconds' prompts say little of those to come
 
 
@@ -27,26 +27,6 @@ class Rules:
     slo: Slo
     utilization: float
     correction: float
-
-
-@dataclass(frozen=True, slots=True)
-class Recent:
-    """The last seconds. `seconds` 0: nothing is known of them."""
-
-    demand: Demand
-    seconds: float
-
-    def at_least(self) -> Demand:
-        return self._moved(-1)
-
-    def at_most(self) -> Demand:
-        return self._moved(+1)
-
-    def _moved(self, sign: int) -> Demand:
-        rps = self.demand.rps
-        spread = CONFIDENCE * math.sqrt(max(rps, 1 / max(self.seconds, 1.0)) / max(self.seconds, 1.0))
-        moved = max(0.0, rps + sign * spread)
-        return Demand(moved, self.demand.isl_tokens, self.demand.osl_tokens, self.demand.hit_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +41,7 @@ class Pressure:
 NO_PRESSURE = Pressure(0, 0)
 
 
-def prefill_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: Recent | None) -> Pressure:
+def prefill_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: RecentTraffic | None) -> Pressure:
     def need(demand: Demand) -> Need:
         return prefill_need(rules.profile, demand, rules.slo, rules.utilization, rules.correction)
 
@@ -96,7 +76,7 @@ def prefill_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], re
     return Pressure(workers, least, tuple(reasons))
 
 
-def decode_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: Recent | None) -> Pressure:
+def decode_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: RecentTraffic | None) -> Pressure:
     def need(demand: Demand) -> Need:
         return decode_need(rules.profile, demand, rules.slo, rules.utilization, rules.correction)
 
@@ -129,7 +109,9 @@ def decode_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], rec
     return Pressure(workers, least, tuple(reasons))
 
 
-def aggregated_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: Recent | None) -> Pressure:
+def aggregated_pressure(
+    rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: RecentTraffic | None
+) -> Pressure:
     """Of workers that do both halves. Without traffic figures it is not known what a queue or a batch means."""
     if recent is None:
         return Pressure(0, fleet.ordered)
@@ -169,7 +151,9 @@ def aggregated_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad],
     return Pressure(workers, min(fleet.ordered, max(rest.workers, by_queue, by_batch)), tuple(reasons))
 
 
-def _by_arrivals(role: str, need: Callable[[Demand], Need], fleet: Fleet, recent: Recent, reasons: list[Reason]) -> int:
+def _by_arrivals(
+    role: str, need: Callable[[Demand], Need], fleet: Fleet, recent: RecentTraffic, reasons: list[Reason]
+) -> int:
     """Workers for the last seconds' arrivals, if even a cautious reading of them is too much for those ordered."""
     if recent.seconds < MIN_RECENT_S:
         return 0
@@ -193,7 +177,7 @@ def _token_s(rules: Rules, demand: Demand) -> float:
     return _service_s(rules, demand) / demand.uncached_tokens
 
 
-def _batch(rules: Rules, recent: Recent | None) -> int:
+def _batch(rules: Rules, recent: RecentTraffic | None) -> int:
     if recent is None:
         return rules.profile.max_num_seqs
     return decode_capacity(rules.profile, recent.demand, rules.slo.itl_s, rules.correction).batch

@@ -15,6 +15,7 @@ from mesh.discovery import open_discovery
 from mesh.lifecycle import watch_parent
 from mesh.telemetry import serve_metrics
 from planner import metrics
+from planner.budget import counted_gpus
 from planner.config import ServiceConfig, decoding_role
 from planner.connectors.connector import Applied, Connector, ConnectorError, Fleets
 from planner.connectors.kinds import open_connector
@@ -26,7 +27,6 @@ from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource
 from planner.profiles import open_profiles
 from planner.record import Record, RecordFile, kept
 from protocol.errors import ConfigError, FeedLostError
-from protocol.profile import Profile
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ async def serve(config: ServiceConfig, stop: asyncio.Event) -> None:
             Observer(http, view, open_source(config, http, view)),
             connector,
             records,
-            gpus_of(prefill, decode),
+            (counted_gpus(prefill), counted_gpus(decode)),
         )
         acts: Callable[[float], bool] = always if config.shadow else lease.is_ours
         log.info("ready", extra={"connector": connector.name, "metrics": metrics_url, "record": config.record_file})
@@ -123,11 +123,6 @@ def tick_s(config: ServiceConfig) -> float:
 def present(view: MeshView) -> Fleets:
     """Who has joined the mesh: all that can be known where nobody tells what is being started."""
     return Fleets(prefill=Fleet(ready=len(view.prefilling())), decode=Fleet(ready=len(view.decoding())))
-
-
-def gpus_of(prefill: Profile, decode: Profile) -> tuple[int, int]:
-    """GPUs of one worker of each role; one that runs on CPUs counts as one."""
-    return max(1, prefill.gpus), max(1, decode.gpus)
 
 
 def always(at_s: float) -> bool:

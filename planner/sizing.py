@@ -9,6 +9,7 @@ worker is used beyond `target_utilization` of what it can do: a queue at 100 % h
 import math
 from dataclasses import dataclass
 
+from protocol.errors import ConfigError
 from protocol.profile import Profile
 
 MAX_WORKERS = 4096  # of a role; what would take more is told as that many
@@ -59,6 +60,16 @@ class Need:
     workers: int
     utilization: float  # of each, with so many
     fits: bool = True
+
+
+def check_tables(prefill: Profile, decode: Profile) -> None:
+    """Raise ConfigError if a profile lacks the table of its role."""
+    for profile, table, role in ((prefill, prefill.prefill, "prefill"), (decode, decode.decode, "decode")):
+        if table is None:
+            raise ConfigError(
+                f"the profile of {profile.model} ({profile.mapping}) has no {role} table",
+                hint=f"measure the {role} workers with `kvmesh profile`, or set --{role}-profile to a file that has it",
+            )
 
 
 def prefill_time_s(profile: Profile, tokens: float) -> float:

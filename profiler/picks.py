@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
+from planner.budget import counted_gpus
 from planner.model import Reason
 from planner.sizing import MISSED_SHARE, SPREAD, Demand, late_share, mean_wait_s, prefill_time_s
 from protocol.errors import ConfigError
@@ -94,7 +95,7 @@ def check_together(profiles: Sequence[Profile], goal: Goal) -> None:
 
 def options_of(prefill: Profile, decode: Profile, goal: Goal) -> Iterator[Option]:
     """For each batch: the split that carries most on the budget, and the one that carries most for each GPU."""
-    most = (goal.gpus - gpus_of(decode)) // gpus_of(prefill)
+    most = (goal.gpus - counted_gpus(decode)) // counted_gpus(prefill)
     rates = [prefill_rps(prefill, workers, goal) for workers in range(1, most + 1)]
     for batch in batches_of(decode, goal.demand):
         splits = list(splits_of(prefill, decode, batch, rates, goal))
@@ -115,7 +116,7 @@ def splits_of(prefill: Profile, decode: Profile, batch: int, rates: Sequence[flo
     `rates[i]`: requests/s that i + 1 prefill workers carry.
     """
     for workers, rate in enumerate(rates, 1):
-        most = (goal.gpus - workers * gpus_of(prefill)) // gpus_of(decode)
+        most = (goal.gpus - workers * counted_gpus(prefill)) // counted_gpus(decode)
         count = fewest_decode(decode, batch, rate, most, goal)
         for decode_workers in {count, max(1, count - 1)}:
             carried = min(rate, decode_rps(decode, decode_workers, batch, goal))
@@ -139,7 +140,7 @@ def option_of(
     itl_s = step_s(decode, batch, goal.demand)
     service_s = prefill_time_s(prefill, goal.demand.uncached_tokens)
     ttft_s = service_s + mean_wait_s(prefill_workers * prefill.dp_size, offered, service_s)
-    gpus = prefill_workers * gpus_of(prefill) + decode_workers * gpus_of(decode)
+    gpus = prefill_workers * counted_gpus(prefill) + decode_workers * counted_gpus(decode)
     return Option(
         prefill_mapping=prefill.mapping,
         decode_mapping=decode.mapping,
@@ -155,10 +156,6 @@ def option_of(
         meets_ttft=service_s <= goal.ttft_slo_s and carried > 0,
         meets_itl=itl_s <= goal.itl_slo_s,
     )
-
-
-def gpus_of(profile: Profile) -> int:
-    return max(1, profile.gpus)
 
 
 def prefill_rps(profile: Profile, workers: int, goal: Goal) -> float:
@@ -271,7 +268,7 @@ def why_not(
 ) -> Iterator[Reason]:
     """What stands in the way, with the nearest that can be had."""
     if not options:
-        smallest = min(map(gpus_of, prefill)) + min(map(gpus_of, decode))
+        smallest = min(map(counted_gpus, prefill)) + min(map(counted_gpus, decode))
         yield Reason(code="gpus", text=f"one worker of each role takes {smallest} GPUs, there are {goal.gpus}")
         return
     if not any(option.meets_ttft for option in options):

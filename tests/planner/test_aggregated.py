@@ -11,8 +11,9 @@ from msgspec.structs import replace
 from planner.aggregated import aggregated_capacity, aggregated_need, both_halves
 from planner.core import PlannerCore
 from planner.correction import Corrections, corrected_aggregated
+from planner.history import RecentTraffic
 from planner.model import Fleet, Observation, PlannerConfig, Traffic, WorkerLoad
-from planner.reactive import Recent, Rules, aggregated_pressure
+from planner.reactive import Rules, aggregated_pressure
 from planner.sizing import Demand, Slo
 from protocol.errors import ConfigError
 from protocol.profile import DecodeTable, PrefillTable, Profile
@@ -115,7 +116,7 @@ def a_load(queued_tokens: int = 0, running: int = 0) -> WorkerLoad:
 
 
 def test_queues_and_crowds_ask_for_more_and_idle_workers_can_be_spared() -> None:
-    recent, fleet = Recent(Demand(3.0, 2000, 200), 20.0), Fleet(ready=4)
+    recent, fleet = RecentTraffic(Demand(3.0, 2000, 200), 20.0), Fleet(ready=4)
     queued = aggregated_pressure(RULES, fleet, [a_load(queued_tokens=40_000)] * 4, recent)
     crowded = aggregated_pressure(RULES, fleet, [a_load(running=150)] * 4, recent)
     idle = aggregated_pressure(RULES, Fleet(ready=12), [a_load()] * 12, recent)
@@ -125,7 +126,7 @@ def test_queues_and_crowds_ask_for_more_and_idle_workers_can_be_spared() -> None
 
 
 def test_while_workers_start_or_nothing_is_known_queues_ask_for_nobody_and_nobody_is_spared() -> None:
-    recent, loads = Recent(Demand(3.0, 2000, 200), 20.0), [a_load(queued_tokens=40_000)] * 4
+    recent, loads = RecentTraffic(Demand(3.0, 2000, 200), 20.0), [a_load(queued_tokens=40_000)] * 4
     starting = aggregated_pressure(RULES, Fleet(ready=4, starting=2), loads, recent)
     unknown = aggregated_pressure(RULES, Fleet(ready=4), loads, None)
     assert (starting.workers, starting.least) == (0, 6)

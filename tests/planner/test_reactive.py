@@ -3,14 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.history import RecentTraffic
 from planner.model import Fleet, WorkerLoad
-from planner.reactive import Pressure, Recent, Rules, decode_pressure, prefill_pressure
+from planner.reactive import Pressure, Rules, decode_pressure, prefill_pressure
 from planner.sizing import Demand, Slo, decode_capacity
 from tests.support.planning import an_8b
 
 PROFILE = an_8b(speedup=0.125)  # 0.39 s for 2000 tokens
 RULES = Rules(PROFILE, Slo(2.0, 0.25), 0.8, 1.0)
-RECENT = Recent(Demand(6.0, 2000, 200), 20.0)
+RECENT = RecentTraffic(Demand(6.0, 2000, 200), 20.0)
 BATCH = decode_capacity(PROFILE, RECENT.demand, 0.25).batch
 
 
@@ -49,7 +50,7 @@ def test_a_queue_is_no_evidence_while_workers_are_starting() -> None:
 
 
 def test_arrivals_are_evidence_also_while_workers_are_starting() -> None:
-    burst = Recent(Demand(40.0, 2000, 200), 20.0)
+    burst = RecentTraffic(Demand(40.0, 2000, 200), 20.0)
     pressure = prefill_pressure(RULES, Fleet(ready=2, starting=2), [], burst)
     assert pressure.workers > 10
     assert codes(pressure) == {"prefill-arrivals"}
@@ -58,16 +59,18 @@ def test_arrivals_are_evidence_also_while_workers_are_starting() -> None:
 def test_a_few_more_arrivals_than_usual_are_chance() -> None:
     """4 workers carry 8.1 requests/s; 9 in a second are no evidence, 9 a second for a minute are."""
     fleet = Fleet(ready=4)
-    assert prefill_pressure(RULES, fleet, [], Recent(Demand(9.0, 2000, 200), 1.0)).workers == 0
-    assert prefill_pressure(RULES, fleet, [], Recent(Demand(9.0, 2000, 200), 60.0)).workers > 4
+    assert prefill_pressure(RULES, fleet, [], RecentTraffic(Demand(9.0, 2000, 200), 1.0)).workers == 0
+    assert prefill_pressure(RULES, fleet, [], RecentTraffic(Demand(9.0, 2000, 200), 60.0)).workers > 4
 
 
 def test_arrivals_of_the_first_seconds_alone_are_no_evidence_however_many() -> None:
     """A minute that begins with a bunch looks like a rush; queues tell it if it is one."""
     fleet = Fleet(ready=4)
-    assert prefill_pressure(RULES, fleet, [], Recent(Demand(40.0, 2000, 200), 5.0)).workers == 0
-    assert prefill_pressure(RULES, fleet, [worker(200_000)] * 4, Recent(Demand(40.0, 2000, 200), 5.0)).workers > 4
-    assert prefill_pressure(RULES, fleet, [], Recent(Demand(40.0, 2000, 200), 10.0)).workers > 4
+    assert prefill_pressure(RULES, fleet, [], RecentTraffic(Demand(40.0, 2000, 200), 5.0)).workers == 0
+    assert (
+        prefill_pressure(RULES, fleet, [worker(200_000)] * 4, RecentTraffic(Demand(40.0, 2000, 200), 5.0)).workers > 4
+    )
+    assert prefill_pressure(RULES, fleet, [], RecentTraffic(Demand(40.0, 2000, 200), 10.0)).workers > 4
 
 
 def test_a_batch_beyond_what_keeps_the_itl_asks_for_decode_workers() -> None:
@@ -78,7 +81,7 @@ def test_a_batch_beyond_what_keeps_the_itl_asks_for_decode_workers() -> None:
 
 def test_kv_that_is_full_and_waited_for_asks_for_decode_workers() -> None:
     full = int(0.95 * PROFILE.total_kv_tokens)
-    quiet = Recent(Demand(1.0, 2000, 200), 20.0)
+    quiet = RecentTraffic(Demand(1.0, 2000, 200), 20.0)
     waited_for = [worker(running=5, waiting=1, kv_tokens=full)] * 2
     assert decode_pressure(RULES, Fleet(ready=2), waited_for, quiet).workers >= 3
     assert decode_pressure(RULES, Fleet(ready=2), [worker(running=5, kv_tokens=full)] * 2, quiet).workers == 0
@@ -90,7 +93,7 @@ def test_idle_workers_can_be_spared() -> None:
 
 
 def test_workers_with_a_queue_cannot_be_spared_however_few_requests_come() -> None:
-    quiet = Recent(Demand(0.1, 2000, 200), 60.0)
+    quiet = RecentTraffic(Demand(0.1, 2000, 200), 60.0)
     queued = [worker(queued_tokens=8000)] * 3
     assert prefill_pressure(RULES, Fleet(ready=3), queued, quiet).least == 3
     running = [worker(running=int(0.75 * BATCH))] * 3

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from benchmarks.engine_steps import SHAPES
+from planner.budget import counted_gpus
 from planner.sizing import Demand, Slo, decode_need, prefill_need
 from profiler.estimate import estimate_profile
 from profiler.gpus import GPUS
@@ -14,7 +15,6 @@ from profiler.picks import (
     Goal,
     batches_of,
     decode_rps,
-    gpus_of,
     option_of,
     pareto_front,
     pick,
@@ -105,7 +105,7 @@ def test_no_split_of_any_mapping_carries_more_than_the_recommended_one(goal: Goa
         for decode in TP[:2]:
             for p in range(1, goal.gpus + 1):
                 for d in range(1, goal.gpus + 1):
-                    if p * gpus_of(prefill) + d * gpus_of(decode) <= goal.gpus:
+                    if p * counted_gpus(prefill) + d * counted_gpus(decode) <= goal.gpus:
                         for batch in batches_of(decode, goal.demand):
                             rps = min(prefill_rps(prefill, p, goal), decode_rps(decode, d, batch, goal))
                             option = option_of(prefill, decode, (p, d), batch, rps, goal)
