@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from mesh.discovery import DiscoveryUrl
 from mesh.telemetry import LogFormat, LogLevel
 
 
@@ -23,7 +24,7 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["embedded", "remote"],
         Meta(description="embedded: in this process, set by KVMESH_ROUTER_* and [router]; remote: `python -m router`"),
     ] = "embedded"
-    discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
+    discovery: DiscoveryUrl = "file:.run/discovery"
     tokenizer: Annotated[
         Literal["auto", "hf", "fastokens"],
         Meta(description="library that tokenizes; auto: fastokens for models where it proves equal to `tokenizers`"),

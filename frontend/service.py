@@ -21,6 +21,7 @@ from mesh.http.server import listening
 from mesh.lifecycle import watch_parent
 from mesh.merged_metrics import sharing
 from mesh.plane.client import PlaneClient
+from mesh.telemetry import log_ready
 from protocol.ids import new_generation
 from protocol.messages import FrontendCard, encode
 from router.booking import Router
@@ -76,7 +77,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             async with listening(api.app, config.host, config.port, tls=tls, reuse_port=folder is not None) as url:
                 card = FrontendCard(name=config.name, url=url, pid=os.getpid())
                 registration = await discovery.put(f"frontends/{config.name}", encode(card))
-                log.info("ready", extra={"url": url})
+                log_ready(log, metrics=f"{url}/metrics", discovery=config.discovery, url=url)
                 await stop.wait()
                 await registration.withdraw()
                 await drain(api.admission, config.drain_timeout_s)

@@ -98,7 +98,7 @@ async def make_stream(stream: JetStreamContext) -> None:
 
 
 async def until_it_works(action: Callable[[], Awaitable[T]], what: str) -> T:
-    """Do it again and again, first soon, then every two seconds; say once that it fails."""
+    """Repeat `action` until it succeeds, first soon, then every two seconds. Log the first failure as a warning."""
     wait_s, longest_s = _RETRY_S
     is_said = False
     while True:
@@ -107,10 +107,16 @@ async def until_it_works(action: Callable[[], Awaitable[T]], what: str) -> T:
         except nats.errors.MaxPayloadError:
             raise
         except FAILURES as error:
-            log.log(logging.DEBUG if is_said else logging.WARNING, "%s (%r); trying on", what, error)
+            log.log(logging.DEBUG if is_said else logging.WARNING, "%s: %s; trying again", what, _reason(error))
             is_said = True
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, longest_s)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, nats.js.errors.ServiceUnavailableError):
+        return "the NATS server has no JetStream: start nats-server with -js"
+    return repr(error)
 
 
 def number_of(message: Msg | RawStreamMsg) -> int | None:

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from kvmesh.attach import ANNOUNCED, ServerEntry, name_of, split_urls
 from mesh.config import load
-from mesh.discovery import open_discovery
+from mesh.discovery import DiscoveryUrl, open_discovery
 from mesh.lifecycle import run
 from mesh.telemetry import LogLevel
 from protocol.errors import ConfigError
@@ -28,7 +28,7 @@ class AnnounceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     replay: Annotated[str, Meta(description="their replay socket")] = ""
     model: Annotated[str, Meta(description="model, as the server calls it; default: the one it has")] = ""
     model_path: Annotated[str, Meta(description="folder of its tokenizer, where `kvmesh attach` runs")] = ""
-    discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
+    discovery: DiscoveryUrl = "file:.run/discovery"
     log_level: LogLevel = "info"
 
 

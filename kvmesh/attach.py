@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 
 from mesh.config import load, to_flags
-from mesh.discovery import Discovery, Put, open_discovery
+from mesh.discovery import Discovery, DiscoveryUrl, Put, open_discovery
 from mesh.lifecycle import run
 from mesh.supervisor import ProcessSpec, Supervisor
 from mesh.telemetry import LogLevel
@@ -50,7 +50,7 @@ class AttachConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the frontend; 0: any")] = 8000
     advertise_host: Annotated[str, Meta(description="address that peers use; default: --host")] = ""
-    discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
+    discovery: DiscoveryUrl = "file:.run/discovery"
     tool_parser: Annotated[str, Meta(description="how the model writes tool calls; default: guessed")] = ""
     reasoning_parser: Annotated[str, Meta(description="how the model sets its thoughts apart; default: guessed")] = ""
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from kvmesh.nixl_probe import NixlProbe
 from mesh.config import load
+from mesh.discovery import DiscoveryUrl
 from workers.engines.registry import ENGINES
 
 OLDEST_PYTHON = (3, 11)
@@ -42,7 +43,7 @@ class DoctorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     json: Annotated[bool, Meta(description="print one JSON object")] = False
     host: Annotated[str, Meta(description="address the HTTP API is to have")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535, description="port the HTTP API is to have")] = 8000
-    discovery: Annotated[str, Meta(description="file:<directory>, where the mesh is to meet")] = "file:.run/discovery"
+    discovery: DiscoveryUrl = "file:.run/discovery"
 
 
 class Finding(Struct, frozen=True):

@@ -138,11 +138,14 @@ async def _until_done(main: Main) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # they stand until the loop is closed
         loop.add_signal_handler(number, signals.on_signal, number)
     try:
-        return await main(stop) or 0
+        code = await main(stop) or 0
     except asyncio.CancelledError:
         if signals.count < 2:
             raise
-        return signals.exit_code
+        code = signals.exit_code
+    if stop.is_set():
+        log.info("stopped")  # the last line of a service's log
+    return code
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -63,6 +63,11 @@ def request_context(request_id: str) -> Iterator[None]:
         _request_id.reset(token)
 
 
+def log_ready(log: logging.Logger, *, metrics: str, discovery: str, **fields: object) -> None:
+    """Log that the service is ready, with the URL of its metrics, its discovery and `fields`."""
+    log.info("ready", extra={**fields, "metrics": metrics, "discovery": discovery})
+
+
 def serve_metrics(
     host: str, port: int, *, advertise_host: str = "", registry: CollectorRegistry = REGISTRY
 ) -> tuple[str, Callable[[], None]]:

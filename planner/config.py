@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from mesh.discovery import DiscoveryUrl
 from mesh.telemetry import LogFormat, LogLevel
 from planner.model import PlannerConfig
 from protocol.messages import Role
@@ -15,7 +16,7 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """A flag wins over `KVMESH_PLANNER_<NAME>`, that over [planner] of the `--config` file, that over the default."""
 
     name: Annotated[str, Meta(description="name of this planner")] = "planner"
-    discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
+    discovery: DiscoveryUrl = "file:.run/discovery"
     connector: Annotated[
         Literal["local", "compose", "kubernetes", "virtual", "dry-run"],
         Meta(description="who starts and stops workers; dry-run: nobody, decisions are recorded alone"),

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from mesh.discovery import open_discovery
 from mesh.lifecycle import watch_parent
-from mesh.telemetry import serve_metrics
+from mesh.telemetry import log_ready, serve_metrics
 from planner import metrics
 from planner.budget import counted_gpus
 from planner.config import ServiceConfig, decoding_role
@@ -82,7 +82,13 @@ async def serve(config: ServiceConfig, stop: asyncio.Event) -> None:
             (counted_gpus(prefill), counted_gpus(decode)),
         )
         acts: Callable[[float], bool] = always if config.shadow else lease.is_ours
-        log.info("ready", extra={"connector": connector.name, "metrics": metrics_url, "record": config.record_file})
+        log_ready(
+            log,
+            metrics=metrics_url,
+            discovery=config.discovery,
+            connector=connector.name,
+            record=config.record_file,
+        )
         async with asyncio.TaskGroup() as feeds:
             follow = [feeds.create_task(lost_if_it_ends(view.follow(discovery)), name="planner: follow the mesh")]
             if not config.shadow:

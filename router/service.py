@@ -9,7 +9,7 @@ from mesh.http.server import listening
 from mesh.lifecycle import watch_parent
 from mesh.plane.client import PlaneClient
 from mesh.plane.server import Call, Handler, PlaneServer
-from mesh.telemetry import serve_metrics
+from mesh.telemetry import log_ready, serve_metrics
 from protocol.messages import Progress, Resume, RouteRequest, decode, encode
 from router.config import RouterConfig
 from router.feeds import WorkerFeed
@@ -47,7 +47,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
             if router.gossip is not None:
                 follow.append(feeds.create_task(router.gossip.run(discovery), name="router: follow routers"))
             await discovery.put(f"routers/{config.name}", encode(router.card(address, url)))
-            log.info("ready", extra={"address": address, "url": url})
+            log_ready(log, metrics=f"{url}/metrics", discovery=config.discovery, address=address, url=url)
             await stop.wait()
             # no new placements; running requests still count, and the other routers hear of them
             await discovery.put(f"routers/{config.name}", encode(router.card()))

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from mesh.discovery import DiscoveryUrl
 from mesh.telemetry import LogFormat, LogLevel
 from protocol.messages import Role
 from workers.engines.registry import ENGINE_HELP, EngineName
@@ -74,7 +75,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         "nats://127.0.0.1:4222"
     )
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
-    discovery: Annotated[str, Meta(description="file:<directory>, where the mesh meets")] = "file:.run/discovery"
+    discovery: DiscoveryUrl = "file:.run/discovery"
     max_calls: Annotated[int, Meta(ge=1, description="calls at once, beyond that they are refused")] = 4096
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
     log_level: LogLevel = "info"

@@ -16,7 +16,7 @@ from mesh.discovery import Discovery, open_discovery
 from mesh.http.files import make_room_for_files
 from mesh.lifecycle import settle, unless_stopped, watch_parent
 from mesh.plane.server import Call, Handler, PlaneServer
-from mesh.telemetry import request_context, serve_metrics
+from mesh.telemetry import log_ready, request_context, serve_metrics
 from protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
 from protocol.messages import (
     Control,
@@ -121,12 +121,15 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
         cleanup.push_async_callback(membership.leave)
         await membership.join(info)
         host.on_ready()
-        log.info(
-            "ready",
-            extra={
-                "worker": membership.worker_id, "address": membership.address, "model": info.model, "kv": info.transfer
-            },
-        )  # fmt: skip
+        log_ready(
+            log,
+            metrics=host.metrics_url,
+            discovery=config.discovery,
+            worker=membership.worker_id,
+            address=membership.address,
+            model=info.model,
+            kv=info.transfer,
+        )
         await until_stopped(stop, engine, worker.turning)
         log.info("draining")
         await worker.turning.end()

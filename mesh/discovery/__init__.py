@@ -1,6 +1,43 @@
-"""Who is in the mesh: keys under leases, and news of their coming and going."""
+"""Tell who is in the mesh: services put keys under leases, and watch the keys of others.
+
+A backend is a module of this folder and one entry of BACKENDS. tests/contracts/test_discovery.py runs against each.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from mesh.discovery.board import Change, Deleted, Put
-from mesh.discovery.store import Discovery, Registration, open_discovery
+from mesh.discovery.file import FileDiscovery
+from mesh.discovery.store import Discovery, Registration
+from protocol.errors import ConfigError
 
-__all__ = ["Change", "Deleted", "Discovery", "Put", "Registration", "open_discovery"]
+__all__ = ["BACKENDS", "Change", "Deleted", "Discovery", "DiscoveryUrl", "Put", "Registration", "open_discovery"]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    usage: str  # of `--discovery`
+    open: Callable[[str], Discovery]  # with what follows the scheme in the URL; never empty
+
+
+BACKENDS: Mapping[str, Backend] = {
+    "file": Backend("file:<directory>", FileDiscovery),
+}
+USAGE = " or ".join(backend.usage for backend in BACKENDS.values())
+
+# The type of a service's setting.
+DiscoveryUrl = Annotated[str, Meta(description=f"{USAGE}, where the services of the mesh find each other")]
+
+
+def open_discovery(url: str) -> Discovery:
+    """Open the backend that `url` names. Raises ConfigError for an unknown one.
+
+    A process that talks only to itself makes a MemoryDiscovery instead.
+    """
+    scheme, _, rest = url.partition(":")
+    if rest and (backend := BACKENDS.get(scheme)) is not None:
+        return backend.open(rest)
+    raise ConfigError(f"no discovery backend for {url!r}", hint=f"use {USAGE}")

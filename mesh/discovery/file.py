@@ -17,6 +17,7 @@ from stat import S_ISREG
 from urllib.parse import quote, unquote
 
 from mesh.discovery.board import Board, Change
+from mesh.discovery.store import Registration
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -41,17 +42,20 @@ class FileDiscovery:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def put(self, key: str, value: bytes) -> "_Registration":
+    async def put(self, key: str, value: bytes) -> Registration:
         self._ensure_thread()
-        await asyncio.to_thread(self._write, key, value)
-        return _Registration(self, key)
+        try:
+            await asyncio.to_thread(self._write, key, value)
+        except OSError as error:
+            raise self._unusable("written to", error) from error
+        return Registration(key, self._withdraw)
 
     async def watch(self, prefix: str) -> AsyncIterator[Change]:
         self._ensure_thread()
         async for change in self._board.watch(prefix):
             yield change
 
-    async def withdraw(self, key: str) -> None:
+    async def _withdraw(self, key: str) -> None:
         await asyncio.to_thread(self._remove, key)
 
     async def close(self) -> None:
@@ -67,18 +71,23 @@ class FileDiscovery:
             return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
+            os.listdir(self._directory)
         except OSError as error:
-            raise ConfigError(
-                f"the run directory {self._directory} cannot be made: {error}", hint="set --discovery file:<directory>"
-            ) from error
+            raise self._unusable("read", error) from error
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
         self._thread.start()
 
+    def _unusable(self, what_for: str, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"the discovery directory {self._directory} cannot be {what_for}: {error.strerror}",
+            hint="give this user access to it, or set --discovery file:<another directory>",
+        )
+
     def _write(self, key: str, value: bytes) -> None:
         with self._lock:
-            self._own[key] = value
             self._write_file(key, value)
+            self._own[key] = value
 
     def _write_file(self, key: str, value: bytes) -> None:
         beside = self._directory / f"{secrets.token_hex(8)}{_NEW_SUFFIX}"
@@ -88,7 +97,8 @@ class FileDiscovery:
     def _remove(self, key: str) -> None:
         with self._lock:
             if self._own.pop(key, None) is not None:
-                self._path(key).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # its lease ends soon anyway
+                    self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
         return self._directory / (quote(key, safe="") + _KEY_SUFFIX)
@@ -99,6 +109,7 @@ class FileDiscovery:
         directory_mtime = -1
         shown: dict[str, bytes] | None = None
         cache: _Cache = {}
+        complaint = ""
         while not self._stop.wait(POLL_S):
             now = time.monotonic()
             try:
@@ -111,10 +122,13 @@ class FileDiscovery:
                 directory_mtime, scan_at = mtime, now + RESCAN_S
                 present = self._scan(cache)
             except OSError as error:
-                log.warning("discovery in %s: %s", self._directory, error)
+                if str(error) != complaint:
+                    complaint = str(error)
+                    log.warning("the discovery directory %s cannot be used: %s", self._directory, error)
                 with contextlib.suppress(OSError):
                     self._directory.mkdir(parents=True, exist_ok=True)
                 continue
+            complaint = ""
             if present != shown:
                 shown = present
                 self._show(present)
@@ -157,12 +171,3 @@ class FileDiscovery:
         cache.clear()
         cache.update(kept)
         return present
-
-
-class _Registration:
-    def __init__(self, discovery: FileDiscovery, key: str) -> None:
-        self._discovery = discovery
-        self._key = key
-
-    async def withdraw(self) -> None:
-        await self._discovery.withdraw(self._key)

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 from mesh.discovery.board import Board, Change
+from mesh.discovery.store import Registration
 
 
 class MemoryDiscovery:
@@ -12,26 +13,20 @@ class MemoryDiscovery:
         self._values: dict[str, bytes] = {}
         self._board = Board()
 
-    async def put(self, key: str, value: bytes) -> "_Registration":
+    async def put(self, key: str, value: bytes) -> Registration:
         self._values[key] = value
         self._board.show(dict(self._values))
-        return _Registration(self, key)
+        return Registration(key, self._withdraw)
 
     def remove(self, key: str) -> None:
         self._values.pop(key, None)
         self._board.show(dict(self._values))
+
+    async def _withdraw(self, key: str) -> None:
+        self.remove(key)
 
     def watch(self, prefix: str) -> AsyncIterator[Change]:
         return self._board.watch(prefix)
 
     async def close(self) -> None:
         self._board.close()
-
-
-class _Registration:
-    def __init__(self, discovery: MemoryDiscovery, key: str) -> None:
-        self._discovery = discovery
-        self._key = key
-
-    async def withdraw(self) -> None:
-        self._discovery.remove(self._key)

@@ -1,37 +1,37 @@
-"""The discovery seam. A key lives as long as its owner renews the lease; watchers see every key come and go."""
+"""The discovery seam. A key lives while its owner renews the lease; watchers see every key come and go."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from mesh.discovery.board import Change
-from protocol.errors import ConfigError
 
 
-class Registration(Protocol):
-    """A key of ours. Its lease is renewed until `withdraw`, or until this process dies."""
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A key of this process. Its lease is renewed until `withdraw`, or until the process dies."""
 
-    async def withdraw(self) -> None: ...
+    key: str
+    remove: Callable[[str], Awaitable[None]]  # the backend's
+
+    async def withdraw(self) -> None:
+        """Remove the key. A second call does nothing."""
+        await self.remove(self.key)
 
 
 class Discovery(Protocol):
     """Every backend passes tests/contracts/test_discovery.py."""
 
-    async def put(self, key: str, value: bytes) -> Registration: ...
+    async def put(self, key: str, value: bytes) -> Registration:
+        """Show `key` with `value` to all watchers. Raises ConfigError if the place cannot be written to."""
+        ...
 
     def watch(self, prefix: str) -> AsyncIterator[Change]:
-        """First what is there, then what changes. A slow watcher may miss steps between, never the last state."""
+        """Yield the keys that are there, then every change. A slow watcher may miss steps, never the last state.
+
+        The first step raises ConfigError if the place cannot be read.
+        """
+        ...
 
     async def close(self) -> None:
-        """Withdraw all keys of ours and end the watches."""
-
-
-def open_discovery(url: str) -> Discovery:
-    """`file:<directory>`; see docs/architecture.md, "Planes". A process that talks only to itself makes a
-    MemoryDiscovery."""
-    scheme, _, rest = url.partition(":")
-    match scheme:
-        case "file" if rest:
-            from mesh.discovery.file import FileDiscovery
-
-            return FileDiscovery(rest)
-    raise ConfigError(f"no discovery backend for {url!r}", hint="use file:<directory>")
+        """Withdraw all keys of this object and end its watches."""

@@ -1,7 +1,8 @@
-"""What every discovery backend promises, and what the file backend promises beyond."""
+"""The contract of every discovery backend, and what the file backend promises beyond it."""
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,15 +13,21 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from mesh.discovery import Change, Deleted, Discovery, Put
+from mesh.discovery import BACKENDS, Change, Deleted, Discovery, Put, open_discovery
 from mesh.discovery.file import FileDiscovery
 from mesh.discovery.memory import MemoryDiscovery
+from protocol.errors import ConfigError
 from tests.support.patience import PATIENCE_S
 
 
-@pytest_asyncio.fixture(params=["memory", "file"])
+@pytest_asyncio.fixture(params=["memory", *BACKENDS])
 async def discovery(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Discovery]:
-    store: Discovery = MemoryDiscovery() if request.param == "memory" else FileDiscovery(str(tmp_path / "run"))
+    """A backend at an empty place. One that needs more than a path gets its case here."""
+    match request.param:
+        case "memory":
+            store: Discovery = MemoryDiscovery()
+        case scheme:
+            store = open_discovery(f"{scheme}:{tmp_path / 'run'}")
     yield store
     await store.close()
 
@@ -56,6 +63,18 @@ async def test_odd_keys_are_kept_apart(discovery: Discovery) -> None:
     assert seen == {key: key.encode() for key in keys}
 
 
+async def test_a_second_withdrawal_does_nothing(discovery: Discovery) -> None:
+    registration = await discovery.put("workers/a", b"1")
+    await registration.withdraw()
+    await registration.withdraw()
+
+
+@pytest.mark.parametrize("url", ["", "file", "file:", "etcd://localhost", "/tmp/run"])
+def test_an_unknown_backend_is_refused_with_those_that_exist(url: str) -> None:
+    with pytest.raises(ConfigError, match="use file:<directory>"):
+        open_discovery(url)
+
+
 async def test_closing_withdraws_and_ends_watches(tmp_path: Path) -> None:
     store, other = FileDiscovery(str(tmp_path)), FileDiscovery(str(tmp_path))
     await store.put("workers/a", b"1")
@@ -72,6 +91,7 @@ async def test_closing_withdraws_and_ends_watches(tmp_path: Path) -> None:
 OWNER = """
 import asyncio, sys
 from mesh.discovery.file import FileDiscovery
+from protocol.errors import ConfigError
 from tests.support.patience import PATIENCE_S
 async def main():
     await FileDiscovery(sys.argv[1], lease_s=0.6).put("workers/a", b"1")
@@ -110,4 +130,44 @@ async def test_a_live_lease_outlasts_its_term(tmp_path: Path) -> None:
     await take(changes, 1)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(changes), 1.5)
+    await store.close()
+
+
+@pytest.mark.parametrize("is_watched", [True, False], ids=["watch", "put"])
+async def test_a_directory_that_cannot_be_read_is_a_config_error(tmp_path: Path, is_watched: bool) -> None:
+    path = tmp_path / "file"
+    path.write_text("no directory")
+    store = FileDiscovery(str(path))
+    with pytest.raises(ConfigError, match=r"cannot be read: .*; give this user access"):
+        await (anext(store.watch("")) if is_watched else store.put("workers/a", b"1"))
+    await store.close()
+
+
+async def test_a_directory_that_cannot_be_written_is_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileDiscovery(str(tmp_path))
+
+    def refuse(path: Path, data: bytes) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(ConfigError, match="cannot be written to: Permission denied; give this user access"):
+        await store.put("workers/a", b"1")
+    await store.close()
+
+
+async def test_a_directory_that_stays_away_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = tmp_path / "run"
+    store = FileDiscovery(str(directory))
+    changes = store.watch("")
+    await store.put("workers/a", b"1")
+    await take(changes, 1)
+    shutil.rmtree(directory)
+    directory.write_text("no directory")
+    async with asyncio.timeout(PATIENCE_S):
+        while not caplog.records:
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)  # five looks
+    assert [record.getMessage() for record in caplog.records] == [caplog.records[0].getMessage()]
     await store.close()

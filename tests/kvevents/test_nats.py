@@ -336,3 +336,17 @@ def test_what_is_no_server_is_refused(url: str) -> None:
 async def test_a_subject_of_nobody_is_refused(subscriber: KvEventSubscriber, subject: str) -> None:
     with pytest.raises(ConfigError, match="cannot follow KV events at 'nats"):
         subscriber.add(KvSource(W1, f"nats://127.0.0.1:9{subject}"))
+
+
+async def test_a_server_without_jetstream_is_named_with_its_flag(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = NatsProcess(tmp_path, jetstream=False)
+    publisher = NatsKvEventPublisher(server.url, W1)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while "start nats-server with -js" not in caplog.text:
+                await asyncio.sleep(0.01)
+    finally:
+        await publisher.close()
+        server.stop()

@@ -64,6 +64,15 @@ def test_a_signal_lets_main_finish(number: signal.Signals) -> None:
         assert process.wait(PATIENCE_S) == 7
 
 
+def test_the_last_line_of_the_log_is_stopped() -> None:
+    body = "from mesh.telemetry import setup_logging\nsetup_logging('x')\n" + WAITS % "return 0"
+    with service(body) as process:
+        await_line(process, "up")
+        process.terminate()
+        _, log = process.communicate(timeout=PATIENCE_S)
+    assert log.splitlines()[-1].endswith(" INFO    x mesh.lifecycle: stopped")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_second_signal_cancels_main(number: signal.Signals, code: int) -> None:
     stuck = "\n    try: await asyncio.sleep(60)\n    finally: say('cleaned up')"

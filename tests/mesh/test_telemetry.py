@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from mesh.telemetry import current_request_id, request_context, serve_metrics, setup_logging
+from mesh.telemetry import current_request_id, log_ready, request_context, serve_metrics, setup_logging
 from protocol.errors import ConfigError
 
 log = logging.getLogger("router.service")
@@ -111,6 +111,15 @@ def test_no_value_breaks_a_json_line(value: object) -> None:
     setup_logging("router", fmt="json", stream=out)
     log.info("odd", extra={"value": value})
     assert json_lines(out)[0]["value"]
+
+
+def test_the_ready_line_says_where_the_metrics_and_the_mesh_are() -> None:
+    out = io.StringIO()
+    setup_logging("router", stream=out)
+    log_ready(log, metrics="http://127.0.0.1:9100/metrics", discovery="file:.run/discovery", worker="w1")
+    assert lines_of(out)[0].endswith(
+        "ready worker=w1 metrics=http://127.0.0.1:9100/metrics discovery=file:.run/discovery"
+    )
 
 
 def test_levels_below_the_wanted_one_are_left_out() -> None:

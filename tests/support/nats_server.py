@@ -18,18 +18,17 @@ WHY_NONE = "" if _BINARY else "there is no nats-server: apt-get install nats-ser
 class NatsProcess:
     """Runs from its making on. It listens on the same port and finds its store again after `restart`."""
 
-    def __init__(self, store: Path, *options: str) -> None:
+    def __init__(self, store: Path, *options: str, jetstream: bool = True) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = int(probe.getsockname()[1])
         self.url = f"nats://127.0.0.1:{self.port}"
         self._store = store
-        self._options = options
+        self._options = (*(("-js", "-sd", str(store)) if jetstream else ()), *options)
         self.start()
 
     def start(self) -> None:
         assert _BINARY is not None
-        store = ("-js", "-sd", str(self._store))
-        command = (_BINARY, "-a", "127.0.0.1", "-p", str(self.port), *store, *self._options)
+        command = (_BINARY, "-a", "127.0.0.1", "-p", str(self.port), *self._options)
         with (self._store / "server.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         end = time.monotonic() + _START_S
