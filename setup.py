@@ -1,22 +1,49 @@
-"""The native part; all the rest stands in pyproject.toml.
+"""Build the native extensions. All other settings of the package are in pyproject.toml.
 
-Where it cannot be built (no C++ compiler, no Python.h) kvmesh installs without it and runs its plain Python instead.
+Where an extension cannot be built (no C++ compiler, no Python.h, no nanobind) kvmesh installs without it and runs its
+plain Python instead.
 """
 
+import sys
 from glob import glob
 
 from setuptools import Extension, setup
 
+try:
+    import nanobind
+except ImportError:  # a build without isolation; in all others [build-system] of pyproject.toml brings nanobind
+    nanobind = None
+    print("kvmesh: nanobind is not installed, so the index of the router is built without native code", file=sys.stderr)
 
-def native(package: str) -> Extension:
+FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
+
+
+def extension(package: str, sources: list[str], include_dirs: list[str], flags: list[str]) -> Extension:
     return Extension(
         f"{package}._native",
-        [f"{package}/_native.cpp"],
+        sources,
+        include_dirs=include_dirs,
         depends=[*glob("protocol/*.h"), *glob("router/native/*.h")],
-        extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"],
+        extra_compile_args=[*FLAGS, *flags],
         language="c++",
         optional=True,
     )
 
 
-setup(ext_modules=[native("protocol"), native("router"), native("frontend")])
+def raw(package: str) -> Extension:
+    """Return an extension written against Python's own C API."""
+    return extension(package, [f"{package}/_native.cpp"], [], [])
+
+
+def bound_by_nanobind(package: str) -> Extension:
+    """Return an extension that nanobind binds. nanobind is compiled into it and is no dependency at run time."""
+    include = nanobind.include_dir()
+    return extension(
+        package,
+        [f"{package}/_native.cpp", f"{package}/_nanobind.cpp"],
+        [include, f"{include}/../ext/robin_map/include", nanobind.source_dir()],
+        ["-DNB_COMPACT_ASSERTIONS"],
+    )
+
+
+setup(ext_modules=[raw("protocol"), raw("frontend"), *([bound_by_nanobind("router")] if nanobind else [])])
