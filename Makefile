@@ -8,6 +8,10 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # cpu, or cuda: PyPI's build with CUDA, several GB. Empty: what .venv has, else cpu.
 TORCH ?=
 ARGS ?=
+# Without cached bytecode every start of a process, and every parallel worker of the tests, compiles all anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+PYTEST = $(PY) -m pytest -n auto --durations=10 --durations-min=1
 
 NATIVE := setup.py $(wildcard protocol/*.cpp protocol/*.h router/*.cpp router/native/*.h frontend/*.cpp)
 INPUTS := pyproject.toml constraints.txt Makefile deploy/install.py $(NATIVE)
@@ -17,7 +21,7 @@ VLLM := .venv-vllm/.installed
 SGLANG := .venv-sglang/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev up demo demo-planner doctor test test-vllm test-sglang check fmt clean force
+.PHONY: help install dev up demo demo-planner doctor test test-all test-large test-vllm test-sglang check fmt clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,8 +44,13 @@ demo-planner: $(DEV) ## a load that triples and falls, and a planner that follow
 doctor: $(RUNTIME) ## check this machine and say what to do
 	@exec $(PY) -m kvmesh doctor $(ARGS)
 
-test: $(DEV) ## run the tests (ARGS='-k router': some of them)
-	$(PY) -m pytest --durations=10 --durations-min=1 $(ARGS)
+test: $(DEV) ## run the tests in parallel (ARGS='-k router': some of them, ARGS=-n0: in one process)
+	$(PYTEST) $(ARGS)
+
+test-all: test test-large ## the same, then what tries random examples again, with many more of them
+
+test-large: $(DEV) ## the second half of test-all
+	KVMESH_TEST_BUDGET=large $(PYTEST) -m 'hypothesis or budget' $(ARGS)
 
 test-vllm: $(VLLM) ## the tests that run real vLLM on the CPU (ARGS='-k lora': some of them)
 	KVMESH_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv-vllm/bin/python -m pytest --durations=10 \

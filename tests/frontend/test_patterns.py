@@ -7,6 +7,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from frontend.tokenizing.patterns import UnknownPattern, joint
 from tests.frontend import kinds
+from tests.support.budget import examples
 
 LEFT = "abzAZ09"
 KNOWN = [kinds.GPT2, kinds.LLAMA3, kinds.QWEN2, kinds.QWEN35, kinds.O200K, kinds.TEKKEN, kinds.DEEPSEEK[-1]]
@@ -89,7 +90,7 @@ PATTERNS = st.lists(
 
 
 @given(PATTERNS, st.text("abx ,", max_size=8), st.text("abx ,", max_size=8))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=examples(1500))
 def test_a_cut_that_is_proven_changes_no_split(pattern: str, start: str, end: str) -> None:
     found = joint(pattern, "ab", " ")
     if found.joins or found.empty or not found.alone:

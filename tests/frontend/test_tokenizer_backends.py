@@ -18,6 +18,7 @@ from frontend.tokenizing.probes import HARD_TEXTS, probes
 from protocol.errors import ConfigError
 from tests.frontend.kinds import KINDS, corpus
 from tests.frontend.test_cuts import TEXTS, reference
+from tests.support.budget import examples
 
 FAST = [
     "gpt2",
@@ -54,7 +55,7 @@ def test_the_types_of_language_models_are_encoded_fast(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAST)
 @given(text=st.one_of(TEXTS, st.text(max_size=60)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_both_give_the_same_tokens(name: str, text: str) -> None:
     assert fast(name).encode([text]) == exact(name, [text])
 

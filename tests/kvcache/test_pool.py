@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvcache.pool import BlockPool, PoolExhaustedError
 from protocol.events import Cleared, Digest, Removed, Stored
 from protocol.hashing import digest_term, sequence_hashes
+from tests.support.budget import examples
 
 BLOCK = 2
 
@@ -206,4 +207,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=examples(150), stateful_step_count=40)

@@ -34,6 +34,7 @@ from protocol.events import Digest, Stored
 from protocol.hashing import sequence_hashes
 from protocol.ids import WorkerId
 from router.index import Holder, PrefixIndex
+from tests.support.budget import examples
 
 BLOCK = 2
 Batch = tuple[int, bytes]
@@ -355,7 +356,7 @@ kinds = pytest.mark.parametrize(
 
 
 @kinds
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(num_workers=st.integers(1, 3), steps=steps, deliver_rest=st.booleans())
 def test_any_interleaving_ends_with_the_union_of_the_pools(
     kind: Kind, num_workers: int, steps: list[tuple[str, int, int]], deliver_rest: bool

@@ -17,6 +17,7 @@ from planner.reactive import Rules, aggregated_pressure
 from planner.sizing import Demand, Slo
 from protocol.errors import ConfigError
 from protocol.profile import DecodeTable, PrefillTable, Profile
+from tests.support.budget import examples
 from tests.support.planning import FakeFleet, an_8b, arrivals, demands, observe
 
 SLO = Slo(ttft_s=0.5, itl_s=0.05)
@@ -93,7 +94,7 @@ def test_without_requests_nobody_is_needed() -> None:
     assert aggregated_need(SLOW, Demand(0.0, 2000, 200), SLO, 0.8).workers == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(demands(), st.floats(1.0, 3.0))
 def test_more_load_never_takes_fewer_and_no_worker_is_used_beyond_its_share(demand: Demand, more: float) -> None:
     light = aggregated_need(SLOW, demand, Slo(2.0, 0.25), 0.8)
@@ -180,7 +181,7 @@ def test_one_pool_follows_a_load_up_and_down() -> None:
     assert not codes & {"prefill-need", "decode-need", "flip"}
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8))
 @given(seed=st.integers(0, 1 << 30), max_gpus=st.integers(2, 40), minimum=st.integers(1, 2), predictive=st.booleans())
 @example(seed=6, max_gpus=24, minimum=1, predictive=True)  # the reactive loop runs before the first plan
 def test_never_above_the_budget_never_below_the_minimum_whatever_is_observed(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from planner.core import WARM_UP, PlannerCore
 from planner.model import Action, Fleet, Observation, PlannerConfig, ScalingDecision, Traffic, WorkerLoad
 from protocol.errors import ConfigError
+from tests.support.budget import examples
 from tests.support.planning import FakeFleet, an_8b, arrivals, observe
 
 STEP_S = 5.0
@@ -349,7 +350,7 @@ def test_a_constant_noisy_load_makes_no_flapping(seed: int) -> None:
     assert changes(decisions[240:]) <= 12  # in 220 minutes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 1 << 30),
     max_gpus=st.integers(3, 40),
@@ -384,7 +385,7 @@ def test_never_above_the_budget_never_below_the_minimum_whatever_is_observed(
         fleet.apply(decision)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(st.floats(0.5, 30), st.floats(1.0, 3.0))
 def test_a_heavier_load_never_gets_fewer_workers(rps: float, more: float) -> None:
     light = driven(core(), lambda _: rps, 600, FakeFleet(1, 1), noise=False)[-1]

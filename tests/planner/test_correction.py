@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.correction import HIGHEST, LOWEST, Corrections, corrected
@@ -53,7 +53,6 @@ def test_a_batch_that_grew_because_steps_are_slow_is_not_counted_twice() -> None
     assert after(40, None, settled_itl_s(4, 1.2)).itl == pytest.approx(1.2, rel=0.01)
 
 
-@settings(deadline=None)
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(1, 60))
 def test_corrections_are_bounded(ttft_s: float, itl_s: float, intervals: int) -> None:
     corrections = after(intervals, ttft_s, itl_s)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.forecast import (
@@ -144,7 +144,6 @@ def test_without_statsmodels_it_is_said(method: Method, monkeypatch: pytest.Monk
     assert fed("auto", noisy(lambda k: 10.0 + k, 30, 1.0, seed=6)).forecast(1).note == ""
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["constant", "average", "kalman", "seasonal"]),
     st.lists(st.floats(0, 1e6), min_size=1, max_size=30),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.engine_steps import SHAPES
@@ -284,7 +284,6 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(values)
 def test_yaml_is_read_as_it_was_meant(value: Any) -> None:
     assert yaml.safe_load(to_yaml(value)) == value

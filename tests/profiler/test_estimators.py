@@ -18,6 +18,7 @@ from profiler.roofline import Roofline, Shares
 from profiler.shape import ModelShape, read_shape, shape_of
 from protocol.errors import ConfigError
 from protocol.profile import check_profile, read_profile
+from tests.support.budget import examples
 
 # As the models' own config.json say.
 DEEPSEEK_V3 = {
@@ -138,7 +139,6 @@ class TestEveryEstimator:
 # --- the roofline -----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(list(GPUS)),
     st.sampled_from(["tp1", "tp2", "tp4", "tp8"]),
@@ -154,7 +154,6 @@ def test_more_work_never_takes_less_time(gpu: str, mapping: str, isl: int, more:
     assert roofline.decode_s(batch, isl) <= roofline.decode_s(batch, isl + more)
 
 
-@settings(deadline=None)
 @given(st.integers(100, 8000), st.floats(0.1, 1.0), st.floats(0.1, 1.0))
 def test_nothing_is_faster_than_the_data_sheet(isl: int, compute: float, memory: float) -> None:
     shape, gpu = llama(), GPUS["h100"]
@@ -208,7 +207,7 @@ def test_mappings_that_are_none_for_a_model_are_refused() -> None:
         find_gpu("b300")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     st.sampled_from([llama(), *(shape_of(c, "m") for c in (MIXTRAL, QWEN3_30B_A3B))]), st.sampled_from(["tp4", "tp8"])
 )

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler.grid import (
@@ -25,7 +25,6 @@ any_limits = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(any_limits, st.integers(1, 20))
 def test_prompts_fit_the_worker_and_increase(limits: WorkerLimits, count: int) -> None:
     axis = prefill_axis(limits, count)
@@ -36,7 +35,6 @@ def test_prompts_fit_the_worker_and_increase(limits: WorkerLimits, count: int) -
     assert axis[-1] <= limits.total_kv_tokens
 
 
-@settings(deadline=None)
 @given(any_limits, st.integers(1, 8), st.integers(1, 8), st.integers(1, 60))
 def test_batches_fit_the_worker_and_one_sequence_alone_is_always_there(
     limits: WorkerLimits, contexts: int, batches: int, answer: int
@@ -75,7 +73,6 @@ def test_nothing_measured_is_no_table() -> None:
     assert prefill_table([]) is None
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.tuples(st.integers(1, 4000), st.integers(1, 64)), st.floats(0, 10, allow_nan=False), min_size=1, max_size=30

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
@@ -271,7 +271,6 @@ async def test_an_endpoint_closes_twice() -> None:
 # --- what a stream tells ----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=30))
 def test_counts_of_the_server_are_taken_and_an_event_without_tokens_is_not(counts: list[int]) -> None:
     told = [sum(counts[: i + 1]) for i in range(len(counts))]
@@ -281,7 +280,6 @@ def test_counts_of_the_server_are_taken_and_an_event_without_tokens_is_not(count
     assert timeline == Timeline(sent_s=0.0, at_s=times, tokens=[float(n) for n in told], prompt_tokens=7)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 50), st.integers(1, 200))
 def test_without_counts_each_event_brings_its_share(events: int, tokens: int) -> None:
     usage = StreamUsage(prompt_tokens=7, completion_tokens=tokens)

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler.grid import DecodeCell, DecodePoint, Point, PrefillPoint, WorkerLimits, decode_table, prefill_table
@@ -154,7 +154,6 @@ def test_the_spread_is_relative_to_the_median() -> None:
     assert spread_of([0.0]) == 0.0
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 20), st.floats(1e-3, 1.0), st.floats(0, 5))
 def test_the_window_is_where_all_decode_whatever_their_start(
     per_read: int, steps: int, itl_s: float, late_s: float

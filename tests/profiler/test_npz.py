@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler.importing import main
@@ -38,7 +38,6 @@ def test_names_and_units_are_the_fields(tmp_path: Path) -> None:
         assert list(arrays["decode_itl"]) == [1000, 2000, 3000, 4000, 5000, 6000]
 
 
-@settings(deadline=None)
 @given(st.permutations(range(6)))
 def test_cells_may_come_in_any_order(order: list[int]) -> None:
     path = Path("p.npz")

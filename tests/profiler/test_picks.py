@@ -25,6 +25,7 @@ from profiler.roofline import Roofline
 from profiler.shape import read_shape
 from protocol.errors import ConfigError
 from protocol.profile import Profile
+from tests.support.budget import examples
 
 
 def estimate(name: str) -> Profile:
@@ -49,7 +50,7 @@ goals = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(goals)
 def test_what_is_recommended_keeps_the_slo_within_the_budget(goal: Goal) -> None:
     picks = pick(TP, TP, goal)
@@ -71,7 +72,7 @@ def test_what_is_recommended_keeps_the_slo_within_the_budget(goal: Goal) -> None
         assert chosen.rps >= 0.99 * max(option.rps for option in picks.options if option.meets)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(goals)
 def test_the_front_has_no_dominated_point_and_dominates_all_others(goal: Goal) -> None:
     options = pick(TP, TP, goal).options
@@ -94,7 +95,7 @@ def test_the_front_has_no_dominated_point_and_dominates_all_others(goal: Goal) -
             )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(goals)
 def test_no_split_of_any_mapping_carries_more_than_the_recommended_one(goal: Goal) -> None:
     """Against all splits, not only those that were looked at."""
@@ -114,7 +115,7 @@ def test_no_split_of_any_mapping_carries_more_than_the_recommended_one(goal: Goa
     assert chosen >= 0.99 * best
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(goals, st.integers(1, 12))
 def test_more_gpus_never_carry_less_and_a_looser_slo_neither(goal: Goal, more: int) -> None:
     goal = replace(goal, rps=0.0)
@@ -129,7 +130,7 @@ def test_more_gpus_never_carry_less_and_a_looser_slo_neither(goal: Goal, more: i
     assert carried(replace(goal, ttft_slo_s=goal.ttft_slo_s * 1.5)) >= least
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(goals, st.integers(1, 20), st.sampled_from(TP))
 def test_prefill_workers_carry_what_the_planner_would_order_them_for(
     goal: Goal, workers: int, profile: Profile
@@ -146,7 +147,7 @@ def test_prefill_workers_carry_what_the_planner_would_order_them_for(
         assert needed(rps * 1.001) > workers
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(goals, st.integers(1, 20), st.sampled_from(TP))
 def test_decode_workers_carry_what_the_planner_would_order_them_for(goal: Goal, workers: int, profile: Profile) -> None:
     batch = batches_of(profile, goal.demand)[-1]

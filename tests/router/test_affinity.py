@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from protocol.ids import WorkerId
 from router.affinity import SessionAffinity, SessionKey, session_key
 from router.index import Holder
+from tests.support.budget import examples
 
 A, A1, B = Holder(WorkerId("a"), 0), Holder(WorkerId("a"), 1), Holder(WorkerId("b"), 0)
 
@@ -75,7 +76,7 @@ steps = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(steps, st.integers(1, 4))
 def test_it_does_what_a_plain_list_does_and_keeps_nothing_else(steps: list, max_sessions: int) -> None:
     sessions, model, now = SessionAffinity(10.0, max_sessions), dict[str, tuple[Holder, int]](), 0

@@ -17,6 +17,7 @@ from router.index import Holder
 from router.load import NOTHING, Share
 from router.queue import MAX_ASKED, QueueRules
 from router.rules import Saturation
+from tests.support.budget import examples
 from tests.support.routing import BLOCK, card, holds, prompt, request, router
 
 LEASE_S = 30.0
@@ -434,5 +435,5 @@ def mentioned(root: object, names: set[str]) -> set[str]:
     return found
 
 
-RouterMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+RouterMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=50)
 TestRouterStateMachine = RouterMachine.TestCase

@@ -32,6 +32,7 @@ from router.gossip_link import Gossip
 from router.index import Holder
 from router.load import NOTHING, ActiveLoad, Share
 from router.local import LocalRouter
+from tests.support.budget import examples
 from tests.support.patience import PATIENCE_S
 
 A, B = Holder(WorkerId("a"), 0), Holder(WorkerId("b"), 1)
@@ -272,7 +273,7 @@ def test_a_worker_that_leaves_is_not_told_of_and_not_remembered() -> None:
 steps = st.lists(st.tuples(st.sampled_from(["book", "free", "first"]), st.integers(0, 5), st.sampled_from([A, B])))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(steps, st.integers(0, 2**32), st.floats(0, 0.9))
 def test_whatever_is_lost_repeated_or_overtaken_the_views_agree_soon(steps: list, seed: int, loss: float) -> None:
     """Messages come late, twice, in any order, or not at all; a second later all are told what is."""

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from protocol.hashing import pack_hashes, sequence_hashes
 from protocol.ids import WorkerId
 from router import index as index_module
 from router.index import Holder, PlainIndex, Tier
+from tests.support.budget import examples
 from tests.support.implementations import needs_native
 
 HOLDERS = [Holder(WorkerId(worker), rank) for worker in "abc" for rank in range(2)]
@@ -143,9 +144,7 @@ class SideBySide(RuleBasedStateMachine):
         assert (self.plain.num_blocks, self.native.num_blocks) == (0, 0)
 
 
-SideBySide.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+SideBySide.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=50)
 TestSideBySide = needs_native(SideBySide.TestCase)
 
 

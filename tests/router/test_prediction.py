@@ -7,6 +7,7 @@ from protocol.hashing import pack_hashes, sequence_hashes
 from protocol.ids import RequestId, WorkerId
 from router.index import Holder
 from router.prediction import _OVERHEAD_BLOCKS, PredictedPrefixes
+from tests.support.budget import examples
 
 A, A1, B = Holder(WorkerId("a"), 0), Holder(WorkerId("a"), 1), Holder(WorkerId("b"), 0)
 R, S, T = RequestId("r"), RequestId("s"), RequestId("t")
@@ -157,7 +158,7 @@ def trimmed(model: Model, holder: Holder, pool_blocks: int) -> Model:
     return model
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(steps, st.sampled_from([None, 3, 6]))
 def test_it_matches_what_the_living_predictions_say_and_ends_empty(steps: list, pool_blocks: int | None) -> None:
     predicted, model, now = PredictedPrefixes(ttl_s=8.0), Model(), 0.0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from protocol.errors import InvalidRequestError, OverloadedError
 from protocol.ids import RequestId
 from router.queue import IDLE_TENANTS, MAX_ASKED, MAX_RETRY_S, MIN_RETRY_S, Pending, PendingQueue, QueueRules
+from tests.support.budget import examples
 
 
 def item(name: str, tenant: str = "t", priority: int = 0, arrived: float = 0.0, deadline: float = 1e9, isl: int = 100,
@@ -478,7 +479,7 @@ rules = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(rules, st.lists(steps, min_size=20, max_size=60))
 def test_the_queue_does_what_the_model_does_and_ends_empty(rules: QueueRules, steps: list[tuple[Any, ...]]) -> None:
     queue, model = PendingQueue[str](rules), Model(rules)
@@ -538,7 +539,7 @@ def test_the_queue_does_what_the_model_does_and_ends_empty(rules: QueueRules, st
 sizes = st.lists(st.integers(1, 500), min_size=5, max_size=40)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(sizes, sizes, st.lists(st.tuples(st.integers(0, 30), st.integers(1, 500)), max_size=20), st.randoms())
 def test_two_tenants_that_always_wait_are_served_alike(
     ours: list[int], theirs: list[int], visits: list[tuple[int, int]], rng: Any
@@ -565,7 +566,7 @@ def test_two_tenants_that_always_wait_are_served_alike(
 arrivals = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4000), st.booleans()), min_size=1, max_size=60)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(arrivals)
 def test_under_wspt_a_prompt_is_overtaken_only_within_its_bound(arrivals: list[tuple[int, int, bool]]) -> None:
     queue, now = queue_of(order="wspt", aging_tokens_per_s=500.0), 0

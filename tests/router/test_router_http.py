@@ -31,6 +31,7 @@ from router.http import RouterApi
 from router.index import Holder, PrefixIndex
 from router.local import LocalRouter
 from router.service import serve
+from tests.support.budget import examples
 from tests.support.patience import PATIENCE_S
 
 BLOCK = 16
@@ -344,7 +345,7 @@ bodies = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bodies, st.sampled_from([api.PlaceBody, api.OverlapBody, api.ProgressBody]))
 def test_whatever_is_sent_is_taken_or_refused(body: dict, kind: type[api.Body]) -> None:
     with suppress(InvalidRequestError):

@@ -21,6 +21,7 @@ from protocol.messages import FrontendCard, WorkerCard, decode
 from tests.support.patience import PATIENCE_S
 
 START_S = 60.0
+TRUSTED = httpx.create_ssl_context()  # once: each client would read all certificates again
 
 
 class Mesh:
@@ -34,7 +35,7 @@ class Mesh:
 
     @property
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60.0)
+        return httpx.Client(base_url=self.url, timeout=60.0, verify=TRUSTED)
 
     def entries(self, prefix: str) -> dict[str, bytes]:
         found = {}

@@ -20,6 +20,7 @@ from protocol.messages import (
     Ticket,
     pack_tokens,
 )
+from tests.support.budget import examples
 from workers.engines.mock.executor import mock_token
 from workers.executor import Sampled
 from workers.scheduler import DecodeRun, Limits, Output, Pull, Scheduler, SequenceState
@@ -147,7 +148,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     arrivals,
     st.integers(18, 60),

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import EngineError, InvalidRequestError
 from protocol.messages import Guide, GuideKind
+from tests.support.budget import examples
 from workers.guides import MAX_COMPILED, MAX_GUIDE_BYTES, Guides, Matcher, open_guides
 
 VOCAB_SIZE, EOS = 2048, 2
@@ -111,7 +112,7 @@ def fits(value: Any, rule: dict[str, Any]) -> bool:
             )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(rule=st.recursive(leaves, containers, max_leaves=5), seed=st.integers(0, 2**32))
 def test_any_answer_under_a_schema_is_valid_json_of_that_schema(
     guides: Guides, rule: dict[str, Any], seed: int
@@ -172,7 +173,7 @@ def test_an_answer_ends_where_nothing_may_follow_and_not_before(guides: Guides) 
     assert matcher.is_complete
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(seed=st.integers(0, 2**32), cut=st.integers(0, 40))
 def test_an_answer_that_moved_may_go_on_as_it_might_have_where_it_was(guides: Guides, seed: int, cut: int) -> None:
     guide = schema({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})

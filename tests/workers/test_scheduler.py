@@ -18,6 +18,7 @@ from protocol.messages import (
     Ticket,
     pack_tokens,
 )
+from tests.support.budget import examples
 from workers.engines.mock.executor import MockExecutor, mock_token
 from workers.executor import Sampled
 from workers.scheduler import Limits, Output, Scheduler, Step
@@ -222,7 +223,7 @@ def test_an_abort_during_a_step_drops_its_result() -> None:
     assert scheduler.pool.held_blocks == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(12, 40), budget=st.integers(1, 40))
 def test_any_mix_of_requests_gets_its_own_answers_and_leaves_nothing_held(
     seed: int, num_blocks: int, budget: int

@@ -12,6 +12,7 @@ from protocol.errors import EngineError
 from protocol.events import KvEvent, Stored
 from protocol.ids import RequestId, new_worker_id
 from protocol.messages import Delta, GenerateRequest, StopConditions, pack_tokens
+from tests.support.budget import examples
 from workers import step_engine
 from workers.engines.mock.executor import MockExecutor
 from workers.step_engine import StepEngine, StepEngineConfig
@@ -76,7 +77,7 @@ def tokens(deltas: Sequence[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(answers=st.lists(st.booleans(), max_size=ANSWER), turns=st.lists(st.integers(0, 3), max_size=ANSWER))
 async def test_what_is_pushed_and_what_is_pulled_are_the_answer_in_order(answers: list[bool], turns: list[int]) -> None:
     """`answers`: whether each offer is taken; `turns`: how long the consumer is busy with each delta that it gets."""

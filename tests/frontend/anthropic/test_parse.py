@@ -14,6 +14,7 @@ from frontend.request import ToolChoice
 from protocol.errors import InvalidRequestError
 from protocol.messages import GuideKind
 from tests.frontend.anthropic.serving import ASKED, WEATHER
+from tests.support.budget import examples
 
 WORDS = ("type", "text", "role", "user", "content", "name", "input", "id", "tool_use_id", "input_schema", "source")
 
@@ -158,7 +159,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.dictionaries(st.sampled_from(MessagesRequest.__struct_fields__), JSON, max_size=3))
 def test_no_body_breaks_the_parser(fields: dict[str, Any]) -> None:
     for parse, base in ((parse_messages, ASKED), (parse_count, {"model": "tiny", "messages": ASKED["messages"]})):

@@ -19,6 +19,7 @@ from protocol.ids import RequestId
 from protocol.messages import Delta, FinishReason
 from tests.frontend import tiny
 from tests.frontend.anthropic.serving import ASKED, END, WEATHER, calling, ids, put_together, read_events
+from tests.support.budget import examples
 
 PIECES = st.sampled_from(
     ["Once", " upon\n\n", "<think>\n", "\n</think>\n\n", "🦊", calling("Köln"), calling("Ulm"), "<tool_"]
@@ -56,7 +57,7 @@ def joined(content: list[dict[str, Any]], kind: str) -> str:
     return "".join([block[kind] for block in content if block["type"] == kind])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(PIECES, max_size=8), st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_a_stream_tells_the_whole_answer(thinking_model: Path, pieces: list[str], sizes: list[int]) -> None:
     tokens, deltas = ids("".join(pieces)), []

@@ -21,6 +21,7 @@ from protocol.ids import RequestId
 from protocol.messages import Delta, FinishReason, TokenLogprob
 from tests.frontend import tiny
 from tests.frontend.responses.serving import ASKED, WEATHER, calling, checked, ids, put_together, read_events
+from tests.support.budget import examples
 
 PIECES = st.sampled_from(
     ["Once", " upon\n\n", "<think>\n", "\n</think>\n\n", "🦊", calling("Köln"), calling("Ulm"), "<tool_"]
@@ -82,7 +83,7 @@ def joined(items: list[dict[str, Any]], kind: str) -> str:
     return "".join([text_of(item) for item in items if item["type"] == kind])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(PIECES, max_size=8), SIZES, st.sampled_from(FinishReason), st.booleans())
 def test_a_stream_and_a_whole_answer_say_the_same(
     model: Model, pieces: list[str], sizes: list[int], reason: FinishReason, wants_logprobs: bool
@@ -103,7 +104,7 @@ def test_a_stream_and_a_whole_answer_say_the_same(
             assert item["content"][0]["logprobs"] == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(PIECES, min_size=1, max_size=6), SIZES, st.integers(0, 40))
 def test_a_stream_that_breaks_off_tells_what_was_said(
     model: Model, pieces: list[str], sizes: list[int], taken: int

@@ -10,15 +10,16 @@ from urllib.parse import quote
 import aiohttp
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.http.server import App, HttpLimits, Server
 from tests.mesh.http.raw import CLOSE, Handlers, MemoryTransport, Site, chunked, get, post, read_replies, serving
+from tests.support.budget import examples
 
 PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # never used, but slow to make
 LIMITS = HttpLimits(max_body_bytes=20_000, max_bodies_bytes=50_000)
-IN_MEMORY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+IN_MEMORY = settings(max_examples=examples(150))
 
 
 async def feed(segments: Sequence[bytes], turns: int = 0) -> bytes:
@@ -84,7 +85,7 @@ def unchunked(data: bytes) -> list[Any]:
     return [(reply.status, reply.headers, reply.body) for reply in read_replies(data)]
 
 
-@settings(IN_MEMORY, max_examples=20)
+@settings(IN_MEMORY, max_examples=examples(20))
 @given(st.lists(REQUESTS.filter(lambda data: len(data) < 400), min_size=1, max_size=3))
 def test_byte_by_byte_is_the_same_too(requests: list[bytes]) -> None:
     data = b"".join(requests)
@@ -163,7 +164,7 @@ def test_a_request_arrives_as_its_client_means_it(send: Any) -> None:
         context = serving()
         site = runner.run(context.__aenter__())
 
-        @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=examples(25))
         @given(MEANT)
         def check(meant: dict[str, Any]) -> None:
             path = f"/parts/{quote(meant['part'], safe='')}/x" if meant["method"] == "GET" else "/echo"

@@ -9,12 +9,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.tiny_model import CHECKPOINT_DIR
 from protocol.errors import ConfigError
+from tests.support.budget import examples
 from workers.engines.attached.texts import Texts, read_texts
 
 TEXTS = read_texts(CHECKPOINT_DIR)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.text(max_size=12), max_size=6))
 def test_no_character_is_lost_or_added_between_pieces(pieces: list[str]) -> None:
     tokens = [token for piece in pieces for token in TEXTS.tokens_of(piece)]

@@ -11,6 +11,7 @@ from frontend.parsers.events import CallArguments, CallBegun, Content, Event, To
 from frontend.parsers.tools import TOOL_PARSERS, guess_tool_format, tool_format
 from protocol.errors import ConfigError
 from tests.frontend.parsers.streams import call, cut, run
+from tests.support.budget import examples
 
 TOOLS = [
     Tool(
@@ -222,7 +223,7 @@ def test_cut_short_anywhere_what_came_out_is_a_beginning_of_the_whole(
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_damaged_sample_gives_the_same_however_it_is_cut(data: st.DataObject) -> None:
     name, text, _ = data.draw(st.sampled_from(list(SAMPLES.values())))
     for _ in range(data.draw(st.integers(1, 3))):

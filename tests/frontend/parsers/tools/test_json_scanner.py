@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontend.parsers.text import MAX_JSON_DEPTH, JsonScanner, MarkerFinder, is_json, quoted
+from tests.support.budget import examples
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -53,7 +54,6 @@ def read(text: str, size: int) -> tuple[str, int, JsonScanner]:
 
 
 @given(values, st.booleans(), st.integers(1, 5))
-@settings(deadline=None)
 def test_a_value_passes_unchanged_and_ends_where_it_ends(value: object, ascii_only: bool, size: int) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=1)
     told, stop, scanner = read(text + "\n!", size)
@@ -62,7 +62,7 @@ def test_a_value_passes_unchanged_and_ends_where_it_ends(value: object, ascii_on
 
 
 @given(st.lists(pieces_of_json, max_size=14).map("".join))
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=examples(400))
 def test_it_agrees_with_the_standard_library_on_what_is_json(text: str) -> None:
     try:
         json.loads(text)
@@ -73,7 +73,6 @@ def test_it_agrees_with_the_standard_library_on_what_is_json(text: str) -> None:
 
 
 @given(st.lists(pieces_of_json, max_size=14).map("".join), st.integers(1, 6))
-@settings(deadline=None)
 def test_how_it_is_cut_does_not_matter(text: str, size: int) -> None:
     assert read(text, size)[:2] == read(text, len(text) + 1)[:2]
 

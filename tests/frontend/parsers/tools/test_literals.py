@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontend.parsers.tools.literals import json_of_literal
+from tests.support.budget import examples
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**40), 10**40) | st.floats(allow_nan=False, allow_infinity=False)
@@ -18,7 +19,6 @@ values = st.recursive(
 
 
 @given(values)
-@settings(deadline=None)
 def test_what_python_writes_is_read_as_the_same_value(value: object) -> None:
     written = json_of_literal(repr(value))
     assert written is not None
@@ -63,7 +63,7 @@ def test_anything_else_is_refused(text: str) -> None:
 
 
 @given(st.text("[](){}'\"\\,:0123456789.eE-+_ TrueNoneabcx\n", max_size=40))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 def test_no_text_makes_it_fail_and_what_it_writes_is_json(text: str) -> None:
     written = json_of_literal(text)
     if written is not None:

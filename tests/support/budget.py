@@ -1,0 +1,16 @@
+"""How much work a test of a property does: a part of it in `make test`, all of it in `make test-all`.
+
+KVMESH_TEST_BUDGET=large asks for all of it.
+"""
+
+import os
+
+SMALLEST = 10
+_BUDGET = os.environ.get("KVMESH_TEST_BUDGET", "small")
+assert _BUDGET in ("small", "large"), f"KVMESH_TEST_BUDGET is {_BUDGET!r}: set it to small or large"
+LARGE = _BUDGET == "large"
+
+
+def examples(large: int) -> int:
+    """Return `large` for the large budget; for the small one a fifth of `large`, but at least 10."""
+    return large if LARGE else min(large, max(SMALLEST, large // 5))
