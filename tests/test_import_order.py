@@ -33,8 +33,6 @@ MAY_USE: Mapping[str, frozenset[str]] = {
     "kvmesh": PLANES | SERVICES | {"cluster", "simulator", "profiler", "benchmarks"},  # the command, alone on top
 }
 PROTOCOL_NEEDS = frozenset({"msgspec", "xxhash"}) | sys.stdlib_module_names
-# Packages whose files still import each other in a circle. The list may only shrink.
-STILL_IN_CIRCLES = ("frontend",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +105,17 @@ def order_violations(imports: list[Import]) -> list[str]:
     return wrong
 
 
-def cycle(imports: list[Import], tolerated: tuple[str, ...] = ()) -> list[str]:
-    """Return the modules of one circle of imports, [] if there is none.
-
-    Imports between two files of one of the `tolerated` packages do not count.
-    """
+def cycle(imports: list[Import]) -> list[str]:
+    """Return the modules of one circle of imports, [] if there is none."""
     edges: dict[str, set[str]] = {}
     for found in imports:
-        if not any(is_below(found.importer, package) and is_below(found.target, package) for package in tolerated):
-            edges.setdefault(found.importer, set()).add(found.target)
+        edges.setdefault(found.importer, set()).add(found.target)
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
         circle: list[str] = error.args[1]
         return circle[::-1]
     return []
-
-
-def is_below(module: str, package: str) -> bool:
-    return module == package or module.startswith(package + ".")
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +134,7 @@ def test_imports_point_down(ours: list[Import]) -> None:
 
 
 def test_no_files_import_each_other_in_a_circle(ours: list[Import]) -> None:
-    assert cycle(ours, STILL_IN_CIRCLES) == []
+    assert cycle(ours) == []
 
 
 def test_the_command_table_counts_as_imports(ours: list[Import]) -> None:
@@ -207,7 +197,6 @@ def test_a_circle_is_caught_wherever_the_import_stands(source: str) -> None:
     found = cycle(imports_of(modules))
     start = found.index("mesh.a")
     assert [*found[start:-1], *found[:start]] == ["mesh.a", "mesh.b", "mesh.c"]
-    assert cycle(imports_of(modules), ("mesh",)) == []
 
 
 def test_relative_imports_are_followed() -> None:

@@ -1,0 +1,76 @@
+"""The routers of a simulation: each is the live router's state, and hears of the others' placements a little later."""
+
+from collections.abc import Mapping, Sequence
+
+from protocol.events import KvEvent
+from protocol.ids import WorkerId
+from protocol.messages import WorkerCard
+from router.core import RouterState
+from router.index import Holder
+from router.load import Share
+from router.rules import RouterRules, Saturation
+from simulator.agenda import Agenda
+from simulator.config import SimConfig
+from simulator.sequence import as_told
+from simulator.worker import SimWorker
+
+STILL_WAITING_S = 1.0  # between two looks of a router at the requests that wait
+
+
+class SimRouters:
+    def __init__(self, config: SimConfig, agenda: Agenda) -> None:
+        self._config = config
+        self._agenda = agenda
+        limits = Saturation(queued_tokens=config.saturation_tokens) if config.saturation_tokens else None
+        rules = RouterRules(policy=config.policy, saturation=limits, recompute_price=config.recompute_price)
+        self.states = [RouterState(rules, seed=config.seed + number) for number in range(config.routers)]
+        self.touched = [False] * config.routers  # requests that wait in this router may go now
+        self._is_watching_queue = False
+
+    @property
+    def waiting(self) -> int:
+        """Return how many requests wait in all routers."""
+        return sum(state.waiting for state in self.states)
+
+    def add_worker(self, card: WorkerCard, since_s: float) -> None:
+        for state in self.states:
+            state.add_worker(card, since_s)
+        self._touch_all()
+
+    def remove_worker(self, worker_id: WorkerId) -> None:
+        for state in self.states:
+            state.remove_worker(worker_id, self._agenda.now)
+        self._touch_all()
+
+    def tell(self, worker: SimWorker, events: Sequence[KvEvent]) -> None:
+        """Let the routers know of a change in a worker's cache, after the lag of the events."""
+        if events:
+            self._agenda.later(self._config.event_lag_s, self._on_kv_events, worker, as_told(events))
+
+    def _on_kv_events(self, worker: SimWorker, events: Sequence[KvEvent]) -> None:
+        for state in self.states:
+            state.fleet.on_kv_events(worker.worker_id, 0, events)
+
+    def watch_queues(self) -> None:
+        """Look again a little later at the requests that wait."""
+        if not self._is_watching_queue:
+            self._is_watching_queue = True
+            self._agenda.at(self._agenda.now + STILL_WAITING_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._is_watching_queue = False
+        self._touch_all()
+
+    def gossip(self, number: int) -> None:
+        """Tell the other routers what this one has placed by now, after the lag of the gossip."""
+        if len(self.states) > 1 and (changed := self.states[number].load.take_own_changes()):
+            self._agenda.later(self._config.gossip_lag_s, self._on_gossip, number, changed)
+
+    def _on_gossip(self, number: int, changed: Mapping[Holder, Share]) -> None:
+        for other, state in enumerate(self.states):
+            if other != number:
+                state.load.update_elsewhere(str(number), changed, self._agenda.now)
+                self.touched[other] = True
+
+    def _touch_all(self) -> None:
+        self.touched = [True] * len(self.touched)
