@@ -54,7 +54,7 @@ def decode_news(data: bytes) -> LoadNews:
         raise WireError(f"unreadable LoadNews: {error}") from error
 
 
-class Teller:
+class GossipSender:
     """When this router is to tell the others, and what. To be asked at `next_s`, and whenever the load has changed."""
 
     def __init__(self, load: ActiveLoad, router: str, generation: int) -> None:
@@ -122,7 +122,7 @@ class _Known:
     loaded: set[Holder] = field(default_factory=set)
 
 
-class Listener:
+class GossipReceiver:
     """Keeps in `load` what the others have placed, as far as they have told.
 
     The caller sees to it that news come only of routers that exist: that bounds what is remembered.
@@ -131,11 +131,6 @@ class Listener:
     def __init__(self, load: ActiveLoad) -> None:
         self._load = load
         self._known: dict[str, _Known] = {}
-
-    @property
-    def loaded_routers(self) -> int:
-        """Others that have something in flight."""
-        return sum(bool(known.loaded) for known in self._known.values())
 
     def on_news(self, news: LoadNews, now: float) -> bool:
         """Whether it was new. What a process says that was replaced, or what was overtaken, is not."""

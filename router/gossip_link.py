@@ -11,7 +11,7 @@ from kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
 from mesh.discovery import Deleted, Discovery, Put
 from protocol.errors import FeedLostError, WireError
 from protocol.messages import RouterCard, decode, encode
-from router.gossip import Listener, Teller, decode_news
+from router.gossip import GossipReceiver, GossipSender, decode_news
 from router.load import ActiveLoad
 from router.metrics import GOSSIP_RECEIVED, GOSSIP_SENT
 
@@ -34,8 +34,8 @@ class Gossip:
         self._name = name
         self._on_news = on_news
         self._loop = asyncio.get_running_loop()
-        self._teller = Teller(load, name, generation=time.time_ns())
-        self._listener = Listener(load)
+        self._sender = GossipSender(load, name, generation=time.time_ns())
+        self._receiver = GossipReceiver(load)
         self._listeners = 0
         self._tell_timer: asyncio.TimerHandle | None = None
         self._tell_at = 0.0
@@ -63,7 +63,7 @@ class Gossip:
     def on_change(self) -> None:
         """The router's own load may have changed."""
         if self._listeners:
-            self._teller.on_change(time.monotonic())
+            self._sender.on_change(time.monotonic())
             self._plan_tell()
 
     async def run(self, discovery: Discovery) -> None:
@@ -93,15 +93,15 @@ class Gossip:
             return
         if frames[0] == b"\1":
             self._listeners += 1
-            self._teller.on_listener(time.monotonic())
+            self._sender.on_listener(time.monotonic())
         else:
             self._listeners = max(0, self._listeners - 1)
             if not self._listeners:
-                self._teller.on_alone()
+                self._sender.on_alone()
         self._plan_tell()
 
     def _plan_tell(self) -> None:
-        due_s = self._teller.next_s()
+        due_s = self._sender.next_s()
         if self._tell_timer is not None:
             if due_s is not None and due_s >= self._tell_at:
                 return
@@ -113,7 +113,7 @@ class Gossip:
 
     def _tell(self) -> None:
         self._tell_timer = None
-        if (news := self._teller.tell(time.monotonic())) is not None:
+        if (news := self._sender.tell(time.monotonic())) is not None:
             self._telling.send([encode(news)])
             GOSSIP_SENT.inc()
         self._plan_tell()
@@ -132,7 +132,7 @@ class Gossip:
 
     def _follow(self, name: str, endpoint: str) -> None:
         """Listen to a router there; "": not any more."""
-        if not endpoint and self._listener.forget(name, time.monotonic()):
+        if not endpoint and self._receiver.forget(name, time.monotonic()):
             self._on_news()
         before = set(self._endpoints.values())
         self._endpoints.pop(name, None)
@@ -157,18 +157,18 @@ class Gossip:
             log.log(logging.DEBUG if self._complained else logging.WARNING, "gossip: %s", error)
             self._complained = True
             return
-        if news.router in self._endpoints and self._listener.on_news(news, time.monotonic()):
+        if news.router in self._endpoints and self._receiver.on_news(news, time.monotonic()):
             self._plan_expiry()
             self._on_news()
 
     def _plan_expiry(self) -> None:
         """Once a router has something in flight; then it has to be heard of."""
-        if self._expiry_timer is None and (due_s := self._listener.next_s()) is not None:
+        if self._expiry_timer is None and (due_s := self._receiver.next_s()) is not None:
             self._expiry_timer = self._loop.call_later(max(0.0, due_s - time.monotonic()), self._expire)
 
     def _expire(self) -> None:
         self._expiry_timer = None
-        if silent := self._listener.expire(time.monotonic()):
+        if silent := self._receiver.expire(time.monotonic()):
             log.warning("forgot the load of routers that fell silent: %s", ", ".join(sorted(silent)))
             self._on_news()
         self._plan_expiry()

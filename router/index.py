@@ -6,20 +6,14 @@ blocks differently. `PlainIndex` says what every event means, also a wrong one; 
 native class that does the same takes its place (docs/decisions/0007-native-index.md).
 """
 
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain
-from struct import Struct
-from struct import error as StructError
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
-
-from xxhash import xxh3_64_intdigest
 
 from kvevents.formats import FULL_ATTENTION, GROUP_FACTOR, MAX_EVENTS, MAX_PAYLOAD_BYTES, decode_payload
 from protocol import native
-from protocol.errors import WireError
 from protocol.events import Cleared, KvEvent, Removed, Stored
 from protocol.events import Digest as Digest
 from protocol.hashing import (
@@ -34,6 +28,7 @@ from protocol.hashing import (
     unpack_hashes,
 )
 from protocol.ids import EngineHash, SequenceHash, WorkerId
+from router import snapshot
 
 try:
     if not native.WANTED:
@@ -51,11 +46,6 @@ MAX_HOLDERS = (1 << 18) - 1
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _MOST_ENTRIES = (1 << 28) - 8  # that native code can number
 _EVICTED_SHARE = 8  # one part in so many of the largest holder goes when room is needed
-_MAGIC = b"kvprefix"
-_VERSION = 1
-_HEADER = Struct("<8sIIQ")  # magic, version, holders, nodes
-_HOLDER = Struct("<HIQ")  # bytes of the worker id, dp rank, names
-_NO_PARENT = 0xFFFF_FFFF
 
 
 class Holder(NamedTuple):
@@ -103,6 +93,11 @@ class IndexStats:
 def tier_of(medium: str | None) -> Tier:
     """What an engine's word for a storage medium means; an unknown one is the slowest."""
     return _TIERS.get((medium or "").upper(), Tier.OBJECT)
+
+
+def tiers_of(mask: int) -> list[Tier]:
+    """Return the tiers of a bit set: bit t is tier t."""
+    return [tier for tier in Tier if mask >> tier & 1]
 
 
 class _Takes(Protocol):
@@ -279,9 +274,7 @@ class PlainIndex:
 
     def content(self, holder: Holder) -> frozenset[tuple[SequenceHash, Tier]]:
         held = self._held.get(holder) or _Held()
-        return frozenset(
-            (prefix, tier) for name, prefix in held.names.items() for tier in Tier if held.tiers[name] >> tier & 1
-        )
+        return frozenset((prefix, tier) for name, prefix in held.names.items() for tier in tiers_of(held.tiers[name]))
 
     @property
     def holders(self) -> Sequence[Holder]:
@@ -301,60 +294,46 @@ class PlainIndex:
     # --- snapshots ------------------------------------------------------------------------------------
 
     def dump(self) -> bytes:
-        """All of it, names and their age too, for `load` of either implementation."""
+        """Return all of the index as bytes, with names and their age, for `load` of either implementation."""
         places = {prefix: place for place, prefix in enumerate(self._nodes)}
-        parents = [_NO_PARENT if node.parent is None else places[node.parent] for node in self._nodes.values()]
-        parts = [_HEADER.pack(_MAGIC, _VERSION, len(self._held), len(places)), pack_hashes(places)]
-        parts.append(array("I", parents).tobytes())
-        for holder, held in self._held.items():
-            worker = holder.worker_id.encode()
-            parts += [_HOLDER.pack(len(worker), holder.dp_rank, len(held.names)), worker, pack_hashes(held.names)]
-            parts.append(array("I", [places[prefix] for prefix in held.names.values()]).tobytes())
-            parts.append(bytes(held.tiers[name] for name in held.names))
-        body = b"".join(parts)
-        return body + xxh3_64_intdigest(body).to_bytes(8, "little")
+        parents = [snapshot.NO_PARENT if node.parent is None else places[node.parent] for node in self._nodes.values()]
+        holders = [
+            snapshot.HolderNames(
+                worker_id=holder.worker_id,
+                dp_rank=holder.dp_rank,
+                names=list(held.names),
+                places=[places[prefix] for prefix in held.names.values()],
+                tiers=bytes(held.tiers[name] for name in held.names),
+            )
+            for holder, held in self._held.items()
+        ]
+        return snapshot.write(snapshot.Snapshot(list(places), parents, holders))
 
     def load(self, data: Buffer) -> None:
-        """Take the place of all that is held. Raises WireError for what is no snapshot; then nothing changes."""
+        """Replace everything by a snapshot. Raises WireError if it is none; then nothing changes."""
         fresh = PlainIndex(self._max_entries, self._max_per_holder)
         try:
-            fresh._fill(bytes(data))
-        except (ValueError, StructError) as error:
-            raise _no_snapshot(error) from error
+            fresh._fill(snapshot.read(bytes(data), self._max_per_holder))
+        except ValueError as error:
+            raise snapshot.unreadable(error) from error
         self._nodes, self._held = fresh._nodes, fresh._held
         self._entries, self._hollow = fresh._entries, fresh._hollow
 
-    def _fill(self, data: bytes) -> None:
-        body = data[:-8]
-        magic, version, num_holders, num_nodes = _HEADER.unpack_from(body)
-        if (magic, version) != (_MAGIC, _VERSION) or xxh3_64_intdigest(body).to_bytes(8, "little") != data[-8:]:
-            raise ValueError(f"{len(data)} bytes without the mark of version {_VERSION}, or damaged")
-        source = _Source(body, _HEADER.size)
-        prefixes = [SequenceHash(prefix) for prefix in source.integers("Q", num_nodes)]
-        for place, parent in enumerate(source.integers("I", num_nodes)):
-            if parent != _NO_PARENT and parent >= place:
-                raise ValueError(f"prefix {place} follows prefix {parent}")
-            self._add_node(prefixes[place], None if parent == _NO_PARENT else prefixes[parent])
-        for _ in range(num_holders):
-            self._fill_holder(source, prefixes)
-        if len(self._nodes) != num_nodes or any(not (n.copies or n.children) for n in self._nodes.values()):
-            raise ValueError("prefixes that come twice, or that nobody has")
-        if source.rest or self._entries + self._hollow > self._max_entries:
-            raise ValueError(f"{self._entries} entries where {self._max_entries} are allowed, or more than all")
-
-    def _fill_holder(self, source: "_Source", prefixes: Sequence[SequenceHash]) -> None:
-        id_bytes, dp_rank, num_names = _HOLDER.unpack(source.take(_HOLDER.size))
-        holder = Holder(WorkerId(source.take(id_bytes).decode()), dp_rank)
-        names, places = source.integers("Q", num_names), source.integers("I", num_names)
-        tiers = source.take(num_names)
-        if holder in self._held or not 0 < num_names <= self._max_per_holder or len(set(names)) != num_names:
-            raise ValueError(f"{num_names} names of {holder}, or names or holders that come twice")
-        if max(places) >= len(prefixes) or min(tiers) < 1 or max(tiers) >= 1 << len(Tier):
-            raise ValueError(f"prefixes or tiers of {holder} that there are not")
-        for name, place, mask in zip(names, places, tiers, strict=True):
-            for tier in Tier:
-                if mask >> tier & 1:
+    def _fill(self, read: snapshot.Snapshot) -> None:
+        prefixes = [SequenceHash(prefix) for prefix in read.prefixes]
+        for prefix, parent in zip(prefixes, read.parents, strict=True):
+            self._add_node(prefix, None if parent == snapshot.NO_PARENT else prefixes[parent])
+        for held in read.holders:
+            holder = Holder(WorkerId(held.worker_id), held.dp_rank)
+            if holder in self._held or min(held.tiers) < 1 or max(held.tiers) >= 1 << len(Tier):
+                raise ValueError(f"{holder} comes twice, or has tiers that do not exist")
+            for name, place, mask in zip(held.names, held.places, held.tiers, strict=True):
+                for tier in tiers_of(mask):
                     self._add_copy(holder, EngineHash(name), prefixes[place], tier)
+        if len(self._nodes) != len(prefixes) or any(not (n.copies or n.children) for n in self._nodes.values()):
+            raise ValueError("prefixes that come twice, or that nobody has")
+        if self._entries + self._hollow > self._max_entries:
+            raise ValueError(f"{self._entries} entries where {self._max_entries} are allowed")
 
     # --- storing --------------------------------------------------------------------------------------
 
@@ -410,7 +389,8 @@ class PlainIndex:
         while True:
             held = self._held.get(holder) or _Held()
             new = sum(held.names.get(name) != prefix for name, prefix in zip(names, prefixes, strict=True))
-            if new > min(self._max_entries, self._max_per_holder) or self._is_one_too_many(holder):
+            is_one_too_many = holder not in self._held and len(self._held) >= MAX_HOLDERS
+            if is_one_too_many or new > min(self._max_entries, self._max_per_holder):
                 return False
             if len(held.names) + new > self._max_per_holder:
                 self._evict(holder)
@@ -418,9 +398,6 @@ class PlainIndex:
                 self._evict(max(self._held, key=lambda other: len(self._held[other].names)))
             else:
                 return True
-
-    def _is_one_too_many(self, holder: Holder) -> bool:
-        return holder not in self._held and len(self._held) >= MAX_HOLDERS
 
     def _evict(self, holder: Holder) -> None:
         """An eighth of what `holder` has goes, and never a prefix before those that follow it."""
@@ -474,10 +451,8 @@ class PlainIndex:
             self._drop_hollow(prefix)
 
     def _drop_name(self, holder: Holder, held: _Held, name: EngineHash) -> None:
-        mask = held.tiers[name]
-        for tier in Tier:
-            if mask >> tier & 1:
-                self._drop_copy(holder, held, name, tier)
+        for tier in tiers_of(held.tiers[name]):
+            self._drop_copy(holder, held, name, tier)
 
     def _drop_hollow(self, prefix: SequenceHash | None) -> None:
         """Forget a prefix that nobody has and nothing follows, and then perhaps the one before it."""
@@ -495,33 +470,6 @@ class PlainIndex:
         """A holder of nothing is not remembered: workers come and go."""
         if not self._held[holder].names:
             del self._held[holder]
-
-
-class _Source:
-    """Reads a snapshot from front to back. Raises ValueError where it ends too early."""
-
-    def __init__(self, data: bytes, offset: int) -> None:
-        self._data = data
-        self._offset = offset
-
-    @property
-    def rest(self) -> int:
-        return len(self._data) - self._offset
-
-    def take(self, num_bytes: int) -> bytes:
-        if num_bytes > self.rest:
-            raise ValueError(f"{self.rest} bytes where {num_bytes} must follow")
-        self._offset += num_bytes
-        return self._data[self._offset - num_bytes : self._offset]
-
-    def integers(self, code: str, count: int) -> "array[int]":
-        numbers = array(code)
-        numbers.frombytes(self.take(count * numbers.itemsize))
-        return numbers
-
-
-def _no_snapshot(error: Exception) -> WireError:
-    return WireError(f"no snapshot of an index: {error}", hint="take another from a running router")
 
 
 def _is_sound(names: Sequence[EngineHash], parent: int | None, num_tokens: int, block_size: int) -> bool:
@@ -605,10 +553,7 @@ if NATIVE:
 
         def content(self, holder: Holder) -> frozenset[tuple[SequenceHash, Tier]]:
             return frozenset(
-                (SequenceHash(prefix), tier)
-                for prefix, tiers in self._named(holder)
-                for tier in Tier
-                if tiers >> tier & 1
+                (SequenceHash(prefix), tier) for prefix, tiers in self._named(holder) for tier in tiers_of(tiers)
             )
 
         @property
@@ -622,7 +567,7 @@ if NATIVE:
             try:
                 self._load(data, lambda worker, dp_rank: Holder(WorkerId(worker.decode()), dp_rank))
             except ValueError as error:
-                raise _no_snapshot(error) from error
+                raise snapshot.unreadable(error) from error
 
 
 if TYPE_CHECKING or not NATIVE:  # noqa: SIM108 - a type checker has to see a plain name

@@ -90,15 +90,6 @@ class PredictedPrefixes:
         for holder in [holder for holder in self._of_holder if holder.worker_id == worker_id]:
             self.forget_holder(holder)
 
-    def blocks_of(self, holder: Holder) -> int:
-        """Distinct blocks that are predicted there; those that have expired since the last call count too."""
-        return self._chains.blocks_of(holder)
-
-    @property
-    def num_blocks(self) -> int:
-        """The same, over all holders."""
-        return self._chains.num_blocks
-
     def _expire(self, now: float) -> None:
         while self._predictions and next(iter(self._predictions.values())).ends_s <= now:
             self._drop(next(iter(self._predictions)))

@@ -11,7 +11,7 @@ part up to ten thousands of them. So what is cancelled leaves at once, where a h
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Generic, Literal, TypeVar
 
@@ -56,13 +56,8 @@ class Pending(Generic[P]):
     arrived_s: float  # at its first try, so that a retry keeps its place
     deadline_s: float
     isl_tokens: int
-    uncached_tokens: int  # of the prompt, by the best estimate: see `update`
+    uncached_tokens: int  # of the prompt, as estimated when it came
     payload: P  # the router's
-    min_run_s: float = 0.0  # from its start to its first token, at the least; 0: not known
-
-    @property
-    def latest_start_s(self) -> float:
-        return self.deadline_s - self.min_run_s
 
 
 class PendingQueue(Generic[P]):
@@ -72,12 +67,11 @@ class PendingQueue(Generic[P]):
         self._rules = rules or QueueRules()
         self._waiting: dict[RequestId, _Waiting[P]] = {}
         self._classes: dict[int, _Class] = {}
-        self._latest_starts: list[_Place] = []
+        self._deadlines: list[_Place] = []
         self._drain = _Drain()
         self._ticks = count()
         self._held = 0
         self.isl_tokens = 0
-        self.uncached_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -97,7 +91,7 @@ class PendingQueue(Generic[P]):
         tick = next(self._ticks)
         waiting = _Waiting(item, (self._key(item), tick, item.request_id), self._room(item))
         self._waiting[item.request_id] = waiting
-        insort(self._latest_starts, waiting.latest_start)
+        insort(self._deadlines, waiting.deadline)
         self._classes.setdefault(item.priority, _Class(self._ticks)).add(item, waiting.place, waiting.room)
         self._count(waiting, +1)
         return displaced
@@ -113,7 +107,7 @@ class PendingQueue(Generic[P]):
         for priority in sorted(self._classes, reverse=True):
             for request_id in self._classes[priority].in_order():
                 item = self._waiting[request_id].item
-                if item.latest_start_s <= now:
+                if item.deadline_s <= now:
                     continue
                 if fits(item):
                     self._classes[priority].serve(item.tenant, max(1, item.uncached_tokens))
@@ -124,31 +118,16 @@ class PendingQueue(Generic[P]):
                     return None
         return None
 
-    def update(self, request_id: RequestId, uncached_tokens: int, min_run_s: float | None = None) -> None:
-        """A better estimate. Unknown requests are no error."""
-        if (waiting := self._waiting.get(request_id)) is None:
-            return
-        self._count(waiting, -1)
-        _discard(self._latest_starts, waiting.latest_start)
-        old = waiting.item
-        min_run_s = old.min_run_s if min_run_s is None else min_run_s
-        waiting.item = item = replace(old, uncached_tokens=uncached_tokens, min_run_s=min_run_s)
-        place = (self._key(item), waiting.place[1], request_id)
-        self._classes[item.priority].move(item, waiting.place, place)
-        waiting.place = place
-        insort(self._latest_starts, waiting.latest_start)
-        self._count(waiting, +1)
-
     def expire(self, now: float) -> Sequence[Pending[P]]:
-        """Take out what can no longer meet its deadline, were it started now."""
+        """Take out the requests whose deadline has passed."""
         expired: list[Pending[P]] = []
-        while self._latest_starts and self._latest_starts[0][0] <= now:
-            expired.append(self._take(self._latest_starts[0][2]))
+        while self._deadlines and self._deadlines[0][0] <= now:
+            expired.append(self._take(self._deadlines[0][2]))
         return expired
 
     def next_deadline(self) -> float | None:
         """When to call `expire` next."""
-        return self._latest_starts[0][0] if self._latest_starts else None
+        return self._deadlines[0][0] if self._deadlines else None
 
     def cancel(self, request_id: RequestId) -> Pending[P] | None:
         """Take a request out. Unknown requests are no error."""
@@ -184,7 +163,7 @@ class PendingQueue(Generic[P]):
     def _take(self, request_id: RequestId) -> Pending[P]:
         waiting = self._waiting.pop(request_id)
         item = waiting.item
-        _discard(self._latest_starts, waiting.latest_start)
+        _discard(self._deadlines, waiting.deadline)
         self._classes[item.priority].remove(item, waiting.place, waiting.room)
         if not self._classes[item.priority].turns:
             del self._classes[item.priority]
@@ -194,7 +173,6 @@ class PendingQueue(Generic[P]):
     def _count(self, waiting: "_Waiting[P]", sign: int) -> None:
         self._held += sign * waiting.room
         self.isl_tokens += sign * waiting.item.isl_tokens
-        self.uncached_tokens += sign * waiting.item.uncached_tokens
 
     def _key(self, item: Pending[P]) -> float:
         aged = item.uncached_tokens / self._rules.aging_tokens_per_s if self._rules.order == "wspt" else 0.0
@@ -212,8 +190,8 @@ class _Waiting(Generic[P]):
     room: int
 
     @property
-    def latest_start(self) -> _Place:
-        return (self.item.latest_start_s, self.place[1], self.item.request_id)
+    def deadline(self) -> _Place:
+        return (self.item.deadline_s, self.place[1], self.item.request_id)
 
 
 @dataclass(slots=True)
@@ -246,11 +224,6 @@ class _Class:
             insort(self.turns, tenant.turn)
         insort(tenant.line, place)
         self._hold(item.tenant, room)
-
-    def move(self, item: Pending[P], place: _Place, new: _Place) -> None:
-        line = self._tenants[item.tenant].line
-        _discard(line, place)
-        insort(line, new)
 
     def remove(self, item: Pending[P], place: _Place, room: int) -> None:
         tenant = self._tenants[item.tenant]

@@ -405,7 +405,7 @@ class RouterMachine(RuleBasedStateMachine):
         if self.cards:
             both = self.state.fleet.predictions
             for predictions in (both._on_route, both._approximate):
-                assert (len(predictions), predictions.num_blocks) == (0, 0)
+                assert (len(predictions), predictions._chains.num_blocks) == (0, 0)
             assert not mentioned(self.state, set(self.names))
         for worker in list(self.cards):
             self.state.remove_worker(WorkerId(worker), self.now)

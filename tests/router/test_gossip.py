@@ -22,10 +22,10 @@ from router.gossip import (
     LAST_WORDS,
     REPEAT_S,
     SILENCE_S,
+    GossipReceiver,
+    GossipSender,
     HolderShare,
-    Listener,
     LoadNews,
-    Teller,
     decode_news,
 )
 from router.gossip_link import Gossip
@@ -70,8 +70,8 @@ class Router:
 
     def __init__(self, name: str = "r", generation: int = 1) -> None:
         self.load = new_load()
-        self.teller = Teller(self.load, name, generation)
-        self.listener = Listener(self.load)
+        self.teller = GossipSender(self.load, name, generation)
+        self.listener = GossipReceiver(self.load)
         self.teller.on_listener(0.0)
         self.teller.tell(0.0)
 
@@ -86,7 +86,7 @@ class Router:
 def test_who_begins_to_listen_is_told_all_at_once() -> None:
     load = new_load()
     book(load, "r1")
-    teller = Teller(load, "r", 7)
+    teller = GossipSender(load, "r", 7)
     assert teller.next_s() is None
     teller.on_listener(5.0)
     assert teller.next_s() == 5.0
@@ -179,7 +179,7 @@ def test_the_message_survives_the_wire_and_rubbish_does_not() -> None:
 def test_what_others_have_placed_counts() -> None:
     load = new_load()
     book(load, "own")
-    listener = Listener(load)
+    listener = GossipReceiver(load)
     assert listener.on_news(news(1, share(A, 2, 30, 4)), 0.0)
     assert listener.on_news(news(1, share(A, 1, 10, 1), router="s"), 0.0)
     assert elsewhere(load) == (40, 5, 3)
@@ -188,19 +188,19 @@ def test_what_others_have_placed_counts() -> None:
 
 def test_a_whole_message_replaces_and_a_part_changes() -> None:
     load = new_load()
-    listener = Listener(load)
+    listener = GossipReceiver(load)
     listener.on_news(news(1, share(A), share(B)), 0.0)
     listener.on_news(news(2, share(B, 5), is_whole=False), 0.0)
     assert (elsewhere(load, A)[2], elsewhere(load, B)[2]) == (1, 5)
     listener.on_news(news(3, HolderShare(B.worker_id, 1, 0, 0, 0), is_whole=False), 0.0)
     assert (elsewhere(load, A)[2], elsewhere(load, B)[2]) == (1, 0)
     listener.on_news(news(4), 0.0)
-    assert (elsewhere(load, A), listener.loaded_routers) == ((0, 0, 0), 0)
+    assert (elsewhere(load, A), listener.next_s()) == ((0, 0, 0), None)
 
 
 def test_what_was_overtaken_or_came_before_does_not_count() -> None:
     load = new_load()
-    listener = Listener(load)
+    listener = GossipReceiver(load)
     listener.on_news(news(5, share(A, 5)), 0.0)
     assert not listener.on_news(news(5, share(A, 1)), 0.0)
     assert not listener.on_news(news(4, share(A, 1)), 0.0)
@@ -209,7 +209,7 @@ def test_what_was_overtaken_or_came_before_does_not_count() -> None:
 
 def test_a_router_that_was_started_anew_begins_with_nothing() -> None:
     load = new_load()
-    listener = Listener(load)
+    listener = GossipReceiver(load)
     listener.on_news(news(900, share(A, 5), generation=1), 0.0)
     assert listener.on_news(news(1, share(B, 1), generation=2, is_whole=False), 0.0)
     assert (elsewhere(load, A)[2], elsewhere(load, B)[2]) == (0, 1)
@@ -218,7 +218,7 @@ def test_a_router_that_was_started_anew_begins_with_nothing() -> None:
 
 def test_who_falls_silent_with_something_in_flight_is_forgotten() -> None:
     load = new_load()
-    listener = Listener(load)
+    listener = GossipReceiver(load)
     listener.on_news(news(1, share(A)), 10.0)
     listener.on_news(news(1, router="idle"), 10.0)
     assert listener.next_s() == 10.0 + SILENCE_S
@@ -231,7 +231,7 @@ def test_who_falls_silent_with_something_in_flight_is_forgotten() -> None:
 
 def test_who_is_heard_of_is_not_silent_and_who_has_nothing_need_not_be_heard_of() -> None:
     load = new_load()
-    listener = Listener(load)
+    listener = GossipReceiver(load)
     for seq in range(1, 30):
         listener.on_news(news(seq, share(A), is_whole=seq % 2 == 0), seq * REPEAT_S)
         assert listener.expire(seq * REPEAT_S + 0.5) == []
@@ -242,7 +242,7 @@ def test_who_is_heard_of_is_not_silent_and_who_has_nothing_need_not_be_heard_of(
 
 def test_a_router_that_has_left_is_forgotten() -> None:
     load = new_load()
-    listener = Listener(load)
+    listener = GossipReceiver(load)
     listener.on_news(news(1, share(A)), 0.0)
     assert listener.forget("r", 1.0)
     assert not listener.forget("r", 1.0)
@@ -251,7 +251,7 @@ def test_a_router_that_has_left_is_forgotten() -> None:
 
 def test_a_worker_that_is_not_known_yet_counts_with_the_next_message_about_it() -> None:
     load = new_load()
-    listener, late = Listener(load), Holder(WorkerId("late"), 0)
+    listener, late = GossipReceiver(load), Holder(WorkerId("late"), 0)
     listener.on_news(news(1, share(late)), 0.0)
     load.join(late)
     listener.on_news(news(2, share(late)), 1.0)
@@ -439,7 +439,7 @@ async def test_a_router_alone_says_nothing(mesh: Mesh) -> None:
     gossip = router.gossip
     assert gossip is not None
     (await router.place(request("r"), 5)).end(ok=True)
-    assert (gossip._tell_timer, gossip._expiry_timer, gossip._teller._seq) == (None, None, 0)
+    assert (gossip._tell_timer, gossip._expiry_timer, gossip._sender._seq) == (None, None, 0)
 
 
 async def test_idle_routers_run_no_timers(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

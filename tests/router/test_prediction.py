@@ -20,7 +20,7 @@ def chain(*tokens: int) -> bytes:
 
 def is_forgotten(predicted: PredictedPrefixes) -> bool:
     maps = (predicted._predictions, predicted._of_holder, predicted._of_request)
-    return not any(maps) and (predicted.num_blocks, predicted._counted_blocks, len(predicted)) == (0, 0, 0)
+    return not any(maps) and (predicted._chains.num_blocks, predicted._counted_blocks, len(predicted)) == (0, 0, 0)
 
 
 def test_siblings_of_a_request_that_was_just_placed_find_its_prefix() -> None:
@@ -103,9 +103,9 @@ def test_a_pool_that_is_full_gives_up_the_oldest_prompt_from_its_end() -> None:
     predicted = PredictedPrefixes(ttl_s=120.0)
     predicted.placed(R, A, chain(1, 2, 3, 4), 0.0, pool_blocks=6)
     predicted.placed(S, A, chain(1, 5, 6), 1.0, pool_blocks=6)
-    assert predicted.blocks_of(A) == 6
+    assert predicted._chains.blocks_of(A) == 6
     predicted.placed(T, A, chain(7, 8), 2.0, pool_blocks=6)
-    assert predicted.blocks_of(A) == 6
+    assert predicted._chains.blocks_of(A) == 6
     assert predicted.match(chain(1, 2, 3, 4), 2.0) == {A: 2}
     assert predicted.match(chain(1, 5, 6), 2.0) == {A: 3}
     assert predicted.match(chain(7, 8), 2.0) == {A: 2}
@@ -121,7 +121,7 @@ def test_each_pool_has_its_own_limit() -> None:
     predicted = PredictedPrefixes()
     predicted.placed(R, A, chain(1, 2), 0.0, pool_blocks=2)
     predicted.placed(S, B, chain(3, 4), 0.0, pool_blocks=2)
-    assert predicted.num_blocks == 4
+    assert predicted._chains.num_blocks == 4
 
 
 def test_memory_is_bounded_whatever_is_sent() -> None:
@@ -184,7 +184,7 @@ def test_it_matches_what_the_living_predictions_say_and_ends_empty(steps: list, 
                 }
                 assert predicted.match(chain(*tokens), now) == {h: depth for h, depth in depths.items() if depth}
         for h in (A, A1, B):
-            assert pool_blocks is None or predicted.blocks_of(h) <= pool_blocks
+            assert pool_blocks is None or predicted._chains.blocks_of(h) <= pool_blocks
     predicted.match(b"", now + 8.0)
     assert is_forgotten(predicted)
 

@@ -16,7 +16,7 @@ from tests.support.budget import examples
 
 
 def item(name: str, tenant: str = "t", priority: int = 0, arrived: float = 0.0, deadline: float = 1e9, isl: int = 100,
-         uncached: int | None = None, only: str = "", min_run: float = 0.0) -> Pending[str]:  # fmt: skip
+         uncached: int | None = None, only: str = "") -> Pending[str]:  # fmt: skip
     return Pending(
         request_id=RequestId(name),
         tenant=tenant,
@@ -26,7 +26,6 @@ def item(name: str, tenant: str = "t", priority: int = 0, arrived: float = 0.0, 
         isl_tokens=isl,
         uncached_tokens=isl if uncached is None else uncached,
         payload=only or name.upper(),
-        min_run_s=min_run,
     )
 
 
@@ -52,8 +51,8 @@ def pop_all(queue: PendingQueue[str], now: float = 0.0) -> str:
 
 def is_forgotten(queue: PendingQueue[str]) -> bool:
     """Nothing is left of what has waited."""
-    sums = (queue._held, queue.isl_tokens, queue.uncached_tokens)
-    return (queue._waiting, queue._classes, queue._latest_starts, sums) == ({}, {}, [], (0, 0, 0))
+    sums = (queue._held, queue.isl_tokens)
+    return (queue._waiting, queue._classes, queue._deadlines, sums) == ({}, {}, [], (0, 0))
 
 
 # --- order --------------------------------------------------------------------------------------------
@@ -104,14 +103,6 @@ def test_wspt_starves_nobody_under_an_endless_stream_of_short_prompts() -> None:
             break
         waited += 1
     assert waited == 64
-
-
-def test_a_better_estimate_moves_a_request() -> None:
-    queue = queue_of(item("a", isl=1000), item("b", isl=2000, deadline=50), order="wspt")
-    queue.update(RequestId("b"), uncached_tokens=10, min_run_s=7.5)
-    queue.update(RequestId("unknown"), uncached_tokens=10)
-    assert (queue.uncached_tokens, queue.isl_tokens, queue.next_deadline()) == (1010, 3000, 42.5)
-    assert pop_all(queue) == "b a"
 
 
 # --- what fits ----------------------------------------------------------------------------------------
@@ -311,8 +302,8 @@ def test_a_request_waits_only_once() -> None:
 # --- time ---------------------------------------------------------------------------------------------
 
 
-def test_what_can_no_longer_meet_its_deadline_leaves() -> None:
-    queue = queue_of(item("a", deadline=10), item("b", deadline=12, min_run=4), item("c", deadline=30))
+def test_a_request_leaves_at_its_deadline() -> None:
+    queue = queue_of(item("a", deadline=10), item("b", deadline=8), item("c", deadline=30))
     assert queue.next_deadline() == 8
     assert queue.expire(7.9) == []
     assert [one.request_id for one in queue.expire(8.0)] == ["b"]
@@ -435,7 +426,7 @@ class Model:
         return displaced
 
     def pop(self, now: float, blocked: set[str]) -> Pending[str] | None:
-        live = [e for e in self.items if e[1].latest_start_s > now and e[1].payload not in blocked]
+        live = [e for e in self.items if e[1].deadline_s > now and e[1].payload not in blocked]
         if not live:
             return None
         entry = min(live, key=self.turn)
@@ -467,7 +458,6 @@ steps = st.one_of(
     st.tuples(st.just("pop"), st.just(set())),
     st.tuples(st.just("expire")),
     st.tuples(st.just("cancel"), st.integers(0, 60)),
-    st.tuples(st.just("update"), st.integers(0, 60), st.integers(0, 60)),
     st.tuples(st.just("charge"), tenants, st.integers(1, 30), priorities),
 )
 rules = st.builds(
@@ -500,13 +490,13 @@ def test_the_queue_does_what_the_model_does_and_ends_empty(rules: QueueRules, st
             case "pop":
                 (blocked,) = args
                 got = queue.pop_next(now, lambda one, blocked=blocked: one.payload not in blocked)
-                higher = [one for _, one in model.items if one.latest_start_s > now and one.payload not in blocked]
+                higher = [one for _, one in model.items if one.deadline_s > now and one.payload not in blocked]
                 assert got is None or all(one.priority <= got.priority for one in higher), "priority is strict"
                 assert got == model.pop(now, blocked)
                 went.update([got.request_id] if got else [])
             case "expire":
                 gone = [one.request_id for one in queue.expire(now)]
-                late = [entry for entry in model.items if entry[1].latest_start_s <= now]
+                late = [entry for entry in model.items if entry[1].deadline_s <= now]
                 assert sorted(gone) == sorted(model.take(entry).request_id for entry in late)
                 went.update(gone)
             case "cancel":
@@ -514,12 +504,6 @@ def test_the_queue_does_what_the_model_does_and_ends_empty(rules: QueueRules, st
                 mine = [entry for entry in model.items if entry[1].request_id == f"r{args[0]}"]
                 assert gone_one == (model.take(mine[0]) if mine else None)
                 went.update([gone_one.request_id] if gone_one else [])
-            case "update":
-                queue.update(RequestId(f"r{args[0]}"), args[1])
-                for place, (tick, one) in enumerate(model.items):
-                    if one.request_id == f"r{args[0]}":
-                        model.items[place] = (tick, queue._waiting[one.request_id].item)
-                        assert model.items[place][1].uncached_tokens == args[1]
             case "charge":
                 queue.charge(*args)
                 model.charge(*args)
@@ -527,8 +511,7 @@ def test_the_queue_does_what_the_model_does_and_ends_empty(rules: QueueRules, st
             assert {name for _, name in waiting._holdings} == model.waiting(priority)
         assert len(queue) == len(model.items) <= rules.max_requests
         assert queue.isl_tokens == sum(one.isl_tokens for _, one in model.items) <= rules.max_tokens
-        assert queue.uncached_tokens == sum(one.uncached_tokens for _, one in model.items)
-        assert queue.next_deadline() == min((one.latest_start_s for _, one in model.items), default=None)
+        assert queue.next_deadline() == min((one.deadline_s for _, one in model.items), default=None)
     while (got := queue.pop_next(-1.0, always)) is not None:
         assert got == model.pop(-1.0, set())
         went[got.request_id] += 1
