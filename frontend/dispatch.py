@@ -6,7 +6,8 @@ since a draw depends on the seed and the token's number alone, the answer goes o
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -40,6 +41,7 @@ from protocol.messages import (
 from router.booking import Booking, Router
 
 log = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 
 MAX_ATTEMPTS = 4
 MAX_ENGINE_FAILURES = 2  # a request that breaks engines shall not go round the mesh
@@ -76,73 +78,42 @@ class Dispatcher:
         self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float, consumer: DeltaConsumer
     ) -> None:
         """Implements frontend.generator.Generator."""
-        failed: list[WorkerId] = []
-        problem: MeshError | None = None
-        course = _Course(consumer, request.generated)
-        now = asyncio.get_running_loop().time
-        patience_ends = deadline
-        attempts = engine_failures = 0
-        while attempts < MAX_ATTEMPTS and engine_failures < MAX_ENGINE_FAILURES:
-            try:
-                attempt = request if not failed else msgspec.structs.replace(request, generated=tuple(course.generated))
-                route = await self._route(attempt, hints, failed)
-                await self._attempt(attempt, route, trace, deadline, course, now)
-                return
-            except _LegFailedError as failure:
-                log.warning("worker %s failed a request: %s", failure.worker_id, failure.reason)
-                failed.append(failure.worker_id)
-                problem = failure.reason
-                attempts += not isinstance(problem, NOT_BEGUN)
-                engine_failures += isinstance(problem, EngineError)
-                trace.migrations += 1
-                patience_ends = now() + REPLACEMENT_S
-            except (NoWorkerError, OverloadedError) as refusal:  # of the router
-                if problem is None:
-                    raise
-                for error in (problem, refusal):
-                    if isinstance(error, OverloadedError) and not course.generated:
-                        raise error from None  # refused early: the caller may come back, nothing was begun
-                if now() > min(patience_ends, deadline):
-                    raise problem from None
-                await asyncio.sleep(RETRY_S)
-        assert problem is not None
-        raise problem
+        task = _Generation(request, hints, trace, deadline, consumer, list(request.generated))
+        failures = _Failures(task.generated, deadline, REPLACEMENT_S)
+        try:
+            await self._elsewhere(lambda failed: self._generate(task, failed), failures)
+        finally:
+            trace.migrations += len(failures.workers)
 
     async def preview(self, request: GenerateRequest, hints: Hints, deadline: float) -> Placed:
         """Implements frontend.generator.Generator."""
-        route = await self._route(request, msgspec.structs.replace(hints, explain=True), [])
+        route = await self._route(request, _tokens(request), msgspec.structs.replace(hints, explain=True), ())
         return await self._router.preview(route, _left(deadline))
 
     async def embed(self, request: EmbedRequest, hints: Hints, deadline: float) -> Embedding:
-        """Implements frontend.generator.Generator: nothing is begun twice by trying again elsewhere."""
-        failed: list[WorkerId] = []
-        problem: MeshError | None = None
-        attempts = engine_failures = 0
-        asked = GenerateRequest(
-            request_id=request.request_id,
-            model=request.model,
-            prompt=request.prompt,
-            lora=request.lora,
-            cache_salt=request.cache_salt,
-        )
-        while attempts < MAX_ATTEMPTS and engine_failures < MAX_ENGINE_FAILURES:
-            route = await self._route(asked, hints, failed)
-            try:
-                return await self._embed(request, route, deadline)
-            except _LegFailedError as failure:
-                log.warning("worker %s failed an embedding: %s", failure.worker_id, failure.reason)
-                failed.append(failure.worker_id)
-                problem = failure.reason
-                attempts += not isinstance(problem, NOT_BEGUN)
-                engine_failures += isinstance(problem, EngineError)
-            except NoWorkerError:
-                if problem is None:
-                    raise
-                break  # what the last worker said tells more
-        assert problem is not None
-        raise problem
+        """Implements frontend.generator.Generator."""
+        failures = _Failures((), deadline, 0.0)  # what the last worker said tells more than that there is no other
+        return await self._elsewhere(lambda failed: self._embed(request, hints, deadline, failed), failures)
 
-    async def _embed(self, request: EmbedRequest, route: RouteRequest, deadline: float) -> Embedding:
+    async def _elsewhere(
+        self, attempt: Callable[[Sequence[WorkerId]], Awaitable[ResultT]], failures: "_Failures"
+    ) -> ResultT:
+        """Make attempts until one succeeds; each is given the workers that have failed. Raise MeshError."""
+        while not failures.are_too_many:
+            try:
+                return await attempt(failures.workers)
+            except _LegFailedError as failure:
+                failures.note(failure)
+            except (NoWorkerError, OverloadedError) as refusal:  # of the router
+                failures.weigh(refusal)
+                await asyncio.sleep(RETRY_S)
+        assert failures.problem is not None
+        raise failures.problem
+
+    async def _embed(
+        self, request: EmbedRequest, hints: Hints, deadline: float, failed: Sequence[WorkerId]
+    ) -> Embedding:
+        route = await self._route(request, request.prompt, hints, failed)
         async with self._router.book(route, _left(deadline)) as booking:
             target = booking.placed.decode
             if target.dp_rank:
@@ -160,8 +131,10 @@ class Dispatcher:
         if self._releasing:
             await asyncio.wait(self._releasing)
 
-    async def _route(self, request: GenerateRequest, hints: Hints, failed: list[WorkerId]) -> RouteRequest:
-        tokens = request.prompt + pack_tokens(request.generated) if request.generated else request.prompt
+    async def _route(
+        self, request: GenerateRequest | EmbedRequest, tokens: bytes, hints: Hints, failed: Sequence[WorkerId]
+    ) -> RouteRequest:
+        """Return what the router is asked; `tokens`: all that a worker has to compute before its first new token."""
         block_size = self._block_size_of(request.model)
         return RouteRequest(
             request_id=request.request_id,
@@ -180,32 +153,27 @@ class Dispatcher:
             explain=hints.explain,
         )
 
-    async def _attempt(
-        self,
-        request: GenerateRequest,
-        route: RouteRequest,
-        trace: Trace,
-        deadline: float,
-        course: "_Course",
-        now: Callable[[], float],
-    ) -> None:
-        """One placement, carried out. Ends early, with _LegFailedError, if a worker fails it."""
+    async def _generate(self, task: "_Generation", failed: Sequence[WorkerId]) -> None:
+        """Have one placement carried out. Raise _LegFailedError if a worker fails its part."""
+        request = task.request if not failed else task.continued()
+        route = await self._route(request, _tokens(request), task.hints, failed)
+        now = asyncio.get_running_loop().time
         asked = now()
-        async with self._router.book(route, deadline - asked) as booking:
-            placed = booking.placed
+        async with self._router.book(route, task.deadline - asked) as booking:
+            placed, trace = booking.placed, task.trace
             trace.waited_s += now() - asked
             is_first = not request.generated
             _note_placement(trace, placed, is_first, route.isl_tokens, self._block_size_of(request.model))
-            leg = _Leg(course, booking, trace, is_first=is_first)
+            leg = _Leg(task, booking, is_first=is_first)
             self._reports.add(leg)
             try:
                 if placed.prefill is not None:
-                    ticket = await self._prefill(placed.prefill, request, deadline, leg)
-                    if ticket is None or course.is_done:
+                    ticket = await self._prefill(placed.prefill, request, task.deadline, leg)
+                    if ticket is None or leg.is_done:
                         return
-                    request = msgspec.structs.replace(request, generated=tuple(course.generated), ticket=ticket)
+                    request = msgspec.structs.replace(request, generated=tuple(task.generated), ticket=ticket)
                 trace.decode_worker = placed.decode.name
-                await self._decode(placed.decode, request, deadline - now(), leg)
+                await self._decode(placed.decode, request, task.deadline - now(), leg)
             finally:
                 self._reports.discard(leg)
                 if leg.ticket is not None:
@@ -259,24 +227,58 @@ class Dispatcher:
             log.info("a KV offer of %s was left to its lease: %s", ticket.worker_id, error)
 
 
-class _Course:
-    """An answer over all its attempts."""
+class _Generation(msgspec.Struct):
+    """One request for an answer, over all its attempts."""
 
-    __slots__ = ("_has_ended", "consumer", "generated")
+    request: GenerateRequest
+    hints: Hints
+    trace: Trace
+    deadline: float
+    consumer: DeltaConsumer
+    generated: list[int]  # all tokens so far
 
-    def __init__(self, consumer: DeltaConsumer, generated: Sequence[int]) -> None:
-        self.consumer = consumer
-        self.generated = list(generated)
-        self._has_ended = False  # by itself
+    def continued(self) -> GenerateRequest:
+        """Return the request with the tokens so far as part of its prompt."""
+        return msgspec.structs.replace(self.request, generated=tuple(self.generated))
 
-    def take(self, delta: Delta) -> bool:
-        self.generated += delta.token_ids
-        self._has_ended = delta.finish_reason is not None
-        return self.consumer.take(delta) and not self._has_ended
+
+class _Failures:
+    """Counts what has failed a request, and decides whether it may be tried again."""
+
+    __slots__ = ("_attempts", "_deadline", "_engine_failures", "_generated", "_patience_ends", "_patience_s",
+        "problem", "workers")  # fmt: skip
+
+    def __init__(self, generated: Sequence[int], deadline: float, patience_s: float) -> None:
+        """`generated` grows with the answer; a request that has lost its worker waits `patience_s` for another one."""
+        self._generated = generated
+        self._deadline = deadline
+        self._patience_s = patience_s
+        self._patience_ends = deadline
+        self._attempts = self._engine_failures = 0
+        self.workers: list[WorkerId] = []
+        self.problem: MeshError | None = None  # the last one
 
     @property
-    def is_done(self) -> bool:
-        return self._has_ended or self.consumer.is_done
+    def are_too_many(self) -> bool:
+        return self._attempts >= MAX_ATTEMPTS or self._engine_failures >= MAX_ENGINE_FAILURES
+
+    def note(self, failure: _LegFailedError) -> None:
+        log.warning("worker %s failed a request: %s", failure.worker_id, failure.reason)
+        self.workers.append(failure.worker_id)
+        self.problem = failure.reason
+        self._attempts += not isinstance(failure.reason, NOT_BEGUN)
+        self._engine_failures += isinstance(failure.reason, EngineError)
+        self._patience_ends = min(asyncio.get_running_loop().time() + self._patience_s, self._deadline)
+
+    def weigh(self, refusal: MeshError) -> None:
+        """Raise what the client is to be told, unless it is worth waiting for a worker that appears."""
+        if self.problem is None:
+            raise refusal
+        for error in (self.problem, refusal):
+            if isinstance(error, OverloadedError) and not self._generated:
+                raise error from None  # refused early: the caller may come back, nothing was begun
+        if asyncio.get_running_loop().time() >= self._patience_ends:
+            raise self.problem from None
 
 
 class _Leg:
@@ -285,42 +287,47 @@ class _Leg:
     __slots__ = (
         "_before",
         "_booking",
-        "_course",
+        "_consumer",
         "_generated",
         "_give",
         "_has_begun",
+        "_has_ended",
         "_is_first",
         "_is_steady",
         "on_offer_taken",
         "shortcut",
         "ticket",
         "trace",
+        "until_ready",
     )
 
-    def __init__(self, course: _Course, booking: Booking, trace: Trace, *, is_first: bool) -> None:
-        self.trace = trace
+    def __init__(self, task: _Generation, booking: Booking, *, is_first: bool) -> None:
+        consumer = task.consumer
+        self.trace = task.trace
         self.ticket: Ticket | None = None  # an offer that stands
         self.on_offer_taken: Callable[[Ticket], None] | None = None
-        self._course = course
+        self.shortcut: TokenLane | None = None
+        self.until_ready = consumer.until_ready
         self._booking = booking
+        self._consumer = consumer
+        self._give = consumer.take
+        self._generated = task.generated
+        self._before = len(task.generated)  # part of the prompt
         self._is_first = is_first  # no worker before has computed the prompt for this answer
         self._has_begun = False
+        self._has_ended = False  # the answer, by itself
         self._is_steady = False  # its decode worker has sent a first delta
-        self.shortcut: TokenLane | None = None
-        self._give = course.consumer.take
-        self._generated = course.generated
-        self._before = len(course.generated)  # part of the prompt
 
     def on_first(self, delta: Delta) -> None:
-        """The delta of a prefill leg; the consumer has no use for its ticket."""
+        """Take the delta of a prefill leg; the consumer has no use for its ticket."""
         self._note(delta)
-        self._course.take(msgspec.structs.replace(delta, ticket=None))
+        self._forward(msgspec.structs.replace(delta, ticket=None))
 
     def take(self, delta: Delta) -> bool:
         if self._is_steady and delta.finish_reason is None and delta.pull is None:  # nearly all: in one step
             self._generated += delta.token_ids
             wants_more = self._give(delta)
-            if self.shortcut is None and (lane := self._course.consumer.lane) is not None:
+            if self.shortcut is None and (lane := self._consumer.lane) is not None:
                 self._open(lane)
             return wants_more
         if self.ticket is not None:  # with its first delta the decode worker is done with the offer
@@ -330,11 +337,16 @@ class _Leg:
             delta = msgspec.structs.replace(delta, cached_tokens=None)  # what prefill said counts
         if not self._has_begun or delta.pull is not None:
             self._note(delta)
-        wants_more = self._course.take(delta)
+        wants_more = self._forward(delta)
         self._is_steady = True
-        if (lane := self._course.consumer.lane) is not None:
+        if (lane := self._consumer.lane) is not None:
             self._open(lane)
         return wants_more
+
+    def _forward(self, delta: Delta) -> bool:
+        self._generated += delta.token_ids
+        self._has_ended = delta.finish_reason is not None
+        return self._give(delta) and not self._has_ended
 
     def _open(self, lane: TokenLane) -> None:
         lane.generated = self._generated
@@ -342,14 +354,11 @@ class _Leg:
 
     @property
     def is_done(self) -> bool:
-        return self._course.is_done
+        return self._has_ended or self._consumer.is_done
 
     @property
     def is_full(self) -> bool:
-        return self._course.consumer.is_full
-
-    async def until_ready(self) -> None:
-        await self._course.consumer.until_ready()
+        return self._consumer.is_full
 
     def report(self) -> None:
         """Told now and then, before the first token as well: a long prompt may take longer than the booking's lease."""
@@ -402,6 +411,10 @@ class _Reports:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+
+
+def _tokens(request: GenerateRequest) -> bytes:
+    return request.prompt + pack_tokens(request.generated) if request.generated else request.prompt
 
 
 async def _hashes(tokens: bytes, block_size: int, seed: int) -> bytes:
