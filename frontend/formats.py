@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from frontend.parsers import harmony
 from frontend.parsers.chain import ChainedParser
 from frontend.parsers.events import Parser
-from frontend.parsers.harmony import HARMONY, is_harmony
+from frontend.parsers.harmony import is_harmony
 from frontend.parsers.reasoning import (
     ReasoningFormat,
     guess_reasoning_format,
@@ -14,9 +15,7 @@ from frontend.parsers.reasoning import (
 from frontend.parsers.tools import ArgumentsAsJson, CallsAsJson, ToolFormat, guess_tool_format, tool_format
 from frontend.request import ToolChoice, Tools
 from protocol.errors import InvalidRequestError
-
-NONE = "none"  # as a parser's name: the text stays as it is
-HARMONY_NAMES = frozenset({"harmony", "gpt_oss"})
+from protocol.parsers import HARMONY, NONE, reasoning_parser_name, tool_parser_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class AnswerFormat:
     def markers(self) -> frozenset[str]:
         """Special tokens that a parser has to see."""
         if self.is_harmony:
-            return frozenset(HARMONY.markers)
+            return frozenset(harmony.HARMONY.markers)
         found: set[str] = set()
         if self.tools is not None:
             found.update(self.tools.markers)
@@ -47,7 +46,7 @@ class AnswerFormat:
         Raises InvalidRequestError if the model has no format for calls.
         """
         if self.is_harmony and not is_guided:
-            return HARMONY.open(False)
+            return harmony.HARMONY.open(False)
         thoughts = None if is_guided else self._thoughts(prompt_tail)
         calls = self._calls(tools)
         if thoughts is not None and calls is not None:
@@ -76,13 +75,16 @@ class AnswerFormat:
 
 
 def answer_format(tool_parser: str, reasoning_parser: str, template_source: str) -> AnswerFormat:
-    """By the names a worker gives, or guessed from its chat template where it gives none. Raises ConfigError."""
-    named = {name.replace("-", "_") for name in (tool_parser, reasoning_parser)}
-    if named & HARMONY_NAMES or (named == {""} and is_harmony(template_source)):
+    """Return the format by the names that a worker gives, or guessed from its chat template where it gives none.
+
+    Raise ConfigError for a name that is not known.
+    """
+    tools, thoughts = tool_parser_name(tool_parser), reasoning_parser_name(reasoning_parser)
+    if HARMONY in (tools, thoughts) or (not tools and not thoughts and is_harmony(template_source)):
         return AnswerFormat(is_harmony=True)
-    tools = tool_parser or guess_tool_format(template_source)
-    reasoning = reasoning_parser or guess_reasoning_format(template_source)
+    tools = tools or guess_tool_format(template_source)
+    thoughts = thoughts or guess_reasoning_format(template_source)
     return AnswerFormat(
         tools=tool_format(tools) if tools not in ("", NONE) else None,
-        reasoning=reasoning_format(reasoning) if reasoning not in ("", NONE) else None,
+        reasoning=reasoning_format(thoughts) if thoughts not in ("", NONE) else None,
     )

@@ -15,9 +15,10 @@ from frontend.templates import ChatTemplate
 from frontend.tokenizer import CACHE_BYTES, Tokenizer
 from frontend.tokenizing.backends import BackendName, require_backend
 from mesh.lifecycle import settle
-from protocol.errors import InvalidRequestError, NoWorkerError
+from protocol.errors import ConfigError, InvalidRequestError, NoWorkerError
 from protocol.ids import WorkerId
 from protocol.messages import Feature, Role, WorkerCard
+from protocol.parsers import reasoning_parser_name, tool_parser_name
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class ServedModel:
     ready: bool = False  # one of its workers can answer: not one that only prefills
     loading: asyncio.Task[Model] | None = None  # also holds the loaded model
     retry_at: float = 0.0  # when a load that failed may be tried again
+    problem: str = ""  # why this frontend can read the answers of none of its workers
 
     def take_in(self, card: WorkerCard) -> None:
         self.cards[card.worker_id] = card
@@ -91,12 +93,14 @@ class ServedModel:
         self.ready = self.ready and bool(self.cards)
 
     def _compare(self) -> None:
-        told = [facts_of(card) for card in self.cards.values()]
-        if self.facts not in told:  # all who said so have left, as when workers are started anew with other settings
+        problems = [parser_problem(card) for card in self.cards.values()]
+        told = [facts_of(card) for card, problem in zip(self.cards.values(), problems, strict=True) if not problem]
+        self.problem = "" if told else problems[0]
+        if told and self.facts not in told:  # all who said so have left, as when workers start again otherwise
             self.facts, self.loading = told[0], None
         self.features = frozenset(Feature).intersection(*[card.features for card in self.cards.values()])
         answering = [card for card in self.cards.values() if card.role is not Role.PREFILL]
-        self.ready = bool(answering)
+        self.ready = bool(answering and told)
         if answering:
             self.loras = frozenset(name for card in answering for name in card.loras)
 
@@ -134,6 +138,8 @@ class ModelRegistry:
         if served is None:
             served = self._served[card.model] = ServedModel(card.model, facts_of(card), created=int(time.time()))
         served.take_in(card)
+        if problem := parser_problem(card):
+            log.error("%s", problem)
         self._model_of[card.worker_id] = card.model
 
     def remove(self, worker_id: WorkerId) -> None:
@@ -156,7 +162,7 @@ class ModelRegistry:
 
     def load_early(self, card: WorkerCard) -> None:
         """Load the model of a worker that has just joined, so that the first request need not wait for it."""
-        if (served := self._served.get(card.model)) is not None:
+        if (served := self._served.get(card.model)) is not None and not served.problem:
             self._load(served)
 
     def _load(self, served: ServedModel) -> asyncio.Task[Model]:
@@ -193,6 +199,8 @@ class ModelRegistry:
     def find_ready(self, name: str) -> ServedModel:
         """Raise NoWorkerError also if no worker of the model can answer."""
         served = self.find(name)
+        if served.problem:
+            raise NoWorkerError(served.problem)
         if not served.ready:
             raise NoWorkerError(f"no worker of the model {name!r} is ready", hint="try again later")
         return served
@@ -221,6 +229,16 @@ class ModelRegistry:
 
 def facts_of(card: WorkerCard) -> ModelFacts:
     return ModelFacts(card.model_path, card.context_tokens, card.block_size, card.tool_parser, card.reasoning_parser)
+
+
+def parser_problem(card: WorkerCard) -> str:
+    """Return why answers of this worker cannot be read; "" if they can."""
+    try:
+        tool_parser_name(card.tool_parser)
+        reasoning_parser_name(card.reasoning_parser)
+    except ConfigError as error:
+        return f"the worker {card.name!r} of the model {card.model!r} cannot be used by this frontend: {error}"
+    return ""
 
 
 def _failed(task: asyncio.Task[Model]) -> bool:

@@ -18,6 +18,7 @@ from mesh.supervisor import ProcessSpec, Supervisor
 from mesh.telemetry import LogLevel
 from protocol.errors import ConfigError, WireError
 from protocol.messages import Role, WorkerCard, decode
+from protocol.parsers import REASONING_PARSER_HELP, TOOL_PARSER_HELP
 from workers.config import WorkerConfig
 
 DESCRIPTION = (
@@ -51,8 +52,8 @@ class AttachConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the frontend; 0: any")] = 8000
     advertise_host: Annotated[str, Meta(description="address that peers use; default: --host")] = ""
     discovery: DiscoveryUrl = "file:.run/discovery"
-    tool_parser: Annotated[str, Meta(description="how the model writes tool calls; default: guessed")] = ""
-    reasoning_parser: Annotated[str, Meta(description="how the model sets its thoughts apart; default: guessed")] = ""
+    tool_parser: Annotated[str, Meta(description=TOOL_PARSER_HELP)] = ""
+    reasoning_parser: Annotated[str, Meta(description=REASONING_PARSER_HELP)] = ""
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
     log_level: LogLevel = "info"
 

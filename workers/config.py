@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 from mesh.discovery import DiscoveryUrl
 from mesh.telemetry import LogFormat, LogLevel
 from protocol.messages import Role
+from protocol.parsers import REASONING_PARSER_HELP, TOOL_PARSER_HELP, reasoning_parser_name, tool_parser_name
 from workers.engines.registry import ENGINE_HELP, EngineName
 
 
@@ -54,8 +55,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     attach_url: Annotated[str, Meta(description="attach: the server's, http://host:port")] = ""
     attach_kv_events: Annotated[str, Meta(description="attach: its KV events, tcp://host:port; empty: ask it")] = ""
     attach_kv_replay: Annotated[str, Meta(description="attach: their replay socket, tcp://host:port")] = ""
-    tool_parser: Annotated[str, Meta(description="how the model writes tool calls; default: guessed")] = ""
-    reasoning_parser: Annotated[str, Meta(description="how the model sets its thoughts apart; default: guessed")] = ""
+    tool_parser: Annotated[str, Meta(description=TOOL_PARSER_HELP)] = ""
+    reasoning_parser: Annotated[str, Meta(description=REASONING_PARSER_HELP)] = ""
     kv_transfer: Annotated[
         Literal["auto", "nixl", "shm"], Meta(description="how KV moves between workers; auto: nixl if it loads")
     ] = "auto"
@@ -80,3 +81,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a parser that no frontend has: its requests would all fail."""
+        tool_parser_name(self.tool_parser)
+        reasoning_parser_name(self.reasoning_parser)

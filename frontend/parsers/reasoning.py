@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from frontend.parsers.events import Content, Event, Parser, Reasoning
 from frontend.parsers.text import marker_finder
-from protocol.errors import ConfigError
+from protocol.parsers import reasoning_parser_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,27 +211,10 @@ _FORMATS = (
 
 REASONING_PARSERS: Mapping[str, ReasoningFormat] = MappingProxyType({known.name: known for known in _FORMATS})
 
-_ALIASES = {
-    "deepseek_v3": "think",
-    "deepseek_v31": "think",
-    "glm47": "glm45",
-    "kimi_k25": "kimi_k2",
-    "magistral": "mistral",
-    "nemotron_3": "nemotron",
-    "nemotron_v3": "nemotron",
-    "qwen3_thinking": "qwen3",
-    "qwq": "qwen3",
-    "step3p5": "step3",
-}
-
 
 def reasoning_format(name: str) -> ReasoningFormat:
-    """The format called `name`, also by the names other servers use. Raises ConfigError."""
-    key = name.lower().replace("-", "_")
-    if (known := REASONING_PARSERS.get(_ALIASES.get(key, key))) is None:
-        names = ", ".join(sorted({*REASONING_PARSERS, *_ALIASES}))
-        raise ConfigError(f"no reasoning parser {name!r}", hint=f"choose one of: {names}")
-    return known
+    """Return the format by its name or by the name that other servers use. Raise ConfigError, which lists the names."""
+    return REASONING_PARSERS[reasoning_parser_name(name)]
 
 
 # --- which format, and where an answer starts ----------------------------------------------------------------

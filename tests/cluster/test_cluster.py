@@ -43,11 +43,14 @@ def test_each_worker_behind_one_frontend_has_a_process() -> None:
     assert names_of(UpConfig(router="remote", decode=0)) == ["frontend", "router", "prefill-0"]
 
 
-@pytest.mark.parametrize("name", ["loras", "tool_parser", "reasoning_parser", "kv_connector"])
-def test_a_flag_of_a_worker_reaches_every_worker(name: str) -> None:
-    workers = workers_of(load_cluster([f"--{name.replace('_', '-')}", "x"], {}))
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("loras", "x"), ("tool_parser", "hermes"), ("reasoning_parser", "qwen3"), ("kv_connector", "x")],
+)
+def test_a_flag_of_a_worker_reaches_every_worker(name: str, value: str) -> None:
+    workers = workers_of(load_cluster([f"--{name.replace('_', '-')}", value], {}))
     assert len(workers) == 3
-    assert {getattr(worker, name) for worker in workers} == {"x"}
+    assert {getattr(worker, name) for worker in workers} == {value}
     assert {getattr(worker, name) for worker in workers_of(ClusterConfig())} == {""}
 
 

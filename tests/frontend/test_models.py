@@ -48,6 +48,19 @@ def test_a_worker_may_correct_itself_and_change_its_model() -> None:
     assert [served.name for served in registry.ready()] == ["other"]
 
 
+async def test_a_worker_with_an_unknown_parser_serves_nothing_until_another_comes(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    registry = ModelRegistry()
+    registry.add(replace(tiny.card("odd", path=tiny.save_model(tmp_path)), tool_parser="foo"))
+    assert "the worker 'odd'" in caplog.text
+    assert registry.ready() == []
+    with pytest.raises(NoWorkerError, match=r"the worker 'odd' .* no tool parser is named 'foo'; use one of"):
+        await registry.get("tiny")
+    registry.add(tiny.card("good", path=tmp_path))
+    assert (await registry.get("tiny")).name == "tiny"
+
+
 async def test_unknown_models_and_models_without_workers_are_told_apart() -> None:
     registry = ModelRegistry()
     registry.add(tiny.card("a"))

@@ -10,7 +10,7 @@ from frontend.parsers.tools.objects import ArgumentsAsJson, CallsAsJson, HermesC
 from frontend.parsers.tools.pythonic import PythonicCalls
 from frontend.parsers.tools.schema import named_schema, required_schema
 from frontend.parsers.tools.tagged import GlmCalls, QwenCoderCalls
-from protocol.errors import ConfigError
+from protocol.parsers import tool_parser_name
 
 __all__ = [
     "TOOL_PARSERS",
@@ -69,22 +69,6 @@ _FORMATS = (
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
 )
-_ALIASES = {
-    "qwen": "hermes",
-    "qwen25": "hermes",
-    "qwen3": "hermes",
-    "llama3": "llama3_json",
-    "llama4_json": "llama3_json",
-    "deepseek_r1": "deepseek_v3",
-    "deepseek_v31": "deepseek_v3",
-    "deepseekv3": "deepseek_v3",
-    "deepseekv31": "deepseek_v3",
-    "llama4_pythonic": "pythonic",
-    "lfm2": "pythonic",
-    "qwen3_xml": "qwen3_coder",
-    "glm46": "glm45",
-    "glm47": "glm45",
-}
 TOOL_PARSERS: Mapping[str, ToolFormat] = MappingProxyType({format_.name: format_ for format_ in _FORMATS})
 
 # (all of these stand in the chat template, its format), the first that fits
@@ -104,13 +88,8 @@ _SIGNS = (
 
 
 def tool_format(name: str) -> ToolFormat:
-    """By its name or an alias. Raises ConfigError, which lists the names."""
-    key = name.lower().replace("-", "_")
-    try:
-        return TOOL_PARSERS[_ALIASES.get(key, key)]
-    except KeyError:
-        known = ", ".join(sorted([*TOOL_PARSERS, *_ALIASES]))
-        raise ConfigError(f"no format of tool calls is named {name!r}", hint=f"use one of {known}") from None
+    """Return the format by its name or an alias. Raise ConfigError, which lists the names."""
+    return TOOL_PARSERS[tool_parser_name(name)]
 
 
 def guess_tool_format(template_source: str) -> str:
