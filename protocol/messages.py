@@ -222,7 +222,8 @@ class WorkerCard(Message, frozen=True):
     rank_kv_events: tuple[tuple[str, str], ...] = ()  # (kv_events, kv_replay) of data-parallel ranks 1, 2, ...
     transfer: str = ""  # backend that can move its KV; prefill and decode must agree
     dp_size: int = 1  # total_blocks, max_num_seqs: of each rank
-    capacity: float = 1.0  # speed against the other workers of its role: one of 2.0 is given twice the work
+    # Speed against the other workers of its role: one of 2 is given twice the work.
+    capacity: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     pid: int = 0
     metrics_url: str = ""
     features: tuple[Feature, ...] = ()

@@ -56,6 +56,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_step_tokens: Annotated[int, Meta(ge=1)] = 8192
     kv_bytes_per_token: Annotated[int, Meta(ge=0)] = 0  # of one token in all layers; 0: not known
     start_s: _Seconds = 0.0  # from the order until it takes requests
+    capacity: Annotated[float, Meta(ge=0.01, le=100)] = 1.0  # speed against the other kinds of workers of its role
 
     def prefill_s(self, isl_tokens: float) -> float:
         """Linear between the points and, by the nearest two, beyond them; never below 0. 0 for no token."""

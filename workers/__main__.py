@@ -9,21 +9,24 @@ from mesh.lifecycle import run
 from mesh.telemetry import setup_logging
 from protocol.errors import ConfigError
 from workers.config import WorkerConfig
+from workers.names import with_name
 from workers.service import serve
 
 
 def main() -> int:
     try:
-        config = load(
-            WorkerConfig,
-            with_engine_args(sys.argv[1:]),
-            os.environ,
-            prefix="KVMESH_WORKER_",
-            prog="python -m workers",
-            description="Run one worker: an engine that prefills, decodes, or both.",
-            section="worker",
+        config = with_name(
+            load(
+                WorkerConfig,
+                with_engine_args(sys.argv[1:]),
+                os.environ,
+                prefix="KVMESH_WORKER_",
+                prog="python -m workers",
+                description="Run one worker: an engine that prefills, decodes, or both.",
+                section="worker",
+            )
         )
-        setup_logging(config.name or config.role.value, level=config.log_level, fmt=config.log_format)
+        setup_logging(config.name, level=config.log_level, fmt=config.log_format)
     except ConfigError as error:
         print(f"kvmesh worker: {error}", file=sys.stderr)
         return 2

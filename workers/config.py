@@ -14,7 +14,7 @@ from workers.engines.registry import ENGINE_HELP, EngineName
 class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_WORKER_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    name: Annotated[str, Meta(description="stable name of this worker; default: its role")] = ""
+    name: Annotated[str, Meta(description="stable name of this worker; default: its role and a random suffix")] = ""
     role: Annotated[Role, Meta(description="prefill, decode, or aggregated: both halves")] = Role.AGGREGATED
     engine: Annotated[EngineName, Meta(description=ENGINE_HELP)] = "torch"
     engine_args: Annotated[str, Meta(description="vllm, sglang, trtllm: their own flags, or give them after --")] = ""
@@ -45,6 +45,13 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         float, Meta(ge=0, description="mock: gigabytes of KV per second that a pull brings at most; 0: no limit")
     ] = 0.0
     mock_start_s: Annotated[float, Meta(ge=0, description="mock: time to load, before it joins the mesh")] = 0.0
+    capacity: Annotated[
+        Annotated[float, Meta(ge=0.01, le=100)] | None,
+        Meta(
+            description="speed against the other workers of its role: one of 2 is given twice the work; "
+            "default: that of the profile, else 1"
+        ),
+    ] = None
     dp_size: Annotated[
         int, Meta(ge=1, le=64, description="mock, vllm: data-parallel ranks, each with its own cache")
     ] = 1

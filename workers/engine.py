@@ -40,6 +40,7 @@ class EngineInfo:
     roles: tuple[Role, ...] = ()  # between which it can change while it runs, if it is Turnable
     serves: bool = True  # else it computes for another node's worker, and the mesh does not hear of it
     tells_events: bool = True  # of its KV cache; else routers guess what it holds
+    capacity: float = 1.0  # by its profile: speed against the other workers of its role
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class ModelInfo:
     pace: "Pace | None" = None  # None: a step takes the time that it takes, in a thread
     start_s: float = 0.0  # it takes so much longer until the engine is ready
     roles: tuple[Role, ...] = tuple(Role)  # that it can have
+    capacity: float = 1.0  # as in EngineInfo
 
 
 @dataclass(slots=True)

@@ -115,6 +115,7 @@ def make_card(
         dp_size=info.dp_size,
         pid=os.getpid(),
         metrics_url=metrics_url,
+        capacity=info.capacity if config.capacity is None else config.capacity,
         features=info.features,
         loras=info.loras,
         tool_parser=config.tool_parser,

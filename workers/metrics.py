@@ -21,6 +21,7 @@ RUNNING = Gauge("kvmesh_worker_running_requests", "Requests in the batch.", ["wo
 WAITING = Gauge("kvmesh_worker_waiting_requests", "Requests that wait for a place.", ["worker"])
 QUEUED_TOKENS = Gauge("kvmesh_worker_queued_tokens", "Prompt tokens that are still to compute.", ["worker"])
 USED_BLOCKS = Gauge("kvmesh_worker_used_blocks", "KV blocks held by requests and offers.", ["worker"])
+TOTAL_BLOCKS = Gauge("kvmesh_worker_total_blocks", "All KV blocks: used, cached and free.", ["worker"])
 CACHED_BLOCKS = Gauge(
     "kvmesh_worker_cached_blocks", "KV blocks that hold a reusable prefix and no request.", ["worker"]
 )

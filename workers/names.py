@@ -1,6 +1,9 @@
 """The names in a worker's settings: of the worker, of its model, of its adapters. Pure."""
 
+import secrets
 from pathlib import Path
+
+import msgspec
 
 from protocol.errors import ConfigError
 from workers.config import WorkerConfig
@@ -8,6 +11,13 @@ from workers.config import WorkerConfig
 
 def worker_name(config: WorkerConfig) -> str:
     return config.name or config.role.value
+
+
+def with_name(config: WorkerConfig) -> WorkerConfig:
+    """Return the settings with a name: two workers that are given none must not seem to be one."""
+    if config.name:
+        return config
+    return msgspec.structs.replace(config, name=f"{config.role.value}-{secrets.token_hex(2)}")
 
 
 def served_name(config: WorkerConfig) -> str:

@@ -36,7 +36,7 @@ from workers.engine import Controllable, Engine, EngineInfo, Pushing, Ranked
 from workers.engines.opening import check_settings, open_engine
 from workers.engines.registry import ENGINES
 from workers.membership import Membership
-from workers.metrics import CACHED_BLOCKS, OFFERS, QUEUED_TOKENS, REQUESTS, RUNNING, USED_BLOCKS, WAITING
+from workers.metrics import CACHED_BLOCKS, OFFERS, QUEUED_TOKENS, REQUESTS, RUNNING, TOTAL_BLOCKS, USED_BLOCKS, WAITING
 from workers.names import worker_name
 from workers.turning import Place, Turning, offers_taken, role_asked_for
 
@@ -284,6 +284,7 @@ def observe_load(name: str, engine: Engine) -> None:
     WAITING.labels(name).set_function(lambda: engine.load().waiting)
     USED_BLOCKS.labels(name).set_function(lambda: engine.load().used_blocks)
     CACHED_BLOCKS.labels(name).set_function(lambda: engine.load().cached_blocks)
+    TOTAL_BLOCKS.labels(name).set_function(lambda: engine.load().total_blocks)
     OFFERS.labels(name).set_function(lambda: engine.load().offers)
     if engine.load().queued_tokens is not None:
         QUEUED_TOKENS.labels(name).set_function(lambda: engine.load().queued_tokens or 0)

@@ -100,6 +100,7 @@ class StepEngine:
             features=model.features if model.guides is None else (*model.features, Feature.GUIDED),
             loras=model.loras,
             roles=model.roles,
+            capacity=model.capacity,
         )
         return self._info
 

@@ -5,9 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from prometheus_client import generate_latest
 
 from cluster.tiny_model import CHECKPOINT_DIR
+from mesh.config import load
 from mesh.lifecycle import unless_stopped
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.ids import RequestId, WorkerId
@@ -20,9 +23,12 @@ from protocol.messages import (
     Role,
     SamplingParams,
     StopConditions,
+    WorkerCard,
+    decode,
     encode,
     pack_tokens,
 )
+from protocol.profile import DecodeTable, PrefillTable, Profile
 from tests.support.patience import PATIENCE_S
 from tests.support.place import FakePlace
 from workers.config import WorkerConfig
@@ -30,7 +36,8 @@ from workers.engine import Engine, EngineInfo
 from workers.engines.mock.answers import mock_token, mock_vector
 from workers.engines.opening import open_engine
 from workers.membership import make_card
-from workers.service import Worker, configs_of
+from workers.names import with_name
+from workers.service import Worker, configs_of, observe_load
 
 PROMPT = [5, 6, 7]
 
@@ -88,6 +95,39 @@ async def test_the_card_tells_what_the_engine_can_do_and_how_its_model_writes(en
     assert (card.tool_parser, card.reasoning_parser) == ("hermes", "qwen3")
 
 
+async def test_the_card_has_the_capacity_of_the_settings_or_else_of_the_profile(tmp_path: Path) -> None:
+    tables = {"isl_tokens": [1, 9], "ttft_s": [0.0, 0.0]}, {"kv_tokens": [1], "context_tokens": [1], "itl_s": [[0.0]]}
+    profile = Profile(
+        model="tiny",
+        engine="mock",
+        device="none",
+        prefill=msgspec.convert(tables[0], PrefillTable),
+        decode=msgspec.convert(tables[1], DecodeTable),
+        total_kv_tokens=1024,
+        capacity=4.0,
+    )
+    file = tmp_path / "profile.json"
+    file.write_bytes(msgspec.json.encode(profile))
+
+    async def capacity(**settings: Any) -> float:
+        engine = open_engine(config(**settings))
+        info = await engine.start(WorkerId("w"), "127.0.0.1:1")
+        await engine.stop()
+        publisher: Any = SimpleNamespace(endpoint="tcp://h:1", replay_endpoint="tcp://h:2")
+        card = make_card(config(**settings), WorkerId("w"), Role.DECODE, info, "h:3", [publisher], "")
+        return decode(encode(card), WorkerCard).capacity
+
+    assert await capacity() == 1.0
+    assert await capacity(mock_profile=str(file)) == 4.0
+    assert await capacity(mock_profile=str(file), capacity=2.0) == 2.0
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "1000", "nan", "fast"])
+def test_a_capacity_out_of_bounds_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="--capacity"):
+        load(WorkerConfig, ["--model-path", "m", "--capacity", given], {}, prefix="X_", prog="workers")
+
+
 async def test_embed_is_answered_with_one_vector(engine: Engine) -> None:
     worker = await ready(engine)
     plain, poetic = Call(text()), Call(text(lora="poet"))
@@ -128,6 +168,21 @@ def test_adapters_are_for_the_mock_and_have_names_of_their_own() -> None:
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------
+
+
+def test_workers_without_a_name_are_not_taken_for_one() -> None:
+    one, other = with_name(config(role=Role.DECODE)), with_name(config(role=Role.DECODE))
+    assert one.name.startswith("decode-")
+    assert one.name != other.name
+    assert with_name(config(name="d0")).name == "d0"
+
+
+async def test_the_gauges_have_used_cached_and_all_blocks(engine: Engine) -> None:
+    await engine.start(WorkerId("w"), "127.0.0.1:1")
+    observe_load("gauges", engine)
+    page = generate_latest().decode()
+    for name in ("total", "used", "cached"):
+        assert f'kvmesh_worker_{name}_blocks{{worker="gauges"}}' in page
 
 
 def test_workers_of_one_process_are_told_apart_by_their_names_and_ports() -> None:
