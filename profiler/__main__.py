@@ -6,10 +6,10 @@ import sys
 from protocol.errors import ConfigError
 
 COMMANDS = {
-    "measure": ("profiler.live", "a server that runs, or an engine in this process"),
-    "estimate": ("profiler.estimates", "without hardware: from a model's config.json and a data sheet"),
-    "plan": ("profiler.planning", "which mappings and how many workers keep an SLO; writes the deployment"),
-    "import": ("profiler.importing", "a profile from a NumPy archive that another tool has written"),
+    "measure": ("profiler.commands.measure", "a server that runs, or an engine in this process"),
+    "estimate": ("profiler.commands.estimate", "without hardware: from a model's config.json and a data sheet"),
+    "plan": ("profiler.commands.plan", "which mappings and how many workers keep an SLO; writes the deployment"),
+    "import": ("profiler.commands.import_npz", "a profile from a NumPy archive that another tool has written"),
 }
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from profiler.gpus import Gpu
 from profiler.grid import WorkerLimits
-from profiler.mapping import MappingKind, ParallelMapping
 from protocol.errors import ConfigError
+from workers.engines.mapping import MappingKind, ParallelMapping
 
 
 class AiConfigurator:

@@ -12,9 +12,9 @@ from profiler.grid import (
     prefill_axis,
     prefill_table,
 )
-from profiler.mapping import ParallelMapping
 from profiler.shape import ModelShape
 from protocol.profile import Profile
+from workers.engines.mapping import ParallelMapping
 
 PREFILL_POINTS = 16
 CONTEXT_POINTS = 8

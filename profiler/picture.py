@@ -13,7 +13,7 @@ def draw_front(picks: Picks, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            f"pictures need matplotlib: {error}", hint="pip install 'kvmesh[plots]', or --no-png"
+            "pictures need matplotlib", hint="install it with `pip install 'kvmesh[plots]'`, or add --no-png"
         ) from error
     figure = Figure(figsize=(11, 6), layout="constrained")
     FigureCanvasAgg(figure)

@@ -9,9 +9,9 @@ from msgspec import Struct
 
 from profiler.gpus import Gpu
 from profiler.grid import WorkerLimits
-from profiler.mapping import MappingKind, ParallelMapping
 from profiler.shape import ModelShape
 from protocol.errors import ConfigError
+from workers.engines.mapping import MappingKind, ParallelMapping
 
 
 class Shares(Struct, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """`kvmesh profile plan`: the files that it writes are such as compose, Kubernetes and our own services read."""
 
+import io
 import json
 import os
 import re
@@ -14,13 +15,16 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from benchmarks.engine_steps import SHAPES
 from frontend.config import FrontendConfig
 from mesh.config import load
 from planner.config import ServiceConfig
 from profiler.__main__ import main
-from profiler.yaml_text import to_yaml, to_yaml_documents
+from profiler.commands.plan import table_of
+from profiler.deployment.yaml_files import to_yaml
+from profiler.picks import Goal, Option, Picks
 from protocol.errors import ConfigError
 from protocol.messages import Role
 from protocol.profile import PrefillTable, Profile, read_profile
@@ -209,6 +213,62 @@ def test_the_picture_is_a_png(plan: Path) -> None:
     assert (plan / "pareto.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_without_matplotlib_only_the_picture_is_left_out(
+    profiles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert main(["plan", "--profiles", str(profiles), "--out-dir", str(tmp_path), *FLAGS]) == 0
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert line.startswith("pareto.png is left out: pictures need matplotlib")
+    files = {path.name for path in tmp_path.iterdir()}
+    assert "pareto.png" not in files
+    assert {"compose.override.yml", "kubernetes.yaml", "planner.toml", "plan.html", "plan.json"} <= files
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+def test_tables_fit_80_columns(
+    command: str, profiles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    flags = ["--profiles", str(profiles), "--no-png", *FLAGS]
+    if command == "estimate":
+        flags = ["--model-path", str(SHAPES / "llama-8b"), "--gpu", "b200", "--max-num-seqs", "4096"]
+    assert main([command, "--out-dir", str(tmp_path), *flags]) == 0
+    table = capsys.readouterr().err
+    assert "..." not in table
+    assert "…" not in table
+    rows = [line for line in table.splitlines() if re.match(r"\s*(pick|mapping|\d+ |tp\d)", line)]
+    assert len(rows) >= 3
+    assert all(len(row.rstrip()) <= 80 for row in rows)
+
+
+def test_the_plans_table_has_room_for_a_large_fleet() -> None:
+    goal = Goal(ttft_slo_s=0.5, itl_slo_s=0.05, isl_tokens=3000, osl_tokens=300, gpus=1024)
+    option = Option(
+        prefill_mapping="dep16",
+        decode_mapping="tep16",
+        prefill_workers=12,
+        decode_workers=48,
+        gpus=960,
+        batch=1024,
+        rps=1234.56,
+        ttft_s=1.234,
+        itl_s=0.0456,
+        tokens_s_gpu=12345.0,
+        tokens_s_user=123.4,
+        meets_ttft=True,
+        meets_itl=True,
+    )
+    picks = Picks(goal=goal, options=[option] * 1000, front=[999], recommended=999, reasons=[])
+    console = Console(width=80, file=io.StringIO())
+    console.print(table_of(picks))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "12 dep16 + 48 tep16" in text
+    assert "1234.56" in text
+    assert "…" not in text
+
+
 def test_a_person_picks_another_point_by_its_number(
     profiles: Path, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,4 +347,4 @@ values = st.recursive(
 @given(values)
 def test_yaml_is_read_as_it_was_meant(value: Any) -> None:
     assert yaml.safe_load(to_yaml(value)) == value
-    assert list(yaml.safe_load_all(to_yaml_documents([value, {"a": value}]))) == [value, {"a": value}]
+    assert list(yaml.safe_load_all(to_yaml(value, {"a": value}))) == [value, {"a": value}]

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.engine_steps import SHAPES
+from profiler.commands.estimate import EstimateConfig, main, open_estimator
 from profiler.estimate import Estimator, estimate_profile
-from profiler.estimates import EstimateConfig, main, open_estimator
 from profiler.gpus import GPUS, find_gpu
-from profiler.mapping import parse_mapping
 from profiler.roofline import Roofline, Shares
 from profiler.shape import ModelShape, read_shape, shape_of
 from protocol.errors import ConfigError
 from protocol.profile import check_profile, read_profile
 from tests.support.budget import examples
+from workers.engines.mapping import parse_mapping
 
 # As the models' own config.json say.
 DEEPSEEK_V3 = {

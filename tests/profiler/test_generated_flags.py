@@ -10,18 +10,15 @@ import yaml
 from frontend.config import FrontendConfig
 from mesh.config import load
 from planner.config import ServiceConfig
-from profiler.deploy import (
-    Deployment,
-    compose_override,
-    engine_flags,
-    kubernetes_manifests,
-    planner_toml,
-    warnings_of,
-)
+from profiler.deployment.compose import compose_override
+from profiler.deployment.deployment import Deployment, sizing_flags, warnings_of
+from profiler.deployment.kubernetes import kubernetes_manifests
+from profiler.deployment.planner_settings import planner_toml
 from profiler.picks import Goal, Option
 from protocol.messages import Role
 from protocol.profile import Profile
 from workers.config import WorkerConfig
+from workers.engines.registry import STARTED
 from workers.engines.sglang.arguments import EventEndpoints, argv_of, read_flags
 from workers.engines.trtllm.arguments import prune, read_arguments
 from workers.engines.vllm.arguments import Surroundings, plan_start
@@ -179,5 +176,9 @@ def test_more_vllm_ranks_than_a_worker_takes_are_warned_of() -> None:
     assert [reason.code for reason in warnings_of(deployment_of("vllm", "dep128"))] == ["dep", "dep"]
 
 
-def test_an_engine_without_parallel_ranks_needs_no_flags() -> None:
-    assert engine_flags(profile_of("torch", "tp1"), 8) == []
+def test_our_own_engines_get_their_sizes_as_settings_of_the_worker() -> None:
+    assert sizing_flags(profile_of("torch", "tp1"), 8) == ["--max-num-seqs", "256", "--max-step-tokens", "8192"]
+
+
+def test_every_started_engine_is_deployed() -> None:
+    assert set(ENGINES) == set(STARTED)

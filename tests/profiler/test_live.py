@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from profiler.__main__ import main
+from profiler.commands.measure import MeasureConfig, jobs_of, measure_all, progress_bar, take_points, until_stopped
 from profiler.endpoint import Known, MeasuredServer, StreamUsage, timeline_of
 from profiler.grid import Point, PrefillPoint, WorkerLimits
 from profiler.journal import Journal, Subject
-from profiler.live import MeasureConfig, jobs_of, measure_all, progress_bar, take_points, until_stopped
 from profiler.measure import MeasurePlan, Timeline, work_of
 from protocol.errors import ConfigError, EngineError, InvalidRequestError, UnreachableError
 from protocol.profile import read_profile

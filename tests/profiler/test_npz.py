@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.importing import main
+from profiler.commands.import_npz import main
 from profiler.npz import read_npz, write_npz
 from protocol.errors import ConfigError
 from protocol.profile import DecodeTable, PrefillTable, Profile, read_profile

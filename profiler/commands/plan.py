@@ -11,13 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mesh.config import load
-from profiler.deploy import (
-    Deployment,
-    compose_override,
-    kubernetes_manifests,
-    planner_toml,
-    warnings_of,
-)
+from profiler.deployment.compose import compose_override
+from profiler.deployment.deployment import Deployment, warnings_of
+from profiler.deployment.kubernetes import kubernetes_manifests
+from profiler.deployment.planner_settings import planner_toml
 from profiler.files import read_profiles, write_profile
 from profiler.page import page_of
 from profiler.picks import Goal, Option, Picks, pick
@@ -71,23 +68,31 @@ def main(argv: list[str]) -> int:
     prefill, decode = profiles_of(config)
     picks = pick(prefill, decode, goal_of(config))
     chosen = chosen_option(config, picks)
-    out = Path(config.out_dir)
+    out, console = Path(config.out_dir), Console(stderr=True, highlight=False)
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "plan.json").write_bytes(msgspec.json.format(msgspec.json.encode(picks), indent=1) + b"\n")
         (out / "plan.html").write_text(page_of(picks, command_of(argv)))
         if config.png:
-            draw_front(picks, out / "pareto.png")
+            draw(picks, out / "pareto.png", console)
         deployment = None if chosen is None else deployment_of(config, chosen, prefill, decode)
         if deployment is not None:
             write_deployment(deployment, out, config.connector)
     except OSError as error:
         raise ConfigError(f"cannot write to {out}: {error.strerror}", hint="name another folder: --out-dir") from error
-    tell(picks, deployment, out, Console(stderr=True, highlight=False))
+    tell(picks, deployment, out, console)
     if config.json:
         option = None if chosen is None else msgspec.to_builtins(chosen)
         print(msgspec.json.encode({"option": option, "reasons": picks.reasons, "folder": str(out)}).decode())
     return 0 if chosen is not None else 1
+
+
+def draw(picks: Picks, path: Path, console: Console) -> None:
+    """Draw the picture, or say why there is none: the other files do not need it."""
+    try:
+        draw_front(picks, path)
+    except ConfigError as error:
+        console.print(f"{path.name} is left out: {error}", soft_wrap=True, markup=False)
 
 
 def profiles_of(config: PlanConfig) -> tuple[list[Profile], list[Profile]]:

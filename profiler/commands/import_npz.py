@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from mesh.config import load
 from profiler.files import profile_path, write_profile
-from profiler.mapping import parse_mapping
 from profiler.npz import read_npz
 from protocol.errors import ConfigError
 from protocol.profile import Profile
+from workers.engines.mapping import parse_mapping
 
 
 class ImportConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""How one worker is spread over its GPUs: tp4, tep8, dep16. Pure.
+"""Describe how one worker is spread over its GPUs: tp4, tep8, dep16. Pure.
 
 - tpN: every matrix in N parts;
 - tepN: attention in N parts, the experts distributed whole;
@@ -31,12 +31,25 @@ class ParallelMapping(Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> int:
-        """Groups of GPUs that have sequences of their own: so many prompts are computed at once."""
-        return self.gpus if self.kind == MappingKind.DEP else 1
+        """Return how many groups of GPUs have sequences of their own. Each computes one prompt at a time."""
+        return self.gpus if self.has_ranks else 1
+
+    @property
+    def has_ranks(self) -> bool:
+        return self.kind is MappingKind.DEP
+
+    @property
+    def has_experts_apart(self) -> bool:
+        """Return whether each expert is whole on one GPU."""
+        return self.kind is not MappingKind.TP
+
+    def share_of_a_rank(self, batch: int) -> int:
+        """Return how many of `batch` sequences one rank has, rounded up."""
+        return -(-batch // self.ranks)
 
 
 def parse_mapping(name: str) -> ParallelMapping:
-    """Raises ConfigError."""
+    """Raise ConfigError for a name that is no mapping."""
     found = re.fullmatch(r"(tp|tep|dep)([1-9]\d{0,3})", name.strip().lower())
     if found is None or int(found[2]) > MAX_GPUS:
         raise ConfigError(f"no mapping {name!r}", hint="say tp<n>, tep<n> or dep<n>, n being the worker's GPUs")

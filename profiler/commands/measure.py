@@ -30,11 +30,11 @@ from profiler.grid import (
 )
 from profiler.inprocess import MeasuredEngine
 from profiler.journal import Journal, Subject
-from profiler.mapping import parse_mapping
 from profiler.measure import MeasuredWorker, MeasurePlan, first_of, measure, work_left, work_of
 from protocol.errors import ConfigError, MeshError
 from protocol.profile import Profile
 from workers.config import WorkerConfig
+from workers.engines.mapping import parse_mapping
 from workers.engines.registry import StartedEngineName
 
 

@@ -1,0 +1,1 @@
+"""The commands of `kvmesh profile`: settings in, files and a table out. One module for each command."""

@@ -1,0 +1,95 @@
+"""Describe a deployment: one option of a plan, with the profiles and the settings that its files need. Pure."""
+
+from msgspec import Struct
+
+from planner.model import Reason
+from profiler.picks import Goal, Option
+from protocol.errors import ConfigError
+from protocol.profile import Profile
+from workers.engines.mapping import parse_mapping
+from workers.engines.registry import ENGINES, STARTED
+
+DISCOVERY = "file:/run/kvmesh/discovery"
+BUILT_IN_MODEL = "/models/tiny"  # lies in the image
+IN_THE_IMAGE = {kind.name for kind in ENGINES.values() if kind.is_bundled}
+MAX_RANKS = 64  # the most that `kvmesh worker --dp-size` takes
+
+
+class Deployment(Struct, frozen=True, kw_only=True):
+    option: Option
+    prefill: Profile
+    decode: Profile
+    goal: Goal
+    image: str = "kvmesh:0.1.0"
+    model_path: str = BUILT_IN_MODEL  # in the container
+    namespace: str = "default"
+
+    def profile(self, role: str) -> Profile:
+        return self.prefill if role == "prefill" else self.decode
+
+    def engine(self, role: str) -> str:
+        """Raises ConfigError for one that cannot be started: a server that did not tell what it runs."""
+        if (engine := self.profile(role).engine) not in STARTED:
+            raise ConfigError(
+                f"the {role} profile is of the engine {engine!r}, workers have {', '.join(STARTED)}",
+                hint="name the engine when you measure: `kvmesh profile measure --url ... --engine vllm`",
+            )
+        return engine
+
+    def workers(self, role: str) -> int:
+        return self.option.prefill_workers if role == "prefill" else self.option.decode_workers
+
+
+def warnings_of(deployment: Deployment) -> list[Reason]:
+    """What the files cannot bring about."""
+    found = []
+    if deployment.model_path == BUILT_IN_MODEL and {deployment.prefill.engine, deployment.decode.engine} - IN_THE_IMAGE:
+        found.append(
+            Reason(
+                code="model",
+                text=f"the containers are told to serve {BUILT_IN_MODEL}, with {deployment.decode.engine}: name the "
+                "model's folder with --model-path, and an image that has the engine with --image",
+            )
+        )
+    for role in ("prefill", "decode"):
+        profile = deployment.profile(role)
+        kind = ENGINES.get(profile.engine)
+        if kind is not None and kind.has_ranks and parse_mapping(profile.mapping).ranks > MAX_RANKS:
+            found.append(
+                Reason(
+                    code="dep",
+                    text=f"{profile.mapping}: `kvmesh worker --engine {kind.name}` has at most {MAX_RANKS} data-parallel"
+                    f" ranks; start the {role} servers yourself and attach them, docs/attach.md",
+                )
+            )
+        if profile.provider != "measured":
+            found.append(
+                Reason(
+                    code="estimate",
+                    text=f"the {role} profile is an estimate ({profile.provider}): measure one worker before you "
+                    "rely on it",
+                )
+            )
+    return found
+
+
+def worker_flags(deployment: Deployment, role: str) -> list[str]:
+    """Return the flags of `python -m workers`, without its name and addresses."""
+    profile = deployment.profile(role)
+    flags = ["--role", role, "--engine", deployment.engine(role), "--model-path", deployment.model_path]
+    flags += ["--model", profile.model, "--host", "0.0.0.0", "--metrics-port", "9100", "--discovery", DISCOVERY]
+    return flags + ["--log-format", "json", *sizing_flags(profile, deployment.option.batch if role == "decode" else 0)]
+
+
+def sizing_flags(profile: Profile, batch: int) -> list[str]:
+    """Return the flags that make a worker the one of the profile. `batch`: sequences at once; 0: the engine decides."""
+    kind, mapping = ENGINES[profile.engine], parse_mapping(profile.mapping)
+    flags = ["--dp-size", str(mapping.ranks)] if kind.has_ranks and mapping.has_ranks else []
+    if kind.mapping_flags is not None:
+        return [*flags, f"--engine-args={' '.join(kind.mapping_flags(mapping, batch))}"]
+    return [*flags, "--max-num-seqs", str(profile.max_num_seqs), "--max-step-tokens", str(profile.max_step_tokens)]
+
+
+def title_of(deployment: Deployment) -> str:
+    """Return the first comment of a file."""
+    return f"# {deployment.option.title}: {deployment.option.rps:.2f} requests/s by its profiles."
