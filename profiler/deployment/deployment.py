@@ -58,8 +58,8 @@ def warnings_of(deployment: Deployment) -> list[Reason]:
             found.append(
                 Reason(
                     code="dep",
-                    text=f"{profile.mapping}: `kvmesh worker --engine {kind.name}` has at most {MAX_RANKS} data-parallel"
-                    f" ranks; start the {role} servers yourself and attach them, docs/attach.md",
+                    text=f"{profile.mapping}: `kvmesh worker --engine {kind.name}` has at most {MAX_RANKS}"
+                    f" data-parallel ranks; start the {role} servers yourself and attach them, docs/attach.md",
                 )
             )
         if profile.provider != "measured":
