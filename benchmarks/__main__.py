@@ -3,25 +3,34 @@
 import importlib
 import sys
 
+from mesh.lifecycle import run_command
 from protocol.errors import ConfigError
 
 BENCHMARKS = {
-    "engine": "benchmarks.engine",
-    "fidelity": "benchmarks.fidelity",
-    "frontend": "benchmarks.frontend",
-    "index": "benchmarks.index",
-    "planner": "benchmarks.planner",
-    "soak": "benchmarks.soak",
-    "streams": "benchmarks.streams",
+    "frontend": ("benchmarks.frontend", "CPU of frontend and router for a request and a token, latency, memory"),
+    "streams": ("benchmarks.streams", "CPU and memory of streams that are open and idle"),
+    "soak": ("benchmarks.soak", "does the frontend's memory grow with the requests that it has answered?"),
+    "index": ("benchmarks.index", "the prefix index: time of an event and of a lookup, memory"),
+    "engine": ("benchmarks.engine", "a mesh of one vLLM worker against `vllm serve`; `engine steps`: torch"),
+    "planner": ("benchmarks.planner", "the planner against other policies: SLO and GPU-hours, simulated"),
+    "fidelity": ("benchmarks.fidelity", "a live run of mock workers against its simulation"),
 }
 
 
 def main(argv: list[str]) -> int:
-    if not argv or argv[0] not in BENCHMARKS:
-        found = f"no benchmark {argv[0]!r}" if argv else "no benchmark is named"
-        raise ConfigError(found, hint=f"there are: {', '.join(BENCHMARKS)}")
-    return int(importlib.import_module(BENCHMARKS[argv[0]]).main(argv[1:]))
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if argv[0] not in BENCHMARKS:
+        raise ConfigError(f"no benchmark {argv[0]!r}", hint=f"there are: {', '.join(BENCHMARKS)}")
+    return int(importlib.import_module(BENCHMARKS[argv[0]][0]).main(argv[1:]))
+
+
+def usage() -> str:
+    lines = [f"  {name:<10} {text}" for name, (_, text) in BENCHMARKS.items()]
+    head = "usage: kvmesh bench <benchmark> [options]; `kvmesh bench <benchmark> --help` lists them"
+    return "\n".join([head, "", *lines])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command("bench", main, sys.argv[1:]))

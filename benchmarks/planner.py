@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.policies import (
+from benchmarks.planner_policies import (
     Decide,
     DemandSlot,
     ReferencePlanner,
@@ -40,8 +40,7 @@ from planner.profiles import polynomial_profile
 from protocol.errors import ConfigError
 from simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
 from simulator.loads import Rate, Shape, bursty, diurnal, sawtooth, step, synthesize
-from simulator.trace_files import stream_rows
-from simulator.traces import from_rows
+from simulator.mooncake import from_rows, stream_rows
 
 POLICIES = ("kvmesh", "reactive", "static-peak", "static-mean", "reference")
 LOADS = ("diurnal", "bursty", "step", "sawtooth", "conversation")

@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 
-from protocol.errors import MeshError
+from mesh.lifecycle import run_command
 
 COMMANDS = {
     "up": ("kvmesh.up", "run a mesh on this host until Ctrl-C"),
@@ -33,15 +33,12 @@ def main() -> int:
         print(usage())
         return 0
     name, rest = argv[0], argv[1:]
-    try:
-        if name in COMMANDS:
-            return int(importlib.import_module(COMMANDS[name][0]).main(rest))
-        if name in SERVICES:
-            sys.argv[1:] = rest
-            return int(importlib.import_module(SERVICES[name][0]).main())
-    except MeshError as error:
-        print(f"kvmesh {name}: {error}", file=sys.stderr)
-        return 2
+    if name in COMMANDS:
+        return run_command(name, importlib.import_module(COMMANDS[name][0]).main, rest)
+    if name in SERVICES:
+        sys.argv[1:] = rest
+        service = importlib.import_module(SERVICES[name][0])
+        return run_command(name, lambda _: service.main(), rest)
     print(f"kvmesh: no command {name!r}\n\n{usage()}", file=sys.stderr)
     return 2
 

@@ -46,6 +46,15 @@ def run(main: Main) -> int:
         return _report(error)
 
 
+def run_command(name: str, main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Run a command of `kvmesh` and return its exit code. An expected failure is one line on stderr."""
+    try:
+        return int(main(argv))
+    except MeshError as error:
+        print(f"kvmesh {name}: {error}", file=sys.stderr)
+        return EXIT_BAD_SETTINGS
+
+
 def settle() -> None:
     """What is in memory now will stay: the search for cycles need not visit it again. After loading something large."""
     gc.collect()

@@ -3,6 +3,7 @@
 import importlib
 import sys
 
+from mesh.lifecycle import run_command
 from protocol.errors import ConfigError
 
 COMMANDS = {
@@ -30,4 +31,4 @@ def usage() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command("profile", main, sys.argv[1:]))

@@ -30,7 +30,7 @@ CURVES: Sequence[tuple[str, Sequence[Curve]]] = (
 )
 
 
-def as_html(report: SimReport, title: str, settings: Mapping[str, str]) -> str:
+def as_html(report: SimReport, title: str, assumed: Sequence[tuple[str, str]], settings: Mapping[str, str]) -> str:
     """A whole page."""
     curves = "".join(_chart(name, report.timeline, lines) for name, lines in CURVES) if report.timeline else ""
     return (
@@ -38,6 +38,7 @@ def as_html(report: SimReport, title: str, settings: Mapping[str, str]) -> str:
         "<style>body{font:14px sans-serif;margin:2em;max-width:60em}td{padding:2px 12px;border-bottom:1px solid #ddd}"
         "text{font:11px sans-serif}h2{font-size:1.1em}</style>"
         f"<h1>{escape(title)}</h1>{_table(figures(report))}"
+        f"<h2>Assumed</h2>{_table(assumed)}"
         f"<h2>Settings that differ from the defaults</h2>{_table(sorted(settings.items()))}{curves}"
         f"{_changes(report.changes, report.changes_left_out)}</html>\n"
     )

@@ -23,13 +23,13 @@ from protocol.profile import Profile, read_profile
 from router.policies import Policy
 from simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
 from simulator.access_log import read_access_log
+from simulator.arrivals import jittered, limited, sped_up
 from simulator.config import Mode
 from simulator.loads import Rate, Shape, bursty, constant, diurnal, sawtooth, step, synthesize
+from simulator.mooncake import from_rows, stream_rows
 from simulator.page import as_html
 from simulator.picture import draw
-from simulator.tables import as_table
-from simulator.trace_files import stream_rows
-from simulator.traces import from_rows, jittered
+from simulator.tables import as_table, assumptions, summary_of, timeline_of
 
 LoadShape = Literal["constant", "diurnal", "bursty", "step", "sawtooth"]
 
@@ -96,7 +96,8 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     start_s: Annotated[float, Meta(ge=0, description="with --planner: cold start of a worker")] = 30.0
     flip_s: Annotated[float, Meta(ge=0, description="with --planner: turn of a drained worker to its other role")] = 3.0
     seed: Annotated[int, Meta(ge=0, description="of what is random: policies that draw, synthetic load, jitter")] = 1
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
+    json: Annotated[bool, Meta(description="print a summary, one JSON object")] = False
+    timeline: Annotated[str, Meta(description="write the time line and the planner's decisions as JSON")] = ""
     html: Annotated[str, Meta(description="write a page with figures and curves, all in one file")] = ""
     png: Annotated[str, Meta(description="write the curves as a picture; needs matplotlib")] = ""
 
@@ -111,7 +112,7 @@ def main(argv: list[str]) -> int:
         description="Drive router, schedulers and KV caches through a trace or synthetic load, in simulated time.",
     )
     gc.set_threshold(*GC_THRESHOLDS)
-    console = Console(stderr=config.json)
+    console, settings = Console(stderr=config.json), simulated(config)
     started = time.process_time()
     with Progress(*Progress.get_default_columns()[:1], console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
@@ -121,16 +122,20 @@ def main(argv: list[str]) -> int:
             if (number := next(ended)) % 100 == 0:
                 progress.update(task, description=f"{number} requests have ended")
 
-        report = simulate(requests_of(config), simulated(config), hook_of(config), on_end)
+        report = simulate(requests_of(config), settings, hook_of(config), on_end)
     title = f"{report.requests} requests, {config.workers} workers, {config.mode}, {config.policy}"
     if config.png:
         draw(report, title, Path(config.png))
     if config.html:
-        Path(config.html).write_text(as_html(report, title, settings_of(config)), encoding="utf-8")
+        Path(config.html).write_text(
+            as_html(report, title, assumptions(settings), settings_of(config)), encoding="utf-8"
+        )
+    if config.timeline:
+        Path(config.timeline).write_bytes(timeline_of(report))
     if config.json:
-        print(json.dumps(as_json(report)))
+        print(json.dumps(summary_of(report, settings)))
     else:
-        console.print(as_table(report, title))
+        console.print(as_table(report, title, assumptions(settings)))
         memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         console.print(
             f"CPU of this replay: {time.process_time() - started:.1f} s, memory at most: {memory_mib:.0f} MiB"
@@ -208,17 +213,6 @@ def hook_of(config: ReplayConfig) -> PlannerHook | None:
     return PlannerHook(core.decide, rules.reactive_interval_s, rules.reactive_interval_s)
 
 
-def as_json(report: SimReport) -> dict[str, object]:
-    """All of it, and what is looked at most under names of its own."""
-    flat = {
-        f"{name}_{figure}_s": getattr(spread, figure)
-        for name, spread in (("ttft", report.ttft_s), ("itl", report.itl_s), ("e2e", report.e2e_s))
-        for figure in ("mean", "p50", "p99", "max")
-    }
-    whole: dict[str, object] = msgspec.to_builtins(report)
-    return whole | flat
-
-
 def _check_tables(config: ReplayConfig, prefill: Profile | None, decode: Profile | None) -> None:
     """Decode workers compute prompts too, when the router finds that cheaper."""
     for flag, profile, needs_decode in (("--prefill-profile", prefill, False), ("--profile", decode, True)):
@@ -247,13 +241,10 @@ def requests_of(config: ReplayConfig) -> Iterator[SimRequest]:
         rows = stream_rows(Path(config.trace), config.limit)
         found_requests = from_rows(rows, config.block_size, config.trace_block_size)
     if config.arrival_speedup != 1.0:
-        found_requests = (
-            msgspec.structs.replace(request, arrival_s=request.arrival_s / config.arrival_speedup)
-            for request in found_requests
-        )
+        found_requests = sped_up(found_requests, config.arrival_speedup)
     if config.jitter_s:
         found_requests = jittered(found_requests, config.jitter_s, config.seed)
-    return _first(config.limit, found_requests) if config.limit else found_requests
+    return limited(found_requests, config.limit)
 
 
 def rate_of(config: ReplayConfig) -> Rate:
@@ -289,9 +280,4 @@ def settings_of(config: ReplayConfig) -> dict[str, str]:
     return {name: str(value) for name, value in ours.items() if value != theirs[name] and name not in _OUTPUTS}
 
 
-_OUTPUTS = ("json", "html", "png")
-
-
-def _first(count: int, requests: Iterator[SimRequest]) -> Iterator[SimRequest]:
-    for _, request in zip(range(count), requests, strict=False):
-        yield request
+_OUTPUTS = ("json", "html", "png", "timeline")

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import planner
 from benchmarks.planner import POLICIES, PlannerBenchConfig, load_of
-from benchmarks.policies import ReferencePlanner, Setting, clairvoyant, fixed, mean_of, peak_of, slots_of
+from benchmarks.planner_policies import ReferencePlanner, Setting, clairvoyant, fixed, mean_of, peak_of, slots_of
 from planner.aggregated import aggregated_need
 from planner.budget import Counts
 from planner.core import PlannerCore

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from protocol.errors import ConfigError
 from simulator.access_log import read_access_log
 from simulator.loads import Rate, Shape, arrivals, bursty, constant, diurnal, sawtooth, step, synthesize
+from simulator.mooncake import stream_rows
 from simulator.replay import ReplayConfig, main, rate_of, requests_of
 from simulator.tally import PercentileTally
-from simulator.trace_files import stream_rows
 
 SHAPES = [constant(3), diurnal(3, 0.5, 100), bursty(1, 9, 30, 10), step(1, 5, 30, 60), sawtooth(0, 6, 20)]
 
@@ -158,7 +158,7 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path: Path, capsys: pytest.
     assert "http" not in text, "nothing is fetched from elsewhere"
 
 
-def test_the_planner_can_be_put_in_the_loop(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_planner_can_be_put_in_the_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [
         "--load",
         "step",
@@ -173,13 +173,14 @@ def test_the_planner_can_be_put_in_the_loop(capsys: pytest.CaptureFixture[str]) 
         "--osl",
         "20",
     ]
+    flags += ["--timeline", str(tmp_path / "line.json")]
     flags += ["--workers", "2", "--planner", "--start-s", "10", "--blocks-per-worker", "500"]
     for mode in ("disaggregated", "aggregated"):
         assert main([*flags, "--mode", mode, "--json"]) == 0
         report = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert report["started"] > 0
         assert report["failed"] == 0
-        assert report["changes"][0]["why"]
+        assert json.loads((tmp_path / "line.json").read_text())["changes"][0]["why"]
     with pytest.raises(ConfigError, match="--profile instead of --prefill-rate"):
         main(["--load", "step", "--planner", "--prefill-rate", "1000"])
 

@@ -9,9 +9,9 @@ import pytest
 
 from protocol.errors import ConfigError
 from simulator import SimReport
+from simulator.arrivals import jittered
+from simulator.mooncake import TraceRow, from_rows, read_rows
 from simulator.replay import ReplayConfig, main, replay
-from simulator.trace_files import TraceRow, read_rows
-from simulator.traces import from_rows, jittered
 
 BLOCK = 64
 RATE = 640.0  # tokens/s: ten blocks
@@ -158,11 +158,29 @@ def test_a_missing_trace_is_told() -> None:
         main(["--trace", "/nowhere"])
 
 
-def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_summary_and_writes_the_time_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 1024, "output_length": 3, "hash_ids": [1, 2]}\n')
     flags = ["--workers", "2", "--blocks-per-worker", "10", "--block-size", "512", "--prefill-rate", "512"]
-    assert main(["--trace", str(path), *flags, "--policy", "kv", "--json"]) == 0
+    assert (
+        main(["--trace", str(path), *flags, "--policy", "kv", "--json", "--timeline", str(tmp_path / "line.json")]) == 0
+    )
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {"hit_share", "ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "balance"} <= set(report)
     assert report["ttft_mean_s"] == pytest.approx(2.0)
+    assert report["assumed"]["SLO"] == "TTFT 0.5 s, mean ITL 50 ms"
+    assert "timeline" not in report
+    assert set(json.loads((tmp_path / "line.json").read_text())) == {"timeline", "changes", "changes_left_out"}
+
+
+def test_the_table_names_slo_model_and_gpu_within_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--load", "constant", "--duration-s", "5"]) == 0
+    told = capsys.readouterr().out
+    assert "TTFT 0.5 s, mean ITL 50 ms" in told
+    assert "a fit to an 8B model on one data-centre GPU" in told
+    assert "…" not in told

@@ -275,7 +275,7 @@ shape = Shape(isl_tokens=150, osl_tokens=40, spread=0.5, groups=3, prefix_tokens
 load = synthesize(bursty(4, 9, 30, 10, seed=3), 60, shape, seed=5, block_size=16)
 settings = SimConfig(mode="disaggregated", workers=5, blocks=90, block_size=16, routers=2, seed=4, sample_s=5)
 report = simulate(load, settings)
-sys.stdout.buffer.write(msgspec.json.encode(report) + as_html(report, "t", {}).encode())
+sys.stdout.buffer.write(msgspec.json.encode(report) + as_html(report, "t", (), {}).encode())
 """
 
 

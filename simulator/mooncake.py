@@ -1,11 +1,12 @@
-"""Request traces in Mooncake's format: when, how long, and which blocks.
+"""Read request traces in Mooncake's format, and turn their rows into requests of the simulator.
 
 One JSON object a line: `timestamp` (ms from the start), `input_length` and `output_length` (tokens), `hash_ids` (one
 per block of the trace; equal ids mean equal prefix blocks). There is no text.
 """
 
 import heapq
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol.errors import ConfigError
+from simulator.requests import SimRequest, thread_names
 
 MOST_DISORDER = 4096  # rows that a row may be late by
 
@@ -71,3 +73,31 @@ def _read_row(line: bytes, number: int, path: Path) -> TraceRow:
 def read_rows(path: Path, limit: int = 0) -> list[TraceRow]:
     """The same at once."""
     return list(stream_rows(path, limit))
+
+
+def from_rows(rows: Iterable[TraceRow], block_size: int, trace_block_size: int = 512) -> Iterator[SimRequest]:
+    """`rows` in order of time. Their block ids stand for `trace_block_size` tokens each.
+
+    Blocks that a row has no id for, and its answer, are shared with nobody. Raises ConfigError if the sizes do not fit.
+    """
+    if trace_block_size % block_size:
+        found = f"blocks of {block_size} tokens do not fit into the trace's blocks of {trace_block_size}"
+        raise ConfigError(found, hint="set --block-size to a divisor of --trace-block-size")
+    parts = trace_block_size // block_size
+    for thread, row in enumerate(rows):
+        num_blocks = row.input_length // block_size
+        if parts == 1:
+            named = row.hash_ids[:num_blocks]
+        else:
+            ids = row.hash_ids[: -(-num_blocks // parts)]
+            named = [i * parts + part for i in ids for part in range(parts)][:num_blocks]
+        names = array("Q", named).tobytes()
+        if len(named) < num_blocks:
+            names += thread_names(thread, len(named), num_blocks)
+        yield SimRequest(
+            arrival_s=row.timestamp / 1e3,
+            isl_tokens=row.input_length,
+            osl_tokens=max(1, row.output_length),
+            names=names,
+            thread=thread,
+        )

@@ -1,0 +1,9 @@
+"""`python -m simulator`: the same as `kvmesh replay`."""
+
+import sys
+
+from mesh.lifecycle import run_command
+from simulator.replay import main
+
+if __name__ == "__main__":
+    sys.exit(run_command("replay", main, sys.argv[1:]))
