@@ -8,6 +8,7 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from protocol.errors import InvalidRequestError
+from protocol.messages import UNREADABLE
 
 MAX_TOLD_CHARS = 200  # of what a client has sent and an error repeats
 MAX_NESTS = 1 << 20  # lists and objects in a body, each of which takes 60 bytes and more; brackets in text count too
@@ -29,7 +30,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise validation_error(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise InvalidRequestError(f"the request body is not valid JSON: {error}") from error
 
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from planner.connectors.connector import Applied
 from planner.model import Observation, ScalingDecision, WorkerLoad
 from protocol.errors import ConfigError
+from protocol.messages import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def _read(path: Path) -> Iterator[Record]:
             while line := file.readline(MAX_LINE_BYTES):
                 try:
                     yield decoder.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except UNREADABLE:
                     continue
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint="set --record-file") from error

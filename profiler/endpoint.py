@@ -10,6 +10,7 @@ from msgspec import Struct
 from profiler.grid import WorkerLimits
 from profiler.measure import Timeline
 from protocol.errors import ConfigError, EngineError, MeshError, UnreachableError, WireError
+from protocol.messages import UNREADABLE
 from workers.engines.attached.http import ServerHttp
 from workers.engines.attached.kinds import OPENAI, kind_of
 from workers.engines.attached.probe import read_cache_config, read_models
@@ -163,7 +164,7 @@ def timeline_of(
 def _read(event: bytes) -> _StreamEvent:
     try:
         read = _event_decoder.decode(event)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise WireError(f"an event of the stream cannot be read: {error}") from error
     if read.error is not None:
         raise EngineError(f"the server gave up: {read.error.message[:300]}", hint="see its log")

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from profiler.grid import DecodePoint, Point, PrefillPoint
 from protocol.errors import ConfigError
+from protocol.messages import UNREADABLE
 
 MAX_JOURNAL_BYTES = 16 << 20
 
@@ -65,7 +66,7 @@ def _read(path: Path, subject: Subject) -> list[Point]:
     *lines, _cut_off = path.read_bytes().split(b"\n")
     try:
         rows = [_decoder.decode(line) for line in lines]
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path} holds no points: {error}", hint="--fresh throws it away") from error
     if not rows:
         return []

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from protocol.errors import ConfigError
+from protocol.messages import UNREADABLE
 
 MAX_CONFIG_BYTES = 4 << 20
 _BITS = {"fp8": 8, "compressed-tensors": 8, "awq": 4, "gptq": 4, "mxfp4": 4, "modelopt": 8}
@@ -86,7 +87,7 @@ def read_shape(folder: Path, kv_bits: int = 0) -> ModelShape:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
         raise ConfigError(f"no model config at {path}: {error.strerror}", hint="name a Hugging Face folder") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path} is no model config: {error}", hint="name a Hugging Face folder") from error
     try:
         return shape_of(config, folder.resolve().name if folder.is_dir() else folder.resolve().parent.name, kv_bits)

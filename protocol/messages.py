@@ -404,6 +404,8 @@ class KvDigest(Message, frozen=True):
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""The exceptions that msgspec raises for bytes that are no value of the expected type."""
 
 
 def encode(message: object) -> bytes:
@@ -414,7 +416,7 @@ def decode(data: bytes | memoryview, kind: type[T]) -> T:
     """Read one message. Raises WireError; the sender is named by the caller's log context."""
     try:
         return decoder(kind).decode(data)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise unreadable(kind, error) from error
 
 
@@ -422,13 +424,13 @@ _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}  # as many as there are
 
 
 def decoder(kind: type[T]) -> "msgspec.msgpack.Decoder[T]":
-    """For many messages of one kind; what its DecodeError means says `unreadable`."""
+    """Return the decoder of one kind of message, for callers with many. `unreadable` explains its exceptions."""
     if (known := _decoders.get(kind)) is None:
         known = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     return known
 
 
-def unreadable(kind: type, error: msgspec.DecodeError) -> WireError:
+def unreadable(kind: type, error: Exception) -> WireError:
     return WireError(f"unreadable {kind.__name__}: {error}", hint="run one version everywhere")
 
 

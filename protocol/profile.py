@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol.errors import ConfigError
+from protocol.messages import UNREADABLE
 
 MAX_PROFILE_BYTES = 16 << 20
 
@@ -83,7 +84,7 @@ def read_profile(path: Path) -> Profile:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
         raise ConfigError(f"no profile at {path}: {error.strerror}", hint="write one with `kvmesh profile`") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path} is no profile: {error}", hint="write one with `kvmesh profile`") from error
     check_profile(profile, str(path))
     return profile

@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 from protocol.errors import InvalidRequestError
 from protocol.hashing import hash_seed, pack_hashes, sequence_hash_bytes, token_bytes
 from protocol.ids import RequestId, WorkerId
-from protocol.messages import Explanation, Placed, RouteRequest, Target, WorkerCard
+from protocol.messages import UNREADABLE, Explanation, Placed, RouteRequest, Target, WorkerCard
 from router.index import Depths, Holder
 from router.load import Share
 
@@ -71,7 +71,7 @@ def read(data: bytes, kind: type[BodyT]) -> BodyT:
     """Raises InvalidRequestError that says where and why."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise InvalidRequestError(f"the body cannot be taken: {error}", hint="see docs/api.md") from error
 
 

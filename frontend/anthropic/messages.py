@@ -36,7 +36,7 @@ from frontend.request import ParsedRequest
 from frontend.shapes import TraceReport, encode
 from frontend.whole_answer import WholeAnswer, WholeCall, new_call_id
 from protocol.errors import MeshError
-from protocol.messages import FinishReason
+from protocol.messages import UNREADABLE, FinishReason
 
 INVALID_JSON: Final = "INVALID_JSON"  # Anthropic's key for arguments that are no JSON object
 
@@ -123,7 +123,7 @@ def input_of(call: WholeCall) -> msgspec.Raw:
     text = call.arguments or "{}"
     try:
         msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return msgspec.Raw(encode({INVALID_JSON: text}))
     return msgspec.Raw(text.encode())
 

@@ -32,7 +32,7 @@ from frontend.parameters import (
 )
 from frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
 from protocol.errors import InvalidRequestError
-from protocol.messages import Guide, SamplingParams
+from protocol.messages import UNREADABLE, Guide, SamplingParams
 
 NAMES = ParamNames(prompt="messages", format="output_config.format")
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)
@@ -120,7 +120,7 @@ def _refuse_foreign(body: bytes) -> None:
     """Refuse tools that Anthropic runs or defines, and content that is not text."""
     try:
         glance = _glance_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return
     for n, tool in enumerate(glance.tools or ()):
         if tool.type not in (None, "custom"):

@@ -37,7 +37,7 @@ from frontend.parameters import (
 from frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
 from frontend.shapes import MAX_U32
 from frontend.templates import ChatMessage
-from protocol.messages import Guide, GuideKind, SamplingParams
+from protocol.messages import UNREADABLE, Guide, GuideKind, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; chats default to what the context leaves
 MAX_TOKEN_ID_CHARS = 10
@@ -353,5 +353,5 @@ def arguments_of(arguments: str | dict[str, Any] | None, param: str) -> dict[str
         return arguments
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         refuse(param, "not a JSON object")

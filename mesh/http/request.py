@@ -8,6 +8,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from protocol.errors import InvalidRequestError
+from protocol.messages import UNREADABLE
 
 T = TypeVar("T")
 JSON = "application/json"
@@ -98,7 +99,7 @@ class Request:
         """Return the body, read as JSON of type `kind`. Raises InvalidRequestError."""
         try:
             return msgspec.json.decode(self.body, type=kind)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise InvalidRequestError(f"the body of the request cannot be used: {error}") from error
 
     def open_stream(self, headers: Mapping[str, str], status: int = 200) -> "ReplyStream":

@@ -19,7 +19,7 @@ from protocol.errors import (
     UnreachableError,
     WireError,
 )
-from protocol.messages import decode, decoder, encode, error_of, unreadable
+from protocol.messages import UNREADABLE, decode, decoder, encode, error_of, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class _Feeding(Generic[T]):
         self._stream.note_taken(1 + taken_before)
         try:
             message = self._read(raw)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise unreadable(self._kind, error) from error
         wants_more = self._give(message)
         if self._shortcut is None and (shortcut := self._consumer.shortcut) is not None:

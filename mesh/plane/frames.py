@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from protocol.errors import WireError
-from protocol.messages import Failure
+from protocol.messages import UNREADABLE, Failure
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
@@ -100,5 +100,5 @@ class FrameReader:
 def _decode_frame(payload: bytes) -> Frame:
     try:
         return _decoder.decode(payload)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise WireError(f"unreadable frame: {error}", hint="is the peer a kvmesh of this version?") from error

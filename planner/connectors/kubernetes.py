@@ -17,6 +17,7 @@ from planner.connectors.steps import applied_of, steps_to
 from planner.model import Fleet, ScalingDecision
 from planner.scrape import bounded
 from protocol.errors import ConfigError, WireError
+from protocol.messages import UNREADABLE
 
 TIMEOUT_S = 15.0
 MAX_BODY_BYTES = 4 << 20
@@ -131,7 +132,7 @@ class KubernetesConnector:
             answer = msgspec.json.decode(content)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ConnectorError(f"{method} {url}: {error or f'no answer within {TIMEOUT_S:g} s'}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError, WireError) as error:
+        except (*UNREADABLE, WireError) as error:
             raise ConnectorError(f"{method} {url} answered {response.status}, not with JSON: {error}") from error
         if response.status == 409:
             raise ConflictError(f"{method} {url}: another change came first")

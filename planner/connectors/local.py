@@ -19,7 +19,7 @@ from planner.connectors.steps import applied_of, steps_to
 from planner.model import Fleet, ScalingDecision
 from planner.scrape import bounded
 from protocol.errors import ConfigError, WireError
-from protocol.messages import Role
+from protocol.messages import UNREADABLE, Role
 
 TIMEOUT_S = 15.0
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class LocalConnector:
             raise ConnectorError(
                 f"nobody answers at {self._path}: {error or 'it took too long'}", hint="is `kvmesh up` running?"
             ) from error
-        except (msgspec.DecodeError, WireError) as error:
+        except (*UNREADABLE, WireError) as error:
             raise ConnectorError(f"what answers at {self._path} cannot be understood: {error}") from error
 
 

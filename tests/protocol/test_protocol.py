@@ -175,7 +175,15 @@ def test_tokens_travel_unchanged(tokens: list[int]) -> None:
 
 
 def test_unreadable_messages_are_one_kind_of_error() -> None:
-    for data in (b"", b"\xc1", b"\x81", encode({"request_id": 3}), encode([1, 2])):
+    for data in (
+        b"",
+        b"\xc1",
+        b"\x81",
+        b"\x81\xa5model\xa1\xff",
+        b"\x81\xa1x" + b"\x91" * 10_000,
+        encode({"request_id": 3}),
+        encode([1, 2]),
+    ):
         with pytest.raises(WireError, match="GenerateRequest"):
             decode(data, GenerateRequest)
     with pytest.raises(WireError, match="5 bytes"):

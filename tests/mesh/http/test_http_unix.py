@@ -61,7 +61,10 @@ async def test_json_in_and_out(path: Path) -> None:
     assert (reply.status, json.loads(reply.body)) == (200, {"pool": "decode", "count": 3})
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"count": "3"}', b'{"count": 3, "cuont": 4}', b"\xff"])
+BAD_BODIES = [b"", b"{", b"[]", b'{"count": "3"}', b'{"count": 3, "cuont": 4}', b"\xff", b'{"\xff": 1}', b"[" * 10_000]
+
+
+@pytest.mark.parametrize("body", BAD_BODIES, ids=lambda body: str(body[:8]))
 async def test_a_bad_body_is_a_400(path: Path, body: bytes) -> None:
     reply = await ask(path, post("/pools/decode", body, CLOSE))
     assert (reply.status, error(reply)["type"]) == (400, "invalid_request_error")

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from protocol.errors import ConfigError, InvalidRequestError
-from protocol.messages import Feature, GenerateRequest, Guide, GuideKind, Role
+from protocol.messages import UNREADABLE, Feature, GenerateRequest, Guide, GuideKind, Role
 from workers.choices import choices_of
 from workers.engines.attached.bootstrap import bootstrap_transfer
 from workers.engines.attached.probe import with_cache_config, with_disaggregation, with_event_sources, with_props
@@ -81,7 +81,7 @@ def structured_outputs(guide: Guide) -> dict[str, Any]:
 def _json(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise InvalidRequestError(f"a guide that is not JSON: {error}", param="guide") from error
 
 

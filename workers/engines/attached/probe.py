@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError, WireError
+from protocol.messages import UNREADABLE
 from workers.engines.attached.server import (
     AttachedServer,
     Disaggregation,
@@ -173,7 +174,7 @@ def _total(values: Iterator[float]) -> int:
 def _decode(body: bytes, kind: type[T], path: str) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise WireError(
             f"{path} of the server is not what was expected: {error}", hint="is this URL an OpenAI-compatible server?"
         ) from error

@@ -10,6 +10,7 @@ from protocol.errors import (
     MeshError,
     OverloadedError,
 )
+from protocol.messages import UNREADABLE
 
 MAX_MESSAGE_CHARS = 2000
 
@@ -62,7 +63,7 @@ def _read(body: bytes) -> ServerErrorBody:
     """The text itself where it is no JSON that we know."""
     try:
         wrapped = msgspec.json.decode(body, type=_Wrapped)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return ServerErrorBody(message=body[:MAX_MESSAGE_CHARS].decode(errors="replace").strip())
     if isinstance(wrapped.error, ServerErrorBody):
         return wrapped.error

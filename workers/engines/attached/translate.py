@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from protocol.errors import EngineError, InvalidRequestError, WireError
 from protocol.messages import (
+    UNREADABLE,
     Delta,
     EmbedRequest,
     FinishReason,
@@ -151,7 +152,7 @@ def read_vector(data: bytes) -> bytes:
     """float32 little endian, of length 1, whatever length it had. Raises WireError for what is no such answer."""
     try:
         vector = np.array(msgspec.json.decode(data, type=_Vectors).data[0].embedding, dtype="<f8")
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise WireError(f"the server's vector cannot be read: {error}", hint="is it OpenAI-compatible?") from error
     with np.errstate(over="ignore"):
         length = float(np.linalg.norm(vector))
@@ -165,7 +166,7 @@ def read_answer(data: bytes) -> ServerAnswer:
     """Raises WireError for what is no answer of /v1/completions."""
     try:
         answer = msgspec.json.decode(data, type=ServerAnswer)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise WireError(f"the server's answer cannot be read: {error}", hint="is it OpenAI-compatible?") from error
     if len(answer.choices) > 1:
         raise WireError(f"the server gave {len(answer.choices)} answers where one was asked for")

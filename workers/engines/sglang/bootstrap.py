@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import EngineError, TransferError
-from protocol.messages import GenerateRequest, Ticket
+from protocol.messages import UNREADABLE, GenerateRequest, Ticket
 
 MAX_ROOM = (1 << 63) - 1
 MAX_OPAQUE_BYTES = 1024
@@ -44,7 +44,7 @@ def bootstrap_of(ticket: Ticket, backend: str) -> Bootstrap:
         raise TransferError(f"a bootstrap of {len(ticket.opaque)} bytes; at most {MAX_OPAQUE_BYTES} are accepted")
     try:
         return msgspec.json.decode(ticket.opaque, type=Bootstrap)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise TransferError(f"unreadable bootstrap: {error}", hint="run one version everywhere") from error
 
 

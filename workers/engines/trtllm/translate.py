@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from protocol.errors import EngineError, TransferError
 from protocol.messages import (
+    UNREADABLE,
     Delta,
     FinishReason,
     GenerateRequest,
@@ -71,7 +72,7 @@ def read_ticket(ticket: Ticket, generated: Sequence[int]) -> ContextState:
         raise TransferError(f"a state of {len(ticket.opaque)} bytes; at most {MAX_OPAQUE_BYTES} are accepted")
     try:
         state = msgspec.msgpack.decode(ticket.opaque, type=ContextState)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise TransferError(f"unreadable state: {error}", hint="run one version everywhere") from error
     first = state.first_gen_tokens
     if tuple(generated[-len(first) :]) != first:

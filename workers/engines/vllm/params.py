@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import TransferError
+from protocol.messages import UNREADABLE
 
 ASK_FOR_OFFER: Mapping[str, bool] = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a prefill server is asked with."""
@@ -65,7 +66,7 @@ def read_params(opaque: bytes) -> tuple[PullParams, dict[str, Any]]:
     try:
         params = msgspec.json.decode(opaque, type=dict[str, Any])
         pull = msgspec.convert(params, PullParams)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise TransferError(
             f"unreadable kv_transfer_params: {error}", hint="run one version of vLLM everywhere"
         ) from error
