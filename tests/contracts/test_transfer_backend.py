@@ -5,7 +5,7 @@ import base64
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import pytest
@@ -26,35 +26,57 @@ BACKENDS = [
 
 
 class Peer:
-    """A kv_peer process."""
+    """A kv_peer process. Tests share it, because a start with NIXL takes seconds."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
+    def __init__(self, backend: str) -> None:
+        command = [sys.executable, "-m", "tests.support.kv_peer", backend]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        self._offered: list[Ticket] = []
 
     async def say(self, line: str) -> str:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(f"{line}\n".encode())
-        return (await asyncio.wait_for(self.process.stdout.readline(), PATIENCE_S)).decode().strip()
+        self.process.stdin.write(f"{line}\n")
+        return (await asyncio.wait_for(asyncio.to_thread(self.process.stdout.readline), PATIENCE_S)).strip()
 
     async def offer(self, *blocks: int) -> Ticket:
-        return decode(base64.b64decode(await self.say("offer " + " ".join(map(str, blocks)))), Ticket)
+        self._offered.append(decode(base64.b64decode(await self.say("offer " + " ".join(map(str, blocks)))), Ticket))
+        return self._offered[-1]
 
-    async def kill(self) -> None:
-        self.process.kill()
-        await self.process.wait()
+    async def release(self, ticket: Ticket) -> bool:
+        return {"True": True, "False": False}[await self.say(f"release {ticket.offer_id} {ticket.nonce}")]
+
+    async def release_all(self) -> None:
+        while self._offered:
+            await self.release(self._offered.pop())
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def end(self) -> None:
+        with self.process:  # closes its pipes and waits
+            self.process.kill()
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[dict[str, Peer]]:
+    running: dict[str, Peer] = {}
+    yield running
+    for peer in running.values():
+        peer.end()
 
 
 @pytest_asyncio.fixture(params=BACKENDS)
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[tuple[TransferBackend, np.ndarray, Peer]]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.support.kv_peer", request.param, stdin=-1, stdout=-1
-    )
-    backend, cache = await open_with_region(request.param, "reader")
-    yield backend, cache, Peer(process)
-    if process.returncode is None:
-        process.kill()
-        await process.wait()
+async def pair(
+    request: pytest.FixtureRequest, peers: dict[str, Peer]
+) -> AsyncIterator[tuple[TransferBackend, np.ndarray, Peer]]:
+    name = request.param
+    if name not in peers or not peers[name].is_alive():
+        peers[name] = Peer(name)
+    backend, cache = await open_with_region(name, "reader")
+    yield backend, cache, peers[name]
+    if peers[name].is_alive():
+        await peers[name].release_all()
     await backend.close()
 
 
@@ -93,8 +115,8 @@ async def test_many_fetches_run_at_once(pair: tuple[TransferBackend, np.ndarray,
 async def test_a_released_offer_cannot_be_fetched(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
     backend, _, peer = pair
     ticket = await peer.offer(5)
-    assert await peer.say(f"release {ticket.offer_id} {ticket.nonce}") == "True"
-    assert await peer.say(f"release {ticket.offer_id} {ticket.nonce}") == "False"
+    assert await peer.release(ticket)
+    assert not await peer.release(ticket)
     await peer.offer(9)  # takes the freed slot with a nonce of its own
     with pytest.raises(TransferError, match="ended before it was fetched"):
         await backend.fetch(ticket, 0, [1])
@@ -103,7 +125,7 @@ async def test_a_released_offer_cannot_be_fetched(pair: tuple[TransferBackend, n
 async def test_a_dead_peer_is_an_error_and_not_a_hang(pair: tuple[TransferBackend, np.ndarray, Peer]) -> None:
     backend, _, peer = pair
     ticket = await peer.offer(5)
-    await peer.kill()
+    peer.end()
     with pytest.raises(TransferError):
         await asyncio.wait_for(backend.fetch(ticket, 0, [1]), PATIENCE_S)
 
