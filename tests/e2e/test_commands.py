@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -36,28 +37,41 @@ def test_the_demo_shows_what_a_mesh_does_and_leaves_nothing(tmp_path: Path) -> N
     assert list(tmp_path.glob("kvmesh-*")) == []
 
 
-def test_from_start_to_the_first_token_it_takes_under_15_s(tmp_path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A mesh that was started as a user does, answered once and was ended with Ctrl-C."""
+
+    run_dir: Path
+    to_first_token_s: float
+    processes: list[psutil.Process]
+
+
+def live(run_dir: Path) -> Life:
+    started = time.monotonic()
+    with running_mesh(run_dir) as mesh:
+        mesh.complete("Once upon a time", max_tokens=1)
+        return Life(run_dir, time.monotonic() - started, mesh.processes())
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
+    return live(tmp_path_factory.mktemp("life"))
+
+
+def test_from_start_to_the_first_token_it_takes_under_15_s(life: Life, tmp_path: Path) -> None:
     """The fastest of some: one that was slow may be the machine's fault."""
-
-    def start_s(number: int) -> float:
-        started = time.monotonic()
-        with running_mesh(tmp_path / str(number)) as mesh:
-            mesh.complete("Once upon a time", max_tokens=1)
-            return time.monotonic() - started
-
-    assert any(start_s(number) < 15 for number in range(3))
+    assert life.to_first_token_s < 15 or any(live(tmp_path / name).to_first_token_s < 15 for name in "ab")
 
 
-def test_ctrl_c_leaves_no_process_and_no_file(tmp_path: Path) -> None:
-    with running_mesh(tmp_path, "--kv-transfer", "shm") as mesh:
-        processes = mesh.processes()
-        assert len(processes) == 5
-    assert [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
-    assert list((tmp_path / "discovery").iterdir()) == []
+def test_ctrl_c_leaves_no_process_and_no_file(life: Life) -> None:
+    assert len(life.processes) == 5
+    assert [p for p in life.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert list((life.run_dir / "discovery").iterdir()) == []
 
 
 def test_a_killed_supervisor_leaves_no_orphans(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError), running_mesh(tmp_path, "--kv-transfer", "shm") as mesh:
+    flags = ["--engine", "mock", "--kv-transfer", "shm"]
+    with pytest.raises(AssertionError), running_mesh(tmp_path, *flags) as mesh:
         children = mesh.processes()[1:]
         mesh.process.kill()
         until(lambda: not any(p.is_running() for p in children), what="the children to end")

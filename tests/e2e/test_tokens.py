@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from cluster.tiny_model import CHECKPOINT_DIR
+from tests.support.budget import LARGE
 from tests.support.mesh import Mesh
 
 NEW_TOKENS = 20
 LENGTHS = [1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 127, 128, 129, 144, 191, 256, 257, 300]
-PROMPTS = 50
+PROMPTS = 2 * len(LENGTHS) if LARGE else len(LENGTHS)
+
+pytestmark = pytest.mark.budget
 
 
 @pytest.fixture(scope="module")

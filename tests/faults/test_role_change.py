@@ -187,8 +187,9 @@ def test_streams_that_take_longer_than_a_drain_go_on_elsewhere(tmp_path: Path) -
 
 
 def test_a_torch_worker_changes_its_role_too(tmp_path: Path) -> None:
-    with running_mesh(tmp_path, "--kv-transfer", "shm", "--prefill", "2", module=PATIENT) as mesh:
-        until(lambda: mesh.workers_seen() == 4, what="all workers")
+    flags = ["--kv-transfer", "shm", "--prefill", "2", "--decode", "1"]
+    with running_mesh(tmp_path, *flags, module=PATIENT) as mesh:
+        until(lambda: mesh.workers_seen() == 3, what="all workers")
         prompts = [prompt_of(n, n) for n in (17, 40)]
         asked = {"kvmesh": {"trace": True, "disaggregate": False}, "cache_salt": "plain"}
         answers = [Stream(mesh.url, prompt, 30, **asked).join().tokens for prompt in prompts]

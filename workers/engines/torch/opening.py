@@ -1,14 +1,18 @@
 """Open the torch engine."""
 
+from pathlib import Path
+
 from protocol.errors import ConfigError
 from workers.config import WorkerConfig
 from workers.engine import Engine
 from workers.engines.registry import ENGINES
 from workers.engines.step import open_step_engine
+from workers.engines.torch.config import read_config
 
 
 def open_engine(config: WorkerConfig) -> Engine:
-    """Raise ConfigError if torch is not installed."""
+    """Raise ConfigError if the model's folder cannot be read or torch is not installed."""
+    read_config(Path(config.model_path))  # before torch is imported, because that takes seconds
     try:
         from workers.engines.torch.executor import TorchExecutor
     except ImportError as error:
