@@ -8,7 +8,9 @@ from protocol.hashing import pack_hashes, sequence_hashes
 from protocol.ids import EngineHash, RequestId, WorkerId
 from protocol.messages import Placed, Role, RouteRequest, WorkerCard
 from router.core import Outcome, RouterState
-from router.rules import RouterRules
+from router.index import Holder
+from router.load import Share
+from router.rules import RouterRules, Saturation
 
 BLOCK = 16
 P, D, A = Role.PREFILL, Role.DECODE, Role.AGGREGATED
@@ -46,6 +48,8 @@ def prompt(number: int, blocks: int = 20) -> list[int]:
 
 
 TOKENS = prompt(0)
+ONE_AT_A_TIME = Saturation(queued_tokens=1)  # a worker that computes a prompt is given no other
+NEVER: float = 1e9
 
 
 def request(name: str = "r", tokens: Sequence[int] = TOKENS, **fields: object) -> RouteRequest:
@@ -80,3 +84,49 @@ def where(placed: Placed) -> tuple[str | None, str]:
 def results(outcomes: Sequence[Outcome]) -> dict[str, str]:
     """Where each request decodes, or the code of its error."""
     return {name: result.code if isinstance(result, MeshError) else where(result)[1] for name, result in outcomes}
+
+
+def at(worker: str, dp_rank: int = 0) -> Holder:
+    return Holder(WorkerId(worker), dp_rank)
+
+
+def load_of(state: RouterState, worker: str) -> Share:
+    return state.load.of(at(worker)).own
+
+
+def place(state: RouterState, name: str, tokens: list[int] = TOKENS, now: float = 0.0, **fields: object) -> str:
+    """Where it decodes."""
+    return where(state.place(request(name, tokens, **fields), now))[1]
+
+
+def submit(state: RouterState, name: str, tokens: list[int] = TOKENS, now: float = 0.0, **fields: object) -> None:
+    deadline_s = fields.pop("deadline_s", NEVER)
+    state.submit(request(name, tokens, **fields), now, deadline_s)  # type: ignore[arg-type]
+
+
+def end(state: RouterState, *names: str, now: float = 0.0, ok: bool = True) -> None:
+    for name in names:
+        state.free(RequestId(name), now, ok=ok)
+
+
+def done(state: RouterState, *names: str, now: float = 0.0) -> None:
+    """Their first tokens are there."""
+    for name in names:
+        state.prefill_done(RequestId(name), now)
+
+
+def busy(state: RouterState, worker: str, number: int = 99, blocks: int = 20, now: float = 0.0) -> str:
+    """Give a worker a prompt of its own to compute."""
+    fields = {"pin": WorkerId(worker), "disaggregate": False}
+    place(state, f"busy {worker} {number}", prompt(number, blocks), now, **fields)
+    return f"busy {worker} {number}"
+
+
+def order(state: RouterState, names: list[str]) -> list[str]:
+    """In which order they go to a worker that computes one prompt at a time."""
+    went: list[str] = []
+    for _ in names:
+        [(name, _)] = state.dispatch(1.0)
+        went.append(name)
+        end(state, name, now=1.0)
+    return went

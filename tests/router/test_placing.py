@@ -1,0 +1,450 @@
+"""Where a request runs: one worker or two, which ones, and which may not take it."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import NoWorkerError
+from protocol.ids import WorkerId
+from router.core import RouterState
+from router.disaggregation import LocalPrefill
+from router.policies import Policy
+from router.selection import Weights
+from tests.support.routing import (
+    BLOCK,
+    ONE_AT_A_TIME,
+    TOKENS,
+    A,
+    P,
+    busy,
+    card,
+    done,
+    end,
+    holds,
+    load_of,
+    place,
+    prompt,
+    request,
+    router,
+    submit,
+    where,
+)
+
+# --- one worker or two ---------------------------------------------------------------------------------------------
+
+
+def test_prompt_here_and_answer_there() -> None:
+    placed = router(card("p", P), card("a", A)).place(request(), 0.0)
+    assert where(placed) == ("p", "a")
+    assert (placed.prefill.address, placed.decode.address) == ("p:1", "a:1")  # type: ignore[union-attr]
+    assert placed.reason == "320 of 320 prompt tokens are to compute"
+
+
+def test_a_prefix_that_the_decode_worker_has_is_used_there() -> None:
+    state = router(card("p", P), card("d1"), card("d2"))
+    holds(state, "d2", 15)
+    placed = state.place(request(), 0.0)
+    assert where(placed) == (None, "d2")
+    assert placed.decode.overlap_blocks == 15
+    assert placed.reason == "only 80 of 320 prompt tokens are not cached on the decode worker"
+
+
+def test_a_prefix_that_the_prefill_worker_has_is_used_there() -> None:
+    state = router(card("p1", P), card("p2", P), card("d"))
+    holds(state, "p2", 18)
+    placed = state.place(request(), 0.0)
+    assert where(placed) == ("p2", "d")
+    assert placed.prefill is not None
+    assert placed.prefill.overlap_blocks == 18
+    assert load_of(state, "p2").queued_tokens == 2 * BLOCK
+
+
+def test_the_wish_of_the_caller_counts() -> None:
+    state = router(card("p", P), card("d"), local_prefill=LocalPrefill(10**6, 1.0))
+    holds(state, "d", 20)
+    assert where(state.place(request(disaggregate=True), 0.0)) == ("p", "d")
+    assert where(state.place(request(disaggregate=False), 0.0)) == (None, "d")
+
+
+def test_a_decode_worker_helps_out_where_the_prefill_workers_are_full() -> None:
+    state = router(card("p", P), card("d"), saturation=ONE_AT_A_TIME)
+    assert where(state.place(request("r1", prompt(1)), 0.0)) == ("p", "d")
+    placed = state.place(request("r2", prompt(2)), 0.0)
+    assert where(placed) == (None, "d")
+    assert placed.reason.startswith("prefill workers are the bottleneck: 640 tokens to compute there")
+    assert placed.reason.endswith("320 here")
+    done(state, "r1")
+    assert where(state.place(request("r3", prompt(3)), 0.0)) == ("p", "d")
+
+
+def test_a_fast_decode_worker_helps_out_though_it_has_more_to_compute() -> None:
+    for capacity, expected in ((1.0, "p"), (4.0, None)):
+        state = router(card("p", P), card("d", capacity=capacity), saturation=ONE_AT_A_TIME)
+        busy(state, "d", 1, blocks=50)
+        place(state, "busy p", prompt(2), disaggregate=True)
+        assert where(state.place(request(), 0.0))[0] == expected
+
+
+def test_kv_moves_only_between_workers_of_one_transfer() -> None:
+    state = router(card("p", P, transfer="nixl"), card("d1"), card("d2", transfer="nixl"))
+    for number in range(3):
+        assert where(state.place(request(f"r{number}", prompt(number)), 0.0)) == ("p", "d2")
+    state.remove_worker(WorkerId("d2"))
+    placed = state.place(request("s"), 0.0)
+    assert where(placed) == (None, "d1")
+    assert placed.reason == "no decode worker can pull KV over 'nixl'"
+
+
+def test_workers_that_can_move_no_kv_do_both_halves() -> None:
+    state = router(card("p", P, transfer=""), card("d", transfer=""))
+    assert where(state.place(request(disaggregate=True), 0.0)) == (None, "d")
+
+
+def test_models_have_workers_of_their_own() -> None:
+    state = router(card("d1"), card("d2", model="other", block_size=32))
+    assert place(state, "r") == "d1"
+    state.remove_worker(WorkerId("d1"))
+    with pytest.raises(NoWorkerError, match="there are: none"):
+        state.place(request(), 0.0)
+
+
+def test_with_prefill_workers_alone_nothing_can_be_answered() -> None:
+    with pytest.raises(NoWorkerError, match="there are: prefill"):
+        router(card("p", P)).place(request(), 0.0)
+
+
+# --- reuse against load --------------------------------------------------------------------------------------------
+
+
+def test_requests_in_flight_are_spread_and_their_end_is_noticed() -> None:
+    state = router(card("d1"), card("d2"))
+    placed = {f"r{number}": place(state, f"r{number}", prompt(number)) for number in range(4)}
+    assert sorted(placed.values()) == ["d1", "d1", "d2", "d2"]
+    end(state, *[name for name, worker in placed.items() if worker == "d2"])
+    assert place(state, "r5", prompt(5)) == "d2"
+
+
+def test_one_conversation_stays_together_and_others_go_elsewhere() -> None:
+    state = router(card("d1"), card("d2"))
+    first = place(state, "r1")
+    other = place(state, "r2", prompt(2))
+    assert {first, other} == {"d1", "d2"}
+    holds(state, first, 20)
+    end(state, "r1", "r2")
+    assert place(state, "r3", TOKENS + prompt(3, 1)) == first
+
+
+def test_prefill_work_counts_until_the_first_token() -> None:
+    state = router(card("p1", P), card("p2", P), card("d"))
+    assert where(state.place(request("r1", prompt(1)), 0.0))[0] == "p1"
+    assert where(state.place(request("r2", prompt(2, 10)), 0.0))[0] == "p2"
+    assert where(state.place(request("r3", prompt(3, 1)), 0.0))[0] == "p2"
+    done(state, "r1")
+    assert where(state.place(request("r4", prompt(4, 1)), 0.0))[0] == "p1"
+
+
+def test_the_part_of_a_prompt_that_must_have_been_computed_by_now_counts_no_more() -> None:
+    state = router(card("d1"), card("d2"))
+    for number, name in enumerate(("d1", "d2")):
+        done(state, busy(state, name, number, blocks=10), now=1.0)  # 160 tokens in a second
+    end(state, "busy d1 0", "busy d2 1", now=1.0)
+    busy(state, "d1", 2, blocks=100, now=10.0)
+    busy(state, "d2", 3, blocks=60, now=10.0)
+    assert place(state, "r1", prompt(4, 1), now=10.0) == "d2"
+    end(state, "r1", "busy d2 3", now=10.0)
+    busy(state, "d2", 5, blocks=60, now=19.0)
+    assert place(state, "r2", prompt(6, 1), now=19.0) == "d1"
+
+
+@pytest.mark.parametrize("policy", ["kv", "least-loaded"])
+def test_a_worker_twice_as_fast_gets_about_twice_the_work(policy: Policy) -> None:
+    state = router(card("slow"), card("fast", capacity=2.0), saturation=None, policy=policy)
+    for number in range(90):
+        place(state, f"r{number}", prompt(number, 1 + number % 7))
+    shares = [load_of(state, name).queued_tokens for name in ("slow", "fast")]
+    assert shares[1] == pytest.approx(2 * shares[0], rel=0.1)
+
+
+@pytest.mark.parametrize(("medium", "queue_blocks"), [("GPU", 15), ("CPU", 11), ("DISK", 3), ("OBJECT", 1)])
+def test_a_prefix_is_worth_the_longer_a_queue_the_faster_the_tier_that_holds_it(medium: str, queue_blocks: int) -> None:
+    """Of 16 blocks, less than the shares 1, 0.75, 0.25 and 0.1 of them is saved by queueing there."""
+    weights = Weights(decode=0.0)
+    for blocks, expected in ((queue_blocks, "d2"), (queue_blocks + 2, "d1")):
+        state = router(card("d1"), card("d2"), weights=weights, saturation=None, recompute_price=1.0)
+        holds(state, "d2", 16, medium=medium)
+        busy(state, "d2", blocks=blocks)
+        assert place(state, "r") == expected
+
+
+def test_a_prompt_in_a_slow_tier_is_not_to_be_computed() -> None:
+    state = router(card("d"))
+    holds(state, "d", 12, medium="DISK")
+    placed = state.place(request(), 0.0)
+    assert load_of(state, "d").queued_tokens == 8 * BLOCK
+    assert placed.decode.overlap_blocks == 0, "what is on the device"
+
+
+def test_ranks_of_a_worker_are_chosen_between() -> None:
+    state = router(card("d", dp_size=3))
+    holds(state, "d", 20, dp_rank=2)
+    placed = state.place(request(), 0.0)
+    assert (placed.decode.dp_rank, placed.decode.overlap_blocks) == (2, 20)
+    assert {state.place(request(f"r{n}", prompt(n + 1)), 0.0).decode.dp_rank for n in range(2)} == {0, 1}
+
+
+def test_equal_histories_give_equal_placements() -> None:
+    def play() -> list[tuple[str | None, str]]:
+        state = router(*[card(f"d{n}") for n in range(5)], card("p", P), temperature=0.7, seed=3)
+        holds(state, "d3", 10)
+        return [where(state.place(request(f"r{n}", TOKENS[: 16 * (n % 20 + 1)]), n)) for n in range(50)]
+
+    assert play() == play()
+
+
+# --- what a copy of a prefix is worth ------------------------------------------------------------------------------
+
+
+def asked_for(state: RouterState, tokens: list[int], worker: str, times: int, now: float) -> None:
+    for number in range(times):
+        place(state, f"asked {number}", tokens, now, pin=WorkerId(worker))
+        end(state, f"asked {number}", now=now)
+
+
+def test_a_hot_prefix_is_copied_while_a_private_conversation_stays_where_it_is() -> None:
+    state = router(card("d1"), card("d2"), weights=Weights(decode=0.0), saturation=None, predict_ttl_s=0.0)
+    hot, private = prompt(1), prompt(2)
+    for tokens in (hot, private):
+        holds(state, "d1", 20, tokens)
+    asked_for(state, hot, "d1", times=20, now=0.0)
+    busy(state, "d1", blocks=10)
+    assert place(state, "hot", hot) == "d2"
+    assert place(state, "private", private, exclude=()) == "d1"
+
+
+def test_a_hot_prefix_that_has_copies_enough_is_not_copied_again() -> None:
+    state = router(*[card(f"d{n}") for n in range(6)], weights=Weights(decode=0.0), predict_ttl_s=0.0)
+    for worker in ("d1", "d2", "d3", "d4", "d5"):
+        holds(state, worker, 20)
+        busy(state, worker, blocks=12)
+    asked_for(state, TOKENS, "d1", times=2, now=0.0)
+    assert place(state, "r", TOKENS) in ("d1", "d2", "d3", "d4", "d5")
+
+
+def test_the_busier_the_workers_the_longer_one_waits_for_a_private_prefix() -> None:
+    state = router(card("d1"), card("d2"), weights=Weights(decode=0.0), saturation=None)
+    holds(state, "d1", 20)
+    busy(state, "d1", 1, blocks=30)
+    assert place(state, "idle") == "d2"
+    end(state, "idle", ok=False)
+    busy(state, "d2", 2, blocks=1)
+    assert place(state, "busy", now=300.0) == "d1", "both have computed all the time"
+
+
+def test_retries_are_no_demand() -> None:
+    state = router(card("d1"), card("d2"), card("d3"), predict_ttl_s=0.0)
+    holds(state, "d1", 20)
+    for number in range(5):
+        place(state, f"r{number}", exclude=(WorkerId("d3"),))
+        end(state, f"r{number}")
+    explanation = state.preview(request(), 0.0).explanation
+    assert explanation is not None
+    assert explanation.asked_before == 0.0
+
+
+# --- policies ------------------------------------------------------------------------------------------------------
+
+
+def test_round_robin_takes_turns() -> None:
+    state = router(*[card(f"d{n}") for n in range(3)], policy="round-robin")
+    holds(state, "d2", 20)
+    assert [place(state, f"r{n}") for n in range(6)] == ["d0", "d1", "d2"] * 2
+
+
+def test_random_and_power_of_two_use_all_workers() -> None:
+    for policy in ("random", "power-of-two"):
+        state = router(*[card(f"d{n}") for n in range(4)], policy=policy, saturation=None)
+        seen = Counter(place(state, f"r{n}") for n in range(80))
+        assert min(seen[f"d{n}"] for n in range(4)) > 5
+
+
+def test_least_loaded_looks_past_a_prefix() -> None:
+    for policy, expected in (("least-loaded", "d2"), ("kv", "d1")):
+        state = router(card("d1"), card("d2"), policy=policy)
+        holds(state, "d1", 20)
+        busy(state, "d1", blocks=1)
+        assert place(state, "r") == expected
+
+
+def test_with_a_temperature_not_only_the_cheapest_gets_work() -> None:
+    state = router(card("d1"), card("d2"), temperature=1.0)
+    holds(state, "d1", 20)
+    seen = Counter[str]()
+    for number in range(100):
+        seen[place(state, f"r{number}")] += 1
+        end(state, f"r{number}")
+    assert seen["d1"] > seen["d2"] > 5
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "random"])
+def test_policies_that_look_at_nothing_let_nobody_wait(policy: Policy) -> None:
+    state = router(card("d1"), card("d2"), policy=policy, saturation=ONE_AT_A_TIME)
+    for number in range(10):
+        submit(state, f"r{number}", prompt(number))
+    assert len(state.dispatch(0.0)) == 10
+
+
+# --- who may take it -----------------------------------------------------------------------------------------------
+
+
+def test_a_pin_is_obeyed_by_id_and_by_name() -> None:
+    state = router(card("d1"), card("x2"))
+    assert place(state, "r1", pin=WorkerId("x2")) == "x2"
+    assert place(state, "r2", pin=WorkerId("x")) == "x2"
+    with pytest.raises(NoWorkerError, match=r"no decode worker 'y' serves 'm'; there are: d, x"):
+        state.place(request("r3", pin=WorkerId("y")), 0.0)
+
+
+def test_a_pin_that_cannot_be_obeyed_is_refused_for_its_own_reason() -> None:
+    state = router(card("d1", dp_size=3), card("x2"))
+    with pytest.raises(NoWorkerError, match="the worker 'd1' has no rank 3; it has 3, counted from 0"):
+        state.place(request("r1", pin=WorkerId("d1"), pin_rank=3), 0.0)
+    with pytest.raises(NoWorkerError, match="the worker 'x2' has failed this request"):
+        state.place(request("r2", pin=WorkerId("x2"), exclude=(WorkerId("x2"),)), 0.0)
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.booleans())
+def test_who_comes_alone_is_placed_as_if_it_had_waited_for_a_dispatch(starts: list[int], disaggregated: bool) -> None:
+    """`try_place` is a short cut, not another policy."""
+    cards = [*([card("p1", P)] if disaggregated else []), card("d1"), card("d2")]
+    waiting, at_once = router(*cards), router(*cards)
+    for number, start in enumerate(starts):
+        name = f"r{number}"
+        submit(waiting, name, prompt(start))
+        placed = at_once.try_place(request(name, prompt(start)), 0.0)
+        [outcome] = waiting.dispatch(0.0)
+        assert placed == outcome.result
+        assert at_once.load.shares() == waiting.load.shares()
+
+
+def test_who_would_have_to_wait_is_not_placed_at_once() -> None:
+    state = router(card("d1"), saturation=ONE_AT_A_TIME)
+    assert state.try_place(request("r1", prompt(1)), 0.0) is not None
+    assert state.try_place(request("r2", prompt(2)), 0.0) is None
+    submit(state, "r3", prompt(3))
+    end(state, "r1")
+    assert state.try_place(request("r2", prompt(2)), 0.0) is None, "another one waits"
+
+
+def test_a_pin_to_a_rank_is_obeyed() -> None:
+    state = router(card("d1", dp_size=3), card("d2", dp_size=3))
+    assert {state.place(request(f"r{n}", pin=WorkerId("d1"), pin_rank=2), 0.0).decode.dp_rank for n in range(3)} == {2}
+    with pytest.raises(NoWorkerError):
+        state.place(request("r", pin=WorkerId("d1"), pin_rank=3), 0.0)
+
+
+def test_a_rank_without_a_pin_says_nothing() -> None:
+    state = router(card("d1", dp_size=2))
+    assert {state.place(request(f"r{n}", prompt(n), pin_rank=1), 0.0).decode.dp_rank for n in range(2)} == {0, 1}
+
+
+def test_a_pin_to_a_prefill_worker_is_obeyed() -> None:
+    state = router(card("p1", P), card("p2", P), card("d"))
+    holds(state, "d", 20)
+    for number in range(3):
+        assert where(state.place(request(f"r{number}", pin_prefill=WorkerId("p2")), 0.0)) == ("p2", "d")
+    with pytest.raises(NoWorkerError, match="no prefill worker 'p3'"):
+        state.place(request("r", pin_prefill=WorkerId("p3")), 0.0)
+
+
+def test_the_rank_of_a_pin_is_that_of_the_decode_worker() -> None:
+    state = router(card("p", P), card("d", dp_size=2))
+    placed = state.place(request(pin=WorkerId("d"), pin_rank=1, pin_prefill=WorkerId("p")), 0.0)
+    assert placed.prefill is not None
+    assert (placed.prefill.dp_rank, placed.decode.dp_rank) == (0, 1)
+
+
+def test_a_pin_to_a_prefill_worker_that_no_decode_worker_can_pull_from_fails() -> None:
+    state = router(card("p", P, transfer="nixl"), card("d"))
+    with pytest.raises(NoWorkerError, match="can pull KV over 'nixl' from 'p'"):
+        state.place(request(pin_prefill=WorkerId("p")), 0.0)
+
+
+def test_to_decode_on_a_prefill_worker_is_refused() -> None:
+    with pytest.raises(NoWorkerError):
+        router(card("p", P), card("d")).place(request(pin=WorkerId("p")), 0.0)
+
+
+def test_who_has_failed_a_request_does_not_get_it_again() -> None:
+    state = router(card("d1"), card("d2"))
+    assert place(state, "r", exclude=(WorkerId("d1"),)) == "d2"
+    with pytest.raises(NoWorkerError, match="has failed this request"):
+        state.place(request(exclude=(WorkerId("d1"), WorkerId("d2"))), 0.0)
+
+
+def test_a_pinned_worker_that_has_failed_the_request_does_not_get_it_again() -> None:
+    state = router(card("d1"), card("d2"))
+    with pytest.raises(NoWorkerError):
+        state.place(request(pin=WorkerId("d1"), exclude=(WorkerId("d1"),)), 0.0)
+
+
+def test_a_failed_prefill_worker_leaves_the_prompt_to_the_decode_worker() -> None:
+    placed = router(card("p", P), card("d")).place(request(exclude=(WorkerId("p"),)), 0.0)
+    assert where(placed) == (None, "d")
+    assert placed.reason == "no prefill worker is ready"
+
+
+def test_who_has_failed_one_request_is_avoided_by_others_for_a_while() -> None:
+    state = router(card("d1"), card("d2"), suspect_s=2.0)
+    holds(state, "d1", 20)
+    place(state, "r1", now=10.0, exclude=(WorkerId("d1"),))
+    assert place(state, "r2", now=11.9) == "d2"
+    end(state, "r1", "r2", ok=False)
+    assert place(state, "r3", now=12.1) == "d1"
+
+
+def test_a_suspect_is_better_than_nobody() -> None:
+    state = router(card("d1"))
+    with pytest.raises(NoWorkerError):
+        state.place(request("r1", exclude=(WorkerId("d1"),)), 10.0)
+    assert place(state, "r2", now=10.1) == "d1"
+
+
+def test_a_placement_that_fails_books_nothing() -> None:
+    state = router()
+    with pytest.raises(NoWorkerError):
+        state.place(request(), 0.0)
+    assert len(state.load) == 0
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def test_only_workers_that_have_the_adapter_are_given_its_requests() -> None:
+    state = router(card("a", A), card("b", A, loras=("poet", "critic")), card("c", A, loras=("critic",)))
+    holds(state, "a", 20)
+    assert {place(state, f"r{i}", lora="poet") for i in range(5)} == {"b"}
+    assert {place(state, f"s{i}", lora="critic") for i in range(5)} <= {"b", "c"}
+    assert place(state, "plain") == "a"
+
+
+def test_both_legs_need_the_adapter() -> None:
+    without = router(card("p", P), card("d", loras=("poet",)))
+    assert where(without.place(request(lora="poet"), 0.0)) == (None, "d")
+    both = router(card("p1", P), card("p2", P, loras=("poet",)), card("d", loras=("poet",)))
+    assert where(both.place(request(lora="poet"), 0.0)) == ("p2", "d")
+
+
+def test_an_adapter_that_nobody_has_is_named_with_those_there_are() -> None:
+    state = router(card("a", A, loras=("poet", "critic")), card("b", A), card("p", P, loras=("painter",)))
+    with pytest.raises(
+        NoWorkerError, match="decodes the model 'm' with the adapter 'painter' is ready; adapters: critic, poet"
+    ):
+        place(state, "r", lora="painter")
+    with pytest.raises(NoWorkerError, match="with the adapter 'painter'"):
+        submit(state, "r", lora="painter")
+    with pytest.raises(NoWorkerError, match="no decode worker 'b' serves 'm' with the adapter 'poet'; there are: a"):
+        place(state, "r", lora="poet", pin=WorkerId("b"))
+    with pytest.raises(NoWorkerError, match="'m' with the adapter 'poet' that could decode has failed"):
+        place(state, "r", lora="poet", exclude=(WorkerId("a"),))
