@@ -92,7 +92,7 @@ POLICIES: Mapping[str, RoutingPolicy] = {
         _less_loaded_of_two, "load of two workers drawn at random", "the less loaded of two that were drawn"
     ),
     "round-robin": RoutingPolicy(_next_in_turn, "turns", "whose turn it is", waits_for_room=False),
-    "random": RoutingPolicy(_drawn, "nothing", "drawn", waits_for_room=False),
+    "random": RoutingPolicy(_drawn, "chance", "drawn", waits_for_room=False),
 }
 
 if TYPE_CHECKING:

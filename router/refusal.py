@@ -1,41 +1,46 @@
-"""Say why no worker can take a request, and what would help. Pure."""
+"""Say why no worker can take a request, and what to do next. Pure."""
 
 from collections.abc import Collection, Sequence
 
 from protocol.errors import NoWorkerError
 from protocol.messages import Role, RouteRequest, WorkerCard
 
-_START_ONE = "start one: `kvmesh up`, or `python -m workers`"
-
 
 def no_worker(cards: Sequence[WorkerCard], request: RouteRequest) -> NoWorkerError:
     """Return the error for a request that no worker of `cards` can decode."""
-    return NoWorkerError(_why_none(cards, request), hint=_START_ONE)
-
-
-def _why_none(cards: Sequence[WorkerCard], request: RouteRequest) -> str:
-    wanted = repr(request.model) if request.lora is None else f"{request.model!r} with the adapter {request.lora!r}"
-    serving = [card for card in cards if card.model == request.model]
-    mine = [card for card in serving if request.lora is None or request.lora in card.loras]
-    able = [card for card in mine if card.role is not Role.PREFILL]
+    model, lora = request.model, request.lora
+    wanted = repr(model) if lora is None else f"{model!r} with the adapter {lora!r}"
+    serving = [card for card in cards if card.model == model]
+    decoders = [card for card in serving if card.role is not Role.PREFILL]
+    able = [card for card in decoders if lora is None or lora in card.loras]
     if request.pin is not None:
-        return _why_not_pinned(request, wanted, able)
-    if request.exclude and able:
-        return f"every worker of the model {wanted} that could decode has failed this request"
-    if request.lora is not None and not able:
-        adapters = {name for card in serving if card.role is not Role.PREFILL for name in card.loras}
-        return f"no worker that decodes the model {wanted} is ready; adapters: {_listed(adapters)}"
-    return f"no worker that decodes the model {wanted} is ready; there are: {_listed([card.role for card in mine])}"
+        return _not_pinned(request, wanted, able)
+    if able:  # and the request excludes all of them
+        problem = f"every worker of the model {wanted} that could decode has failed this request"
+        return NoWorkerError(problem, hint="see the logs of the workers")
+    if decoders:
+        adapters = _listed({name for card in decoders for name in card.loras})
+        problem = f"no worker that decodes the model {wanted} is ready; adapters: {adapters}"
+        return NoWorkerError(problem, hint="start one with --loras, or ask for one of these")
+    if serving:
+        problem = f"only prefill workers of the model {wanted} are ready, and none that decodes"
+        return NoWorkerError(problem, hint="start one: `python -m workers --role decode`")
+    others = _listed({card.model for card in cards})
+    problem = f"no worker of the model {wanted} is ready; models with workers: {others}"
+    return NoWorkerError(problem, hint="start one: `kvmesh up`, or `python -m workers`")
 
 
-def _why_not_pinned(request: RouteRequest, wanted: str, able: Sequence[WorkerCard]) -> str:
+def _not_pinned(request: RouteRequest, wanted: str, able: Sequence[WorkerCard]) -> NoWorkerError:
     pinned = [card for card in able if request.pin in (card.worker_id, card.name)]
     ranks = max((card.dp_size for card in pinned), default=0)
     if request.pin_rank is not None and 0 < ranks <= request.pin_rank:
-        return f"the worker {request.pin!r} has no rank {request.pin_rank}; it has {ranks}, counted from 0"
+        problem = f"the worker {request.pin!r} has no rank {request.pin_rank}; it has {ranks}, counted from 0"
+        return NoWorkerError(problem, hint="pin another rank, or none")
     if pinned and all(card.worker_id in request.exclude for card in pinned):
-        return f"the worker {request.pin!r} has failed this request"
-    return f"no decode worker {request.pin!r} serves {wanted}; there are: {_listed([card.name for card in able])}"
+        return NoWorkerError(f"the worker {request.pin!r} has failed this request", hint="see its log")
+    names = _listed({card.name for card in able})
+    problem = f"no worker {request.pin!r} decodes the model {wanted}; there are: {names}"
+    return NoWorkerError(problem, hint="pin one of them by its name or id")
 
 
 def _listed(names: Collection[str]) -> str:

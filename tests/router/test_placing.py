@@ -106,12 +106,12 @@ def test_models_have_workers_of_their_own() -> None:
     state = router(card("d1"), card("d2", model="other", block_size=32))
     assert place(state, "r") == "d1"
     state.remove_worker(WorkerId("d1"))
-    with pytest.raises(NoWorkerError, match="there are: none"):
+    with pytest.raises(NoWorkerError, match="no worker of the model 'm' is ready; models with workers: other"):
         state.place(request(), 0.0)
 
 
 def test_with_prefill_workers_alone_nothing_can_be_answered() -> None:
-    with pytest.raises(NoWorkerError, match="there are: prefill"):
+    with pytest.raises(NoWorkerError, match="only prefill workers of the model 'm' are ready"):
         router(card("p", P)).place(request(), 0.0)
 
 
@@ -159,12 +159,21 @@ def test_the_part_of_a_prompt_that_must_have_been_computed_by_now_counts_no_more
 
 
 @pytest.mark.parametrize("policy", ["kv", "least-loaded"])
-def test_a_worker_twice_as_fast_gets_about_twice_the_work(policy: Policy) -> None:
-    state = router(card("slow"), card("fast", capacity=2.0), saturation=None, policy=policy)
+@pytest.mark.parametrize("capacity", [0.5, 2.0])
+def test_work_is_shared_in_proportion_to_capacity(policy: Policy, capacity: float) -> None:
+    state = router(card("usual"), card("other", capacity=capacity), saturation=None, policy=policy)
     for number in range(90):
         place(state, f"r{number}", prompt(number, 1 + number % 7))
-    shares = [load_of(state, name).queued_tokens for name in ("slow", "fast")]
-    assert shares[1] == pytest.approx(2 * shares[0], rel=0.1)
+    usual, other = (load_of(state, name).queued_tokens for name in ("usual", "other"))
+    assert other == pytest.approx(capacity * usual, rel=0.1)
+
+
+def test_a_prefix_counts_for_more_on_a_fast_worker_than_on_a_slow_one() -> None:
+    """It saves 10 of 20 blocks; at half the speed the other 10 take as long as all 20 elsewhere."""
+    for capacity, expected in ((0.4, "usual"), (0.6, "other")):
+        state = router(card("usual"), card("other", capacity=capacity), weights=Weights(decode=0.0))
+        holds(state, "other", 10)
+        assert place(state, "r") == expected
 
 
 @pytest.mark.parametrize(("medium", "queue_blocks"), [("GPU", 15), ("CPU", 11), ("DISK", 3), ("OBJECT", 1)])
@@ -302,7 +311,7 @@ def test_a_pin_is_obeyed_by_id_and_by_name() -> None:
     state = router(card("d1"), card("x2"))
     assert place(state, "r1", pin=WorkerId("x2")) == "x2"
     assert place(state, "r2", pin=WorkerId("x")) == "x2"
-    with pytest.raises(NoWorkerError, match=r"no decode worker 'y' serves 'm'; there are: d, x"):
+    with pytest.raises(NoWorkerError, match=r"no worker 'y' decodes the model 'm'; there are: d, x"):
         state.place(request("r3", pin=WorkerId("y")), 0.0)
 
 
@@ -444,7 +453,9 @@ def test_an_adapter_that_nobody_has_is_named_with_those_there_are() -> None:
         place(state, "r", lora="painter")
     with pytest.raises(NoWorkerError, match="with the adapter 'painter'"):
         submit(state, "r", lora="painter")
-    with pytest.raises(NoWorkerError, match="no decode worker 'b' serves 'm' with the adapter 'poet'; there are: a"):
+    with pytest.raises(
+        NoWorkerError, match="no worker 'b' decodes the model 'm' with the adapter 'poet'; there are: a"
+    ):
         place(state, "r", lora="poet", pin=WorkerId("b"))
     with pytest.raises(NoWorkerError, match="'m' with the adapter 'poet' that could decode has failed"):
         place(state, "r", lora="poet", exclude=(WorkerId("a"),))

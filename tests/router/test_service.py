@@ -253,7 +253,7 @@ async def test_a_caller_that_is_cancelled_leaves_no_booking(world: World) -> Non
 async def test_without_a_worker_the_router_says_why(world: World) -> None:
     await world.start_router("r")
     await world.add(card("p1", Role.PREFILL))
-    with pytest.raises(NoWorkerError, match="there are: prefill"):
+    with pytest.raises(NoWorkerError, match="only prefill workers"):
         async with world.remote.book(request(), 5):
             pass
 
@@ -778,6 +778,14 @@ async def test_events_that_cannot_be_followed_do_not_keep_a_worker_out(world: Wo
     await world.add(card("d1", kv_events="nonsense", kv_replay="nonsense"))
     async with world.remote.book(request(), 5) as booking:
         assert booking.placed.decode.worker_id == "d1"
+
+
+@pytest.mark.parametrize("capacity", [0.0, -1.0, float("nan"), float("inf")])
+async def test_a_worker_whose_capacity_is_not_positive_is_left_out(world: World, capacity: float) -> None:
+    router = await world.start_router("r")
+    await world.discovery.put("workers/d1", encode(card("d1", capacity=capacity)))
+    await world.add(card("d2"))
+    assert {c.worker_id for c in router.state.fleet.cards} == {"d2"}
 
 
 async def test_a_worker_with_another_block_size_is_left_out(world: World) -> None:

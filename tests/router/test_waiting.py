@@ -70,11 +70,12 @@ def test_a_worker_is_given_prompts_up_to_its_limit_of_queued_tokens_and_one_more
     assert len(state.dispatch(0.0)) == 4
 
 
-def test_a_worker_twice_as_fast_is_given_twice_as_much_before_others_wait() -> None:
-    state = router(card("slow"), card("fast", capacity=2.0), saturation=Saturation(queued_tokens=640))
+@pytest.mark.parametrize(("capacity", "requests"), [(0.5, 1), (1.0, 2), (2.0, 4)])
+def test_the_limit_of_queued_tokens_grows_with_capacity(capacity: float, requests: int) -> None:
+    state = router(card("usual"), card("other", capacity=capacity), saturation=Saturation(queued_tokens=640))
     for number in range(10):
         submit(state, f"r{number}", prompt(number))
-    assert Counter(results(state.dispatch(0.0)).values()) == {"slow": 2, "fast": 4}
+    assert Counter(results(state.dispatch(0.0)).values()) == {"usual": 2, "other": requests}
 
 
 def test_a_worker_with_all_its_sequences_running_is_given_nothing() -> None:
