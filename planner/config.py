@@ -81,6 +81,10 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     log_format: LogFormat = "text"
 
 
+def has_prefill_role(config: PlannerConfig) -> bool:
+    return config.mode == "disaggregated"
+
+
 def decoding_role(config: PlannerConfig) -> Role:
-    """Of the workers that write answers; where it is AGGREGATED there are no others."""
-    return Role.AGGREGATED if config.mode == "aggregated" else Role.DECODE
+    """Return the role of the workers that write answers. AGGREGATED means that there are no others."""
+    return Role.DECODE if has_prefill_role(config) else Role.AGGREGATED

@@ -18,7 +18,7 @@ from planner import metrics
 from planner.budget import counted_gpus
 from planner.config import ServiceConfig, decoding_role
 from planner.connectors.connector import Applied, Connector, ConnectorError, Fleets
-from planner.connectors.kinds import open_connector
+from planner.connectors.kinds import KINDS, open_connector
 from planner.connectors.shadow import ShadowConnector
 from planner.core import PlannerCore
 from planner.lease import Lease, card_of
@@ -31,7 +31,6 @@ from protocol.errors import ConfigError, FeedLostError
 log = logging.getLogger(__name__)
 
 LEASE_POLL_S = 0.5
-NO_FLIPS = ("compose", "kubernetes")  # connectors that cannot turn workers
 LATE_PIECES = 12  # a piece of traffic that could not be closed for so many ticks is given up
 MAYBE_SEVERAL = 2  # processes behind a URL of which only the address is known
 MAX_GAP_TICKS = 3.0  # of a longer gap between two looks nothing is known of the GPU-hours
@@ -100,7 +99,7 @@ async def serve(config: ServiceConfig, stop: asyncio.Event) -> None:
 
 def planned_with(config: ServiceConfig) -> ServiceConfig:
     """Without role flips where nobody could carry them out: a start takes longer, and is ordered earlier."""
-    return replace(config, flips=False) if config.connector in NO_FLIPS else config
+    return config if KINDS[config.connector].can_flip else replace(config, flips=False)
 
 
 async def lost_if_it_ends(feed: Awaitable[None]) -> None:

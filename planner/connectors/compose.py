@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from planner.connectors.connector import Applied, ConnectorError, Fleets
+from planner.config import ServiceConfig, has_prefill_role
+from planner.connectors.connector import Applied, ConnectorError, Fleets, Present, check_distinct
 from planner.connectors.steps import applied_of, steps_to
 from planner.model import Fleet, ScalingDecision
-from protocol.errors import ConfigError
 
 LIST_TIMEOUT_S = 20.0
 SCALE_TIMEOUT_S = 180.0  # containers that go are waited for: their stop_grace_period
@@ -30,11 +30,7 @@ class ComposeConnector:
 
     def __init__(self, command: str, files: Sequence[str], project: str, *, prefill: str, decode: str) -> None:
         """`command`: as for a shell. `prefill`, `decode`: services, "" for no prefill workers. Raises ConfigError."""
-        if prefill == decode:
-            raise ConfigError(
-                f"prefill and decode workers are both the service {prefill!r}",
-                hint="set --compose-prefill and --compose-decode",
-            )
+        check_distinct(self.name, prefill, decode)
         self._command = [*shlex.split(command), *(word for file in files for word in ("-f", file))]
         self._command += ["-p", project] if project else []
         self._prefill, self._decode = prefill, decode
@@ -89,6 +85,17 @@ class ComposeConnector:
             said = err.decode(errors="replace").strip()[-500:]
             raise ConnectorError(f"{shown} ended with {process.returncode}: {said}")
         return out.decode(errors="replace")
+
+
+async def open_connector(config: ServiceConfig, present: Present) -> ComposeConnector:
+    """Raise ConfigError for settings that do not fit together."""
+    return ComposeConnector(
+        config.compose_command,
+        config.compose_files,
+        config.compose_project,
+        prefill=config.compose_prefill if has_prefill_role(config) else "",
+        decode=config.compose_decode,
+    )
 
 
 def read_containers(listed: str) -> list[Container]:

@@ -1,11 +1,12 @@
 """The connector seam: how a decision becomes workers. Each kind passes tests/contracts/test_planner_connectors.py."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from msgspec import Struct
 
 from planner.model import Fleet, ScalingDecision
-from protocol.errors import MeshError
+from protocol.errors import ConfigError, MeshError
 
 
 class ConnectorError(MeshError):
@@ -19,6 +20,10 @@ class Fleets(Struct, frozen=True, kw_only=True):
 
     prefill: Fleet
     decode: Fleet
+
+
+Present = Callable[[], Fleets]
+"""Returns the workers that have a card in discovery."""
 
 
 class Applied(Struct, frozen=True, kw_only=True):
@@ -47,3 +52,12 @@ class Connector(Protocol):
 
     async def close(self) -> None:
         """The workers stay as they are. A second call does nothing."""
+
+
+def check_distinct(connector: str, prefill: str, decode: str) -> None:
+    """Raise ConfigError if both roles are the same service or workload. `connector`: its name, in flags."""
+    if prefill == decode:
+        raise ConfigError(
+            f"prefill and decode workers are both {prefill!r}",
+            hint=f"set --{connector}-prefill and --{connector}-decode",
+        )

@@ -1,8 +1,7 @@
 """Nobody starts or stops anything: what would be done is told, and the workers are those that have joined the mesh."""
 
-from collections.abc import Callable
-
-from planner.connectors.connector import Applied, Fleets
+from planner.config import ServiceConfig
+from planner.connectors.connector import Applied, Fleets, Present
 from planner.connectors.steps import applied_of
 from planner.model import ScalingDecision
 
@@ -10,7 +9,7 @@ from planner.model import ScalingDecision
 class DryRunConnector:
     name = "dry-run"
 
-    def __init__(self, present: Callable[[], Fleets]) -> None:
+    def __init__(self, present: Present) -> None:
         """`present`: who has a card in discovery."""
         self._present = present
 
@@ -29,3 +28,7 @@ class DryRunConnector:
 
     async def close(self) -> None:
         pass
+
+
+async def open_connector(config: ServiceConfig, present: Present) -> DryRunConnector:
+    return DryRunConnector(present)

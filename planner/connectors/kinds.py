@@ -1,42 +1,33 @@
-"""From settings to a connector. Each kind is imported only when it is asked for."""
+"""The kinds of connectors. A new one is a module here, an entry in `KINDS`, and its settings in planner/config.py.
 
-from collections.abc import Callable
+Every kind passes tests/contracts/test_planner_connectors.py.
+"""
 
-from planner.config import ServiceConfig, decoding_role
-from planner.connectors.connector import Connector, Fleets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from planner.config import ServiceConfig
+from planner.connectors import compose, dry_run, kubernetes, local, virtual
+from planner.connectors.connector import Connector, Present
 
 
-async def open_connector(config: ServiceConfig, present: Callable[[], Fleets]) -> Connector:
-    """`present`: who has joined the mesh, for those that see nothing else. Raises ConfigError."""
-    is_split = config.mode == "disaggregated"
-    match config.connector:
-        case "local":
-            from planner.connectors.local import LocalConnector
+@dataclass(frozen=True, slots=True)
+class ConnectorKind:
+    """How a connector is opened, and whether it can turn a worker of one role into a worker of the other."""
 
-            return LocalConnector(config.local_control, decoding_role(config))
-        case "compose":
-            from planner.connectors.compose import ComposeConnector
+    open: Callable[[ServiceConfig, Present], Awaitable[Connector]]
+    can_flip: bool
 
-            return ComposeConnector(
-                config.compose_command,
-                config.compose_files,
-                config.compose_project,
-                prefill=config.compose_prefill if is_split else "",
-                decode=config.compose_decode,
-            )
-        case "kubernetes":
-            from planner.connectors.kubernetes import KubernetesConnector, account_of
 
-            account = account_of(config.kubernetes_account, config.kubernetes_url, config.kubernetes_namespace)
-            prefill = config.kubernetes_prefill if is_split else ""
-            return KubernetesConnector(account, prefill=prefill, decode=config.kubernetes_decode)
-        case "virtual":
-            from planner.connectors.virtual import VirtualConnector, read_token
+KINDS: Mapping[str, ConnectorKind] = {
+    "local": ConnectorKind(local.open_connector, can_flip=True),
+    "compose": ConnectorKind(compose.open_connector, can_flip=False),
+    "kubernetes": ConnectorKind(kubernetes.open_connector, can_flip=False),
+    "virtual": ConnectorKind(virtual.open_connector, can_flip=True),  # if the orchestrator can
+    "dry-run": ConnectorKind(dry_run.open_connector, can_flip=True),
+}
 
-            virtual = VirtualConnector(present, config.virtual_timeout_s, read_token(config.virtual_token_file))
-            await virtual.start(config.virtual_host, config.virtual_port)
-            return virtual
-        case "dry-run":
-            from planner.connectors.dry_run import DryRunConnector
 
-            return DryRunConnector(present)
+async def open_connector(config: ServiceConfig, present: Present) -> Connector:
+    """Return the connector of these settings. Raise ConfigError if they do not fit together."""
+    return await KINDS[config.connector].open(config, present)

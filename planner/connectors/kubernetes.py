@@ -12,7 +12,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from planner.connectors.connector import Applied, ConnectorError, Fleets
+from planner.config import ServiceConfig, has_prefill_role
+from planner.connectors.connector import Applied, ConnectorError, Fleets, Present, check_distinct
 from planner.connectors.steps import applied_of, steps_to
 from planner.model import Fleet, ScalingDecision
 from planner.scrape import bounded
@@ -73,11 +74,7 @@ class KubernetesConnector:
 
         Raises ConfigError.
         """
-        if prefill == decode:
-            raise ConfigError(
-                f"prefill and decode workers are both {prefill!r}",
-                hint="set --kubernetes-prefill and --kubernetes-decode",
-            )
+        check_distinct(self.name, prefill, decode)
         self._account = account
         self._prefill = workload_path(prefill, account.namespace) if prefill else ""
         self._decode = workload_path(decode, account.namespace)
@@ -143,6 +140,13 @@ class KubernetesConnector:
                 f"{method} {url} answered {response.status}: {said}", hint=hint if response.status in (401, 403) else ""
             )
         return answer
+
+
+async def open_connector(config: ServiceConfig, present: Present) -> KubernetesConnector:
+    """Raise ConfigError outside of a cluster, or for settings that do not fit together."""
+    account = account_of(config.kubernetes_account, config.kubernetes_url, config.kubernetes_namespace)
+    prefill = config.kubernetes_prefill if has_prefill_role(config) else ""
+    return KubernetesConnector(account, prefill=prefill, decode=config.kubernetes_decode)
 
 
 class ConflictError(ConnectorError):

@@ -5,7 +5,8 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from planner.connectors.connector import Applied, ConnectorError, Fleets
+from planner.config import ServiceConfig, decoding_role
+from planner.connectors.connector import Applied, ConnectorError, Fleets, Present
 from planner.connectors.local_api import (
     MAX_BODY_BYTES,
     Flipped,
@@ -91,6 +92,11 @@ class LocalConnector:
             ) from error
         except (*UNREADABLE, WireError) as error:
             raise ConnectorError(f"what answers at {self._path} cannot be understood: {error}") from error
+
+
+async def open_connector(config: ServiceConfig, present: Present) -> LocalConnector:
+    """Raise ConfigError if the control socket has no path."""
+    return LocalConnector(config.local_control, decoding_role(config))
 
 
 def fleet_of(workers: tuple[MemberReport, ...], role: Role) -> Fleet:

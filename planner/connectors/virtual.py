@@ -11,23 +11,26 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 from msgspec import Meta, Struct
 
-from planner.connectors.connector import Applied, ConnectorError, Fleets
+from mesh.http.errors import NotFoundError, UnauthorizedError
+from mesh.http.request import Reply, Request, json_reply
+from mesh.http.server import App, HttpLimits, Route, listening
+from planner.config import ServiceConfig
+from planner.connectors.connector import Applied, ConnectorError, Fleets, Present
 from planner.connectors.steps import applied_of
 from planner.model import Fleet, Flip, ScalingDecision
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, InvalidRequestError, MeshError
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 << 10
-SHUTDOWN_S = 2.0  # for calls that are being answered
+LIMITS = HttpLimits(max_body_bytes=64 << 10, max_connections=64)
+MAX_DIGITS = 12  # of a decision's number
 _Count = Annotated[int, Meta(ge=0, le=1_000_000)]
 
 
@@ -67,7 +70,7 @@ class VirtualConnector:
 
     def __init__(
         self,
-        present: Callable[[], Fleets],
+        present: Present,
         timeout_s: float,
         token: str = "",
         clock: Callable[[], float] = lambda: asyncio.get_running_loop().time(),
@@ -81,22 +84,20 @@ class VirtualConnector:
         self._ordered_s = 0.0
         self._told: Acknowledgement | None = None  # the last, of whatever order
         self._answer: Acknowledgement | None = None  # to the order that stands
-        self._runner: web.AppRunner | None = None
+        self._listener = AsyncExitStack()
         self.url = ""
 
     async def start(self, host: str, port: int) -> None:
         """Raises ConfigError if the address cannot be had."""
-        runner = web.AppRunner(self._application(), access_log=None, shutdown_timeout=SHUTDOWN_S)
-        await runner.setup()
+        routes = [
+            Route("GET", "/decision", self._tell, error_body=error_body),
+            Route("POST", "/decision/{number}/acknowledge", self._hear, error_body=error_body),
+        ]
+        app = App(routes, LIMITS, guard=self._check_token)
         try:
-            site = web.TCPSite(runner, host, port)
-            await site.start()
-        except OSError as error:
-            await runner.cleanup()
-            raise ConfigError(f"cannot listen on {host}:{port}: {error}", hint="set --virtual-port") from error
-        self._runner = runner
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{runner.addresses[0][1]}"
+            self.url = await self._listener.enter_async_context(listening(app, host, port))
+        except ConfigError as error:
+            raise ConfigError(error.message, hint="set --virtual-host and --virtual-port") from error
         log.info("decisions can be fetched", extra={"url": f"{self.url}/decision"})
 
     async def fleets(self) -> Fleets:
@@ -140,54 +141,47 @@ class VirtualConnector:
         return applied_of(decision, answer.prefill, answer.decode, answer.flipped, notes)
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        await self._listener.aclose()
 
     # --- what the orchestrator asks -------------------------------------------------------------------
 
-    def _application(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard()])
-        app.add_routes(
-            [web.get("/decision", self._tell), web.post(r"/decision/{number:\d{1,12}}/acknowledge", self._hear)]
-        )
-        return app
+    def _check_token(self, request: Request) -> None:
+        """Raise UnauthorizedError for a request without the token."""
+        given = (request.header("authorization") or "").encode(errors="replace")
+        if self._token and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            raise UnauthorizedError("send the token of --virtual-token-file as Authorization: Bearer")
 
-    def _guard(self) -> Middleware:
-        @web.middleware
-        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            told = request.headers.get("authorization", "").encode(errors="replace")
-            if self._token and not hmac.compare_digest(told, f"Bearer {self._token}".encode()):
-                return _refuse(401, "send the token of --virtual-token-file as Authorization: Bearer")
-            return await handler(request)
-
-        return guard
-
-    async def _tell(self, request: web.Request) -> web.Response:
+    async def _tell(self, request: Request) -> Reply:
         after = request.query.get("after", "0")
-        if not after.isdigit() or len(after) > 12:
-            return _refuse(400, "after is the number of a decision")
+        if not is_number(after):
+            raise InvalidRequestError("after is the number of a decision")
         if self._order is None or self._order.decision_id <= int(after):
-            return web.Response(status=204)
-        return web.Response(body=msgspec.json.encode(self._order), content_type="application/json")
+            return Reply(status=204)
+        return json_reply(self._order)
 
-    async def _hear(self, request: web.Request) -> web.Response:
-        number = int(request.match_info["number"])
-        try:
-            said = msgspec.json.decode(await request.read(), type=Acknowledgement)
-        except msgspec.DecodeError as error:
-            return _refuse(400, f"this is no acknowledgement: {error}")
+    async def _hear(self, request: Request) -> Reply:
+        if not is_number(request.params["number"]):
+            raise NotFoundError(f"there is no {request.path[:200]!r} here")
+        number = int(request.params["number"])
+        said = request.json(Acknowledgement)
         if self._order is None or number != self._order.decision_id:
             standing = "none" if self._order is None else str(self._order.decision_id)
-            return _refuse(409, f"decision {number} does not stand: the one to carry out is {standing}")
-        if (said.prefill, said.decode) < (0, 0) or self._is_below(said):
-            return _refuse(422, "fewer workers than asked for cannot be the whole: send done: false")
+            return refuse(409, f"decision {number} does not stand: the one to carry out is {standing}")
+        if self._is_below(said):
+            return refuse(422, "fewer workers than asked for cannot be the whole: send done: false")
         self._told = self._answer = said
-        return web.Response(status=204)
+        return Reply(status=204)
 
     def _is_below(self, said: Acknowledgement) -> bool:
         assert self._order is not None
         return said.done and (said.prefill < self._order.prefill or said.decode < self._order.decode)
+
+
+async def open_connector(config: ServiceConfig, present: Present) -> VirtualConnector:
+    """Raise ConfigError if the token cannot be read or the address cannot be had."""
+    connector = VirtualConnector(present, config.virtual_timeout_s, read_token(config.virtual_token_file))
+    await connector.start(config.virtual_host, config.virtual_port)
+    return connector
 
 
 def with_ordered(there: Fleet, ordered: int) -> Fleet:
@@ -196,5 +190,13 @@ def with_ordered(there: Fleet, ordered: int) -> Fleet:
     )
 
 
-def _refuse(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message}}, status=status)
+def is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
+
+
+def refuse(status: int, message: str) -> Reply:
+    return json_reply({"error": {"message": message}}, status)
+
+
+def error_body(error: MeshError) -> bytes:
+    return msgspec.json.encode({"error": {"message": str(error)}})

@@ -5,16 +5,18 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args, get_type_hints
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
 from cluster.control import control_socket
+from planner.config import ServiceConfig
 from planner.connectors.compose import ComposeConnector
 from planner.connectors.connector import Connector, ConnectorError, Fleets
 from planner.connectors.dry_run import DryRunConnector
+from planner.connectors.kinds import KINDS, open_connector
 from planner.connectors.kubernetes import Account, KubernetesConnector, account_of, workload_path
 from planner.connectors.local import LocalConnector
 from planner.connectors.shadow import ShadowConnector
@@ -258,10 +260,10 @@ class ShadowWorld(DryWorld):
         return fleets.prefill.ordered, fleets.decode.ordered
 
 
-KINDS = ["local", "compose", "kubernetes", "virtual", "dry-run", "shadow"]
+WORLDS = [*KINDS, "shadow"]
 
 
-@pytest_asyncio.fixture(params=KINDS)
+@pytest_asyncio.fixture(params=WORLDS)
 async def world(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[World]:
@@ -392,6 +394,20 @@ async def test_a_failure_is_told_and_the_next_try_succeeds(world: World) -> None
 async def test_closing_leaves_the_workers_as_they_are(world: World) -> None:
     await world.connector.close()
     assert await world.ordered() == (PREFILL, DECODE)
+
+
+def test_the_settings_offer_every_kind_of_connector() -> None:
+    names = get_args(get_type_hints(ServiceConfig)["connector"])
+    assert set(names) == set(KINDS)
+
+
+@pytest.mark.parametrize("connector", ["compose", "kubernetes"])
+async def test_both_roles_in_one_service_or_workload_are_refused(connector: str) -> None:
+    one = "deployment/workers"
+    flags = {f"{connector}_prefill": one, f"{connector}_decode": one, "kubernetes_url": "http://k"}
+    config = ServiceConfig(**{"connector": connector, "kubernetes_namespace": "ns", **flags})
+    with pytest.raises(ConfigError, match=f"--{connector}-prefill and --{connector}-decode"):
+        await open_connector(config, lambda: Fleets(prefill=Fleet(ready=0), decode=Fleet(ready=0)))
 
 
 # --- local --------------------------------------------------------------------------------------------

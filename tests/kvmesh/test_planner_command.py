@@ -1,4 +1,4 @@
-"""`kvmesh up --planner` and `kvmesh planner explain`."""
+"""`kvmesh up --planner`: the flags of the planner, and what it is told of its mesh."""
 
 from pathlib import Path
 
@@ -6,18 +6,12 @@ import pytest
 
 from cluster.config import ClusterConfig, UpConfig, load_cluster
 from cluster.processes import planner_spec
-from kvmesh.planner import main
 from kvmesh.up import planner_config, split_flags
 from mesh.config import load
 from planner.config import ServiceConfig
-from planner.connectors.connector import Applied
-from planner.model import Action, Fleet, Observation, Reason, ScalingDecision, Traffic
-from planner.record import Record, RecordFile
 from protocol.errors import ConfigError
 from protocol.profile import read_profile
 from protocol.timing import PolynomialTiming
-
-# --- up -----------------------------------------------------------------------------------------------
 
 
 def test_the_planners_flags_are_told_apart_from_those_of_up() -> None:
@@ -94,56 +88,3 @@ def test_of_mock_workers_it_is_told_what_they_can_do(tmp_path: Path) -> None:
 def test_flips_are_planned_only_where_engines_can(tmp_path: Path, engine: str, flips: bool) -> None:
     up = load_cluster(["--engine", engine], {})
     assert settings_of(up, ServiceConfig(prefill_profile="x.json"), tmp_path).flips is flips
-
-
-# --- explain ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def record_file(tmp_path: Path) -> Path:
-    file = RecordFile(tmp_path / "planner.jsonl", 1 << 20)
-    for number in range(1, 6):
-        traffic = Traffic(start_s=0.0, end_s=5.0, requests=10.0 * number, ttft_s=0.1 if number > 1 else None)
-        seen = Observation(at_s=0.0, prefill=Fleet(ready=1), decode=Fleet(ready=2, starting=1), traffic=traffic)
-        decision = ScalingDecision(
-            at_s=0.0, loop="reactive", action=Action.SCALE, prefill=1, decode=2 + number,
-            reasons=(Reason(code="queue", text=f"reason number {number}"),),
-        )  # fmt: skip
-        applied = Applied(prefill=1, decode=2 + number, notes=("a note",)) if number == 3 else None
-        file.add(
-            Record(
-                ts_s=1000.0 + number, planner="p", mode="active", connector="local", observation=seen,
-                decision=decision, applied=applied, error="it broke" if number == 4 else "",
-            )
-        )  # fmt: skip
-    return tmp_path / "planner.jsonl"
-
-
-def explain(record_file: Path, *flags: str) -> int:
-    return main(["explain", "--record-file", str(record_file), *flags])
-
-
-def test_the_last_decisions_are_shown_with_what_was_seen_and_why(
-    record_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert explain(record_file, "--last", "4") == 0
-    shown = capsys.readouterr().out
-    assert "reason number 1" not in shown
-    for part in ("reason number 2", "2+1 -> 5", "note: a note", "failed: it broke", "100.0", "10.0"):
-        assert part in shown
-
-
-def test_only_changes_and_failures_are_shown_on_demand(record_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    explain(record_file, "--changes")
-    shown = capsys.readouterr().out
-    assert [number for number in range(1, 6) if f"reason number {number}" in shown] == [3, 4]
-
-
-def test_records_can_be_had_as_they_are(record_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    explain(record_file, "--json", "--last", "2")
-    assert [line[:10] for line in capsys.readouterr().out.splitlines()] == ['{"ts_s":10'] * 2
-
-
-def test_without_a_record_the_error_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--record-file"):
-        explain(tmp_path / "none.jsonl")
