@@ -11,7 +11,7 @@ from protocol.ids import WorkerId
 from protocol.messages import Role, WorkerCard
 from simulator.config import SimConfig, timing_of
 from simulator.worker import SimWorker, SimWorkerState
-from workers.scheduler import Limits, Output, Pull, Scheduler
+from workers.scheduler import KvPull, Limits, Output, Scheduler
 
 MODEL = "simulated"
 TRANSFER = "simulated"
@@ -24,7 +24,7 @@ class SimFleet:
         self,
         config: SimConfig,
         on_outputs: Callable[[SimWorker, Sequence[Output], float], None],
-        on_pull: Callable[[SimWorker, Pull, float], None],
+        on_pull: Callable[[SimWorker, KvPull, float], None],
     ) -> None:
         self._config = config
         self._on_outputs = on_outputs

@@ -12,7 +12,7 @@ from protocol.messages import Role, WorkerCard
 from protocol.timing import Timing
 from workers.engines.mock.pace import MockPace
 from workers.executor import Sampled
-from workers.scheduler import DecodeRun, Output, Pull, Scheduler, SequenceState, Step
+from workers.scheduler import DecodeRun, KvPull, Output, Scheduler, SequenceState, Step
 
 MOST_RUN_S = 2.0  # the world learns of blocks filled and taken in a long run of decode steps at least so often
 _FOREVER = float("inf")
@@ -92,7 +92,7 @@ class SimWorker:
         scheduler: Scheduler,
         timing: Timing,
         on_outputs: Callable[["SimWorker", Sequence[Output], float], None],
-        on_pull: Callable[["SimWorker", Pull, float], None],
+        on_pull: Callable[["SimWorker", KvPull, float], None],
     ) -> None:
         self.card = card
         self.state = SimWorkerState.STARTING

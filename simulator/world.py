@@ -18,7 +18,7 @@ from simulator.requests import SimRequest
 from simulator.routers import SimRouters
 from simulator.sequence import prompt_hashes, sequence_for
 from simulator.worker import SimWorker, SimWorkerState
-from workers.scheduler import Output, Pull, SequenceState
+from workers.scheduler import KvPull, Output, SequenceState
 
 PROGRESS_S = 2.0  # as frontends tell the router of answers that grow
 PATIENCE_S = 6 * 3600.0  # nothing ended for so long: what is left never will
@@ -267,7 +267,7 @@ class World:
         request.prefill.release(blocks, self._agenda.now)
         self._follow(request.prefill)
 
-    def _begin_pull(self, worker: SimWorker, pull: Pull, when: float) -> None:
+    def _begin_pull(self, worker: SimWorker, pull: KvPull, when: float) -> None:
         ticket = pull.sequence.request.ticket
         assert ticket is not None
         missing = ticket.num_tokens - pull.skip * worker.pool.block_size

@@ -17,22 +17,35 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: Annotated[str, Meta(description="stable name of this worker; default: its role and a random suffix")] = ""
     role: Annotated[Role, Meta(description="prefill, decode, or aggregated: both halves")] = Role.AGGREGATED
     engine: Annotated[EngineName, Meta(description=ENGINE_HELP)] = "torch"
-    engine_args: Annotated[str, Meta(description="vllm, sglang, trtllm: their own flags, or give them after --")] = ""
+    engine_args: Annotated[
+        str, Meta(description="vllm, sglang, trtllm: flags of the engine itself; or give them after --")
+    ] = ""
     model_path: Annotated[str, Meta(description="Hugging Face folder (mock, attach: of the tokenizer)")]
     model: Annotated[str, Meta(description="name the model is served under; default: that of its folder")] = ""
-    random_weights: Annotated[bool, Meta(description="torch: make weights up, the folder has only config.json")] = False
+    random_weights: Annotated[
+        bool, Meta(description="torch, vllm: make weights up, the folder has only config.json")
+    ] = False
     device: Annotated[str, Meta(description="torch: cpu, cuda, cuda:<n> or auto")] = "auto"
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], Meta(description="torch: auto is float32 on a CPU")
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="torch, vllm: type of weights; auto: float32 on a CPU, else the model's"),
     ] = "auto"
     num_threads: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(description="torch: CPU threads of a step; 0: torch decides; default: 1 for small models"),
+        Meta(description="torch, vllm: CPU threads of a step; 0: the engine decides; default: 1 for small models"),
     ] = None
-    block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per KV block")] = 16
-    num_blocks: Annotated[int, Meta(ge=2, description="KV blocks of this worker")] = 2048
-    max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in one step")] = 32
-    max_step_tokens: Annotated[int, Meta(ge=1, description="tokens of one step; longer prompts are chunked")] = 512
+    block_size: Annotated[
+        int, Meta(ge=1, le=1024, description="tokens per KV block (vllm: set its own flag after --)")
+    ] = 16
+    num_blocks: Annotated[
+        int, Meta(ge=2, description="torch, mock: KV blocks of each rank; attach: if the server does not say")
+    ] = 2048
+    max_num_seqs: Annotated[
+        int, Meta(ge=1, description="torch, mock: sequences in one step; attach: if the server does not say")
+    ] = 32
+    max_step_tokens: Annotated[
+        int, Meta(ge=1, description="torch, mock: tokens of one step; longer prompts are chunked")
+    ] = 512
     mock_speedup: Annotated[float, Meta(ge=0, description="mock: how much faster than modelled; 0: no delay")] = 1.0
     mock_itl_ms: Annotated[float, Meta(ge=0, description="mock: fixed time of a step that decodes; 0: as modelled")] = (
         0.0
@@ -65,7 +78,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tool_parser: Annotated[str, Meta(description=TOOL_PARSER_HELP)] = ""
     reasoning_parser: Annotated[str, Meta(description=REASONING_PARSER_HELP)] = ""
     kv_transfer: Annotated[
-        Literal["auto", "nixl", "shm"], Meta(description="how KV moves between workers; auto: nixl if it loads")
+        Literal["auto", "nixl", "shm"],
+        Meta(description="torch, mock: how KV moves between workers; auto: nixl if it loads"),
     ] = "auto"
     kv_connector: Annotated[
         str, Meta(description="vllm: nixl, offloading, lmcache, a chain of them as nixl,offloading, or none")

@@ -12,14 +12,14 @@ from protocol.errors import MeshError, TransferError
 from protocol.ids import RequestId
 from protocol.messages import PullReport
 from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
-from workers.scheduler import Pull, Scheduler
+from workers.scheduler import KvPull, Scheduler
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    pull: Pull
+    pull: KvPull
     started: float  # time.perf_counter
     task: asyncio.Task[int]
     timer: asyncio.TimerHandle
@@ -52,7 +52,7 @@ class Pulls:
         self._running: set[_Running] = set()  # those given up included
         self._reports: dict[RequestId, PullReport] = {}
 
-    def start(self, pull: Pull) -> None:
+    def start(self, pull: KvPull) -> None:
         loop = asyncio.get_running_loop()
         request_id = pull.sequence.request_id
         task = loop.create_task(self._fetch(pull), name=f"pull {request_id}")
@@ -81,7 +81,7 @@ class Pulls:
         if self._running:
             await asyncio.wait([running.task for running in self._running])
 
-    async def _fetch(self, pull: Pull) -> int:
+    async def _fetch(self, pull: KvPull) -> int:
         ticket = pull.sequence.request.ticket
         assert ticket is not None
         if self._transfer is None:

@@ -98,7 +98,7 @@ class SequenceState:
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class KvPull:
     """Blocks to fetch from the peer of the sequence's ticket: those from number `skip` on, into `into`."""
 
     sequence: SequenceState
@@ -110,7 +110,7 @@ class Pull:
 class Step:
     rows: list[Row] = field(default_factory=list)
     sequences: list[SequenceState] = field(default_factory=list)  # of the rows
-    pulls: list[Pull] = field(default_factory=list)
+    pulls: list[KvPull] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,7 @@ class Scheduler:
             if self._wants_pull(sequence):
                 sequence.pulling = sequence.pulled = True
                 skip, end = sequence.num_committed, self._blocks_for(len(sequence.tokens) - 1)
-                step.pulls.append(Pull(sequence, skip, tuple(sequence.table[skip:end])))
+                step.pulls.append(KvPull(sequence, skip, tuple(sequence.table[skip:end])))
                 continue
             count = min(sequence.num_missing, budget)
             self._add_row(step, sequence, count)
@@ -428,7 +428,7 @@ class Scheduler:
             sequence.num_computed = len(sequence.tokens) - 1
             self._commit_full_blocks(sequence)
 
-    def pull_given_up(self, pull: Pull) -> None:
+    def pull_given_up(self, pull: KvPull) -> None:
         """Do not wait for a pull: it may never end. A request that still runs is computed in other blocks.
 
         The pull's own blocks stay held, since it may still write into them, until `pull_let_go`.
@@ -441,7 +441,7 @@ class Scheduler:
         if not sequence.aborted:
             self._waiting.appendleft(sequence)
 
-    def pull_let_go(self, pull: Pull) -> None:
+    def pull_let_go(self, pull: KvPull) -> None:
         """A pull that was given up has ended: its blocks can be used again."""
         self.pool.release(pull.into)
 

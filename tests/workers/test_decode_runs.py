@@ -23,7 +23,7 @@ from protocol.messages import (
 from tests.support.budget import examples
 from workers.engines.mock.executor import mock_token
 from workers.executor import Sampled
-from workers.scheduler import DecodeRun, Limits, Output, Pull, Scheduler, SequenceState
+from workers.scheduler import DecodeRun, KvPull, Limits, Output, Scheduler, SequenceState
 
 BLOCK = 4
 VOCABULARY = 1000
@@ -57,7 +57,7 @@ class Engine:
         self.steps = 0
         self.told: dict[str, Told] = {}
         self.events: list[KvEvent] = []
-        self.pulls: list[tuple[int, Pull]] = []  # the step before which it ends
+        self.pulls: list[tuple[int, KvPull]] = []  # the step before which it ends
         self.held: list[int] = []  # entries of the block tables of each step's rows
 
     def advance(self, until: int, rng: random.Random) -> None:

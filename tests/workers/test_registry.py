@@ -1,10 +1,12 @@
 """The registry of engines: what it says of each is true, and its readers need no other list."""
 
+import re
 from importlib import import_module
 
 import msgspec
 import pytest
 
+from mesh.config import describe
 from protocol.errors import ConfigError
 from protocol.messages import Role
 from workers.config import WorkerConfig
@@ -21,6 +23,14 @@ def test_optional_settings_are_settings_of_a_worker() -> None:
     assert set(OPTIONAL) <= set(WorkerConfig.__struct_fields__)
     assert all(kind.takes <= set(OPTIONAL) for kind in ENGINES.values())
     assert all(takers(setting) for setting in OPTIONAL)
+
+
+def test_help_names_the_engines_that_read_an_optional_setting() -> None:
+    rows = {row.flag.split()[0]: row.help for row in describe(WorkerConfig, prefix="")}
+    for setting in OPTIONAL:
+        text = rows["--" + setting.replace("_", "-")]
+        for kind in ENGINES.values():
+            assert (setting in kind.takes) is (kind.name in re.split(r"\W+", text)), (setting, kind.name)
 
 
 def test_settings_take_the_registered_engines_and_no_others() -> None:

@@ -74,7 +74,7 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepBatch:
     """StepPlan, on the device. Indices are int64, as torch wants them."""
 
     token_ids: Tensor  # [T]
@@ -200,7 +200,7 @@ def _table(rows: Sequence[Row], block_size: int) -> Ints:
     return np.array(flat, np.int64).reshape(len(rows), width)
 
 
-def to_device(plan: StepPlan, kv: PagedKv, dtype: torch.dtype) -> Batch:
+def to_device(plan: StepPlan, kv: PagedKv, dtype: torch.dtype) -> StepBatch:
     """Make the tensors of a step: one copy to the device, then nothing that waits for it.
 
     `dtype`: of the queries, which masks share.
@@ -218,7 +218,7 @@ def to_device(plan: StepPlan, kv: PagedKv, dtype: torch.dtype) -> Batch:
     group_arrays = [array for group in plan.groups for array in (group.table, group.lengths)]
     moved = iter(_move([*tokens, *span_tables, *group_arrays], kv.blocks.device))
     token_ids, positions, write_blocks, write_offsets, begun_blocks, last_tokens = (next(moved) for _ in tokens)
-    return Batch(
+    return StepBatch(
         token_ids=token_ids,
         positions=positions,
         write_blocks=write_blocks,

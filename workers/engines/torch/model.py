@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.engines.torch.batch import Batch, DecodeGroup, PrefillSpan
+from workers.engines.torch.batch import DecodeGroup, PrefillSpan, StepBatch
 from workers.engines.torch.cache import PagedKv
 from workers.engines.torch.config import ModelConfig, RopeConfig
 from workers.engines.torch.weights import LayerWeights, ModelWeights
@@ -18,7 +18,7 @@ class Transformer:
         self._weights = weights
         self._rope = rope_table(config).to(weights.embed.device, weights.embed.dtype)
 
-    def forward(self, batch: Batch, kv: PagedKv) -> Tensor:
+    def forward(self, batch: StepBatch, kv: PagedKv) -> Tensor:
         """Compute the batch, write its keys and values to `kv`; what it knows at `last_tokens`: [S, hidden]."""
         eps = self._config.rms_norm_eps
         if batch.begun_blocks is not None:
@@ -37,7 +37,7 @@ class Transformer:
         return F.linear(hidden, self._weights.lm_head).float()
 
     def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv: PagedKv
+        self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch, kv: PagedKv
     ) -> Tensor:
         """x: [T, hidden]; cos, sin: [T, 1, head_dim]; returns [T, hidden]."""
         config = self._config
