@@ -65,7 +65,8 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_BENCH_",
         prog="kvmesh bench engine steps",
-        description="Measure the torch engine beside the roofline of its device.",
+        description="Measure how fast the torch engine prefills and decodes, beside what its device could do: the "
+        "rate of a large matrix product, and the rate at which memory is read. Weights are random.",
         section="bench",
     )
     report = measure(config, Console(stderr=True))

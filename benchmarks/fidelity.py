@@ -82,7 +82,8 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_BENCH_",
         prog="kvmesh bench fidelity",
-        description="Compare a live run of mock workers with its simulation.",
+        description="Compare a live run of mock workers with its simulation. A mesh is started, requests are sent and "
+        "recorded, and the simulator gets the same requests at the same times. Takes about two minutes.",
         section="bench",
     )
     alone, sent = asyncio.run(record(config, Console(stderr=True)))

@@ -102,7 +102,8 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_BENCH_",
         prog="kvmesh bench index",
-        description="Measure the prefix index: feeding it, asking it, its memory.",
+        description="Measure the prefix index by itself: CPU time of an event and of a lookup, and memory, for "
+        "chains of blocks that some workers hold.",
         section="bench",
     )
     report = measure(config, Console(stderr=True))

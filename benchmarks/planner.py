@@ -107,7 +107,8 @@ def main(argv: list[str]) -> int:
         {},
         prefix="KVMESH_BENCH_",
         prog="kvmesh bench planner",
-        description="SLO attainment and GPU-hours of the planner and of others, in the simulator.",
+        description="Compare the planner with other policies in the simulator: five loads, each served by fleets that "
+        "each policy sizes. Shows the share of requests within the SLO, and GPU-hours.",
     )
     policies = _chosen(config.policies, POLICIES, "policy")
     loads = [load for name in _chosen(config.loads, LOADS, "load") if (load := load_of(name, config)) is not None]

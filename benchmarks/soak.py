@@ -81,7 +81,8 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_BENCH_",
         prog="kvmesh bench soak",
-        description="Measure whether the frontend's memory grows with the requests it has answered.",
+        description="Measure whether the frontend's memory grows with the requests it has answered. A mesh of mock "
+        "workers is started and answers short chats; memory is read after shares of them.",
         section="bench",
     )
     report = asyncio.run(measure(config, Console(stderr=True)))

@@ -98,7 +98,8 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_BENCH_",
         prog="kvmesh bench streams",
-        description="Measure what idle streams cost the frontend: CPU, memory, and whether they end well.",
+        description="Measure what idle streams cost the frontend: CPU and memory. A mesh of mock workers that take "
+        "half a minute for a token is started, streams are opened, most clients leave, and the others read to the end.",
         section="bench",
     )
     check_files(config.streams)

@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,7 +63,6 @@ class DemoRequest:
     last_s: float | None = None
     tokens: int = 0
     failure: str = ""
-    chunks_s: list[float] = field(default_factory=list)
 
     @property
     def itl_s(self) -> float | None:

@@ -25,7 +25,6 @@ NO_DEMAND = frozenset(
         "request_timeout",
         "body_too_large",
         "head_too_large",
-        "unsupported_media_type",
     }
 )
 NO_GENERATION = frozenset({"embeddings"})  # endpoints

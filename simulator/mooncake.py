@@ -70,11 +70,6 @@ def _read_row(line: bytes, number: int, path: Path) -> TraceRow:
         raise ConfigError(f"line {number} of {path} cannot be read: {error}", hint=hint) from error
 
 
-def read_rows(path: Path, limit: int = 0) -> list[TraceRow]:
-    """The same at once."""
-    return list(stream_rows(path, limit))
-
-
 def from_rows(rows: Iterable[TraceRow], block_size: int, trace_block_size: int = 512) -> Iterator[SimRequest]:
     """`rows` in order of time. Their block ids stand for `trace_block_size` tokens each.
 

@@ -100,7 +100,6 @@ class SimWorker:
         self.ordered_s = 0.0
         self.assigned = 0  # requests that were placed here and have not ended
         self.turns_into: Role | None = None
-        self.awaits_release = 0  # sequences here whose first delta lets a prefill worker's blocks go
         self.computed_tokens = 0  # of prompts
         self.busy_s = 0.0
         self.turns = 0

@@ -30,8 +30,6 @@ HABITS = """[name] {loved|liked} {to eat [food]|to walk in the [weather] weather
 {|Every {morning|evening} [he] {looked out of the window|went for a walk|sang a song|drank a cup of tea}.}
 {|Everyone [at] knew [him].}{| [He] had a [colour2] [thing2] that [he] {loved very much|took everywhere}.}"""
 
-WEATHER = "{One|On a|It was a} [weather] [time] in [season]"
-
 # Each plot: (story lines, summary, questions as "question ? answer"). [friend] always meets [name] by the plot.
 PLOTS: dict[str, tuple[str, str, tuple[tuple[str, str], ...]]] = {
     "found": (

@@ -24,10 +24,6 @@ class MethodNotAllowedError(InvalidRequestError):
     code = "method_not_allowed"
 
 
-class UnsupportedMediaTypeError(InvalidRequestError):
-    code = "unsupported_media_type"
-
-
 class RequestTimeoutError(InvalidRequestError):
     code = "request_timeout"
 
@@ -57,7 +53,6 @@ _BY_CODE = {
     "method_not_allowed": HttpFailure(405, _INVALID, "method_not_allowed"),
     "request_timeout": HttpFailure(408, _INVALID, "request_timeout"),
     "body_too_large": HttpFailure(413, _INVALID, "body_too_large"),
-    "unsupported_media_type": HttpFailure(415, _INVALID, "unsupported_media_type"),
     "head_too_large": HttpFailure(431, _INVALID, "headers_too_large"),
     "overloaded": HttpFailure(429, "rate_limit_error", "overloaded", retry_after_s=1),
     "no_worker": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),

@@ -10,7 +10,7 @@ import pytest
 from protocol.errors import ConfigError
 from simulator import SimReport
 from simulator.arrivals import jittered
-from simulator.mooncake import TraceRow, from_rows, read_rows
+from simulator.mooncake import TraceRow, from_rows, stream_rows
 from simulator.replay import ReplayConfig, main, replay
 
 BLOCK = 64
@@ -142,7 +142,7 @@ def test_rows_are_played_in_order_of_time(tmp_path: Path) -> None:
     path.write_text(
         '{"timestamp": 5, "input_length": 1, "hash_ids": [2]}\n\n{"timestamp": 1, "input_length": 1, "hash_ids": [1]}\n'
     )
-    assert [r.timestamp for r in read_rows(path)] == [1, 5]
+    assert [r.timestamp for r in stream_rows(path)] == [1, 5]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"timestamp": -1, "input_length": 1, "hash_ids": []}'])
@@ -150,7 +150,7 @@ def test_a_file_that_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"trace\.jsonl"):
-        read_rows(path)
+        list(stream_rows(path))
 
 
 def test_a_missing_trace_is_told() -> None:

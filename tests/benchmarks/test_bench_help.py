@@ -1,0 +1,29 @@
+"""`kvmesh bench` and each benchmark say what they do."""
+
+import pytest
+
+from benchmarks.__main__ import BENCHMARKS, main
+from protocol.errors import ConfigError
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_the_help_lists_every_benchmark(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 90
+    assert {line.split()[0] for line in lines[2:]} == set(BENCHMARKS)
+
+
+@pytest.mark.parametrize("argv", [[name] for name in BENCHMARKS] + [["engine", "steps"]])
+def test_each_benchmark_says_what_it_measures(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*argv, "--help"])
+    assert ended.value.code == 0
+    usage, description, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage == f"usage: kvmesh bench {' '.join(argv)} [options]"
+    assert len(description) > 80
+
+
+def test_an_unknown_benchmark_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="frontend, streams"):
+        main(["frontent"])
