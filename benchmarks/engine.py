@@ -115,8 +115,8 @@ def main(argv: list[str]) -> int:
         prefix="KVMESH_BENCH_",
         prog="kvmesh bench engine",
         description="Compare a mesh of one vLLM worker with the bare `vllm serve`. Both get the same flags and "
-        "the same requests in turn; needs vLLM. `kvmesh bench engine steps` measures the torch engine beside the roofline of "
-        "its device.",
+        "the same requests in turn; needs vLLM. `kvmesh bench engine steps` measures the torch engine "
+        "beside the roofline of its device.",
         section="bench",
     )
     python = other_python(os.environ, importlib.util.find_spec("vllm") is not None)

@@ -113,8 +113,8 @@ def main(argv: list[str]) -> int:
         prefix="KVMESH_BENCH_",
         prog="kvmesh bench frontend",
         description="Measure frontend and router: CPU per request and per token, latency, memory. A mesh of "
-        "mock workers that answer at once is started, and load is sent from this host; or name a running server by --url and "
-        "--pid.",
+        "mock workers that answer at once is started, and load is sent from this host; or name a running "
+        "server by --url and --pid.",
         section="bench",
     )
     if bool(config.url) != (config.pid is not None):
