@@ -87,7 +87,7 @@ class Dispatcher:
 
     async def preview(self, request: GenerateRequest, hints: Hints, deadline: float) -> Placed:
         """Implements frontend.generator.Generator."""
-        route = await self._route(request, _tokens(request), msgspec.structs.replace(hints, explain=True), ())
+        route = await self._route(request, request.prompt, msgspec.structs.replace(hints, explain=True), ())
         return await self._router.preview(route, _left(deadline))
 
     async def embed(self, request: EmbedRequest, hints: Hints, deadline: float) -> Embedding:
@@ -99,7 +99,7 @@ class Dispatcher:
         self, attempt: Callable[[Sequence[WorkerId]], Awaitable[ResultT]], failures: "_Failures"
     ) -> ResultT:
         """Make attempts until one succeeds; each is given the workers that have failed. Raise MeshError."""
-        while not failures.are_too_many:
+        while True:
             try:
                 return await attempt(failures.workers)
             except _LegFailedError as failure:
@@ -107,8 +107,6 @@ class Dispatcher:
             except (NoWorkerError, OverloadedError) as refusal:  # of the router
                 failures.weigh(refusal)
                 await asyncio.sleep(RETRY_S)
-        assert failures.problem is not None
-        raise failures.problem
 
     async def _embed(
         self, request: EmbedRequest, hints: Hints, deadline: float, failed: Sequence[WorkerId]
@@ -156,7 +154,8 @@ class Dispatcher:
     async def _generate(self, task: "_Generation", failed: Sequence[WorkerId]) -> None:
         """Have one placement carried out. Raise _LegFailedError if a worker fails its part."""
         request = task.request if not failed else task.continued()
-        route = await self._route(request, _tokens(request), task.hints, failed)
+        tokens = request.prompt + pack_tokens(request.generated) if request.generated else request.prompt
+        route = await self._route(request, tokens, task.hints, failed)
         now = asyncio.get_running_loop().time
         asked = now()
         async with self._router.book(route, task.deadline - asked) as booking:
@@ -258,16 +257,15 @@ class _Failures:
         self.workers: list[WorkerId] = []
         self.problem: MeshError | None = None  # the last one
 
-    @property
-    def are_too_many(self) -> bool:
-        return self._attempts >= MAX_ATTEMPTS or self._engine_failures >= MAX_ENGINE_FAILURES
-
     def note(self, failure: _LegFailedError) -> None:
+        """Raise the reason if this was one failure too many."""
         log.warning("worker %s failed a request: %s", failure.worker_id, failure.reason)
         self.workers.append(failure.worker_id)
         self.problem = failure.reason
         self._attempts += not isinstance(failure.reason, NOT_BEGUN)
         self._engine_failures += isinstance(failure.reason, EngineError)
+        if self._attempts >= MAX_ATTEMPTS or self._engine_failures >= MAX_ENGINE_FAILURES:
+            raise failure.reason
         self._patience_ends = min(asyncio.get_running_loop().time() + self._patience_s, self._deadline)
 
     def weigh(self, refusal: MeshError) -> None:
@@ -411,10 +409,6 @@ class _Reports:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-
-
-def _tokens(request: GenerateRequest) -> bytes:
-    return request.prompt + pack_tokens(request.generated) if request.generated else request.prompt
 
 
 async def _hashes(tokens: bytes, block_size: int, seed: int) -> bytes:

@@ -25,12 +25,6 @@ def or_default(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def check_min_tokens(min_tokens: int | None, max_tokens: int | None, max_param: str) -> None:
-    """Raise InvalidRequestError if the answer would have to be longer than it may be."""
-    if max_tokens is not None and (min_tokens or 0) > max_tokens:
-        refuse("min_tokens", f"{min_tokens} is more than {max_param}, {max_tokens}")
-
-
 def hints_of(options: KvmeshOptions | None, session: str | None) -> Hints:
     """Return the hints that the body gives; `session`: the name of the user, in the words of the API."""
     if options is None:

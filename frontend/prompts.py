@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -42,7 +42,8 @@ async def read_prompts(parsed: ParsedRequest, model: Model) -> list[TokenizedPro
     else:
         prompts = await in_turns(parsed.prompts, lambda prompt: completion_prompt(parsed, model, prompt))
     for read in prompts:
-        check_not_empty(read.tokens, parsed.names.prompt)
+        if not read.tokens:
+            refuse_empty(parsed.names.prompt)
     return prompts
 
 
@@ -127,10 +128,8 @@ def with_suffix(prompt: str, suffix: str, model: Model) -> str:
 # --- checks -------------------------------------------------------------------------------------------
 
 
-def check_not_empty(tokens: bytes, param: str) -> None:
-    """Raise InvalidRequestError if there is nothing for the model to read."""
-    if not tokens:
-        raise InvalidRequestError("the prompt is empty", param=param)
+def refuse_empty(param: str) -> NoReturn:
+    raise InvalidRequestError("the prompt is empty", param=param)
 
 
 def check_token_ids(token_ids: Sequence[int], model: Model, param: str) -> None:

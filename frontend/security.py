@@ -8,8 +8,9 @@ import ssl
 import stat
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from mesh.http.errors import UnauthorizedError
 from mesh.http.request import Request
@@ -55,47 +56,64 @@ def read_api_keys(text: str, source: str) -> list[ApiKey]:
     return list(keys.values())
 
 
+Stamp = tuple[tuple[int, int, int], ...]  # of files: changes with what is in them
+T = TypeVar("T")
+
+
+class WatchedFiles(Generic[T]):
+    """Keeps what was read from files, and reads them again once they have changed."""
+
+    def __init__(self, look: Callable[[], Stamp], read: Callable[[], T], name: str, clock: Callable[[], float]) -> None:
+        """`name`: what the files hold, for the log. Raise ConfigError."""
+        self._look = look
+        self._read_files = read
+        self._name = name
+        self._clock = clock
+        self._stamp = look()
+        self._content = read()
+        self._next_look = clock() + LOOK_S
+
+    def read(self) -> T:
+        """Return the content. If the files cannot be used any more, it stays: they may be half written."""
+        if self._clock() >= self._next_look:
+            self._next_look = self._clock() + LOOK_S
+            try:
+                self._read_changes()
+            except (ConfigError, OSError) as error:
+                log.error("the %s stay as they were: %s", self._name, error)
+        return self._content
+
+    def _read_changes(self) -> None:
+        stamp = self._look()
+        if stamp != self._stamp:
+            self._content, self._stamp = self._read_files(), stamp
+            log.info("the %s were read again", self._name)
+
+
 class ApiKeyGuard:
     """Lets requests pass that carry one of the keys in a file. A file that changes is read again."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError."""
+        """Raise ConfigError."""
         self._path = Path(path)
-        self._clock = clock
-        self._stamp = self._look()
-        self._keys = self._read()
-        self._next_look = clock() + LOOK_S
+        self._keys = WatchedFiles(self._look, self._read, "API keys", clock)
         warn_if_public("--api-keys-file", path)
 
     def __call__(self, request: Request) -> None:
-        """Name the tenant of its key in the request. Raises UnauthorizedError."""
-        if self._clock() >= self._next_look:
-            self._read_again()
+        """Name the tenant of its key in the request. Raise UnauthorizedError."""
+        keys = self._keys.read()
         sent = sent_key(request)
         if sent is None:
             raise UnauthorizedError("no API key was sent", hint=_SEND)
         digest, found = _digest(sent), None
-        for key in self._keys:  # to the end: the time taken tells nothing
+        for key in keys:  # to the end: the time taken tells nothing
             if hmac.compare_digest(key.digest, digest):
                 found = key
         if found is None:
             raise UnauthorizedError("the API key that was sent is not valid", hint="check it, and " + _SEND)
         request.tenant = found.tenant
 
-    def _read_again(self) -> None:
-        """Keep the keys if the file cannot be used: it may be half written."""
-        self._next_look = self._clock() + LOOK_S
-        try:
-            stamp = self._look()
-            if stamp == self._stamp:
-                return
-            self._keys, self._stamp = self._read(), stamp
-        except ConfigError as error:
-            log.error("the API keys stay as they were: %s", error)
-        else:
-            log.info("the API keys were read again", extra={"keys": len(self._keys)})
-
-    def _look(self) -> "Stamp":
+    def _look(self) -> Stamp:
         try:
             return stamp_of([str(self._path)])
         except OSError as error:
@@ -149,8 +167,8 @@ def tls_context(
             given = "--tls-key" if key else "--tls-client-ca"
             raise ConfigError(f"{given} is given without --tls-cert", hint="give --tls-cert too, or none of them")
         return None
-    renewal = TlsRenewal(cert, key, client_ca, clock)
-    context = _load_context(cert, key, client_ca)
+    renewal = TlsRenewal((cert, key, client_ca), clock)
+    context = renewal.files.read()
     context.sni_callback = renewal
     warn_if_public("--tls-key", key or cert)
     return context
@@ -159,38 +177,20 @@ def tls_context(
 class TlsRenewal:
     """Called in each handshake (not only for a client that names the server): gives it the files as they are now."""
 
-    def __init__(self, cert: str, key: str, client_ca: str, clock: Callable[[], float]) -> None:
-        """Raises ConfigError."""
-        self._files = (cert, key, client_ca)
-        self._clock = clock
-        self._stamp = self._look()
-        self._next_look = clock() + LOOK_S
-        self._renewed: ssl.SSLContext | None = None
+    def __init__(self, paths: tuple[str, str, str], clock: Callable[[], float]) -> None:
+        """`paths`: certificate, key, clients' CA. Raise ConfigError."""
+        self._paths = paths
+        self.files = WatchedFiles(self._look, partial(_load_context, *paths), "TLS files", clock)
 
     def __call__(
         self, connection: ssl.SSLSocket | ssl.SSLObject, server_name: str | None, context: ssl.SSLContext
     ) -> None:
-        if self._clock() >= self._next_look:
-            self._read_again()
-        if self._renewed is not None:
-            connection.context = self._renewed
+        if (newest := self.files.read()) is not context:
+            connection.context = newest
 
-    def _read_again(self) -> None:
-        """Keep what we have if the files cannot be used: half of them may be written."""
-        self._next_look = self._clock() + LOOK_S
-        try:
-            stamp = self._look()
-            if stamp == self._stamp:
-                return
-            self._renewed, self._stamp = _load_context(*self._files), stamp
-        except (ConfigError, OSError) as error:
-            log.error("the TLS certificate stays as it was: %s", error)
-        else:
-            log.info("the TLS certificate was read again")
-
-    def _look(self) -> "Stamp":
-        """Raises ConfigError."""
-        cert, key, client_ca = self._files
+    def _look(self) -> Stamp:
+        """Raise ConfigError."""
+        cert, key, client_ca = self._paths
         files = [("--tls-cert", cert), ("--tls-key", key or cert), ("--tls-client-ca", client_ca)]
         given = [(flag, path) for flag, path in files if path]
         for flag, path in given:
@@ -220,9 +220,6 @@ def _load_context(cert: str, key: str, client_ca: str) -> ssl.SSLContext:
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-Stamp = tuple[tuple[int, int, int], ...]  # of files: changes with what is in them
 
 
 def stamp_of(paths: Sequence[str]) -> Stamp:

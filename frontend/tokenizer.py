@@ -19,7 +19,7 @@ import tokenizers
 
 from frontend.detokenizer import NONE_SHOWN, Detokenizer, TokenDecoder, token_decoder
 from frontend.tokenizing import metrics
-from frontend.tokenizing.backends import Backend, BackendName, HfBackend, choose_backend
+from frontend.tokenizing.backends import BackendName, HfBackend, TokenizerBackend, choose_backend
 from frontend.tokenizing.cache import PieceCache
 from frontend.tokenizing.cuts import CutRules, cut_rules
 from frontend.tokenizing.names import TokenNames
@@ -40,7 +40,7 @@ class Tokenizer:
     """Safe to use from several threads: nothing but the cache changes once it is loaded, and that has a lock."""
 
     def __init__(
-        self, backend: Backend, rules: CutRules, frame: "Frame", names: TokenNames, decoder: TokenDecoder,
+        self, backend: TokenizerBackend, rules: CutRules, frame: "Frame", names: TokenNames, decoder: TokenDecoder,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:  # fmt: skip
         self._backend = backend

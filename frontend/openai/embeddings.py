@@ -26,7 +26,7 @@ from frontend.generator import Generator, Hints
 from frontend.models import Model
 from frontend.openai.parameters import prompts_of
 from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
-from frontend.prompts import check_not_empty, given_tokens, in_turns, text_tokens
+from frontend.prompts import given_tokens, in_turns, refuse_empty, text_tokens
 from frontend.request import ParsedBody
 from frontend.running import first_failure
 from frontend.shapes import MAX_USER_CHARS, ModelName, Salt, Strict, TokenId
@@ -156,8 +156,8 @@ async def read_inputs(parsed: ParsedEmbeddings, model: Model) -> list[bytes]:
         return given_tokens(given, model, "input")
 
     inputs = await in_turns(parsed.inputs, read)
-    for tokens in inputs:
-        check_not_empty(tokens, "input")
+    if not all(inputs):
+        refuse_empty("input")
     for tokens in inputs:
         check_fits(len(tokens) // 4, model)
     return inputs

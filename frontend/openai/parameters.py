@@ -25,7 +25,6 @@ from frontend.parameters import (
     LEAST_TOP_P,
     DeclaredTool,
     ToolWish,
-    check_min_tokens,
     check_tool_name,
     guide_of,
     hints_of,
@@ -107,7 +106,9 @@ def parse_either(body: bytes) -> ParsedRequest:
 
 def check_lengths(request: RequestBase, max_tokens: int | None, max_param: str = "max_tokens") -> None:
     """Raise InvalidRequestError for options of a stream without a stream, and for limits that exclude each other."""
-    check_min_tokens(request.min_tokens, max_tokens, max_param)
+    min_tokens = request.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        refuse("min_tokens", f"{min_tokens} is more than {max_param}, {max_tokens}")
     if request.stream_options is not None and not request.stream:
         refuse("stream_options", "only allowed when stream is true")
 
@@ -183,6 +184,8 @@ PART_DEFAULTS: Mapping[str, Only] = {
 
 def _tools(request: ChatRequest) -> Tools | None:
     """Return None if the model is to know of no tool."""
+    if not request.tools and request.tool_choice is None:
+        return None
     wish = wish_of(request.tool_choice)
     if wish.choice is ToolChoice.NONE:
         return None

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 BackendName: TypeAlias = Literal["auto", "hf", "fastokens"]
 
 
-class Backend(Protocol):
+class TokenizerBackend(Protocol):
     """Gives the tokens of a text, without those that a tokenizer adds around it. Safe to use from several threads."""
 
     name: str
@@ -90,7 +90,7 @@ def require_backend(wanted: BackendName) -> None:
         raise ConfigError(NOT_INSTALLED, hint=f"install it (pip install fastokens), or {DO_WITHOUT}")
 
 
-def choose_backend(wanted: BackendName, reference: tokenizers.Tokenizer, data: str, origin: str) -> Backend:
+def choose_backend(wanted: BackendName, reference: tokenizers.Tokenizer, data: str, origin: str) -> TokenizerBackend:
     """The backend for the tokenizer.json `data`, which `reference` has read.
 
     Raises ConfigError if fastokens is wanted by name, and is missing or differs.
@@ -122,7 +122,7 @@ def special_texts(tokenizer: tokenizers.Tokenizer) -> list[str]:
 MAX_SPECIAL_TEXTS = 64  # some tokenizers have thousands that are reserved
 
 
-def difference(one: Backend, other: Backend, special: Sequence[str]) -> str:
+def difference(one: TokenizerBackend, other: TokenizerBackend, special: Sequence[str]) -> str:
     """Where two backends differ first, in words; "" if they agree on all probes."""
     texts = probes(special[:MAX_SPECIAL_TEXTS])
     for text, ids, other_ids in zip(texts, one.encode(texts), other.encode(texts), strict=True):

@@ -310,7 +310,7 @@ async def test_a_renewed_certificate_and_client_ca_count_for_new_connections(
             await common_name(url, certificates.for_client("client"), name)
         rotation.exchange("server.pem", "renewed.key", "ca.pem")  # which do not fit
         assert await common_name(url, certificates.for_client("stranger"), name) == "renewed"
-        assert "the TLS certificate stays as it was" in caplog.text
+        assert "the TLS files stay as they were" in caplog.text
         Path(rotation.files[0]).unlink()
         rotation.now += 3.0
         assert await common_name(url, certificates.for_client("stranger"), name) == "renewed"

@@ -35,7 +35,7 @@ FAST = [
 ]
 
 
-def chosen(name: str, wanted: str = "auto") -> backends.Backend:
+def chosen(name: str, wanted: str = "auto") -> backends.TokenizerBackend:
     return choose_backend(wanted, reference(name), reference(name).to_str(), name)
 
 

@@ -26,6 +26,25 @@ class TaggedCalls(CallMachine):
         self._types: frozenset[str] = TEXT
         self._arguments_told = 0  # of the call that is open
 
+    def _read_name(self) -> bool:
+        if (name := self._word()) is None:
+            return False
+        self._name = name
+        self._state = self._name_end
+        if not name:
+            self._give_up()
+        return True
+
+    def _in_key(self) -> bool:
+        key = self._word(_KEY_RUN)
+        if key is None:
+            return False
+        self._key = key.strip()
+        self._state = self._key_end
+        if not self._key:
+            self._give_up()
+        return True
+
     def _begin_call(self) -> None:
         self._begin(self._name)
         self._arguments_told = 0
@@ -57,6 +76,12 @@ class TaggedCalls(CallMachine):
         else:
             self._raw.append(text)
 
+    def _name_end(self) -> bool:
+        raise NotImplementedError
+
+    def _key_end(self) -> bool:
+        raise NotImplementedError
+
     def _argument_or_end(self) -> bool:
         raise NotImplementedError
 
@@ -85,14 +110,7 @@ class QwenCoderCalls(TaggedCalls):
         return self._expect(("<function=", self._in_name))
 
     def _in_name(self) -> bool:
-        name = self._word()
-        if name is None:
-            return False
-        self._name = name
-        self._state = self._name_end
-        if not name:
-            self._give_up()
-        return True
+        return self._read_name()
 
     def _name_end(self) -> bool:
         return self._expect((">", self._name_read))
@@ -106,16 +124,6 @@ class QwenCoderCalls(TaggedCalls):
         return self._expect(
             ("<parameter=", self._in_key), ("</function>", self._arguments_end), ("</tool_call>", self._arguments_end)
         )
-
-    def _in_key(self) -> bool:
-        key = self._word(_KEY_RUN)
-        if key is None:
-            return False
-        self._key = key.strip()
-        self._state = self._key_end
-        if not self._key:
-            self._give_up()
-        return True
 
     def _key_end(self) -> bool:
         return self._expect((">", self._value_ahead))
@@ -143,13 +151,7 @@ class GlmCalls(TaggedCalls):
         return self._name_ahead
 
     def _name_ahead(self) -> bool:
-        if not self._skip_space() or (name := self._word()) is None:
-            return False
-        self._name = name
-        self._state = self._name_end
-        if not name:
-            self._give_up()
-        return True
+        return self._skip_space() and self._read_name()
 
     def _name_end(self) -> bool:
         return self._expect(("<arg_key>", self._first_key), ("</tool_call>", self._no_keys))
@@ -163,16 +165,6 @@ class GlmCalls(TaggedCalls):
     def _no_keys(self) -> bool:
         self._begin_call()
         return self._arguments_end()
-
-    def _in_key(self) -> bool:
-        key = self._word(_KEY_RUN)
-        if key is None:
-            return False
-        self._key = key.strip()
-        self._state = self._key_end
-        if not self._key:
-            self._give_up()
-        return True
 
     def _key_end(self) -> bool:
         return self._expect(("</arg_key>", self._value_tag_ahead))
