@@ -27,16 +27,16 @@ _DEVICE = "GPU"  # blocks in other media are not the engine's to reuse at once: 
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class _EngineBlock:
     key: EngineHash
     name: SequenceHash
-    parent: "_Block | None"
+    parent: "_EngineBlock | None"
     tokens: tuple[int, ...]
     lora: str | None
     salt: str | None
     copies: int = 0
     is_reachable: bool = False  # it and all before it are there
-    children: dict[EngineHash, "_Block"] = field(default_factory=dict)
+    children: dict[EngineHash, "_EngineBlock"] = field(default_factory=dict)
 
 
 class CacheMirror:
@@ -49,8 +49,8 @@ class CacheMirror:
         self.block_size = block_size
         self.stats: Counter[str] = Counter()
         self._max_blocks = max_blocks
-        self._blocks: dict[EngineHash, _Block] = {}
-        self._roots: dict[EngineHash, _Block] = {}
+        self._blocks: dict[EngineHash, _EngineBlock] = {}
+        self._roots: dict[EngineHash, _EngineBlock] = {}
         self._announced: dict[SequenceHash, int] = {}  # reachable blocks of that name; an engine may have two
         self._digest = 0  # sum of the terms of all in _announced, mod 2**64 where it is read
         self._news = _Announcement(block_size)
@@ -126,12 +126,12 @@ class CacheMirror:
     def _new_block(
         self,
         key: EngineHash,
-        parent: _Block | None,
+        parent: _EngineBlock | None,
         event: Stored,
         number: int,
         names: Sequence[BlockHash],
         adapter_and_salt: tuple[str | None, str | None],
-    ) -> _Block | None:
+    ) -> _EngineBlock | None:
         """Block `number` of the event; None, and counted with all after it, where it cannot be named or kept."""
         left_out = len(event.hashes) - number
         if number >= len(names):
@@ -143,7 +143,7 @@ class CacheMirror:
         [name] = extend_chain(None if parent is None else parent.name, [names[number]])
         tokens = event.token_ids[number * self.block_size : (number + 1) * self.block_size]
         lora, salt = adapter_and_salt
-        block = _Block(key, name, parent, tokens, lora, salt)
+        block = _EngineBlock(key, name, parent, tokens, lora, salt)
         self._blocks[key] = block
         (self._roots if parent is None else parent.children)[key] = block
         return block
@@ -161,7 +161,7 @@ class CacheMirror:
                 self._hide(block)
                 self._forget_if_useless(block)
 
-    def _show(self, block: _Block) -> None:
+    def _show(self, block: _EngineBlock) -> None:
         """It is there: it can be reached if all before it can, and with it what follows it."""
         pending = [block]
         while pending:
@@ -175,9 +175,9 @@ class CacheMirror:
                 self._news.stored(block)
             pending.extend(reversed(block.children.values()))
 
-    def _hide(self, block: _Block) -> None:
+    def _hide(self, block: _EngineBlock) -> None:
         """It is gone: neither it nor what follows it can be reached. Announced children before parents."""
-        hidden: list[_Block] = []
+        hidden: list[_EngineBlock] = []
         pending = [block]
         while pending:
             block = pending.pop()
@@ -194,7 +194,7 @@ class CacheMirror:
             self._digest -= digest_term(block.name)
             self._news.removed(block)
 
-    def _forget_if_useless(self, block: _Block | None) -> None:
+    def _forget_if_useless(self, block: _EngineBlock | None) -> None:
         while block is not None and not block.copies and not block.children:
             del self._blocks[block.key]
             del (self._roots if block.parent is None else block.parent.children)[block.key]
@@ -214,15 +214,15 @@ class _Announcement:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._events: list[KvEvent] = []
-        self._run: list[_Block] = []
+        self._run: list[_EngineBlock] = []
         self._gone: list[EngineHash] = []
 
-    def stored(self, block: _Block) -> None:
+    def stored(self, block: _EngineBlock) -> None:
         if self._gone or (self._run and (block.parent is None or block.parent.name != self._run[-1].name)):
             self._flush()
         self._run.append(block)
 
-    def removed(self, block: _Block) -> None:
+    def removed(self, block: _EngineBlock) -> None:
         if self._run:
             self._flush()
         self._gone.append(EngineHash(block.name))

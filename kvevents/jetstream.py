@@ -151,7 +151,7 @@ async def find(stream: JetStreamContext, subject: str, start: int) -> int | None
     return reached
 
 
-class Pull:
+class PullSubscription:
     """Asks a consumer for messages and gives them to `take`. The server sends heartbeats while there are none."""
 
     def __init__(
@@ -235,7 +235,7 @@ async def read(
     )
     consumer = await stream.add_consumer(STREAM, config)
     reading = _Reading(take)
-    pull = Pull(client, consumer.name, reading.on_message, reading.on_pause)
+    pull = PullSubscription(client, consumer.name, reading.on_message, reading.on_pause)
     try:
         await pull.take_now(consumer.num_pending or 0, silence_s)
     except _EnoughError:

@@ -178,7 +178,7 @@ class NatsServer:
         self._client = Client()
         self._stream = self._client.jetstream()
         self._is_ready = asyncio.Event()  # the stream is there, and a consumer
-        self._pull: jetstream.Pull | None = None
+        self._pull: jetstream.PullSubscription | None = None
         self._unacknowledged: Msg | None = None  # the last one: it stands for all before it
         self._task = _begin(self._run(), f"follow kv events of {url}")
 
@@ -217,7 +217,7 @@ class NatsServer:
 
     async def _follow(self, consumer: str) -> None:
         """Until that fails."""
-        self._pull = jetstream.Pull(self._client, consumer, self._on_message, self._acknowledge)
+        self._pull = jetstream.PullSubscription(self._client, consumer, self._on_message, self._acknowledge)
         try:
             await self._pull.follow()
         except jetstream.FAILURES as error:

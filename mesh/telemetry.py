@@ -48,11 +48,6 @@ def setup_logging(
     logging.captureWarnings(True)
 
 
-def current_request_id() -> str:
-    """The id of the request being worked on, "" outside of any."""
-    return _request_id.get()
-
-
 @contextmanager
 def request_context(request_id: str) -> Iterator[None]:
     """Log records made inside, also in tasks started inside, carry `request_id`."""

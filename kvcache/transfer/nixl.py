@@ -36,7 +36,7 @@ _MAX_PEERS = 256
 Steps = Generator[None, None, int]  # a fetch on the agent's thread: yields while it waits for the network
 
 
-class _Peer(msgspec.Struct, frozen=True):
+class _NixlPeer(msgspec.Struct, frozen=True):
     """How to read a worker's memory: NIXL metadata, and where blocks and slots lie."""
 
     agent: str
@@ -215,7 +215,7 @@ class _AgentThread(threading.Thread):
             self._agent.register_memory([(self._slots.ctypes.data, self._slots.nbytes, 0, "")], "DRAM"),
             self._agent.register_memory([(self._scratch.ctypes.data, self._scratch.nbytes, 0, "")], "DRAM"),
         ]
-        peer = _Peer(
+        peer = _NixlPeer(
             agent=str(self._worker_id),
             metadata=self._agent.get_agent_metadata(),
             blocks_address=region.address,
@@ -270,7 +270,7 @@ class _AgentThread(threading.Thread):
     def _fetch(self, job: _Fetch) -> Steps:
         if job.aborted:
             raise TransferError("given up by the caller")
-        peer = decode(job.ticket.peer, _Peer)
+        peer = decode(job.ticket.peer, _NixlPeer)
         name = self._connect(job.ticket.worker_id, peer)
         block_bytes = self._region.layout.block_bytes
         if any(run.remote < 0 or run.remote + run.count > peer.num_blocks for run in job.runs):
@@ -289,7 +289,7 @@ class _AgentThread(threading.Thread):
         yield from self._check_offer(job, name, peer)
         return num_bytes
 
-    def _check_offer(self, job: _Fetch, name: str, peer: _Peer) -> Generator[None, None, None]:
+    def _check_offer(self, job: _Fetch, name: str, peer: _NixlPeer) -> Generator[None, None, None]:
         """Read the offer's slot after the blocks: its nonce proves that they were not reused meanwhile."""
         if not self._scratch_free:
             raise TransferError("too many KV transfers at once", hint="lower --max-num-seqs")
@@ -337,7 +337,7 @@ class _AgentThread(threading.Thread):
         except Exception as error:
             log.warning("NIXL does not release a transfer: %s", _describe(error))
 
-    def _connect(self, worker_id: WorkerId, peer: _Peer) -> str:
+    def _connect(self, worker_id: WorkerId, peer: _NixlPeer) -> str:
         if (name := self._peers.get(worker_id)) is not None:
             self._peers.move_to_end(worker_id)
             return name

@@ -27,7 +27,7 @@ _HEADER_BYTES = 8 * (1 + NUM_SLOTS)
 Map = np.ndarray[Any, np.dtype[np.uint8]]  # the memory of a peer; it is unmapped when nobody uses it any more
 
 
-class _Peer(msgspec.Struct, frozen=True):
+class _ShmPeer(msgspec.Struct, frozen=True):
     pid: int
     fd: int
     num_bytes: int
@@ -43,7 +43,7 @@ class ShmBackend:
         self._generation = new_generation()
         self._region: KvRegion | None = None
         self._offers: Offers | None = None
-        self._peers: dict[_Peer, Map] = {}
+        self._peers: dict[_ShmPeer, Map] = {}
         self._lock = threading.Lock()
 
     def allocate(self, num_bytes: int) -> memoryview | None:
@@ -62,7 +62,7 @@ class ShmBackend:
                 hint="set --kv-transfer nixl",
             )
         self._region = region
-        peer = encode(_Peer(os.getpid(), self._fd, len(self._map), self._generation))
+        peer = encode(_ShmPeer(os.getpid(), self._fd, len(self._map), self._generation))
         slots = memoryview(self._map)[:_HEADER_BYTES].cast("Q")[1:]
         self._offers = Offers(Offerer(worker_id, address, self.name, peer, region.layout), slots)
 
@@ -102,7 +102,7 @@ class ShmBackend:
         return num_bytes
 
     def _map_of(self, ticket: Ticket) -> Map:
-        peer = decode(ticket.peer, _Peer)
+        peer = decode(ticket.peer, _ShmPeer)
         with self._lock:  # copies run in several threads
             if (known := self._peers.get(peer)) is None:
                 self._forget_dead_peers()
@@ -124,12 +124,12 @@ class ShmBackend:
             self._fd = -1
 
 
-def _open(peer: _Peer) -> int:
+def _open(peer: _ShmPeer) -> int:
     """A descriptor of the peer's memory. Raises OSError if the process is gone, or not ours to look into."""
     return os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _map(peer: _Peer, worker_id: WorkerId) -> Map:
+def _map(peer: _ShmPeer, worker_id: WorkerId) -> Map:
     try:
         fd = _open(peer)
         try:

@@ -18,13 +18,13 @@ __all__ = ["BACKENDS", "Change", "Deleted", "Discovery", "DiscoveryUrl", "Put", 
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class DiscoveryBackend:
     usage: str  # of `--discovery`
     open: Callable[[str], Discovery]  # with what follows the scheme in the URL; never empty
 
 
-BACKENDS: Mapping[str, Backend] = {
-    "file": Backend("file:<directory>", FileDiscovery),
+BACKENDS: Mapping[str, DiscoveryBackend] = {
+    "file": DiscoveryBackend("file:<directory>", FileDiscovery),
 }
 USAGE = " or ".join(backend.usage for backend in BACKENDS.values())
 

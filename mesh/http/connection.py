@@ -144,10 +144,6 @@ class Connection(asyncio.Protocol):
         self._unsent_bytes = 0  # while it is full: when that was last looked at
 
     @property
-    def is_lost(self) -> bool:
-        return self._transport is None
-
-    @property
     def is_busy(self) -> bool:
         return self._task is not None
 

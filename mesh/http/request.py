@@ -20,11 +20,6 @@ _NO_FIELDS: Mapping[str, object] = {}
 class Channel(Protocol):
     """The part of a connection that a request and the reply to it use."""
 
-    @property
-    def is_lost(self) -> bool:
-        """The client has left."""
-        ...
-
     is_full: bool  # the client reads more slowly than is written
 
     def open_stream(self, request: "Request", headers: Mapping[str, str], status: int) -> "ReplyStream": ...
@@ -105,10 +100,6 @@ class Request:
     def open_stream(self, headers: Mapping[str, str], status: int = 200) -> "ReplyStream":
         """Send the head of a reply that is written bit by bit. The handler then returns the stream."""
         return self._connection.open_stream(self, headers, status)
-
-    @property
-    def client_has_left(self) -> bool:
-        return self._connection.is_lost
 
 
 class Reply(msgspec.Struct):

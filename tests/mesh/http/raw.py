@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 from mesh.http.request import Reply, ReplyStream, Request, json_reply
 from mesh.http.server import App, HttpLimits, Route, Server
@@ -87,11 +87,11 @@ class Handlers:
         reply.end(b"last")
         return reply
 
-    async def endless(self, request: Request) -> ReplyStream:
-        """As much as the client takes."""
+    async def endless(self, request: Request) -> NoReturn:
+        """Write as much as the client takes, until it leaves."""
         reply = request.open_stream({})
         try:
-            while not request.client_has_left:
+            while True:
                 reply.write(bytes(4096))
                 self.handled += 1
                 await (reply.until_writable() if reply.is_full else asyncio.sleep(0))
@@ -99,7 +99,6 @@ class Handlers:
                     self.began.set()
         finally:
             self.cancelled.set()
-        return reply
 
     async def large(self, request: Request) -> Reply:
         self.handled += 1
