@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 
 from frontend.config import FrontendConfig
+from mesh.address import cannot_listen
 from mesh.config import to_flags
 from mesh.lifecycle import watch_parent
 from mesh.supervisor import ProcessSpec, Supervisor
-from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -81,5 +81,5 @@ def bound_socket(host: str, port: int) -> socket.socket:
             holder.close()
             raise
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}", hint="choose another port, or --host") from error
+        raise cannot_listen(host, port, error) from error
     return holder

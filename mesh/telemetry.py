@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
-from mesh.address import join_address
+from mesh.address import cannot_listen, join_address
 from protocol.errors import ConfigError
 
 # Types of settings: the field of each service's config.
@@ -26,25 +26,19 @@ _OWN_ATTRIBUTES = {*vars(logging.makeLogRecord({})), "message", "asctime", "task
 def setup_logging(
     service: str,
     *,
-    level: str = "info",
-    fmt: str = "text",
+    level: LogLevel = "info",
+    fmt: LogFormat = "text",
     stream: TextIO | None = None,
     file: str | None = None,
 ) -> None:
     """Send all log records to `stream` (default stderr) or append them to `file`, one line each.
 
-    A second call replaces the first. Raises ConfigError for an unknown level or format, or a file that
-    cannot be written.
+    A second call replaces the first. Raises ConfigError for a file that cannot be written.
     """
-    number = logging.getLevelNamesMapping().get(level.upper())
-    if number is None:
-        raise ConfigError(f"no log level {level!r}", hint="use debug, info, warning or error")
-    if fmt not in ("text", "json"):
-        raise ConfigError(f"no log format {fmt!r}", hint="use text or json")
     handler = _handler(stream, file)
     handler.addFilter(_add_request_id)
     handler.setFormatter(JsonFormatter(service) if fmt == "json" else TextFormatter(service))
-    logging.basicConfig(level=number, handlers=[handler], force=True)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
 
 
@@ -74,7 +68,7 @@ def serve_metrics(
     try:
         server, thread = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
-        raise ConfigError(f"no metrics on {host}:{port}: {error}", hint="choose another port") from error
+        raise cannot_listen(host, port, error) from error
 
     def close() -> None:
         server.shutdown()

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mesh.address import join_address
+from mesh.address import cannot_listen, join_address
 from mesh.http.connection import Connection, DateLine, refusal
 from mesh.http.errors import MethodNotAllowedError, NotFoundError, RequestTimeoutError, error_body
 from mesh.http.files import make_room_for_files
@@ -317,9 +317,7 @@ async def listening(
             reuse_port=reuse_port or None,
         )
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another port, or --host"
-        ) from error
+        raise cannot_listen(host, port, error) from error
     try:
         scheme = "http" if tls is None else "https"
         bound = listener.sockets[0].getsockname()[1]

@@ -4,12 +4,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-from mesh.address import join_address
+from mesh.address import cannot_listen, join_address
 from mesh.plane.frames import MAX_FRAME_BYTES, PROTOCOL_VERSION, Cancel, Credit, Frame, Hello, Open
 from mesh.plane.link import Link
 from protocol.errors import (
     CancelledByPeerError,
-    ConfigError,
     DeadlineExceededError,
     DrainingError,
     InvalidRequestError,
@@ -105,7 +104,7 @@ class PlaneServer:
         try:
             self._server = await loop.create_server(self._accept, host, port)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error}", hint="choose another port") from error
+            raise cannot_listen(host, port, error) from error
         real_port = self._server.sockets[0].getsockname()[1]
         self.address = join_address(advertise_host or host, real_port)
         return self.address

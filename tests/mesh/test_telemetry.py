@@ -12,7 +12,8 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from mesh.telemetry import log_ready, request_context, serve_metrics, setup_logging
+from mesh.config import load
+from mesh.telemetry import LogFormat, LogLevel, log_ready, request_context, serve_metrics, setup_logging
 from protocol.errors import ConfigError
 
 log = logging.getLogger("router.service")
@@ -144,10 +145,20 @@ def test_a_second_setup_replaces_the_first() -> None:
     assert (len(lines_of(first)), len(lines_of(second))) == (0, 1)
 
 
-@pytest.mark.parametrize("bad", [{"level": "loud"}, {"fmt": "xml"}, {"file": "/does/not/exist/x.log"}])
-def test_bad_log_settings_are_refused(bad: dict[str, str]) -> None:
-    with pytest.raises(ConfigError):
-        setup_logging("router", **bad)
+def test_a_log_file_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(ConfigError, match="choose a writable file"):
+        setup_logging("router", file="/does/not/exist/x.log")
+
+
+class LogConfig(msgspec.Struct):
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
+
+
+@pytest.mark.parametrize("flag", ["--log-level=loud", "--log-format=xml"])
+def test_a_service_refuses_unknown_log_settings(flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag.partition("=")[0]):
+        load(LogConfig, [flag], {}, prefix="X_", prog="x")
 
 
 def test_metrics_are_served_on_a_free_port_until_closed() -> None:
@@ -164,7 +175,7 @@ def test_metrics_are_served_on_a_free_port_until_closed() -> None:
 def test_a_taken_metrics_port_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"no metrics on 127.0.0.1:{port}"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             serve_metrics("127.0.0.1", port, registry=CollectorRegistry())
 
 
