@@ -14,7 +14,7 @@ from rich.text import Text
 
 from mesh.config import load
 from planner.config import ServiceConfig
-from planner.model import Fleet, Traffic
+from planner.model import RoleFleet, Traffic
 from planner.record import Record, read_records
 from protocol.errors import ConfigError
 
@@ -92,7 +92,7 @@ def row_of(record: Record) -> list[str]:
     ]
 
 
-def counts(fleet: Fleet | None, target: int) -> str:
+def counts(fleet: RoleFleet | None, target: int) -> str:
     """`3+1 -> 5`: three are ready, one starts, five are asked for."""
     if fleet is None:
         return f"? -> {target}"

@@ -4,7 +4,7 @@ import math
 
 from prometheus_client import Counter, Gauge
 
-from planner.model import Fleet, Observation, ScalingDecision, Traffic
+from planner.model import Observation, RoleFleet, ScalingDecision, Traffic
 
 _P = "kvmesh_planner_"
 NAN = math.nan
@@ -35,7 +35,7 @@ def show_observation(observation: Observation) -> None:
         show_traffic(observation.traffic)
 
 
-def show_fleet(role: str, fleet: Fleet) -> None:
+def show_fleet(role: str, fleet: RoleFleet) -> None:
     for state, count in (("ready", fleet.ready), ("starting", fleet.starting), ("draining", fleet.draining)):
         REPLICAS.labels(role, state).set(count)
 

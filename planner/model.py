@@ -36,7 +36,7 @@ class PlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     reactive: Annotated[bool, Meta(description="run the fast loop")] = True
 
 
-class Fleet(Struct, frozen=True, kw_only=True):
+class RoleFleet(Struct, frozen=True, kw_only=True):
     """Workers of one role. Those of an aggregated fleet are told as decode workers."""
 
     ready: int
@@ -76,8 +76,8 @@ class Observation(Struct, frozen=True, kw_only=True):
     """All that the planner is told at `at_s` (any monotonic clock)."""
 
     at_s: float
-    prefill: Fleet
-    decode: Fleet
+    prefill: RoleFleet
+    decode: RoleFleet
     traffic: Traffic | None = None  # one that was not told before; None: nothing new, or the source is away
     prefill_loads: tuple[WorkerLoad, ...] = ()  # empty: not known
     decode_loads: tuple[WorkerLoad, ...] = ()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from planner.aggregated import aggregated_capacity, pool_of, prompt_times_s
 from planner.history import RecentTraffic
-from planner.model import Fleet, Reason, WorkerLoad
+from planner.model import Reason, RoleFleet, WorkerLoad
 from planner.sizing import Demand, Need, Slo, decode_capacity, decode_need, prefill_need, prefill_time_s
 from protocol.profile import Profile
 
@@ -41,7 +41,9 @@ class Pressure:
 NO_PRESSURE = Pressure(0, 0)
 
 
-def prefill_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: RecentTraffic | None) -> Pressure:
+def prefill_pressure(
+    rules: Rules, fleet: RoleFleet, loads: Sequence[WorkerLoad], recent: RecentTraffic | None
+) -> Pressure:
     def need(demand: Demand) -> Need:
         return prefill_need(rules.profile, demand, rules.slo, rules.utilization, rules.correction)
 
@@ -76,7 +78,9 @@ def prefill_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], re
     return Pressure(workers, least, tuple(reasons))
 
 
-def decode_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: RecentTraffic | None) -> Pressure:
+def decode_pressure(
+    rules: Rules, fleet: RoleFleet, loads: Sequence[WorkerLoad], recent: RecentTraffic | None
+) -> Pressure:
     def need(demand: Demand) -> Need:
         return decode_need(rules.profile, demand, rules.slo, rules.utilization, rules.correction)
 
@@ -110,7 +114,7 @@ def decode_pressure(rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], rec
 
 
 def aggregated_pressure(
-    rules: Rules, fleet: Fleet, loads: Sequence[WorkerLoad], recent: RecentTraffic | None
+    rules: Rules, fleet: RoleFleet, loads: Sequence[WorkerLoad], recent: RecentTraffic | None
 ) -> Pressure:
     """Of workers that do both halves. Without traffic figures it is not known what a queue or a batch means."""
     if recent is None:
@@ -152,7 +156,7 @@ def aggregated_pressure(
 
 
 def _by_arrivals(
-    role: str, need: Callable[[Demand], Need], fleet: Fleet, recent: RecentTraffic, reasons: list[Reason]
+    role: str, need: Callable[[Demand], Need], fleet: RoleFleet, recent: RecentTraffic, reasons: list[Reason]
 ) -> int:
     """Workers for the last seconds' arrivals, if even a cautious reading of them is too much for those ordered."""
     if recent.seconds < MIN_RECENT_S:

@@ -22,7 +22,7 @@ from planner.connectors.kinds import KINDS, open_connector
 from planner.connectors.shadow import ShadowConnector
 from planner.core import PlannerCore
 from planner.lease import Lease, card_of
-from planner.model import Action, Fleet, Flip, Observation, Reason, ScalingDecision
+from planner.model import Action, Flip, Observation, Reason, RoleFleet, ScalingDecision
 from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, TrafficSource
 from planner.profiles import open_profiles
 from planner.record import Record, RecordFile, kept
@@ -127,7 +127,7 @@ def tick_s(config: ServiceConfig) -> float:
 
 def present(view: MeshView) -> Fleets:
     """Who has joined the mesh: all that can be known where nobody tells what is being started."""
-    return Fleets(prefill=Fleet(ready=len(view.prefilling())), decode=Fleet(ready=len(view.decoding())))
+    return Fleets(prefill=RoleFleet(ready=len(view.prefilling())), decode=RoleFleet(ready=len(view.decoding())))
 
 
 def always(at_s: float) -> bool:

@@ -6,7 +6,7 @@ from itertools import count
 from msgspec.structs import replace
 
 from kvcache.pool import BlockPool
-from planner.model import Fleet, WorkerLoad
+from planner.model import RoleFleet, WorkerLoad
 from protocol.ids import WorkerId
 from protocol.messages import Role, WorkerCard
 from simulator.config import SimConfig, timing_of
@@ -86,9 +86,9 @@ class SimFleet:
     def of(self, role: Role, *states: SimWorkerState) -> list[SimWorker]:
         return [worker for worker in self.workers if worker.role is role and worker.state in states]
 
-    def count(self, role: Role) -> Fleet:
+    def count(self, role: Role) -> RoleFleet:
         turning = sum(worker.state is SimWorkerState.TURNING and worker.turns_into is role for worker in self.workers)
-        return Fleet(
+        return RoleFleet(
             ready=len(self.of(role, SimWorkerState.READY)),
             starting=len(self.of(role, SimWorkerState.STARTING)) + turning,
             draining=len(self.of(role, SimWorkerState.DRAINING)),

@@ -10,7 +10,7 @@ import msgspec
 from planner.config import ServiceConfig, has_prefill_role
 from planner.connectors.connector import Applied, ConnectorError, Fleets, Present, check_distinct
 from planner.connectors.steps import applied_of, steps_to
-from planner.model import Fleet, ScalingDecision
+from planner.model import RoleFleet, ScalingDecision
 
 LIST_TIMEOUT_S = 20.0
 SCALE_TIMEOUT_S = 180.0  # containers that go are waited for: their stop_grace_period
@@ -108,9 +108,9 @@ def read_containers(listed: str) -> list[Container]:
         raise ConnectorError(f"docker compose ps gives no list of containers: {error}") from error
 
 
-def fleet_of(containers: Sequence[Container], service: str) -> Fleet:
+def fleet_of(containers: Sequence[Container], service: str) -> RoleFleet:
     """A container without a health check is ready when it runs. One that has ended, or is ill, still is ordered."""
     own = [c for c in containers if service and c.service == service]
     there = [c for c in own if c.state not in ("exited", "dead", "removing")]
     ready = sum(c.state == "running" and c.health in ("", "healthy") for c in there)
-    return Fleet(ready=ready, starting=len(there) - ready, draining=sum(c.state == "removing" for c in own))
+    return RoleFleet(ready=ready, starting=len(there) - ready, draining=sum(c.state == "removing" for c in own))

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from planner.model import Fleet, ScalingDecision
+from planner.model import RoleFleet, ScalingDecision
 from protocol.errors import ConfigError, MeshError
 
 
@@ -18,8 +18,8 @@ class ConnectorError(MeshError):
 class Fleets(Struct, frozen=True, kw_only=True):
     """All workers that the connector answers for."""
 
-    prefill: Fleet
-    decode: Fleet
+    prefill: RoleFleet
+    decode: RoleFleet
 
 
 Present = Callable[[], Fleets]
@@ -29,7 +29,7 @@ Present = Callable[[], Fleets]
 class Applied(Struct, frozen=True, kw_only=True):
     """What has become of a decision so far."""
 
-    prefill: int  # ordered now, as Fleet.ordered counts
+    prefill: int  # ordered now, as RoleFleet.ordered counts
     decode: int
     flipped: int = 0  # workers that have been told to change their role
     is_complete: bool = True  # else it is to be applied again later

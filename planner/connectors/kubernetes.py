@@ -15,7 +15,7 @@ import msgspec
 from planner.config import ServiceConfig, has_prefill_role
 from planner.connectors.connector import Applied, ConnectorError, Fleets, Present, check_distinct
 from planner.connectors.steps import applied_of, steps_to
-from planner.model import Fleet, ScalingDecision
+from planner.model import RoleFleet, ScalingDecision
 from planner.scrape import bounded
 from protocol.errors import ConfigError, WireError
 from protocol.messages import UNREADABLE
@@ -82,7 +82,7 @@ class KubernetesConnector:
         self._tls: ssl.SSLContext | bool = True  # True: the certificates of this host
 
     async def fleets(self) -> Fleets:
-        prefill = fleet_of(await self._call("GET", self._prefill)) if self._prefill else Fleet(ready=0)
+        prefill = fleet_of(await self._call("GET", self._prefill)) if self._prefill else RoleFleet(ready=0)
         return Fleets(prefill=prefill, decode=fleet_of(await self._call("GET", self._decode)))
 
     async def apply(self, decision: ScalingDecision) -> Applied:
@@ -153,7 +153,7 @@ class ConflictError(ConnectorError):
     """Somebody else has changed it at the same time."""
 
 
-def fleet_of(workload: Any) -> Fleet:
+def fleet_of(workload: Any) -> RoleFleet:
     """Of a Deployment, StatefulSet or LeaderWorkerSet. Pure. Raises ConnectorError.
 
     `replicas` of the status are pods that exist, with those that are not ready; more than the spec's are going.
@@ -161,7 +161,7 @@ def fleet_of(workload: Any) -> Fleet:
     wanted = _number(workload, "spec", "replicas", default=1)
     exist = _number(workload, "status", "replicas", default=0)
     ready = min(_number(workload, "status", "readyReplicas", default=0), wanted)
-    return Fleet(ready=ready, starting=wanted - ready, draining=max(0, exist - wanted))
+    return RoleFleet(ready=ready, starting=wanted - ready, draining=max(0, exist - wanted))
 
 
 def _number(content: Any, *keys: str, default: int | None = None) -> int:

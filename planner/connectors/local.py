@@ -17,7 +17,7 @@ from planner.connectors.local_api import (
     WorkersReport,
 )
 from planner.connectors.steps import applied_of, steps_to
-from planner.model import Fleet, ScalingDecision
+from planner.model import RoleFleet, ScalingDecision
 from planner.scrape import bounded
 from protocol.errors import ConfigError, WireError
 from protocol.messages import UNREADABLE, Role
@@ -43,7 +43,7 @@ class LocalConnector:
 
     async def fleets(self) -> Fleets:
         workers = (await self._ask("GET", "/workers", WorkersReport)).workers
-        prefill = Fleet(ready=0) if self._decoding is Role.AGGREGATED else fleet_of(workers, Role.PREFILL)
+        prefill = RoleFleet(ready=0) if self._decoding is Role.AGGREGATED else fleet_of(workers, Role.PREFILL)
         return Fleets(prefill=prefill, decode=fleet_of(workers, self._decoding))
 
     async def apply(self, decision: ScalingDecision) -> Applied:
@@ -99,9 +99,9 @@ async def open_connector(config: ServiceConfig, present: Present) -> LocalConnec
     return LocalConnector(config.local_control, decoding_role(config))
 
 
-def fleet_of(workers: tuple[MemberReport, ...], role: Role) -> Fleet:
+def fleet_of(workers: tuple[MemberReport, ...], role: Role) -> RoleFleet:
     states = [worker.state for worker in workers if worker.role is role]
-    return Fleet(
+    return RoleFleet(
         ready=states.count("ready"),
         starting=states.count("starting") + states.count("flipping"),
         draining=states.count("draining"),

@@ -5,7 +5,7 @@ from typing import Literal
 
 from planner.connectors.connector import Applied, Connector, Fleets
 from planner.connectors.steps import applied_of, steps_to
-from planner.model import Fleet, ScalingDecision
+from planner.model import RoleFleet, ScalingDecision
 
 
 class ShadowConnector:
@@ -46,9 +46,9 @@ class ShadowConnector:
         else:
             self._ready[role] += more
 
-    def _fleet(self, role: Literal["prefill", "decode"]) -> Fleet:
+    def _fleet(self, role: Literal["prefill", "decode"]) -> RoleFleet:
         now_s = self._clock()
         waiting = [due_s for due_s in self._due_s[role] if due_s > now_s]
         self._ready[role] += len(self._due_s[role]) - len(waiting)
         self._due_s[role] = waiting
-        return Fleet(ready=self._ready[role], starting=len(waiting))
+        return RoleFleet(ready=self._ready[role], starting=len(waiting))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.connectors.connector import Applied, Fleets
-from planner.model import Fleet, ScalingDecision
+from planner.model import RoleFleet, ScalingDecision
 
 RoleName = Literal["prefill", "decode"]
 
@@ -40,8 +40,8 @@ def steps_to(decision: ScalingDecision, fleets: Fleets, *, name: str, can_flip: 
                 f"{flip} started instead"
             )
             flip = 0
-        source = Fleet(ready=source.ready - flip, starting=source.starting, draining=source.draining)
-        target = Fleet(ready=target.ready, starting=target.starting + flip, draining=target.draining)
+        source = RoleFleet(ready=source.ready - flip, starting=source.starting, draining=source.draining)
+        target = RoleFleet(ready=target.ready, starting=target.starting + flip, draining=target.draining)
         prefill, decode = (source, target) if flip_to == "decode" else (target, source)
     counts: list[int] = []
     for role, fleet, asked in (("prefill", prefill, decision.prefill), ("decode", decode, decision.decode)):
@@ -55,7 +55,7 @@ def steps_to(decision: ScalingDecision, fleets: Fleets, *, name: str, can_flip: 
     return Steps(counts[0], counts[1], flip_to if flip else None, flip, tuple(notes))
 
 
-def reachable(fleet: Fleet, asked: int, *, can_choose: bool) -> int:
+def reachable(fleet: RoleFleet, asked: int, *, can_choose: bool) -> int:
     """How many may be ordered now on the way to `asked`."""
     if asked >= fleet.ordered or fleet.starting == 0:
         return asked

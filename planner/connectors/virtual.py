@@ -24,7 +24,7 @@ from mesh.http.server import App, HttpLimits, Route, listening
 from planner.config import ServiceConfig
 from planner.connectors.connector import Applied, ConnectorError, Fleets, Present
 from planner.connectors.steps import applied_of
-from planner.model import Fleet, Flip, ScalingDecision
+from planner.model import Flip, RoleFleet, ScalingDecision
 from protocol.errors import ConfigError, InvalidRequestError, MeshError
 
 log = logging.getLogger(__name__)
@@ -184,8 +184,8 @@ async def open_connector(config: ServiceConfig, present: Present) -> VirtualConn
     return connector
 
 
-def with_ordered(there: Fleet, ordered: int) -> Fleet:
-    return Fleet(
+def with_ordered(there: RoleFleet, ordered: int) -> RoleFleet:
+    return RoleFleet(
         ready=min(there.ready, ordered), starting=max(0, ordered - there.ready), draining=max(0, there.ready - ordered)
     )
 

@@ -12,7 +12,7 @@ from benchmarks.planner_policies import ReferencePlanner, Setting, clairvoyant, 
 from planner.aggregated import aggregated_need
 from planner.budget import Counts
 from planner.core import PlannerCore
-from planner.model import Fleet, Observation, ScalingDecision, Traffic, WorkerLoad
+from planner.model import Observation, RoleFleet, ScalingDecision, Traffic, WorkerLoad
 from planner.sizing import Demand, prefill_time_s
 from protocol.errors import ConfigError
 from simulator import PlannerHook, simulate
@@ -32,8 +32,8 @@ def seen(
 ) -> Observation:
     return Observation(
         at_s=at_s,
-        prefill=Fleet(ready=fleet),
-        decode=Fleet(ready=fleet),
+        prefill=RoleFleet(ready=fleet),
+        decode=RoleFleet(ready=fleet),
         traffic=Traffic(start_s=at_s - 5, end_s=at_s, requests=requests, isl_tokens=isl_tokens, osl_tokens=150.0),
         prefill_loads=loads,
         decode_loads=loads,

@@ -21,7 +21,7 @@ from planner.connectors.kubernetes import Account, KubernetesConnector, account_
 from planner.connectors.local import LocalConnector
 from planner.connectors.shadow import ShadowConnector
 from planner.connectors.virtual import VirtualConnector, read_token
-from planner.model import Action, Fleet, Flip, Reason, ScalingDecision
+from planner.model import Action, Flip, Reason, RoleFleet, ScalingDecision
 from protocol.errors import ConfigError
 from protocol.messages import Role
 from tests.support import fake_docker
@@ -179,7 +179,7 @@ class VirtualWorld:
     can_flip, acts = False, True
 
     def __init__(self) -> None:
-        self.ready = Fleets(prefill=Fleet(ready=PREFILL), decode=Fleet(ready=DECODE))
+        self.ready = Fleets(prefill=RoleFleet(ready=PREFILL), decode=RoleFleet(ready=DECODE))
         self.has = (PREFILL, DECODE)
         self.now_s = 0.0
         self.is_away = False
@@ -206,7 +206,7 @@ class VirtualWorld:
             assert response.status == 204
 
     async def all_ready(self) -> None:
-        self.ready = Fleets(prefill=Fleet(ready=self.has[0]), decode=Fleet(ready=self.has[1]))
+        self.ready = Fleets(prefill=RoleFleet(ready=self.has[0]), decode=RoleFleet(ready=self.has[1]))
 
     async def ordered(self) -> tuple[int, int]:
         return self.has
@@ -222,7 +222,7 @@ class DryWorld:
     can_flip, acts = False, False
 
     def __init__(self) -> None:
-        self.fleets = Fleets(prefill=Fleet(ready=PREFILL), decode=Fleet(ready=DECODE))
+        self.fleets = Fleets(prefill=RoleFleet(ready=PREFILL), decode=RoleFleet(ready=DECODE))
         self.connector: Connector = DryRunConnector(lambda: self.fleets)
 
     async def start(self, cleanup: AsyncExitStack) -> None:
@@ -407,7 +407,7 @@ async def test_both_roles_in_one_service_or_workload_are_refused(connector: str)
     flags = {f"{connector}_prefill": one, f"{connector}_decode": one, "kubernetes_url": "http://k"}
     config = ServiceConfig(**{"connector": connector, "kubernetes_namespace": "ns", **flags})
     with pytest.raises(ConfigError, match=f"--{connector}-prefill and --{connector}-decode"):
-        await open_connector(config, lambda: Fleets(prefill=Fleet(ready=0), decode=Fleet(ready=0)))
+        await open_connector(config, lambda: Fleets(prefill=RoleFleet(ready=0), decode=RoleFleet(ready=0)))
 
 
 # --- local --------------------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ async def test_workers_that_do_both_halves_are_told_and_scaled_as_decode_workers
         control = await cleanup.enter_async_context(control_socket(host.crew, tmp_path))
         connector = LocalConnector(control, Role.AGGREGATED)
         cleanup.push_async_callback(connector.close)
-        assert await connector.fleets() == Fleets(prefill=Fleet(ready=0), decode=Fleet(ready=2))
+        assert await connector.fleets() == Fleets(prefill=RoleFleet(ready=0), decode=RoleFleet(ready=2))
         applied = await connector.apply(decision(0, 3))
         assert (applied.prefill, applied.decode, applied.is_complete) == (0, 3, True)
         assert list(host.roles().values()) == [Role.AGGREGATED] * 3
@@ -467,7 +467,7 @@ async def test_compose_leaves_prefill_alone_where_there_is_none(
 ) -> None:
     world = ComposeWorld(tmp_path, monkeypatch)
     connector = ComposeConnector(f"{sys.executable} {fake_docker.__file__} compose", [], "", prefill="", decode="d")
-    assert (await connector.fleets()).prefill == Fleet(ready=0)
+    assert (await connector.fleets()).prefill == RoleFleet(ready=0)
     applied = await connector.apply(decision(0, 4))
     assert (applied.prefill, applied.decode) == (0, 4)
     assert [call[-2:] for call in world.load()["calls"] if "up" in call] == [["--scale=d=4", "d"]]
@@ -512,7 +512,7 @@ async def test_more_are_ordered_before_fewer(cluster: KubernetesWorld) -> None:
 async def test_kubernetes_leaves_prefill_alone_where_there_is_none(cluster: KubernetesWorld, tmp_path: Path) -> None:
     account = Account(cluster.server.url, "ns", tmp_path / "token", None)
     connector = KubernetesConnector(account, prefill="", decode="leaderworkerset/d")
-    assert await connector.fleets() == Fleets(prefill=Fleet(ready=0), decode=Fleet(ready=DECODE))
+    assert await connector.fleets() == Fleets(prefill=RoleFleet(ready=0), decode=RoleFleet(ready=DECODE))
     applied = await connector.apply(decision(0, 4))
     await connector.close()
     assert (applied.prefill, applied.decode) == (0, 4)
@@ -536,7 +536,7 @@ async def test_who_lacks_the_right_is_told_which_to_give(cluster: KubernetesWorl
 
 async def test_pods_that_go_are_told_as_draining(cluster: KubernetesWorld) -> None:
     await cluster.connector.apply(decision(2, 1))
-    assert (await cluster.connector.fleets()).decode == Fleet(ready=1, draining=2)
+    assert (await cluster.connector.fleets()).decode == RoleFleet(ready=1, draining=2)
 
 
 @pytest.mark.parametrize("workload", ["pod/x", "deployment/", "deployment", "deployment/../x", "deployment/a?b"])
@@ -631,5 +631,5 @@ def test_a_token_that_is_too_short_or_missing_is_refused(tmp_path: Path) -> None
 async def test_a_shadow_never_touches_what_is_there() -> None:
     world = ShadowWorld()
     await world.connector.apply(decision(5, 5))
-    assert world.fleets == Fleets(prefill=Fleet(ready=PREFILL), decode=Fleet(ready=DECODE))
-    assert (await world.connector.fleets()).prefill == Fleet(ready=PREFILL, starting=3)
+    assert world.fleets == Fleets(prefill=RoleFleet(ready=PREFILL), decode=RoleFleet(ready=DECODE))
+    assert (await world.connector.fleets()).prefill == RoleFleet(ready=PREFILL, starting=3)

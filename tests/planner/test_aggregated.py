@@ -12,7 +12,7 @@ from planner.aggregated import aggregated_capacity, aggregated_need, both_halves
 from planner.core import PlannerCore
 from planner.correction import Corrections, corrected_aggregated
 from planner.history import RecentTraffic
-from planner.model import Fleet, Observation, PlannerConfig, Traffic, WorkerLoad
+from planner.model import Observation, PlannerConfig, RoleFleet, Traffic, WorkerLoad
 from planner.reactive import Rules, aggregated_pressure
 from planner.sizing import Demand, Slo
 from protocol.errors import ConfigError
@@ -117,10 +117,10 @@ def a_load(queued_tokens: int = 0, running: int = 0) -> WorkerLoad:
 
 
 def test_queues_and_crowds_ask_for_more_and_idle_workers_can_be_spared() -> None:
-    recent, fleet = RecentTraffic(Demand(3.0, 2000, 200), 20.0), Fleet(ready=4)
+    recent, fleet = RecentTraffic(Demand(3.0, 2000, 200), 20.0), RoleFleet(ready=4)
     queued = aggregated_pressure(RULES, fleet, [a_load(queued_tokens=40_000)] * 4, recent)
     crowded = aggregated_pressure(RULES, fleet, [a_load(running=150)] * 4, recent)
-    idle = aggregated_pressure(RULES, Fleet(ready=12), [a_load()] * 12, recent)
+    idle = aggregated_pressure(RULES, RoleFleet(ready=12), [a_load()] * 12, recent)
     assert queued.workers > 4 and {reason.code for reason in queued.reasons} == {"aggregated-queue"}
     assert crowded.workers > 4 and {reason.code for reason in crowded.reasons} == {"aggregated-crowded"}
     assert idle.workers == 0 and idle.least < 12
@@ -128,8 +128,8 @@ def test_queues_and_crowds_ask_for_more_and_idle_workers_can_be_spared() -> None
 
 def test_while_workers_start_or_nothing_is_known_queues_ask_for_nobody_and_nobody_is_spared() -> None:
     recent, loads = RecentTraffic(Demand(3.0, 2000, 200), 20.0), [a_load(queued_tokens=40_000)] * 4
-    starting = aggregated_pressure(RULES, Fleet(ready=4, starting=2), loads, recent)
-    unknown = aggregated_pressure(RULES, Fleet(ready=4), loads, None)
+    starting = aggregated_pressure(RULES, RoleFleet(ready=4, starting=2), loads, recent)
+    unknown = aggregated_pressure(RULES, RoleFleet(ready=4), loads, None)
     assert (starting.workers, starting.least) == (0, 6)
     assert (unknown.workers, unknown.least) == (0, 4)
 
@@ -162,7 +162,7 @@ def driven(planner: PlannerCore, fleet: FakeFleet, rps: float, seconds: float, s
     codes = set()
     for after_s, requests in arrivals(lambda _: rps, seconds, 5.0, seed=3):
         seen = observe(fleet, start_s + after_s, float(requests), idle=True)
-        decision = planner.decide(replace(seen, prefill=Fleet(ready=0), prefill_loads=()))
+        decision = planner.decide(replace(seen, prefill=RoleFleet(ready=0), prefill_loads=()))
         assert decision.prefill == 0 and decision.flip is None
         fleet.apply(decision)
         codes |= {reason.code for reason in decision.reasons}
@@ -202,7 +202,7 @@ def test_never_above_the_budget_never_below_the_minimum_whatever_is_observed(
             itl_s=rng.choice([math.nan, 0.0, 0.05, 3.0]),
         )
         loads = (a_load(rng.choice([0, 100_000]), rng.randint(0, 300)),)
-        seen = Observation(at_s=at_s, prefill=Fleet(ready=0), decode=there, traffic=traffic, decode_loads=loads)
+        seen = Observation(at_s=at_s, prefill=RoleFleet(ready=0), decode=there, traffic=traffic, decode_loads=loads)
         decision = planner.decide(seen)
         assert decision.prefill == 0
         assert minimum <= decision.decode <= max_gpus

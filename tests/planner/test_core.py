@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.core import WARM_UP, PlannerCore
-from planner.model import Action, Fleet, Observation, PlannerConfig, ScalingDecision, Traffic, WorkerLoad
+from planner.model import Action, Observation, PlannerConfig, RoleFleet, ScalingDecision, Traffic, WorkerLoad
 from protocol.errors import ConfigError
 from tests.support.budget import examples
 from tests.support.planning import FakeFleet, an_8b, arrivals, observe
@@ -152,8 +152,8 @@ def seen_with(
 ) -> Observation:
     return Observation(
         at_s=at_s,
-        prefill=Fleet(ready=fleet[0], starting=starting),
-        decode=Fleet(ready=fleet[1]),
+        prefill=RoleFleet(ready=fleet[0], starting=starting),
+        decode=RoleFleet(ready=fleet[1]),
         traffic=Traffic(start_s=at_s - 5, end_s=at_s, requests=30, isl_tokens=2000.0, osl_tokens=200.0),
         prefill_loads=tuple(prefill),
         decode_loads=tuple(decode),

@@ -6,7 +6,7 @@ import pytest
 
 import planner.explain as command
 from planner.connectors.connector import Applied
-from planner.model import Action, Fleet, Observation, Reason, ScalingDecision, Traffic
+from planner.model import Action, Observation, Reason, RoleFleet, ScalingDecision, Traffic
 from planner.record import Record, RecordFile
 from protocol.errors import ConfigError
 
@@ -16,7 +16,7 @@ def record_file(tmp_path: Path) -> Path:
     file = RecordFile(tmp_path / "planner.jsonl", 1 << 20)
     for number in range(1, 6):
         traffic = Traffic(start_s=0.0, end_s=5.0, requests=10.0 * number, ttft_s=0.1 if number > 1 else None)
-        seen = Observation(at_s=0.0, prefill=Fleet(ready=1), decode=Fleet(ready=2, starting=1), traffic=traffic)
+        seen = Observation(at_s=0.0, prefill=RoleFleet(ready=1), decode=RoleFleet(ready=2, starting=1), traffic=traffic)
         decision = ScalingDecision(
             at_s=0.0, loop="reactive", action=Action.SCALE, prefill=1, decode=2 + number,
             reasons=(Reason(code="queue", text=f"reason number {number}"),),

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from mesh.discovery.memory import MemoryDiscovery
 from planner.connectors.connector import Fleets
-from planner.model import Fleet
+from planner.model import RoleFleet
 from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, read_answer
 from planner.traffic import Totals
 from protocol.errors import WireError
@@ -165,7 +165,7 @@ async def test_after_a_long_time_without_a_look_nothing_is_concluded_from_what_w
 
 async def test_an_observation_holds_what_was_seen(server: Server, http: aiohttp.ClientSession) -> None:
     observer = Observer(http, MeshView(), FrontendSource(http, lambda: {server.url: 1}, 60.0))
-    fleets = Fleets(prefill=Fleet(ready=1), decode=Fleet(ready=2, starting=1))
+    fleets = Fleets(prefill=RoleFleet(ready=1), decode=RoleFleet(ready=2, starting=1))
     await observer.observe(0.0, fleets)
     server.ended = 3
     seen = await observer.observe(5.0, fleets)

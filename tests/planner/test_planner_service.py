@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from planner.config import ServiceConfig
 from planner.connectors.connector import Applied, ConnectorError, Fleets
 from planner.core import PlannerCore
-from planner.model import Action, Fleet, Flip, Observation, Reason, ScalingDecision, Traffic
+from planner.model import Action, Flip, Observation, Reason, RoleFleet, ScalingDecision, Traffic
 from planner.profiles import polynomial_profile
 from planner.record import Record, RecordFile, read_records
 from planner.service import Planner, planned_with, serve
@@ -50,7 +50,7 @@ class FakeConnector:
     name = "fake"
 
     def __init__(self) -> None:
-        self.there = Fleets(prefill=Fleet(ready=1), decode=Fleet(ready=2))
+        self.there = Fleets(prefill=RoleFleet(ready=1), decode=RoleFleet(ready=2))
         self.applied: list[ScalingDecision] = []
         self.fails = False
         self.is_blind = False
@@ -66,7 +66,7 @@ class FakeConnector:
         if self.fails:
             raise ConnectorError("it broke")
         prefill, decode = min(self.room, decision.prefill), min(self.room, decision.decode)
-        self.there = Fleets(prefill=Fleet(ready=prefill), decode=Fleet(ready=decode))
+        self.there = Fleets(prefill=RoleFleet(ready=prefill), decode=RoleFleet(ready=decode))
         flipped = 0 if decision.flip is None else decision.flip.count
         done = (prefill, decode) == (decision.prefill, decision.decode)
         return Applied(prefill=prefill, decode=decode, flipped=flipped, is_complete=done)
@@ -143,7 +143,7 @@ async def test_an_order_that_was_cut_short_is_given_again(rig: Rig) -> None:
 
 
 async def test_a_worker_that_is_gone_is_ordered_again(rig: Rig) -> None:
-    rig.connector.there = Fleets(prefill=Fleet(ready=1), decode=Fleet(ready=1))
+    rig.connector.there = Fleets(prefill=RoleFleet(ready=1), decode=RoleFleet(ready=1))
     await rig.step()
     assert rig.connector.there.decode.ready == 2
 
@@ -171,7 +171,7 @@ async def test_traffic_that_is_not_known_is_told_with_the_reason(rig: Rig) -> No
 
 async def test_gpu_hours_count_all_who_are_there_and_not_what_nobody_saw(rig: Rig) -> None:
     before = metric("gpu_hours_total")
-    rig.connector.there = Fleets(prefill=Fleet(ready=1), decode=Fleet(ready=1, draining=1))
+    rig.connector.there = Fleets(prefill=RoleFleet(ready=1), decode=RoleFleet(ready=1, draining=1))
     rig.core.wants = (1, 1)
     await rig.planner.step(0.0)
     await rig.planner.step(10.0)
@@ -225,12 +225,12 @@ async def test_a_planner_that_starts_takes_the_fleet_as_it_is(tmp_path: Path) ->
     profile = polynomial_profile(32768, 32, 512)
     config = ServiceConfig(reactive_interval_s=5.0, predictive_interval_s=10.0, max_gpus=100, record_file="")
     rig.planner._core = PlannerCore(config, profile, profile)
-    rig.connector.there = Fleets(prefill=Fleet(ready=9), decode=Fleet(ready=12))
+    rig.connector.there = Fleets(prefill=RoleFleet(ready=9), decode=RoleFleet(ready=12))
     rig.observer.traffic = Traffic(start_s=0.0, end_s=5.0, requests=1.0, isl_tokens=10.0, osl_tokens=5.0)
     for at_s in (5.0, 10.0, 15.0, 20.0):
         rig.observer.traffic = replace(rig.observer.traffic, start_s=at_s - 5, end_s=at_s)
         await rig.planner.step(at_s)
-    assert rig.connector.there == Fleets(prefill=Fleet(ready=9), decode=Fleet(ready=12))
+    assert rig.connector.there == Fleets(prefill=RoleFleet(ready=9), decode=RoleFleet(ready=12))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.history import RecentTraffic
-from planner.model import Fleet, WorkerLoad
+from planner.model import RoleFleet, WorkerLoad
 from planner.reactive import Pressure, Rules, decode_pressure, prefill_pressure
 from planner.sizing import Demand, Slo, decode_capacity
 from tests.support.planning import an_8b
@@ -31,41 +31,41 @@ def codes(pressure: Pressure) -> set[str]:
 
 
 def test_short_queues_are_no_reason_for_more() -> None:
-    pressure = prefill_pressure(RULES, Fleet(ready=4), [worker(queued_tokens=2000)] * 4, RECENT)
+    pressure = prefill_pressure(RULES, RoleFleet(ready=4), [worker(queued_tokens=2000)] * 4, RECENT)
     assert pressure.workers == 0
     assert not pressure.reasons
 
 
 def test_a_queue_longer_than_the_slo_asks_for_as_many_as_work_it_off() -> None:
-    little = prefill_pressure(RULES, Fleet(ready=4), [worker(queued_tokens=15_000)] * 4, RECENT)
-    much = prefill_pressure(RULES, Fleet(ready=4), [worker(queued_tokens=90_000)] * 4, RECENT)
+    little = prefill_pressure(RULES, RoleFleet(ready=4), [worker(queued_tokens=15_000)] * 4, RECENT)
+    much = prefill_pressure(RULES, RoleFleet(ready=4), [worker(queued_tokens=90_000)] * 4, RECENT)
     assert 4 < little.workers < much.workers
     assert codes(much) == {"prefill-queue"}
 
 
 def test_a_queue_is_no_evidence_while_workers_are_starting() -> None:
-    fleet = Fleet(ready=4, starting=1)
+    fleet = RoleFleet(ready=4, starting=1)
     assert prefill_pressure(RULES, fleet, [worker(queued_tokens=90_000)] * 4, RECENT).workers == 0
     assert decode_pressure(RULES, fleet, [worker(running=3 * BATCH)] * 4, RECENT).workers == 0
 
 
 def test_arrivals_are_evidence_also_while_workers_are_starting() -> None:
     burst = RecentTraffic(Demand(40.0, 2000, 200), 20.0)
-    pressure = prefill_pressure(RULES, Fleet(ready=2, starting=2), [], burst)
+    pressure = prefill_pressure(RULES, RoleFleet(ready=2, starting=2), [], burst)
     assert pressure.workers > 10
     assert codes(pressure) == {"prefill-arrivals"}
 
 
 def test_a_few_more_arrivals_than_usual_are_chance() -> None:
     """4 workers carry 8.1 requests/s; 9 in a second are no evidence, 9 a second for a minute are."""
-    fleet = Fleet(ready=4)
+    fleet = RoleFleet(ready=4)
     assert prefill_pressure(RULES, fleet, [], RecentTraffic(Demand(9.0, 2000, 200), 1.0)).workers == 0
     assert prefill_pressure(RULES, fleet, [], RecentTraffic(Demand(9.0, 2000, 200), 60.0)).workers > 4
 
 
 def test_arrivals_of_the_first_seconds_alone_are_no_evidence_however_many() -> None:
     """A minute that begins with a bunch looks like a rush; queues tell it if it is one."""
-    fleet = Fleet(ready=4)
+    fleet = RoleFleet(ready=4)
     assert prefill_pressure(RULES, fleet, [], RecentTraffic(Demand(40.0, 2000, 200), 5.0)).workers == 0
     assert (
         prefill_pressure(RULES, fleet, [worker(200_000)] * 4, RecentTraffic(Demand(40.0, 2000, 200), 5.0)).workers > 4
@@ -74,7 +74,7 @@ def test_arrivals_of_the_first_seconds_alone_are_no_evidence_however_many() -> N
 
 
 def test_a_batch_beyond_what_keeps_the_itl_asks_for_decode_workers() -> None:
-    pressure = decode_pressure(RULES, Fleet(ready=3), [worker(running=BATCH + 5)] * 3, RECENT)
+    pressure = decode_pressure(RULES, RoleFleet(ready=3), [worker(running=BATCH + 5)] * 3, RECENT)
     assert pressure.workers > 3
     assert codes(pressure) == {"decode-crowded"}
 
@@ -83,35 +83,35 @@ def test_kv_that_is_full_and_waited_for_asks_for_decode_workers() -> None:
     full = int(0.95 * PROFILE.total_kv_tokens)
     quiet = RecentTraffic(Demand(1.0, 2000, 200), 20.0)
     waited_for = [worker(running=5, waiting=1, kv_tokens=full)] * 2
-    assert decode_pressure(RULES, Fleet(ready=2), waited_for, quiet).workers >= 3
-    assert decode_pressure(RULES, Fleet(ready=2), [worker(running=5, kv_tokens=full)] * 2, quiet).workers == 0
+    assert decode_pressure(RULES, RoleFleet(ready=2), waited_for, quiet).workers >= 3
+    assert decode_pressure(RULES, RoleFleet(ready=2), [worker(running=5, kv_tokens=full)] * 2, quiet).workers == 0
 
 
 def test_idle_workers_can_be_spared() -> None:
-    assert prefill_pressure(RULES, Fleet(ready=9), [worker()] * 9, RECENT).least < 9
-    assert decode_pressure(RULES, Fleet(ready=9), [worker()] * 9, RECENT).least < 9
+    assert prefill_pressure(RULES, RoleFleet(ready=9), [worker()] * 9, RECENT).least < 9
+    assert decode_pressure(RULES, RoleFleet(ready=9), [worker()] * 9, RECENT).least < 9
 
 
 def test_workers_with_a_queue_cannot_be_spared_however_few_requests_come() -> None:
     quiet = RecentTraffic(Demand(0.1, 2000, 200), 60.0)
     queued = [worker(queued_tokens=8000)] * 3
-    assert prefill_pressure(RULES, Fleet(ready=3), queued, quiet).least == 3
+    assert prefill_pressure(RULES, RoleFleet(ready=3), queued, quiet).least == 3
     running = [worker(running=int(0.75 * BATCH))] * 3
-    assert decode_pressure(RULES, Fleet(ready=3), running, quiet).least == 3
+    assert decode_pressure(RULES, RoleFleet(ready=3), running, quiet).least == 3
 
 
 def test_without_loads_nobody_is_spared() -> None:
-    assert prefill_pressure(RULES, Fleet(ready=9), [], RECENT).least == 9
-    assert decode_pressure(RULES, Fleet(ready=9), [], RECENT).least == 9
+    assert prefill_pressure(RULES, RoleFleet(ready=9), [], RECENT).least == 9
+    assert decode_pressure(RULES, RoleFleet(ready=9), [], RECENT).least == 9
 
 
 def test_without_traffic_figures_queues_still_count() -> None:
-    pressure = prefill_pressure(RULES, Fleet(ready=2), [worker(queued_tokens=90_000)] * 2, None)
+    pressure = prefill_pressure(RULES, RoleFleet(ready=2), [worker(queued_tokens=90_000)] * 2, None)
     assert pressure.workers >= 3
 
 
 @given(st.integers(0, 200_000), st.integers(0, 200_000), st.integers(1, 20))
 def test_a_longer_queue_never_asks_for_fewer(tokens: int, more: int, ready: int) -> None:
-    short = prefill_pressure(RULES, Fleet(ready=ready), [worker(queued_tokens=tokens)] * ready, RECENT)
-    long = prefill_pressure(RULES, Fleet(ready=ready), [worker(queued_tokens=tokens + more)] * ready, RECENT)
+    short = prefill_pressure(RULES, RoleFleet(ready=ready), [worker(queued_tokens=tokens)] * ready, RECENT)
+    long = prefill_pressure(RULES, RoleFleet(ready=ready), [worker(queued_tokens=tokens + more)] * ready, RECENT)
     assert long.workers >= short.workers

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from planner.connectors.connector import Applied
-from planner.model import Action, Fleet, Observation, Reason, ScalingDecision, Traffic, WorkerLoad
+from planner.model import Action, Observation, Reason, RoleFleet, ScalingDecision, Traffic, WorkerLoad
 from planner.record import MAX_LOADS, Record, RecordFile, kept, older, read_records
 from protocol.errors import ConfigError
 
 
 def record(number: int) -> Record:
     traffic = Traffic(start_s=number, end_s=number + 5, requests=float(number), ttft_s=None)
-    seen = Observation(at_s=number, prefill=Fleet(ready=1), decode=Fleet(ready=2, starting=1), traffic=traffic)
+    seen = Observation(at_s=number, prefill=RoleFleet(ready=1), decode=RoleFleet(ready=2, starting=1), traffic=traffic)
     decision = ScalingDecision(
         at_s=number,
         loop="reactive",
@@ -82,7 +82,7 @@ def test_without_a_file_the_error_says_so(tmp_path: Path) -> None:
 
 def test_of_many_workers_the_busiest_are_recorded() -> None:
     loads = tuple(WorkerLoad(name=f"w-{n}", queued_tokens=n) for n in range(500))
-    fleet = Fleet(ready=500)
+    fleet = RoleFleet(ready=500)
     seen = kept(Observation(at_s=0.0, prefill=fleet, decode=fleet, prefill_loads=loads, decode_loads=loads[:3]))
     assert seen is not None
     assert [load.queued_tokens for load in seen.prefill_loads] == list(range(499, 499 - MAX_LOADS, -1))

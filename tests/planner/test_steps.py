@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from planner.connectors.connector import Fleets
 from planner.connectors.steps import Steps, reachable, steps_to
-from planner.model import Action, Fleet, Flip, ScalingDecision
+from planner.model import Action, Flip, RoleFleet, ScalingDecision
 
-fleets = st.builds(Fleet, ready=st.integers(0, 12), starting=st.integers(0, 5), draining=st.integers(0, 3))
+fleets = st.builds(RoleFleet, ready=st.integers(0, 12), starting=st.integers(0, 5), draining=st.integers(0, 3))
 flips = st.none() | st.builds(Flip, to_role=st.sampled_from(["prefill", "decode"]), count=st.integers(0, 6))
 decisions = st.builds(
     lambda prefill, decode, flip: ScalingDecision(
@@ -26,27 +26,27 @@ def after(there: Fleets, steps: Steps) -> Fleets:
     return Fleets(prefill=scaled(prefill, steps.prefill), decode=scaled(decode, steps.decode))
 
 
-def turned(fleet: Fleet, more: int) -> Fleet:
+def turned(fleet: RoleFleet, more: int) -> RoleFleet:
     if more >= 0:
-        return Fleet(ready=fleet.ready, starting=fleet.starting + more)
-    return Fleet(ready=fleet.ready + more, starting=fleet.starting)
+        return RoleFleet(ready=fleet.ready, starting=fleet.starting + more)
+    return RoleFleet(ready=fleet.ready + more, starting=fleet.starting)
 
 
-def scaled(fleet: Fleet, count: int) -> Fleet:
+def scaled(fleet: RoleFleet, count: int) -> RoleFleet:
     more = count - fleet.ordered
     if more >= 0:
-        return Fleet(ready=fleet.ready, starting=fleet.starting + more)
+        return RoleFleet(ready=fleet.ready, starting=fleet.starting + more)
     assert fleet.ready + more >= 0, "somebody who starts was taken away"
-    return Fleet(ready=fleet.ready + more, starting=fleet.starting)
+    return RoleFleet(ready=fleet.ready + more, starting=fleet.starting)
 
 
 def all_ready(there: Fleets) -> Fleets:
-    return Fleets(prefill=Fleet(ready=there.prefill.ordered), decode=Fleet(ready=there.decode.ordered))
+    return Fleets(prefill=RoleFleet(ready=there.prefill.ordered), decode=RoleFleet(ready=there.decode.ordered))
 
 
 @given(decisions, fleets, fleets, st.booleans(), st.booleans())
 def test_never_fewer_than_asked_and_in_the_end_as_many(
-    decision: ScalingDecision, prefill: Fleet, decode: Fleet, can_flip: bool, can_choose: bool
+    decision: ScalingDecision, prefill: RoleFleet, decode: RoleFleet, can_flip: bool, can_choose: bool
 ) -> None:
     there = Fleets(prefill=prefill, decode=decode)
     steps = steps_to(decision, there, name="x", can_flip=can_flip, can_choose=can_choose)
@@ -61,7 +61,7 @@ def test_never_fewer_than_asked_and_in_the_end_as_many(
 
 
 @given(decisions, fleets, fleets)
-def test_who_cannot_flip_does_not_and_says_so(decision: ScalingDecision, prefill: Fleet, decode: Fleet) -> None:
+def test_who_cannot_flip_does_not_and_says_so(decision: ScalingDecision, prefill: RoleFleet, decode: RoleFleet) -> None:
     there = Fleets(prefill=prefill, decode=decode)
     could = steps_to(decision, there, name="stone", can_flip=True, can_choose=True)
     cannot = steps_to(decision, there, name="stone", can_flip=False, can_choose=True)
@@ -70,7 +70,7 @@ def test_who_cannot_flip_does_not_and_says_so(decision: ScalingDecision, prefill
 
 
 def test_a_flip_takes_no_more_than_one_role_has_to_spare_and_the_other_lacks() -> None:
-    there = Fleets(prefill=Fleet(ready=4), decode=Fleet(ready=2))
+    there = Fleets(prefill=RoleFleet(ready=4), decode=RoleFleet(ready=2))
     wanted = ScalingDecision(
         at_s=0.0, loop="none", action=Action.SCALE, prefill=3, decode=6, flip=Flip(to_role="decode", count=3)
     )
@@ -79,7 +79,7 @@ def test_a_flip_takes_no_more_than_one_role_has_to_spare_and_the_other_lacks() -
 
 
 def test_those_who_start_stay_and_as_many_ready_ones_as_were_asked_for() -> None:
-    assert reachable(Fleet(ready=1, starting=3), 1, can_choose=True) == 4
-    assert reachable(Fleet(ready=3, starting=1), 2, can_choose=True) == 3
-    assert reachable(Fleet(ready=3, starting=1), 2, can_choose=False) == 4
-    assert reachable(Fleet(ready=3, draining=1), 2, can_choose=False) == 2
+    assert reachable(RoleFleet(ready=1, starting=3), 1, can_choose=True) == 4
+    assert reachable(RoleFleet(ready=3, starting=1), 2, can_choose=True) == 3
+    assert reachable(RoleFleet(ready=3, starting=1), 2, can_choose=False) == 4
+    assert reachable(RoleFleet(ready=3, draining=1), 2, can_choose=False) == 2

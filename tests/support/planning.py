@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from planner.model import Fleet, Observation, ScalingDecision, Traffic, WorkerLoad
+from planner.model import Observation, RoleFleet, ScalingDecision, Traffic, WorkerLoad
 from planner.sizing import Demand
 from protocol.profile import DecodeTable, PrefillTable, Profile
 from protocol.timing import PolynomialTiming
@@ -50,7 +50,7 @@ class FakeFleet:
     start_s: float = 30.0
     starting: list[tuple[float, str]] = field(default_factory=list)  # ready when, role
 
-    def seen(self, at_s: float) -> tuple[Fleet, Fleet]:
+    def seen(self, at_s: float) -> tuple[RoleFleet, RoleFleet]:
         for ready_s, role in [item for item in self.starting if item[0] <= at_s]:
             self.starting.remove((ready_s, role))
             setattr(self, role, getattr(self, role) + 1)
@@ -70,8 +70,8 @@ class FakeFleet:
                 wait_s = 3.0 if number < flipped[role] else self.start_s
                 self.starting.append((decision.at_s + wait_s, role))
 
-    def _of(self, role: str) -> Fleet:
-        return Fleet(ready=getattr(self, role), starting=sum(name == role for _, name in self.starting))
+    def _of(self, role: str) -> RoleFleet:
+        return RoleFleet(ready=getattr(self, role), starting=sum(name == role for _, name in self.starting))
 
 
 def arrivals(rate: Callable[[float], float], seconds: float, step_s: float, seed: int) -> Iterator[tuple[float, int]]:
