@@ -1,1 +1,1 @@
-"""Where a request runs: by what workers hold in their KV caches and how busy they are."""
+"""Choose where a request runs, by what workers hold in their KV caches and how busy they are."""

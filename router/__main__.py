@@ -1,4 +1,4 @@
-"""`python -m router`: run a router by itself."""
+"""Run a router by itself: `python -m router`."""
 
 import os
 import sys

@@ -1,5 +1,7 @@
-"""Which worker a session was served by last. A preference: the placement gives it up where that worker is saturated
-or may not serve the request. Pure; the time is a parameter."""
+"""Remember which worker served a session last. Pure; the time is a parameter.
+
+The binding is a preference: a placement ignores it if that worker is full or may not serve the request.
+"""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ SessionKey = NewType("SessionKey", bytes)
 
 
 def session_key(model: str, tenant: str, session: str) -> SessionKey:
-    """16 bytes, however long the client's name for its session. Tenants and models have sessions of their own."""
+    """Return 16 bytes that name a session of one tenant and model, however long the client's name for it is."""
     return SessionKey(xxh3_128_digest(repr((model, tenant, session)).encode()))
 
 
@@ -25,7 +27,7 @@ class _Binding:
 
 
 class SessionAffinity:
-    """At most `max_sessions`, the least recently used go first; each ends `ttl_s` after its last use. All O(1)."""
+    """Binds at most `max_sessions`; the least recently used go first. Each ends `ttl_s` after its last use."""
 
     def __init__(self, ttl_s: float = 600.0, max_sessions: int = 100_000) -> None:
         self._ttl_s = ttl_s
@@ -37,13 +39,13 @@ class SessionAffinity:
         return len(self._bindings)
 
     def get(self, key: SessionKey, now: float) -> Holder | None:
-        """Asking is not using: the session lives on with `bind`."""
+        """Return where a session is bound, or None. Only `bind` counts as a use."""
         self._expire(now)
         binding = self._bindings.get(key)
         return None if binding is None else binding.holder
 
     def bind(self, key: SessionKey, holder: Holder, now: float) -> None:
-        """The session is served there from now on."""
+        """Bind the session to this holder from now on."""
         self._expire(now)
         self._drop(key)
         if self._max_sessions <= 0:

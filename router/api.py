@@ -1,4 +1,4 @@
-"""What the router's HTTP API reads and writes: bodies in, plain data out. Pure. docs/api.md describes it."""
+"""Read and write the bodies of the router's HTTP API: bodies in, plain data out. Pure. docs/api.md describes it."""
 
 from typing import Annotated, Any, TypeVar
 
@@ -23,7 +23,7 @@ _Hash = Annotated[int, Meta(ge=0)]
 
 
 class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what clients send."""
+    """Base of all bodies that clients send."""
 
 
 class PromptBody(Body, frozen=True):
@@ -31,7 +31,7 @@ class PromptBody(Body, frozen=True):
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     prompt_tokens: list[_TokenId] | None = None
-    prompt_tokens_b64: bytes | None = None  # u32 little endian
+    prompt_tokens_b64: bytes | None = None  # u32, little endian
     sequence_hashes: list[_Hash] | None = None
     isl_tokens: Annotated[int, Meta(ge=1, le=_MAX_TOKENS)] | None = None
     lora: Name | None = None
@@ -43,7 +43,7 @@ class OverlapBody(PromptBody, frozen=True):
 
 
 class PlaceBody(PromptBody, frozen=True):
-    """The names are those of protocol.messages.RouteRequest."""
+    """A prompt to place. Its fields have the names of protocol.messages.RouteRequest."""
 
     book: bool = True
     timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
@@ -68,7 +68,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def read(data: bytes, kind: type[BodyT]) -> BodyT:
-    """Raises InvalidRequestError that says where and why."""
+    """Decode a body. Raises InvalidRequestError that says where and why."""
     try:
         return msgspec.json.decode(data, type=kind)
     except UNREADABLE as error:
@@ -76,7 +76,7 @@ def read(data: bytes, kind: type[BodyT]) -> BodyT:
 
 
 def prompt_of(body: PromptBody, block_size: int) -> tuple[int, bytes]:
-    """Its length in tokens, and the sequence hashes of its full blocks, packed u64. Raises InvalidRequestError."""
+    """Return the prompt's tokens and the sequence hashes of its full blocks, packed u64. Raises InvalidRequestError."""
     given = [name for name in ("prompt_tokens", "prompt_tokens_b64", "sequence_hashes") if getattr(body, name)]
     if len(given) > 1:
         raise InvalidRequestError(f"{given[0]} and {given[1]} were sent", hint="send one of them", param=given[1])
@@ -123,7 +123,7 @@ def _token_bytes(body: PromptBody) -> bytes:
 
 
 def route_request(body: PlaceBody, request_id: RequestId, isl_tokens: int, hashes: bytes) -> RouteRequest:
-    """Raises InvalidRequestError."""
+    """Return the request for a body. Raises InvalidRequestError."""
     if body.pin_rank is not None and body.pin is None:
         raise InvalidRequestError("pin_rank needs a worker", hint="send pin as well", param="pin_rank")
     return RouteRequest(
@@ -149,7 +149,7 @@ def route_request(body: PlaceBody, request_id: RequestId, isl_tokens: int, hashe
 
 class PlaceReply(Struct, frozen=True, kw_only=True):
     booking: str | None  # null: nothing was booked
-    lease_s: float | None  # the booking ends when nothing is heard of it for so long
+    lease_s: float | None  # a booking without a sign of life for so long ends
     model: str
     block_size: int
     isl_tokens: int
@@ -160,7 +160,7 @@ class PlaceReply(Struct, frozen=True, kw_only=True):
 
 
 def place_reply(request: RouteRequest, placed: Placed, block_size: int, lease_s: float | None) -> PlaceReply:
-    """`lease_s`: None if nothing was booked."""
+    """Return the answer for a placement. `lease_s` is None if nothing was booked."""
     return PlaceReply(
         booking=None if lease_s is None else request.request_id,
         lease_s=lease_s,
@@ -179,12 +179,12 @@ def _target(target: Target) -> dict[str, Any]:
 
 
 def explained(explanation: Explanation) -> dict[str, Any]:
-    """With all its fields: a message leaves out those that have their default."""
+    """Return an explanation with all its fields: a message leaves out fields that have their default."""
     return asdict(explanation) | {"candidates": [asdict(candidate) for candidate in explanation.candidates]}
 
 
 def overlap_row(card: WorkerCard, holder: Holder, depths: Depths, load: Share) -> dict[str, Any]:
-    """What a worker has of a prompt. Each tier counts leading blocks that are there or in a faster one."""
+    """Return how much of a prompt a worker holds. A tier counts leading blocks that are there or in a faster one."""
     return {
         "worker_id": card.worker_id,
         "name": card.name,

@@ -1,7 +1,7 @@
-"""How often each prefix is in use: chains of sequence hashes, counted per holder. Pure.
+"""Count how often each prefix is in use: chains of sequence hashes, counted per holder. Pure.
 
-For prompts in flight and for predictions. A chain is added whole, from its first block on, so of any prompt a holder
-uses a leading part.
+Used for prompts in flight and for predictions. A chain is added whole, from its first block on. So a holder always uses
+a leading part of any prompt.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ class _Used:
 
 
 class PlainChainCounts:
-    """The specification of `ChainCounts`, and what runs where no compiler was."""
+    """The specification of `ChainCounts`; it runs where the native class could not be compiled."""
 
     def __init__(self) -> None:
         self._used: dict[Holder, _Used] = {}
@@ -33,7 +33,7 @@ class PlainChainCounts:
             used.ends[chain[-1]] += 1
 
     def discard(self, holder: Holder, hashes: Buffer) -> None:
-        """Count a chain once less. One that is not there, as after `drop`, is no error."""
+        """Count a chain once less. A chain that is not there, as after `drop`, is no error."""
         chain = unpack_hashes(hashes)
         used = self._used.get(holder)
         if used is None or not chain or not used.ends[chain[-1]]:
@@ -44,23 +44,23 @@ class PlainChainCounts:
             del self._used[holder]
 
     def match(self, hashes: Buffer) -> dict[Holder, int]:
-        """For every holder that uses the first block: how many leading blocks it uses."""
+        """Return how many leading blocks each holder uses, for every holder that uses the first one."""
         chain = unpack_hashes(hashes)
         depths = {holder: _leading(used.counts, chain) for holder, used in self._used.items()}
         return {holder: depth for holder, depth in depths.items() if depth}
 
     def drop(self, holder: Holder) -> None:
-        """`holder` is gone, with all its chains."""
+        """Forget a holder with all its chains."""
         self._used.pop(holder, None)
 
     def blocks_of(self, holder: Holder) -> int:
-        """Distinct prefixes that `holder` uses."""
+        """Return the number of distinct prefixes that `holder` uses."""
         used = self._used.get(holder)
         return 0 if used is None else len(used.counts)
 
     @property
     def num_blocks(self) -> int:
-        """Distinct prefixes that anyone uses."""
+        """The number of distinct prefixes that any holder uses."""
         return len(set[int]().union(*(used.counts for used in self._used.values())))
 
 

@@ -1,4 +1,4 @@
-"""Ask routers that run by themselves. Offers the same `book` and `preview` as the router in this process."""
+"""Ask routers that run by themselves, with the same `book` and `preview` as the router in this process."""
 
 import asyncio
 import logging
@@ -15,16 +15,16 @@ from router.booking import Booking
 
 log = logging.getLogger(__name__)
 
-STILL_WAITING = encode(None)  # what a router says while a request waits in its queue
+STILL_WAITING = encode(None)  # sent by a router while a request waits in its queue
 
 ANSWER_TIMEOUT_S = 3.0  # a router answers in well under a millisecond; one that hangs must not hold requests up
 TELL_TIMEOUT_S = 5.0
-RESUME_S = 0.5  # between tries to find a booking another router
+RESUME_S = 0.5  # between tries to find another router for a booking
 ELSEWHERE = (PeerLostError, DrainingError)  # another router may do it
 
 
 class RemoteRouter:
-    """Routers found through discovery; the first by name is asked, the next if it is gone."""
+    """Asks the routers found through discovery: the first by name, and the next one if that router is gone."""
 
     def __init__(self, plane: PlaneClient) -> None:
         self._plane = plane
@@ -34,11 +34,11 @@ class RemoteRouter:
         return bool(self._routers)
 
     def routers(self) -> Sequence[RouterCard]:
-        """In the order in which they are to be asked."""
+        """Return the known routers in the order in which they are asked."""
         return [card for _, card in sorted(self._routers.items())]
 
     async def run(self, discovery: Discovery) -> None:
-        """Until cancelled. Raises FeedLostError if the feed ends."""
+        """Follow routers until cancelled. Raises FeedLostError if the feed ends."""
         async for change in discovery.watch("routers/"):
             match change:
                 case Put():
@@ -54,12 +54,12 @@ class RemoteRouter:
         except WireError as error:
             log.warning("ignoring %s: %s", key, error)
             return
-        if card.address:  # else: it is inside a frontend, or takes no more requests
+        if card.address:  # otherwise it is inside a frontend, or takes no more requests
             self._routers[key] = card
 
     @asynccontextmanager
     async def book(self, request: RouteRequest, timeout_s: float) -> AsyncIterator[Booking]:
-        """Raises NoWorkerError also if no router answers: that passes, and the request may wait or come again."""
+        """Place a request. Raises what Router.book does, and NoWorkerError if no router answers: a retry may help."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         problem = "there is none"
         for card in self.routers():
@@ -91,9 +91,9 @@ class RemoteRouter:
 
 
 class _RemoteBooking:
-    """A booking at a router. When that one is gone, the next is told of it: the request runs, and counts.
+    """A booking at a router. If that router is gone, the booking is reported to the next one: the request still runs.
 
-    Progress is told one message at a time: the latest of what is to be told.
+    Progress is reported one message at a time, always the latest.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class _RemoteBooking:
         self._tell_soon(msgspec.structs.replace(self._news, osl_tokens=osl_tokens))
 
     def hold(self, stream: Stream, address: str) -> None:
-        """`stream` is the booking's lease at the router there."""
+        """Hold the booking. `stream` is its lease at the router at `address`."""
         self._address = address
         self._holding = asyncio.create_task(self._hold(stream), name=f"hold {self._request.request_id}")
 
@@ -136,7 +136,7 @@ class _RemoteBooking:
             await asyncio.sleep(RESUME_S)
 
     async def _resume_at(self, card: RouterCard) -> None:
-        """Returns when that router does not have the booking, or no longer."""
+        """Offer the booking to a router; return when the router does not hold it or holds it no longer."""
         self._address = ""
         held = Resume(request=self._request, placed=self.placed, progress=self._news)
         try:
@@ -165,7 +165,7 @@ class _RemoteBooking:
 
 
 async def _first(stream: Stream, card: RouterCard) -> Placed:
-    """The placement; before it a router that lets the request wait says so again and again."""
+    """Return the placement. A router that lets the request wait says so again and again before it."""
     while True:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -179,7 +179,7 @@ async def _first(stream: Stream, card: RouterCard) -> Placed:
 
 
 async def _ended(stream: Stream) -> None:
-    """Wait until it has, however."""
+    """Wait until the stream has ended, in whatever way."""
     try:
         while await stream.next() is not None:
             pass

@@ -95,7 +95,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="a port for /metrics alone, besides; 0: any")
     ] = None
-    gossip: Annotated[bool, Meta(description="tell other routers of the load placed here, and listen to theirs")] = True
+    gossip: Annotated[bool, Meta(description="report the load placed here to other routers, and follow theirs")] = True
     gossip_port: Annotated[int, Meta(ge=0, le=65535, description="port of the gossip; 0: any")] = 0
     max_body_mib: Annotated[float, Meta(gt=0, description="larger HTTP bodies are refused")] = 2.0
     max_bookings: Annotated[int, Meta(ge=1, description="bookings made over HTTP that stand at once")] = 4096
@@ -136,7 +136,7 @@ def rules_of(config: RouterConfig) -> RouterRules:
 
 
 def saturation_of(config: RouterConfig) -> Saturation | None:
-    """None: nobody waits in the router."""
+    """Return the limits; None if no request waits in the router."""
     limits = (config.saturation_tokens, config.saturation_requests_share, config.saturation_blocks_share)
     if not any(limits):
         return None

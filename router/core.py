@@ -18,7 +18,7 @@ from protocol.ids import RequestId, WorkerId
 from protocol.messages import Explanation, Placed, RouteRequest, Target, WorkerCard
 from router.affinity import SessionAffinity, SessionKey, session_key
 from router.explain import explain
-from router.fleet import Fleet, Pool
+from router.fleet import Pool, WorkerFleet
 from router.index import Holder
 from router.load import ActiveLoad, Owner
 from router.placing import (
@@ -42,7 +42,7 @@ _FOREVER = float("inf")
 
 
 class Outcome(NamedTuple):
-    """What became of a request that was submitted: placed and booked, or failed."""
+    """The result of a submitted request: placed and booked, or failed."""
 
     request_id: RequestId
     result: Placed | MeshError
@@ -54,13 +54,13 @@ class QueuedRequest(Struct):
 
 
 class RouterState:
-    """`fleet` knows the workers and their caches, `load` what is in flight. Drivers read both."""
+    """Places requests on workers. `fleet` tracks the workers and their caches, `load` the requests in flight."""
 
     def __init__(self, rules: RouterRules, seed: int = 0) -> None:
         self.rules = rules
         self.load = ActiveLoad(rules.lease_s)
         predictions = CachePredictions(rules.predict_ttl_s, rules.approximate_ttl_s)
-        self.fleet = Fleet(self.load, predictions, ramp_s=rules.ramp_s, suspect_s=rules.suspect_s)
+        self.fleet = WorkerFleet(self.load, predictions, ramp_s=rules.ramp_s, suspect_s=rules.suspect_s)
         self._rng = random.Random(seed)
         self._queues: dict[str, PendingQueue[QueuedRequest]] = {}  # by model, of models for which requests wait
         self._affinity = SessionAffinity(ttl_s=rules.affinity_ttl_s)

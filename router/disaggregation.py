@@ -1,4 +1,4 @@
-"""One worker or two? Pure. The reasons stand in docs/routing.md, "Aggregate or disaggregate"."""
+"""Decide whether one worker or two serve a request. Pure. Reasons: docs/routing.md, "Aggregate or disaggregate"."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from msgspec import Struct
 
 @dataclass(frozen=True, slots=True)
 class LocalPrefill:
-    """A decode worker computes the prompt itself when little of it is left to compute.
+    """The limits below which a decode worker computes the rest of a prompt itself.
 
-    Both must hold: fewer than `max_tokens` uncached tokens, and less than `max_share` of the prompt. Then a
-    prefill worker would recompute, or hold, what the decode worker has, and the hand-over costs more than the
-    interference with its other streams.
+    Both must hold: fewer than `max_tokens` uncached tokens, and less than `max_share` of the prompt. Then a prefill
+    worker would recompute, or hold, what the decode worker has already. The hand-over would cost more than the
+    interference with the worker's other streams.
     """
 
     max_tokens: int = 2048
@@ -19,9 +19,10 @@ class LocalPrefill:
 
 
 class Backlog(Struct, frozen=True):
-    """Prompt tokens that would be computed until this request's are: on the best prefill worker, and on the decode
-    worker that would do all by itself; half as many where it is twice as fast. `is_full`: that prefill worker should be
-    given nothing more now."""
+    """Prompt tokens to compute until this request's are: on the best prefill worker, and on the decode worker alone.
+
+    Both are divided by the worker's capacity. `is_full`: that prefill worker is given no more requests now.
+    """
 
     prefill_tokens: float = 0.0
     local_tokens: float = 0.0
@@ -41,7 +42,10 @@ def decide(
     rule: LocalPrefill,
     backlog: Backlog | None = None,
 ) -> Decision:
-    """`cached_tokens`: what the decode worker that would do it alone holds. `wish`: what the caller asked for."""
+    """Decide between one worker and two, with the reason.
+
+    cached_tokens: of the prompt, on the decode worker that would serve the request alone. wish: of the caller.
+    """
     if not prefill_ready:
         return Decision(False, "no prefill worker is ready")
     if wish is not None:

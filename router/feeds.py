@@ -14,7 +14,7 @@ from protocol.errors import ConfigError, FeedLostError, WireError
 from protocol.events import Digest
 from protocol.ids import WorkerId
 from protocol.messages import KvDigest, KvRank, KvSnapshot, WorkerCard, decode
-from router.fleet import Fleet
+from router.fleet import WorkerFleet
 from router.members import Members
 from router.metrics import EVENTS
 
@@ -104,7 +104,7 @@ class LinkWatch:
 class KvFeed:
     """Follows the KV events of the workers that publish them, and applies them to the fleet."""
 
-    def __init__(self, fleet: Fleet, plane: PlaneClient) -> None:
+    def __init__(self, fleet: WorkerFleet, plane: PlaneClient) -> None:
         self._plane = plane
         self._subscriber = KvEventSubscriber(KvSink(fleet))
         self._unfollowed: set[WorkerId] = set()
@@ -163,7 +163,7 @@ class KvFeed:
 class KvSink:
     """Applies the workers' KV events to the fleet. Implements kvevents.subscriber.Sink."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: WorkerFleet) -> None:
         self._fleet = fleet
 
     def on_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> None:

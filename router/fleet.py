@@ -20,7 +20,7 @@ from router.warmup import WarmUp
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One (worker, dp rank): a place where a request can run."""
+    """A place where a request can run: one (worker, dp rank)."""
 
     holder: Holder
     card: WorkerCard
@@ -52,7 +52,7 @@ class Pool:
         return chain(self.decoders, self.prefillers)
 
 
-class Fleet:
+class WorkerFleet:
     """All workers that a router knows, with one pool per model. `load` and `predictions` belong to its router."""
 
     def __init__(

@@ -1,8 +1,8 @@
-"""What routers tell each other: how much each has placed where. Pure; the time is a parameter.
+"""Report to other routers how much this router has placed on each worker. Pure; the time is a parameter.
 
-State, not events. A message holds sums for the holders where they have changed, or for all; they take the place of what
-was known of that router. So a message that is lost is made good by the next that tells of the same holder, at the
-latest by the next that tells of all, and nothing can leak. Who has nothing in flight has said so, and is silent.
+Messages carry state, not events: the sums of the holders whose sums have changed, or of all holders. They replace what
+was known of that router. So the next message about a holder makes a lost one good, at the latest the next message with
+all sums, and nothing can leak. A router with nothing in flight has said so, and is silent.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,16 +18,16 @@ from protocol.messages import Message, decode
 from router.index import Holder
 from router.load import NOTHING, ActiveLoad, Share
 
-COALESCE_S = 0.002  # changes wait so long for others to go with them
+COALESCE_S = 0.002  # changes of so long go into one message
 REPEAT_S = 1.0  # between messages with all sums, as long as there are any
-LAST_WORDS = 2  # messages that there are none any more
-SILENCE_S = 5.0  # what a router has placed is forgotten when it has said nothing for so long
+LAST_WORDS = 2  # messages without any sums, before a router falls silent
+SILENCE_S = 5.0  # the load of a router that has been silent for so long is forgotten
 
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 class HolderShare(msgspec.Struct, frozen=True, array_like=True):
-    """router.load.Share of one holder."""
+    """The router.load.Share of one holder."""
 
     worker_id: WorkerId
     dp_rank: int
@@ -37,12 +37,12 @@ class HolderShare(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadNews(Message, frozen=True):
-    """What one router has placed."""
+    """A report of what one router has placed."""
 
     router: str
     generation: int  # of its process: a later one has a greater one
     seq: int
-    is_whole: bool  # holders that are not in it have nothing; else: are as they were
+    is_whole: bool  # then holders that are not in it have nothing; otherwise they are as they were
     shares: tuple[HolderShare, ...]
 
 
@@ -55,7 +55,7 @@ def decode_news(data: bytes) -> LoadNews:
 
 
 class GossipSender:
-    """When this router is to tell the others, and what. To be asked at `next_s`, and whenever the load has changed."""
+    """Decides when this router reports to the others, and what. Ask it at `next_s` and after changes of the load."""
 
     def __init__(self, load: ActiveLoad, router: str, generation: int) -> None:
         self._load = load
@@ -67,24 +67,24 @@ class GossipSender:
         self._last_words = 0
 
     def next_s(self) -> float | None:
-        """When something is to be told, as far as that is known."""
+        """Return when the next report is due, or None."""
         return min((at for at in (self._changes_at, self._all_at) if at is not None), default=None)
 
     def on_change(self, now: float) -> None:
-        """The load may have changed."""
+        """Plan a report, because the load may have changed."""
         if self._changes_at is None:
             self._changes_at = now + COALESCE_S
 
     def on_listener(self, now: float) -> None:
-        """Somebody listens who knows nothing yet."""
+        """Plan a full report for a new listener."""
         self._all_at = now
 
     def on_alone(self) -> None:
-        """Nobody listens any more."""
+        """Cancel all reports, because nobody listens any more."""
         self._changes_at = self._all_at = None
 
     def tell(self, now: float) -> LoadNews | None:
-        """What is due."""
+        """Return the report that is due, or None."""
         if self._all_at is not None and self._all_at <= now:
             return self._tell_all(now)
         if self._changes_at is None or self._changes_at > now:
@@ -123,9 +123,9 @@ class _Known:
 
 
 class GossipReceiver:
-    """Keeps in `load` what the others have placed, as far as they have told.
+    """Keeps in `load` what the other routers have reported.
 
-    The caller sees to it that news come only of routers that exist: that bounds what is remembered.
+    The caller passes on only news of routers that exist. That bounds what is remembered.
     """
 
     def __init__(self, load: ActiveLoad) -> None:
@@ -133,7 +133,7 @@ class GossipReceiver:
         self._known: dict[str, _Known] = {}
 
     def on_news(self, news: LoadNews, now: float) -> bool:
-        """Whether it was new. What a process says that was replaced, or what was overtaken, is not."""
+        """Apply a report; return whether it was new. Reports of a replaced process, and overtaken reports, are not."""
         known = self._known.get(news.router)
         if known is not None and (news.generation, news.seq) <= (known.generation, known.seq):
             return False
@@ -162,14 +162,14 @@ class GossipReceiver:
         return True
 
     def expire(self, now: float) -> list[str]:
-        """Forget who has something in flight, as far as is known, but has been silent for too long."""
+        """Forget the routers that have something in flight but have been silent for too long. Return their names."""
         silent = [router for router, known in self._known.items() if known.loaded and known.heard_s + SILENCE_S <= now]
         for router in silent:
             self.forget(router, now)
         return silent
 
     def next_s(self) -> float | None:
-        """When `expire` is to be called next."""
+        """Return when to call `expire` next, or None."""
         heard = (known.heard_s for known in self._known.values() if known.loaded)
         return min((at + SILENCE_S for at in heard), default=None)
 

@@ -1,4 +1,4 @@
-"""Carry gossip: a ZMQ publisher for what this router tells, a subscription to every other router in discovery."""
+"""Carry gossip between routers: a ZMQ publisher for this router, a subscription to each other one in discovery."""
 
 import asyncio
 import logging
@@ -18,14 +18,14 @@ from router.metrics import GOSSIP_RECEIVED, GOSSIP_SENT
 log = logging.getLogger(__name__)
 
 MAX_NEWS_BYTES = 16 << 20
-_QUEUED_NEWS = 256  # of one router, while a loop is busy; what does not fit is made good by what follows
+_QUEUED_NEWS = 256  # of one router, while the loop is busy; later messages make dropped ones good
 
 
 class Gossip:
-    """Keeps the `load` of a router complete with what the others have placed. Needs a running event loop.
+    """Keeps the `load` of a router complete with what the other routers have placed. Needs a running event loop.
 
-    `on_news` is called when that has changed: requests that wait may fit now. As long as nobody listens nothing is
-    sent, and no timer runs. Raises ConfigError if `bind` cannot be had.
+    `on_news` is called when that has changed: requests that wait may have room now. While nobody listens, nothing is
+    sent and no timer runs. Raises ConfigError if it cannot listen at `bind`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Gossip:
         self._expiry_timer: asyncio.TimerHandle | None = None
         self._endpoints: dict[str, str] = {}  # by router
         self._complained = False
-        # XPUB: it says who comes to listen, who has to be told everything, and when the last has gone
+        # XPUB reports each new listener, which needs a full report, and when the last one has gone
         pub = open_socket(zmq.XPUB, send=_QUEUED_NEWS, max_bytes=64)
         pub.setsockopt(zmq.XPUB_VERBOSER, 1)
         try:
@@ -57,17 +57,17 @@ class Gossip:
 
     @property
     def peers(self) -> int:
-        """Other routers that gossip."""
+        """The number of other routers that gossip."""
         return len(self._endpoints)
 
     def on_change(self) -> None:
-        """The router's own load may have changed."""
+        """Plan a report, because the router's own load may have changed."""
         if self._listeners:
             self._sender.on_change(time.monotonic())
             self._plan_tell()
 
     async def run(self, discovery: Discovery) -> None:
-        """Listen to all other routers until cancelled. Raises FeedLostError if the feed ends."""
+        """Follow all other routers until cancelled. Raises FeedLostError if the feed ends."""
         async for change in discovery.watch("routers/"):
             name = change.key.removeprefix("routers/")
             match change:
@@ -88,7 +88,7 @@ class Gossip:
     # --- telling ---------------------------------------------------------------------------------------
 
     def _on_subscription(self, frames: Frames) -> None:
-        """`[1 topic]` from who begins to listen, `[0 topic]` from who ends."""
+        """Count listeners: `[1 topic]` comes from one that begins to listen, `[0 topic]` from one that ends."""
         if len(frames) != 1 or frames[0] not in (b"\0", b"\1"):
             return
         if frames[0] == b"\1":
@@ -121,7 +121,7 @@ class Gossip:
     # --- listening -------------------------------------------------------------------------------------
 
     def _endpoint_of(self, name: str, card: bytes) -> str:
-        """Empty if it does not gossip, or is this router."""
+        """Return where a router gossips; "" if it does not, or is this router."""
         if name == self._name:
             return ""
         try:
@@ -131,7 +131,7 @@ class Gossip:
             return ""
 
     def _follow(self, name: str, endpoint: str) -> None:
-        """Listen to a router there; "": not any more."""
+        """Follow a router at an endpoint; "": follow it no more."""
         if not endpoint and self._receiver.forget(name, time.monotonic()):
             self._on_news()
         before = set(self._endpoints.values())
@@ -162,7 +162,7 @@ class Gossip:
             self._on_news()
 
     def _plan_expiry(self) -> None:
-        """Once a router has something in flight; then it has to be heard of."""
+        """Come back when a router with something in flight must have reported."""
         if self._expiry_timer is None and (due_s := self._receiver.next_s()) is not None:
             self._expiry_timer = self._loop.call_later(max(0.0, due_s - time.monotonic()), self._expire)
 

@@ -25,7 +25,7 @@ _ID_PREFIX = "http"
 
 
 class RouterApi:
-    """`app` serves it. Bookings made here end by `DELETE`, or with their lease."""
+    """Serves the API as `app`. Bookings made here end by `DELETE`, or with their lease."""
 
     def __init__(
         self, router: LocalRouter, workers: WorkerFeed, max_body_bytes: int = 2 << 20, max_bookings: int = 4096
@@ -33,7 +33,7 @@ class RouterApi:
         self._router = router
         self._workers = workers
         self._max_bookings = max_bookings
-        self._bookings: WeakSet[LocalBooking] = WeakSet()  # the router holds them, and lets go of those that have ended
+        self._bookings: WeakSet[LocalBooking] = WeakSet()  # the router holds them until they end
         self._placing: set[asyncio.Task[Any]] = set()
         self._draining = False
         HTTP_BOOKINGS.set_function(lambda: len(self._bookings))
@@ -54,7 +54,7 @@ class RouterApi:
         )
 
     async def drain(self, timeout_s: float) -> None:
-        """Place nothing more; those that wait have `timeout_s`."""
+        """Place nothing more. Requests that wait have `timeout_s`."""
         self._draining = True
         if self._placing:
             await asyncio.wait(self._placing, timeout=timeout_s)
@@ -91,7 +91,7 @@ class RouterApi:
         return json_reply({"booking": booking.request_id, "lease_s": self._router.lease_s})
 
     async def end(self, request: Request) -> Reply:
-        """`?failed=1`: what it was to leave in the worker's cache is not there."""
+        """End a booking. `?failed=1`: the prompt is not in the worker's cache."""
         failed = {"": False, "0": False, "1": True}.get(request.query.get("failed", ""))
         if failed is None:
             raise InvalidRequestError("failed is neither 0 nor 1", param="failed")
@@ -99,7 +99,7 @@ class RouterApi:
         return Reply(status=204)
 
     def _booking(self, request: Request) -> LocalBooking:
-        """Raises NotFoundError."""
+        """Return the booking that the request names. Raises NotFoundError."""
         name = RequestId(request.params["id"])
         booking = self._router.booking(name)
         if booking is None or booking not in self._bookings:
@@ -109,7 +109,7 @@ class RouterApi:
         return booking
 
     def _block_size(self, model: str) -> int:
-        """Raises NoWorkerError."""
+        """Return the block size of a model. Raises NoWorkerError if no worker serves it."""
         if model not in self._router.state.fleet.indexes:
             served = ", ".join(self._router.state.fleet.indexes) or "none"
             raise NoWorkerError(f"no worker of the model {model!r} is known; there are: {served}")
@@ -152,7 +152,7 @@ class RouterApi:
         return json_reply({"workers": rows})
 
     async def snapshot(self, request: Request) -> Reply:
-        """The index of one model as bytes. Holds the router up while it is made: for debugging."""
+        """Return the index of one model as bytes, for debugging. The router answers nothing else meanwhile."""
         indexes = self._router.state.fleet.indexes
         model = request.query.get("model", next(iter(indexes), "") if len(indexes) == 1 else "")
         if model not in indexes:
@@ -162,14 +162,14 @@ class RouterApi:
         return Reply(indexes[model].dump(), content_type="application/octet-stream")
 
     async def health(self, request: Request) -> Reply:
-        """Whether placements can be asked for."""
+        """Report whether placements can be asked for."""
         state = self._router.state
         feeds = [self._router.kv_feed.status_of(card) for card in state.fleet.cards]
         status = "draining" if self._draining else "ready" if self._workers.seen.is_set() else "no worker is known yet"
         report = {
             "status": status,
             "workers": len(feeds),
-            "recovering": feeds.count("recovering"),  # their caches are not known fully yet
+            "recovering": feeds.count("recovering"),  # workers whose caches are not fully known yet
             "waiting": state.waiting,
             "in_flight": len(state.load),
         }

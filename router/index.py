@@ -1,9 +1,9 @@
-"""Which worker holds which prefix. Pure; fed by KV events, asked by every placement. One index per model.
+"""Track which worker holds which prefix. Pure; fed by KV events, asked by every placement. One index per model.
 
-Prompts are matched by *sequence hash*, computed here from the token ids in the events. What an engine calls a
-block (its engine hash, a *name*) only links the events of one holder to each other: two workers may name equal
-blocks differently. `PlainIndex` says what every event means, also a wrong one; where a compiler was at hand, a
-native class that does the same takes its place (docs/decisions/0007-native-index.md).
+Prompts are matched by *sequence hash*, computed here from the token ids in the events. An engine's own hash of a block
+(a *name*) only links the events of one holder to each other: two workers may name equal blocks differently.
+`PlainIndex` specifies what every event means, also a wrong one. A native class does the same where it could be compiled
+(docs/decisions/0007-native-index.md).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,8 +44,8 @@ MAX_ENTRIES_PER_HOLDER = 8 << 20
 MAX_HOLDERS = (1 << 18) - 1
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
-_MOST_ENTRIES = (1 << 28) - 8  # that native code can number
-_EVICTED_SHARE = 8  # one part in so many of the largest holder goes when room is needed
+_MOST_ENTRIES = (1 << 28) - 8  # the most that native code can number
+_EVICTED_SHARE = 8  # when room is needed, one part in so many of a holder's prefixes goes
 
 
 class Holder(NamedTuple):
@@ -56,7 +56,7 @@ class Holder(NamedTuple):
 
 
 class Tier(IntEnum):
-    """Where a block lies, the fastest first."""
+    """The kinds of storage for blocks, the fastest first."""
 
     DEVICE = 0
     HOST = 1
@@ -91,7 +91,7 @@ class IndexStats:
 
 
 def tier_of(medium: str | None) -> Tier:
-    """What an engine's word for a storage medium means; an unknown one is the slowest."""
+    """Return the tier that an engine's word for a storage medium means; an unknown word means the slowest."""
     return _TIERS.get((medium or "").upper(), Tier.OBJECT)
 
 
@@ -138,7 +138,7 @@ def _apply(index: _Takes, holder: Holder, events: Iterable[KvEvent]) -> None:
 
 @dataclass(slots=True)
 class _Node:
-    """A prefix that somebody has, or that precedes one (then it is hollow)."""
+    """A prefix that a holder has, or one that precedes such a prefix (then it is hollow)."""
 
     parent: SequenceHash | None
     children: int = 0
@@ -147,7 +147,7 @@ class _Node:
 
 @dataclass(slots=True)
 class _Held:
-    """What one holder has. A name stands for one prefix, in one tier or more: bit t of `tiers` is tier t."""
+    """The blocks of one holder. A name stands for one prefix, in one or more tiers: bit t of `tiers` is tier t."""
 
     names: dict[EngineHash, SequenceHash] = field(default_factory=dict)  # the oldest first
     tiers: dict[EngineHash, int] = field(default_factory=dict)
@@ -157,10 +157,10 @@ class _Held:
 
 
 class PlainIndex:
-    """The specification of `PrefixIndex`, and what runs where no compiler was.
+    """The specification of `PrefixIndex`; it runs where the native class could not be compiled.
 
-    An entry is one name of one holder. There are never more than `max_entries`, prefixes counted that are kept only
-    because held ones follow them, nor more than `max_entries_per_holder` of one holder.
+    An entry is one name of one holder. There are at most `max_entries`, and at most `max_entries_per_holder` of one
+    holder. Prefixes that nobody holds, kept because held ones follow them, count as entries too.
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES, max_entries_per_holder: int = MAX_ENTRIES_PER_HOLDER) -> None:
@@ -181,9 +181,9 @@ class PlainIndex:
         _apply(self, holder, events)
 
     def apply_payload(self, holder: Holder, payload: bytes | memoryview) -> int:
-        """Apply a batch as it came (kvevents/formats.py); the number of events in it.
+        """Apply a batch as it came (kvevents/formats.py). Return the number of its events.
 
-        Raises WireError if it cannot be read; then nothing of it was applied.
+        Raises WireError if it cannot be read; then no part of it was applied.
         """
         events = decode_payload(payload).events
         self.apply(holder, events)
@@ -200,11 +200,12 @@ class PlainIndex:
         salt: str | None = None,
         tier: Tier = Tier.DEVICE,
     ) -> None:
-        """`holder` has blocks that follow each other in `tier`, the first after the one it calls `parent`.
+        """Add blocks of `holder` that follow each other in `tier`, the first one after the block named `parent`.
 
         engine_hashes: u64 [n]; tokens: u32 [n * block_size], or a few more, which are ignored. Without any tokens the
-        blocks are known by their names and are in this tier as well. What is wrong is counted in `stats` and dropped:
-        the whole event, unless it has no tokens. A name that stood for another prefix leaves that one, in all tiers.
+        names must be known, and the blocks are in this tier as well. A wrong event is counted in `stats` and dropped
+        whole; of an event without tokens only the unknown names are. A name that stood for another prefix leaves that
+        prefix, in all tiers.
         """
         names = [EngineHash(name) for name in unpack_hashes(engine_hashes)]
         data = u32_bytes(tokens)
@@ -221,7 +222,7 @@ class PlainIndex:
             self._store_chain(holder, names, parent, above, extend_chain(above, blocks), tier)
 
     def remove(self, holder: Holder, engine_hashes: Buffer, tier: Tier = Tier.DEVICE) -> None:
-        """`holder` no longer has these in `tier` (u64 [n]). What follows them is still there, if out of reach."""
+        """Remove blocks (u64 [n]) of `holder` from `tier`. Blocks that follow them stay, out of reach."""
         for name in unpack_hashes(engine_hashes):
             held = self._held.get(holder)
             if held is None or not held.tiers.get(EngineHash(name), 0) >> tier & 1:
@@ -232,26 +233,26 @@ class PlainIndex:
             self._tidy(holder)
 
     def clear(self, holder: Holder) -> None:
-        """The cache of `holder` is empty."""
+        """Remove all blocks of `holder`, whose cache is empty."""
         self.stats.cleared_blocks += self.blocks_of(holder)
         self.drop(holder)
 
     def drop(self, holder: Holder) -> None:
-        """`holder` is gone."""
+        """Forget a holder."""
         if (held := self._held.get(holder)) is not None:
             for name in list(held.names):
                 self._drop_name(holder, held, name)
             self._tidy(holder)
 
     def drop_worker(self, worker_id: WorkerId) -> None:
-        """All holders of a worker are gone."""
+        """Forget all holders of a worker."""
         for holder in [holder for holder in self._held if holder.worker_id == worker_id]:
             self.drop(holder)
 
     # --- what is asked --------------------------------------------------------------------------------
 
     def match(self, hashes: Buffer) -> dict[Holder, Depths]:
-        """How much of a prompt each holder has, for all that have its first block anywhere.
+        """Return how much of a prompt each holder has, for all holders of its first block in any tier.
 
         hashes: u64 [n], the prompt's sequence hashes from its first block on.
         """
@@ -263,12 +264,12 @@ class PlainIndex:
         return {holder: _depths(holder, blocks) for holder in blocks[0]} if blocks else {}
 
     def digest(self, holder: Holder) -> Digest:
-        """Of all (prefix, tier) that `holder` has, in whatever order they came."""
+        """Return the digest of all (prefix, tier) that `holder` has. It does not depend on their order."""
         held = self._held.get(holder)
         return Digest(0, 0) if held is None else Digest(held.digest_blocks, held.digest)
 
     def blocks_of(self, holder: Holder) -> int:
-        """Distinct prefixes that `holder` has anywhere."""
+        """Return the number of distinct prefixes that `holder` has in any tier."""
         held = self._held.get(holder)
         return 0 if held is None else held.prefixes
 
@@ -278,17 +279,17 @@ class PlainIndex:
 
     @property
     def holders(self) -> Sequence[Holder]:
-        """All that hold something, in the order in which they began to."""
+        """All holders with at least one block, in the order of their first one."""
         return tuple(self._held)
 
     @property
     def num_blocks(self) -> int:
-        """Distinct prefixes that anyone has."""
+        """The number of distinct prefixes that any holder has."""
         return len(self._nodes) - self._hollow
 
     @property
     def num_entries(self) -> int:
-        """Names, over all holders: what `max_entries` limits."""
+        """The number of names over all holders, which `max_entries` limits."""
         return self._entries
 
     # --- snapshots ------------------------------------------------------------------------------------
@@ -307,7 +308,7 @@ class PlainIndex:
             )
             for holder, held in self._held.items()
         ]
-        return snapshot.write(snapshot.Snapshot(list(places), parents, holders))
+        return snapshot.write(snapshot.IndexSnapshot(list(places), parents, holders))
 
     def load(self, data: Buffer) -> None:
         """Replace everything by a snapshot. Raises WireError if it is none; then nothing changes."""
@@ -319,7 +320,7 @@ class PlainIndex:
         self._nodes, self._held = fresh._nodes, fresh._held
         self._entries, self._hollow = fresh._entries, fresh._hollow
 
-    def _fill(self, read: snapshot.Snapshot) -> None:
+    def _fill(self, read: snapshot.IndexSnapshot) -> None:
         prefixes = [SequenceHash(prefix) for prefix in read.prefixes]
         for prefix, parent in zip(prefixes, read.parents, strict=True):
             self._add_node(prefix, None if parent == snapshot.NO_PARENT else prefixes[parent])
@@ -385,7 +386,10 @@ class PlainIndex:
     # --- room -----------------------------------------------------------------------------------------
 
     def _make_room(self, holder: Holder, names: Sequence[EngineHash], prefixes: Sequence[SequenceHash]) -> bool:
-        """Evict until the blocks fit, from `holder` for its own limit, else from who has most; False: they never do."""
+        """Evict until the blocks fit. Return False if they never will.
+
+        Blocks of `holder` go for its own limit, blocks of the largest holder for the limit of all.
+        """
         while True:
             held = self._held.get(holder) or _Held()
             new = sum(held.names.get(name) != prefix for name, prefix in zip(names, prefixes, strict=True))
@@ -400,7 +404,7 @@ class PlainIndex:
                 return True
 
     def _evict(self, holder: Holder) -> None:
-        """An eighth of what `holder` has goes, and never a prefix before those that follow it."""
+        """Drop an eighth of the prefixes of `holder`, and no prefix before the prefixes that follow it."""
         held = self._held[holder]
         goal = max(1, held.prefixes // _EVICTED_SHARE)
         evicted = set(_first(goal, _eviction_order(self._nodes, held, holder)))
@@ -455,7 +459,7 @@ class PlainIndex:
             self._drop_copy(holder, held, name, tier)
 
     def _drop_hollow(self, prefix: SequenceHash | None) -> None:
-        """Forget a prefix that nobody has and nothing follows, and then perhaps the one before it."""
+        """Forget a prefix that has no holder and no successor, and then the ones before it if that holds for them."""
         while prefix is not None:
             node = self._nodes[prefix]
             if node.copies or node.children:
@@ -467,20 +471,20 @@ class PlainIndex:
                 self._nodes[prefix].children -= 1
 
     def _tidy(self, holder: Holder) -> None:
-        """A holder of nothing is not remembered: workers come and go."""
+        """Forget a holder without blocks: workers come and go."""
         if not self._held[holder].names:
             del self._held[holder]
 
 
 def _is_sound(names: Sequence[EngineHash], parent: int | None, num_tokens: int, block_size: int) -> bool:
-    """As many full blocks as names, none of which comes twice or is the parent's."""
+    """Return whether there are as many full blocks as names, and no name comes twice or is the parent's."""
     if block_size < 1 or num_tokens // block_size != len(names):
         return False
     return len(set(names)) == len(names) and parent not in names
 
 
 def _depths(holder: Holder, chain: Sequence[dict[Holder, list[int]]]) -> Depths:
-    """`chain`: for each block of a prompt who has how many copies of it, per tier."""
+    """Return how deep a holder's copies reach. `chain` has the copies of each block by holder, per tier."""
     depths, tier, depth = [0] * len(Tier), 0, 0
     for copies in chain:
         if (mine := copies.get(holder)) is None:
@@ -494,7 +498,11 @@ def _depths(holder: Holder, chain: Sequence[dict[Holder, list[int]]]) -> Depths:
 
 
 def _eviction_order(nodes: dict[SequenceHash, _Node], held: _Held, holder: Holder) -> Iterator[SequenceHash]:
-    """The branch that has not grown for longest first, and each from its end to where a younger one leaves it."""
+    """Return prefixes in the order of their eviction.
+
+    The branch that has not grown for longest comes first. Each branch goes from its end to where a younger one leaves
+    it.
+    """
     seen: set[SequenceHash] = set()
     branches: list[list[SequenceHash]] = []
     for tip in reversed(held.names.values()):
@@ -515,7 +523,7 @@ def _first(count: int, items: Iterator[SequenceHash]) -> list[SequenceHash]:
 if NATIVE:
 
     class NativeIndex(_native.Index):
-        """What PlainIndex does, about a hundred times as fast, in a tenth of the memory."""
+        """Does what PlainIndex does, about a hundred times as fast and in a tenth of the memory."""
 
         __slots__ = ()
 

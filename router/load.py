@@ -17,7 +17,7 @@ from router.index import Holder
 from router.pressure import BusyShare
 
 LEASE_S = 120.0
-SPEED_MEMORY = 0.9  # what the speed of a worker's last prompts counts after one more
+SPEED_MEMORY = 0.9  # the weight of a prompt in the worker's speed falls to this share with each later one
 
 
 class Share(NamedTuple):

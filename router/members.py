@@ -1,8 +1,8 @@
-"""Which workers can be used together. Pure.
+"""Decide which workers can be used together. Pure.
 
 The workers of one model must cut prompts into equal blocks and take equally long ones: overlaps are compared in
-blocks, KV moves in blocks, and the frontend checks a prompt before it knows where it will run. One that
-contradicts those who are there waits until they have left, as when a worker is started anew with other settings
+blocks, KV moves in blocks, and the frontend checks a prompt before it knows where it will run. A worker that
+contradicts the others waits until they have left. That happens when a worker is started again with other settings
 while the card of its predecessor still stands.
 """
 
@@ -16,7 +16,7 @@ class Members:
         self._waiting: dict[WorkerId, WorkerCard] = {}
 
     def join(self, card: WorkerCard) -> bool:
-        """A worker has come, or changed its card. False: it has to wait."""
+        """Let a worker in that has come or changed its card. Return False if it has to wait."""
         self._waiting.pop(card.worker_id, None)
         if any(contradicts(card, other) for other in self._in.values()):
             self._in.pop(card.worker_id, None)
@@ -26,7 +26,7 @@ class Members:
         return True
 
     def leave(self, worker_id: WorkerId) -> list[WorkerCard]:
-        """A worker has gone; returns those who need wait no longer."""
+        """Forget a worker. Return the workers that need wait no longer."""
         self._waiting.pop(worker_id, None)
         if self._in.pop(worker_id, None) is None:
             return []

@@ -1,7 +1,7 @@
 """Plan where a request runs. Pure functions of the fleet, its load and the rules: nothing is booked here.
 
-`plan` looks at the fleet for one request, chooses a worker for the whole request or one for each leg, and returns the
-choice with everything that it was made by.
+`plan` looks at the fleet for one request, and chooses a worker for the whole request or one for each leg. It returns
+the choice with all facts that led to it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ from protocol.errors import NoWorkerError
 from protocol.ids import WorkerId
 from protocol.messages import Role, RouteRequest
 from router.disaggregation import Backlog, decide
-from router.fleet import Fleet, Pool, Slot
+from router.fleet import Pool, Slot, WorkerFleet
 from router.index import Depths, Holder
 from router.policies import POLICIES, choose
 from router.pressure import recompute_price
@@ -26,7 +26,7 @@ _HASH_BYTES = 8
 
 
 class Ahead(Struct):
-    """What the requests that are served before a request, and have to wait themselves, will take."""
+    """Room that is kept for requests that are served before a request, and have to wait themselves."""
 
     tokens: dict[Holder, int] = {}  # that they will compute there
     reserved: set[Holder] = set()  # kept for requests that have waited long
@@ -42,7 +42,7 @@ NOTHING_AHEAD = Ahead()
 class RequestView(Struct):
     """Facts about the request that every candidate is scored with."""
 
-    fleet: Fleet
+    fleet: WorkerFleet
     rules: RouterRules
     request: RouteRequest
     now: float
@@ -72,7 +72,7 @@ class LegChoice(Struct):
 
 
 class PlacementPlan(Struct):
-    """Where a request would run if it were placed now."""
+    """A choice of workers for a request, if it were placed now."""
 
     legs: Sequence[LegChoice]  # the whole request; or its prefill, then its decode
     reason: str  # why one worker or two
@@ -93,12 +93,12 @@ class PlacementPlan(Struct):
 
     @property
     def is_full(self) -> bool:
-        """No worker can take the request now: it waits for these."""
+        """True if the request has to wait for the chosen workers."""
         return self.legs[0].is_full or self.legs[-1].is_full
 
 
 def plan(
-    fleet: Fleet,
+    fleet: WorkerFleet,
     rules: RouterRules,
     request: RouteRequest,
     now: float,
@@ -130,7 +130,7 @@ def plan(
     return PlacementPlan(legs, problem or decision.reason, view)
 
 
-def who_may(fleet: Fleet, request: RouteRequest, now: float) -> tuple[Pool, Sequence[Slot], Sequence[Slot]]:
+def who_may(fleet: WorkerFleet, request: RouteRequest, now: float) -> tuple[Pool, Sequence[Slot], Sequence[Slot]]:
     """Return the pool of the request's model, and the slots that may decode and that may prefill the request.
 
     At least one slot may decode it. Raises NoWorkerError.
@@ -165,7 +165,7 @@ def prefix_of(hashes: bytes, blocks: int) -> bytes:
 
 
 def has_room(pool: Pool, rules: RouterRules, now: float) -> bool:
-    """Whether any worker may be given a prompt to compute. If none may, no plan has to be made."""
+    """Return whether any worker may be given a prompt to compute. If none may, no plan has to be made."""
     limits = rules.saturation
     if limits is None or not rules.waits_for_room:
         return True
@@ -178,7 +178,7 @@ def has_room(pool: Pool, rules: RouterRules, now: float) -> bool:
 
 
 def is_packed(c: Candidate, view: RequestView, reserved: Collection[Holder] = ()) -> bool:
-    """Whether a worker has no sequence or no blocks to spare until an answer ends, which may take long."""
+    """Return whether a worker has no sequence or no blocks to spare until an answer ends, which may take long."""
     limits = view.rules.saturation
     if limits is None:
         return False
@@ -196,7 +196,7 @@ def is_packed(c: Candidate, view: RequestView, reserved: Collection[Holder] = ()
 
 
 def _look(
-    fleet: Fleet,
+    fleet: WorkerFleet,
     rules: RouterRules,
     request: RouteRequest,
     now: float,
@@ -228,14 +228,14 @@ def _look(
     )  # fmt: skip
 
 
-def _may_shorten(fleet: Fleet, rules: RouterRules, request: RouteRequest, now: float) -> bool:
-    """Whether workers that cannot be the cheapest may be left out: all workers may take it, and the cheapest does."""
+def _may_shorten(fleet: WorkerFleet, rules: RouterRules, request: RouteRequest, now: float) -> bool:
+    """Return whether workers that cannot be the cheapest may be left out: any worker may take the request."""
     is_for_all = not (request.lora or request.exclude or request.pin or request.pin_prefill)
     return is_for_all and rules.may_shortlist and not fleet.avoided_until and fleet.warm_up.is_over(now)
 
 
 def _eligible(
-    fleet: Fleet,
+    fleet: WorkerFleet,
     slots: Sequence[Slot],
     request: RouteRequest,
     now: float,
@@ -263,7 +263,7 @@ def _eligible(
 
 
 def _wish(request: RouteRequest) -> bool | None:
-    """What the caller asked for; None: nothing."""
+    """Return what the caller asked for; None: nothing."""
     return True if request.pin_prefill is not None else request.disaggregate
 
 
@@ -323,7 +323,7 @@ def _choose_leg(kind: LegKind, slots: Sequence[Slot], view: RequestView) -> LegC
 
 
 def _is_worth_waiting_for(full: Candidate, other: Candidate, view: RequestView) -> bool:
-    """Whether a full worker will soon have room and holds more of the prompt than the best of the others."""
+    """Return whether a full worker will soon have room and holds more of the prompt than the best of the others."""
     return full.overlap[-1] > other.overlap[-1] and not is_packed(full, view, view.ahead.reserved)
 
 

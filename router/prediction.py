@@ -2,8 +2,8 @@
 
 Predictions are used twice. For workers without KV events they replace the index: a prediction lives about as long as
 an unused prefix in such a cache, and no holder is believed to have more blocks than its pool. For all other workers
-they fill the gap until the request's own KV events arrive, so that requests with one prefix that come in a burst follow
-each other. There a prediction lives for seconds.
+they fill the gap until the request's own KV events arrive, and live for seconds. So requests with one prefix that come
+in a burst follow each other.
 """
 
 from collections import OrderedDict
@@ -31,10 +31,10 @@ _Key = tuple[RequestId, Holder]
 
 
 class PredictedPrefixes:
-    """At most `max_blocks` over all holders, those that requests share counted for each of them: a bound on memory.
+    """Prefixes that holders will have, of at most `max_blocks` in all. Blocks that requests share count for each.
 
-    What is over a limit goes oldest first, and of the oldest its deepest blocks first. A prefix that is sent again
-    stays until the last request with it has expired.
+    Over a limit, the oldest prediction goes first, and of it the deepest blocks. A prefix that is sent again stays
+    until the last request with it has expired.
     """
 
     def __init__(self, ttl_s: float = ON_ROUTE_TTL_S, max_blocks: int = 2_000_000) -> None:
@@ -47,13 +47,13 @@ class PredictedPrefixes:
         self._counted_blocks = 0
 
     def __len__(self) -> int:
-        """Predictions: one for each request and holder."""
+        """Return the number of predictions: one for each request and holder."""
         return len(self._predictions)
 
     def placed(
         self, request_id: RequestId, holder: Holder, hashes: bytes, now: float, pool_blocks: int | None = None
     ) -> None:
-        """`holder` will have this prompt; and so may others: where it prefills, and where it decodes.
+        """Predict that `holder` will have this prompt. Two holders may: where it prefills, and where it decodes.
 
         hashes: the prompt's sequence hashes, packed u64 [n]. `pool_blocks`: the holder's whole pool, if it is known.
         """
@@ -72,17 +72,17 @@ class PredictedPrefixes:
             self._trim(holder, pool_blocks)
 
     def match(self, hashes: bytes, now: float) -> dict[Holder, int]:
-        """For every holder of a predicted prefix of `hashes` (packed u64 [n]) its length in blocks, >= 1."""
+        """Return how many leading blocks of `hashes` (packed u64 [n]) are predicted for each holder, if any."""
         self._expire(now)
         return self._chains.match(hashes)
 
     def forget(self, request_id: RequestId) -> None:
-        """The request failed: what it was to leave behind is not there. Unknown requests are no error."""
+        """Forget the predictions of a request that failed. Unknown requests are no error."""
         for holder in list(self._of_request.get(request_id, ())):
             self._drop((request_id, holder))
 
     def forget_holder(self, holder: Holder) -> None:
-        """What was predicted of it is known better now."""
+        """Forget the predictions for one holder."""
         for request_id in list(self._of_holder.get(holder, ())):
             self._drop((request_id, holder))
 
@@ -101,7 +101,7 @@ class PredictedPrefixes:
             self._drop(key) if kept is None else self._shorten(key, kept)
 
     def _without_deepest(self, holder: Holder, hashes: bytes, excess: int) -> bytes | None:
-        """What is left of a chain after its deepest `excess` blocks go; None if it has not more than these alone."""
+        """Return a chain without its deepest `excess` blocks; None if no other chain shares the remaining ones."""
         before = self._chains.blocks_of(holder)
         self._chains.discard(holder, hashes)
         alone = before - self._chains.blocks_of(holder)
@@ -144,12 +144,12 @@ class CachePredictions:
         self._approximate = PredictedPrefixes(ttl_s=approximate_ttl_s)
 
     def placed(self, request_id: RequestId, holder: Holder, card: WorkerCard, hashes: bytes, now: float) -> None:
-        """A request was placed there: a worker without KV events will hold its prompt."""
+        """Note a placement: a worker without KV events will hold the prompt."""
         if not card.kv_events and self._approximates:
             self._approximate.placed(request_id, holder, hashes, now, card.total_blocks)
 
     def computed(self, request_id: RequestId, holder: Holder, card: WorkerCard, hashes: bytes, now: float) -> None:
-        """The prompt is computed there: the worker's KV events will soon report it."""
+        """Note a computed prompt: the worker's KV events will soon report it."""
         if card.kv_events and self.follows_in_flight:
             self._on_route.placed(request_id, holder, hashes, now, card.total_blocks)
 

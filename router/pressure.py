@@ -1,8 +1,9 @@
-"""What a block that has to be computed is worth, against one that waits. Pure; the time is a parameter.
+"""Work out the price of a block to compute, against a block that waits in a queue. Pure; the time is a parameter.
 
 A request waits for what was placed before it, and others will wait for what it has to compute. How much the second
-counts depends on how busy the workers are: on idle ones nobody waits, near saturation a block computed twice is paid
-for several times over. And a prefix that many ask for is worth a copy: its price is shared by those who will use it.
+counts depends on how busy the workers are. On idle workers nobody waits. Near saturation, a block computed twice is
+paid for several times over. And a prefix that many ask for is worth a copy: the requests that will use it share its
+price.
 """
 
 import math
@@ -10,19 +11,20 @@ from collections import OrderedDict
 
 BUSY_WINDOW_S = 60.0
 DEMAND_WINDOW_S = 100.0
-SPREAD_MEMORY = 0.997  # what a request counts after one more
+SPREAD_MEMORY = 0.997  # the weight of a request falls to this share with each later one
 MIN_SAMPLES = 16
 MAX_SPREAD = 8.0
 MAX_BUSY_SHARE = 0.95  # above it the estimate of the wait has no meaning
 
 
 def recompute_price(busy_share: float, spread: float, asked_before: float, holders: int) -> float:
-    """Blocks in a queue that one block to compute weighs as much as; > 0.
+    """Return how many blocks in a queue weigh as much as one block to compute; > 0.
 
-    One for the request itself. And all who come by wait longer: in a queue the wait is (1 + spread) / 2 * load /
-    (1 - load) (Pollaczek and Khinchine), its slope (1 + spread) / 2 / (1 - load)**2, and the share `load` of it falls
-    on those who come while the worker is busy. `spread`: see WorkSpread. `asked_before`: recent requests whose cached
-    prefix ended at the same block. `holders` have it: a copy would serve so many of them, and they share its price.
+    One block is for the request itself. All later requests wait longer, too. The wait in a queue is
+    (1 + spread) / 2 * load / (1 - load) (Pollaczek and Khinchine). Its slope is (1 + spread) / 2 / (1 - load)**2, and
+    the share `load` of it falls on requests that come while the worker is busy. spread: see WorkSpread. asked_before:
+    recent requests whose cached prefix ended at the same block. A copy would serve asked_before / holders of them, and
+    they share its price.
     """
     load = min(busy_share, MAX_BUSY_SHARE)
     others = (1.0 + spread) / 2 * load / (1.0 - load) ** 2
@@ -30,8 +32,10 @@ def recompute_price(busy_share: float, spread: float, asked_before: float, holde
 
 
 class WorkSpread:
-    """How unequal the work of requests is: variance / mean**2 of the tokens they had to compute, over the last few
-    hundred. 0: all equal, 1: as if exponentially distributed, 3 and more: a few long prompts among many short ones."""
+    """Measures how unequal requests are: variance / mean**2 of the tokens that the last few hundred had to compute.
+
+    0: all equal. 1: as if exponentially distributed. 3 and more: a few long prompts among many short ones.
+    """
 
     def __init__(self) -> None:
         self._weight = 0.0
@@ -46,14 +50,14 @@ class WorkSpread:
 
     @property
     def value(self) -> float:
-        """1 while little is known."""
+        """The spread; 1 while little is known."""
         if self._weight < MIN_SAMPLES or not self._mean:
             return 1.0
         return min(MAX_SPREAD, max(0.0, self._mean_square / self._mean**2 - 1.0))
 
 
 class BusyShare:
-    """How many of a pool's workers have had prompts to compute lately, on average over about BUSY_WINDOW_S."""
+    """Measures which share of a pool's workers has had prompts to compute, over about the last BUSY_WINDOW_S."""
 
     def __init__(self) -> None:
         self._busy = 0
@@ -62,7 +66,7 @@ class BusyShare:
         self._at: float | None = None
 
     def change(self, by: int, now: float) -> None:
-        """So many workers have begun (> 0) or ended (< 0) to have work."""
+        """Note that so many workers have begun (> 0) or ended (< 0) to have work."""
         self._advance(now)
         self._busy += by
 
@@ -84,7 +88,10 @@ class BusyShare:
 
 
 class PrefixDemand:
-    """How often the prefix that ends at a block was asked for, decaying over DEMAND_WINDOW_S. The latest stay."""
+    """Counts how often the prefix that ends at a block was asked for, decaying over DEMAND_WINDOW_S.
+
+    The prefixes asked for last are kept.
+    """
 
     def __init__(self, max_prefixes: int = 65_536) -> None:
         self._max_prefixes = max_prefixes
@@ -94,7 +101,7 @@ class PrefixDemand:
         return len(self._counts)
 
     def of(self, prefix: bytes, now: float) -> float:
-        """prefix: the sequence hash of its last block, 8 bytes."""
+        """Return the demand for a prefix, given by the sequence hash of its last block, 8 bytes."""
         count, at = self._counts.get(prefix, (0.0, now))
         return count * math.exp((at - now) / DEMAND_WINDOW_S)
 

@@ -1,11 +1,12 @@
-"""Requests that wait because every worker that could take them is saturated. Pure; the time is a parameter.
+"""Order the requests that wait because every worker that could take them is full. Pure; the time is a parameter.
 
-Who is next: the highest priority; in it the tenant that was served the fewest tokens (a virtual token counter); of its
-requests the first by the order of the rules. A request that meets a queue that is not empty is pushed as well: who may
-overtake whom is decided here alone. One queue per model, because those that wait shall compete for the same workers.
+The next request has the highest priority. Within it comes the tenant that was served the fewest tokens (a virtual token
+counter), and of that tenant the first request by the order of the rules. While the queue is not empty, every new
+request goes through it: only the queue decides which request may overtake which. There is one queue per model, because
+its requests compete for the same workers.
 
 All is kept in sorted lists: a binary search, then a memmove of at most `max_requests` pointers, which is the smaller
-part up to ten thousands of them. So what is cancelled leaves at once, where a heap would keep its place.
+part up to tens of thousands of them. So a cancelled request leaves at once, where a heap would keep its place.
 """
 
 import math
@@ -18,10 +19,10 @@ from typing import Any, Generic, Literal, TypeVar
 from protocol.errors import InvalidRequestError, OverloadedError
 from protocol.ids import RequestId
 
-DRAIN_WINDOW_S = 10.0  # the drain rate is that of about so long
+DRAIN_WINDOW_S = 10.0  # the drain rate is measured over about so long
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-MAX_ASKED = 32  # requests that are offered a worker in vain before the others have to wait too
-IDLE_TENANTS = 256  # remembered in each priority, those furthest ahead
+MAX_ASKED = 32  # after so many requests that do not fit, the others wait too
+IDLE_TENANTS = 256  # so many are remembered in each priority, those furthest ahead
 
 Order = Literal["fcfs", "wspt"]
 P = TypeVar("P")
@@ -32,10 +33,10 @@ _Turn = tuple[float, int, str]  # of a tenant: its counter, then who was served 
 
 @dataclass(frozen=True, slots=True)
 class QueueRules:
-    """A request takes the larger of 1 / `max_requests` and isl / `max_tokens` of the queue: both bounds hold.
+    """The order and the bounds of a queue. A request takes max(1 / `max_requests`, isl / `max_tokens`) of it.
 
     wspt (weighted shortest prefill time) serves a request as if it had come uncached / `aging_tokens_per_s` later than
-    it did: short prompts go first, and a prompt of u uncached tokens is overtaken only by those of its tenant and
+    it did. So short prompts go first. A prompt of u uncached tokens is overtaken only by requests of its tenant and
     priority that come within u / `aging_tokens_per_s` seconds after it.
     """
 
@@ -57,11 +58,11 @@ class Pending(Generic[P]):
     deadline_s: float
     isl_tokens: int
     uncached_tokens: int  # of the prompt, as estimated when it came
-    payload: P  # the router's
+    payload: P  # of the router
 
 
 class PendingQueue(Generic[P]):
-    """Bounded by the rules; empty, it remembers no tenant."""
+    """A queue that the rules bound. When it is empty, it remembers no tenant."""
 
     def __init__(self, rules: QueueRules | None = None) -> None:
         self._rules = rules or QueueRules()
@@ -77,11 +78,12 @@ class PendingQueue(Generic[P]):
         return len(self._waiting)
 
     def push(self, item: Pending[P], now: float) -> Sequence[Pending[P]]:
-        """Let a request wait. Returns those it displaced: fail them with `refusal`.
+        """Let a request wait. Return the requests that it displaced: fail them with `refusal`.
 
-        A full queue makes room at the cost of lower priorities, the lowest first, then of a tenant that holds more of
-        the queue in this priority than this one would; of the fattest tenant that leaves which would be served last.
-        Raises OverloadedError if that gives no room, InvalidRequestError if the request waits already.
+        A full queue makes room at the cost of lower priorities, the lowest first. Next comes a tenant that holds more
+        of the queue in this priority than the newcomer's would. Of the tenant that holds most, the request that would
+        be served last leaves. Raises OverloadedError if that gives no room, InvalidRequestError if the request waits
+        already.
         """
         if item.request_id in self._waiting:
             raise InvalidRequestError(f"request {item.request_id} waits in the queue already")
@@ -97,11 +99,11 @@ class PendingQueue(Generic[P]):
         return displaced
 
     def pop_next(self, now: float, fits: Callable[[Pending[P]], bool]) -> Pending[P] | None:
-        """Take out who is next among those that fit somewhere now, or None; its prompt is charged to its tenant.
+        """Take out the next request that fits somewhere now, or None. Its prompt is charged to its tenant.
 
-        Those that do not fit, or would rather wait for the worker that has their prefix, do not hold up the others:
-        `fits` is asked in order until it says yes, at most MAX_ASKED times. The first requests of all tenants are asked
-        before any second one. What `expire` would return is passed over.
+        A request that does not fit, or waits for the worker that has its prefix, does not hold up the others: `fits` is
+        asked in order until it returns True, at most MAX_ASKED times. The first requests of all tenants are asked
+        before any second one. Requests past their deadline are passed over.
         """
         asked = 0
         for priority in sorted(self._classes, reverse=True):
@@ -126,7 +128,7 @@ class PendingQueue(Generic[P]):
         return expired
 
     def next_deadline(self) -> float | None:
-        """When to call `expire` next."""
+        """Return when to call `expire` next, or None."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def cancel(self, request_id: RequestId) -> Pending[P] | None:
@@ -134,16 +136,16 @@ class PendingQueue(Generic[P]):
         return self._take(request_id) if request_id in self._waiting else None
 
     def charge(self, tenant: str, output_tokens: int, priority: int = 0) -> None:
-        """A request that has been served was given so many tokens of its answer."""
+        """Charge a tenant for so many tokens of an answer."""
         if priority in self._classes and output_tokens > 0:
             self._classes[priority].charge(tenant, output_tokens * self._rules.output_weight)
 
     def retry_after_s(self, now: float) -> float:
-        """When what waits now will have been served, at the rate of the last seconds; from 1 to 60 s."""
+        """Return in how many seconds the waiting requests will be served, at the recent rate; from 1 to 60."""
         return min(max(self._drain.time_for(len(self), now), MIN_RETRY_S), MAX_RETRY_S)
 
     def refusal(self, now: float) -> OverloadedError:
-        """For a request that may not wait, or no longer."""
+        """Return the error for a request that may not wait, or no longer."""
         what = f"{len(self)} requests with {self.isl_tokens} prompt tokens wait for a worker already"
         return OverloadedError(what, retry_after_s=self.retry_after_s(now))
 
@@ -179,7 +181,7 @@ class PendingQueue(Generic[P]):
         return item.arrived_s + aged
 
     def _room(self, item: Pending[P]) -> int:
-        """What an item takes of max_requests * max_tokens: whole numbers, so that sums stay exact."""
+        """Return the share of an item of max_requests * max_tokens, as a whole number, so that sums stay exact."""
         return max(item.isl_tokens * self._rules.max_requests, self._rules.max_tokens)
 
 
@@ -202,11 +204,11 @@ class _Tenant:
 
 
 class _Class:
-    """What waits with one priority. Tenants take turns: who was served the fewest tokens is next.
+    """The requests of one priority. Tenants take turns: the tenant that was served the fewest tokens is next.
 
-    A tenant that comes, or comes back, starts no lower than the least of those that wait, nor than who was served last
-    (`_reached`): neither idle time nor a turn that it could not use is saved up. A tenant that has nothing here is
-    remembered as long as it is ahead of that: it shall not shed what it was served by leaving for a moment.
+    A tenant that comes, or comes back, starts no lower than the least counter of the waiting tenants, nor than the
+    counter served last (`_reached`). So neither idle time nor an unused turn is saved up. A tenant without requests is
+    remembered while its counter is ahead of that: leaving for a moment must not reset it.
     """
 
     def __init__(self, ticks: Iterator[int]) -> None:
@@ -235,7 +237,7 @@ class _Class:
         self._forget_idle()
 
     def in_order(self) -> Iterator[RequestId]:
-        """The first of every tenant, by turn, then the second of each, ... Ends with any change."""
+        """Yield the first request of every tenant, by turn, then the second of each, ... Ends with any change."""
         lines = [self._tenants[turn[2]].line for turn in self.turns]
         depth = 0
         while lines:
@@ -258,7 +260,7 @@ class _Class:
         self._forget_idle()
 
     def has_fatter(self, name: str, room: int) -> bool:
-        """Whether someone holds more than `name` would with `room` added."""
+        """Return whether a tenant holds more than `name` would with `room` added."""
         held = self._tenants[name].held if name in self._tenants else 0
         return self._holdings[-1][0] > held + room
 
@@ -266,11 +268,11 @@ class _Class:
         return self._tenants[self._holdings[-1][1]].line[-1][2]
 
     def _join(self, name: str) -> _Tenant:
-        """A tenant that has, or is about to have, something here."""
+        """Return a tenant that has, or is about to have, requests here."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = _Tenant((self._floor(), next(self._ticks), name))
-        elif not tenant.line:  # ahead of the floor: it would have been forgotten else
+        elif not tenant.line:  # it is ahead of the floor, or it would have been forgotten
             _discard(self._idle, tenant.turn)
         return tenant
 
@@ -299,7 +301,7 @@ class _Class:
 
 
 class _Drain:
-    """How fast the queue empties since it was last empty; what is older than DRAIN_WINDOW_S counts ever less."""
+    """Measures how fast the queue empties, over about the last DRAIN_WINDOW_S."""
 
     def __init__(self) -> None:
         self._requests = 0.0
@@ -314,7 +316,7 @@ class _Drain:
         self._requests, self._at = requests + 1, now
 
     def time_for(self, requests: int, now: float) -> float:
-        """As if one was served, if none was: so the answer grows with the time that passes in vain."""
+        """Return the time to serve so many requests. It grows while none is served, as if one had been."""
         served, seconds = self._aged(now)
         return requests * seconds / max(served, 1.0)
 

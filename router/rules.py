@@ -41,10 +41,10 @@ class RouterRules:
 
     @cached_property
     def waits_for_room(self) -> bool:
-        """Whether a request waits in the queue while no worker has room."""
+        """True if a request waits in the queue while no worker has room."""
         return self.saturation is not None and POLICIES[self.policy].waits_for_room
 
     @cached_property
     def may_shortlist(self) -> bool:
-        """Whether the choice is the cheapest candidate, so that those that cannot be it may be left out."""
+        """True if the cheapest candidate is chosen, so that candidates that cannot be it may be left out."""
         return POLICIES[self.policy].by_cost and self.temperature <= 0 and self.weights.prefers_less

@@ -12,7 +12,7 @@ NOWHERE: Depths = (0, 0, 0, 0)
 
 
 class Candidate(Struct):
-    """One (worker, dp rank) as the router sees it now."""
+    """A (worker, dp rank) that may take the request, as the router sees it now."""
 
     holder: Holder
     overlap: Depths = NOWHERE  # leading blocks of the prompt: on its device, there or in host memory, ... anywhere
@@ -37,7 +37,7 @@ class Weights(Struct, frozen=True):
 
     @property
     def prefers_less(self) -> bool:
-        """Whether, of two workers, the one with fewer blocks in use and no more of anything else costs less."""
+        """True if, of two workers, the one with fewer blocks in use and no more of anything else costs less."""
         return self.decode > 0 and min(self.prefill, self.request) >= 0
 
 

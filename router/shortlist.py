@@ -1,8 +1,8 @@
-"""Which workers a placement has to weigh, when most of many cannot be chosen. Pure.
+"""Find the workers that a placement has to score, when most of many workers cannot be chosen. Pure.
 
-Workers that hold nothing of a prompt differ only in what runs there. Where one of them is idle, another of its kind
-that has more blocks and as many requests, or more, costs more for every prompt and is full whenever the first one is.
-So of a thousand workers some ten are to be weighed, and the choice is the one that weighing all of them comes to.
+Workers that hold nothing of a prompt differ only in what runs there. If one of them is idle, any other of its kind with
+more blocks in use, and no fewer requests, costs more for every prompt and is full whenever the first one is. So of a
+thousand workers some ten are scored, and the choice is the same as if all were.
 """
 
 from bisect import bisect_left, insort
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _Load(NamedTuple):
-    """Of all slots on one shelf. In the order in which shelves are looked through."""
+    """The load of all slots on one shelf. Its order is the order in which shelves are searched."""
 
     held_blocks: int
     requests: int
@@ -29,7 +29,7 @@ _Entry = tuple[int, Holder]  # when it was chosen last
 
 @dataclass(slots=True)
 class _Kind:
-    """Slots that are equally fast and equally large."""
+    """The slots that are equally fast and equally large."""
 
     loads: list[_Load] = field(default_factory=list)  # of the shelves, in order
     shelves: dict[_Load, list[_Entry]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class _Kind:
             del self.loads[bisect_left(self.loads, load)]
 
     def cheapest(self, apart: Collection[Holder]) -> Iterator[Holder]:
-        """Whoever could be the cheapest of those that are not `apart`; at least one, if there is one."""
+        """Yield the holders that could be the cheapest of those that are not `apart`; at least one, if there is one."""
         fewest = least = float("inf")  # requests of an idle one: with fewer blocks, with as many or fewer
         blocks = -1
         for load in self.loads:
@@ -68,7 +68,7 @@ class _Kind:
 
 
 class Shelves(Generic[T]):
-    """The slots of one role, by what runs there."""
+    """The slots of one role, ordered by their load."""
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
@@ -78,7 +78,7 @@ class Shelves(Generic[T]):
         return holder in self._places
 
     def put(self, holder: Holder, slot: T, kind: Hashable, load: Share, last_chosen: int) -> None:
-        """Where a slot belongs now. `kind`: equal for slots of equal speed and size."""
+        """Put a slot on the shelf of its load. `kind` is equal for slots of equal speed and size."""
         where = _Load(load.held_blocks, load.requests, load.queued_tokens > 0)
         entry = (last_chosen, holder)
         known = self._places.get(holder)
@@ -91,7 +91,7 @@ class Shelves(Generic[T]):
         shelves.add(where, entry)
 
     def remove(self, holder: Holder) -> None:
-        """Unknown ones are no error."""
+        """Take a holder off its shelf. An unknown holder is no error."""
         if (known := self._places.pop(holder, None)) is not None:
             kind, load, entry, _ = known
             shelves = self._kinds[kind]
@@ -100,9 +100,9 @@ class Shelves(Generic[T]):
                 del self._kinds[kind]
 
     def shortlist(self, apart: Collection[Holder]) -> list[T]:
-        """Those that have to be weighed, by holder: who is `apart`, and of the rest whoever could be the cheapest.
+        """Return the slots to score, by holder: those `apart`, and of the others all that could be the cheapest.
 
-        apart: of whom more is to be said than what runs there, as a part of the prompt in its cache.
+        apart: holders that differ by more than their load, for example because they hold a part of the prompt.
         """
         places = self._places
         chosen: Iterable[Holder] = [holder for holder in apart if holder in places]

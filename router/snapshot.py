@@ -33,15 +33,15 @@ class HolderNames:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """prefixes: u64 [n]; parents: the place of each prefix's parent, NO_PARENT if it has none."""
+class IndexSnapshot:
+    """The content of an index. prefixes: u64 [n]; parents: the place of each prefix's parent, or NO_PARENT."""
 
     prefixes: Sequence[int]
     parents: Sequence[int]
     holders: Sequence[HolderNames]
 
 
-def write(snapshot: Snapshot) -> bytes:
+def write(snapshot: IndexSnapshot) -> bytes:
     """Return the bytes of a snapshot."""
     parts = [
         _HEADER.pack(_MAGIC, _VERSION, len(snapshot.holders), len(snapshot.prefixes)),
@@ -56,7 +56,7 @@ def write(snapshot: Snapshot) -> bytes:
     return body + xxh3_64_intdigest(body).to_bytes(8, "little")
 
 
-def read(data: bytes, max_names: int) -> Snapshot:
+def read(data: bytes, max_names: int) -> IndexSnapshot:
     """Return the snapshot that these bytes are. No holder may have more than `max_names`. Raises ValueError."""
     body = data[:-8]
     try:
@@ -73,7 +73,7 @@ def read(data: bytes, max_names: int) -> Snapshot:
     holders = [_read_holder(source, num_prefixes, max_names) for _ in range(num_holders)]
     if source.remaining:
         raise ValueError(f"{source.remaining} bytes after the last holder")
-    return Snapshot(prefixes, parents, holders)
+    return IndexSnapshot(prefixes, parents, holders)
 
 
 def unreadable(error: Exception) -> WireError:
