@@ -1,4 +1,4 @@
-"""`python -m workers`: run one worker."""
+"""Run one worker: `python -m workers`."""
 
 import os
 import shlex
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def with_engine_args(argv: list[str]) -> list[str]:
-    """What stands after `--` is for the engine."""
+    """Return the arguments with all that follows `--` as the value of --engine-args."""
     if "--" not in argv:
         return argv
     at = argv.index("--")

@@ -10,7 +10,10 @@ _Choices = list[str]
 
 
 def choices_of(value: str) -> list[str]:
-    """`value`: a JSON list of strings, none of them empty. Raises InvalidRequestError for anything else."""
+    """Return the choices in `value`, a JSON list of strings.
+
+    Raise InvalidRequestError for anything else, and for an empty choice.
+    """
     try:
         choices = msgspec.json.decode(value, type=_Choices)
     except (msgspec.MsgspecError, UnicodeError) as error:
@@ -21,5 +24,7 @@ def choices_of(value: str) -> list[str]:
 
 
 def choice_regex(value: str) -> str:
-    """As `choices_of`, for engines whose structured output knows regular expressions."""
+    """Return the choices as a regular expression, for engines whose structured output knows those. Raise as
+    `choices_of`.
+    """
     return "(" + "|".join(map(re.escape, choices_of(value))) + ")"

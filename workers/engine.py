@@ -24,7 +24,7 @@ from protocol.messages import (
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, known once it has started."""
+    """Facts about an engine that are known once it has started."""
 
     model: str
     model_path: str
@@ -64,7 +64,7 @@ class Caching(Protocol):
         """Events that rebuild the pool's present content, parents before children."""
 
     def kv_digest(self) -> Digest:
-        """Of the pool's present content; all that changed it has been told to the listeners before this returns."""
+        """Return the digest of the pool's present content. The listeners have been told of every change in it."""
 
 
 class Engine(Caching, Protocol):
@@ -110,8 +110,11 @@ class Pushing(Protocol):
     """An engine that can hand tokens on in the step that made them, without waking a task for each."""
 
     def push(self, request: GenerateRequest, take: Callable[[Delta], bool]) -> AsyncGenerator[Delta, None]:
-        """As `generate`, but what comes while the iterator is waited for, and does not end the answer, is offered to
-        `take` first, and comes from the iterator only if that says no. `take` must not raise."""
+        """Compute one answer as `generate` does, but offer its deltas to `take` first.
+
+        A delta is offered if the iterator is being waited for and the delta does not end the answer. If `take` returns
+        False, the iterator yields the delta. `take` must not raise.
+        """
 
 
 @runtime_checkable
@@ -119,7 +122,7 @@ class Turnable(Protocol):
     """An engine whose worker can go from one role to another, of those in its EngineInfo, and keep its cache."""
 
     def rename(self, worker_id: WorkerId) -> None:
-        """It is called so from now on. Offers that stand, and later ones, keep the name that it started with."""
+        """Take another worker id. Standing offers, and later ones, keep the id that the engine started with."""
 
 
 @runtime_checkable

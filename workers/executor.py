@@ -14,7 +14,7 @@ from workers.guides import Guides, Matcher
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What an executor knows once its model is loaded."""
+    """Facts that an executor knows once its model is loaded."""
 
     layout: KvLayout
     context_tokens: int
@@ -31,10 +31,10 @@ class ModelInfo:
 
 @dataclass(slots=True)
 class Row:
-    """One sequence's share of a step: compute `token_ids`, whose first stands at position `start`.
+    """A sequence's share of a step: compute `token_ids`, the first of which is at position `start`.
 
-    The KV of positions < start is in `block_table` already; the step writes that of the new tokens.
-    `block_table[i]` holds positions [i * block_size, (i + 1) * block_size).
+    The KV of positions < start is in `block_table` already; the step writes the KV of the new tokens. `block_table[i]`
+    holds positions [i * block_size, (i + 1) * block_size).
     """
 
     request_id: str
@@ -64,7 +64,9 @@ Result = Sampled | Embedded | None  # of a row: None where it does not sample
 
 
 class Pace(Protocol):
-    """Of an executor that computes next to nothing: its steps run on the event loop, once this has returned."""
+    """The pace of an executor that computes next to nothing: its steps run on the event loop, after `keep` has
+    returned.
+    """
 
     async def keep(self, rows: Sequence[Row]) -> None: ...
 

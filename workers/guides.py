@@ -1,8 +1,8 @@
 """Hold an answer to a guide: after each token, which ones may come next. The package `llguidance` does the parsing.
 
-Where an answer stands is a function of the guide and its tokens so far, so a decode leg or a migrated answer goes on
-as it would have elsewhere. Guides come from the network: a large one is refused before it is parsed, a costly one by
-the limits of the parser, and one that is deeply nested is compiled on a stack that is deep enough.
+The place of an answer in its guide is a function of the guide and the answer's tokens. So a decode leg or a migrated
+answer continues as it would have on the first worker. Guides come from the network: a large one is refused before it is
+parsed, and a costly one by the limits of the parser. A deeply nested guide is compiled on a stack that is deep enough.
 """
 
 import asyncio
@@ -43,14 +43,14 @@ WHITESPACE = r"[ \n\r\t]{1,64}"  # between the parts of JSON: bounded, or a mode
 
 
 class Matcher:
-    """Where one answer stands in its guide. Not to be used from two threads at once."""
+    """The place of one answer in its guide. Two threads must not use it at once."""
 
     def __init__(self, inner: "LLMatcher", vocab_size: int) -> None:
         self._inner = inner
         self._vocab_size = vocab_size
 
     def allowed(self) -> NDArray[np.bool_] | None:
-        """Which tokens may come next: bool [vocab_size], at least one of them; None: see `failure`."""
+        """Return the tokens that may come next: bool [vocab_size], at least one of them. None: see `failure`."""
         packed = self._inner.compute_bitmask()
         if self._inner.is_error():
             return None
@@ -63,12 +63,12 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing may follow."""
+        """Return whether no token may follow."""
         return self._inner.is_stopped() and not self._inner.is_error()
 
     @property
     def failure(self) -> str:
-        """Why it can go on no more: too costly to follow, or it has left the guide. Empty: it can."""
+        """Return why the answer cannot continue: too costly to follow, or it has left the guide. Empty: it can."""
         return _first_line(self._inner.get_error()) if self._inner.is_error() else ""
 
 
@@ -92,7 +92,7 @@ class Guides:
         return len(self._compiled)
 
     async def open(self, guide: Guide, generated: Sequence[int] = ()) -> Matcher:
-        """Begin an answer, or go on with one that has `generated` tokens.
+        """Begin an answer, or continue one that has `generated` tokens.
 
         Raises InvalidRequestError for a guide that cannot be compiled or that `generated` does not follow, and
         EngineError once it is closed.
@@ -116,7 +116,7 @@ class Guides:
             ) from None
 
     def close(self) -> None:
-        """What is being compiled cannot be stopped and is not waited for; what waits for it fails."""
+        """Fail the requests that wait. A guide that is being compiled cannot be stopped, and is not waited for."""
         self._is_closed = True
         self._threads.shutdown(wait=False)
 
@@ -167,7 +167,7 @@ class Guides:
 
 
 def open_guides(model_path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Guides | None:
-    """None where answers cannot be guided: the log says why."""
+    """Return None where answers cannot be guided: the log says why."""
     tokenizer = model_path / "tokenizer.json"
     if not tokenizer.is_file():
         log.info("no guided decoding: %s is missing", tokenizer)
@@ -217,7 +217,7 @@ def _named(guide: Guide) -> str:
 
 
 def _first_line(error: str) -> str:
-    """Without the parser's own state, which fills the rest."""
+    """Return the error's first line, without the parser's own state, which fills the others."""
     return error.strip().split("\n", 1)[0][:300]
 
 

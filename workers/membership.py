@@ -32,7 +32,7 @@ class Membership:
         self.publishers: Sequence[Publisher] = self._open_publishers()
 
     def follow_caches(self) -> None:
-        """From now on publish what the engine tells of its caches. To be called once."""
+        """Publish what the engine tells of its caches, from now on. Call it once."""
         for number, rank in enumerate(self._ranks):
             rank.on_kv_events(lambda events, number=number: self.publishers[number].publish(events))  # type: ignore[misc]
 

@@ -32,7 +32,7 @@ class _Running:
 
 class Pulls:
     """A pull that takes too long, or whose request was aborted, is given up at once; its blocks are not used again
-    before the transfer has let go of them."""
+    before the transfer has ended."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Pulls:
         wake: Callable[[], None],
         least_s: Callable[[int], float] | None = None,
     ) -> None:
-        """`least_s`: the shortest time that a pull of so many tokens is to take."""
+        """Pulls of n tokens take `least_s(n)` seconds at least, if it is given."""
         self._transfer = transfer
         self._scheduler = scheduler
         self._timeout_s = timeout_s
@@ -64,13 +64,13 @@ class Pulls:
         task.add_done_callback(partial(self._on_done, running))
 
     def abandon(self, request_id: RequestId) -> None:
-        """Its request has been aborted. Requests without a pull are no error."""
+        """Give the pull of an aborted request up. A request without a pull is no error."""
         if (running := self._waited_for.get(request_id)) is not None:
             self._give_up(running, "cancelled")
         self._reports.pop(request_id, None)
 
     def take_report(self, request_id: RequestId) -> PullReport | None:
-        """How the pull of this request ended; once, for its first delta."""
+        """Return how the pull of this request ended; once, for its first delta."""
         return self._reports.pop(request_id, None)
 
     async def close(self) -> None:
@@ -116,7 +116,7 @@ class Pulls:
         self._end(running, 0 if problem else task.result(), problem)
 
     def _end(self, running: _Running, num_bytes: int, problem: str) -> None:
-        """The request goes on, or is gone: nobody waits for this pull any more."""
+        """End one pull: the request continues or is gone, and nobody waits for the pull any more."""
         running.timer.cancel()
         del self._waited_for[running.request_id]
         duration_s = time.perf_counter() - running.started
@@ -132,7 +132,7 @@ class Pulls:
 
 
 def _problem(running: _Running, task: asyncio.Task[int]) -> str:
-    """Why a pull brought nothing; "" if it did."""
+    """Return why a pull brought nothing, "" if it did."""
     if task.cancelled():
         return "cancelled"
     error = task.exception()

@@ -17,7 +17,7 @@ from workers.step_engine import StepEngine
 
 class RankedEngine:
     def __init__(self, ranks: Sequence[StepEngine]) -> None:
-        """At least one."""
+        """Take at least one rank."""
         self._ranks = list(ranks)
 
     @property
@@ -46,7 +46,7 @@ class RankedEngine:
             one.release(offer_id, nonce)
 
     def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
-        """Of the first rank. The others: see `ranks`."""
+        """Call `listener` for the first rank. `ranks` has the others."""
         self._ranks[0].on_kv_events(listener)
 
     def kv_snapshot(self) -> list[KvEvent]:
@@ -56,7 +56,7 @@ class RankedEngine:
         return self._ranks[0].kv_digest()
 
     def load(self) -> EngineLoad:
-        """Of all ranks together."""
+        """Return the load of all ranks together."""
         loads = [one.load() for one in self._ranks]
         return EngineLoad(
             running=sum(load.running for load in loads),

@@ -1,8 +1,8 @@
-"""Which sequences run in the next step, and what its result means for them. Pure: no clock, no tensors.
+"""Plan which sequences run in the next step, and apply the step's result to them. Pure: no clock, no tensors.
 
-The torch and the mock engine share it. A step computes at most `max_step_tokens` new tokens: one for each
-sequence that decodes, the rest for prompts, in chunks where they do not fit. Sequences are admitted first come,
-first served; when blocks run out the youngest is preempted and computes again later what is not cached.
+The torch and the mock engine share it. A step computes at most `max_step_tokens` new tokens: one for each sequence that
+decodes, the rest for prompts, in chunks where they do not fit. Sequences are admitted in the order in which they came.
+When blocks run out, the youngest sequence is preempted and later computes again what is not cached.
 """
 
 from array import array
@@ -55,7 +55,7 @@ class Tokens(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One request on its way. Positions < num_computed have their KV in `table`."""
+    """The state of one request. Positions < num_computed have their KV in `table`."""
 
     request: GenerateRequest
     prompt: Sequence[int]
@@ -93,7 +93,7 @@ class SequenceState:
             self.hashes += unpack_hashes(sequence_hash_bytes(tokens, block_size, self.seed, parent))  # type: ignore[arg-type]
 
     def block_tokens(self, number: int, block_size: int) -> Sequence[int]:
-        """What a full block holds."""
+        """Return the tokens of a full block."""
         return self.tokens[number * block_size : (number + 1) * block_size]
 
 
@@ -131,7 +131,7 @@ class DecodeRun:
 
 
 class Output(NamedTuple):
-    """What a step adds to one request. `handoff`: blocks kept for a decode worker, holding `num_tokens`."""
+    """A step's addition to one request. `handoff`: blocks kept for a decode worker, holding `num_tokens`."""
 
     request_id: RequestId
     delta: Delta = Delta()
@@ -161,7 +161,7 @@ class Scheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Of prompts, still to compute, as far as is known: what one that waits will find cached is not.
+        """Prompt tokens that are still to compute. What a waiting request will find cached is not known, and counts.
 
         Prompts that will be pulled do not count.
         """
@@ -249,7 +249,7 @@ class Scheduler:
             raise InvalidRequestError(f"a token id is beyond the model's vocabulary of {vocab_size}", param="prompt")
 
     def _check_rules(self, sampling: SamplingParams) -> None:
-        """What a request says of single tokens must be about tokens that there are."""
+        """Raise InvalidRequestError for a rule about a token that the model does not have."""
         ruled = {
             "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
             "allowed_token_ids": sampling.allowed_token_ids,
@@ -289,7 +289,7 @@ class Scheduler:
         """Choose the next step. Pulls run beside it; a step without rows need not be executed."""
         step = Step()
         budget = self._limits.max_step_tokens
-        for sequence in sorted(self._running, key=lambda s: s.num_missing > 1):  # who decodes goes first
+        for sequence in sorted(self._running, key=lambda s: s.num_missing > 1):  # decoding sequences go first
             if sequence.pulling or not sequence.table or budget == 0:  # without blocks: just preempted
                 continue
             count = min(sequence.num_missing, budget)
@@ -349,7 +349,7 @@ class Scheduler:
     def complete_run(
         self, run: DecodeRun, steps: int, draw: Callable[[SequenceState, int], tuple[int, ...]]
     ) -> list[Output]:
-        """As if `steps` of the run had been planned and completed, with one delta each for all of them.
+        """Complete `steps` steps of the run as if each had been planned, with one delta for all of them.
 
         `steps`: from 1 to `run.steps`. `draw(sequence, n)`: its next n tokens.
         """
@@ -381,7 +381,7 @@ class Scheduler:
         return outputs
 
     def _is_steady(self, sequence: SequenceState) -> bool:
-        """It decodes, and goes on until it has all its tokens."""
+        """Return whether the sequence decodes and continues until it has all its tokens."""
         request = sequence.request
         return (
             sequence.num_missing == 1
@@ -404,7 +404,7 @@ class Scheduler:
         return bool(self._waiting) and has_room
 
     def _steps_to_commit(self, sequence: SequenceState) -> int:
-        """Until its next block is full."""
+        """Return the number of steps until the sequence's next block is full."""
         return self.pool.block_size - sequence.num_computed % self.pool.block_size
 
     def _growth(self, sequences: Sequence[SequenceState], most_steps: int) -> DecodeRun | None:
@@ -479,7 +479,7 @@ class Scheduler:
         return sequence.hashes[:count]
 
     def _fits(self, sequence: SequenceState) -> bool:
-        """Whether a waiting sequence could be admitted. To ask changes nothing, not even what is evicted first."""
+        """Return whether a waiting sequence could be admitted. Nothing changes, not even what is evicted first."""
         return self.pool.has_room(self._matchable(sequence), self._blocks_for(len(sequence.tokens)))
 
     def _reserve(self, sequence: SequenceState, count: int, step: Step) -> bool:
@@ -559,7 +559,7 @@ class Scheduler:
         if reason is None and not sequence.request.offer_kv:
             return Output(sequence.request_id, delta)
         self._end(sequence)
-        if reason is None:  # a prefill leg: the blocks go on to the offer, with their references
+        if reason is None:  # a prefill leg: the offer takes the blocks, with their references
             return Output(sequence.request_id, delta, tuple(sequence.table), sequence.num_computed)
         self._free(sequence)
         return Output(sequence.request_id, delta)

@@ -47,7 +47,7 @@ FILES_PER_WORKER = 24  # 7 of its own, the rest for connections of frontends and
 
 
 class Host:
-    """What the workers of a process share."""
+    """The parts that the workers of a process share."""
 
     def __init__(self, discovery: Discovery, metrics_url: str, num_workers: int) -> None:
         self.discovery = discovery
@@ -64,7 +64,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     """Work until `stop` is set, then leave the mesh and finish what is in flight.
 
     Raises EngineError if an engine dies, in an ExceptionGroup where there are several workers: a supervisor starts
-    the process anew.
+    the process again.
     """
     watch_parent(stop)
     configs = configs_of(config)
@@ -86,7 +86,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
 
 
 def configs_of(config: WorkerConfig) -> list[WorkerConfig]:
-    """One for each worker of this process. Raises ConfigError if there cannot be several."""
+    """Return the settings of each worker of this process. Raise ConfigError if there cannot be several."""
     if config.count == 1:
         return [config]
     check_settings(config, ENGINES[config.engine])
@@ -192,7 +192,7 @@ class Worker:
         self._engine.release(offer.offer_id, offer.nonce)
 
     async def kv_snapshot(self, call: Call) -> None:
-        """One message per part; `seq` is the same in all: parts are cut before anything else can be published."""
+        """Send one message per part, all with one `seq`: the parts are cut before anything else can be published."""
         rank = self._rank_asked_for(call)
         events = self._ranks[rank].kv_snapshot()
         seq, ts = self._place.publishers[rank].last_seq, time.time()
@@ -201,7 +201,7 @@ class Worker:
             await call.send(KvSnapshot(seq=seq, payload=payload))
 
     async def kv_digest(self, call: Call) -> None:
-        """Of exactly what was published up to `seq`: between these two lines nothing can be."""
+        """Send the digest of exactly what was published up to `seq`: nothing is published between these two lines."""
         rank = self._rank_asked_for(call)
         digest = self._ranks[rank].kv_digest()
         seq = self._place.publishers[rank].last_seq
@@ -245,7 +245,7 @@ class Worker:
         role = self._place.role
         if role is not (Role.DECODE if request.offer_kv else Role.PREFILL):
             return
-        if self.turning.count:  # who asks has not heard of it yet
+        if self.turning.count:  # the caller has not heard of the change yet
             raise DrainingError(f"this worker has become a {role.value} worker")
         if role is Role.DECODE:
             raise InvalidRequestError("a decode worker offers no KV", hint="send prefill legs to prefill workers")
@@ -257,7 +257,7 @@ _NONE = encode(None)
 
 @contextmanager
 def counted(running: set[asyncio.Task[Any]]) -> Iterator[None]:
-    """One request ends here, in whatever way. Until then its task is among those `running`."""
+    """Count one request, however it ends. Until then its task is among those `running`."""
     outcome = "cancelled"
     task = asyncio.current_task()
     assert task is not None

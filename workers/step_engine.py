@@ -31,7 +31,7 @@ from workers.scheduler import Limits, Output, Scheduler, Step
 
 log = logging.getLogger(__name__)
 
-EVENTS_EVERY_S = 0.05  # of the blocks that answers fill while they go on: nobody asks for them before they end
+EVENTS_EVERY_S = 0.05  # for blocks that running answers fill: nobody asks for them before the answers end
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +321,7 @@ class StepEngine:
             return
         try:
             self._publish_events()
-        except Exception as error:  # what was not told is known to nobody: start anew
+        except Exception as error:  # nobody knows what was not told: the worker has to start again
             log.exception("KV events cannot be told")
             self._fail(EngineError(f"{self._worker_id} cannot tell its KV events: {type(error).__name__}: {error}"))
 
@@ -364,7 +364,7 @@ class _OutputQueue:
         self._notify()
 
     def ticket(self) -> Ticket | None:
-        """Of a delta that was never taken."""
+        """Return the ticket of a delta that was never taken."""
         return None if self._delta is None else self._delta.ticket
 
     async def take(self) -> Delta:

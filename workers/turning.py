@@ -24,7 +24,7 @@ OFFERS_POLL_S = 0.02
 
 
 class Place(Protocol):
-    """What a turn needs of workers.membership.Membership."""
+    """The part of workers.membership.Membership that a turn needs."""
 
     role: Role
     worker_id: WorkerId
@@ -74,7 +74,7 @@ class Turning:
         except asyncio.CancelledError:
             if self._has_ended:
                 raise DrainingError(f"{self._place.worker_id} is shutting down") from None
-            raise  # the caller has left, the turn goes on
+            raise  # the caller has left, the turn continues
         return ControlReply(
             detail=f"it is a {role.value} worker now, {self._place.worker_id}", worker_id=self._place.worker_id
         )
@@ -105,7 +105,7 @@ class Turning:
             self.count += 1
             assert isinstance(self._engine, Turnable)
             self._engine.rename(place.worker_id)
-            self.to = None  # who finds its card may send requests at once
+            self.to = None  # a router that finds the card may send requests at once
             await place.join(info_of())
         finally:
             self.to = None
@@ -113,14 +113,16 @@ class Turning:
         log.info("changed role", extra={"worker": place.worker_id, "before": before, "role": role.value})
 
     async def _finish_requests(self) -> None:
-        """What takes longer than a drain may goes on elsewhere."""
+        """Wait for the requests. One that takes longer than a drain may continues on another worker."""
         if not self.requests:
             return
         _, late = await asyncio.wait(self.requests, timeout=self._drain_timeout_s)
         for task in late:
             task.cancel("this worker changes its role")
         if late:
-            log.warning("%d requests go on elsewhere: they took longer than %.1f s", len(late), self._drain_timeout_s)
+            log.warning(
+                "%d requests continue on other workers: they took longer than %.1f s", len(late), self._drain_timeout_s
+            )
             await asyncio.wait(late)
 
 

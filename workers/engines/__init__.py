@@ -1,1 +1,1 @@
-"""One folder for each engine that a worker can run. workers/engines/registry.py lists them."""
+"""The engines that a worker can run, a folder for each. workers/engines/registry.py lists them."""

@@ -1,4 +1,4 @@
-"""From settings to an engine. The package of an engine is imported only when that engine is chosen."""
+"""Open the engine that the settings choose. The package of an engine is imported only then."""
 
 from importlib import import_module
 

@@ -45,7 +45,7 @@ class EngineKind:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether one worker can hold several data-parallel ranks (--dp-size)."""
+        """True if one worker can hold several data-parallel ranks (--dp-size)."""
         return "dp_size" in self.takes
 
 

@@ -24,7 +24,7 @@ class Completions:
     """The answers of one server. Belongs to one event loop."""
 
     def __init__(self, http: ServerHttp, server: AttachedServer, texts: Texts | None, waits: Waits) -> None:
-        """`texts`: for a server that returns no token ids. `waits`: end when the server is gone."""
+        """Ask `http`. `texts` is for a server that returns no token ids. `waits` end when the server is gone."""
         self._http = http
         self._server = server
         self._texts = texts

@@ -1,4 +1,4 @@
-"""What the mesh is told of an attached server: from what it says of itself, the settings and its model's folder."""
+"""Describe an attached server to the mesh: from its own words, the settings and its model's folder."""
 
 from pathlib import Path
 

@@ -47,7 +47,7 @@ class AttachedEngine:
         poll_s: float = POLL_S,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        """`registry`: has the server's metrics from `start` to `stop`."""
+        """The server's metrics are in `registry` from `start` to `stop`."""
         self._config = config
         self._api_key = api_key
         self._poll_s = poll_s
@@ -169,7 +169,7 @@ class AttachedEngine:
             )
         return ParamsHandover(self._completions, self._life, url, server.model, self._config.role)
 
-    # --- how the server gets on -----------------------------------------------------------------------
+    # --- watching the server -------------------------------------------------------------------------
 
     async def _watch_server(self, http: ServerHttp, health: HealthCheck) -> None:
         """Run until the server is gone, or until cancelled."""

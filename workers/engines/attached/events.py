@@ -8,7 +8,7 @@ from workers.engines.external.cache import EngineCache
 
 
 class Follower:
-    """Of one server. Belongs to the event loop it was made on."""
+    """Follows one server. Belongs to the event loop it was made on."""
 
     def __init__(self, worker_id: WorkerId, source: EventSource, cache: EngineCache) -> None:
         """Raise ConfigError for an endpoint that is none."""
@@ -18,7 +18,7 @@ class Follower:
 
     @property
     def is_live(self) -> bool:
-        """All that the server is known to have published was applied."""
+        """True once all that the server is known to have published was applied."""
         return self._subscriber.is_live(self._worker_id)
 
     async def close(self) -> None:

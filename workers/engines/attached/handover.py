@@ -1,4 +1,4 @@
-"""How attached servers hand KV from prefill to decode: by vLLM's kv_transfer_params, or by SGLang's bootstrap."""
+"""Hand KV from prefill to decode servers: by vLLM's kv_transfer_params, or by SGLang's bootstrap."""
 
 import logging
 import secrets
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Handover(Protocol):
-    """One server's part in handing KV over. Belongs to one event loop."""
+    """The part of one server in handing KV over. Belongs to one event loop."""
 
     async def prove(self) -> None:
         """Raise ConfigError if a prefill server offers nothing."""
@@ -45,9 +45,9 @@ class Handover(Protocol):
 
 
 class ParamsHandover:
-    """vLLM's way: the prefill server's answer has parameters that make a decode server pull.
+    """Implements Handover as vLLM does: parameters in the prefill server's answer make a decode server pull.
 
-    When blocks are freed the servers settle between themselves: by the pull's notification, or by the lease.
+    The servers agree between themselves when blocks are freed: by the pull's notification, or by the lease.
     """
 
     def __init__(self, completions: Completions, life: EngineLife, url: str, model: str, role: Role) -> None:
@@ -90,7 +90,7 @@ class ParamsHandover:
     async def close(self) -> None: ...
 
     async def _pulling(self, body: Body, request: GenerateRequest, ticket: Ticket) -> AsyncGenerator[Delta, None]:
-        """With a ticket. What cannot be pulled the server computes itself, and the first delta says why."""
+        """Answer with a ticket. The server computes what it cannot pull, and the first delta says why."""
         started = time.perf_counter()
         has_begun = False
         try:
@@ -120,12 +120,12 @@ class ParamsHandover:
 
 
 class BootstrapHandover:
-    """SGLang's way: both servers are asked at once, and meet by themselves in a `room`."""
+    """Implements Handover as SGLang does: both servers are asked at once, and meet by themselves in a `room`."""
 
     def __init__(
         self, completions: Completions, life: EngineLife, role: Role, host: str, told: Disaggregation, backend: str
     ) -> None:
-        """`told`: by the server at `host`. `backend`: of tickets and of the worker's card."""
+        """The server at `host` said `told`. `backend` is that of tickets and of the worker's card."""
         self._completions = completions
         self._life = life
         self._role = role

@@ -103,7 +103,7 @@ async def _whole(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 @contextmanager
 def _mesh_errors(url: str) -> Iterator[None]:
-    """What goes wrong on the way to the server at `url`, as a MeshError."""
+    """Raise what goes wrong on the way to the server at `url` as a MeshError."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

@@ -37,7 +37,7 @@ def _usual_fields(request: GenerateRequest, max_tokens: int) -> Body:
 
 
 def _llamacpp_fields(request: GenerateRequest, max_tokens: int) -> Body:
-    """Its prompt cache knows no tenants: a request that must share with nobody does not use it."""
+    """Return llama.cpp's parameters. Its prompt cache knows no tenants: a tenant's request does not use the cache."""
     return {
         "top_k": request.sampling.top_k,
         "min_p": request.sampling.min_p,

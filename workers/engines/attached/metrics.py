@@ -13,10 +13,13 @@ MAX_CHARS = 4 << 20  # of what a server tells at once: vLLM's are a few dozen Ki
 
 
 class ServerMetrics(Collector):
-    """What `told` last said. A server tells of its process and its Python too, which here would be taken for ours."""
+    """The server's metrics as `told` last gave them.
+
+    A server has metrics of its process and its Python too. They are left out: here they would be taken for ours.
+    """
 
     def __init__(self, prefix: str) -> None:
-        """`prefix`: of the names that are the server's own; "": none are passed on."""
+        """The server's own metrics begin with `prefix`; with "" none are passed on."""
         self._prefix = prefix
         self._text = ""
 
@@ -24,7 +27,9 @@ class ServerMetrics(Collector):
         self._text = text if len(text) <= MAX_CHARS else ""
 
     def collect(self) -> Iterable[Metric]:
-        """On the thread of whoever scrapes. Nothing where it cannot be read: our own metrics shall still be had."""
+        """Return the metrics, on the thread of the scrape; none if they cannot be read, so that ours can still be
+        scraped.
+        """
         if not self._text or not self._prefix:
             return []
         try:

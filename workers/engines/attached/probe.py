@@ -116,7 +116,10 @@ def read_load(metrics: str, names: LoadMetrics) -> ServerLoad:
 
 
 def read_event_sources(body: bytes, host: str) -> dict[int, EventSource]:
-    """What vLLM's /kv_event_sources tells, by rank; a wildcard address is read as `host`. Raises WireError."""
+    """Return the KV event sources in vLLM's /kv_event_sources, by rank. Raise WireError.
+
+    A wildcard address is read as `host`.
+    """
     ranks = _decode(body, dict[int, _Rank], "/kv_event_sources")
     if len(ranks) > MAX_RANKS:
         raise WireError(f"/kv_event_sources lists {len(ranks)} ranks", hint=f"at most {MAX_RANKS} are accepted")
@@ -135,7 +138,7 @@ def read_props(body: bytes) -> tuple[int | None, int | None]:
 
 
 def read_disaggregation(body: bytes) -> Disaggregation:
-    """From SGLang's /server_info; its own defaults where that is silent. Raises WireError."""
+    """Return what SGLang's /server_info says, and SGLang's own defaults where it says nothing. Raise WireError."""
     info = _decode(body, _ServerInfo, "/server_info")
     return Disaggregation(
         info.disaggregation_mode, info.disaggregation_transfer_backend, info.disaggregation_bootstrap_port
@@ -143,7 +146,7 @@ def read_disaggregation(body: bytes) -> Disaggregation:
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """`endpoint` as who binds it writes it, as who connects to it must: tcp://*:5557 is tcp://<host>:5557."""
+    """Return the address to connect to for the address that was bound: tcp://*:5557 is tcp://<host>:5557."""
     for wildcard in ("*", "0.0.0.0", "[::]"):
         if endpoint.startswith(f"tcp://{wildcard}:"):
             return f"tcp://{host}:{endpoint.removeprefix(f'tcp://{wildcard}:')}"

@@ -1,4 +1,4 @@
-"""What a server's error means for the mesh: whose fault it is, and whether another worker should try. Pure."""
+"""Turn a server's error into ours: whose fault it is, and whether another worker should try. Pure."""
 
 import msgspec
 
@@ -20,7 +20,7 @@ _LENGTH_PARAMS = {"input_tokens", "max_tokens", "input_text"}
 
 
 class ServerErrorBody(msgspec.Struct):
-    """`{"error": {...}}`: all that servers agree on, more or less."""
+    """The shape that servers agree on, more or less: `{"error": {...}}`."""
 
     message: str = ""
     type: str | None = None

@@ -15,7 +15,7 @@ Body = dict[str, Any]  # of a request, to be written as JSON
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where one data-parallel rank publishes its KV events."""
+    """The address where one data-parallel rank publishes its KV events."""
 
     endpoint: str
     replay_endpoint: str = ""
@@ -24,7 +24,7 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class Disaggregation:
-    """How a SGLang server was started."""
+    """The way in which a SGLang server was started."""
 
     mode: str  # prefill, decode, or "null": both
     transfer: str  # mooncake, nixl, ...
@@ -57,7 +57,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerKind:
-    """How servers of one kind differ."""
+    """The differences between servers of one kind and others."""
 
     name: str
     owner: str = ""  # as what they write `owned_by` in /v1/models
@@ -78,7 +78,7 @@ class ServerKind:
 
 @dataclass(frozen=True, slots=True)
 class AttachedServer:
-    """What one server told. None: it did not say."""
+    """The facts that one server told. None: it did not say."""
 
     kind: ServerKind
     model: str  # as the server calls it

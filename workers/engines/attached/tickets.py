@@ -36,9 +36,9 @@ def ticket_of(params: bytes, worker_id: WorkerId, address: str, nonce: int, prom
 
 
 def params_of(ticket: Ticket, prompt_tokens: int, block_size: int) -> tuple[dict[str, Any], int]:
-    """kv_transfer_params for the decode server, and how many blocks they name.
+    """Return the kv_transfer_params for the decode server, and how many blocks they name.
 
-    Raises TransferError for a ticket that this server must not see; the prompt can still be computed there.
+    Raise TransferError for a ticket that this server must not see; the prompt can still be computed there.
     """
     if ticket.backend != BACKEND:
         raise TransferError(f"a ticket of {ticket.backend!r}, {BACKEND!r} was expected")

@@ -109,17 +109,18 @@ def _value_of(request: GenerateRequest, name: str) -> object:
 
 
 def prompt_of(request: GenerateRequest) -> list[int]:
-    """What there is before the next token: the prompt, and what was generated of the answer."""
+    """Return all tokens before the next one: the prompt, and what was generated of the answer."""
     return [*unpack_tokens(request.prompt), *request.generated]
 
 
 def body_of(
     request: GenerateRequest, server: AttachedServer, prompt: list[int] | str, *, max_tokens: int, stream: bool
 ) -> Body:
-    """All that matters is said: what a server is not told it takes from its model's generation_config.json.
+    """Return the body of /v1/completions. It names every parameter that matters, because a server takes the others from
+    its model's generation_config.json.
 
-    Of `seed` servers make a generator that begins with the request, so an answer that goes on here does not repeat
-    the draws of its beginning: the number of tokens that exist is added.
+    Servers make a generator of `seed` that begins with the request. The number of tokens that exist is added to it, so
+    that an answer that continues here does not repeat the draws of its beginning.
     """
     sampling, kind = request.sampling, server.kind
     body: Body = {
@@ -140,7 +141,7 @@ def body_of(
 
 
 def embedding_body(request: EmbedRequest, server: AttachedServer, text: list[int] | str) -> Body:
-    """Of /v1/embeddings. Raises InvalidRequestError for a tenant's text that the server would not keep apart."""
+    """Return the body of /v1/embeddings. Raise InvalidRequestError for a tenant's text on a server without salts."""
     body: Body = {"model": request.lora or server.model, "input": text, "encoding_format": "float"}
     if request.cache_salt is None:
         return body
@@ -149,7 +150,7 @@ def embedding_body(request: EmbedRequest, server: AttachedServer, text: list[int
 
 
 def read_vector(data: bytes) -> bytes:
-    """float32 little endian, of length 1, whatever length it had. Raises WireError for what is no such answer."""
+    """Return the vector as float32 little endian, scaled to length 1. Raise WireError for any other answer."""
     try:
         vector = np.array(msgspec.json.decode(data, type=_Vectors).data[0].embedding, dtype="<f8")
     except UNREADABLE as error:
@@ -176,9 +177,10 @@ def read_answer(data: bytes) -> ServerAnswer:
 def delta_of(
     answer: ServerAnswer, top_logprobs: int | None, tokenize: Callable[[str], Sequence[int]] | None = None
 ) -> Delta | None:
-    """What one event, or a whole answer, adds; None: nothing. `tokenize`: for servers that return texts alone.
+    """Return what one event, or a whole answer, adds; None if that is nothing.
 
-    Raises EngineError for an answer that ended otherwise than by itself, WireError for one without token ids.
+    `tokenize`: for servers that return texts alone. Raise EngineError for an answer that was cut off, WireError for one
+    without token ids.
     """
     if not answer.choices:
         return None
@@ -218,7 +220,7 @@ def _finish_reason(reason: str | None) -> FinishReason | None:
 
 
 def _logprobs(told: AnswerLogprobs | None, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...] | None:
-    """One per token. The chosen one is among vLLM's top even where it is not of the `top` likeliest."""
+    """Return one logprob per token. vLLM's top has the chosen token even if it is not among the `top` likeliest."""
     if told is None or len(told.token_logprobs) != len(tokens):
         if not tokens:
             return None

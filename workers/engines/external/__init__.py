@@ -1,1 +1,1 @@
-"""What engines that others wrote have in common behind our seam: vLLM, SGLang, TensorRT-LLM, attached servers."""
+"""The parts that engines of others share behind our seam: vLLM, SGLang, TensorRT-LLM, attached servers."""

@@ -1,6 +1,6 @@
-"""The cache of an engine that tells only events: one mirror per data-parallel rank, told to the mesh as one cache.
+"""Mirror the cache of an engine that tells only events: one mirror per data-parallel rank, told to the mesh as one.
 
-Implements kvevents.subscriber.Sink, for engines that publish over ZMQ; one that is polled calls `apply`. Belongs to
+Implements kvevents.subscriber.Sink, for engines that publish over ZMQ; for one that is polled, call `apply`. Belongs to
 the event loop it was made on.
 """
 
@@ -22,7 +22,10 @@ _U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class EngineCache:
-    """What the ranks hold together: a block is there while at least one of them has it and all before it."""
+    """The blocks that the ranks hold together.
+
+    A block is there while at least one rank has it and all blocks before it.
+    """
 
     def __init__(self, block_size: int, num_ranks: int = 1) -> None:
         self.listeners: list[Listener] = []
@@ -37,7 +40,7 @@ class EngineCache:
         self._tell(self._merged(rank, self._mirrors[rank].apply(events)))
 
     def clear(self, rank: int) -> None:
-        """What that rank holds is no longer known."""
+        """Forget what that rank holds: it is no longer known."""
         self._tell(self._merged(rank, self._mirrors[rank].clear()))
 
     def snapshot(self) -> list[KvEvent]:
@@ -68,7 +71,7 @@ class EngineCache:
             self.on_batch(worker_id, dp_rank, payload)
 
     def digest(self, worker_id: WorkerId, dp_rank: int) -> Digest | None:
-        """None: an engine tells no digest to compare with."""
+        """Return None: an engine tells no digest to compare with."""
         return None
 
     # --- from a rank's news to the cache's ------------------------------------------------------------
@@ -104,7 +107,7 @@ class EngineCache:
         return [Removed(tuple(gone))] if gone else []
 
     def _recounted(self, rank: int) -> list[KvEvent]:
-        """Rank `rank` holds nothing: what the others hold is told anew. Rare, so it may take its time."""
+        """Tell again what the other ranks hold: rank `rank` holds nothing now. Rare, so it may take its time."""
         self._copies.clear()
         self._digest = 0
         events: list[KvEvent] = [Cleared()]

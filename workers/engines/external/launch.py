@@ -11,7 +11,7 @@ class Launch(Generic[T]):
     """Begins at once. Belongs to one event loop."""
 
     def __init__(self, engine: str, start: Callable[[], T]) -> None:
-        """`start` blocks until the engine is ready. `engine`: its name, for logs."""
+        """Call `start` on a thread; it blocks until the engine is ready. `engine`: its name, for logs."""
         self._task = asyncio.create_task(asyncio.to_thread(start), name=f"launch {engine}")
 
     async def result(self) -> T:

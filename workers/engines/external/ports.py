@@ -1,4 +1,4 @@
-"""Ports for engines that count on from the first one they are given."""
+"""Find ports for engines that count on from the first one they are given."""
 
 import socket
 from contextlib import ExitStack
@@ -9,7 +9,7 @@ _TRIES = 64
 
 
 def free_ports(number: int, host: str = "127.0.0.1") -> int:
-    """The first of `number` ports in a row that nobody listens on at `host`. Raises ConfigError."""
+    """Return the first of `number` ports in a row on which nobody listens at `host`. Raise ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for _ in range(_TRIES):
         with ExitStack() as held:

@@ -1,4 +1,4 @@
-"""Waiting for an engine's next output, in a way that can be ended: one that is gone would let us wait for ever."""
+"""Wait for an engine's next output, in a way that can be ended: an engine that is gone would let us wait for ever."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,18 +11,18 @@ R = TypeVar("R")
 
 
 class Waits:
-    """All who wait for one engine. Belongs to one event loop."""
+    """The waits for one engine. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._waits: set[asyncio.Timeout] = set()
         self._error: EngineError | None = None
 
     async def next(self, stream: AsyncIterator[T]) -> T | None:
-        """The next item, None after the last. Raises what `fail` was given, and what the stream raises."""
+        """Return the next item, None after the last. Raise what `fail` was given, and what the stream raises."""
         return await self.result(lambda: anext(stream, None))
 
     async def result(self, ask: Callable[[], Awaitable[R]]) -> R:
-        """What `ask` gives in the end. Raises what `fail` was given, and what it raises."""
+        """Return what `ask` gives. Raise what `fail` was given, and what `ask` raises."""
         if self._error is not None:
             raise self._error
         try:
@@ -38,7 +38,7 @@ class Waits:
             raise self._error from None
 
     def fail(self, error: EngineError) -> None:
-        """End all waits, and those that would begin. The first error is the one that is told."""
+        """End all waits, and those that begin later. The first error is the one that is raised."""
         self._error = self._error or error
         now = asyncio.get_running_loop().time()
         for wait in self._waits:

@@ -20,7 +20,7 @@ class _Itimerspec(ctypes.Structure):
 
 
 class Alarm:
-    """For one waiter at a time. Elsewhere than on Linux it is as precise as the loop."""
+    """Wakes one waiter at a time. On systems other than Linux it is as precise as the loop."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -62,7 +62,7 @@ class Alarm:
     def _ring(self) -> None:
         try:
             os.read(self._fd, 8)
-        except BlockingIOError:  # it was set anew before this came
+        except BlockingIOError:  # it was set again before this came
             return
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

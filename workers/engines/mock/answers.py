@@ -1,4 +1,4 @@
-"""What the mock answers: pure functions of a prompt, so that a test can tell what each request must get."""
+"""The mock's answers: pure functions of a prompt, so that a test can tell what each request must get."""
 
 from collections.abc import Sequence
 from struct import Struct
@@ -19,7 +19,7 @@ def mock_token(prompt: Sequence[int], index: int, vocab_size: int, lora: str | N
 
 
 def prompt_digest(prompt: Sequence[int], lora: str | None) -> int:
-    """All that the tokens of an answer depend on, but their number: u64."""
+    """Return all that the tokens of an answer depend on, but for their number: u64."""
     return xxh3_64_intdigest(token_bytes(prompt), hash_seed(lora, None))
 
 

@@ -1,8 +1,8 @@
-"""Invents tokens instead of computing them, at the pace of a real engine or faster.
+"""Invent tokens instead of computing them, at the pace of a real engine or faster.
 
-The token after n tokens of an answer is a pure function of the prompt, the adapter and n, so a test can tell which
-answer a request must get. The KV cache really holds, for each position, the token that was computed there; a row that
-builds on KV which is not its own (a wrong block, a lost pull) is caught.
+The token after n tokens of an answer is a pure function of the prompt, the adapter and n: a test can compute the right
+answer. The KV cache holds for each position the token that was computed there. A row that builds on KV which is not its
+own (a wrong block, a lost pull) is noticed.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,11 @@ class MockExecutor:
         start_s: float = 0.0,
         loras: Sequence[str] = (),
     ) -> None:
-        """`vocabulary`: of a tokenizer; else `vocab_size` tokens, of which those from FIRST_TOKEN on are plain.
+        """Invent the tokens of `vocabulary`; without one, `vocab_size` tokens, of which those from FIRST_TOKEN on are
+        plain.
 
-        `profile`: by which steps are timed, `speedup` times as fast; None: by a fit to a real engine. 0: no delay.
+        Steps take the time of `profile`, `speedup` times as fast; None: of a fit to a real engine. A speedup of 0: no
+        time.
         """
         self._layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32")
         self._vocabulary = vocabulary or Vocabulary(vocab_size, range(FIRST_TOKEN, vocab_size))
@@ -106,7 +108,7 @@ class MockExecutor:
 
 
 def missing_tables(profile: Profile | None, role: Role) -> list[str]:
-    """What a worker in `role` goes by and the profile has not. Without a profile nothing is missing."""
+    """Return the tables that a worker in `role` needs and the profile lacks. Without a profile none is missing."""
     if profile is None:
         return []
     needed = {

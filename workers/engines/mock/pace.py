@@ -1,4 +1,4 @@
-"""How long the mock's steps and pulls take: as a model of an engine says, or at a fixed pace."""
+"""The time that the mock's steps and pulls take: as a model of an engine says, or fixed."""
 
 import asyncio
 import math
@@ -10,7 +10,7 @@ from workers.executor import Row
 
 
 class MockPace:
-    """Each step is computed when it is due, counted from when the one before was: what it takes adds up to nothing."""
+    """Computes each step when it is due, counted from when the one before was due: small delays do not add up."""
 
     def __init__(
         self,
@@ -22,9 +22,9 @@ class MockPace:
         pull_s_per_token: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timing`: None: no delay. `itl_ms`: of a step that decodes; 0: as `timing` says.
+        """A step takes the time of `timing`, no time if that is None.
 
-        `wait_until` takes a time of `clock`.
+        `itl_ms`: time of a step that decodes; 0: as `timing` says. `wait_until` takes a time of `clock`.
         """
         self.timing = timing
         self._itl_s = itl_ms / 1000
@@ -53,7 +53,7 @@ class MockPace:
         self._due_s = -math.inf
 
     def step_s(self, rows: Sequence[Row]) -> float:
-        """How long a step takes."""
+        """Return the seconds that a step takes."""
         timing, itl_s = self.timing, self._itl_s
         if timing is None and not itl_s:
             return 0.0
@@ -73,5 +73,5 @@ class MockPace:
         return took_s
 
     def pull_s(self, num_tokens: int) -> float:
-        """How long the KV of so many tokens takes to come, at least."""
+        """Return the least seconds that the KV of so many tokens takes to come."""
         return num_tokens * self._pull_s_per_token

@@ -1,4 +1,4 @@
-"""Which token ids the tokenizer of a model's folder has: the mock invents only ids that mean a text."""
+"""Read the token ids that the tokenizer of a model's folder has: the mock invents only ids that mean a text."""
 
 from dataclasses import dataclass
 from pathlib import Path

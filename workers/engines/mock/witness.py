@@ -1,8 +1,8 @@
-"""Sees to it that each row builds on its own KV: the mock's cache holds, as key of a position, the token itself.
+"""Check that each row builds on its own KV: the mock's cache holds, as key of a position, the token itself.
 
-What a row finds in the cache is compared in whole before it goes on from there: a shared prefix, a pull, what was left
-by a preemption. What it has computed itself is compared again in turns, a few blocks in each step, so that a step
-costs the same however long the row is; a row of few blocks is compared in whole every time.
+KV that a row finds in the cache is compared in whole before the row continues from there: a shared prefix, a pull,
+blocks that a preemption left. KV that the row computed itself is compared again in turns, a few blocks in each step. So
+a step costs the same however long the row is; a row of few blocks is compared in whole every time.
 """
 
 from array import array
@@ -22,7 +22,7 @@ _TOKEN_BYTES = 4  # float32: exact up to 2**24
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """One row, as far as it was compared."""
+    """The part of one row that was compared."""
 
     prompt: Sequence[int]  # this very object: an answer of the same name is another one
     digest: int  # of the prompt
@@ -32,7 +32,7 @@ class Seen:
 
 class Witness:
     def __init__(self, kv: NDArray[np.float32]) -> None:
-        """`kv`: [num_blocks, 2 (k, v), block_size], the whole cache."""
+        """Watch `kv`, the whole cache: [num_blocks, 2 (k, v), block_size]."""
         self._kv = kv
         self._bytes = kv.data.cast("B")
         self._key_bytes = kv.shape[2] * _TOKEN_BYTES  # of one block
@@ -69,7 +69,7 @@ class Witness:
         return Seen(row.prompt, prompt_digest(row.prompt, row.lora), keys)
 
     def _compare(self, row: Row, keys: bytearray, block: int) -> None:
-        """One block of the row, as far as it is filled."""
+        """Compare one block of the row, as far as it is filled."""
         mine = keys[block * self._key_bytes : (block + 1) * self._key_bytes]
         at = row.block_table[block] * self._block_bytes
         if self._bytes[at : at + len(mine)].tobytes() != mine:

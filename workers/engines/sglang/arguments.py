@@ -1,7 +1,7 @@
-"""SGLang's flags, from the worker's settings and from what was given after `--`. Pure.
+"""Turn the worker's settings and the flags after `--` into SGLang's flags. Pure.
 
-SGLang parses them itself: what stands here is what the worker decides, what it refuses because it would contradict
-that, and what it has to know beforehand (how many ranks publish events, whether this node leads).
+SGLang parses the flags itself. This module sets those that the worker decides, and refuses given ones that contradict
+them. It reads those that the worker has to know: how many ranks publish events, whether this node leads.
 """
 
 import json
@@ -36,7 +36,7 @@ _OWNED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What was given after `--`, as far as the worker has to understand it."""
+    """The flags after `--`, as far as the worker has to understand them."""
 
     given: tuple[str, ...]
     dp_size: int = 1
@@ -52,7 +52,7 @@ class Flags:
 
 @dataclass(frozen=True, slots=True)
 class EventEndpoints:
-    """Where rank 0 publishes KV events and replays them; rank n does n ports further on."""
+    """The addresses where rank 0 publishes KV events and replays them. Rank n has ports n higher."""
 
     live: str
     replay: str
@@ -82,7 +82,10 @@ def read_flags(config: WorkerConfig) -> Flags:
 
 
 def argv_of(config: WorkerConfig, flags: Flags, served_name: str, endpoints: EventEndpoints) -> list[str]:
-    """For SGLang's parser: the worker's own flags, then those given, which win where the worker does not insist."""
+    """Return the arguments for SGLang's parser: the worker's own flags, then the given ones.
+
+    A given flag wins, unless the worker insists on its own.
+    """
     own = [
         f"--model-path={config.model_path}",
         f"--served-model-name={served_name}",
@@ -108,7 +111,7 @@ def adapter_names(config: WorkerConfig) -> tuple[str, ...]:
 
 
 def bootstrap_host(config: WorkerConfig) -> str:
-    """Where decode workers reach the bootstrap server of this prefill worker. Raises ConfigError."""
+    """Return the host where decode workers reach the bootstrap server of this prefill worker. Raise ConfigError."""
     host = config.advertise_host or config.host
     if host in ("0.0.0.0", "::", "*", ""):
         raise ConfigError(
@@ -118,14 +121,14 @@ def bootstrap_host(config: WorkerConfig) -> str:
 
 
 def _refuse_owned(name: str) -> None:
-    """Also what SGLang's parser would take for one: it accepts the beginning of a name."""
+    """Raise ConfigError for a flag of the worker, and for the beginning of one: SGLang's parser takes that too."""
     for owned, hint in _OWNED.items():
         if name == owned or (len(name) > 3 and owned.startswith(name)):
             raise ConfigError(f"{name} after -- contradicts the worker, which sets {owned}", hint=hint)
 
 
 def _events_config(endpoints: EventEndpoints) -> str:
-    """`bind`: else SGLang connects to a plain address, and nobody listens."""
+    """Return SGLang's --kv-events-config. Without `bind` SGLang connects to a plain address, where nobody listens."""
     return json.dumps(
         {
             "publisher": "zmq",

@@ -1,4 +1,4 @@
-"""Where a SGLang prefill and decode engine meet, and the tickets that carry it. Pure."""
+"""The meeting place of a SGLang prefill and decode engine, and the tickets that carry it. Pure."""
 
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ MAX_OPAQUE_BYTES = 1024
 
 
 class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a prefill and a decode engine meet; travels as JSON in Ticket.opaque."""
+    """The place where a prefill and a decode engine meet; travels as JSON in Ticket.opaque."""
 
     host: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:%\[\]-]{1,253}$")]
     port: Annotated[int, Meta(ge=1, le=65535)]

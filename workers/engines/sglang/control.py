@@ -1,4 +1,4 @@
-"""What operators can ask of a running SGLang engine."""
+"""Carry out what operators ask of a running SGLang engine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,10 @@ class ControlOutcome:
 async def carry_out(
     request: Control, runtime: Runtime, manager: TokenizerManager, loras: tuple[str, ...]
 ) -> ControlOutcome:
-    """`loras`: those that are served. Raises InvalidRequestError for what SGLang does not do, with what it says."""
+    """Do what was asked. `loras`: the adapters that are served.
+
+    Raise InvalidRequestError for what SGLang does not do, with what it says.
+    """
     match request.action:
         case ControlAction.RESET_PREFIX_CACHE:
             _check(await manager.flush_cache(), "emptied no cache", "try again when nothing runs")
@@ -43,7 +46,7 @@ async def carry_out(
         case ControlAction.LIST_LORAS:
             return ControlOutcome(", ".join(loras) or "no adapters", loras)
         case ControlAction.SLEEP | ControlAction.WAKE | ControlAction.SET_ROLE:
-            raise InvalidRequestError(f"a SGLang worker cannot {request.action}", hint="stop it, and start it anew")
+            raise InvalidRequestError(f"a SGLang worker cannot {request.action}", hint="stop it, and start it again")
 
 
 async def _profile(manager: TokenizerManager, *, starts: bool) -> None:

@@ -1,8 +1,8 @@
-"""Implements workers.engine.Engine over `sglang.Engine`.
+"""Implement workers.engine.Engine over `sglang.Engine`.
 
 Prefill and decode meet by a bootstrap server that runs in the prefill engine: both get the request at once, with the
-same host, port and room. So a prefill worker's ticket is its first delta, without a token; the prefill goes on as a
-standing offer until the decode worker has what it needs, and the first token comes from the decode worker.
+same host, port and room. So a prefill worker's ticket is its first delta, without a token. The prefill is a standing
+offer until the decode worker has what it needs, and the first token comes from the decode worker.
 """
 
 import asyncio
@@ -229,7 +229,7 @@ class SglangEngine:
             self._metrics[metrics.rank] = metrics
 
     async def _warm_up(self, runtime: Runtime) -> None:
-        """One small request through all there is to compile; a prefill worker's has nobody to fetch it."""
+        """Run one small request, so that all kernels are compiled. That of a prefill worker has nobody to fetch it."""
         if self._config.role is Role.DECODE:
             return  # it computes nothing without a prefill worker
         kwargs: dict[str, Any] = {"input_ids": [0, 1, 2, 3], "sampling_params": dict(_WARM_UP), "stream": True}

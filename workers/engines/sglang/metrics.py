@@ -1,8 +1,8 @@
-"""SGLang's own metrics, under their own names, beside the worker's.
+"""Show SGLang's own metrics, under their own names, beside the worker's.
 
 Its schedulers are processes of their own and leave their metrics as files in a folder that SGLang names in
-PROMETHEUS_MULTIPROC_DIR when it starts; those of its tokenizer manager, in this process, are in the registry anyway.
-What both have (the CPU time of a process) is told of this process alone: a page has each name once.
+PROMETHEUS_MULTIPROC_DIR when it starts. The metrics of its tokenizer manager, in this process, are in the registry
+anyway. A metric that both have (the CPU time of a process) is that of this process: a page has each name once.
 """
 
 import os
@@ -17,7 +17,7 @@ FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def export_metrics(cleanup: ExitStack, registry: CollectorRegistry = REGISTRY) -> None:
-    """Until `cleanup` is closed, `registry` has them too. Does nothing where SGLang named no folder."""
+    """Put SGLang's metrics into `registry` until `cleanup` is closed. Do nothing if SGLang named no folder."""
     folder = os.environ.get(FOLDER, "")
     if not os.path.isdir(folder):
         return
@@ -32,7 +32,9 @@ class _OtherProcesses(Collector):
         self._registry = registry
 
     def describe(self) -> Iterable[Metric]:
-        """None: what the files name is not known yet, and would be refused where this process names it too."""
+        """Return nothing: the files' names are not known yet, and the registry would refuse names that this process
+        has.
+        """
         return ()
 
     def collect(self) -> Iterable[Metric]:

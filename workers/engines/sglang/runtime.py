@@ -1,4 +1,4 @@
-"""What the worker uses of the sglang package, which is imported here alone and only when it is asked for."""
+"""The parts of sglang that the worker uses. Only this module imports it, and only when it is asked for."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ class PortArgs(Protocol):
 
 
 class Runtime(Protocol):
-    """`sglang.Engine`, as far as it is used. On nodes that do not lead, `tokenizer_manager` is None."""
+    """The parts of `sglang.Engine` that the worker uses. On nodes that do not lead, `tokenizer_manager` is None."""
 
     server_args: Any
     port_args: PortArgs
@@ -113,7 +113,10 @@ def launch(sglang: Sglang, server_args: Any, *, is_leader: bool) -> Runtime:
 
 
 def total_tokens(runtime: Runtime) -> int:
-    """Of the KV cache of one rank. The public call for it, get_server_info, cannot be used on a running loop."""
+    """Return the tokens in the KV cache of one rank.
+
+    The public call for it, get_server_info, cannot be used on a running loop.
+    """
     infos = runtime._scheduler_init_result.scheduler_infos  # type: ignore[attr-defined]
     return int(infos[0]["max_total_num_tokens"])
 
@@ -135,9 +138,9 @@ def signals_kept(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
 
 
 def outlive_failures(loop: asyncio.AbstractEventLoop, cleanup: ExitStack) -> None:
-    """Until `cleanup` is closed, SIGQUIT does not end the worker: SGLang's processes send it when they fail.
+    """Ignore SIGQUIT until `cleanup` is closed: SGLang's processes send it when they fail.
 
-    Its own handler would kill the worker with all that runs; here the health check finds the dead process.
+    SGLang's own handler would kill the worker and all its requests. Here the health check finds the dead process.
     """
     loop.add_signal_handler(signal.SIGQUIT, log.error, "SGLang signals that one of its processes failed")
     cleanup.callback(loop.remove_signal_handler, signal.SIGQUIT)
@@ -155,7 +158,9 @@ def dead_child(runtime: Runtime) -> int | None:
 
 
 class Metrics(msgspec.Struct, tag="KvMetrics", array_like=True, frozen=True):
-    """What each rank's scheduler pushes over ZMQ (`KvMetrics`): sequences, and KV in tokens in spite of the names."""
+    """The load that each rank's scheduler pushes over ZMQ (`KvMetrics`): sequences, and KV in tokens in spite of the
+    names.
+    """
 
     running: int = 0
     max_running: int = 0

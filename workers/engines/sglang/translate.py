@@ -114,10 +114,10 @@ def guide_params(guide: Guide) -> dict[str, str]:
 
 
 class SglangAnswer:
-    """One stream of outputs, read in order.
+    """Reads one stream of outputs, in order.
 
-    An output has `output_ids` and `meta_info`. With --incremental-streaming-output the ids and the logprobs are those
-    that are new; without it, all so far, and the list may be one that SGLang goes on writing to.
+    An output has `output_ids` and `meta_info`. With --incremental-streaming-output the ids and the logprobs are the new
+    ones. Without it they are all so far, and the list may be one that SGLang continues to write to.
     """
 
     def __init__(self, *, is_incremental: bool, top_logprobs: int | None) -> None:
@@ -128,7 +128,7 @@ class SglangAnswer:
         self._is_first = True
 
     def on_output(self, output: Mapping[str, Any]) -> Delta | None:
-        """What is new; None if that is nothing. Raises what ended the answer in place of a finish reason."""
+        """Return what is new, None if nothing is. Raise what ended the answer in place of a finish reason."""
         meta: Mapping[str, Any] = output["meta_info"]
         finish = meta.get("finish_reason")
         if isinstance(finish, Mapping) and finish.get("type") == "abort":
@@ -154,7 +154,10 @@ class SglangAnswer:
         return tuple(ids) if self._is_incremental else tuple(ids[self._sent_tokens :])
 
     def _logprobs(self, meta: Mapping[str, Any], num_tokens: int) -> tuple[TokenLogprob, ...] | None:
-        """`output_token_logprobs`: one (logprob, token id, text) per token; `output_top_logprobs`: a list of those."""
+        """Return the logprobs of the new tokens.
+
+        `output_token_logprobs` has one (logprob, token id, text) per token, `output_top_logprobs` a list of those.
+        """
         if self._top_logprobs is None:
             return None
         start = 0 if self._is_incremental else self._sent_tokens

@@ -91,7 +91,7 @@ def group_by_length(num_blocks: Sequence[int]) -> list[tuple[int, int]]:
     """Cut rows, sorted by falling length, into runs [first, last) that are padded to their first row.
 
     A row longer than `_ALWAYS_TOGETHER_BLOCKS` is padded to less than twice its length, so there are about
-    log2(longest) runs, and more only where one would exceed `_MAX_GROUP_BLOCKS` padded blocks.
+    log2(longest) runs. There are more only where a run would exceed `_MAX_GROUP_BLOCKS` padded blocks.
     """
     groups: list[tuple[int, int]] = []
     first = 0
@@ -231,7 +231,7 @@ def to_device(plan: StepPlan, kv: PagedKv, dtype: torch.dtype) -> StepBatch:
 
 
 def _move(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
-    """The same arrays on the device, sent as one."""
+    """Return the same arrays on the device, moved in one copy."""
     sent = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device)
     parts = sent.split_with_sizes([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

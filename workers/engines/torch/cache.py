@@ -11,9 +11,9 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class PagedKv:
-    """`blocks`: [num_blocks, num_layers, 2 (k, v), num_kv_heads, block_size, head_dim].
+    """The KV cache, `blocks`: [num_blocks, num_layers, 2 (k, v), num_kv_heads, block_size, head_dim].
 
-    Block-major, because blocks move between workers as one piece of memory each.
+    Block-major, because a block moves between workers as one piece of memory.
     """
 
     def __init__(self, blocks: Tensor, layout: KvLayout) -> None:
@@ -49,7 +49,7 @@ class PagedKv:
         self._writable[layer][blocks, :, :, offsets] = kv
 
     def gather_index(self, tables: Tensor) -> Tensor:
-        """What `gather` needs for these block ids: int64 [B, N] -> int64 [2 * B * num_kv_heads * N]."""
+        """Return what `gather` needs for these block ids: int64 [B, N] -> int64 [2 * B * num_kv_heads * N]."""
         return (tables[None, :, None, :] * self._block_stride + self._head_offsets).flatten()
 
     def gather(self, layer: int, index: Tensor, num_rows: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about its model. Reads config.json and generation_config.json, no torch."""
+"""Read what a Hugging Face folder says about its model: config.json and generation_config.json. Needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -193,7 +193,7 @@ def _head_dim(file: _ConfigFile, num_kv_heads: int, path: Path) -> int:
 
 
 def _rope(file: _ConfigFile, path: Path) -> RopeConfig:
-    """`rope_parameters` holds all; in older files `rope_scaling` lacks the theta, which stands beside it."""
+    """Return the rotary embedding: from `rope_parameters`; older files have `rope_scaling` and a theta beside it."""
     raw = file.rope_scaling or file.rope_parameters or {}
     rope_type = raw.get("rope_type", raw.get("type", "default"))
     if rope_type not in ROPE_TYPES:
@@ -223,7 +223,7 @@ def _rope(file: _ConfigFile, path: Path) -> RopeConfig:
 
 
 def _eos_token_ids(file: _ConfigFile, folder: Path) -> tuple[int, ...]:
-    """Those of config.json, then those that generation_config.json adds."""
+    """Return the ids in config.json, then those that generation_config.json adds."""
     path = folder / "generation_config.json"
     generation = _convert(_read_json(path), _GenerationFile, path) if path.exists() else _GenerationFile()
     ids = [*_as_list(file.eos_token_id), *_as_list(generation.eos_token_id)]

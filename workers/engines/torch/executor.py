@@ -37,11 +37,11 @@ class TorchExecutor:
         num_threads: int | None = None,
         random_weights: bool = False,
     ) -> None:
-        """`device`: cpu, cuda, cuda:<n>, or auto: a GPU where there is one.
+        """Take the settings; `load` reads the model.
 
-        `dtype`: one of DTYPES, or auto: float32 on a CPU, the checkpoint's on a GPU.
-        `num_threads`: of a CPU's matrix products; None: 1 for small models; 0: as torch has it.
-        `random_weights`: read config.json alone, for benchmarks of a shape.
+        `device`: cpu, cuda, cuda:<n>, or auto: a GPU where there is one. `dtype`: one of DTYPES, or auto: float32 on a
+        CPU, the checkpoint's on a GPU. `num_threads`: threads of a CPU's matrix products; None: 1 for small models; 0:
+        as torch has it. `random_weights`: read config.json alone, for benchmarks of a shape.
         """
         self._model_path = Path(model_path)
         self._device_name = device

@@ -33,13 +33,13 @@ class Transformer:
         return F.rms_norm(x[batch.last_tokens], self._weights.norm.shape, self._weights.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of the next token, from what `forward` gave: [S, hidden] -> float32 [S, vocab]"""
+        """Return the logits of the next token from what `forward` gave: [S, hidden] -> float32 [S, vocab]."""
         return F.linear(hidden, self._weights.lm_head).float()
 
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch, kv: PagedKv
     ) -> Tensor:
-        """x: [T, hidden]; cos, sin: [T, 1, head_dim]; returns [T, hidden]."""
+        """Compute one layer's attention. x: [T, hidden]; cos, sin: [T, 1, head_dim]; returns [T, hidden]."""
         config = self._config
         num_kv, head_dim = config.num_kv_heads, config.head_dim
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, head_dim)
@@ -101,10 +101,10 @@ def _mlp(layer: LayerWeights, x: Tensor) -> Tensor:
 
 
 def rope_table(config: ModelConfig) -> Tensor:
-    """cos and sin of every position, for the formula x * cos + roll(x, head_dim / 2) * sin.
+    """Return cos and sin of every position, for the formula x * cos + roll(x, head_dim / 2) * sin.
 
-    float32 [context_tokens, 2, 1, head_dim]. The first half of sin is negative: there, rolling brings in the
-    second half of x, which the rotation subtracts.
+    float32 [context_tokens, 2, 1, head_dim]. The first half of sin is negative: there, rolling brings in the second
+    half of x, which the rotation subtracts.
     """
     angles = torch.arange(config.context_tokens).float()[:, None] * inverse_frequencies(config.rope, config.head_dim)
     cos, sin = angles.cos(), angles.sin()

@@ -96,7 +96,7 @@ def choosable(row: Row, vocab_size: int) -> NDArray[np.bool_] | None:
 
 
 def _mark(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.bool_]:
-    """bool [vocab]; ids that the model does not have are left out."""
+    """Return bool [vocab], True for `ids`. Ids that the model does not have are left out."""
     ids = np.array(token_ids, np.int64)
     marked = np.zeros(vocab_size, np.bool_)
     marked[ids[(ids >= 0) & (ids < vocab_size)]] = True
@@ -157,7 +157,7 @@ def count_kept(
     params: Sequence[SamplingParams],
     column: Callable[[Callable[[SamplingParams], float]], Tensor],
 ) -> Tensor:
-    """How many of the likeliest tokens pass min_p, top_k and top_p: int64 [R, 1], at least 1.
+    """Return how many of the likeliest tokens pass min_p, top_k and top_p: int64 [R, 1], at least 1.
 
     probs, cumulative: [R, vocab] in falling order. top_p is a share of what min_p and top_k leave.
     """

@@ -19,7 +19,9 @@ _FLOAT_FORMATS = ("F32", "BF16", "F16")  # safetensors' names
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Matrices are [outputs, inputs]; what reads the same input is fused along the outputs."""
+    """The weights of one layer. Matrices are [outputs, inputs]; those that read the same input are fused along the
+    outputs.
+    """
 
     input_norm: Tensor  # [hidden]
     qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
@@ -123,7 +125,7 @@ class _Checkpoint:
     """Tensors of open safetensors files, by name."""
 
     def __init__(self, folder: Path, files: dict[str, Any]) -> None:
-        """`files`: the open file of each tensor."""
+        """Read from `files`: the open file of each tensor."""
         self._folder = folder
         self._files = files
 

@@ -77,7 +77,7 @@ def read_arguments(config: WorkerConfig) -> Arguments:
 
 
 def prune(arguments: Arguments, known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """What the variant takes, and the names of what was left out because it does not know it.
+    """Return the arguments that the variant takes, and the names of those left out because it does not know them.
 
     `known`: the fields of the variant's own arguments class. Empty: not known, so all are passed on.
     """

@@ -1,8 +1,8 @@
-"""Implements workers.engine.Engine over TensorRT-LLM's LLM API.
+"""Implement workers.engine.Engine over TensorRT-LLM's LLM API.
 
 A prefill worker computes the prompt and the first token (`context_only`), and gives what TensorRT-LLM calls the opaque
-state; with that and the token a decode worker goes on (`generation_only`). TensorRT-LLM keeps the blocks until they are
-fetched or its `kv_transfer_timeout_ms` is over, and knows no way to let go of them earlier: `release` does nothing.
+state. A decode worker continues with the state and the token (`generation_only`). TensorRT-LLM keeps the blocks until
+they are fetched or until its `kv_transfer_timeout_ms` is over. It cannot free them earlier: `release` does nothing.
 """
 
 import asyncio
@@ -122,7 +122,7 @@ class TrtllmEngine:
         raise EngineError("TensorRT-LLM workers compute no embeddings")
 
     def release(self, offer_id: int, nonce: int) -> None:
-        """TensorRT-LLM lets go of the blocks by itself, see above."""
+        """Do nothing: TensorRT-LLM frees the blocks by itself, see above."""
 
     def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
         self._cache.listeners.append(listener)
@@ -134,7 +134,7 @@ class TrtllmEngine:
         return self._cache.digest_now
 
     def load(self) -> EngineLoad:
-        """By TensorRT-LLM's own count; before it has told any, by what was asked of it."""
+        """Return TensorRT-LLM's own counts; before it has reported any, what was asked of it."""
         told = self._stats.values()
         used = sum(rank.used_blocks for rank in told)
         return EngineLoad(
@@ -164,7 +164,7 @@ class TrtllmEngine:
     # --- starting -------------------------------------------------------------------------------------
 
     async def _warm_up(self, trtllm: Trtllm, llm: Llm) -> None:
-        """One small request through all there is to compile."""
+        """Run one small request, so that all kernels are compiled."""
         params = trtllm.sampling_params(max_tokens=2, ignore_eos=True, detokenize=False)
         try:
             async with asyncio.timeout(WARM_UP_TIMEOUT_S):
@@ -197,7 +197,7 @@ class TrtllmEngine:
     # --- polling --------------------------------------------------------------------------------------
 
     async def _poll(self, take: Callable[[Llm], Any]) -> None:
-        """Until it is cancelled. What a poll fails of is told once; what it missed shows in the events' numbers."""
+        """Poll until cancelled. A failure is logged once; what a poll missed shows in the events' numbers."""
         assert self._llm is not None
         has_complained = False
         while True:
@@ -212,7 +212,7 @@ class TrtllmEngine:
             await asyncio.sleep(0 if took else POLL_PAUSE_S)
 
     async def _take_events(self, llm: Llm) -> bool:
-        """Whether there were any."""
+        """Return whether there were any events."""
         took = False
         async for raw in llm.get_kv_cache_events_async(timeout=POLL_TIMEOUT_S):
             took = True
@@ -243,7 +243,7 @@ class TrtllmEngine:
         return self._life.check(), self._trtllm, self._llm
 
     def _state_of(self, request: GenerateRequest) -> tuple[ContextState | None, PullReport | None]:
-        """What a ticket brings; with a bad one the prompt is computed here, and the report says so."""
+        """Return a ticket's state. With a bad ticket the prompt is computed here, and the report says so."""
         if request.ticket is None:
             return None, None
         if self._config.role is not Role.DECODE:
@@ -337,7 +337,7 @@ class TrtllmEngine:
         return replace(first, finish_reason=None, ticket=ticket)
 
     def _request_id(self, trtllm: Trtllm) -> dict[str, int]:
-        """One that no other prefill worker gives: 10 bits of it are ours."""
+        """Return a request id that no other prefill worker gives: 10 bits of it are ours."""
         if trtllm.request_id is None:
             return {}
         return {"disagg_request_id": trtllm.request_id(zlib.crc32(self._life.worker_id.encode()) % _MACHINES)}

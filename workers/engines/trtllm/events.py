@@ -57,7 +57,7 @@ class _Event(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Of one rank. `lost`: events before these are missing, so all that was known of it is to be forgotten."""
+    """The news of one rank. `lost`: earlier events are missing, so forget all that was known of the rank."""
 
     rank: int
     events: tuple[KvEvent, ...] = ()
@@ -142,7 +142,7 @@ def _hash(value: int) -> EngineHash:
 
 @dataclass(frozen=True, slots=True)
 class RankStats:
-    """Of one rank, after one step."""
+    """The load of one rank after one step."""
 
     rank: int
     active: int  # running or waiting for their turn
@@ -152,7 +152,7 @@ class RankStats:
 
 
 def read_stats(raw: object) -> RankStats | None:
-    """None for what says nothing of the KV cache. Raises WireError for what is no statistics."""
+    """Return None for statistics without the KV cache. Raise WireError for anything else."""
     try:
         stats = json.loads(raw) if isinstance(raw, str | bytes) else raw
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What the worker uses of the tensorrt_llm package, which is imported here alone and only when it is asked for."""
+"""The parts of tensorrt_llm that the worker uses. Only this module imports it, and only when it is asked for."""
 
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
@@ -10,7 +10,9 @@ from workers.engines.trtllm.arguments import Arguments, Variant
 
 
 class LlmResult(Protocol):
-    """`RequestOutput`: one object per request, that each step of its iteration changes."""
+    """The parts of `RequestOutput` that the worker uses: one object per request, which each step of its iteration
+    changes.
+    """
 
     outputs: list[Any]
     finished: bool
@@ -21,7 +23,7 @@ class LlmResult(Protocol):
 
 
 class Llm(Protocol):
-    """`LLM`, as far as it is used."""
+    """The parts of `LLM` that the worker uses."""
 
     args: Any
 
@@ -97,12 +99,12 @@ def launch(trtllm: Trtllm, arguments: Arguments, kwargs: dict[str, Any]) -> Llm:
 
 
 def gpu_blocks(llm: Llm) -> int:
-    """Of the KV cache of one rank; 0 where this release does not tell."""
+    """Return the blocks in the KV cache of one rank, 0 if this release does not say."""
     ask = getattr(llm, "get_kv_cache_capacity", None)
     return 0 if ask is None else int(ask()["maxNumBlocks"])
 
 
 def is_healthy(llm: Llm) -> bool:
-    """As TensorRT-LLM's own server asks; a release that has no such question is healthy until a request fails."""
+    """Ask as TensorRT-LLM's own server does. A release without that question is healthy until a request fails."""
     ask = getattr(llm, "_check_health", None)
     return ask is None or bool(ask())

@@ -32,7 +32,7 @@ _Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class ContextState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a decode engine is given of the prefill's DisaggregatedParams; travels as msgpack in Ticket.opaque."""
+    """The part of the prefill's DisaggregatedParams that a decode engine gets; travels as msgpack in Ticket.opaque."""
 
     opaque_state: Annotated[bytes, Meta(max_length=MAX_OPAQUE_BYTES)] | None
     first_gen_tokens: Annotated[tuple[_Token, ...], Meta(min_length=1, max_length=64)]
@@ -44,7 +44,7 @@ class ContextState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def state_of(params: object) -> ContextState:
-    """Of what a prefill engine gave (DisaggregatedParams). Raises EngineError if no decode engine could use it."""
+    """Return the state in DisaggregatedParams. Raise EngineError if no decode engine could use it."""
     fields = {
         name: tuple(value) if isinstance(value := getattr(params, name, None), list) else value
         for name in ContextState.__struct_fields__
@@ -135,9 +135,9 @@ def guide_fields(guide: Guide) -> dict[str, Any]:
 
 
 class TrtllmAnswer:
-    """One result, looked at after each of its steps: its tokens and logprobs are all so far.
+    """Reads one result after each of its steps: its tokens and logprobs are all so far.
 
-    `given`: tokens at its beginning that came from a prefill engine, and were told by that.
+    `given`: tokens at its beginning that the prefill engine computed and reported.
     """
 
     def __init__(self, *, top_logprobs: int | None, given: Sequence[int] = ()) -> None:
@@ -148,7 +148,7 @@ class TrtllmAnswer:
         self._is_first = True
 
     def on_result(self, result: Any) -> Delta | None:
-        """What is new; None if that is nothing. Raises EngineError for an answer that was given up."""
+        """Return what is new, None if nothing is. Raise EngineError for an answer that was given up."""
         if not result.outputs:
             return None
         output = result.outputs[0]
@@ -157,7 +157,7 @@ class TrtllmAnswer:
         if len(all_tokens) < self._sent_tokens and reason is None:
             return None
         if list(all_tokens[: len(self._given)]) != self._given:
-            raise EngineError("TensorRT-LLM goes on from another first token than it was given")
+            raise EngineError("TensorRT-LLM continues from another first token than it was given")
         tokens = tuple(all_tokens[self._sent_tokens :])
         if not tokens and reason is None:
             return None
@@ -184,7 +184,10 @@ class TrtllmAnswer:
         raise EngineError(f"TensorRT-LLM gave the answer up: {reason or 'without a reason'}")
 
     def _logprobs(self, logprobs: Sequence[Any], tokens: Sequence[int]) -> tuple[TokenLogprob, ...] | None:
-        """One dict {token id: Logprob} per token, or its logprob alone; the given tokens may have none."""
+        """Return the logprobs of the new tokens. A token has a dict {token id: Logprob}, or its logprob alone.
+
+        The given tokens may have none.
+        """
         if self._top_logprobs is None:
             return None
         new = logprobs[len(logprobs) - len(tokens) :] if tokens else ()

@@ -1,1 +1,1 @@
-"""vLLM behind the engine seam: its AsyncLLM in our worker host. Written against vLLM 0.32."""
+"""The vLLM engine: its AsyncLLM in our worker process. Written against vLLM 0.32."""

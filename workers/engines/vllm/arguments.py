@@ -1,7 +1,7 @@
-"""From a worker's settings and the flags after `--` to vLLM's own flags. Pure.
+"""Turn a worker's settings and the flags after `--` into vLLM's own flags. Pure.
 
-The host sets what makes a worker of the mesh: the model, its name, KV events, and how prefill and decode hand the KV
-over. All else is vLLM's to decide, or the user's to say; what both would say is refused.
+The worker sets what the mesh needs: the model, its name, KV events, and how prefill and decode hand the KV over. The
+rest is set by the user or by vLLM. A flag that the worker sets too is refused.
 """
 
 import json
@@ -46,7 +46,7 @@ _TORCH_ONLY = {
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One of --loras."""
+    """An adapter in --loras."""
 
     name: str
     path: str
@@ -55,7 +55,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the worker found on its machine."""
+    """The facts that the worker found on its machine."""
 
     side_channel_port: int  # the first of as many free ones as there are ranks, for NIXL's handshakes
     num_cpus: int  # that this process may use
@@ -82,7 +82,10 @@ def leads(config: WorkerConfig) -> bool:
 
 
 def plan_start(config: WorkerConfig, name: str, adapters: Sequence[Adapter], surroundings: Surroundings) -> LaunchPlan:
-    """`name`: that the model is served under. Raises ConfigError for what contradicts itself, with what to do."""
+    """Return how to start vLLM. `name`: the model's name for clients.
+
+    Raise ConfigError for settings that contradict each other, with what to do.
+    """
     given = [flag for flag in split_flags(config.engine_args) if flag != _HEADLESS]
     names = _names(given)
     _check_torch_settings(config)
@@ -122,7 +125,7 @@ def split_flags(text: str) -> list[str]:
 
 
 def parse_adapters(loras: str, served_name: str) -> list[tuple[str, str]]:
-    """(name, path) of each adapter in `name=path,...`. Raises ConfigError."""
+    """Return (name, path) of each adapter in `name=path,...`. Raise ConfigError."""
     adapters: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in loras.split(","))):
         name, _, path = part.partition("=")
@@ -147,7 +150,7 @@ def _names(flags: Sequence[str]) -> dict[str, str]:
 
 
 def _check_torch_settings(config: WorkerConfig) -> None:
-    """These have defaults made for the torch engine; vLLM's own are better, and depend on the machine."""
+    """Raise ConfigError for settings of the torch engine. vLLM's own defaults are better, and depend on the machine."""
     for field, flag in _TORCH_ONLY.items():
         default = WorkerConfig.__struct_defaults__[WorkerConfig.__struct_fields__.index(field) - _num_required()]
         if getattr(config, field) != default:
@@ -206,8 +209,11 @@ def _take(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _events_config(config: WorkerConfig, surroundings: Surroundings) -> str:
-    """ipc:// is bound by vLLM, for one rank only; a tcp:// address without a * it would connect to. Of several ranks
-    each takes any free port of its node (VLLM_HOST_IP), and vLLM says afterwards which."""
+    """Return vLLM's --kv-events-config.
+
+    vLLM binds ipc:// for one rank only, and connects to a tcp:// address without a *. With several ranks, each takes
+    any free port of its node (VLLM_HOST_IP), and vLLM says afterwards which.
+    """
     is_one = config.dp_size == 1
     events = {
         "enable_kv_cache_events": True,
@@ -239,8 +245,11 @@ def _rank_limit(rank: int) -> int:
 
 
 def _environ(config: WorkerConfig, names: Mapping[str, str], surroundings: Surroundings) -> dict[str, str]:
-    """`nobind`: by default vLLM pins one thread to every core of the machine, and workers that share it starve each
-    other. Without torch.compile a request for logprobs would still compile a function, for many seconds."""
+    """Return the environment that vLLM is to have where it is not set yet.
+
+    `nobind`: by default vLLM pins one thread to every core, and workers on one machine starve each other. Without
+    torch.compile a request for logprobs would still compile a function, for many seconds.
+    """
     host = config.advertise_host or config.host
     threads = config.num_threads or max(1, surroundings.num_cpus // (2 * config.dp_size))
     environ = {

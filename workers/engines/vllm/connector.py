@@ -1,8 +1,8 @@
-"""vLLM's NIXL connector with a progress thread that rests between looks. Loaded by vLLM in each of its processes.
+"""The NIXL connector of vLLM with a progress thread that rests between looks. vLLM loads it in each of its processes.
 
-NIXL's progress thread polls without a pause and takes a core of every idle worker; neither vLLM nor NIXL's Python
-layer has a setting for it, though the native one does. The thread itself stays: without it a peer's read over TCP
-would not get on. Named in --kv-transfer-config as `kv_connector_module_path`.
+NIXL's progress thread polls without a pause and takes a core of every idle worker. NIXL's native code has a setting for
+it, but neither vLLM nor NIXL's Python layer does. The thread itself stays: without it a peer's read over TCP would
+stop. Named in --kv-transfer-config as `kv_connector_module_path`.
 """
 
 import sys
@@ -16,7 +16,7 @@ PROGRESS_PAUSE_US = 1000  # 4 % of a core instead of all of it; a pull takes mil
 
 
 def let_progress_rest() -> None:
-    """From now on: of every NIXL agent of this process."""
+    """Let the progress thread of every NIXL agent that this process makes from now on rest."""
     import nixl._api  # not before vLLM has: it sets the environment of UCX first
 
     api: Any = sys.modules[nixl._api.nixl_agent.__module__]  # of the CUDA build that is installed

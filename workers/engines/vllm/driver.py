@@ -27,7 +27,7 @@ ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # by its shor
 
 @dataclass(frozen=True, slots=True)
 class VllmFacts:
-    """What vLLM decided when it started."""
+    """Facts that vLLM decided when it started."""
 
     block_size: int
     total_blocks: int  # of each data-parallel rank
@@ -41,7 +41,7 @@ class VllmFacts:
 
 @dataclass(slots=True)
 class RankLoad:
-    """Of one data-parallel rank, by its last step."""
+    """The load of one data-parallel rank after its last step."""
 
     running: int = 0
     waiting: int = 0
@@ -60,10 +60,10 @@ class Driver(Protocol):
     loads: Sequence[RankLoad]  # by rank
 
     async def prepare(self) -> None:
-        """To be called once, on the event loop that it will be used on."""
+        """Prepare for use. Call it once, on the event loop that the driver is used on."""
 
     def event_endpoints(self) -> list[tuple[str, str]]:
-        """By rank: where its KV events are told, and where they are replayed."""
+        """Return for each rank where its KV events are published, and where they are replayed."""
 
     def generate(
         self, question: VllmQuestion, request_id: str, salt: str | None, adapter: LoadedAdapter | None, rank: int
@@ -73,7 +73,7 @@ class Driver(Protocol):
     async def embed(
         self, prompt: Sequence[int], request_id: str, salt: str | None, adapter: LoadedAdapter | None
     ) -> bytes:
-        """float32 little endian, of length 1. Raises InvalidRequestError, EngineError."""
+        """Return the vector: float32 little endian, of length 1. Raise InvalidRequestError, EngineError."""
 
     async def reset_prefix_cache(self) -> bool:
         """False: blocks are in use, nothing was done."""
@@ -91,16 +91,16 @@ class Driver(Protocol):
     async def remove_adapter(self, adapter: LoadedAdapter) -> None: ...
 
     def failure(self) -> str:
-        """Why it can serve no more; "" while it can."""
+        """Return why vLLM can serve no more, "" while it can."""
 
     async def close(self) -> None: ...
 
 
 class NodeProcesses(Protocol):
-    """vLLM's processes on a node that does not lead."""
+    """The processes of vLLM on a node that does not lead."""
 
     def failure(self) -> str:
-        """Why they compute no more; "" while they do."""
+        """Return why the processes compute no more, "" while they do."""
 
     async def close(self) -> None: ...
 
@@ -118,8 +118,7 @@ def open_driver(flags: Sequence[str], environ: Mapping[str, str]) -> Driver:
 
 
 def open_node(flags: Sequence[str], environ: Mapping[str, str]) -> NodeProcesses:
-    """As `open_driver`, on a node that does not lead. Blocks until the leading one has been found, where vLLM waits
-    for it."""
+    """Start vLLM on a node that does not lead, as `open_driver` does. Blocks until the leading node has been found."""
     config = _engine_config(flags, environ, headless=True)
     try:
         return _VllmNode(config)
@@ -162,10 +161,12 @@ def _check_connectors(args: Any) -> None:
 
 
 def _prefer_one_process(args: Any) -> None:
-    """On a CPU vLLM gives even a single rank a process beside its engine's. The two wait for each other by spinning,
-    with `sched_yield`: on cores that others want too, a step that takes 20 ms was seen to take 10 s and more. vLLM does
-    it to pin the rank's threads, so it stays where they are to be pinned, where the flags name an executor, and on
-    several nodes, for which vLLM takes no other."""
+    """Choose vLLM's executor of one process for a single rank on a CPU.
+
+    vLLM's default there is a process beside its engine's. The two wait for each other by spinning with `sched_yield`:
+    on busy cores a step of 20 ms took 10 s and more. vLLM does it to pin the rank's threads. So the default stays if
+    threads are to be pinned, if the flags name an executor, and on several nodes, for which vLLM takes no other.
+    """
     from vllm.platforms import current_platform
 
     num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size * args.prefill_context_parallel_size
@@ -288,8 +289,9 @@ def _guarded() -> Iterator[Guard]:
 
 
 class _VllmNode:
-    """What `vllm serve --headless` runs: the ranks of this node for another node's engine, or engines of their own that
-    another node's worker feeds."""
+    """Runs what `vllm serve --headless` runs: the ranks of this node for another node's engine, or engines of their own
+    that another node's worker feeds.
+    """
 
     def __init__(self, config: Any) -> None:
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor

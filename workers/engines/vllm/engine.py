@@ -1,4 +1,4 @@
-"""vLLM as an engine of the mesh: its life, its requests, the KV that it offers and pulls, and what operators ask."""
+"""Run vLLM as an engine of the mesh: its life, its requests, the KV that it offers and pulls, and control calls."""
 
 import asyncio
 import json
@@ -134,7 +134,7 @@ class VllmEngine:
         return info
 
     async def _warm_up(self, rank: int) -> None:
-        """What vLLM compiles when it is first asked for shall not be paid by a request."""
+        """Run one small request, so that no client waits while vLLM compiles."""
         driver, prompt = self._started, [*range(1, 9)]
         if "generate" in driver.facts.tasks:
             request = GenerateRequest(
@@ -170,7 +170,7 @@ class VllmEngine:
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def load(self) -> EngineLoad:
-        """Of all ranks together."""
+        """Return the load of all ranks together."""
         if self._life.info is None:
             return EngineLoad(0, 0, 0, 0, 0, 0)
         total, loads, in_flight = self._life.info.total_blocks, self._started.loads, self._life.in_flight
@@ -239,7 +239,7 @@ class VllmEngine:
         return VllmAnswer(unpulled(question), self._facts.eos_token_ids, PullReport(TRANSFER, 0, 0, 0.0, reason))
 
     async def _ask(self, request: GenerateRequest, answer: VllmAnswer) -> AsyncGenerator[Delta, None]:
-        """One question to vLLM. Raises PullFailedError and DivergedError before it has given anything."""
+        """Ask vLLM one question. Raise PullFailedError and DivergedError before it has given anything."""
         driver, started = self._started, time.perf_counter()
         load = driver.loads[request.dp_rank]
         pulls = answer.question.kv is not None and not answer.question.offers
@@ -267,7 +267,9 @@ class VllmEngine:
                         self.release(ticket.offer_id, ticket.nonce)
 
     def _report(self, question: VllmQuestion, step: VllmStep, duration_s: float) -> PullReport | None:
-        """vLLM says of single requests what it had cached; the rest came from the prefill worker."""
+        """Return how the pull went. vLLM says of single requests what it had cached; the rest came from the prefill
+        worker.
+        """
         if step.finish_reason not in (None, "stop", "length"):
             return None
         facts = self._facts
@@ -305,7 +307,7 @@ class VllmEngine:
     # --- KV that is offered ---------------------------------------------------------------------------
 
     def _offer(self, question: VllmQuestion, step: VllmStep) -> Ticket:
-        """vLLM itself frees the blocks: once they were pulled, or after its lease."""
+        """Return the ticket for an offer. vLLM itself frees the blocks: when they were pulled, or after its lease."""
         if not step.kv:
             raise EngineError("vLLM computed a prompt and offers no KV", hint="check its --kv-transfer-config")
         try:
@@ -339,7 +341,7 @@ class VllmEngine:
         return self._caches
 
     def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
-        """Of the first rank. The others: see `ranks`."""
+        """Call `listener` for the first rank. `ranks` has the others."""
         self._caches[0].on_kv_events(listener)
 
     def kv_snapshot(self) -> list[KvEvent]:
@@ -395,8 +397,11 @@ class VllmEngine:
                 raise InvalidRequestError("a vLLM worker keeps its role", hint="start another worker in its place")
 
     async def _load_adapter(self, name: str, path: str) -> None:
-        """vLLM's engine dies of a request whose adapter it cannot load: none is served that was not loaded before.
-        Its cache knows adapters by name, so a name stands for one adapter for as long as the worker lives."""
+        """Load an adapter. vLLM's engine dies of a request whose adapter it cannot load, so only loaded ones are
+        served.
+
+        Its cache knows adapters by name, so a name stands for one adapter for as long as the worker lives.
+        """
         if name == self._name or name in self._loaded:
             raise InvalidRequestError(f"{name!r} is served already", hint="choose another name", param="name")
         if self._known_paths.setdefault(name, path) != path:
@@ -435,7 +440,7 @@ class VllmEngine:
 
 
 def _features(facts: VllmFacts) -> tuple[Feature, ...]:
-    """Where vLLM guesses tokens, it takes no logit bias."""
+    """Return the engine's features. With speculative decoding vLLM takes no logit bias."""
 
     def is_there(feature: Feature) -> bool:
         if feature is Feature.EMBEDDINGS:

@@ -27,7 +27,7 @@ class EventFeed:
         self._emptying: set[asyncio.Task[None]] = set()
 
     def follow(self, worker_id: WorkerId, endpoints: Sequence[tuple[str, str]]) -> None:
-        """`endpoints`: of each rank, where it tells its events and where it replays them."""
+        """Follow all ranks. `endpoints`: for each rank, where it publishes its events and where it replays them."""
         for rank, (live, replay) in enumerate(endpoints):
             self._subscriber.add(KvSource(worker_id, live, replay, dp_rank=rank))
 

@@ -38,7 +38,10 @@ class Guard:
 
 
 def start_time(pid: int) -> str:
-    """When a process began, in clock ticks since boot: tells it from a later one of the same number. "": it is gone."""
+    """Return when a process began, in clock ticks since boot; "" if it is gone.
+
+    It tells the process from a later one of the same number.
+    """
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
     except OSError:

@@ -59,7 +59,7 @@ class VllmNode:
         raise _serves_nobody()
 
     def release(self, offer_id: int, nonce: int) -> None:
-        """It offers nothing."""
+        """Do nothing: this node offers nothing."""
 
     def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
         """The leader tells them."""

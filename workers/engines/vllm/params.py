@@ -1,7 +1,7 @@
-"""vLLM's kv_transfer_params, read strictly: what of one server's answer may reach another one. Pure.
+"""Read kv_transfer_params of vLLM strictly: only what is checked here may reach another server. Pure.
 
-A server that is given parameters which ask for a pull without saying of what ends its engine process: it asserts. So
-nothing is passed on that was not checked here, and nothing of a caller's ever is.
+A vLLM server asserts, and its engine process ends, on parameters that ask for a pull without saying of what. So nothing
+is passed on that was not checked here, and a caller's own parameters never are.
 """
 
 import re
@@ -27,7 +27,7 @@ _HOST = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,255}")
 
 
 class PullParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What every version needs to pull, and what some add."""
+    """The parameters that every version needs to pull, and those that some add."""
 
     do_remote_prefill: bool
     do_remote_decode: bool = False
@@ -52,14 +52,15 @@ class PullParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_blocks(self) -> int:
-        """Of the group with the most: the one that sees the whole prompt."""
+        """Return the number of blocks of the largest group: the one that sees the whole prompt."""
         return max(map(len, self.block_groups))
 
 
 def read_params(opaque: bytes) -> tuple[PullParams, dict[str, Any]]:
-    """From JSON; beside them all keys as they came, those included that this module does not know.
+    """Read parameters from JSON. Return them, and all keys as they came, including those that this module does not
+    know.
 
-    Raises TransferError for whatever is not a complete offer, and for unknown keys that are no plain values.
+    Raise TransferError for an offer that is not complete, and for an unknown key with anything but a plain value.
     """
     if not 0 < len(opaque) <= MAX_PARAMS_BYTES:
         raise TransferError(f"kv_transfer_params of {len(opaque)} bytes; at most {MAX_PARAMS_BYTES} are accepted")

@@ -1,4 +1,4 @@
-"""How long vLLM may take to bring the KV of a prompt: it has no limit of its own for a peer that just says nothing."""
+"""Limit the time that vLLM may take to bring the KV of a prompt: it has no limit of its own for a silent peer."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ async def within(
 ) -> AsyncGenerator[VllmStep, None]:
     """The steps of a request that pulls; its first one shows that the pull is over. Raises PullFailedError.
 
-    A pull that is given up is aborted: vLLM keeps its blocks from others until NIXL has let go of them.
+    A pull that is given up is aborted: vLLM does not reuse its blocks until NIXL has ended the transfer.
     """
     async with aclosing(steps):
         first = await _first(limit_s, steps, num_queued)

@@ -1,4 +1,4 @@
-"""vLLM while it starts: it takes minutes, or longer where it waits for another node, and its processes can be ended."""
+"""Start vLLM, and end a start that takes too long: it takes minutes, or longer if it waits for another node."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class Starting(Generic[T]):
     """Begins at once. Belongs to one event loop."""
 
     def __init__(self, open_vllm: Callable[[], T]) -> None:
-        """`open_vllm` blocks until vLLM is ready."""
+        """Call `open_vllm` on a thread; it blocks until vLLM is ready."""
         self._not_vllms = set(psutil.Process().children(recursive=True))
         self._launch = Launch("vLLM", open_vllm)
 
@@ -27,7 +27,9 @@ class Starting(Generic[T]):
         return await self._launch.result()
 
     async def end(self) -> T | None:
-        """Return what has started, if anything, for the caller to close. A start that goes on loses its processes."""
+        """Return what has started, if anything, for the caller to close. Kill the processes of a start that has not
+        ended.
+        """
         is_over = await self._launch.has_ended(0)
         while not is_over:
             await asyncio.to_thread(self._kill)

@@ -1,6 +1,6 @@
-"""Which of vLLM's KV connectors a worker uses, and what they are told: its --kv-transfer-config. Pure.
+"""Choose the KV connectors of vLLM that a worker uses: its --kv-transfer-config. Pure.
 
-Where several are chained, vLLM writes to all of them and reads from the first that has anything of a prompt.
+If several are chained, vLLM writes to all of them and reads from the first that has any KV of a prompt.
 """
 
 import json
@@ -25,9 +25,9 @@ _GIB = 1 << 30
 
 
 def transfer_config(config: WorkerConfig, given: str | None) -> dict[str, Any] | None:
-    """What vLLM is told; None: nothing. `given`: the user's own --kv-transfer-config, which is completed.
+    """Return vLLM's --kv-transfer-config, None for no connector. `given`: the user's own, which is completed.
 
-    Raises ConfigError for what contradicts itself.
+    Raise ConfigError for settings that contradict each other.
     """
     if given is None:
         found = _by_names(config)

@@ -1,8 +1,8 @@
-"""Between the mesh's words and vLLM's. Pure, and without vLLM: plain fields in, plain fields out.
+"""Translate between the mesh's words and vLLM's. Pure, and without vLLM: plain fields in, plain fields out.
 
-A decode leg asks vLLM for the prompt alone and lets it draw the first token again: vLLM pulls as many tokens as the
-prompt has, and with one more it would wait for a block that the prefill worker never wrote. `Answer` checks that the
-token is the one the client has already, and leaves it out.
+A decode leg asks vLLM for the prompt alone and lets it draw the first token again. vLLM pulls as many tokens as the
+prompt has; with one more it would wait for a block that the prefill worker never wrote. `VllmAnswer` checks that the
+token is the one that the client has already, and leaves it out.
 """
 
 import json
@@ -37,7 +37,7 @@ _U63 = 0x7FFF_FFFF_FFFF_FFFF
 
 @dataclass(frozen=True, slots=True)
 class VllmQuestion:
-    """What vLLM is asked."""
+    """A request in vLLM's words."""
 
     prompt: list[int]
     expected: tuple[int, ...]  # what it has to answer first: tokens that exist already
@@ -52,7 +52,7 @@ def whole(request: GenerateRequest, context_tokens: int) -> VllmQuestion:
     tokens = _tokens(request, context_tokens)
     if request.guide is not None and request.generated:
         raise EngineError(
-            "vLLM cannot take up a guided answer in the middle", hint="the request has to be sent anew, from its start"
+            "vLLM cannot continue a guided answer from its middle", hint="send the request again, from its start"
         )
     return _question(request, tokens, (), context_tokens)
 
@@ -76,7 +76,7 @@ def pulling(request: GenerateRequest, ticket: Ticket, block_size: int, context_t
 
 
 def unpulled(question: VllmQuestion) -> VllmQuestion:
-    """The same answer without the KV of others."""
+    """Return the same question without the KV of others."""
     return VllmQuestion(question.prompt, question.expected, question.sampling, question.guide, None)
 
 
@@ -126,7 +126,10 @@ def _sampling(request: GenerateRequest, drawn: int) -> dict[str, Any]:
 
 
 def _seed(seed: int, drawn: int) -> int:
-    """vLLM numbers its draws from the start of a request: one that goes on must not repeat the first ones."""
+    """Return the seed for vLLM, which numbers its draws from the start of a request.
+
+    An answer that continues here must not repeat its first draws.
+    """
     return (mix64(seed + drawn) if drawn else seed) & _U63
 
 
@@ -148,7 +151,7 @@ def _guide(guide: Guide) -> dict[str, Any]:
 
 
 def write_ticket(params: Mapping[str, Any]) -> tuple[bytes, int]:
-    """What a prefill engine answered, as `Ticket.opaque`, and the tokens it is for. Raises TransferError."""
+    """Return `Ticket.opaque` for a prefill engine's answer, and the tokens it is for. Raise TransferError."""
     opaque = json.dumps(dict(params)).encode()
     pull, _ = read_params(opaque)
     if not pull.remote_num_tokens:
@@ -157,7 +160,10 @@ def write_ticket(params: Mapping[str, Any]) -> tuple[bytes, int]:
 
 
 def read_ticket(ticket: Ticket, block_size: int) -> dict[str, Any]:
-    """kv_transfer_params for the decode engine, only keys that are known. Raises TransferError for what harms it."""
+    """Return the kv_transfer_params for the decode engine, with known keys only.
+
+    Raise TransferError for what would harm the engine.
+    """
     pull, _ = read_params(ticket.opaque)
     if pull.remote_num_tokens != ticket.num_tokens:
         raise TransferError(
@@ -176,7 +182,7 @@ def read_ticket(ticket: Ticket, block_size: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class VllmStep:
-    """What vLLM adds to one answer; plain values of its RequestOutput."""
+    """The part that vLLM adds to one answer; plain values of its RequestOutput."""
 
     token_ids: Sequence[int]
     finish_reason: str | None = None
@@ -187,7 +193,7 @@ class VllmStep:
 
 
 class PullFailedError(Exception):
-    """vLLM could not fetch the KV; nothing of the answer was given yet."""
+    """Raised if vLLM could not fetch the KV; nothing of the answer was given yet."""
 
 
 class DivergedError(Exception):
@@ -208,7 +214,7 @@ class VllmAnswer:
         self._expected = list(self.question.expected)
 
     def take(self, step: VllmStep) -> Delta | None:
-        """None where there is nothing to tell. Raises PullFailedError, DivergedError, EngineError."""
+        """Return the delta for a step, None if it adds nothing. Raise PullFailedError, DivergedError, EngineError."""
         if step.finish_reason not in (None, "stop", "length"):
             if self.question.kv is not None and not self.question.offers and not self._has_begun:
                 raise PullFailedError(f"vLLM ended it with {step.finish_reason!r}")
@@ -219,7 +225,7 @@ class VllmAnswer:
             return None
         finish = None if step.finish_reason is None else FinishReason(step.finish_reason)
         if self.question.offers and finish is FinishReason.LENGTH:
-            finish = None  # it goes on elsewhere
+            finish = None  # it continues on another worker
         delta = Delta(
             token_ids=token_ids,
             finish_reason=finish,
@@ -232,7 +238,7 @@ class VllmAnswer:
         return delta
 
     def _skip(self, token_ids: Sequence[int]) -> int:
-        """How many of them exist already."""
+        """Return how many of the tokens exist already."""
         known = min(len(self._expected), len(token_ids))
         if list(token_ids[:known]) != self._expected[:known]:
             raise DivergedError
@@ -253,7 +259,7 @@ class VllmAnswer:
 
 
 def _logprob(token_id: int, at_token: Mapping[int, Any], count: int) -> TokenLogprob:
-    """vLLM gives the likeliest ones and, wherever it stands, the chosen one."""
+    """Return the logprob of a token. vLLM gives the likeliest tokens and the chosen one, wherever that stands."""
     ranked = sorted((entry.rank, other, entry.logprob) for other, entry in at_token.items())
     top = tuple((other, logprob) for rank, other, logprob in ranked if rank <= count)
     return TokenLogprob(token_id, at_token[token_id].logprob, top)
