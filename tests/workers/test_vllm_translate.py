@@ -160,7 +160,7 @@ def test_choices_that_are_none_are_refused() -> None:
 
 
 def test_a_guided_answer_is_not_taken_up_in_the_middle() -> None:
-    with pytest.raises(EngineError, match="in the middle"):
+    with pytest.raises(EngineError, match="from its middle"):
         whole(ask(generated=(7,), guide=Guide(kind=GuideKind.JSON)), CONTEXT)
 
 
