@@ -1,4 +1,4 @@
-"""`kvmesh bench <what>`: measure one part."""
+"""Run `kvmesh bench <benchmark>`: measure one part."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""`kvmesh bench engine`: what the mesh adds to vLLM. The same requests to both in turn.
+"""Run `kvmesh bench engine`: measure what the mesh adds to vLLM, with the same requests to both in turn.
 
 One side is `vllm serve` as anybody runs it, the other a frontend and a worker of ours that hosts vLLM; both are given
 the same flags for vLLM and the same environment, and both stay up: while one is asked, the other is idle. Answers are
@@ -71,7 +71,7 @@ class EngineBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class SideReport(Struct, frozen=True, kw_only=True):
-    """`null`: not measured. Latency is that of requests alone, CPU that of the rounds of throughput."""
+    """Hold the figures of one side; `null`: not measured. Latency is of lone requests, CPU of the throughput rounds."""
 
     tokens_s: float | None
     ttft_p50_ms: float | None
@@ -145,7 +145,7 @@ def other_python(environ: Mapping[str, str], has_vllm: bool) -> str:
 
 
 def in_other_python(python: str, argv: Sequence[str]) -> int:
-    """It does not look for a third one: without vLLM there either, it says so."""
+    """Run the benchmark in the Python that has vLLM. That Python looks for no other one."""
     environ = {name: value for name, value in os.environ.items() if name != PYTHON}
     try:
         return subprocess.run([python, "-m", "kvmesh", "bench", "engine", *argv], env=environ, check=False).returncode
@@ -154,7 +154,7 @@ def in_other_python(python: str, argv: Sequence[str]) -> int:
 
 
 def environment(engine_args: str, num_cpus: int) -> dict[str, str]:
-    """What a worker of ours sets for the vLLM in it, where it is not set: the bare server is to have the same.
+    """Return the environment that our worker sets for vLLM, so that the bare server gets the same.
 
     And 1 GiB of KV cache each on a CPU, where vLLM would take what it finds.
     """
@@ -175,7 +175,7 @@ def environment(engine_args: str, num_cpus: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """`pids`: its processes by what they are; what vLLM has started below them is the engine."""
+    """Hold one side. `pids` names its processes; the processes that vLLM started below them are the engine."""
 
     url: str
     pids: Mapping[str, int]
@@ -204,7 +204,7 @@ def frontend_pid(cluster: Cluster) -> int:
 
 
 def executor_flags(engine_args: str) -> list[str]:
-    """On a CPU a worker of ours asks for the executor without a process of its own: so is the bare server to do."""
+    """Return the flags of the bare server. On a CPU it uses the executor in its own process, as our worker does."""
     from vllm.platforms import current_platform
 
     has_ranks = re.search(r"--(distributed-executor-backend|[a-z-]*parallel-size)\b", engine_args)
@@ -213,7 +213,7 @@ def executor_flags(engine_args: str) -> list[str]:
 
 @asynccontextmanager
 async def running_bare(config: EngineBenchConfig, console: Console) -> AsyncIterator[Side]:
-    """`vllm serve` on a free port, until the block ends. Raises EngineError, and keeps its log, if it fails."""
+    """Run `vllm serve` on a free port until the block ends. Raises EngineError, and keeps the log, if it fails."""
     port = free_port()
     argv = ["-m", API_SERVER, "--model", config.model_path, "--served-model-name", model_name(config)]
     argv += ["--host", "127.0.0.1", "--port", str(port), *executor_flags(config.engine_args)]
@@ -245,7 +245,7 @@ async def until_healthy(process: asyncio.subprocess.Process, url: str, log_file:
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """With the processes below it, which may outlive it."""
+    """End a process and the processes below it, which may outlive it."""
     if process.returncode is not None:
         return
     below = trees([process.pid]) - {psutil.Process(process.pid)}
@@ -275,7 +275,7 @@ def model_name(config: EngineBenchConfig) -> str:
 
 @dataclass(slots=True)
 class EngineRounds:
-    """By side: an outcome for each round, and what the requests alone waited for."""
+    """Hold, by side, the outcome of each round and the waits of the lone requests."""
 
     rounds: dict[str, list[LoadOutcome]] = field(default_factory=lambda: {KVMESH: [], BARE: []})
     waits: dict[str, ClientWaits] = field(default_factory=dict)
@@ -302,7 +302,7 @@ async def measure(config: EngineBenchConfig, console: Console) -> EngineReport:
 
 
 async def apart(work: Callable[..., R], *args: object) -> R:
-    """In a process of its own, so that this one's event loop costs the load nothing."""
+    """Run the load in a process of its own, so that this process's event loop does not slow it."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return await asyncio.wrap_future(process.submit(work, *args))
 
@@ -397,7 +397,7 @@ def cpu_us_per_token(config: EngineBenchConfig, rounds: Sequence[LoadOutcome]) -
 
 
 def added_ms(waits: Mapping[str, ClientWaits], figure: Callable[[ClientWaits], Sequence[float | None]]) -> float | None:
-    """Only requests that both sides have answered count."""
+    """Compare the waits of the requests that both sides have answered."""
     pairs = zip(figure(waits[KVMESH]), figure(waits[BARE]), strict=True)
     added_s = [ours - bare for ours, bare in pairs if ours is not None and bare is not None]
     return round(1000 * statistics.median(added_s), 4) if added_s else None

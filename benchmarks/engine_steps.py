@@ -1,4 +1,4 @@
-"""`kvmesh bench engine steps`: how fast the torch engine prefills and decodes, beside what the device could do.
+"""Run `kvmesh bench engine steps`: measure the torch engine's prefill and decode beside what the device could do.
 
 The roofline is measured on the same device in the same run, the best of ten tries: the rate of a large matrix
 product, and the rate at which memory is read. Prefill is bound by the first, decode by the second. Weights are
@@ -123,7 +123,7 @@ def measure(config: EngineStepsConfig, console: Console) -> EngineStepsReport:
 
 
 class StepModel(Struct, frozen=True, kw_only=True):
-    """What a step must compute and read, at the least."""
+    """Count what a step must compute and read at least."""
 
     matrix_params: int  # weights that every token is multiplied with
     head_params: int  # of the output layer: only for tokens that are sampled
@@ -154,12 +154,12 @@ class StepModel(Struct, frozen=True, kw_only=True):
         return (self.matrix_params + self.head_params) * self.item_bytes
 
     def prefill_flops(self, isl_tokens: int) -> float:
-        """One prompt: matrices for every token, attention over the half of the square that is causal."""
+        """Count one prompt: matrices for every token, and attention over the causal half of the square."""
         attention = 2 * self.num_layers * self.query_width * isl_tokens**2
         return 2 * self.matrix_params * isl_tokens + 2 * self.head_params + attention
 
     def decode_bytes(self, batch: int, context_tokens: int) -> float:
-        """One step: all weights once, the whole KV of every sequence."""
+        """Count one step: all weights once, and the whole KV of every sequence."""
         return self.weight_bytes + batch * context_tokens * self.kv_bytes_per_token
 
 

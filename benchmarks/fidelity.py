@@ -1,4 +1,4 @@
-"""`kvmesh bench fidelity`: a live run of mock workers, recorded, and the same requests in the simulator.
+"""Run `kvmesh bench fidelity`: record a live run of mock workers, and simulate the same requests.
 
 Frontend, router and workers are real processes. When each request was sent is recorded; the simulator is given these
 times, the lengths and the names of the prompts' blocks. What the frontend takes on this machine (`hop_s`) is measured
@@ -69,7 +69,7 @@ class FidelityReport(Struct, frozen=True, kw_only=True):
 
 
 class Sent(Struct):
-    """One request as it was sent, and what came back."""
+    """Hold one request as it was sent, and its answer."""
 
     request: SimRequest
     answer: TimedAnswer
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
 
 
 async def record(config: FidelityConfig, console: Console) -> tuple[list[Sent], list[Sent]]:
-    """(requests that were alone, those of the load)"""
+    """Return the lone requests and those of the load."""
 
     def tell(line: str) -> None:
         console.print(line, highlight=False)
@@ -155,7 +155,7 @@ def _block(seed: str, count: int) -> list[int]:
 
 
 def as_sent(sent: Sequence[Sent]) -> list[SimRequest]:
-    """With the times at which they really were sent."""
+    """Return the requests with the times at which they really were sent."""
     first_s = min(each.answer.sent_s for each in sent)
     moved = [msgspec.structs.replace(each.request, arrival_s=each.answer.sent_s - first_s) for each in sent]
     return sorted(moved, key=lambda request: request.arrival_s)

@@ -1,4 +1,4 @@
-"""`kvmesh bench frontend`: what the frontend, with its router inside, costs per request and per token.
+"""Run `kvmesh bench frontend`: measure what the frontend, with its router inside, costs per request and per token.
 
 Frontend, four mock workers and the load are processes of their own on this host and share its cores, so what counts is
 the CPU time of the frontend's processes. The workers answer at once; for the paced case a second mesh is started, whose
@@ -76,7 +76,7 @@ PACED = (FrontendCase("b64_paced", 64, requests=256, warmup=64, prompt_tokens=32
 
 
 class FrontendReport(Struct, frozen=True, kw_only=True):
-    """`null`: not measured."""
+    """Hold the figures; `null`: not measured."""
 
     a64_cpu_ms: float | None  # per request
     b64_cpu_us_per_token: float | None
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BenchServer:
-    """One that runs, alone on its URL. `pid`: its CPU and memory count, with all its descendants."""
+    """Hold a running server. CPU and memory of `pid` and all its descendants count."""
 
     url: str
     model: str  # the name to ask for
@@ -228,7 +228,7 @@ async def run_cases(
 
 
 def run_case(case: FrontendCase, server: BenchServer, tokenizer: str, seed: int) -> LoadOutcome:
-    """In the process of the load."""
+    """Make the bodies of the requests, in the process of the load."""
     prompts = make_prompts(
         load_tokenizer(tokenizer), seed, case.warmup + case.requests, case.prompt_tokens, case.shared_tokens, GROUPS
     )
@@ -304,7 +304,7 @@ def others_cores(measured: MeasuredCases) -> float | None:
 
 
 def cpu_ms(outcome: LoadOutcome) -> float:
-    """Of the server, per request."""
+    """Return the server's CPU time per request."""
     return 1000 * outcome.cpu_s / outcome.requests
 
 
@@ -316,7 +316,7 @@ def quantile_ms(values_s: Sequence[float], share: float) -> float | None:
 
 
 def said(outcome: LoadOutcome) -> str:
-    """One run in a line, with the first failures."""
+    """Return one line about a run, with the first failures."""
     parts = [
         f"{outcome.requests / outcome.wall_s:,.0f} requests/s",
         f"{cpu_ms(outcome):.3f} ms CPU per request",

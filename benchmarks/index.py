@@ -1,4 +1,4 @@
-"""`kvmesh bench index`: how fast the prefix index is fed and asked, and how much memory it takes.
+"""Run `kvmesh bench index`: measure how fast the prefix index takes events and lookups, and its memory.
 
 Chains of up to 4096 blocks of 16 tokens. Each is held by one worker, and where it says so its first half by two others,
 so that a match has three holders. All rates are per CPU second of this process, Python included; each case runs in a
@@ -57,7 +57,7 @@ class IndexBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Growth(Struct, frozen=True, kw_only=True):
-    """One size of index, three holders per match."""
+    """Hold the figures of one index size, with three holders per match."""
 
     workers: int
     blocks: int  # distinct
@@ -176,7 +176,7 @@ def in_a_process(function: Callable[..., T], *arguments: object) -> T:
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """`names` u64 [blocks], `tokens` u32 [blocks * BLOCK], and who holds how many of the blocks."""
+    """Hold `names` u64 [blocks], `tokens` u32 [blocks * BLOCK], and how many of the blocks each worker holds."""
 
     names: np.ndarray
     tokens: np.ndarray
@@ -286,7 +286,7 @@ def hash_rate(rounds: int) -> float:
 
 
 def place_us(rounds: int) -> float:
-    """From token ids to a booked placement: prompts of which some workers hold a part."""
+    """Measure the way from token ids to a booked placement, for prompts of which some workers hold a part."""
     state = RouterState(RouterRules())
     cards = [placed_card(number) for number in range(PLACED_WORKERS)]
     for card in cards:

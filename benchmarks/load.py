@@ -27,7 +27,7 @@ _END_OF_EVENT = b"\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """`bodies`: JSON, the first `warmup` of them are sent before the clock starts."""
+    """Describe a load. `bodies` are JSON; the first `warmup` of them are sent before the clock starts."""
 
     url: str
     bodies: Sequence[bytes]
@@ -56,7 +56,7 @@ class LoadOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ClientWaits:
-    """What one client waited for, request by request: the first is that of the first request; None: it failed."""
+    """Hold the waits of one client, in the order of its requests; None: the request failed."""
 
     ttft_s: list[float | None]
     itl_s: list[float | None]  # (end of the stream - first token) / (tokens - 1)
@@ -65,7 +65,7 @@ class ClientWaits:
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """What came back to one request, and when (s, one clock)."""
+    """Hold the answer to one request, and its times (s, one clock)."""
 
     sent_s: float = 0.0
     status: int = 0
@@ -77,7 +77,7 @@ class TimedAnswer:
 
 
 def run_load(load: ClientLoad) -> LoadOutcome:
-    """For a process of its own: turns the garbage collector off."""
+    """Send a load. It needs a process of its own, because it turns the garbage collector off."""
     gc.freeze()
     gc.disable()
     outcome: LoadOutcome = uvloop.run(drive(load))
@@ -107,7 +107,7 @@ async def drive(load: ClientLoad) -> LoadOutcome:
 
 
 def run_in_turn(loads: Sequence[ClientLoad]) -> list[ClientWaits]:
-    """For a process of its own, as `run_load`: one request at a time, each asked of every server before the next.
+    """Send one request at a time, each to every server before the next. It needs a process of its own, as `run_load`.
 
     What else the machine does then hits all servers alike. They take turns at being the first. `bodies` are as many
     for each; how much of a load goes at once does not count.
@@ -145,7 +145,7 @@ def waits_of(load: ClientLoad, answers: Sequence[TimedAnswer]) -> ClientWaits:
 
 
 async def answers_to(requests: Sequence[bytes], slots: Sequence["ClientSlot"], timeout_s: float) -> list[TimedAnswer]:
-    """One answer per request, whatever becomes of it."""
+    """Send the requests over `slots`. Return one answer per request, also for failures."""
     waiting = iter(requests)
     tasks = [asyncio.create_task(slot.work(waiting)) for slot in slots]
     _, late = await asyncio.wait(tasks, timeout=timeout_s)
@@ -159,7 +159,7 @@ async def answers_to(requests: Sequence[bytes], slots: Sequence["ClientSlot"], t
 
 
 class ClientSlot:
-    """One request at a time, on one connection that is kept."""
+    """Send one request at a time over one connection that is kept."""
 
     def __init__(self, load: ClientLoad) -> None:
         parts = urlsplit(load.url)
@@ -169,7 +169,7 @@ class ClientSlot:
         self._answers: list[TimedAnswer] = []
 
     async def work(self, requests: Iterator[bytes]) -> None:
-        """Until no request is left; others take from the same iterator."""
+        """Send requests until none is left. Other slots take from the same iterator."""
         for request in requests:
             answer = TimedAnswer(broken="no answer in time")
             self._answers.append(answer)
@@ -269,7 +269,7 @@ class ClientConnection(asyncio.Protocol):
 
 
 def note_events(answer: TimedAnswer, read: bytes, now_s: float) -> None:
-    """`read` ended at least one event of the stream."""
+    """Note the time of a read that ended at least one event of the stream."""
     if answer.first_token_s:
         answer.gaps_s.append(now_s - answer.last_event_s)
     elif _SAYS_SOMETHING.search(read):
@@ -305,7 +305,7 @@ _reply_decoder = msgspec.json.Decoder(CompletionBody)
 
 
 def failure_of(answer: TimedAnswer, stream: bool, output_tokens: int) -> str:
-    """What is wrong with an answer, "" if nothing: it must be whole, of `output_tokens`, and end for its length."""
+    """Return what is wrong with an answer, "" if nothing. It must have `output_tokens` and end for its length."""
     if answer.broken:
         return answer.broken
     body = b"".join(answer.body)
@@ -353,7 +353,7 @@ def used_cpu(load: ClientLoad) -> UsedCpu:
 
 
 def trees(pids: Sequence[int]) -> set[psutil.Process]:
-    """These processes and all their descendants."""
+    """Return these processes and all their descendants."""
     roots = [psutil.Process(pid) for pid in pids]
     return {process for root in roots for process in (root, *root.children(recursive=True))}
 
@@ -367,7 +367,7 @@ def rss_mib(processes: Iterable[psutil.Process]) -> float:
 
 
 def sum_over(processes: Iterable[psutil.Process], figure: Callable[[psutil.Process], float]) -> float:
-    """Without those that end meanwhile."""
+    """Return the CPU time of processes, without those that have ended."""
     total = 0.0
     for process in processes:
         try:

@@ -1,4 +1,4 @@
-"""`kvmesh bench planner`: what planning saves and what it costs, in the simulator.
+"""Run `kvmesh bench planner`: compare what policies save and cost, in the simulator.
 
 Five loads, each served by a fleet that one of five policies sizes: ours (forecast, reactive loop, flips), the reactive
 loop alone, as many workers as the peak or the mean takes, and the reference's published formulas. All start with the
@@ -90,7 +90,7 @@ class PlannerRow(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class PlannerLoad:
-    """`peak_rps`: of the rate itself, where it is known; None: a trace."""
+    """Describe a load. `peak_rps` is the peak of the rate; None for a trace, whose rate is not known."""
 
     name: str
     requests: Callable[[], Iterator[SimRequest]]
@@ -136,7 +136,7 @@ def main(argv: list[str]) -> int:
 
 
 def load_of(name: str, config: PlannerBenchConfig) -> PlannerLoad | None:
-    """None: it needs a trace, and none is given."""
+    """Return a load by its name, None if it needs a trace and none is given."""
     seed = config.seed
     rates: dict[str, tuple[Rate, float]] = {
         "diurnal": (diurnal(mean_rps=2.5, swing=0.7, period_s=5400 * config.share), 5400),
@@ -175,7 +175,7 @@ def decide_by(policy: str, load: PlannerLoad, slots: list[DemandSlot]) -> Decide
 
 
 def run(load: PlannerLoad, decide: Decide, slots: list[DemandSlot], policy: str = "") -> SimReport:
-    """From the fleet that the first five minutes take, or the one that stays."""
+    """Return the fleet that a policy starts with: for the first five minutes, or the fixed one."""
     first = load.setting.sized(mean_of(slots[:5]))
     if policy == "static-peak":
         first = _peak(load, slots)
@@ -204,7 +204,7 @@ def row_of(load: str, policy: str, report: SimReport, bound: SimReport) -> Plann
 
 
 def as_table(rows: list[PlannerRow]) -> Table:
-    """80 columns wide: that is what a log has."""
+    """Return the table, at most 80 columns wide, as a log has."""
     headings = ("load", "policy", "in SLO", "TTFT", "ITL", "GPU-hours", "of peak", "of bound")
     table = Table(*headings, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for row in rows:
@@ -238,7 +238,7 @@ def _conversation(config: PlannerBenchConfig) -> PlannerLoad:
 
 
 def _hit_share(load: PlannerLoad) -> float:
-    """What is found in the caches of a fleet that is sized for the mean load without any hit."""
+    """Return the hit share in the caches of a fleet that is sized for the mean load without hits."""
     slots = slots_of(load.requests(), 0.0)
     return run(load, decide_by("static-mean", load, slots), slots, "static-mean").hit_share
 

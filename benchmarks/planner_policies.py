@@ -22,7 +22,7 @@ Decide = Callable[[Observation], ScalingDecision]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all policies are told of the workers."""
+    """Hold the facts about the workers that every policy gets."""
 
     config: PlannerConfig
     prefill: Profile
@@ -37,7 +37,7 @@ class Setting:
         return limits_of(self.config, self.prefill.gpus, self.decode.gpus)
 
     def sized(self, demand: Demand) -> Counts:
-        """By the planner's sizing, within the budget."""
+        """Return the counts that the planner's sizing gives, within the budget."""
         share = self.config.target_utilization
         prefill = prefill_need(self.prefill, demand, self.slo, share).workers
         decode = decode_need(self.decode, demand, self.slo, share).workers
@@ -55,14 +55,14 @@ def fixed(counts: Counts) -> Decide:
 
 @dataclass(frozen=True, slots=True)
 class DemandSlot:
-    """What comes in one piece of the future."""
+    """Hold the demand of one piece of the future."""
 
     start_s: float
     demand: Demand
 
 
 def slots_of(requests: Iterable[SimRequest], hit_share: float, slot_s: float = SLOT_S) -> list[DemandSlot]:
-    """In order, without a hole; one without requests has the lengths of the one before."""
+    """Return the slots in order, without a gap. A slot without requests has the lengths of the slot before."""
     slots: list[DemandSlot] = []
     count = isl_tokens = osl_tokens = 0.0
 
@@ -83,7 +83,7 @@ def slots_of(requests: Iterable[SimRequest], hit_share: float, slot_s: float = S
 
 
 def clairvoyant(setting: Setting, slots: Sequence[DemandSlot]) -> Decide:
-    """In every slot as many as it takes, ordered so early that they are ready when it begins, gone when it ends."""
+    """Return a policy that knows the future: workers are ready when a slot needs them and gone when it ends."""
     needs = [setting.sized(slot.demand) for slot in slots]
 
     def decide(seen: Observation) -> ScalingDecision:
@@ -112,7 +112,7 @@ class _Lengths:
                 self._requests[name] += requests
 
     def demand(self, rps: float) -> Demand | None:
-        """None if a length is not known."""
+        """Return the demand at a rate, None if a length is not known."""
         if not self._requests["isl_tokens"] or not self._requests["osl_tokens"]:
             return None
         means = {name: total / max(self._requests[name], 1.0) for name, total in self._sums.items()}
@@ -172,7 +172,7 @@ class ReferencePlanner:
             self._target = self._floor
 
     def _follow_load(self, seen: Observation) -> None:
-        """One worker more if all are too slow, one less if the rest would not be; not while a change is under way."""
+        """Add a worker if all are too slow, remove one if the rest would not be; wait while a change is under way."""
         assert self._target is not None
         floor = self._floor or self._target
         demand = self._demand(0.0)

@@ -78,7 +78,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
 def make_prompts(
     tokenizer: Tokenizer, seed: int, count: int, num_tokens: int, shared_tokens: int = 0, groups: int = 1
 ) -> Sequence[str]:
-    """`count` prompts; each begins with the `shared_tokens` of one of the `groups`, which depend on no seed."""
+    """Return `count` prompts. Each begins with the `shared_tokens` of one of the `groups`, which depend on no seed."""
     maker, common = PromptMaker(tokenizer, seed), PromptMaker(tokenizer, -1)
     prefixes = [common.prompt(shared_tokens) for _ in range(groups)] if shared_tokens else [""]
     return [maker.prompt(num_tokens, prefixes[i % len(prefixes)]) for i in range(count)]

@@ -1,4 +1,4 @@
-"""`kvmesh bench soak`: whether the frontend's memory grows with the number of requests it has answered.
+"""Run `kvmesh bench soak`: measure whether the frontend's memory grows with the requests it has answered.
 
 Frontend with its router, mock workers that answer at once, and the load are processes of their own. The requests are
 short chats, no two alike; every other one is streamed, and one in a hundred is left by its client before its end. Until
@@ -178,7 +178,7 @@ async def drive(plan: SoakPlan) -> SoakOutcome:
 
 
 def make_requests(plan: SoakPlan) -> Iterator[SoakRequest]:
-    """One after the other: a million of them would take more memory than what is measured."""
+    """Make the requests one after the other: a million of them would take more memory than the measured process."""
     draw, words = random.Random(0), COMMON_WORDS.split()
     for number in range(plan.requests):
         prompt = " ".join([*draw.choices(words, k=WORDS_PER_PROMPT), *([f"x{number}"] if plan.new_words else [])])
@@ -216,7 +216,7 @@ def note(outcome: SoakOutcome, failures: list[str]) -> None:
 
 
 class Client:
-    """One connection, kept as long as that goes."""
+    """Send requests over one connection, and open it again when it breaks."""
 
     def __init__(self, url: str, *, stream: bool) -> None:
         parts = urlsplit(url)
@@ -225,7 +225,7 @@ class Client:
         self._connection: ClientConnection | None = None
 
     async def ask(self, request: SoakRequest) -> str:
-        """What is wrong with the answer, "" if nothing."""
+        """Return what is wrong with the answer, "" if nothing."""
         answer = TimedAnswer(broken="no answer in time")
         try:
             async with asyncio.timeout(ANSWER_S):

@@ -1,4 +1,4 @@
-"""`kvmesh bench streams`: what streams cost the frontend that are open and have nothing to say.
+"""Run `kvmesh bench streams`: measure what open but idle streams cost the frontend.
 
 Frontend with its router, mock workers and the load are processes of their own. The workers take half a minute for a
 token. Each stream has its first token before the clock starts, so it runs and does not wait; afterwards most clients
@@ -224,7 +224,7 @@ def plan_of(config: StreamsConfig, cluster: Cluster) -> StreamsPlan:
 
 
 def ending_tokens(window_s: float, itl_s: float) -> int:
-    """So many that no stream ends before the window does: when the last has its first token, some have two."""
+    """Return a length at which no stream ends before the window: when the last has its first token, some have two."""
     return 4 + math.ceil((window_s + 2 * SETTLE_S) / itl_s)
 
 
@@ -236,7 +236,7 @@ def run_streams(plan: StreamsPlan) -> StreamsOutcome:
 
 
 class OpenStream:
-    """One request for a stream, and what came of it. `leaves`: its client will not wait for the end."""
+    """Hold one request for a stream, and its outcome. `leaves`: its client will not wait for the end."""
 
     def __init__(self, request: bytes, tokens: int, *, leaves: bool) -> None:
         self.leaves = leaves
@@ -269,7 +269,7 @@ class OpenStream:
             self._connection.close()
 
     def failure(self) -> str:
-        """Of one that should have come to its end; "" if it has."""
+        """Return why a stream has not come to its end, "" if it has."""
         return failure_of(self.answer, True, self._tokens)
 
 
@@ -306,7 +306,7 @@ async def drive(plan: StreamsPlan) -> StreamsOutcome:
 
 
 def make_streams(plan: StreamsPlan) -> list[OpenStream]:
-    """Those that leave come first: they may have more tokens than the others when all are open."""
+    """Open the streams whose clients leave first: they may have more tokens than the others when all are open."""
     maker = PromptMaker(load_tokenizer(plan.tokenizer), 0)
     leaving = plan.streams - max(1, round(ENDING_SHARE * plan.streams))
     streams = []
@@ -356,7 +356,7 @@ async def let_go(streams: Sequence[OpenStream], plan: StreamsPlan) -> list[str]:
 
 
 def shut_stream(stream: OpenStream) -> str:
-    """Why one is not open when the clock stops."""
+    """Return why a stream is not open when the clock stops."""
     answer = stream.answer
     if answer.first_token_s and not answer.broken:
         return "it ended while the clock ran"
@@ -387,7 +387,7 @@ async def requests_held(session: aiohttp.ClientSession, metrics_url: str) -> int
 
 
 async def until(condition: Callable[[], bool], patience_s: float, look_s: float) -> None:
-    """Also returns when patience ends: whoever is late is found afterwards."""
+    """Wait for the streams, at most as long as patience lasts. Late streams are found afterwards."""
     deadline = time.perf_counter() + patience_s
     while not condition() and time.perf_counter() < deadline:  # noqa: ASYNC110 - 10,000 connections have no one event
         await asyncio.sleep(look_s)

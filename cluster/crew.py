@@ -1,4 +1,4 @@
-"""The workers of a mesh on this host: more of them, fewer, others in their roles, while requests run."""
+"""Change the workers of a mesh on this host while requests run: start, drain and flip them."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ class Member:
 
 
 class Crew:
-    """Started by the owner of the mesh. Its methods may be called at any time, but one change is made at a time."""
+    """Keep account of the workers and change them. Methods may be called at any time; one change is made at a time."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Crew:
         tell: Callable[[str], None],
         fetch: Callable[[WorkerCard], Awaitable[float | None]] | None = None,
     ) -> None:
-        """`spec_of`: how to run a worker of that role and name. `fetch`: how many requests a worker has in hand."""
+        """`spec_of` returns the process of a role and name. `fetch` returns how many requests a worker has in hand."""
         self._supervisor = supervisor
         self._spec_of = spec_of
         self._drain_timeout_s = drain_timeout_s
@@ -60,7 +60,7 @@ class Crew:
     # --- what there is --------------------------------------------------------------------------------
 
     def adopt(self, name: str, role: Role) -> None:
-        """A worker that the mesh was begun with: that it cannot run is a failure of the whole."""
+        """Add a worker that the mesh begins with. If it cannot run, the whole mesh fails."""
         self._members[name] = Member(name, role)
 
     def reports(self) -> list[MemberReport]:
@@ -70,11 +70,11 @@ class Crew:
         ]
 
     def cards(self) -> list[WorkerCard]:
-        """Of those that take requests."""
+        """Return the cards of the workers that take requests."""
         return [m.card for m in self._members.values() if m.card is not None and self._state(m) == "ready"]
 
     async def follow(self, discovery: Discovery) -> None:
-        """Hear who is ready, until the watch ends."""
+        """Follow which workers are ready until the watch ends."""
         async for change in discovery.watch("workers/"):
             if isinstance(change, Put):
                 try:
@@ -104,13 +104,13 @@ class Crew:
         return "ready" if has_card else "starting"
 
     def _of(self, role: Role) -> list[Member]:
-        """Those that are ordered: they work in this role or soon will."""
+        """Return the workers that have this role or will have it soon."""
         return [m for m in self._members.values() if m.role is role and m.doing != "draining"]
 
     # --- changing it ----------------------------------------------------------------------------------
 
     async def scale(self, targets: Mapping[Role, int]) -> Scaled:
-        """Start what is missing, drain what is too many: those with the least in hand, and none that still starts.
+        """Start missing workers and drain surplus ones: those with the fewest requests in hand, none that still starts.
 
         Raises InvalidRequestError.
         """
@@ -139,7 +139,7 @@ class Crew:
         return name
 
     def _lost(self, name: str, failure: MeshError) -> None:
-        """The mesh goes on without one that was added and does not run."""
+        """Remove a worker that was added and does not run. The mesh continues without it."""
         self._members.pop(name, None)
         self.failures = [*self.failures, Refusal(name, str(failure))][-MAX_FAILURES:]
         self._tell(f"{name} was given up: {failure}")
@@ -160,7 +160,7 @@ class Crew:
         self._tell(f"{member.name} has ended")
 
     async def flip(self, to_role: Role, count: int) -> Flipped:
-        """Have `count` workers of the other role, those with the least in hand, take on `to_role`.
+        """Change `count` workers of the other role to `to_role`, those with the fewest requests in hand.
 
         Raises InvalidRequestError.
         """
@@ -178,7 +178,7 @@ class Crew:
         return Flipped(flipped=tuple(done), refused=tuple(refused))
 
     async def _flip(self, member: Member, role: Role) -> str:
-        """Begin it. Why not, "" if it is on its way."""
+        """Begin to change a worker's role. Return why it refuses, "" if the change has begun."""
         before, card = member.role, member.card
         if card is None:
             return "it has just left"
@@ -205,7 +205,7 @@ class Crew:
                 member.doing = ""
 
     def _has_role(self, member: Member, role: Role) -> None:
-        """Also when it has to be started anew."""
+        """Give the worker a role that it keeps when its process is started again."""
         member.role = role
         self._supervisor.respecify(self._spec_of(role, member.name))
 
@@ -226,7 +226,7 @@ class Crew:
         return task
 
     async def close(self) -> None:
-        """Give up what is on its way; the supervisor still has the processes."""
+        """Cancel all changes in progress. The supervisor still has the processes."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -236,7 +236,7 @@ class Crew:
 
 
 def check_targets(targets: Mapping[Role, int]) -> None:
-    """Raises InvalidRequestError."""
+    """Raise InvalidRequestError for a count that this host does not take."""
     for role, target in targets.items():
         if not 0 <= target <= MAX_WORKERS:
             raise InvalidRequestError(
@@ -245,7 +245,7 @@ def check_targets(targets: Mapping[Role, int]) -> None:
 
 
 def least_loaded(loads: Iterable[tuple[Member, float | None]], count: int) -> list[Member]:
-    """Those whose loss costs least: the fewest requests in hand, of equals the youngest, last those who do not say."""
+    """Return the workers that cost least to lose: fewest requests in hand, then youngest; unknown loads last."""
 
     def cost(entry: tuple[Member, float | None]) -> tuple[float, int]:
         member, load = entry

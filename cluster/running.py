@@ -34,7 +34,7 @@ HEALTH_POLL_S = 0.05
 
 
 class Cluster:
-    """A running mesh, as seen from the process that started it."""
+    """Hold a running mesh for the process that started it."""
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ class Cluster:
                 await asyncio.sleep(HEALTH_POLL_S)
 
     def on_planner_lost(self, failure: MeshError) -> None:
-        """Requests are answered without one, too; but one that cannot be started as asked is a failure."""
+        """Continue without the planner, but fail if its settings are wrong."""
         if isinstance(failure, ConfigError):
             self.supervisor.fail(failure)
         else:
             self._tell(f"the workers stay as they are: {failure}")
 
     async def stop(self) -> None:
-        """The planner first, that nobody starts workers now; then the frontend: it drains while the workers work."""
+        """Stop the planner first, so that it starts no more workers, then the frontend, which drains, then the workers."""
         timeout_s = self.config.up.drain_timeout_s + 5
         await self.supervisor.stop([PLANNER], timeout_s)
         await self.supervisor.stop(["frontend"], timeout_s)
@@ -131,7 +131,7 @@ class Cluster:
 
 
 def make_run_dir(given: str) -> Path:
-    """Raises ConfigError if nothing can be written there."""
+    """Make the run directory. Raises ConfigError if nothing can be written into it."""
     try:
         run_dir = Path(given or tempfile.mkdtemp(prefix="kvmesh-")).resolve()
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -148,9 +148,9 @@ def make_run_dir(given: str) -> Path:
 async def running_cluster(
     config: ClusterConfig, tell: Callable[[str], None], config_file: str = "", planner: ServiceConfig | None = None
 ) -> AsyncIterator[Cluster]:
-    """Start the processes; stop them and remove what they left when the block ends. With `planner` one of them is it.
+    """Start the processes, also a planner if `planner` is given. At the end stop them and remove their files.
 
-    After a failure the logs stay, if the run directory is ours: its place is in the error's text.
+    After a failure the logs stay, and the error's text says where they are.
     """
     frontend = read_frontend(config, config_file, os.environ)
     run_dir = make_run_dir(config.up.run_dir)

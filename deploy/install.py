@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def missing_here() -> str:
-    """What this Python lacks to make a virtual environment, and how to get it; "" if nothing."""
+    """Return what this Python lacks to make a virtual environment, and how to get it; "" if nothing."""
     if importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip"):
         return ""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -80,7 +80,7 @@ def runtime_steps(torch: str | None) -> list[InstallStep]:
 
 
 def torch_step(torch: str | None) -> InstallStep:
-    """torch by itself and first: on Linux the CPU build, which only PyTorch's own index has."""
+    """Install torch first and by itself: on Linux the CPU build, which only PyTorch's index has."""
     [pin] = pins("torch")
     if torch == "cuda":
         return InstallStep("torch with CUDA, several GB", [*INSTALL, "--force-reinstall", pin])
@@ -107,7 +107,7 @@ def venv_works() -> bool:
 
 
 def has(pin: str) -> bool:
-    """Whether .venv has exactly that version, whatever build of it."""
+    """Return whether .venv has exactly that version, in any build."""
     name, _, version = pin.partition("==")
     return any(VENV.glob(f"lib/python3*/site-packages/{name}-{version}[.+]*dist-info"))
 
@@ -161,7 +161,7 @@ def watch(step: InstallStep, title: str, started: float) -> int:
 
 
 def show(line: str, last: bool = False) -> None:
-    """On a terminal each line takes the place of the one before, until the `last` one of a step."""
+    """Show a line. On a terminal it replaces the line before, until the `last` one of a step."""
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns - 1
         print(f"\r\x1b[K{line if last else line[:width]}", end="\n" if last else "", flush=True)
@@ -170,7 +170,7 @@ def show(line: str, last: bool = False) -> None:
 
 
 def doing() -> str:
-    """What pip does now, from the end of its log."""
+    """Return what pip does now, from the end of its log."""
     found = _DOING.findall(log_text())
     return " ".join(found[-1])[:80] if found else ""
 

@@ -92,7 +92,7 @@ async def record(url: str, replay: str) -> Recording:
 
 
 def prompts() -> list[RecordedPrompt]:
-    """One after the other: they share prefixes, then push each other out of a small cache."""
+    """Send prompts one after the other: they share prefixes, then evict each other from a small cache."""
     first = numbered(0)
     strangers = [RecordedPrompt(numbered(n)) for n in range(2, 2 + NUM_STRANGERS)]
     return [
@@ -109,7 +109,7 @@ def prompts() -> list[RecordedPrompt]:
 
 
 def prompts_at_once() -> list[RecordedPrompt]:
-    """Each computes the same beginning, since none of them has ended when the others start."""
+    """Send prompts at once: each computes the same beginning, because none has ended when the others start."""
     beginning = numbered(40)[: PROMPT_TOKENS // 2]
     return [RecordedPrompt(beginning + numbered(n)[:20]) for n in (41, 42, 43)]
 
@@ -165,7 +165,7 @@ async def _ask_alone(session: aiohttp.ClientSession, replay: str, prompt: Record
 
 
 async def _ask(session: aiohttp.ClientSession, prompt: RecordedPrompt) -> int:
-    """How many of the prompt's tokens SGLang had."""
+    """Return how many of the prompt's tokens SGLang had cached."""
     body: dict[str, Any] = {
         "input_ids": prompt.token_ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True},

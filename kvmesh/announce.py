@@ -1,6 +1,6 @@
-"""`kvmesh announce`: tell of a server that runs already, until Ctrl-C; `kvmesh attach --discover` attaches it.
+"""Run `kvmesh announce`: publish a running server until Ctrl-C, so that `kvmesh attach --discover` attaches it.
 
-For whoever starts servers: it knows their address and what they are for, and the mesh does not.
+It is for the program that starts servers, because that program knows their addresses and roles.
 """
 
 import asyncio

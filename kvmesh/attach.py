@@ -1,4 +1,4 @@
-"""`kvmesh attach`: servers that run already become workers of a mesh, until Ctrl-C. They run no code of ours."""
+"""Run `kvmesh attach`: make running servers workers of a mesh until Ctrl-C. The servers run no code of ours."""
 
 import asyncio
 import os
@@ -59,7 +59,7 @@ class AttachConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ServerEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One [[server]]. What is not said is as the flags say."""
+    """Describe one [[server]]. The flags decide the fields that are not set."""
 
     url: str
     name: str = ""
@@ -91,13 +91,13 @@ def main(argv: list[str]) -> int:
 
 
 def split_urls(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words before the first flag, and the rest."""
+    """Split `argv` into the words before the first flag and the remaining ones."""
     at = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     return list(argv[:at]), list(argv[at:])
 
 
 def entries_of(config: AttachConfig, urls: Sequence[str]) -> list[ServerEntry]:
-    """The servers, each with a name of its own. Raises ConfigError."""
+    """Return the servers, each with a unique name. Raises ConfigError."""
     entries = [ServerEntry(url=url, role=config.role, kv_events=config.kv_events, replay=config.replay) for url in urls]
     if len(entries) > 1 and (config.kv_events or config.replay):
         raise ConfigError(
@@ -127,7 +127,7 @@ def read_servers(path: Path) -> list[ServerEntry]:
 
 
 def name_of(url: str) -> str:
-    """`host-port`. Raises ConfigError for what is no URL of a server."""
+    """Return `host-port` of a server's URL. Raises ConfigError if it is no URL of a server."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -139,7 +139,7 @@ def name_of(url: str) -> str:
 
 
 def process_specs(config: AttachConfig, entries: Sequence[ServerEntry]) -> list[ProcessSpec]:
-    """One worker for each server, and the frontend before them if one is asked for."""
+    """Return one worker for each server, and before them the frontend if the settings ask for one."""
     specs = []
     if config.frontend:
         flags = ["--host", config.host, "--port", str(config.port), "--discovery", config.discovery]
@@ -207,12 +207,12 @@ async def attach(config: AttachConfig, specs: Sequence[ProcessSpec], stop: async
 
 
 class Announced:
-    """Workers in front of the servers that stand in discovery under `servers/<name>`, while they do."""
+    """Keep a worker in front of each server that is published in discovery under `servers/<name>`."""
 
     def __init__(
         self, config: AttachConfig, supervisor: Supervisor, taken: Set[str], tell: Callable[[str], None]
     ) -> None:
-        """`taken`: names that others have."""
+        """Refuse the names in `taken`: other servers have them."""
         self._config = config
         self._supervisor = supervisor
         self._taken = taken
@@ -247,7 +247,7 @@ class Announced:
 
 
 def read_announced(name: str, value: bytes) -> ServerEntry:
-    """Raises ConfigError for what is no server."""
+    """Decode an entry of discovery. Raises ConfigError if it describes no server."""
     try:
         entry = msgspec.json.decode(value, type=ServerEntry)
     except msgspec.MsgspecError as error:
@@ -287,6 +287,6 @@ async def watch_who_joins(
 
 
 def describe(card: WorkerCard) -> str:
-    """What a server counts as in the mesh."""
+    """Describe how the mesh sees a server."""
     told = "its KV events are followed" if card.kv_events else "it tells no KV events: what it caches is guessed"
     return f"{card.name} serves {card.model} ({card.role.value}, blocks of {card.block_size} tokens); {told}"

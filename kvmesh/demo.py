@@ -1,4 +1,4 @@
-"""`kvmesh demo`: a mesh of processes, real requests over HTTP, and what happened to them."""
+"""Run `kvmesh demo`: start a mesh of processes, send real requests over HTTP, show what happened to them."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ class DemoConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class DemoAnswer:
-    """One chat completion as the client saw it."""
+    """Hold one chat completion as the client saw it."""
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
 
 
 async def demo(config: DemoConfig, stop: asyncio.Event, console: Console) -> int:
-    """0 if everything held that the demo shows, else 1."""
+    """Return 0 if every check of the demo holds, else 1."""
     report = await unless_stopped(show(config, console), stop, lambda: console.print("stopping"))
     if report is None:
         return 130
@@ -178,7 +178,7 @@ async def ask(
 
 
 def take_chunk(answer: DemoAnswer, chunk: dict[str, Any], on_text: Callable[[str], None]) -> bool:
-    """Add a chunk to the answer; True if it brought tokens."""
+    """Add a chunk to the answer. Return whether the chunk has tokens."""
     if "error" in chunk:
         raise EngineError(f"the stream ended with an error: {chunk['error']}")
     answer.trace |= chunk.get("kvmesh") or {}
@@ -198,7 +198,7 @@ def take_chunk(answer: DemoAnswer, chunk: dict[str, Any], on_text: Callable[[str
 
 
 def judge(cluster: Cluster, first: DemoAnswer, plain: DemoAnswer, second: DemoAnswer, startup_s: float) -> DemoReport:
-    """Does what happened hold what a mesh promises?"""
+    """Check what happened against what a mesh promises."""
     trace, problems = first.trace, []
     if not trace.get("prefill_worker"):
         problems.append(f"the first prompt was not computed on a prefill worker: {trace.get('route_reason')}")

@@ -1,4 +1,4 @@
-"""`kvmesh demo-planner`: a mesh of processes under a load that triples and falls, and a planner that follows it."""
+"""Run `kvmesh demo-planner`: a mesh of processes under a load that triples and falls, and a planner that follows it."""
 
 import asyncio
 import itertools
@@ -56,7 +56,7 @@ class DemoPlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 @dataclass(slots=True)
 class DemoRequest:
-    """One request as the client saw it. Times are seconds since the load began."""
+    """Hold one request as the client saw it. Times are seconds since the load began."""
 
     at_s: float
     ttft_s: float | None = None
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
 
 
 async def demo(config: DemoPlannerConfig, stop: asyncio.Event, console: Console) -> int:
-    """0 if no request failed and the workers followed the load, else 1."""
+    """Return 0 if no request failed and the workers followed the load, else 1."""
     report = await unless_stopped(show(config, console), stop, lambda: console.print("stopping"))
     if report is None:
         return 130
@@ -103,7 +103,7 @@ async def demo(config: DemoPlannerConfig, stop: asyncio.Event, console: Console)
 
 
 def emptied(folder: Path) -> Path:
-    """Of what the last demo has left."""
+    """Remove the files of the last demo and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("planner.jsonl", "planner.jsonl.1", "planner.html", "planner.png"):
         (folder / name).unlink(missing_ok=True)
@@ -264,7 +264,7 @@ def take_chunk(sent: DemoRequest, chunk: dict[str, Any], at_s: float) -> None:
 async def watch(
     cluster: Cluster, config: DemoPlannerConfig, began_s: float, points: list[Point], tell: Callable[[str], None]
 ) -> None:
-    """Who is there, every second, as the supervisor knows it."""
+    """Record every second which workers run, as the supervisor knows it."""
     clock = asyncio.get_running_loop().time
     for number in itertools.count():
         await asyncio.sleep(began_s + number * SAMPLE_S - clock())
@@ -292,7 +292,7 @@ def judge(
     records: Iterable[Record],
     began_s: float,
 ) -> Report:
-    """Does what happened hold what a planner promises?"""
+    """Check what happened against what a planner promises."""
     events = [
         Event(
             at_s=record.ts_s - began_s,

@@ -1,4 +1,4 @@
-"""How the demo of the planner is shown: a picture, and a page that needs nothing but itself."""
+"""Show the demo of the planner: as a picture, and as a page in one file."""
 
 import html
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ INK, FIRST, SECOND, FAINT = "#333", "#1f6feb", "#d9730d", "#bbb"
 
 
 class Point(Struct, frozen=True, kw_only=True):
-    """One second."""
+    """Hold the state of the mesh in one second."""
 
     at_s: float
     offered_rps: float
@@ -23,7 +23,7 @@ class Point(Struct, frozen=True, kw_only=True):
 
 
 class Event(Struct, frozen=True, kw_only=True):
-    """One decision that was carried out."""
+    """Hold one decision that was carried out."""
 
     at_s: float
     prefill: int
@@ -59,7 +59,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
 
 def arrivals_per_s(report: Report, width_s: float = 5.0) -> list[tuple[float, float]]:
-    """What really came: requests per second over `width_s`."""
+    """Return the rate of the requests that came, averaged over `width_s`."""
     counts: dict[int, int] = {}
     for at_s, _ in report.ttft_s:
         counts[int(at_s // width_s)] = counts.get(int(at_s // width_s), 0) + 1
@@ -124,7 +124,7 @@ def chart(
     dots: Sequence[tuple[str, Sequence[tuple[float, float]]]] = (),
     limit: float | None = None,
 ) -> str:
-    """One SVG. `lines`: (line or step, colour, points); `dots`: (colour, points); `limit`: a line across."""
+    """Return one SVG. `lines`: (line or step, colour, points); `dots`: (colour, points); `limit`: a line across."""
     values = [value for _, _, points in lines for _, value in points]
     values += [value for _, points in dots for _, value in points]
     top = 1.1 * max([1e-9, *values, limit or 0.0])

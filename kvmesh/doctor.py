@@ -1,4 +1,4 @@
-"""`kvmesh doctor`: look at this machine and say what a mesh finds on it, and what to do about it."""
+"""Run `kvmesh doctor`: check this machine and report what a mesh finds on it, with advice."""
 
 import errno
 import importlib.metadata
@@ -47,7 +47,7 @@ class DoctorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Finding(Struct, frozen=True):
-    """`fail`: no mesh runs here. `warn`: one runs, with less than it could have."""
+    """Hold the result of one check. `fail`: no mesh can run here. `warn`: a mesh runs, but lacks something."""
 
     name: str
     status: Status
@@ -63,7 +63,7 @@ class TorchProbe(Struct, frozen=True):
 
 
 def main(argv: list[str]) -> int:
-    """0 if a mesh can run here, else 1."""
+    """Return 0 if a mesh can run here, else 1."""
     config = load(
         DoctorConfig,
         argv,
@@ -124,7 +124,7 @@ def check_python(version: tuple[int, ...]) -> Finding:
 
 
 def requirements() -> list[str] | None:
-    """Names of what kvmesh needs always, by its own metadata; None where it is not installed."""
+    """Return the packages that kvmesh always needs, from its metadata; None if kvmesh is not installed."""
     try:
         lines = importlib.metadata.requires("kvmesh") or []
     except importlib.metadata.PackageNotFoundError:
@@ -142,7 +142,7 @@ def check_packages(names: Iterable[str] | None) -> Finding:
 
 
 def version_of(*distributions: str) -> str:
-    """Version of the first of these that is installed, "" if none is."""
+    """Return the version of the first installed distribution, "" if none is installed."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -179,7 +179,7 @@ def check_torch(torch: TorchProbe) -> Finding:
 
 
 def list_gpus() -> list[str]:
-    """The GPUs that the driver knows, one line each."""
+    """Return the GPUs that the driver knows, one line each."""
     if not (tool := shutil.which("nvidia-smi")):
         return []
     query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
@@ -202,7 +202,7 @@ def check_gpu(gpus: Sequence[str], torch: TorchProbe) -> Finding:
 
 
 def check_engines(engines: Mapping[str, Sequence[str]]) -> Finding:
-    """Looks for packages without importing them: that would take seconds, gigabytes and the GPU."""
+    """Look for packages without importing them: an import would take seconds, gigabytes and the GPU."""
     here = [f"{name} {version_of(*dists)}".strip() for name, dists in engines.items() if importlib.util.find_spec(name)]
     absent = [name for name in engines if not importlib.util.find_spec(name)]
     found = ", ".join([*here, "mock"]) + (f"; not installed: {', '.join(absent)}" if absent else "")
@@ -234,7 +234,7 @@ def check_nixl(probe: NixlProbe) -> Finding:
 
 
 def memfd_problem() -> str:
-    """Why the shm transfer cannot have its memory here, "" if it can."""
+    """Return why the shm transfer cannot get memory on this machine, "" if it can."""
     try:
         fd = os.memfd_create("kvmesh-doctor", os.MFD_CLOEXEC)
         try:
@@ -248,7 +248,7 @@ def memfd_problem() -> str:
 
 
 def shm_bytes() -> int:
-    """Size of /dev/shm, 0 if there is none."""
+    """Return the size of /dev/shm, 0 if there is none."""
     try:
         return shutil.disk_usage("/dev/shm").total
     except OSError:
@@ -265,7 +265,7 @@ def check_shared_memory(problem: str, size_bytes: int) -> Finding:
 
 
 def check_kv_transfer(nixl_works: bool, shm_works: bool) -> Finding:
-    """What `--kv-transfer auto` takes."""
+    """Report which transfer `--kv-transfer auto` chooses."""
     if nixl_works:
         return Finding("KV transfer", "ok", "over NIXL")
     if shm_works:
@@ -291,7 +291,7 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_discovery(url: str) -> Finding:
-    """Files can be made in the directory, or where it will be made, and their times are those of our clock."""
+    """Check that files can be made in the directory, or where it will be, and that their times match our clock."""
     scheme, _, path = url.partition(":")
     if scheme != "file" or not path:
         return Finding("discovery", "fail", f"{url!r} is no file:<directory>", "set --discovery file:<directory>")
@@ -306,7 +306,7 @@ def check_discovery(url: str) -> Finding:
 
 
 def nearest_directory(path: Path) -> Path:
-    """`path`, or the closest one above it that exists."""
+    """Return `path`, or the closest directory above it that exists."""
     return next(candidate for candidate in (path, *path.parents) if candidate.is_dir())
 
 

@@ -1,4 +1,4 @@
-"""`kvmesh explain "prompt"`: ask a running mesh where a prompt would run, and why. Nothing is generated."""
+"""Run `kvmesh explain "prompt"`: ask a running mesh where a prompt would run, and why. Nothing is generated."""
 
 import asyncio
 import os
@@ -52,7 +52,7 @@ class ExplainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class PlacementReply(Struct, frozen=True):
-    """What a frontend or a router answers, as far as it is shown here: see router.api.PlaceReply."""
+    """Hold the part of a frontend's or router's answer that is shown here: see router.api.PlaceReply."""
 
     model: str
     block_size: int
@@ -63,7 +63,7 @@ class PlacementReply(Struct, frozen=True):
 
 
 class _Workers(Struct, frozen=True):
-    """The answer of a router to GET /workers."""
+    """Hold the answer of a router to GET /workers."""
 
     workers: list[WorkerCard]
 
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
 
 
 async def ask(config: ExplainConfig, prompt: str) -> bytes:
-    """The mesh's answer, JSON of a PlacementReply. Raises MeshError."""
+    """Return the mesh's answer, JSON of a PlacementReply. Raises MeshError."""
     chat = [{"role": "user", "content": prompt}]
     content: dict[str, object] = {"prompt": prompt} if config.raw else {"messages": chat}
     asked = config.router or config.url
@@ -132,7 +132,7 @@ async def ask_frontend(http: aiohttp.ClientSession, url: str, model: str, conten
 
 
 async def ask_router(http: aiohttp.ClientSession, url: str, model: str, content: dict[str, object]) -> bytes:
-    """A router knows tokens alone: they are made here."""
+    """Ask a router. It takes tokens only, so the prompt is tokenized here."""
     cards = msgspec.json.decode(await fetch(http, "GET", f"{url}/workers"), type=_Workers).workers
     model = model or only(sorted({card.model for card in cards}))
     card = next((card for card in cards if card.model == model), None)
@@ -145,7 +145,7 @@ async def ask_router(http: aiohttp.ClientSession, url: str, model: str, content:
 
 
 def load_model(card: WorkerCard) -> Model:
-    """Raises ConfigError if the model's folder cannot be read."""
+    """Load tokenizer and template of a worker's model. Raises ConfigError if its folder cannot be read."""
     # One prompt does not pay for the proof that the faster library is equal
     tokenizer = Tokenizer.load(card.model_path, backend="hf", cache_bytes=0)
     template = ChatTemplate.load(card.model_path)
@@ -171,7 +171,7 @@ async def fetch(http: aiohttp.ClientSession, method: str, url: str, body: object
 
 
 def message_of(content: bytes) -> str:
-    """What an error body says, as far as it is one of ours."""
+    """Return the message in an error body of ours, or the beginning of any other body."""
     try:
         return str(msgspec.json.decode(content)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
@@ -231,7 +231,7 @@ def table_of(leg: str, candidates: Sequence[CandidateReport]) -> Table:
 
 
 def cached(overlap_blocks: Sequence[int]) -> str:
-    """Blocks by tier. `overlap_blocks` counts each tier with those above it."""
+    """Return the cached blocks by tier. Each entry of `overlap_blocks` includes the tiers above it."""
     device, *_ = overlap_blocks
     below = [deeper - above for above, deeper in pairwise(overlap_blocks)]
     return " ".join([str(device), *(f"+{n} {tier}" for n, tier in zip(below, TIERS[1:], strict=True) if n)])

@@ -1,4 +1,4 @@
-"""`python -m kvmesh.nixl_probe`: which NIXL backends can be made on this machine, as one line of JSON.
+"""Report which NIXL backends can be made on this machine, as one line of JSON: `python -m kvmesh.nixl_probe`.
 
 A process of its own, because this runs native code that prints what it likes and may crash.
 """

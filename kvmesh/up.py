@@ -1,4 +1,4 @@
-"""`kvmesh up`: a mesh on this host until Ctrl-C."""
+"""Run `kvmesh up`: a mesh on this host until Ctrl-C."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those of `up`, and those of its planner: `--planner-ttft-slo-s 1` is that one's `--ttft-slo-s 1`."""
+    """Split the flags: those of `up`, and those of its planner, where `--planner-max-gpus` becomes `--max-gpus`."""
     own: list[str] = []
     others: list[str] = []
     words = list(argv)
@@ -45,7 +45,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def planner_config(config: UpConfig, argv: Sequence[str], config_file: str) -> ServiceConfig | None:
-    """None if there is to be no planner. Raises ConfigError."""
+    """Return the planner's settings, None without a planner. Raises ConfigError."""
     if not config.planner:
         if argv:
             raise ConfigError(f"{PLANNER_FLAG}{argv[0].removeprefix('--')} without a planner", hint="add --planner")
@@ -111,7 +111,7 @@ async def up(
 
 
 def check_counts(config: UpConfig) -> None:
-    """Raises ConfigError if nobody could ever answer."""
+    """Raise ConfigError if no worker could ever answer."""
     if config.decode + config.aggregated == 0:
         raise ConfigError("no worker would decode", hint="set --decode or --aggregated to 1 or more")
 

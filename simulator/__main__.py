@@ -1,4 +1,4 @@
-"""`python -m simulator`: the same as `kvmesh replay`."""
+"""Run `python -m simulator`, which is the same as `kvmesh replay`."""
 
 import sys
 

@@ -22,7 +22,7 @@ def limited(requests: Iterable[SimRequest], count: int) -> Iterator[SimRequest]:
 
 
 def jittered(requests: Iterable[SimRequest], jitter_s: float, seed: int) -> Iterator[SimRequest]:
-    """Arrivals moved by up to `jitter_s`, in order again. Holds what lies within that time of each other."""
+    """Move arrivals by up to `jitter_s` and sort them again. Only requests within that time are held."""
     rng = random.Random(seed)
     pending: list[tuple[float, int, SimRequest]] = []
     for number, request in enumerate(requests):

@@ -1,4 +1,4 @@
-"""What is simulated."""
+"""Settings of a simulation."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""The workers of a simulation: ordered, ready, drained, turned into another role, gone."""
+"""Keep account of the workers of a simulation: ordered, ready, drained, turned into another role, gone."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -18,7 +18,7 @@ TRANSFER = "simulated"
 
 
 class SimFleet:
-    """Pure bookkeeping: who has which role and state. The world tells the routers."""
+    """Track role and state of each worker. Pure: the world tells the routers."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class SimFleet:
         return self._by_id[worker_id]
 
     def order(self, role: Role, now: float) -> SimWorker:
-        """A worker that starts."""
+        """Add a worker that starts."""
         config, number = self._config, next(self._numbers)
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -58,7 +58,7 @@ class SimFleet:
         return worker
 
     def turn(self, worker: SimWorker) -> None:
-        """A drained worker has its other role, and another id."""
+        """Give a drained worker its other role and a new id."""
         assert worker.turns_into is not None
         del self._by_id[worker.worker_id]
         worker.turns += 1
@@ -76,7 +76,7 @@ class SimFleet:
         del self._by_id[worker.worker_id]
 
     def seconds_until(self, now: float) -> tuple[float, float]:
-        """(worker, GPU) seconds of all so far."""
+        """Return the worker seconds and the GPU seconds of all workers so far."""
         here = [(now - worker.ordered_s, self._gpus(worker)) for worker in self.workers]
         return (
             self.worker_seconds + sum(took_s for took_s, _ in here),
@@ -95,12 +95,12 @@ class SimFleet:
         )
 
     def least_loaded(self, role: Role) -> Iterator[SimWorker]:
-        """Ready ones, the newest of equals first."""
+        """Return the ready workers, least loaded first, the newest of equals first."""
         ready = enumerate(self.of(role, SimWorkerState.READY))
         return (worker for _, worker in sorted(ready, key=lambda each: (each[1].assigned, -each[0])))
 
     def loads(self, role: Role, queued_in_router: int) -> tuple[WorkerLoad, ...]:
-        """Of the ready ones. What waits in the routers is shared out evenly: it is going to come to them."""
+        """Return the loads of the ready workers. What waits in the routers counts in equal shares for each of them."""
         ready = self.of(role, SimWorkerState.READY)
         return tuple(self._load(worker, queued_in_router // len(ready)) for worker in ready)
 

@@ -13,7 +13,7 @@ from simulator.worker import SimWorker, SimWorkerState
 
 @dataclass(frozen=True, slots=True)
 class PlannerHook:
-    """`decide` is asked every `interval_s` of simulated time; its decision is carried out at once.
+    """Name the planner of a simulation: `decide` is asked every `interval_s`, its decision is carried out at once.
 
     When `traffic_s` (a multiple of `interval_s`) have passed, `decide` is told the Traffic of that time, else None.
     """
@@ -38,7 +38,7 @@ class PlannerLoop:
         order: Callable[[Role], None],
         leave: Callable[[SimWorker, SimWorkerState], None],
     ) -> None:
-        """`unplaced_tokens` counts the prompt tokens that no router has placed."""
+        """Start asking. `unplaced_tokens` counts the prompt tokens that no router has placed."""
         self._hook = hook
         self._agenda = agenda
         self._fleet = fleet

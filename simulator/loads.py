@@ -1,4 +1,4 @@
-"""Synthetic load: when requests come, how long they are, what they share.
+"""Make synthetic load: when requests come, how long they are, what they share.
 
     rate = diurnal(mean_rps=10, swing=0.6, period_s=7200)
     requests = synthesize(rate, duration_s=7200, shape=Shape(isl_tokens=3000, osl_tokens=300), seed=3)
@@ -22,7 +22,7 @@ _PREFIX_THREADS = 1 << 40  # texts of shared prefixes are named from here on
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Requests per second at a time; never above `most_rps`."""
+    """Give the requests per second at a time, never above `most_rps`."""
 
     at: Callable[[float], float]
     most_rps: float
@@ -30,7 +30,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the requests. Lengths are log-normal around their means, with `spread` as their sigma; 0: all equal.
+    """Describe requests. Lengths are log-normal around their means, with `spread` as their sigma; 0: all equal.
 
     `groups` > 0: each request begins with one of so many prefixes of `prefix_tokens`, which are part of its ISL.
     `turns` > 1: each arrival is a conversation of so many turns; a turn comes `pause_s` on average after the answer to
@@ -54,7 +54,7 @@ def constant(rps: float) -> Rate:
 
 
 def diurnal(mean_rps: float, swing: float = 0.6, period_s: float = 3600.0) -> Rate:
-    """A sine that begins at its lowest: from mean * (1 - swing) to mean * (1 + swing)."""
+    """Return a sine that begins at its lowest: from mean * (1 - swing) to mean * (1 + swing)."""
     return Rate(
         lambda t: mean_rps * (1 - swing * math.cos(2 * math.pi * t / period_s)),
         mean_rps * (1 + swing),
@@ -69,7 +69,7 @@ def bursty(
     seed: int = 0,
     until_s: float = 1e5,
 ) -> Rate:
-    """`base_rps`, and bursts of `burst_rps` after exponential pauses of `quiet_s`, each of `burst_s`."""
+    """Return `base_rps` with bursts of `burst_rps` after exponential pauses of `quiet_s`, each of `burst_s`."""
     rng = random.Random(f"bursts {seed}")
     begins, ends, now = array("d"), array("d"), 0.0
     while now < until_s:
@@ -85,17 +85,17 @@ def bursty(
 
 
 def step(low_rps: float, high_rps: float, up_s: float, down_s: float) -> Rate:
-    """Low, high from `up_s` on, low again from `down_s` on."""
+    """Return a low rate that is high from `up_s` until `down_s`."""
     return Rate(lambda t: high_rps if up_s <= t < down_s else low_rps, max(low_rps, high_rps))
 
 
 def sawtooth(low_rps: float, high_rps: float, period_s: float = 120.0) -> Rate:
-    """Up in a line for a period, then down at once: with the planner's interval as the period, always against it."""
+    """Return a rate that rises for a period, then falls at once: the worst case for a planner of that interval."""
     return Rate(lambda t: low_rps + (high_rps - low_rps) * (t % period_s) / period_s, max(low_rps, high_rps))
 
 
 def arrivals(rate: Rate, duration_s: float, seed: int) -> Iterator[float]:
-    """Poisson, by thinning."""
+    """Return the arrivals of a Poisson process, by thinning."""
     rng = random.Random(f"arrivals {seed}")
     now = 0.0
     while rate.most_rps > 0:
@@ -114,7 +114,7 @@ def synthesize(
     seed: int = 1,
     block_size: int = 512,
 ) -> Iterator[SimRequest]:
-    """Requests that arrive before `duration_s`; turns of conversations that have begun come after it too."""
+    """Return requests that arrive before `duration_s`; later turns of conversations may come after it."""
     rng = random.Random(f"requests {seed}")
     share = Rate(lambda t: rate.at(t) / shape.turns, rate.most_rps / shape.turns)
     pending: list[tuple[float, int, SimRequest, int]] = []  # (arrival, thread, turn, turns still to come)

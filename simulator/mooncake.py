@@ -30,7 +30,7 @@ _rows = msgspec.json.Decoder(TraceRow)
 
 
 def stream_rows(path: Path, limit: int = 0) -> Iterator[TraceRow]:
-    """In order of time, without holding the file; `limit`: of its first lines, 0: all.
+    """Return the rows in order of time, without holding the file. `limit` counts lines; 0: all.
 
     Raises ConfigError for what cannot be read, while it is read.
     """
@@ -71,7 +71,7 @@ def _read_row(line: bytes, number: int, path: Path) -> TraceRow:
 
 
 def from_rows(rows: Iterable[TraceRow], block_size: int, trace_block_size: int = 512) -> Iterator[SimRequest]:
-    """`rows` in order of time. Their block ids stand for `trace_block_size` tokens each.
+    """Return the requests of `rows`, which come in order of time. A block id stands for `trace_block_size` tokens.
 
     Blocks that a row has no id for, and its answer, are shared with nobody. Raises ConfigError if the sizes do not fit.
     """

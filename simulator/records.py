@@ -1,4 +1,4 @@
-"""What is remembered of a simulation: sums, spreads and a time line, in bounded memory."""
+"""Record a simulation in bounded memory: sums, spreads and a time line."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ MOST_CHANGES = 4096
 
 @dataclass(slots=True)
 class _Window:
-    """Sums since it was begun."""
+    """Hold sums since a time."""
 
     since_s: float = 0.0
     requests: int = 0
@@ -101,7 +101,7 @@ class Records:
     # --- the planner -------------------------------------------------------------------------------------
 
     def take_traffic(self, now: float) -> Traffic:
-        """Since the last call."""
+        """Return the traffic since the last call."""
         window, self._traffic = self._traffic, _Window(now)
         return Traffic(
             start_s=window.since_s,
@@ -133,7 +133,7 @@ class Records:
     # --- the time line -----------------------------------------------------------------------------------
 
     def sample(self, now: float, fleet: SimFleet, waiting: int) -> float:
-        """Add a sample; when the next is due."""
+        """Add a sample. Return when the next one is due."""
         window, self._window = self._window, _Window(now)
         prefill, decode = fleet.count(Role.PREFILL), fleet.count(fleet.decoding_role)
         self._samples.append(
@@ -204,7 +204,7 @@ def _spread(tally: PercentileTally) -> Spread:
 
 
 def _joined(first: Sample, second: Sample) -> Sample:
-    """Two intervals as one."""
+    """Join two intervals."""
     ended, requests = first.ended + second.ended, first.requests + second.requests
     return Sample(
         at_s=second.at_s,

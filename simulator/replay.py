@@ -1,4 +1,4 @@
-"""`kvmesh replay`: a trace or synthetic load through the live router, schedulers and block pools, in simulated time."""
+"""Run `kvmesh replay`: send a trace or synthetic load through the live router, schedulers and block pools."""
 
 import gc
 import json
@@ -148,7 +148,7 @@ def replay(requests: Iterator[SimRequest], config: ReplayConfig) -> SimReport:
 
 
 def simulated(config: ReplayConfig) -> SimConfig:
-    """Raises ConfigError for profiles that cannot be read or lack a table that is needed."""
+    """Return the simulation's settings. Raises ConfigError if a profile cannot be read or lacks a table."""
     profile = read_profile(Path(config.profile)) if config.profile else None
     prefill_profile = read_profile(Path(config.prefill_profile)) if config.prefill_profile else profile
     if config.mode == "disaggregated" and config.workers < 2:
@@ -190,7 +190,7 @@ def simulated(config: ReplayConfig) -> SimConfig:
 
 
 def hook_of(config: ReplayConfig) -> PlannerHook | None:
-    """The live planner core, as `python -m planner` would run it. Raises ConfigError if it cannot size such workers."""
+    """Return the live planner core, None without --planner. Raises ConfigError if it cannot size the workers."""
     if not config.planner:
         return None
     if config.prefill_rate:
@@ -214,7 +214,7 @@ def hook_of(config: ReplayConfig) -> PlannerHook | None:
 
 
 def _check_tables(config: ReplayConfig, prefill: Profile | None, decode: Profile | None) -> None:
-    """Decode workers compute prompts too, when the router finds that cheaper."""
+    """Raise ConfigError if a profile lacks a table. Decode workers need both: the router may let them prefill."""
     for flag, profile, needs_decode in (("--prefill-profile", prefill, False), ("--profile", decode, True)):
         if profile is None:
             continue
@@ -224,7 +224,7 @@ def _check_tables(config: ReplayConfig, prefill: Profile | None, decode: Profile
 
 
 def requests_of(config: ReplayConfig) -> Iterator[SimRequest]:
-    """Raises ConfigError, now or while they are read."""
+    """Return the requests to replay. Raises ConfigError, now or while they are read."""
     sources = [name for name in ("trace", "access_log", "load") if getattr(config, name)]
     if len(sources) != 1:
         found = f"{' and '.join(sources)} are given" if sources else "no requests are given"
@@ -248,7 +248,7 @@ def requests_of(config: ReplayConfig) -> Iterator[SimRequest]:
 
 
 def rate_of(config: ReplayConfig) -> Rate:
-    """The mean is --rate for all shapes but `step` and `bursty`, whose low level it is."""
+    """Return the rate of --load. Its mean is --rate, except for `step` and `bursty`: --rate is their low level."""
     peak = config.peak_rate or 1.6 * config.rate
     match config.load:
         case "diurnal":
@@ -274,7 +274,7 @@ def shape_of(config: ReplayConfig) -> Shape:
 
 
 def settings_of(config: ReplayConfig) -> dict[str, str]:
-    """Those that differ from their defaults, but for where results go."""
+    """Return the settings that differ from their defaults, without those of the output."""
     ours = msgspec.to_builtins(config)
     theirs = msgspec.to_builtins(ReplayConfig())
     return {name: str(value) for name, value in ours.items() if value != theirs[name] and name not in _OUTPUTS}

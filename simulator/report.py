@@ -1,10 +1,10 @@
-"""What a simulation has come to."""
+"""The results of a simulation."""
 
 from msgspec import Struct
 
 
 class Spread(Struct, frozen=True, kw_only=True):
-    """Of many values, in seconds."""
+    """Hold the spread of many values, in seconds."""
 
     mean: float
     p50: float
@@ -15,7 +15,7 @@ class Spread(Struct, frozen=True, kw_only=True):
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """Of one interval of the time line. Workers as they were at its end."""
+    """Hold one interval of the time line, with the workers at its end."""
 
     at_s: float  # its end
     requests: int  # that arrived
@@ -32,7 +32,7 @@ class Sample(Struct, frozen=True, kw_only=True):
 
 
 class PlannerChange(Struct, frozen=True, kw_only=True):
-    """A decision of the planner that was not to hold."""
+    """Hold a decision of the planner that changed something."""
 
     at_s: float
     prefill: int

@@ -1,4 +1,4 @@
-"""What the simulator is asked: requests without text. A full KV block has a name, which is all that caches know of it.
+"""Requests of the simulator. They have no text: a full KV block has a name, and caches know only that name.
 
 Equal names at equal places of two prompts, after equal blocks, are a prefix that they share.
 """
@@ -12,7 +12,7 @@ _BLOCKS_BITS = 20  # a sequence has fewer blocks than this many bits can count
 
 
 class SimRequest(Struct, frozen=True, gc=False):
-    """`names`: u64 [isl_tokens // block_size], one for each full block of the prompt, packed.
+    """Describe a request. `names`: u64 [isl_tokens // block_size], packed, one for each full block of the prompt.
 
     `thread`: u43; what follows the prompt is named after it, as `thread_names` does: the next turn of a conversation
     finds the answer in the cache if it names its blocks so.
@@ -27,10 +27,10 @@ class SimRequest(Struct, frozen=True, gc=False):
 
 
 def thread_name(thread: int, number: int) -> int:
-    """Of the block at place `number` of a text that is nobody else's."""
+    """Return the name of block `number` of a text that no other request shares."""
     return _ANSWER | thread << _BLOCKS_BITS | number
 
 
 def thread_names(thread: int, first: int, end: int) -> bytes:
-    """Of the blocks at places first..end-1, packed."""
+    """Return the names of the blocks first..end-1, packed."""
     return array("Q", range(thread_name(thread, first), thread_name(thread, end))).tobytes()

@@ -20,7 +20,7 @@ _U32 = 0xFFFF_FFFF
 
 
 class Length:
-    """Stands for a list of tokens of which only the number matters."""
+    """Stand for a list of tokens of which only the number matters."""
 
     __slots__ = ("_length",)
 
@@ -64,14 +64,14 @@ class SimulatedSequence(SequenceState):
 
 
 def prompt_hashes(names: bytes) -> bytes:
-    """Sequence hashes of a prompt's full blocks, packed, as the router knows them."""
+    """Return the sequence hashes of a prompt's full blocks, packed, as the router knows them."""
     return sequence_hash_bytes(names, HALVES)
 
 
 def sequence_for(
     request: GenerateRequest, isl_tokens: int, hashes: list[int], names: bytes, thread: int
 ) -> SequenceState:
-    """`hashes`: of the prompt's full blocks; shared with nobody."""
+    """Return the sequence of a request. `hashes` belong to the prompt's full blocks; the sequence keeps the list."""
     num_generated = len(request.generated)
     return SimulatedSequence(
         request=request,
@@ -87,7 +87,7 @@ def sequence_for(
 
 
 def as_told(events: Sequence[KvEvent]) -> list[KvEvent]:
-    """A pool's events, in the measure of its names."""
+    """Return a pool's events with block sizes in halves of names."""
     return [
         Stored(event.hashes, event.parent, event.token_ids, HALVES) if isinstance(event, Stored) else event
         for event in events

@@ -1,4 +1,4 @@
-"""Many values in bounded memory."""
+"""Summarize many values in bounded memory."""
 
 import math
 from array import array
@@ -9,7 +9,7 @@ _PRECISION = math.log(1.005)
 
 
 class PercentileTally:
-    """Mean, largest and percentiles: exact up to `EXACT` values, beyond them to half a per cent."""
+    """Track mean, largest and percentiles: exact up to `EXACT` values, beyond them to half a per cent."""
 
     def __init__(self, exact: int = EXACT) -> None:
         self.count = 0
@@ -20,7 +20,7 @@ class PercentileTally:
         self._buckets: Counter[int] = Counter()  # bucket b: values up to 1.005**b; the least one: 0
 
     def add(self, value: float) -> None:
-        """`value` >= 0."""
+        """Count a value that is not negative."""
         self.count += 1
         self.total += value
         if value > self.largest:
@@ -38,7 +38,7 @@ class PercentileTally:
         return self.total / self.count if self.count else 0.0
 
     def percentile(self, share: float) -> float:
-        """The value that `share` (0..1) of all lie below; 0 without values."""
+        """Return the value that `share` (0..1) of all lie below; 0 without values."""
         if not self.count:
             return 0.0
         rank = min(self.count - 1, math.floor(self.count * share))

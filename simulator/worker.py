@@ -1,4 +1,4 @@
-"""One simulated worker: the live scheduler and block pool, advanced lazily, step by step or run by run."""
+"""Simulate one worker: the live scheduler and block pool, advanced lazily, step by step or run by run."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class SimWorkerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Steps of a run that take equally long."""
+    """Hold steps of a run that take equally long."""
 
     first: int
     begins_s: float
@@ -38,10 +38,10 @@ class _Stretch:
 
 
 class _Running:
-    """A run of decode steps in progress. Its steps are worked out as far as `MOST_RUN_S` goes."""
+    """Track a run of decode steps in progress. Its steps are computed for the next `MOST_RUN_S`."""
 
     def __init__(self, run: DecodeRun, now: float, step_s: Callable[[int, int], float]) -> None:
-        """`step_s(sequences, blocks)`: how long a step takes."""
+        """Plan a run. `step_s(sequences, blocks)` returns how long a step takes."""
         self.run = run
         self._stretches: list[_Stretch] = []
         self._starts: list[float] = []
@@ -63,7 +63,7 @@ class _Running:
         self.ends_s = ends
 
     def done_by(self, now: float) -> int:
-        """Steps that have ended by then."""
+        """Return how many steps have ended by then."""
         if now >= self.ends_s:
             return self.steps
         stretch = self._stretches[max(0, bisect_right(self._starts, now) - 1)]
@@ -72,7 +72,7 @@ class _Running:
         return min(self.steps - 1, stretch.first + int((now - stretch.begins_s) / stretch.step_s))
 
     def ends_at(self, steps: int) -> float:
-        """When so many steps have ended; steps < self.steps."""
+        """Return when so many steps have ended; steps < self.steps."""
         number = len(self._stretches) - 1
         while self._stretches[number].first > steps:
             number -= 1
@@ -81,9 +81,9 @@ class _Running:
 
 
 class SimWorker:
-    """It does nothing by itself: `due_s` says when `wake` is to be called, `due` tells a stale call from a real one.
+    """Simulate a worker, which does nothing by itself: `wake` has to be called at `due_s`; `wakes` marks stale calls.
 
-    What happens in it is told through `on_outputs(worker, outputs, when)` and `on_pull(worker, pull, when)`.
+    It reports through `on_outputs(worker, outputs, when)` and `on_pull(worker, pull, when)`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class SimWorker:
         return self._step is None and self._run is None
 
     def set_timing(self, timing: Timing) -> None:
-        """Between steps alone."""
+        """Change the timing. Call it between steps only."""
         self._timing = timing
         self._pace = MockPace(timing, 0.0, _never, block_size=self.pool.block_size)
 
@@ -137,7 +137,7 @@ class SimWorker:
         return self.pool.take_events()
 
     def queue(self, sequence: SequenceState, now: float) -> None:
-        """Raises InvalidRequestError for what can never run here."""
+        """Queue a sequence. Raises InvalidRequestError if it can never run here."""
         stop = sequence.request.stop
         self.scheduler.check_size(len(sequence.prompt), len(sequence.output), stop.max_tokens)
         self.settle(now)
@@ -150,7 +150,7 @@ class SimWorker:
         self.stir(now)
 
     def release(self, blocks: Sequence[int], now: float) -> None:
-        """Blocks that were kept for a decode worker are not needed any more."""
+        """Release blocks that were kept for a decode worker."""
         self.settle(now)
         self.pool.release(blocks)
         self.stir(now)
@@ -161,12 +161,12 @@ class SimWorker:
         self.stir(now)
 
     def stir(self, now: float) -> None:
-        """There may be something to do."""
+        """Begin a step if there is one and none is in progress."""
         if self.is_idle:
             self._begin(now)
 
     def settle(self, now: float) -> None:
-        """Bring a run up to `now`: the step in progress goes on as planned, what follows is planned anew. `stir` it."""
+        """Bring a run up to `now`: the step in progress continues, later ones are planned again. Then `stir` it."""
         running = self._run
         if running is None:
             return
@@ -182,7 +182,7 @@ class SimWorker:
         self._begin_step(begins_s, now)
 
     def wake(self) -> None:
-        """The step, or the run, ends at `due_s`, which is now."""
+        """End the step or the run, which is due now."""
         now = self.due_s
         self.due_s = _FOREVER
         if (running := self._run) is not None:
@@ -206,7 +206,7 @@ class SimWorker:
         self._begin_step(now, now)
 
     def _begin_step(self, begins_s: float, now: float) -> None:
-        """The next one, which began a little ago if it is part of a run that is no more."""
+        """Begin the next step, which began a little ago if it was part of a run that was cut short."""
         step = self.scheduler.plan()
         for pull in step.pulls:
             self._on_pull(self, pull, now)

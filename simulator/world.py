@@ -1,4 +1,4 @@
-"""Discrete events: arrivals, ends of steps, pulls, news with a lag, and a planner that looks on."""
+"""Simulate a mesh by discrete events: arrivals, ends of steps, pulls, events with a lag, and a planner."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -58,7 +58,7 @@ class World:
             self._join(self._fleet.order(role, 0.0), _SETTLED_S)
 
     def run(self, requests: Iterable[SimRequest]) -> SimReport:
-        """Requests that arrive at the same instant are in the queue together before any of them is placed."""
+        """Simulate the requests. Those of one instant are queued together before any of them is placed."""
         self._arrivals = opened(requests, self._config)
         self._begin_watching()
         if self._config.concurrency:
@@ -94,7 +94,7 @@ class World:
                 self._dispatch()
 
     def _is_stuck(self, arrival: OpenRequest | None) -> bool:
-        """Nothing ends any more: who is left has failed."""
+        """Fail all open requests if nothing has ended for a long time. Return whether that is so."""
         if arrival is not None or self._agenda.now - self._last_end_s < PATIENCE_S:
             return False
         self._agenda.now = self._last_end_s
@@ -105,7 +105,7 @@ class World:
     # --- requests ----------------------------------------------------------------------------------------
 
     def _take_next(self, most: int) -> Iterator[OpenRequest]:
-        """In a closed loop requests arrive when others end."""
+        """Return the next requests of a closed loop, where requests arrive when others end."""
         for _ in range(most):
             if (request := next(self._arrivals, None)) is None:
                 return
@@ -210,7 +210,7 @@ class World:
     # --- what workers tell --------------------------------------------------------------------------------
 
     def _follow(self, worker: SimWorker) -> None:
-        """After anything that was done to a worker: hear its news, know when it is to wake."""
+        """Take a worker's events and its next wake-up. Call it after anything that was done to the worker."""
         if worker.wakes != worker.followed:
             worker.followed = worker.wakes
             self._agenda.at(worker.due_s, self._wake, worker, worker.wakes)
@@ -284,7 +284,7 @@ class World:
         self._routers.gossip(request.router)
 
     def _report_progress(self) -> None:
-        """As frontends do: how far answers have grown, in blocks."""
+        """Report to the routers how far answers have grown, in blocks, as frontends do."""
         block_size = self._config.block_size
         for request in self._open.values():
             if request.first_s >= 0 and request.sequence is not None:
@@ -332,7 +332,7 @@ class World:
         self._routers.tell(worker, worker.pool.snapshot())
 
     def _leave(self, worker: SimWorker, state: SimWorkerState) -> None:
-        """It gets no more requests; those that it has been given it finishes."""
+        """Let a worker leave. It gets no more requests and finishes those it has."""
         worker.state = state
         self._routers.remove_worker(worker.worker_id)
         self._check_drained(worker)

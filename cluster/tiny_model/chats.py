@@ -192,7 +192,7 @@ ASK_HOW = "{How does [topic] work|Explain how [topic] works|Can you explain how 
 
 
 def explanation(rng: random.Random) -> list[Turn]:
-    """One or two everyday things explained, sometimes in one or two sentences."""
+    """Return a chat that explains one or two everyday things, sometimes in one or two sentences."""
     topics = rng.sample(tuple(EVERYDAY), rng.choice((1, 1, 2)))
     return [explained(rng, topic, EVERYDAY[topic], topic) for topic in topics]
 

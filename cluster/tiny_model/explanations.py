@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - a sentence with all its choices stays on one line
-"""How things work, in simple words: each topic is a few sentences, each sentence with choices."""
+"""Explain in simple words how things work: each topic is a few sentences, each sentence with choices."""
 
 EVERYDAY: dict[str, str] = {
     "a kitchen": """A kitchen is {a room|the place} where {food is made|people cook}.

@@ -1,4 +1,4 @@
-"""`kvmesh bench` and each benchmark say what they do."""
+"""Tests of the help of `kvmesh bench` and of each benchmark."""
 
 import pytest
 

@@ -103,7 +103,7 @@ def test_prompts_wait_for_a_prefill_worker_about_as_long_as_the_slo_allows() -> 
 
 
 def test_the_conversation_is_planned_with_the_hits_that_a_simulation_finds(tmp_path: Path) -> None:
-    """Every prompt is 8 blocks that all share and 2 of its own: all but the first find four fifths of it."""
+    """Prompts have 8 shared blocks and 2 of their own: all but the first find four fifths cached."""
     trace = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 5000 * k, "input_length": 5120, "output_length": 10, "hash_ids": [*range(8), 100 + k, 200 + k]}

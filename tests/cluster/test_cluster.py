@@ -1,4 +1,4 @@
-"""`kvmesh up` starts these processes, with these settings."""
+"""Tests of the processes that `kvmesh up` starts, and of their settings."""
 
 import os
 from pathlib import Path

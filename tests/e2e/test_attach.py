@@ -1,4 +1,4 @@
-"""`kvmesh attach`: servers that run no code of ours, behind a frontend and a router of ours."""
+"""Tests of `kvmesh attach`: servers that run no code of ours, behind our frontend and router."""
 
 import asyncio
 import signal
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.e2e
 
 @contextmanager
 def attached(folder: Path, *words: str, workers: int) -> Iterator[Mesh]:
-    """`kvmesh attach ... --frontend` until the block ends; then it must end well and by itself."""
+    """Run `kvmesh attach ... --frontend` until the block ends; then it must end well and by itself."""
     flags = ["--frontend", "--port", "0", "--discovery", f"file:{folder / 'discovery'}"]
     command = [sys.executable, "-m", "kvmesh", "attach", *words, *flags]
     (folder / "logs").mkdir()
@@ -73,7 +73,7 @@ def name_of(server: Server) -> str:
 
 
 def names_of(tokens: Sequence[int]) -> list[str]:
-    """As the API shows them."""
+    """Return the workers as the API shows them."""
     tokenizer = Tokenizer.load(CHECKPOINT_DIR)
     return [tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
 
@@ -113,7 +113,7 @@ def test_servers_that_tell_nothing_are_guessed_at(tmp_path: Path) -> None:
 
 
 def test_an_answer_goes_on_when_its_server_dies(tmp_path: Path) -> None:
-    """No token is lost and none repeated; the worker comes back when the server does."""
+    """The stream loses and repeats no token; the worker comes back when the server does."""
     servers = [VllmServer(), VllmServer()]
     with served(*servers) as loop, attached(tmp_path, *(server.url for server in servers), workers=2) as mesh:
         for server in servers:

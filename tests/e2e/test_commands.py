@@ -1,4 +1,4 @@
-"""What a user starts from a shell: `kvmesh up` and `kvmesh demo`."""
+"""Tests of the commands that a user starts from a shell: `kvmesh up` and `kvmesh demo`."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
 
 
 def test_from_start_to_the_first_token_it_takes_under_15_s(life: Life, tmp_path: Path) -> None:
-    """The fastest of some: one that was slow may be the machine's fault."""
+    """The fastest of some starts counts: a slow one may be the machine's fault."""
     assert life.to_first_token_s < 15 or any(live(tmp_path / name).to_first_token_s < 15 for name in "ab")
 
 
@@ -78,7 +78,7 @@ def test_a_killed_supervisor_leaves_no_orphans(tmp_path: Path) -> None:
 
 
 def test_an_idle_mesh_costs_under_3_percent_of_a_core(nixl_mesh: Mesh) -> None:
-    """In the quietest of some seconds."""
+    """The quietest of some periods counts."""
     nixl_mesh.complete("Once upon a time", max_tokens=8)
     time.sleep(0.5)
 

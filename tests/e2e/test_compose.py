@@ -1,4 +1,4 @@
-"""docker-compose.yml, executed: every service's own `command` and health check, as processes of this host."""
+"""Execute docker-compose.yml: every service's own `command` and health check, as processes of this host."""
 
 import asyncio
 import fnmatch
@@ -36,7 +36,7 @@ NUM_WORKERS = sum("workers" in service["command"] for service in SERVICES.values
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What this host gives in place of what a container would have: the only things that are replaced."""
+    """Replace the parts that a container would have and this host has not. Nothing else is replaced."""
 
     run_dir: Path
     ports: Mapping[str, int]  # by "service:port in the container"
@@ -94,7 +94,7 @@ def free_ports() -> Iterator[int]:
 
 
 def environment(service: str) -> dict[str, str]:
-    """This host's, and what the file sets; `${NAME:-default}` is then the default."""
+    """Return this host's environment and the file's; `${NAME:-default}` becomes the default."""
     given: Mapping[str, str] = SERVICES[service].get("environment", {})
     return dict(os.environ) | {name: re.sub(r"\$\{\w+:-(.*?)\}", r"\1", value) for name, value in given.items()}
 
@@ -229,7 +229,7 @@ def test_docker_compose_accepts_the_file() -> None:
 
 
 def compose_command() -> list[str] | None:
-    """`docker compose` where the plugin is installed, else docker-compose, else None."""
+    """Return `docker compose` if the plugin is installed, else docker-compose, else None."""
     for command in (["docker", "compose"], ["docker-compose"]):
         if shutil.which(command[0]) is None:
             continue

@@ -1,4 +1,4 @@
-"""docker-compose.planner.yml: the services that a planner scales, and the flags that their workers are given."""
+"""Tests of docker-compose.planner.yml: the services that a planner scales, and their workers' flags."""
 
 import shlex
 from pathlib import Path

@@ -61,7 +61,7 @@ def control(mesh: Mesh) -> Control:
 
 @contextmanager
 def steady_load(mesh: Mesh, clients: int, tokens: int = 20) -> Iterator[list[Stream]]:
-    """Each client sends its next request when the last is answered. At the end every answer has come, and was right."""
+    """Send load: each client sends its next request after the last answer. All answers must come and be right."""
     stop = threading.Event()
     streams: list[Stream] = []
 
@@ -135,7 +135,7 @@ def test_a_flipped_worker_serves_in_its_new_role_and_keeps_it_when_it_is_started
 
 
 def test_a_worker_that_cannot_be_started_does_not_end_the_mesh(tmp_path: Path) -> None:
-    """Its log file is a folder, so that it cannot be opened."""
+    """Make the log file a folder, so that it cannot be opened."""
     with running_mesh(tmp_path, *MOCK, "--decode", "1") as mesh:
         control = Control(tmp_path)
         (tmp_path / "logs" / "decode-1.log").mkdir()

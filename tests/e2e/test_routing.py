@@ -1,4 +1,4 @@
-"""Where requests run: as callers ask, as the router explains, and one after the other where there is no room."""
+"""Tests of routing in a mesh: as callers ask, as the router explains, and in a queue where there is no room."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ QUEUE = 3  # requests that may wait
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    """One prefill worker, two decode workers; sessions are kept."""
+    """Run one prefill worker and two decode workers; sessions are kept."""
     env = {"KVMESH_ROUTER_AFFINITY_TTL_S": "60"}
     with running_mesh(tmp_path_factory.mktemp("wide"), *MOCK, env=env) as mesh:
         yield mesh
@@ -49,7 +49,7 @@ def _narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def narrow(_narrow: Mesh) -> Iterator[Mesh]:
-    """One worker that runs one request at a time, and a queue for QUEUE. After each test nothing is left in flight."""
+    """Run one worker with one request at a time, and a queue for QUEUE. After each test nothing is in flight."""
     yield _narrow
     until_free(_narrow)
 
@@ -61,7 +61,7 @@ def of_router(mesh: Mesh, name: str) -> float:
 
 
 def until_free(mesh: Mesh) -> None:
-    """Until nothing is in flight: neither at the frontend, nor at the workers, nor at a router by itself."""
+    """Wait until nothing is in flight at the frontend, the workers and a router by itself."""
     gauges = ("kvmesh_router_waiting", "kvmesh_router_in_flight")
     until(lambda: not in_flight(mesh) and not any(of_router(mesh, name) for name in gauges), what="nothing in flight")
 
@@ -81,7 +81,7 @@ def preview(mesh: Mesh, prompt: list[int], **headers: str) -> dict[str, Any]:
 
 
 def chosen(explanation: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """By leg."""
+    """Return the chosen candidates by leg."""
     return {c["leg"]: c for c in explanation["candidates"] if c["note"] == "chosen"}
 
 
@@ -98,7 +98,7 @@ def test_a_header_names_the_worker_that_answers(wide: Mesh, name: str) -> None:
 
 
 def test_a_header_names_the_worker_that_prefills(wide: Mesh) -> None:
-    """Also where the whole prompt is cached on the worker that decodes."""
+    """This holds where the whole prompt is cached on the decode worker, too."""
     pinned = {"x-kvmesh-worker": "decode-0", "x-kvmesh-prefill-worker": "prefill-0"}
     for _ in range(2):
         answer = complete(wide, prompt_of(64, 5), pinned, kvmesh={"trace": True}).json()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.budget
 
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[list[int], list[str]]]:
-    """(prompt, tokens of the greedy answer as text): from transformers, in float32."""
+    """Return a prompt and the greedy answer's tokens as text, from transformers in float32."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

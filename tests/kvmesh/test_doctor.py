@@ -1,4 +1,4 @@
-"""What the doctor makes of a machine, and that it comes to an end on this one."""
+"""The doctor judges a machine by its facts, and ends on this one."""
 
 import io
 import socket

@@ -1,4 +1,4 @@
-"""What `kvmesh explain` asks a frontend, and what it makes of the answer."""
+"""Tests of `kvmesh explain`: its questions to a frontend or router, and its tables."""
 
 import io
 from collections.abc import AsyncIterator

@@ -52,7 +52,7 @@ def test_aggregated_workers_alone_are_sized_as_one_pool_and_never_beside_others(
 
 
 def settings_of(up: ClusterConfig, planner: ServiceConfig, run_dir: Path) -> ServiceConfig:
-    """What the planner's process will read."""
+    """Return the settings that the planner's process will read."""
     spec = planner_spec(up, planner, run_dir, "unix:/x/control.sock")
     assert spec.argv[:2] == ["-m", "planner"]
     return load(ServiceConfig, spec.argv[2:], {}, prefix="KVMESH_PLANNER_", prog="planner")

@@ -1,4 +1,4 @@
-"""What is fed to the simulator: load shapes, traces, access logs; and how many values are kept."""
+"""Tests of the simulator's inputs: load shapes, traces, access logs; and of the percentiles."""
 
 import json
 import random

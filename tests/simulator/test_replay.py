@@ -36,7 +36,7 @@ def run(rows: list[TraceRow], **settings: Any) -> SimReport:
 
 
 def conversations(count: int, turns: int, gap_s: float) -> list[TraceRow]:
-    """`count` of them side by side, each turn ten blocks longer than the last."""
+    """Return `count` conversations side by side, each turn ten blocks longer than the last."""
     return [
         row(turn * gap_s + number * 0.1, [0, *(1000 * number + i for i in range(1, 10 * (turn + 1)))])
         for turn in range(turns)

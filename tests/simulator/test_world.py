@@ -70,7 +70,7 @@ def test_a_prompt_and_its_answer_take_their_steps() -> None:
 
 
 def test_steps_take_longer_the_more_of_the_cache_is_read() -> None:
-    """100 tokens in 7 blocks of 16: 112, from the 14th token on 8: 128."""
+    """The KV cache is 7 blocks of 16, 112 tokens, and from the 14th token on 8 blocks."""
     report = run([request(0.0, 100, 25)], timed())
 
     def step_s(blocks: int) -> float:
@@ -91,7 +91,7 @@ def test_hops_are_part_of_what_the_client_sees() -> None:
 
 
 def test_the_kv_of_a_prompt_takes_its_time_to_the_decode_worker() -> None:
-    """100 tokens of 1 MB at 1 GB/s: 0.1 s between the first and the second token."""
+    """The pull of 100 tokens of 1 MB at 1 GB/s takes 0.1 s, between the first and the second token."""
     slow, fast = (
         run([request(0.0, 100, 2)], timed(mode="disaggregated", workers=2, kv_bandwidth_gbps=gbps))
         for gbps in (1.0, 0.0)
@@ -133,7 +133,7 @@ def test_runs_of_steps_give_the_figures_of_single_steps(
 
 
 def test_round_robin_without_lags_is_the_same_to_the_last_digit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that a router learns matters here, so a run may tell of its blocks late."""
+    """A run may report its blocks late, because nothing that a router learns matters here."""
     settings = config(workers=3, blocks=80, max_step_tokens=64, saturation_tokens=0)
     at_once = run(chats(), settings)
     monkeypatch.setattr(Scheduler, "plan_run", lambda _: None)
@@ -294,7 +294,7 @@ def test_the_same_seed_gives_the_same_bytes_in_every_process() -> None:
 
 
 def test_memory_does_not_grow_with_the_requests() -> None:
-    """Once the caches are full. What is kept exactly, three numbers of each request, is one object."""
+    """Objects do not grow once the caches are full: the exact values of all requests are one array."""
     shape = Shape(isl_tokens=150, osl_tokens=20, spread=0.3, groups=3, prefix_tokens=64)
     load = synthesize(constant(10.0), 300.0, shape, seed=5, block_size=BLOCK)
     settings = config(workers=2, blocks=60, policy="kv")
@@ -316,7 +316,7 @@ def test_reports_are_plain_values() -> None:
 
 
 def test_the_scheduler_is_the_live_one() -> None:
-    """What the simulator queues is what a worker would have made of the request, but for its tokens."""
+    """The simulator queues the sequence that a worker would make of the request, but without tokens."""
     body = GenerateRequest(request_id="r", model="m", prompt=b"")  # type: ignore[arg-type]
     from protocol.hashing import unpack_hashes
     from simulator.sequence import prompt_hashes, sequence_for

@@ -1,4 +1,4 @@
-"""What SGLang imports for notebooks."""
+"""Stub of the names that SGLang imports for notebooks."""
 
 from typing import Any
 
