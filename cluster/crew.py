@@ -45,7 +45,7 @@ class Crew:
         tell: Callable[[str], None],
         fetch: Callable[[WorkerCard], Awaitable[float | None]] | None = None,
     ) -> None:
-        """`spec_of` returns the process of a role and name. `fetch` returns how many requests a worker has in hand."""
+        """Take `spec_of`, the process of a role and name, and `fetch`, how many requests a worker has in hand."""
         self._supervisor = supervisor
         self._spec_of = spec_of
         self._drain_timeout_s = drain_timeout_s

@@ -123,7 +123,7 @@ class Cluster:
             self._tell(f"the workers stay as they are: {failure}")
 
     async def stop(self) -> None:
-        """Stop the planner first, so that it starts no more workers, then the frontend, which drains, then the workers."""
+        """Stop the planner first, so that it starts no workers, then the frontend, which drains, then the others."""
         timeout_s = self.config.up.drain_timeout_s + 5
         await self.supervisor.stop([PLANNER], timeout_s)
         await self.supervisor.stop(["frontend"], timeout_s)
@@ -148,7 +148,7 @@ def make_run_dir(given: str) -> Path:
 async def running_cluster(
     config: ClusterConfig, tell: Callable[[str], None], config_file: str = "", planner: ServiceConfig | None = None
 ) -> AsyncIterator[Cluster]:
-    """Start the processes, also a planner if `planner` is given. At the end stop them and remove their files.
+    """Run the processes, and a planner if one is given. At the end they are stopped and their files removed.
 
     After a failure the logs stay, and the error's text says where they are.
     """

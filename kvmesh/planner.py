@@ -1,4 +1,4 @@
-"""`kvmesh planner` runs a planner; `kvmesh planner explain` shows what it has decided, and why."""
+"""Run `kvmesh planner`, or `kvmesh planner explain`, which shows what a planner has decided, and why."""
 
 import sys
 

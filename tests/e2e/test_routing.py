@@ -98,7 +98,7 @@ def test_a_header_names_the_worker_that_answers(wide: Mesh, name: str) -> None:
 
 
 def test_a_header_names_the_worker_that_prefills(wide: Mesh) -> None:
-    """This holds where the whole prompt is cached on the decode worker, too."""
+    """Reuse works where the whole prompt is cached on the decode worker, too."""
     pinned = {"x-kvmesh-worker": "decode-0", "x-kvmesh-prefill-worker": "prefill-0"}
     for _ in range(2):
         answer = complete(wide, prompt_of(64, 5), pinned, kvmesh={"trace": True}).json()

@@ -1,4 +1,4 @@
-"""`kvmesh up --planner`: the flags of the planner, and what it is told of its mesh."""
+"""Tests of `kvmesh up --planner`: the planner's flags, and the facts that it gets about its mesh."""
 
 from pathlib import Path
 
