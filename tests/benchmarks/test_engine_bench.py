@@ -33,14 +33,14 @@ def shape_of(folder: Path) -> StepModel:
     return StepModel.of(folder, ModelInfo(layout, 8192, 128256, ()))
 
 
-def test_an_8b_model_has_8_billion_parameters_and_128_kib_of_kv_per_token() -> None:
+def test_an_8b_model_has_its_known_sizes() -> None:
     shape = shape_of(SHAPES / "llama-8b")
     embeddings = shape.head_params  # as many again, which no step multiplies with
     assert 7.9e9 < shape.matrix_params + shape.head_params + embeddings < 8.1e9
     assert shape.kv_bytes_per_token == 128 * 1024
 
 
-def test_the_least_that_a_step_must_do() -> None:
+def test_a_steps_least_work_is_counted() -> None:
     shape = shape_of(SHAPES / "llama-8b")
     assert shape.prefill_flops(1) == pytest.approx(2 * (shape.matrix_params + shape.head_params), rel=1e-3)
     assert shape.prefill_flops(2048) > 2048 * 2 * shape.matrix_params
@@ -88,14 +88,14 @@ def test_throughput_is_compared_round_by_round_and_the_median_counts() -> None:
     assert report.others_cores == 0.5
 
 
-def test_added_latency_is_the_median_of_the_differences_of_requests_that_both_have_answered() -> None:
+def test_added_latency_is_the_median_difference_of_answered_pairs() -> None:
     report = report_of(CONFIG, measured(waits(10, 20, None, 90), waits(9, 22, 5, 50)))
     assert report.added_ttft_p50_ms == report.added_itl_p50_ms == pytest.approx(1.0)
     assert report.kvmesh.ttft_p50_ms == pytest.approx(20)
     assert report.errors == 2
 
 
-def test_cpu_is_told_by_process_and_what_is_left_is_the_engines() -> None:
+def test_cpu_is_split_by_process_the_remainder_is_the_engine() -> None:
     report = report_of(CONFIG, measured(waits(1), waits(1)))
     tokens = 3 * 10 * 10
     assert report.kvmesh.cpu_us_per_token == {
@@ -106,7 +106,7 @@ def test_cpu_is_told_by_process_and_what_is_left_is_the_engines() -> None:
     assert report.bare.cpu_us_per_token["engine"] == round(6e6 / tokens, 1)
 
 
-def test_nobody_answered_is_no_figure() -> None:
+def test_without_answers_there_is_no_figure() -> None:
     report = report_of(CONFIG, measured(waits(None), waits(5)))
     assert (report.added_ttft_p50_ms, report.kvmesh.ttft_p50_ms, report.bare.ttft_p50_ms) == (None, None, 5)
 
@@ -121,7 +121,7 @@ def test_both_sides_are_sent_the_same_and_no_prompt_twice() -> None:
     assert (body["temperature"], body["ignore_eos"], body["max_tokens"], body["stream"]) == (0, True, 10, True)
 
 
-def test_without_vllm_it_says_what_to_install_or_runs_where_it_is() -> None:
+def test_without_vllm_it_runs_elsewhere_or_says_what_to_install() -> None:
     assert other_python({"KVMESH_VLLM_PYTHON": "/v/python"}, True) == ""
     assert other_python({"KVMESH_VLLM_PYTHON": "/v/python"}, False) == "/v/python"
     with pytest.raises(ConfigError, match=r"no vLLM .*make .venv-vllm/.installed.*KVMESH_VLLM_PYTHON"):
@@ -135,7 +135,7 @@ def test_a_python_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
         main(["engine"])
 
 
-def test_both_sides_inherit_what_a_worker_sets_for_its_vllm() -> None:
+def test_both_sides_have_the_environment_of_a_worker() -> None:
     eager = environment("--enforce-eager --seed 1", 8)
     assert (eager["OMP_NUM_THREADS"], eager["TORCHDYNAMO_DISABLE"]) == ("4", "1")
     assert "TORCHDYNAMO_DISABLE" not in environment("--seed 1", 1)

@@ -36,7 +36,7 @@ def test_prompts_share_tokens_where_their_blocks_share_names() -> None:
     assert tokens_of(one, "warm-up")[:16] != tokens_of(one, "")[:16]
 
 
-def test_the_simulator_is_told_when_requests_really_were_sent() -> None:
+def test_the_simulator_gets_the_real_sending_times() -> None:
     assert [request.arrival_s for request in as_sent([sent(12.5), sent(10.0)])] == [0.0, 2.5]
 
 
@@ -51,7 +51,7 @@ def test_errors_are_those_of_the_medians() -> None:
     assert table_of(report).row_count == 2
 
 
-def test_what_the_frontend_takes_is_measured_on_requests_that_are_alone() -> None:
+def test_the_hop_is_measured_on_lone_requests() -> None:
     alone = [sent(float(number), thread=number) for number in range(3)]
     exact = simulate(as_sent(alone), simulated(CONFIG, 0.0)).ttft_s.p50
     assert hop_of(alone, CONFIG) == pytest.approx((0.1 - exact) / 2)

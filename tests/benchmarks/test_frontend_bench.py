@@ -33,7 +33,7 @@ def test_a_prompt_has_exactly_the_tokens_asked_for(num_tokens: int, seed: int) -
     assert size(PromptMaker(TOKENIZER, seed).prompt(num_tokens)) == num_tokens
 
 
-def test_prompts_with_a_common_beginning_share_it_within_their_group_whatever_the_seed() -> None:
+def test_prompts_of_a_group_share_their_beginning() -> None:
     prompts = [p for seed in (1, 2) for p in make_prompts(TOKENIZER, seed, 6, 100, shared_tokens=90, groups=3)]
     assert {size(prompt) for prompt in prompts} == {100}
     assert len(set(prompts)) == len(prompts)
@@ -123,7 +123,7 @@ async def test_whole_streams_are_no_failures_and_have_a_first_token() -> None:
         (b"nonsense\r\n\r\n", "not HTTP"),
     ],
 )
-async def test_a_stream_that_is_not_whole_is_a_failure_and_the_next_is_none(reply: bytes | None, why: str) -> None:
+async def test_a_broken_stream_fails_and_the_next_succeeds(reply: bytes | None, why: str) -> None:
     outcome = await load_on([chunked(WHOLE), reply, chunked(WHOLE)])
     assert outcome.requests == 3
     [failure] = outcome.failures
@@ -151,7 +151,7 @@ async def test_a_server_that_is_not_there_fails_every_request() -> None:
     assert (outcome.requests, len(outcome.failures)) == (5, 5)
 
 
-async def test_who_is_not_answered_in_time_has_failed() -> None:
+async def test_a_late_answer_is_a_failure() -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()  # until the client gives up
         writer.close()
@@ -163,7 +163,7 @@ async def test_who_is_not_answered_in_time_has_failed() -> None:
     assert (outcome.requests, len(outcome.failures)) == (3, 5)
 
 
-async def test_servers_that_are_compared_are_asked_in_turn_and_take_turns_at_being_the_first() -> None:
+async def test_compared_servers_take_turns_at_being_first() -> None:
     asked: list[str] = []
     replies = {"a": [chunked(WHOLE)] * 4, "b": [chunked(WHOLE), plain(b"{}", status=500), *[chunked(WHOLE)] * 2]}
     async with (
@@ -179,7 +179,7 @@ async def test_servers_that_are_compared_are_asked_in_turn_and_take_turns_at_bei
     assert [value is None for value in b.ttft_s] == [value is None for value in b.itl_s] == [True, False, False]
 
 
-def test_the_first_token_is_not_the_chunk_that_names_the_role_and_gaps_are_between_reads() -> None:
+def test_the_role_chunk_is_no_first_token() -> None:
     answer = TimedAnswer(sent_s=1.0)
     for read, now_s in ((ROLE, 1.5), (TOKEN + TOKEN, 2.0), (TOKEN, 2.25)):
         note_events(answer, read, now_s)

@@ -9,7 +9,7 @@ from benchmarks.__main__ import main
 from router.index import PrefixIndex
 
 
-def test_each_chain_has_one_holder_of_all_and_others_of_half() -> None:
+def test_a_chain_has_one_full_holder_and_half_holders() -> None:
     index = PrefixIndex()
     [first, second] = bench.chains(bench.IndexCase(workers=4, blocks=2 * bench.CHAIN, others=2))
     for chain in (first, second):

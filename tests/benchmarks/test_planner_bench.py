@@ -55,7 +55,7 @@ def test_slots_hold_all_requests_in_their_time() -> None:
     assert peak_of(slots).rps > mean_of(slots).rps
 
 
-def test_the_clairvoyant_orders_before_the_load_comes_and_lets_go_when_it_has_gone() -> None:
+def test_the_clairvoyant_scales_before_the_load_changes() -> None:
     rate = Rate(lambda at_s: 4.0 if 300 <= at_s < 600 else 1.0, 4.0)
     slots = slots_of(synthesize(rate, 900, Shape(), seed=1), 0.0)
     decide = clairvoyant(setting(), slots)
@@ -77,7 +77,7 @@ def test_the_reference_plans_by_its_formulas_once_an_interval() -> None:
     assert {(decision.prefill, decision.decode) for decision in decisions[:-1]} == {(4, 4)}
 
 
-def test_the_reference_adds_one_when_all_are_too_slow_and_takes_one_when_the_rest_would_do() -> None:
+def test_the_reference_moves_by_one_worker() -> None:
     slow = WorkerLoad(name="w", queued_tokens=50_000, kv_tokens=390_000, total_kv_tokens=400_000)
     assert ReferencePlanner(setting()).decide(seen(5.0, loads=(slow,) * 4)).prefill == 5
     idle = WorkerLoad(name="w", total_kv_tokens=400_000)
@@ -85,7 +85,7 @@ def test_the_reference_adds_one_when_all_are_too_slow_and_takes_one_when_the_res
     assert reference.decide(seen(5.0, loads=(slow, idle, slow, slow))).prefill == 4
 
 
-def test_the_reference_plans_by_the_mean_lengths_of_a_whole_interval() -> None:
+def test_the_reference_plans_by_mean_lengths_of_an_interval() -> None:
     def pieces(isl_tokens: list[float]) -> list[ScalingDecision]:
         reference = ReferencePlanner(setting())
         return [
@@ -95,14 +95,14 @@ def test_the_reference_plans_by_the_mean_lengths_of_a_whole_interval() -> None:
     assert pieces([1000.0, 5000.0] * 6)[-1] == pieces([5000.0, 1000.0] * 6)[-1] == pieces([3000.0] * 12)[-1]
 
 
-def test_prompts_wait_for_a_prefill_worker_about_as_long_as_the_slo_allows() -> None:
+def test_prompts_wait_about_as_long_as_the_slo_allows() -> None:
     load = load_of("diurnal", PlannerBenchConfig())
     assert load is not None
     waits_s = prefill_time_s(load.setting.prefill, load.sim.saturation_tokens)
     assert waits_s == pytest.approx(load.setting.slo.ttft_s, rel=0.1)
 
 
-def test_the_conversation_is_planned_with_the_hits_that_a_simulation_finds(tmp_path: Path) -> None:
+def test_the_conversation_is_planned_with_simulated_hits(tmp_path: Path) -> None:
     """Prompts have 8 shared blocks and 2 of their own: all but the first find four fifths cached."""
     trace = tmp_path / "trace.jsonl"
     rows = [
@@ -115,7 +115,7 @@ def test_the_conversation_is_planned_with_the_hits_that_a_simulation_finds(tmp_p
     assert 0.7 < load.hit_share <= 0.8
 
 
-def test_an_idle_worker_keeps_the_slo_for_prompts_as_long_as_the_trace_has(tmp_path: Path) -> None:
+def test_an_idle_worker_keeps_the_slo_for_long_prompts(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 125000, "output_length": 10, "hash_ids": []}')
     load = load_of("conversation", PlannerBenchConfig(trace=str(trace)))
@@ -123,7 +123,7 @@ def test_an_idle_worker_keeps_the_slo_for_prompts_as_long_as_the_trace_has(tmp_p
     assert prefill_time_s(load.setting.prefill, 125_000) < 0.8 * load.setting.slo.ttft_s
 
 
-def test_a_fleet_whose_workers_do_both_halves_follows_a_load_that_triples_and_falls() -> None:
+def test_an_aggregated_fleet_follows_a_changing_load() -> None:
     load = load_of("step", PlannerBenchConfig(share=0.3, seed=3))
     assert load is not None
     profile = load.setting.decode
@@ -145,7 +145,7 @@ def test_a_fleet_whose_workers_do_both_halves_follows_a_load_that_triples_and_fa
     assert ordered[-1] < at_peak
 
 
-def test_all_policies_serve_all_requests_and_are_told_beside_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_policies_serve_all_requests_beside_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
     assert planner.main(["--loads", "step", "--share", "0.04", "--seed", "3", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["policy"] for row in rows] == list(POLICIES)
@@ -157,7 +157,7 @@ def test_all_policies_serve_all_requests_and_are_told_beside_the_bound(capsys: p
     assert len({row["requests"] for row in rows}) == 1
 
 
-def test_a_load_or_policy_that_there_is_not_is_refused() -> None:
+def test_an_unknown_load_or_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="no load 'weekly'"):
         planner.main(["--loads", "weekly"])
     with pytest.raises(ConfigError, match="no policy 'luck'"):

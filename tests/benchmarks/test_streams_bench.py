@@ -35,7 +35,7 @@ async def after(stream: OpenStream, reply: str) -> None:
 # --- streams ----------------------------------------------------------------------------------------------
 
 
-async def test_a_stream_is_open_from_its_first_token_to_its_end() -> None:
+async def test_a_stream_is_open_from_first_token_to_end() -> None:
     gate = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -119,7 +119,7 @@ WORKER = (
 )
 
 
-async def test_what_is_held_may_take_a_moment_to_go_back() -> None:
+async def test_held_requests_may_be_released_late() -> None:
     async with counting([WORKER.format(2, 1), WORKER.format(1, 1), WORKER.format(0, 1)]) as url:
         assert await until_held([url], 1, "at the end") == []
 
@@ -140,7 +140,7 @@ async def test_a_process_that_counts_nothing_is_no_proof() -> None:
         await until_held([url], 0, "at the end")
 
 
-def test_more_streams_than_files_are_refused_with_what_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_streams_than_files_are_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "make_room_for_files", lambda wanted: 4096)
     check_files(4096 - streams.SPARE_FILES)
     with pytest.raises(ConfigError, match=r"10512 open files.*--streams 3584.*ulimit -Hn 10512"):
@@ -164,14 +164,14 @@ def plan(requests: int, *, new_words: bool = False) -> soak.SoakPlan:
     return soak.SoakPlan("http://x", "tiny", requests, 1, new_words, (), 0)
 
 
-def test_new_words_are_met_only_where_they_are_asked_for() -> None:
+def test_new_words_occur_only_on_request() -> None:
     for new_words, most in ((False, 0), (True, 100)):
         requests = make_requests(plan(100, new_words=new_words))
         assert len({word for request in requests for word in re.findall(rb"x\d+", request.data)}) == most
 
 
 @pytest.mark.parametrize("new_words", [False, True])
-def test_no_two_requests_are_alike_and_some_are_left_in_either_way(new_words: bool) -> None:
+def test_requests_differ_and_some_clients_leave(new_words: bool) -> None:
     requests = list(make_requests(plan(1000, new_words=new_words)))
     assert len({request.data for request in requests}) == 1000
     assert sum(request.leaves for request in requests) == 10
@@ -187,7 +187,7 @@ def test_growth_is_that_of_the_second_half() -> None:
     assert report.requests_per_s == 100.0
 
 
-async def test_an_answer_that_is_not_as_asked_for_is_an_error_and_the_next_is_asked_for() -> None:
+async def test_a_wrong_answer_is_an_error_and_the_client_continues() -> None:
     whole = chunked([ROLE, *[TOKEN] * 4, END, USAGE.replace(b"2", b"4"), DONE])
     request = soak.SoakRequest(REQUEST, stream=True, leaves=False)
     async with server([whole, chunked([ROLE, TOKEN], end=False), whole]) as url, asyncio.timeout(PATIENCE_S):

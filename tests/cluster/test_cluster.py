@@ -54,7 +54,7 @@ def test_a_flag_of_a_worker_reaches_every_worker(name: str, value: str) -> None:
     assert {getattr(worker, name) for worker in workers_of(ClusterConfig())} == {""}
 
 
-def test_a_worker_option_may_stand_in_the_environment_or_the_file(tmp_path: Path) -> None:
+def test_worker_options_are_read_from_environment_and_file(tmp_path: Path) -> None:
     file = tmp_path / "mesh.toml"
     file.write_text("[up]\nblock_size = 32\nnum_blocks = 64\nmax_num_seqs = 4\n[router]\nrequest_weight = 3.0\n")
     environ = {"KVMESH_UP_NUM_BLOCKS": "128"}

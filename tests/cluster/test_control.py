@@ -30,7 +30,7 @@ async def http(host: FakeHost, tmp_path: Path) -> AsyncIterator[aiohttp.ClientSe
         yield http
 
 
-async def test_it_tells_who_works_here(http: aiohttp.ClientSession) -> None:
+async def test_the_workers_are_listed(http: aiohttp.ClientSession) -> None:
     async with http.get("/workers") as response:
         told = await response.json()
     assert [(w["name"], w["role"], w["state"]) for w in told["workers"]] == [
@@ -41,14 +41,14 @@ async def test_it_tells_who_works_here(http: aiohttp.ClientSession) -> None:
     assert told["failures"] == []
 
 
-async def test_counts_are_reached_and_told(host: FakeHost, http: aiohttp.ClientSession) -> None:
+async def test_a_scale_request_reaches_its_counts(host: FakeHost, http: aiohttp.ClientSession) -> None:
     async with http.post("/scale", json={"prefill": 2, "decode": 1}) as response:
         told = await response.json()
     assert told["counts"] == {"prefill": 2, "decode": 1, "aggregated": 0}
     assert (told["started"], told["draining"]) == (["prefill-1"], ["decode-1"])
 
 
-async def test_roles_are_changed_and_told(host: FakeHost, http: aiohttp.ClientSession) -> None:
+async def test_a_flip_request_changes_roles(host: FakeHost, http: aiohttp.ClientSession) -> None:
     async with http.post("/flip", json={"to": "prefill"}) as response:
         assert await response.json() == {"flipped": ["decode-1"], "refused": []}
 
@@ -71,7 +71,7 @@ async def test_roles_are_changed_and_told(host: FakeHost, http: aiohttp.ClientSe
         ("/nothing", b"{}", 404),
     ],
 )
-async def test_what_cannot_be_is_refused_and_changes_nothing(
+async def test_a_bad_request_is_refused_and_changes_nothing(
     host: FakeHost, http: aiohttp.ClientSession, path: str, body: bytes, status: int
 ) -> None:
     before = host.crew.reports()
@@ -80,14 +80,14 @@ async def test_what_cannot_be_is_refused_and_changes_nothing(
     assert host.crew.reports() == before
 
 
-async def test_nobody_else_on_this_host_can_reach_it(host: FakeHost, tmp_path: Path) -> None:
+async def test_other_users_cannot_reach_the_socket(host: FakeHost, tmp_path: Path) -> None:
     async with control_socket(host.crew, tmp_path) as control:
         folder = Path(control.removeprefix("unix:")).parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_run_directory_with_a_long_name_has_its_socket_elsewhere(host: FakeHost, tmp_path: Path) -> None:
+async def test_a_long_run_directory_has_its_socket_elsewhere(host: FakeHost, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * MAX_PATH_BYTES)
     deep.mkdir()
     async with control_socket(host.crew, deep) as control, session(control) as http:
@@ -98,7 +98,7 @@ async def test_a_run_directory_with_a_long_name_has_its_socket_elsewhere(host: F
     assert not elsewhere.exists()
 
 
-async def test_the_socket_of_a_mesh_that_was_killed_is_in_nobodys_way(host: FakeHost, tmp_path: Path) -> None:
+async def test_the_socket_of_a_killed_mesh_is_replaced(host: FakeHost, tmp_path: Path) -> None:
     (tmp_path / "control").mkdir()
     (tmp_path / "control" / "control.sock").write_text("left over")
     async with (

@@ -44,19 +44,19 @@ async def test_the_same_count_again_changes_nothing(host: FakeHost) -> None:
     assert len(host.roles()) == 7
 
 
-async def test_the_least_loaded_go_and_of_equals_the_youngest(host: FakeHost) -> None:
+async def test_the_least_loaded_worker_leaves_the_youngest_of_equals(host: FakeHost) -> None:
     host.loads = {"decode-0": 1.0, "decode-1": 7.0, "decode-2": 1.0}
     assert (await host.crew.scale({Role.DECODE: 2})).draining == ("decode-2",)
     assert (await host.crew.scale({Role.DECODE: 1})).draining == ("decode-0",)
 
 
-def test_who_does_not_say_what_it_has_in_hand_goes_last() -> None:
+def test_a_worker_with_unknown_load_leaves_last() -> None:
     loads = [(Member("decode-0", Role.DECODE), None), (Member("decode-1", Role.DECODE), 90.0)]
     assert [member.name for member in least_loaded(loads, 1)] == ["decode-1"]
     assert least_loaded(loads, -1) == []
 
 
-async def test_who_is_drained_counts_no_more_and_stays_until_it_has_finished(host: FakeHost) -> None:
+async def test_a_draining_worker_does_not_count_and_finishes(host: FakeHost) -> None:
     host.supervisor.may_end.clear()
     scaled = await host.crew.scale({Role.DECODE: 2})
     assert scaled.counts[Role.DECODE] == 2
@@ -67,7 +67,7 @@ async def test_who_is_drained_counts_no_more_and_stays_until_it_has_finished(hos
     await host.until_ended("decode-2")
 
 
-async def test_a_name_is_not_given_again_before_its_worker_has_ended(host: FakeHost) -> None:
+async def test_a_name_is_free_after_its_worker_ended(host: FakeHost) -> None:
     host.supervisor.may_end.clear()
     await host.crew.scale({Role.DECODE: 2})
     assert (await host.crew.scale({Role.DECODE: 3})).started == ("decode-3",)
@@ -76,7 +76,7 @@ async def test_a_name_is_not_given_again_before_its_worker_has_ended(host: FakeH
     assert (await host.crew.scale({Role.DECODE: 4})).started == ("decode-2",)
 
 
-async def test_nobody_who_starts_is_taken_away(host: FakeHost) -> None:
+async def test_a_starting_worker_is_not_drained(host: FakeHost) -> None:
     await host.crew.scale({Role.DECODE: 5})
     scaled = await host.crew.scale({Role.DECODE: 1})
     assert set(scaled.draining) == {"decode-2", "decode-1"}, "one of those that are ready stays, as asked"
@@ -101,7 +101,7 @@ async def test_two_changes_at_once_are_made_one_after_the_other(host: FakeHost) 
     assert list(host.roles().values()).count(Role.DECODE) == 6
 
 
-async def test_one_that_was_added_and_does_not_run_is_told_and_leaves_the_mesh_running(host: FakeHost) -> None:
+async def test_an_added_worker_that_cannot_run_is_only_reported(host: FakeHost) -> None:
     await host.crew.scale({Role.DECODE: 4})
     host.supervisor.lose("decode-3", EngineError("decode-3 does not run: no memory"))
     assert "decode-3" not in states(host)
@@ -124,12 +124,12 @@ async def test_a_flipped_worker_keeps_its_name_and_has_another_role(host: FakeHo
     assert states(host)["prefill-1"] == "ready"
 
 
-async def test_started_anew_it_has_the_role_that_it_was_given(host: FakeHost) -> None:
+async def test_a_restarted_worker_keeps_its_flipped_role(host: FakeHost) -> None:
     await host.crew.flip(Role.DECODE, 1)
     assert host.supervisor.specs["prefill-1"].argv == ["decode"]
 
 
-async def test_while_it_flips_it_counts_for_its_new_role_and_is_not_ready(host: FakeHost) -> None:
+async def test_a_flipping_worker_counts_for_its_new_role(host: FakeHost) -> None:
     host.flips_s = asyncio.Event()
     flipping = asyncio.create_task(host.crew.flip(Role.DECODE, 1))
     async with asyncio.timeout(PATIENCE_S):
@@ -142,7 +142,7 @@ async def test_while_it_flips_it_counts_for_its_new_role_and_is_not_ready(host: 
     assert states(host)["prefill-1"] == "ready"
 
 
-async def test_who_refuses_keeps_its_role_and_is_named(host: FakeHost) -> None:
+async def test_a_worker_that_refuses_keeps_its_role(host: FakeHost) -> None:
     host.refuses = {"prefill-1"}
     flipped = await host.crew.flip(Role.DECODE, 1)
     assert flipped.flipped == ()
@@ -154,7 +154,7 @@ async def test_who_refuses_keeps_its_role_and_is_named(host: FakeHost) -> None:
     assert states(host)["prefill-1"] == "ready"
 
 
-async def test_more_than_there_are_flip_as_many_as_there_are(host: FakeHost) -> None:
+async def test_a_flip_of_too_many_flips_all_ready_workers(host: FakeHost) -> None:
     flipped = await host.crew.flip(Role.DECODE, 3)
     assert len(flipped.flipped) == 2
     assert "only 2 of 3" in flipped.refused[0].why
@@ -177,7 +177,7 @@ async def test_a_flip_that_somebody_else_asked_for_is_noticed(host: FakeHost) ->
 # --- cards --------------------------------------------------------------------------------------------
 
 
-async def test_cards_of_others_and_cards_that_cannot_be_read_change_nothing(host: FakeHost) -> None:
+async def test_foreign_and_unreadable_cards_change_nothing(host: FakeHost) -> None:
     before = host.crew.reports()
     await host.discovery.put("workers/x", b"\xc1")
     await host._join("stranger-0", Role.DECODE)

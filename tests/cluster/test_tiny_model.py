@@ -20,7 +20,7 @@ def tokenizer():
     return tokenizers.Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
 
 
-def test_the_same_seed_gives_the_same_corpus_and_another_seed_another() -> None:
+def test_the_seed_decides_the_corpus() -> None:
     first, again, other = (list(itertools.islice(documents(seed), 50)) for seed in (7, 7, 8))
     assert first == again
     assert first != other
@@ -99,7 +99,7 @@ def test_the_folder_stays_small() -> None:
     assert sum(path.stat().st_size for path in CHECKPOINT_DIR.iterdir()) < 5_000_000
 
 
-def test_the_weights_are_bfloat16_and_have_the_shapes_of_the_config() -> None:
+def test_the_weights_are_bfloat16_with_the_configs_shapes() -> None:
     safetensors = pytest.importorskip("safetensors")
     with safetensors.safe_open(CHECKPOINT_DIR / "model.safetensors", framework="np") as weights:
         names = set(weights.keys())

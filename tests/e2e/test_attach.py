@@ -88,7 +88,7 @@ def overlap(mesh: Mesh, prompt: Sequence[int]) -> tuple[str, int]:
     return placed["name"], placed["overlap_blocks"]
 
 
-def test_a_second_turn_goes_to_the_server_that_has_the_first(tmp_path: Path) -> None:
+def test_a_second_turn_goes_to_its_server(tmp_path: Path) -> None:
     servers = [VllmServer(), VllmServer()]
     with served(*servers), attached(tmp_path, *(server.url for server in servers), workers=2) as mesh:
         by_name = {name_of(server): server for server in servers}
@@ -101,7 +101,7 @@ def test_a_second_turn_goes_to_the_server_that_has_the_first(tmp_path: Path) -> 
             assert by_name[name].hit_tokens - hits == 5 * BLOCK
 
 
-def test_servers_that_tell_nothing_are_guessed_at(tmp_path: Path) -> None:
+def test_the_cache_of_a_silent_server_is_predicted(tmp_path: Path) -> None:
     servers = [LlamaCppServer(), LlamaCppServer()]
     folder = ["--model-path", str(CHECKPOINT_DIR)]
     with served(*servers), attached(tmp_path, *(s.url for s in servers), *folder, workers=2) as mesh:
@@ -191,7 +191,7 @@ def test_a_chat_with_a_server_that_speaks_in_texts(tmp_path: Path) -> None:
         assert answer["choices"][0]["message"]["content"] == expected
 
 
-def test_a_server_is_attached_for_as_long_as_it_is_announced(tmp_path: Path) -> None:
+def test_a_server_is_attached_while_it_is_announced(tmp_path: Path) -> None:
     server = VllmServer()
     with served(server), attached(tmp_path, "--discover", workers=0) as mesh:
         command = [sys.executable, "-m", "kvmesh", "announce", server.url, "--name", "gpu-1"]
@@ -207,7 +207,7 @@ def test_a_server_is_attached_for_as_long_as_it_is_announced(tmp_path: Path) -> 
             announcing.wait()
 
 
-def test_who_waits_for_a_server_can_be_stopped(tmp_path: Path) -> None:
+def test_waiting_for_a_server_can_be_stopped(tmp_path: Path) -> None:
     server = VllmServer()
     with served(server) as loop:
         loop.stop(server)
@@ -230,7 +230,7 @@ def test_who_waits_for_a_server_can_be_stopped(tmp_path: Path) -> None:
         (["--servers", "/nowhere.toml"], "cannot read"),
     ],
 )
-def test_what_makes_no_sense_is_said_at_once(words: list[str], said: str) -> None:
+def test_a_contradiction_is_refused_at_once(words: list[str], said: str) -> None:
     command = [sys.executable, "-m", "kvmesh", "attach", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2

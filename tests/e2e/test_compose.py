@@ -147,7 +147,7 @@ async def complete(address: str, prompt: str) -> dict[str, Any]:
 
 
 @pytest.mark.e2e
-async def test_the_services_of_the_file_serve_a_completion_and_stop_cleanly(tmp_path: Path) -> None:
+async def test_the_composed_services_serve_and_stop_cleanly(tmp_path: Path) -> None:
     host = Host(tmp_path / "run", fixed_ports())
     async with running(host, tmp_path) as processes:
         try:

@@ -31,7 +31,7 @@ def test_a_planner_finds_its_services_without_being_told() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_each_container_is_a_worker_of_its_own_name_and_address(role: str) -> None:
+def test_each_container_has_its_own_worker_name_and_address(role: str) -> None:
     config = worker(role)
     assert (config.role, config.name, config.advertise_host) == (role, f"{role}-c0ffee", "10.0.0.7")
     fixed = load(WorkerConfig, FIXED[f"{role}-0"]["command"][3:], {}, prefix="KVMESH_WORKER_", prog="worker")
@@ -50,6 +50,6 @@ def test_workers_of_fixed_names_are_not_started() -> None:
     assert all(SCALED[name]["profiles"] == ["fixed"] for name in FIXED if name != "frontend")
 
 
-def test_all_meet_in_a_folder_that_a_planner_on_this_host_can_read() -> None:
+def test_a_planner_on_this_host_reads_the_meeting_folder() -> None:
     places = {tuple(SCALED[name]["volumes"]) for name in ("frontend", "prefill", "decode")}
     assert places == {("./.run/compose:/run/kvmesh",)}

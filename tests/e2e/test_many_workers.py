@@ -77,7 +77,7 @@ def test_each_worker_of_a_process_is_one_of_its_own(mesh: Mesh) -> None:
         assert {s.labels["worker"] for s in told if s.value} == {names[0], names[7]}
 
 
-def test_one_of_them_changes_its_role_and_the_others_do_not(mesh: Mesh) -> None:
+def test_one_of_many_workers_changes_its_role_alone(mesh: Mesh) -> None:
     names = [f"some-{i}" for i in range(3)]
     with worker(mesh, "--role", "decode", "--name", "some", "--count", "3"):
         until_known(mesh, names)
@@ -97,7 +97,7 @@ async def set_role(address: str, role: Role) -> None:
     await plane.close()
 
 
-def test_each_rank_has_a_cache_of_its_own_that_the_router_knows(mesh: Mesh) -> None:
+def test_the_router_knows_the_cache_of_each_rank(mesh: Mesh) -> None:
     with worker(mesh, "--role", "decode", "--name", "dp", "--dp-size", "2"):
         until_known(mesh, ["dp"])
         assert [ask(mesh, "dp", rank).trace["cached_tokens"] for rank in (1, 1, 0, 0)] == [0, 64, 0, 64]
@@ -106,7 +106,7 @@ def test_each_rank_has_a_cache_of_its_own_that_the_router_knows(mesh: Mesh) -> N
         until(lambda: ask(mesh, "dp", None, "chosen").trace["cached_tokens"] == 64, what="the rank that has it")
 
 
-def test_a_worker_that_still_loads_joins_late_and_can_be_stopped(mesh: Mesh) -> None:
+def test_a_loading_worker_joins_late_and_can_be_stopped(mesh: Mesh) -> None:
     with worker(mesh, "--role", "decode", "--name", "slow", "--mock-start-s", "1.5"):
         time.sleep(1)
         assert "slow" not in mesh.workers()

@@ -71,7 +71,7 @@ def test_mistakes_are_explained(client: openai.OpenAI) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_prompt_that_can_never_fit_is_refused_before_it_is_tokenized(client: openai.OpenAI, shm_mesh: Mesh) -> None:
+def test_a_prompt_that_never_fits_is_refused_before_tokenizing(client: openai.OpenAI, shm_mesh: Mesh) -> None:
     frontend = psutil.Process(decode(*shm_mesh.entries("frontends/").values(), FrontendCard).pid)
     before_mib = frontend.memory_info().rss >> 20
     with pytest.raises(openai.BadRequestError, match="8000000 characters"):

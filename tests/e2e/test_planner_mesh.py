@@ -120,7 +120,7 @@ def test_a_drained_worker_finishes_what_it_has(mesh: Mesh, control: Control) -> 
     until(lambda: control.count("decode") == 2, what="the mesh as it was")
 
 
-def test_a_flipped_worker_serves_in_its_new_role_and_keeps_it_when_it_is_started_anew(
+def test_a_flipped_worker_keeps_its_role_after_a_restart(
     mesh: Mesh, control: Control
 ) -> None:
     with steady_load(mesh, 4):
@@ -134,7 +134,7 @@ def test_a_flipped_worker_serves_in_its_new_role_and_keeps_it_when_it_is_started
     until(lambda: control.workers().get(other) == "decode", what="the flip back")
 
 
-def test_a_worker_that_cannot_be_started_does_not_end_the_mesh(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_start_leaves_the_mesh_running(tmp_path: Path) -> None:
     """Make the log file a folder, so that it cannot be opened."""
     with running_mesh(tmp_path, *MOCK, "--decode", "1") as mesh:
         control = Control(tmp_path)
@@ -159,7 +159,7 @@ def decided(run_dir: Path, condition: Callable[[Record], bool]) -> bool:
     return path.exists() and any(condition(record) for record in read_records(path, 1000))
 
 
-def test_a_planner_follows_the_load_and_one_that_dies_takes_up_where_the_fleet_is(tmp_path: Path) -> None:
+def test_a_restarted_planner_continues_from_the_fleet(tmp_path: Path) -> None:
     flags = [*MOCK, "--decode", "1", "--mock-speedup", "0.5", "--max-num-seqs", "4", *PLANNER]
     with running_mesh(tmp_path, *flags) as mesh:
         control = Control(tmp_path)
@@ -178,7 +178,7 @@ def test_a_planner_follows_the_load_and_one_that_dies_takes_up_where_the_fleet_i
         assert sum(record.decision.prefill + record.decision.decode > 5 for record in new) == 0
 
 
-def test_when_the_mix_changes_a_planner_turns_a_worker_instead_of_starting_one(tmp_path: Path) -> None:
+def test_a_planner_flips_a_worker_when_the_mix_changes(tmp_path: Path) -> None:
     """Short prompts and long answers, and no GPU to spare: one of the two prefill workers has to decode."""
     flags = [*MOCK, "--prefill", "2", "--decode", "1", "--mock-speedup", "0.5", "--max-num-seqs", "4", *PLANNER]
     with running_mesh(tmp_path, *flags, "--planner-max-gpus", "3", "--planner-flip-s", "1") as mesh:

@@ -53,7 +53,7 @@ def complete(url: str) -> str:
     return str(response.json()["choices"][0]["text"])
 
 
-def test_requests_spread_over_the_processes_and_any_of_them_counts_all(mesh: Mesh) -> None:
+def test_requests_spread_and_every_process_counts_all(mesh: Mesh) -> None:
     with many_frontends(mesh, 2) as parent:
         first, second = cards(mesh)
         assert first.url == second.url
@@ -73,7 +73,7 @@ def test_requests_spread_over_the_processes_and_any_of_them_counts_all(mesh: Mes
     assert cards(mesh) == []
 
 
-def test_a_taken_port_is_told_and_leaves_no_process(mesh: Mesh, tmp_path: Path) -> None:
+def test_a_taken_port_is_an_error_and_leaves_no_process(mesh: Mesh, tmp_path: Path) -> None:
     port = mesh.url.rpartition(":")[2]
     flags = ["--processes", "2", "--port", port, "--discovery", f"file:{tmp_path}"]
     done = subprocess.run([sys.executable, "-m", "frontend", *flags], capture_output=True, timeout=30, check=False)

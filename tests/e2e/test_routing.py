@@ -221,7 +221,7 @@ def waiting(mesh: Mesh, count: int) -> None:
     until(lambda: of_router(mesh, "kvmesh_router_waiting") == count, what=f"{count} to wait")
 
 
-def test_who_finds_no_room_waits_and_the_wait_counts_as_ttft(narrow: Mesh) -> None:
+def test_waiting_in_the_queue_counts_as_ttft(narrow: Mesh) -> None:
     running = Stream(narrow.url, prompt_of(20), LONG).until_tokens(1)
     second = Stream(narrow.url, prompt_of(30), 5)
     waiting(narrow, 1)
@@ -232,7 +232,7 @@ def test_who_finds_no_room_waits_and_the_wait_counts_as_ttft(narrow: Mesh) -> No
     assert 0 < second.trace["waited_ms"] <= second.trace["ttft_ms"]
 
 
-def test_beyond_the_bound_of_the_queue_requests_are_refused_with_when_to_come_back(narrow: Mesh) -> None:
+def test_a_full_queue_refuses_with_retry_after(narrow: Mesh) -> None:
     running = Stream(narrow.url, prompt_of(20), LONG).until_tokens(1)
     queued = [Stream(narrow.url, prompt_of(30, n), 5) for n in range(QUEUE)]
     waiting(narrow, QUEUE)
@@ -268,7 +268,7 @@ def test_a_deadline_that_passes_in_the_queue_is_a_504(narrow: Mesh) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-def test_who_leaves_the_queue_is_forgotten_at_once(narrow: Mesh, stream: bool) -> None:
+def test_a_client_that_leaves_the_queue_is_forgotten(narrow: Mesh, stream: bool) -> None:
     running = Stream(narrow.url, prompt_of(20), LONG).until_tokens(1)
     gone = Stream(narrow.url, prompt_of(30, 1), 5, stream=stream)
     waiting(narrow, 1)

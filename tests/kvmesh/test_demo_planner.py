@@ -55,7 +55,7 @@ def test_the_load_triples_and_falls() -> None:
     assert 4.0 < rate_at(CONFIG, 27.0) < 12.0
 
 
-def test_arrivals_keep_to_the_rate_and_are_the_same_for_the_same_seed() -> None:
+def test_arrivals_keep_the_rate_and_repeat_with_the_seed() -> None:
     times = arrivals(CONFIG)
     assert times == sorted(times) == arrivals(CONFIG)
     assert times != arrivals(msgspec.structs.replace(CONFIG, seed=2))
@@ -74,7 +74,7 @@ def test_an_answer_is_timed_by_its_chunks() -> None:
         take_chunk(one, {"error": {"message": "no"}}, 12.0)
 
 
-def test_a_request_keeps_the_slo_if_it_is_answered_in_time_and_at_pace() -> None:
+def test_a_request_keeps_the_slo_by_ttft_and_itl() -> None:
     assert sent().keeps(0.1, 0.051)
     assert not sent().keeps(0.09, 0.051)
     assert not sent().keeps(0.1, 0.049)
@@ -85,7 +85,7 @@ def test_a_request_keeps_the_slo_if_it_is_answered_in_time_and_at_pace() -> None
 # --- the judgement ------------------------------------------------------------------------------------
 
 
-def test_workers_that_follow_and_no_failure_are_well() -> None:
+def test_a_demo_without_failures_whose_workers_follow_is_ok() -> None:
     told = report()
     assert (told.ok, told.problems, told.failed, told.attainment) == (True, [], 0, 0.5)
     assert (told.workers_at_start, told.workers_at_peak, told.workers_at_end) == (2, 6, 3)
@@ -134,7 +134,7 @@ def test_its_charts_are_drawn() -> None:
     assert len(charts[2].findall("circle")) == 2, "a dot for each request"
 
 
-def test_a_page_of_a_demo_in_which_nothing_happened_can_be_shown() -> None:
+def test_a_demo_without_any_event_has_a_page() -> None:
     assert "<svg" in page(report(points=[], ttft_s=[], itl_s=[], events=[]))
 
 

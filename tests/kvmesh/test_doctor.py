@@ -53,7 +53,7 @@ def test_a_missing_package_is_named() -> None:
     assert (finding.status, finding.found) == ("fail", "missing: no-such-distribution")
 
 
-def test_a_gpu_that_torch_cannot_use_leads_to_the_other_torch() -> None:
+def test_a_gpu_that_torch_cannot_use_leads_to_advice() -> None:
     assert "TORCH=cuda" in doctor.check_gpu([GPU], CPU_TORCH).advice
     assert doctor.check_gpu([GPU], TorchProbe("2.13.0", cuda="12.9", gpus=1)).status == "ok"
 
@@ -101,7 +101,7 @@ def test_engines_are_found_without_being_imported() -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
-def test_only_what_a_mesh_needs_makes_the_exit_code(
+def test_only_a_failed_check_changes_the_exit_code(
     status: doctor.Status, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "examine", lambda config: [Finding("thing", status, "[found]", "[do this]")])
@@ -109,7 +109,7 @@ def test_only_what_a_mesh_needs_makes_the_exit_code(
     assert "[found]" in capsys.readouterr().out
 
 
-def test_the_table_tells_name_and_advice() -> None:
+def test_the_table_shows_name_and_advice() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     doctor.show([Finding("NIXL", "warn", "no UCX", "make install")], console)
     text = console.export_text()

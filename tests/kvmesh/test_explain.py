@@ -91,13 +91,13 @@ async def test_of_several_models_one_has_to_be_chosen(frontend: Frontend) -> Non
     await explain.ask(ExplainConfig(url=frontend.url, model="big"), "hi")
 
 
-async def test_what_the_mesh_says_against_it_is_shown(frontend: Frontend) -> None:
+async def test_an_error_of_the_mesh_is_shown(frontend: Frontend) -> None:
     frontend.generator.placed = None
     with pytest.raises(MeshError, match="answered 503: no worker is ready"):
         await explain.ask(ExplainConfig(url=frontend.url), "hi")
 
 
-async def test_a_router_is_asked_itself_with_the_tokens_that_a_frontend_would_make(
+async def test_a_router_gets_the_tokens_that_a_frontend_would_make(
     frontend: Frontend, router_url: str
 ) -> None:
     for raw in (False, True):
@@ -111,7 +111,7 @@ async def test_a_router_is_asked_itself_with_the_tokens_that_a_frontend_would_ma
         assert "w would compute prompt and answer" in shown(reply)
 
 
-def test_one_prompt_does_not_pay_for_the_choice_of_a_tokenizer(tmp_path: Path) -> None:
+def test_one_prompt_does_not_compare_tokenizers(tmp_path: Path) -> None:
     model = explain.load_model(tiny.card("w", path=tiny.save_model(tmp_path)))
     assert (model.tokenizer.backend_name, model.tokenizer.cache.max_bytes) == ("hf", 0)
 
@@ -153,7 +153,7 @@ def report(worker: str, leg: str = "whole", **fields: object) -> CandidateReport
     return CandidateReport(leg=leg, worker=worker, **(values | fields))  # type: ignore[arg-type]
 
 
-def test_the_table_names_the_chosen_one_and_what_its_cost_is_made_of() -> None:
+def test_the_table_shows_the_chosen_worker_and_its_cost() -> None:
     text = shown(reply_with(report("d1", note="chosen"), report("d2", dp_rank=3, capacity=2.0, note="new: held back")))
     assert "d1 would compute prompt and answer; 16 tokens are cached there" in text
     rows = [" ".join(line.split()) for line in text.splitlines()]
@@ -174,7 +174,7 @@ def test_each_leg_has_a_table() -> None:
     assert text.index("Who could compute the prompt;") < text.index("Who could compute the answer;")
 
 
-def test_price_load_and_demand_are_told() -> None:
+def test_price_load_and_demand_are_shown() -> None:
     words = " ".join(shown(reply_with(report("d1"))).split())
     for fact in ("policy kv", "price 1:", "busy 50%", "demand 2 ", "why d1 it is"):
         assert fact in words
@@ -191,7 +191,7 @@ def test_price_load_and_demand_are_told() -> None:
         ((0, 0, 1, 4), "0 +1 disk +3 elsewhere"),
     ],
 )
-def test_what_lies_in_lower_tiers_is_told_apart(overlap: tuple[int, int, int, int], text: str) -> None:
+def test_blocks_in_lower_tiers_are_shown_separately(overlap: tuple[int, int, int, int], text: str) -> None:
     assert explain.cached(overlap) == text
 
 
@@ -199,7 +199,7 @@ def test_names_are_no_markup() -> None:
     assert "[bold]" in shown(reply_with(report("[bold]")))
 
 
-def test_without_an_explanation_the_place_is_told() -> None:
+def test_without_an_explanation_the_placement_is_shown() -> None:
     assert "d1 would compute" in shown(PlacementReply("tiny", 16, 40, DECODE, None, None))
 
 

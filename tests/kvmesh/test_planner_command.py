@@ -14,7 +14,7 @@ from protocol.profile import read_profile
 from protocol.timing import PolynomialTiming
 
 
-def test_the_planners_flags_are_told_apart_from_those_of_up() -> None:
+def test_flags_of_planner_and_up_are_split() -> None:
     argv = ["--planner", "--planner-ttft-slo-s", "2", "--decode=3", "--no-planner-flips", "--planner-forecast=kalman"]
     assert split_flags(argv) == (
         ["--planner", "--decode=3"],
@@ -22,7 +22,7 @@ def test_the_planners_flags_are_told_apart_from_those_of_up() -> None:
     )
 
 
-def test_in_a_mesh_of_ones_own_the_planner_acts_unless_it_is_told_otherwise() -> None:
+def test_the_planner_of_up_acts_unless_told_otherwise() -> None:
     up = UpConfig(planner=True)
     assert planner_config(UpConfig(), [], "") is None
     config = planner_config(up, ["--ttft-slo-s", "2"], "")
@@ -33,14 +33,14 @@ def test_in_a_mesh_of_ones_own_the_planner_acts_unless_it_is_told_otherwise() ->
     assert dry.connector == "dry-run"
 
 
-def test_flags_of_a_planner_that_is_not_asked_for_are_a_mistake() -> None:
+def test_planner_flags_without_a_planner_are_refused() -> None:
     with pytest.raises(ConfigError, match="add --planner"):
         planner_config(UpConfig(), ["--ttft-slo-s", "2"], "")
     with pytest.raises(ConfigError, match="did you mean --ttft-slo-s"):
         planner_config(UpConfig(planner=True), ["--ttft-slo", "2"], "")
 
 
-def test_aggregated_workers_alone_are_sized_as_one_pool_and_never_beside_others() -> None:
+def test_a_planner_sizes_aggregated_workers_only_alone() -> None:
     alone = UpConfig(planner=True, prefill=0, decode=0, aggregated=2)
     config = planner_config(alone, [], "")
     assert config is not None
@@ -58,7 +58,7 @@ def settings_of(up: ClusterConfig, planner: ServiceConfig, run_dir: Path) -> Ser
     return load(ServiceConfig, spec.argv[2:], {}, prefix="KVMESH_PLANNER_", prog="planner")
 
 
-def test_the_planner_is_told_where_its_mesh_is(tmp_path: Path) -> None:
+def test_the_planner_gets_the_addresses_of_its_mesh(tmp_path: Path) -> None:
     told = settings_of(
         ClusterConfig(), ServiceConfig(connector="local", prefill_profile="x.json", itl_slo_s=0.1), tmp_path
     )
@@ -68,7 +68,7 @@ def test_the_planner_is_told_where_its_mesh_is(tmp_path: Path) -> None:
     assert (told.connector, told.prefill_profile, told.itl_slo_s) == ("local", "x.json", 0.1)
 
 
-def test_of_mock_workers_it_is_told_what_they_can_do(tmp_path: Path) -> None:
+def test_the_planner_gets_the_profile_of_mock_workers(tmp_path: Path) -> None:
     up = ClusterConfig(
         UpConfig(engine="mock"),
         worker={

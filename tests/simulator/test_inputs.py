@@ -65,7 +65,7 @@ def test_a_turn_begins_with_all_that_was_said_before() -> None:
     assert len({request.names[:16] for request in requests}) == 2, "the two prefixes"
 
 
-def test_rows_that_are_a_little_late_are_sorted_and_others_refused(tmp_path: Path) -> None:
+def test_slightly_late_rows_are_sorted_others_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     times = [*random.Random(1).sample(range(10_000), 3000)]
     path.write_text("\n".join(json.dumps({"timestamp": t, "input_length": 1, "hash_ids": []}) for t in times))
@@ -128,7 +128,7 @@ def test_one_source_of_requests_must_be_given() -> None:
         (["--profile", "/nowhere.json"], "no profile at"),
     ],
 )
-def test_what_does_not_fit_together_is_told(flags: list[str], complaint: str) -> None:
+def test_contradicting_flags_are_refused(flags: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         main(["--load", "constant", *flags])
 
@@ -198,7 +198,7 @@ def test_percentiles_are_exact_while_there_are_few(values: list[float], share: f
 
 
 @given(st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e4)), min_size=50, max_size=300), st.floats(0, 1))
-def test_of_many_they_are_right_to_half_a_per_cent(values: list[float], share: float) -> None:
+def test_percentiles_of_many_values_are_right_to_half_a_percent(values: list[float], share: float) -> None:
     tally = PercentileTally(exact=10)
     for value in values:
         tally.add(value)

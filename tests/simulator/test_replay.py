@@ -86,7 +86,7 @@ def test_what_is_evicted_is_no_hit() -> None:
     assert run(rows, blocks_per_worker=200).hit_share == pytest.approx(79 / 240)
 
 
-def test_a_prompt_larger_than_the_cache_fails_as_it_does_live() -> None:
+def test_a_prompt_larger_than_the_cache_fails() -> None:
     report = run([row(0, range(50)), row(10, range(10))], blocks_per_worker=30)
     assert (report.requests, report.failed) == (2, 1)
 
@@ -99,7 +99,7 @@ def test_a_conversation_is_cheaper_where_its_prefix_is() -> None:
     assert kv.ttft_s.mean < blind.ttft_s.mean
 
 
-def test_a_prefix_that_many_ask_for_is_copied_and_not_queued_for() -> None:
+def test_a_popular_prefix_is_copied_instead_of_queued_for() -> None:
     rows = [row(i * 0.15, [*range(40), *range(1000 * i + 100, 1000 * i + 105)]) for i in range(400)]
     kv = run(rows, workers=4)
     assert kv.balance < 1.3
@@ -153,7 +153,7 @@ def test_a_file_that_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
         list(stream_rows(path))
 
 
-def test_a_missing_trace_is_told() -> None:
+def test_a_missing_trace_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no trace at /nowhere"):
         main(["--trace", "/nowhere"])
 

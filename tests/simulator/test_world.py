@@ -79,7 +79,7 @@ def test_steps_take_longer_the_more_of_the_cache_is_read() -> None:
     assert report.e2e_s.mean - report.ttft_s.mean == pytest.approx(12 * step_s(7) + 12 * step_s(8))
 
 
-def test_a_prompt_that_comes_in_between_lengthens_one_step_of_who_decodes() -> None:
+def test_a_prompt_lengthens_one_step_of_decoding_sequences() -> None:
     alone, both = (run([request(0.0, 16, 101), *more], fixed()) for more in ([], [request(0.5, 160, 1, thread=1)]))
     assert both.e2e_s.max == pytest.approx(alone.e2e_s.max + 0.16)
 
@@ -90,7 +90,7 @@ def test_hops_are_part_of_what_the_client_sees() -> None:
     assert far.itl_s.mean == pytest.approx(near.itl_s.mean)
 
 
-def test_the_kv_of_a_prompt_takes_its_time_to_the_decode_worker() -> None:
+def test_the_kv_of_a_prompt_needs_transfer_time() -> None:
     """The pull of 100 tokens of 1 MB at 1 GB/s takes 0.1 s, between the first and the second token."""
     slow, fast = (
         run([request(0.0, 100, 2)], timed(mode="disaggregated", workers=2, kv_bandwidth_gbps=gbps))
@@ -132,7 +132,7 @@ def test_runs_of_steps_give_the_figures_of_single_steps(
     assert at_once.hit_share == pytest.approx(one_by_one.hit_share, abs=0.01)
 
 
-def test_round_robin_without_lags_is_the_same_to_the_last_digit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_equal_single_steps_exactly_without_lags(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run may report its blocks late, because nothing that a router learns matters here."""
     settings = config(workers=3, blocks=80, max_step_tokens=64, saturation_tokens=0)
     at_once = run(chats(), settings)
@@ -160,7 +160,7 @@ def test_goodput_counts_those_that_keep_both_limits() -> None:
     assert report.goodput_rps == pytest.approx(2 / report.duration_s)
 
 
-def test_what_can_never_run_fails_and_the_rest_goes_on() -> None:
+def test_a_request_that_can_never_run_fails_alone() -> None:
     report = run([request(0.0, 5000, 5), request(1.0, 100, 5, 1)], fixed())
     assert (report.requests, report.failed, report.e2e_s.mean > 0) == (2, 1, True)
 
@@ -237,7 +237,7 @@ def test_a_flip_takes_seconds_and_keeps_the_cache() -> None:
     assert (script.at(26.0).prefill.ready, script.at(26.0).decode.ready) == (1, 3)
 
 
-def test_the_planner_is_told_what_came_and_how_it_went() -> None:
+def test_the_planner_gets_the_traffic_of_an_interval() -> None:
     script = Script({})
     run(steady(100), fixed(), PlannerHook(script.decide, 5.0, 20.0))
     assert [seen.at_s for seen in script.seen if seen.traffic is not None] == [20.0, 40.0, 60.0, 80.0]

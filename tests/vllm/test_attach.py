@@ -185,7 +185,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[StockSe
 Two = tuple[list[StockServer], Mesh]
 
 
-def test_a_second_turn_goes_to_the_server_that_has_the_first(two: Two) -> None:
+def test_a_second_turn_goes_to_its_server(two: Two) -> None:
     """By vLLM's own count of hits; and the answers are those that the server gives by itself."""
     pair, mesh = two
     by_name = {server.name: server for server in pair}
