@@ -42,7 +42,7 @@ class FidelityConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     mode: Annotated[Literal["aggregated", "disaggregated"], Meta(description="of the mesh")] = "aggregated"
-    workers: Annotated[int, Meta(ge=1, le=8, description="processes; half of them prefill when disaggregated")] = 2
+    workers: Annotated[int, Meta(ge=1, le=8, description="workers, half of which prefill when disaggregated")] = 2
     rate: Annotated[float, Meta(gt=0, description="requests per second")] = 2.0
     duration_s: Annotated[float, Meta(gt=0, description="of the load")] = 60.0
     speedup: Annotated[float, Meta(gt=0, description="of the mock workers, against the fit to an 8B model")] = 0.25

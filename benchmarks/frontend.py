@@ -164,7 +164,7 @@ def chosen(cases: Sequence[FrontendCase], config: FrontendBenchConfig) -> list[F
 
 
 def burst_mesh(config: FrontendBenchConfig) -> ClusterConfig:
-    """Workers that are never what is waited for: no delay, and room for every case on each of them."""
+    """Return a mesh whose workers are never the bottleneck: no delay, and room for every case on each worker."""
     return ClusterConfig(
         UpConfig(
             engine="mock",
@@ -309,7 +309,7 @@ def cpu_ms(outcome: LoadOutcome) -> float:
 
 
 def quantile_ms(values_s: Sequence[float], share: float) -> float | None:
-    """The value that `share` of them do not exceed."""
+    """Return the value that `share` of the values do not exceed."""
     if not values_s:
         return None
     return 1000 * sorted(values_s)[min(len(values_s) - 1, int(share * len(values_s)))]

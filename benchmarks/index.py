@@ -2,8 +2,8 @@
 
 Chains of up to 4096 blocks of 16 tokens. Each is held by one worker, and where it says so its first half by two others,
 so that a match has three holders. All rates are per CPU second of this process, Python included; each case runs in a
-process of its own, whose memory is then the index's. The tokens are made anew for each chain, outside the measured
-time, and are in the cache of the CPU, as they are when they have just come from a socket.
+process of its own, whose memory is then the index's. The tokens of each chain are made outside the
+measured time. They are in the cache of the CPU, as tokens that have just come from a socket are.
 """
 
 import json

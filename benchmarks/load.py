@@ -37,7 +37,7 @@ class ClientLoad:
     output_tokens: int  # that each answer must have
     pid: int | None = None  # whose CPU time counts, with all its descendants
     more_pids: tuple[int, ...] = ()  # the same
-    alone: Mapping[str, int] = field(default_factory=dict)  # of those, pids whose own CPU time is told too, by name
+    alone: Mapping[str, int] = field(default_factory=dict)  # of these, pids whose own CPU time is reported too, by name
     with_pids: tuple[int, ...] = ()  # what else belongs to the measurement, with all descendants
     timeout_s: float = TIMEOUT_S
 
@@ -51,7 +51,7 @@ class LoadOutcome:
     ttft_s: list[float]  # sent -> the read with the first token; streams only
     gaps_s: list[float]  # between reads of one stream that held the end of an event, from the first token on
     failures: list[str]  # one for each request that failed, also in the warm-up
-    alone_s: dict[str, float] = field(default_factory=dict)  # CPU of those that Load.alone names, no descendants
+    alone_s: dict[str, float] = field(default_factory=dict)  # CPU of ClientLoad.alone's processes alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +341,7 @@ class UsedCpu:
 
     server_s: float
     others_s: float  # of all that does not belong to the measurement
-    alone_s: dict[str, float]  # of those that Load.alone names
+    alone_s: dict[str, float]  # of the processes in ClientLoad.alone
 
 
 def used_cpu(load: ClientLoad) -> UsedCpu:

@@ -97,7 +97,7 @@ class PlannerLoad:
     peak_rps: float | None
     setting: Setting
     sim: SimConfig
-    hit_share: float = 0.0  # assumed by who plans without looking
+    hit_share: float = 0.0  # assumed by policies that do not measure it
 
 
 def main(argv: list[str]) -> int:

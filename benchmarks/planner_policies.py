@@ -1,4 +1,4 @@
-"""Ways to decide how many workers there are, to be held against the planner in the simulator. Each is a `decide`."""
+"""Policies that decide how many workers run, to compare with the planner in the simulator. Each is a `decide`."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -226,7 +226,7 @@ def _decision(seen: Observation, counts: Counts) -> ScalingDecision:
 
 
 def peak_of(slots: Sequence[DemandSlot], together: int = 5) -> Demand:
-    """The highest demand of so many slots on end, with their mean lengths."""
+    """Return the highest demand of `together` slots in a row, with their mean lengths."""
     best = slots[0].demand
     for first in range(max(1, len(slots) - together + 1)):
         demand = mean_of(slots[first : first + together])

@@ -36,7 +36,7 @@ from protocol.errors import EngineError
 
 WORDS_PER_PROMPT = 12
 TOKENS = 4  # of an answer
-LONG_TOKENS = 256  # asked for by those that leave
+LONG_TOKENS = 256  # of requests whose client leaves
 LEAVES_EVERY = 100
 LEAVES_WITHIN_S = 0.01
 ANSWER_S = 60.0  # an answer that takes longer has failed
@@ -152,7 +152,7 @@ class SoakOutcome:
     rss_mib: list[float] = field(default_factory=list)  # at LOOKS
     wall_s: float = 0.0
     errors: int = 0
-    failures: list[str] = field(default_factory=list)  # the first of them
+    failures: list[str] = field(default_factory=list)  # the first ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ from protocol.errors import ConfigError, EngineError
 STREAMS_PER_WORKER = 2500
 MIN_WORKERS = 4
 SPARE_FILES = 512  # of a process, beside those of its streams
-AT_ONCE = 256  # connections that may wait to be accepted: the system cuts those that are too many
+AT_ONCE = 256  # connections that may wait to be accepted: the system drops more
 PROMPT_TOKENS = 32
 START_S = 120.0  # for all streams to be sent; on top come the steps in which their prompts are computed
 SETTLE_S = 1.0  # after the last first token
@@ -144,7 +144,7 @@ async def measure(config: StreamsConfig, console: Console) -> StreamsReport:
 
 
 def mesh_of(config: StreamsConfig) -> ClusterConfig:
-    """Workers that have room for every stream, each of them, and take their time for a token."""
+    """Return a mesh whose workers each have room for every stream and are slow to make a token."""
     return ClusterConfig(
         UpConfig(
             engine="mock",
@@ -186,7 +186,7 @@ class StreamsPlan:
     model: str
     tokenizer: str
     streams: int
-    ending_tokens: int  # asked for by those that go on to their end
+    ending_tokens: int  # of streams that are read to their end
     window_s: float
     itl_s: float
     metrics_urls: tuple[str, ...]  # of all processes that count what they hold

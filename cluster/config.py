@@ -1,4 +1,4 @@
-"""Settings of a mesh on one host: those of `kvmesh up`, and those that it passes on to its processes."""
+"""Settings of a mesh on one host: the settings of `kvmesh up`, and the ones that it passes on to its processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0: any")] = 8000
     prefill: Annotated[int, Meta(ge=0, description="prefill workers")] = 1
     decode: Annotated[int, Meta(ge=0, description="decode workers")] = 2
-    aggregated: Annotated[int, Meta(ge=0, description="workers that do both halves")] = 0
+    aggregated: Annotated[int, Meta(ge=0, description="aggregated workers, which prefill and decode")] = 0
     router: Annotated[Literal["embedded", "remote"], Meta(description="remote: a router process of its own")] = (
         "embedded"
     )
@@ -53,7 +53,9 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             description="a planner starts and stops workers; its options begin with --planner-, see python -m planner"
         ),
     ] = False
-    run_dir: Annotated[str, Meta(description="for discovery and logs; default: a new one, removed at the end")] = ""
+    run_dir: Annotated[
+        str, Meta(description="folder of discovery and logs; default: a new one, removed at the end")
+    ] = ""
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
     log_level: LogLevel = "info"
 

@@ -20,16 +20,16 @@ from protocol.messages import Control, ControlAction, ControlReply, Role, Worker
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 1.0
-REFUSAL_S = 1.0  # who will not change its role says so by then
+REFUSAL_S = 1.0  # a worker that refuses a role has answered by then
 SCALED_ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
-MAX_FAILURES = 16  # of workers, kept for telling
+MAX_FAILURES = 16  # of workers, kept for GET /workers
 
 
 @dataclass(slots=True)
 class Member:
     name: str
     role: Role
-    card: WorkerCard | None = None  # the last that it put up, None while there is none
+    card: WorkerCard | None = None  # its last card, None while there is none
     doing: Literal["", "flipping", "draining"] = ""
     cards: dict[str, WorkerCard] = field(default_factory=dict)  # by key of discovery
 
@@ -91,11 +91,11 @@ class Crew:
                         member.card = None
 
     def _on_card(self, member: Member, card: WorkerCard) -> None:
-        if card.pid != self._supervisor.pid(member.name):  # of one that was killed, or of another mesh
+        if card.pid != self._supervisor.pid(member.name):  # the card of a killed worker, or of another mesh
             return
         member.card = card
         if member.doing == "" and card.role is not member.role and card.role in SCALED_ROLES:
-            self._has_role(member, card.role)  # somebody else has told it to
+            self._has_role(member, card.role)  # another caller changed its role
 
     def _state(self, member: Member) -> State:
         if member.doing:

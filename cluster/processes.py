@@ -24,7 +24,7 @@ def discovery_of(run_dir: Path) -> str:
 
 
 def process_specs(config: ClusterConfig, run_dir: Path, config_file: str = "") -> list[ProcessSpec]:
-    """Return the frontend, a router if it runs by itself, then the workers, with their names in the logs.
+    """Return the frontend, the router if it has its own process, then the workers.
 
     Frontend and router read the tables [frontend] and [router] of `config_file`; what is set here wins.
     """

@@ -57,7 +57,7 @@ class Cluster:
         self.url = ""  # of the HTTP API, known when it is ready
         self.control = ""  # unix:<path> of its control socket
         self.planner_record = ""  # file of what its planner decides, "" if it has none
-        self.cards: dict[str, WorkerCard] = {}  # by name, of those it began with
+        self.cards: dict[str, WorkerCard] = {}  # by name, of the first workers
 
     async def until_ready(self, tell: Callable[[str], None]) -> None:
         """Wait for every process. Raises EngineError, with the end of its log, if one cannot run."""
@@ -84,7 +84,7 @@ class Cluster:
         async for change in self._discovery.watch(""):
             if isinstance(change, Put) and change.key.startswith("frontends/"):
                 frontend = decode(change.value, FrontendCard)
-                if frontend.pid == self.supervisor.pid("frontend"):  # else it is of a mesh that was killed
+                if frontend.pid == self.supervisor.pid("frontend"):  # else it is the card of a killed mesh
                     self.url = frontend.url
                     tell(f"frontend listens on {self.url}")
             elif isinstance(change, Put) and change.key.startswith("workers/"):
@@ -97,9 +97,9 @@ class Cluster:
         await self._until_frontend_sees(expected)
 
     async def _until_frontend_sees(self, workers: int) -> None:
-        """Wait until the frontend has taken in the cards, and a router by itself too.
+        """Wait until the frontend, and a router with its own process, know the workers.
 
-        Where clients need a certificate nobody can ask: this process has none.
+        Return at once if clients need a certificate, because this process has none.
         """
         if self.frontend.tls_client_ca:
             return
@@ -171,7 +171,7 @@ async def running_cluster(
                 cluster.planner_record = record_file_of(planner, run_dir)
                 supervisor.start(planner_spec(config, planner, run_dir, cluster.control), cluster.on_planner_lost)
             yield cluster
-    except ConfigError:  # its text says it all
+    except ConfigError:  # its text is enough
         raise
     except MeshError:
         keep = True

@@ -145,7 +145,7 @@ def carry_out(step: InstallStep, title: str) -> bool:
 
 
 def watch(step: InstallStep, title: str, started: float) -> int:
-    """The step's exit code. Meanwhile show what goes on: each second on a terminal, else every 10 s."""
+    """Wait for a step and return its exit code. Show its progress: each second on a terminal, else every 10 s."""
     show(f"{title} ...")
     with LOG.open("ab") as output:
         output.write(f"\n{title}\n$ {' '.join(step.argv)}\n".encode())

@@ -97,7 +97,7 @@ def prompts() -> list[RecordedPrompt]:
     strangers = [RecordedPrompt(numbered(n)) for n in range(2, 2 + NUM_STRANGERS)]
     return [
         RecordedPrompt(first),
-        RecordedPrompt(first + numbered(1)[:40]),  # goes on where the first ends
+        RecordedPrompt(first + numbered(1)[:40]),  # continues where the first ends
         RecordedPrompt(first[: PROMPT_TOKENS // 2] + numbered(1)),  # leaves it half way
         RecordedPrompt(first),
         RecordedPrompt(first, cache_salt="tenant"),
@@ -120,7 +120,7 @@ def numbered(number: int) -> TokenIds:
 
 
 async def fetch(endpoint: str) -> list[Frames]:
-    """All batches that the ring still has: `[topic, seq, payload]` each. Raises PeerLostError if nobody answers."""
+    """Return all batches in the ring: `[topic, seq, payload]` each. Raises PeerLostError without an answer."""
     frames: list[Frames] = []
     heard = asyncio.Event()
     ended = asyncio.Event()

@@ -8,20 +8,20 @@ from mesh.lifecycle import run_command
 
 COMMANDS = {
     "up": ("kvmesh.up", "run a mesh on this host until Ctrl-C"),
-    "attach": ("kvmesh.attach", "put a mesh in front of servers that run already: vLLM, SGLang, llama.cpp, ..."),
-    "announce": ("kvmesh.announce", "tell of a server that runs already, for `kvmesh attach --discover`"),
+    "attach": ("kvmesh.attach", "put a mesh in front of running servers: vLLM, SGLang, llama.cpp, ..."),
+    "announce": ("kvmesh.announce", "publish a running server, for `kvmesh attach --discover`"),
     "demo": ("kvmesh.demo", "start a mesh, send it real requests, show what happened"),
     "doctor": ("kvmesh.doctor", "check this machine and say what to do"),
     "explain": ("kvmesh.explain", "ask a running mesh where a prompt would run, and why"),
-    "planner": ("kvmesh.planner", "decide how many workers there are; `kvmesh planner explain`: what, and why"),
+    "planner": ("kvmesh.planner", "decide how many workers run; `kvmesh planner explain` shows the reasons"),
     "demo-planner": ("kvmesh.demo_planner", "a load that triples and falls, and a planner that follows it"),
-    "replay": ("simulator.replay", "drive the router through a request trace, in simulated time"),
-    "profile": ("profiler.__main__", "how fast a worker is, measured or estimated; what an SLO takes"),
+    "replay": ("simulator.replay", "simulate a mesh under a trace or synthetic load"),
+    "profile": ("profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO"),
     "bench": ("benchmarks.__main__", "measure one part: frontend, streams, soak, engine, index, planner, fidelity"),
 }
 SERVICES = {
     "frontend": ("frontend.__main__", "one frontend: OpenAI's API in, tokens out"),
-    "router": ("router.__main__", "one router by itself"),
+    "router": ("router.__main__", "one router in a process of its own"),
     "worker": ("workers.__main__", "one worker: prefill, decode or aggregated"),
 }
 

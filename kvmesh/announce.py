@@ -22,8 +22,8 @@ from protocol.messages import Role
 class AnnounceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_ANNOUNCE_<NAME>`, that over [announce] of `--config`, that over the default."""
 
-    name: Annotated[str, Meta(description="of its worker in the mesh; default: host-port")] = ""
-    role: Annotated[Role, Meta(description="what it does")] = Role.AGGREGATED
+    name: Annotated[str, Meta(description="name of its worker in the mesh; default: host-port")] = ""
+    role: Annotated[Role, Meta(description="role of the server")] = Role.AGGREGATED
     kv_events: Annotated[str, Meta(description="its KV events, tcp://host:port; default: it is asked")] = ""
     replay: Annotated[str, Meta(description="their replay socket")] = ""
     model: Annotated[str, Meta(description="model, as the server calls it; default: the one it has")] = ""
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_ANNOUNCE_",
         prog="kvmesh announce",
-        description="Tell the mesh of a server that runs already, until Ctrl-C: `kvmesh announce http://host:8000`.",
+        description="Publish a running server in discovery until Ctrl-C: `kvmesh announce http://host:8000`.",
         section="announce",
     )
     if len(urls) != 1:

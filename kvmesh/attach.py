@@ -26,7 +26,7 @@ DESCRIPTION = (
     "`--servers FILE`, `--discover`. Each becomes a worker; an API key of theirs goes into KVMESH_ATTACH_API_KEY."
 )
 ANNOUNCED = "servers/"  # prefix of their keys in discovery; the value is a ServerEntry as JSON
-STOP_S = 10.0  # beyond what requests in progress have
+STOP_S = 10.0  # more than the requests in progress get
 IDLE_STOP_S = 2.0
 
 
@@ -34,9 +34,7 @@ class AttachConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A flag wins over `KVMESH_ATTACH_<NAME>`, that over the table [attach] of `--config`, that over the default."""
 
     servers: Annotated[str, Meta(description="TOML file with a table [[server]] for each; see docs/attach.md")] = ""
-    discover: Annotated[bool, Meta(description="attach those too that `kvmesh announce` tells of, while it does")] = (
-        False
-    )
+    discover: Annotated[bool, Meta(description="also attach servers while `kvmesh announce` publishes them")] = False
     role: Annotated[Role, Meta(description="of the servers named as words")] = Role.AGGREGATED
     kv_events: Annotated[str, Meta(description="KV events of the one server, tcp://host:port; default: ask it")] = ""
     replay: Annotated[str, Meta(description="replay socket of the same")] = ""
@@ -44,9 +42,9 @@ class AttachConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     model_path: Annotated[
         str, Meta(description="Hugging Face folder of its tokenizer; default: the server's, if it is on this host")
     ] = ""
-    block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per KV block, where they do not tell")] = 16
-    num_blocks: Annotated[int, Meta(ge=2, description="KV blocks of a server, where they do not tell")] = 2048
-    max_num_seqs: Annotated[int, Meta(ge=1, description="sequences at once, where they do not tell")] = 128
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per KV block, if not reported")] = 16
+    num_blocks: Annotated[int, Meta(ge=2, description="KV blocks of a server, if not reported")] = 2048
+    max_num_seqs: Annotated[int, Meta(ge=1, description="sequences at once of a server, if not reported")] = 128
     frontend: Annotated[bool, Meta(description="start a frontend as well")] = False
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the frontend; 0: any")] = 8000
@@ -102,7 +100,7 @@ def entries_of(config: AttachConfig, urls: Sequence[str]) -> list[ServerEntry]:
     if len(entries) > 1 and (config.kv_events or config.replay):
         raise ConfigError(
             f"--kv-events and --replay are one server's, and here are {len(entries)}",
-            hint="leave them out: vLLM is asked for them; or list the servers in a file: --servers",
+            hint="leave them out, because vLLM reports them; or list the servers in a file: --servers",
         )
     if config.servers:
         entries += read_servers(Path(config.servers))
@@ -112,7 +110,7 @@ def entries_of(config: AttachConfig, urls: Sequence[str]) -> list[ServerEntry]:
     named = [msgspec.structs.replace(entry, name=entry.name or name_of(entry.url)) for entry in entries]
     names = [entry.name for entry in named]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{', '.join(twice)}: there twice", hint="name every server once, or give them names")
+        raise ConfigError(f"{', '.join(twice)}: given twice", hint="name every server once, or give them names")
     return named
 
 
@@ -272,7 +270,7 @@ async def stop_in_order(supervisor: Supervisor, joined: Set[str], timeout_s: flo
 async def watch_who_joins(
     discovery: Discovery, supervisor: Supervisor, joined: dict[str, str], tell: Callable[[str], None]
 ) -> None:
-    """Keep in `joined` the names of our workers that are in the mesh, by key, and tell of each that comes."""
+    """Keep in `joined` the names of our workers in the mesh, by key, and report each that joins."""
     async for change in discovery.watch("workers/"):
         if not isinstance(change, Put):
             joined.pop(change.key, None)
@@ -288,5 +286,5 @@ async def watch_who_joins(
 
 def describe(card: WorkerCard) -> str:
     """Describe how the mesh sees a server."""
-    told = "its KV events are followed" if card.kv_events else "it tells no KV events: what it caches is guessed"
+    told = "its KV events are followed" if card.kv_events else "it sends no KV events: its cache is predicted"
     return f"{card.name} serves {card.model} ({card.role.value}, blocks of {card.block_size} tokens); {told}"

@@ -242,7 +242,7 @@ def table_of(report: DemoReport, first: DemoAnswer, second: DemoAnswer) -> Table
         ("answer computed by", report.decode_worker, report.second_turn_worker),
         ("KV moved", moved(first), moved(second)),
         ("prompt tokens", first.prompt_tokens, second.prompt_tokens),
-        ("of them cached", first.cached_tokens, second.cached_tokens),
+        ("cached prompt tokens", first.cached_tokens, second.cached_tokens),
         ("tokens out", len(first.tokens), len(second.tokens)),
         ("TTFT", f"{first.ttft_ms:.1f} ms", f"{second.ttft_ms:.1f} ms"),
         ("ITL", f"{first.itl_ms:.2f} ms", f"{second.itl_ms:.2f} ms"),

@@ -196,7 +196,7 @@ async def show(config: DemoPlannerConfig, console: Console) -> Report:
 async def load_mesh(
     config: DemoPlannerConfig, cluster: Cluster, tell: Callable[[str], None]
 ) -> tuple[list[DemoRequest], list[Point]]:
-    """Send everything, wait for every answer. What was sent, and who was there every second."""
+    """Send all requests and wait for their answers. Return the requests, and the workers in every second."""
     clock = asyncio.get_running_loop().time
     began_s = clock()
     sent: list[DemoRequest] = []

@@ -18,7 +18,7 @@ class Point(Struct, frozen=True, kw_only=True):
     offered_rps: float
     prefill_ready: int
     decode_ready: int
-    prefill_all: int  # those that start or drain too
+    prefill_all: int  # including starting and draining ones
     decode_all: int
 
 
@@ -186,7 +186,7 @@ def write_png(path: Path, report: Report) -> None:
         workers.step(times, ready, where="post", color=colour, label=f"{name}, ready")
         there = [getattr(point, f"{name}_all") for point in report.points]
         workers.step(
-            times, there, where="post", color=colour, alpha=0.35, label=f"{name}, with those that start or drain"
+            times, there, where="post", color=colour, alpha=0.35, label=f"{name}, with starting and draining ones"
         )
     workers.set_ylabel("workers")
     workers.legend(fontsize="small")

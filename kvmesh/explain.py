@@ -39,10 +39,10 @@ class ExplainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         "http://127.0.0.1:8000"
     )
     router: Annotated[
-        str, Meta(description="HTTP API of a router, to be asked itself; the model's folder has to be readable here")
+        str, Meta(description="HTTP API of a router instead of a frontend; the model's folder has to be readable here")
     ] = ""
-    model: Annotated[str, Meta(description="whose workers; default: the only model that is served")] = ""
-    raw: Annotated[bool, Meta(description="as a text completion, without the chat template")] = False
+    model: Annotated[str, Meta(description="model; default: the only one that is served")] = ""
+    raw: Annotated[bool, Meta(description="the prompt is a text completion, without the chat template")] = False
     json: Annotated[bool, Meta(description="print one JSON object")] = False
     api_key: Annotated[str, Meta(description="key of a mesh that asks for one; default: KVMESH_API_KEY")] = ""
     ca_file: Annotated[
@@ -107,7 +107,7 @@ async def ask(config: ExplainConfig, prompt: str) -> bytes:
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         reason = str(error) or f"it took more than {TIMEOUT_S:g} s"
         hint = "start a mesh with `kvmesh up`, or set --url"
-        raise UnreachableError(f"nobody answers at {asked}: {reason}", hint=hint) from error
+        raise UnreachableError(f"no mesh answers at {asked}: {reason}", hint=hint) from error
 
 
 def open_session(api_key: str, ca_file: str) -> aiohttp.ClientSession:
@@ -196,7 +196,7 @@ def show(reply: PlacementReply, console: Console) -> None:
         console.print(table_of(leg, list(candidates)))
     console.print(Text(f"\nwhy     {explanation.why}"))
     if explanation.would_wait:
-        console.print("wait    it would wait in the router: those that could take it are saturated")
+        console.print("wait    it would wait in the router: every worker that could take it is saturated")
     console.print(f"policy  {explanation.policy}")
     console.print(f"price   {explanation.recompute_price:g}: what a block to compute counts against one in a queue")
     console.print(f"busy    {explanation.busy_share:.0%} of the workers' time has gone into prompts lately")

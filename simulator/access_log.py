@@ -17,7 +17,7 @@ from protocol.errors import ConfigError
 from simulator.requests import SimRequest, thread_names
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-LONGEST_S = 3600.0  # lines stand in order of the requests' ends; those that took longer than this come too late
+LONGEST_S = 3600.0  # lines stand in the order of the requests' ends; a request that took longer would come too late
 DEFAULT_ISL = 1000
 
 
@@ -26,7 +26,7 @@ class _Line(Struct, frozen=True):
     status: int = 0
     duration_ms: Annotated[float, Meta(ge=0)] = 0.0
     ts: str = ""
-    isl_tokens: Annotated[int, Meta(ge=0)] = 0  # 0: not told
+    isl_tokens: Annotated[int, Meta(ge=0)] = 0  # 0: not known
     osl_tokens: Annotated[int, Meta(ge=0)] = 0
 
 
@@ -53,7 +53,7 @@ def read_access_log(
             yield SimRequest(arrived_s - first_s, isl, line.osl_tokens or osl_tokens, names, number)
     if first_s is None:
         hint = "the frontend writes it with --access-log --log-format json"
-        raise ConfigError(f"{path} tells of no request to {', '.join(PATHS)}", hint=hint)
+        raise ConfigError(f"{path} has no request to {', '.join(PATHS)}", hint=hint)
 
 
 def _in_order(lines: Iterator[bytes], path: Path) -> Iterator[tuple[float, _Line]]:

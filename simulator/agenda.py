@@ -31,7 +31,7 @@ class Agenda:
             action(*arguments)
 
     def run_due(self) -> None:
-        """Let all events happen that are due now, those that they add among them."""
+        """Let all events happen that are due now, also those that they add."""
         events, now = self._events, self.now
         while events and events[0][0] <= now:
             _, _, action, arguments = heapq.heappop(events)

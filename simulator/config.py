@@ -16,7 +16,7 @@ class SimConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     mode: Mode = "aggregated"
     workers: Annotated[int, Meta(ge=1)] = 8  # at first; prefill workers included
-    prefill_workers: Annotated[int, Meta(ge=0)] = 0  # of them, when disaggregated; 0: half of them
+    prefill_workers: Annotated[int, Meta(ge=0)] = 0  # workers that prefill, when disaggregated; 0: half
     blocks: Annotated[int, Meta(ge=1)] = 2048  # of each worker
     block_size: Annotated[int, Meta(ge=1)] = 512
     max_num_seqs: Annotated[int, Meta(ge=1)] = 256
@@ -30,12 +30,12 @@ class SimConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kv_bandwidth_gbps: Annotated[float, Meta(ge=0)] = 64.0  # gigabytes/s from prefill to decode workers; 0: no limit
     policy: Policy = "kv"
     recompute_price: Annotated[float, Meta(ge=0)] = 0.0
-    saturation_tokens: Annotated[int, Meta(ge=0)] = 2048  # 0: nobody waits in the router
+    saturation_tokens: Annotated[int, Meta(ge=0)] = 2048  # 0: no request waits in the router
     routers: Annotated[int, Meta(ge=1)] = 1
     gossip_lag_s: Annotated[float, Meta(ge=0)] = 0.005
     event_lag_s: Annotated[float, Meta(ge=0)] = 0.005
     hop_s: Annotated[float, Meta(ge=0)] = 0.0  # from a client's request until the router sees it, and back
-    concurrency: Annotated[int, Meta(ge=0)] = 0  # > 0: so many requests at a time, whenever the trace has them arrive
+    concurrency: Annotated[int, Meta(ge=0)] = 0  # > 0: requests at a time, whatever the trace's arrivals
     start_s: Annotated[float, Meta(ge=0)] = 30.0  # from the order of a worker until it takes requests
     flip_s: Annotated[float, Meta(ge=0)] = 3.0  # from the end of the drain until it has its other role
     gpus_per_prefill: Annotated[float, Meta(ge=0)] = 1.0

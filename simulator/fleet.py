@@ -32,9 +32,9 @@ class SimFleet:
         self._numbers = count()
         self._by_id: dict[WorkerId, SimWorker] = {}
         self._timings = {is_prefill: timing_of(config, is_prefill=is_prefill) for is_prefill in (False, True)}
-        self.workers: list[SimWorker] = []  # those that are gone not
+        self.workers: list[SimWorker] = []  # without workers that are gone
         self.decoding_role = Role.AGGREGATED if config.mode == "aggregated" else Role.DECODE
-        self.gpu_seconds = self.worker_seconds = 0.0  # of those that are gone
+        self.gpu_seconds = self.worker_seconds = 0.0  # of workers that are gone
 
     def __getitem__(self, worker_id: WorkerId) -> SimWorker:
         return self._by_id[worker_id]

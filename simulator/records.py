@@ -25,7 +25,7 @@ class _Window:
     isl_tokens: int = 0
     began: int = 0
     ttft_s: float = 0.0
-    prompt_tokens: int = 0  # of those that began
+    prompt_tokens: int = 0  # of requests that began
     cached_tokens: int = 0
     ended: int = 0
     good: int = 0

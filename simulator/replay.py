@@ -38,21 +38,21 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A flag wins over `KVMESH_REPLAY_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     trace: Annotated[str, Meta(description="a trace in Mooncake's format: JSON lines")] = ""
-    access_log: Annotated[str, Meta(description="instead: what a frontend with --access-log wrote")] = ""
+    access_log: Annotated[str, Meta(description="instead: the log of a frontend with --access-log")] = ""
     load: Annotated[LoadShape | None, Meta(description="instead: a Poisson process of this shape")] = None
     rate: Annotated[float, Meta(gt=0, description="synthetic: requests/s, on average")] = 4.0
     peak_rate: Annotated[float, Meta(ge=0, description="synthetic: requests/s at most; 0: 1.6 times --rate")] = 0.0
-    duration_s: Annotated[float, Meta(gt=0, description="synthetic: for so long")] = 3600.0
-    period_s: Annotated[float, Meta(gt=0, description="synthetic: of what repeats itself")] = 3600.0
+    duration_s: Annotated[float, Meta(gt=0, description="synthetic: seconds of load")] = 3600.0
+    period_s: Annotated[float, Meta(gt=0, description="synthetic: seconds until the shape repeats")] = 3600.0
     isl: Annotated[float, Meta(ge=1, description="synthetic: prompt tokens; of a later turn, what it adds")] = 3000.0
     osl: Annotated[float, Meta(ge=1, description="synthetic, access log: answer tokens")] = 300.0
     spread: Annotated[float, Meta(ge=0, description="synthetic: sigma of log-normal lengths")] = 0.0
     prefix_groups: Annotated[int, Meta(ge=0, description="synthetic: prefixes, one of which begins a prompt")] = 0
-    prefix_tokens: Annotated[int, Meta(ge=0, description="synthetic: length of those")] = 0
-    turns: Annotated[int, Meta(ge=1, description="synthetic: of a conversation")] = 1
+    prefix_tokens: Annotated[int, Meta(ge=0, description="synthetic: length of these prefixes")] = 0
+    turns: Annotated[int, Meta(ge=1, description="synthetic: turns of a conversation")] = 1
     mode: Annotated[Mode, Meta(description="aggregated, or prefill and decode on different workers")] = "aggregated"
-    workers: Annotated[int, Meta(ge=1, description="workers, those that prefill among them")] = 8
-    prefill_workers: Annotated[int, Meta(ge=0, description="disaggregated: of them; 0: half of them")] = 0
+    workers: Annotated[int, Meta(ge=1, description="workers, including those that prefill")] = 8
+    prefill_workers: Annotated[int, Meta(ge=0, description="disaggregated: workers that prefill; 0: half")] = 0
     blocks_per_worker: Annotated[int, Meta(ge=1, description="KV blocks of each worker")] = 6000
     block_size: Annotated[int, Meta(ge=1, description="tokens per block, a divisor of the trace's")] = 512
     trace_block_size: Annotated[int, Meta(ge=1, description="tokens that a block id of the trace stands for")] = 512
@@ -70,32 +70,32 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = 64.0
     policy: Annotated[Policy, Meta(description="how a worker is chosen")] = "kv"
     recompute_price: Annotated[
-        float, Meta(ge=0, description="blocks in a queue that one to compute weighs as much as; 0: worked out")
+        float, Meta(ge=0, description="cost of a block to compute, in queued blocks; 0: from the traffic")
     ] = 0.0
     saturation_tokens: Annotated[
-        int, Meta(ge=0, description="a worker with so many tokens to compute gets no more; 0: all go at once")
+        int, Meta(ge=0, description="a worker with this many tokens to compute gets no more; 0: no limit")
     ] = 2048
     routers: Annotated[int, Meta(ge=1, description="routers that share the requests")] = 1
-    gossip_lag_s: Annotated[float, Meta(ge=0, description="how old what a router knows of the others' load is")] = 0.005
+    gossip_lag_s: Annotated[float, Meta(ge=0, description="age of what a router knows about the others' load")] = 0.005
     event_lag_s: Annotated[float, Meta(ge=0, description="from a cache's change until the routers know")] = 0.005
-    hop_s: Annotated[float, Meta(ge=0, description="from client to router, and back: what the frontend takes")] = 0.0
-    arrival_speedup: Annotated[float, Meta(gt=0, description="requests come so many times as fast")] = 1.0
+    hop_s: Annotated[float, Meta(ge=0, description="time from client to router and back, in the frontend")] = 0.0
+    arrival_speedup: Annotated[float, Meta(gt=0, description="requests come this many times as fast")] = 1.0
     concurrency: Annotated[
-        int, Meta(ge=0, description="so many requests at a time, whenever the trace has them; 0: by the trace")
+        int, Meta(ge=0, description="requests at a time, whatever the trace's arrivals; 0: by the trace")
     ] = 0
     jitter_s: Annotated[
-        float, Meta(ge=0, description="spread each arrival over so long: traces have coarse clocks")
+        float, Meta(ge=0, description="spread each arrival over this time: traces have coarse clocks")
     ] = 0.0
     limit: Annotated[int, Meta(ge=0, description="requests at most; 0: all")] = 0
     ttft_slo_s: Annotated[float, Meta(gt=0, description="TTFT to keep")] = 0.5
     itl_slo_s: Annotated[float, Meta(gt=0, description="gap between tokens to keep, on a request's average")] = 0.05
     planner: Annotated[
-        bool, Meta(description="the planner starts, stops and turns workers; --workers are the first")
+        bool, Meta(description="the planner starts, stops and flips workers; --workers is the first count")
     ] = False
     max_gpus: Annotated[int, Meta(ge=1, description="with --planner: GPUs of all workers together, at most")] = 16
     start_s: Annotated[float, Meta(ge=0, description="with --planner: cold start of a worker")] = 30.0
-    flip_s: Annotated[float, Meta(ge=0, description="with --planner: turn of a drained worker to its other role")] = 3.0
-    seed: Annotated[int, Meta(ge=0, description="of what is random: policies that draw, synthetic load, jitter")] = 1
+    flip_s: Annotated[float, Meta(ge=0, description="with --planner: flip of a drained worker to its other role")] = 3.0
+    seed: Annotated[int, Meta(ge=0, description="seed of policies that draw, of synthetic load and jitter")] = 1
     json: Annotated[bool, Meta(description="print a summary, one JSON object")] = False
     timeline: Annotated[str, Meta(description="write the time line and the planner's decisions as JSON")] = ""
     html: Annotated[str, Meta(description="write a page with figures and curves, all in one file")] = ""

@@ -20,7 +20,7 @@ class Sample(Struct, frozen=True, kw_only=True):
     at_s: float  # its end
     requests: int  # that arrived
     ended: int
-    good: int  # of those that ended, within the SLO
+    good: int  # requests that ended within the SLO
     ttft_s: float  # mean of the first tokens of the interval
     itl_s: float  # mean of the requests that ended
     prefill_ready: int

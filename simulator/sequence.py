@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it, when nobody has its tokens: the names of its blocks stand for them.
+"""Sequences of the simulation: the names of their blocks stand for tokens, which no part has.
 
 To the prefix hashes of the mesh a block is two "tokens" here, the halves of its name, so the router's index and the
 block pool work as they do live, whatever the real block size is.

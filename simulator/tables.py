@@ -73,7 +73,7 @@ def _worker_of(config: SimConfig, profile: Profile | None) -> str:
 
 
 def summary_of(report: SimReport, config: SimConfig) -> dict[str, object]:
-    """Return the figures of a report, without its time line; those that are looked at most have names of their own."""
+    """Return the figures of a report without its time line; the main ones also have flat names."""
     flat = {
         f"{name}_{figure}_s": getattr(spread, figure)
         for name, spread in (("ttft", report.ttft_s), ("itl", report.itl_s), ("e2e", report.e2e_s))

@@ -72,7 +72,7 @@ class _Running:
         return min(self.steps - 1, stretch.first + int((now - stretch.begins_s) / stretch.step_s))
 
     def ends_at(self, steps: int) -> float:
-        """Return when so many steps have ended; steps < self.steps."""
+        """Return when `steps` steps have ended; steps < self.steps."""
         number = len(self._stretches) - 1
         while self._stretches[number].first > steps:
             number -= 1
@@ -103,7 +103,7 @@ class SimWorker:
         self.computed_tokens = 0  # of prompts
         self.busy_s = 0.0
         self.turns = 0
-        self.wakes = 0  # how often it was told when to wake; the last one counts
+        self.wakes = 0  # how often its wake-up was set; the last one counts
         self.followed = 0  # of `wakes`, by the world
         self.due_s = _FOREVER
         self._on_outputs = on_outputs
@@ -174,7 +174,7 @@ class SimWorker:
         done = running.done_by(now)
         if done:
             self._complete_run(running.run, done)
-        if done == running.steps:  # its end and this came at once: who settles it stirs it
+        if done == running.steps:  # its end and this call came at once: the caller stirs it
             self.due_s = _FOREVER
             return
         begins_s = running.ends_at(done)

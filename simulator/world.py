@@ -21,7 +21,7 @@ from simulator.worker import SimWorker, SimWorkerState
 from workers.scheduler import KvPull, Output, SequenceState
 
 PROGRESS_S = 2.0  # as frontends tell the router of answers that grow
-PATIENCE_S = 6 * 3600.0  # nothing ended for so long: what is left never will
+PATIENCE_S = 6 * 3600.0  # if nothing ends for this long, the open requests never will
 _SETTLED_S = -1e6  # when the first workers joined
 
 
@@ -58,7 +58,7 @@ class World:
             self._join(self._fleet.order(role, 0.0), _SETTLED_S)
 
     def run(self, requests: Iterable[SimRequest]) -> SimReport:
-        """Simulate the requests. Those of one instant are queued together before any of them is placed."""
+        """Simulate the requests. Requests of one instant are queued together before one is placed."""
         self._arrivals = opened(requests, self._config)
         self._begin_watching()
         if self._config.concurrency:
@@ -357,7 +357,7 @@ def opened(requests: Iterable[SimRequest], config: SimConfig) -> Iterator[OpenRe
     for number, request in enumerate(requests):
         if len(request.names) != request.isl_tokens // block_size * 8:
             found = f"a prompt of {request.isl_tokens} tokens has {len(request.names) // 8} names of blocks"
-            raise ConfigError(f"{found}, with blocks of {block_size} tokens it has another number of them")
+            raise ConfigError(f"{found}, blocks of {block_size} tokens make another number of names")
         if request.arrival_s < last_s and not config.concurrency:
             raise ConfigError(f"request {number} arrives at {request.arrival_s} s, the one before at {last_s} s")
         last_s = request.arrival_s

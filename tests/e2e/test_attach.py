@@ -225,7 +225,7 @@ def test_waiting_for_a_server_can_be_stopped(tmp_path: Path) -> None:
     [
         ([], "no server to attach to"),
         (["localhost:8000"], "http://host:port"),
-        (["http://h:1", "http://h:1"], "there twice"),
+        (["http://h:1", "http://h:1"], "given twice"),
         (["http://h:1", "http://h:2", "--kv-events", "tcp://h:3"], "one server's"),
         (["--servers", "/nowhere.toml"], "cannot read"),
     ],

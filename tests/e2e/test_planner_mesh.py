@@ -120,9 +120,7 @@ def test_a_drained_worker_finishes_what_it_has(mesh: Mesh, control: Control) -> 
     until(lambda: control.count("decode") == 2, what="the mesh as it was")
 
 
-def test_a_flipped_worker_keeps_its_role_after_a_restart(
-    mesh: Mesh, control: Control
-) -> None:
+def test_a_flipped_worker_keeps_its_role_after_a_restart(mesh: Mesh, control: Control) -> None:
     with steady_load(mesh, 4):
         [name] = control.post("/flip", to="prefill", count=1)["flipped"]
         until(lambda: control.workers().get(name) == "prefill", what="the flip")

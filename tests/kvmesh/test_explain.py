@@ -97,9 +97,7 @@ async def test_an_error_of_the_mesh_is_shown(frontend: Frontend) -> None:
         await explain.ask(ExplainConfig(url=frontend.url), "hi")
 
 
-async def test_a_router_gets_the_tokens_that_a_frontend_would_make(
-    frontend: Frontend, router_url: str
-) -> None:
+async def test_a_router_gets_the_tokens_that_a_frontend_would_make(frontend: Frontend, router_url: str) -> None:
     for raw in (False, True):
         await explain.ask(ExplainConfig(url=frontend.url, raw=raw), "Tell me a story.")
         request, _ = frontend.generator.previewed[-1]

@@ -83,7 +83,7 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 
 
 def test_a_server_twice_is_refused_unless_it_has_two_names() -> None:
-    with pytest.raises(ConfigError, match="there twice"):
+    with pytest.raises(ConfigError, match="given twice"):
         workers_of(config(), A, A)
     with pytest.raises(ConfigError, match="no server"):
         workers_of(config())
@@ -95,7 +95,7 @@ def test_what_is_told_of_a_worker_says_whether_its_cache_is_known() -> None:
         block_size=32, total_blocks=9, context_tokens=100, kv_events="tcp://h:2",
     )  # fmt: skip
     assert "followed" in describe(card)
-    assert "guessed" in describe(msgspec.structs.replace(card, kv_events=""))
+    assert "predicted" in describe(msgspec.structs.replace(card, kv_events=""))
 
 
 def test_an_entry_takes_what_it_does_not_say_from_the_flags() -> None:
