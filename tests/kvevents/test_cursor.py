@@ -203,7 +203,9 @@ def test_a_failed_recheck_forgets_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "bounds", [{"max_pending": 2}, {"max_pending_bytes": 20}, {"budget": PendingBudget(20)}], ids=str
+    "bounds",
+    [{"max_pending": 2}, {"max_pending_bytes": 20}, {"budget": PendingBudget(20)}],
+    ids=["batches", "bytes", "budget"],
 )
 def test_what_waits_is_bounded_and_comes_by_another_replay(bounds: dict[str, object]) -> None:
     cursor = live_cursor(1, **bounds)
