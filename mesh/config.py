@@ -1,4 +1,4 @@
-"""Settings of a service: one declaration per option, read from flags, the environment and a TOML file.
+"""Read the settings of a service from flags, the environment and a TOML file: one declaration per option.
 
 A schema is a frozen `msgspec.Struct`; each field is an option, its `Meta(description=...)` the help text.
 `block_size` is then `--block-size`, `KVMESH_ROUTER_BLOCK_SIZE` and `block_size = ...` in the file.
@@ -27,7 +27,7 @@ _NONE = "none"
 
 
 class OptionRow(NamedTuple):
-    """One option as documentation shows it."""
+    """The texts about one option in `--help` and the documentation."""
 
     flag: str
     env: str
@@ -36,7 +36,7 @@ class OptionRow(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Options of another schema that a command takes as well and passes on to the part that they are for."""
+    """Options of another schema, which a command takes and passes on to another part."""
 
     title: str  # above them in `--help`
     schema: type[msgspec.Struct]
@@ -44,7 +44,7 @@ class Group(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A value that somebody set, and where: `source` begins every complaint about it."""
+    """A value that somebody set, and the place where. Every error about the value begins with `source`."""
 
     source: str
     value: object = None  # typed already; counts only without `texts`
@@ -89,7 +89,7 @@ def load(
     section: str | None = None,
     foreign: Sequence[str] = (),
 ) -> T:
-    """Settings from `argv` (without the program's name), then `environ`, then the file, then the defaults.
+    """Read settings from `argv` (without the program's name), then `environ`, then the file, then the defaults.
 
     The file is that of `--config` or `<prefix>CONFIG`. With `section` it may serve many services, and only
     its table `[section]` counts. An environment variable that is set but empty counts as not set.
@@ -141,7 +141,7 @@ def _group_options(group: Group, own: Mapping[str, "_Option"]) -> dict[str, "_Op
 
 
 def config_path(argv: Sequence[str], environ: Mapping[str, str], prefix: str) -> str:
-    """The file that `load` reads with these arguments, "" if none: for handing it on to another service."""
+    """Return the file that `load` reads with these arguments, "" if none. A command hands it on to another service."""
     for i, word in enumerate(argv):
         if word == "--config" and i + 1 < len(argv):
             return argv[i + 1]
@@ -151,7 +151,7 @@ def config_path(argv: Sequence[str], environ: Mapping[str, str], prefix: str) ->
 
 
 def to_flags(settings: msgspec.Struct) -> list[str]:
-    """Flags from which `load` builds equal settings, whatever the environment says."""
+    """Return flags from which `load` builds equal settings, whatever the environment says."""
     return [_flag_for(option, getattr(settings, option.name)) for option in _options(type(settings)).values()]
 
 
@@ -167,7 +167,7 @@ def environ_of(values: Mapping[str, object], prefix: str) -> dict[str, str]:
 
 
 def describe(schema: type[msgspec.Struct], *, prefix: str) -> list[OptionRow]:
-    """All options of a schema, in order, for `--help` and the documentation."""
+    """Return all options of a schema, in order, for `--help` and the documentation."""
     return [_row(option, prefix) for option in _options(schema).values()]
 
 
@@ -178,7 +178,7 @@ def _row(option: "_Option", prefix: str) -> OptionRow:
 def usage(
     schema: type[msgspec.Struct], *, prefix: str, prog: str, description: str = "", groups: Sequence[Group] = ()
 ) -> str:
-    """The text of `--help`."""
+    """Return the text of `--help`."""
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 60), 110)
     own = _options(schema)
     sections = [("options", [*describe(schema, prefix=prefix), *_rows_for_all(prefix)])]
@@ -206,7 +206,7 @@ def _rows_for_all(prefix: str) -> list[OptionRow]:
 
 
 def _options(schema: type[msgspec.Struct]) -> dict[str, _Option]:
-    """The options of a schema by field name. Raises TypeError for a schema that cannot be one."""
+    """Return the options of a schema by field name. Raises TypeError for a field that cannot be an option."""
     options = {field.name: _option(field) for field in msgspec.structs.fields(schema)}
     names = [option.flag for option in options.values()]
     names += [option.negation for option in options.values() if option.negatable]
@@ -232,7 +232,7 @@ def _option(field: msgspec.structs.FieldInfo) -> _Option:
 
 
 def _strip(annotation: Any) -> tuple[Any, str]:
-    """An annotation without its metadata, and the description found in that."""
+    """Return an annotation without its metadata, and the description found in the metadata."""
     if get_origin(annotation) is not Annotated:
         return annotation, ""
     inner, *metadata = get_args(annotation)
@@ -241,7 +241,7 @@ def _strip(annotation: Any) -> tuple[Any, str]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the annotation alone."""
+    """Return the alternatives of a union, or the annotation alone."""
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(_strip(member)[0] for member in get_args(annotation))
     return (annotation,)
@@ -257,7 +257,7 @@ def _check_kind(name: str, kind: Any) -> None:
 
 
 def _given_flags(options: Mapping[str, _Option], argv: Sequence[str], prog: str) -> dict[str, Given]:
-    """What `argv` sets, by field name; besides fields, `config` and `help` may occur."""
+    """Return the values that `argv` sets, by field name. The names `config` and `help` may occur too."""
     given: dict[str, Given] = {}
     args = iter(argv)
     for arg in args:
@@ -280,7 +280,7 @@ def _given_flags(options: Mapping[str, _Option], argv: Sequence[str], prog: str)
 
 
 def _add_text(given: dict[str, Given], option: _Option, flag: str, text: str) -> None:
-    """The last flag wins, but a list grows with each."""
+    """Record the text of a flag: the last flag wins, but a list grows with each."""
     before = given[option.name].texts if option.is_list and option.name in given else ()
     given[option.name] = Given(flag, texts=(*before, text))
 
@@ -331,7 +331,7 @@ def _given_file(options: Mapping[str, _Option], path: Given, section: str | None
 
 
 def _section(content: Mapping[str, object], section: str, path: str) -> Mapping[str, object]:
-    """The table `[section]` of a file that many services share."""
+    """Return the table `[section]` of a file that many services share."""
     for key, value in content.items():
         if not isinstance(value, dict):
             raise ConfigError(f"setting {key!r} in {path} is in no table", hint=f"put it under [{section}]")
@@ -364,7 +364,7 @@ def _build(schema: type[T], options: Mapping[str, _Option], given: Mapping[str, 
 
 
 def _value(option: _Option, given: Given) -> object:
-    """The value of one option. Raises ConfigError that names where it came from and what would do."""
+    """Return the value of one option. Raises ConfigError, which names the place and the accepted values."""
     value = _from_texts(option, given.texts) if given.texts else given.value
     try:
         return msgspec.convert(value, option.annotation)
@@ -386,7 +386,7 @@ def _from_texts(option: _Option, texts: Sequence[str]) -> object:
 
 
 def _split(text: str) -> list[str]:
-    """`a,b` -> [a, b]. A JSON list of strings is taken as it stands: it can hold commas and empty items."""
+    """Split `a,b` into [a, b]. A JSON list of strings is read as JSON: it can hold commas and empty items."""
     if text.startswith("["):
         try:
             return msgspec.json.decode(text, type=list[str])
@@ -396,7 +396,7 @@ def _split(text: str) -> list[str]:
 
 
 def _from_text(kinds: Sequence[Any], text: str) -> object:
-    """The first of `kinds` that `text` is a value of, or the text itself for `convert` to complain about."""
+    """Return the value of `text` in the first of `kinds` that fits; else the text, which `convert` will refuse."""
     for kind in kinds:
         if kind is bool:
             if text.lower() in _TRUE + _FALSE:

@@ -1,11 +1,11 @@
-"""Many deadlines on one timer of the event loop: every request has some, and nearly none is reached."""
+"""Keep many deadlines on one timer of the event loop. Every request has deadlines, and nearly none is reached."""
 
 import asyncio
 from collections.abc import Sequence
 from math import inf
 from typing import Protocol
 
-GRAIN_S = 0.02  # nobody is told of its deadline later than that
+GRAIN_S = 0.02  # no deadline expires later than that
 
 
 class Expires(Protocol):
@@ -15,10 +15,10 @@ class Expires(Protocol):
 
 
 class Deadlines:
-    """Tells each entry when its time has come, up to GRAIN_S late. All of one event loop, whose clock is meant.
+    """Expires each entry when its time has come, up to GRAIN_S late, by the clock of one event loop.
 
-    Entries lie in slots of GRAIN_S, and the timer is set for the first slot that was ever the first: so it rings now
-    and then for a slot that is empty by then.
+    Entries lie in slots of GRAIN_S. The timer stays set when the first slot becomes empty, so it sometimes rings for an
+    empty slot.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Deadlines:
         return sum(len(entries) for entries in self._slots.values())
 
     def add(self, deadline: float, entry: Expires) -> int:
-        """The number under which to `discard` it."""
+        """Add an entry; return the number of its slot, which `discard` needs."""
         slot = int(deadline / GRAIN_S) + 1
         entries = self._slots.get(slot)
         if entries is None:
@@ -42,7 +42,7 @@ class Deadlines:
         return slot
 
     def discard(self, slot: int, entry: Expires) -> None:
-        """Whether it has expired or not."""
+        """Remove an entry, if it has not expired."""
         entries = self._slots.get(slot)
         if entries is not None:
             entries.discard(entry)
@@ -50,7 +50,7 @@ class Deadlines:
                 del self._slots[slot]
 
     def expire_all(self) -> None:
-        """Tell everybody now."""
+        """Expire all entries now."""
         self._expire(list(self._slots))
 
     def _set_timer(self, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""Histograms that are counted on the event loop alone; see mesh/tally.py."""
+"""Count histograms on the event loop alone; see mesh/tally.py."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from mesh.tally import LoopMetric
 
 
 class Distribution:
-    """Of one set of label values. Not for use by several threads."""
+    """The histogram of one set of label values. Not safe to use from several threads."""
 
     __slots__ = ("_bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # between the bounds; the last: above all of them
+        self.counts = [0] * (len(bounds) + 1)  # between the bounds; the last counts values above all bounds
         self.total = 0.0
 
     def observe(self, value: float) -> None:

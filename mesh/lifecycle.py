@@ -1,4 +1,4 @@
-"""From `main(stop)` to an exit code: event loop, signals, errors. Called once, from `__main__.py`."""
+"""Run `main(stop)` to an exit code: event loop, signals, errors. Called once, from `__main__.py`."""
 
 import asyncio
 import ctypes
@@ -22,25 +22,25 @@ Main = Callable[[asyncio.Event], Awaitable[int | None]]
 PARENT_PID = "KVMESH_PARENT_PID"
 
 EXIT_FAILED = 1
-EXIT_BAD_SETTINGS = 2  # another start would fail in the same way
+EXIT_BAD_SETTINGS = 2  # a supervisor does not start it again
 _PR_SET_PDEATHSIG = 1
-# Of objects made and not freed, before cycles are looked for. The default, 700, is a handful of requests in flight,
-# and the search took 9 % of a frontend's CPU.
+# Cycles are searched for after so many objects were made and not freed. With the default of 700, which a handful of
+# requests reaches, the search took 9 % of a frontend's CPU.
 GC_THRESHOLDS = (25_000, 20, 20)
 
 
 def run(main: Main) -> int:
-    """Run `main(stop)` on a new event loop until it ends; the exit code for `sys.exit`.
+    """Run `main(stop)` on a new event loop until it ends; return the exit code for `sys.exit`.
 
-    The first SIGINT or SIGTERM sets `stop`, the second cancels `main`, the third ends the process there and
-    then. An expected failure (MeshError) is one line on stderr, anything else a traceback. Tasks that `main`
-    leaves behind are cancelled and awaited.
+    The first SIGINT or SIGTERM sets `stop`, the second cancels `main`, the third ends the process at once. An expected
+    failure (MeshError) is one line on stderr, any other a traceback. Tasks that `main` leaves behind are cancelled and
+    awaited.
     """
     gc.set_threshold(*GC_THRESHOLDS)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_until_done(main))
-    except KeyboardInterrupt:  # before our handler stood
+    except KeyboardInterrupt:  # before our signal handler was set
         return 128 + signal.SIGINT
     except Exception as error:
         return _report(error)
@@ -56,7 +56,7 @@ def run_command(name: str, main: Callable[[list[str]], int], argv: list[str]) ->
 
 
 def settle() -> None:
-    """What is in memory now will stay: the search for cycles need not visit it again. After loading something large."""
+    """Exempt all objects in memory from the search for cycles. Call it after loading something large that stays."""
     gc.collect()
     gc.freeze()
 
@@ -64,7 +64,7 @@ def settle() -> None:
 async def unless_stopped(
     work: Coroutine[Any, Any, T], stop: asyncio.Event, on_stop: Callable[[], object] = lambda: None
 ) -> T | None:
-    """What `work` gives; None if `stop` was set before it ended: it is given up then, after `on_stop`."""
+    """Return the result of `work`; None if `stop` was set first. Then `on_stop` is called and `work` cancelled."""
     working = asyncio.create_task(work, name="work")
     stopping = asyncio.create_task(stop.wait(), name="wait for the stop")
     try:
@@ -109,7 +109,7 @@ def _parent_gone(stop: asyncio.Event) -> None:
 
 
 def _die_with_parent(pid: int, stop: asyncio.Event) -> None:
-    """Have the kernel send SIGTERM when the parent ends (to be exact: the thread that started us)."""
+    """Have the kernel send SIGTERM when the parent ends (to be exact: the thread that started this process)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != pid:  # it ended before we asked
@@ -117,7 +117,7 @@ def _die_with_parent(pid: int, stop: asyncio.Event) -> None:
 
 
 class _Signals:
-    """Counts SIGINT and SIGTERM: the more of them, the less polite the end."""
+    """Counts SIGINT and SIGTERM: each further signal ends the process less politely."""
 
     def __init__(self, stop: asyncio.Event, main: asyncio.Task[int]) -> None:
         self._stop = stop
@@ -144,7 +144,7 @@ async def _until_done(main: Main) -> int:
     assert task is not None
     signals = _Signals(stop, task)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):  # they stand until the loop is closed
+    for number in (signal.SIGINT, signal.SIGTERM):  # they stay until the loop is closed
         loop.add_signal_handler(number, signals.on_signal, number)
     try:
         code = await main(stop) or 0
@@ -167,7 +167,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _report(error: Exception) -> int:
-    """Say on stderr why `main` failed, as briefly as the kind of failure allows."""
+    """Print on stderr why `main` failed: one line for an expected failure, else a traceback. Return the exit code."""
     expected = _mesh_errors(error)
     for one in expected:
         print(f"error: {one}", file=sys.stderr)
@@ -178,7 +178,7 @@ def _report(error: Exception) -> int:
 
 
 def _mesh_errors(error: Exception) -> list[MeshError]:
-    """The error, or the leaves of its group, if there is nothing but MeshErrors; else nothing."""
+    """Return the error, or the leaves of its group, if all are MeshErrors; else []."""
     if isinstance(error, MeshError):
         return [error]
     if not isinstance(error, ExceptionGroup):

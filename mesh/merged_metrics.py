@@ -1,6 +1,6 @@
-"""The metrics of several processes that share one port, as if they were one.
+"""Merge the metrics of several processes that share one port.
 
-Each process answers on a Unix socket in a directory they share; whoever is asked over HTTP asks the others.
+Each process answers on a Unix socket in a shared directory. The process that is asked over HTTP asks the others.
 """
 
 import asyncio
@@ -18,11 +18,17 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
 MAX_BYTES = 16 << 20
-_NOT_ADDED = ("_created", "_start_time_seconds", "_max_fds", "_info", "_models_ready")  # of these the largest counts
+_NOT_ADDED = (
+    "_created",
+    "_start_time_seconds",
+    "_max_fds",
+    "_info",
+    "_models_ready",
+)  # here the largest counts
 
 
 def merge(texts: Sequence[str]) -> str:
-    """Add up samples of equal name and labels; where a sum says nothing, take the largest. Pure."""
+    """Add up samples of equal name and labels; where a sum makes no sense, take the largest. Pure."""
     merged: dict[str, Metric] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for text in texts:
@@ -55,7 +61,7 @@ class _Given(Collector):
 
 @asynccontextmanager
 async def sharing(folder: Path) -> AsyncIterator[None]:
-    """Answer the others as long as the block runs."""
+    """Answer the other processes while the block runs."""
     path = folder / f"{os.getpid()}.sock"
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,7 +79,7 @@ async def sharing(folder: Path) -> AsyncIterator[None]:
 
 
 async def merged_metrics(folder: Path) -> bytes:
-    """Of all processes that share `folder`, this one included. One that does not answer is left out."""
+    """Return the merged metrics of all processes that share `folder`. A process that does not answer is left out."""
     others = sockets_of_others(folder)
     texts = await asyncio.gather(*(_ask(path) for path in others))
     own = generate_latest().decode()
@@ -88,7 +94,7 @@ async def _ask(path: Path) -> str:
                 return (await _read(reader)).decode()
             finally:
                 writer.close()
-    except ConnectionRefusedError:  # it was killed
+    except ConnectionRefusedError:  # the process was killed
         remove(path)
     except (OSError, ValueError) as error:  # TimeoutError is an OSError
         log.warning("the metrics of another process are missing: %s", error or "it does not answer")
@@ -104,7 +110,7 @@ def remove(path: Path) -> None:
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
-    """To the end. Raises ValueError if that is too far."""
+    """Read to the end. Raises ValueError if that is too much."""
     parts: list[bytes] = []
     while part := await reader.read(1 << 16):
         parts.append(part)

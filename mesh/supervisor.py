@@ -1,4 +1,4 @@
-"""Keep processes running: start them, start them anew when they die, stop them in order and leave none behind."""
+"""Keep processes running: start them, restart them when they die, stop them in order and leave none behind."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from protocol.errors import ConfigError, EngineError, MeshError
 
 log = logging.getLogger(__name__)
 
-STABLE_S = 20.0  # who ran this long starts again at once
+STABLE_S = 20.0  # a process that ran this long is restarted at once
 MAX_QUICK_EXITS = 5
 
 
@@ -28,7 +28,7 @@ class ProcessSpec:
 
 
 def restart_delay_s(run_times_s: Sequence[float]) -> float | None:
-    """How long to wait before the next start, after these runs (oldest first); None: give up."""
+    """Return the wait before the next start, after these runs (oldest first). None: give up."""
     quick_exits = 0
     for run_time_s in reversed(run_times_s):
         if run_time_s >= STABLE_S:
@@ -40,7 +40,7 @@ def restart_delay_s(run_times_s: Sequence[float]) -> float | None:
 
 
 class Supervisor:
-    """Runs processes of this Python. Their output goes to one log file each; without a `log_dir`, where ours goes."""
+    """Runs processes of this Python. Each writes to a log file of its own; without `log_dir`, to our own output."""
 
     def __init__(self, log_dir: Path | None, tell: Callable[[str], None] = lambda line: None) -> None:
         self._log_dir = log_dir
@@ -48,18 +48,18 @@ class Supervisor:
         self._specs: dict[str, ProcessSpec] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, asyncio.subprocess.Process] = {}
-        self._ending: set[str] = set()  # they had a SIGTERM: another would tell them to hurry
+        self._ending: set[str] = set()  # they got a SIGTERM; a second one would cancel their work
         self.failed = asyncio.Event()
         self.failure: MeshError | None = None
 
     def start(self, spec: ProcessSpec, on_failure: Callable[[MeshError], None] | None = None) -> None:
-        """Keep it running. `on_failure` is called if that is given up; without it, `failed` is set."""
+        """Keep a process running. If that is given up, call `on_failure`; without `on_failure`, set `failed`."""
         self._specs[spec.name] = spec
         keep = self._keep(spec.name, on_failure or self.fail)
         self._keepers[spec.name] = asyncio.create_task(keep, name=f"keep {spec.name}")
 
     def respecify(self, spec: ProcessSpec) -> None:
-        """From the next time on that it has to be started anew."""
+        """Use `spec` from the next restart of the process on."""
         if spec.name in self._specs:
             self._specs[spec.name] = spec
 
@@ -82,7 +82,7 @@ class Supervisor:
             return "(no log)"
 
     async def stop(self, names: Sequence[str], timeout_s: float) -> None:
-        """SIGTERM, and after `timeout_s` SIGKILL. Returns when the processes are gone."""
+        """Send SIGTERM, and after `timeout_s` SIGKILL. Return when the processes are gone."""
         keepers = [self._keepers.pop(name) for name in names if name in self._keepers]
         for keeper in keepers:
             keeper.cancel()
@@ -97,7 +97,7 @@ class Supervisor:
         await self.stop(list(self._keepers | self._running), timeout_s)
 
     async def kill_all(self) -> None:
-        """SIGKILL, for who cannot wait."""
+        """Send SIGKILL to all, without waiting for a polite end."""
         keepers, self._keepers = list(self._keepers.values()), {}
         for keeper in keepers:
             keeper.cancel()
@@ -130,12 +130,12 @@ class Supervisor:
             del self._running[name]
 
     def fail(self, failure: MeshError) -> None:
-        """One of those that are needed does not run: whoever waits for `failed` is told."""
+        """Record that a needed process does not run, and set `failed`."""
         self.failure = failure
         self.failed.set()
 
     async def _keep(self, name: str, give_up: Callable[[MeshError], None]) -> None:
-        """Run one process for as long as it can be run. Cancelled by `stop`, which then ends the process."""
+        """Run one process, and restart it until that is given up. `stop` cancels this and ends the process."""
         clock = asyncio.get_running_loop().time
         run_times_s: list[float] = []
         while True:
@@ -153,7 +153,7 @@ class Supervisor:
                 kind = ConfigError if code == EXIT_BAD_SETTINGS else EngineError
                 give_up(kind(f"{name} does not run:\n{self.log_tail(name)}"))
                 return
-            self._tell(f"{name} ended with {describe_exit(code)}, starting it anew")
+            self._tell(f"{name} ended with {describe_exit(code)}, starting it again")
             await asyncio.sleep(delay)
 
     async def _spawn(self, spec: ProcessSpec) -> asyncio.subprocess.Process:
@@ -165,7 +165,7 @@ class Supervisor:
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **spec.env, PARENT_PID: str(os.getpid())},
-                start_new_session=True,  # a Ctrl-C in the terminal is ours; we stop them in order
+                start_new_session=True,  # a Ctrl-C in the terminal is for us alone: we stop the processes in order
             )
         self._running[spec.name] = process
         return process
@@ -175,7 +175,7 @@ class Supervisor:
         if (file := self.log_file(name)) is None:
             yield None
             return
-        file.parent.mkdir(parents=True, exist_ok=True)  # who removed the run directory shall not stop us
+        file.parent.mkdir(parents=True, exist_ok=True)  # the run directory may have been removed
         with file.open("ab") as output:
             yield output
 

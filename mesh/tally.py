@@ -1,7 +1,7 @@
-"""Counters and gauges that are counted on the event loop alone: plain numbers, made into Prometheus' when it asks.
+"""Count on the event loop alone: plain numbers, which become Prometheus metrics when Prometheus asks.
 
-prometheus_client's own take a lock for each number, which at half a dozen per request costs more than tokenizing the
-prompt. Histograms of the same kind: mesh/histogram.py.
+prometheus_client's own metrics take a lock for each number. With half a dozen per request, that costs more than
+tokenizing the prompt. mesh/histogram.py has the histograms.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ Family = TypeVar("Family", bound=Metric)
 
 
 class LoopMetric(Collector, Generic[Child, Family]):
-    """One metric of the default registry: a child for each set of label values, and the family it tells of them."""
+    """A metric with a child for each set of label values. It is registered when it is made."""
 
     def __init__(
         self, name: str, documentation: str, labels: Sequence[str] = (), *, registry: CollectorRegistry = REGISTRY
@@ -26,12 +26,12 @@ class LoopMetric(Collector, Generic[Child, Family]):
         self._documentation = documentation
         self._labels = tuple(labels)
         self._children: dict[tuple[str, ...], Child] = {}
-        if not self._labels:  # it is told from the start
+        if not self._labels:  # it is exported from the start
             self.labels()
         registry.register(self)
 
     def labels(self, *values: str) -> Child:
-        """Made when it is first asked for."""
+        """Return the child of these label values. It is made at the first call."""
         if len(values) != len(self._labels):
             raise ValueError(f"{self._name} has the labels {self._labels}, not {len(values)}")
         if (child := self._children.get(values)) is None:
@@ -45,7 +45,7 @@ class LoopMetric(Collector, Generic[Child, Family]):
         yield family
 
     def describe(self) -> Iterator[Metric]:
-        """For the registry, which refuses a second metric of the same name."""
+        """Name the metric for the registry, which refuses a second metric of the same name."""
         yield self._empty()
 
     @abstractmethod
@@ -59,7 +59,7 @@ class LoopMetric(Collector, Generic[Child, Family]):
 
 
 class Tally:
-    """Of one set of label values. Not for use by several threads."""
+    """The number of one set of label values. Not safe to use from several threads."""
 
     __slots__ = ("value",)
 
@@ -90,6 +90,6 @@ class LoopCounter(_Tallies):
 
 
 class LoopGauge(_Tallies):
-    """A gauge that goes up and down by steps."""
+    """A gauge that is increased and decreased by steps."""
 
     _family = GaugeMetricFamily

@@ -1,4 +1,4 @@
-"""What a service says about itself: log lines that carry the request's id, and a /metrics endpoint."""
+"""Set up what a service reports: log lines that carry the request's id, and a /metrics endpoint."""
 
 import logging
 import sys
@@ -44,7 +44,7 @@ def setup_logging(
 
 @contextmanager
 def request_context(request_id: str) -> Iterator[None]:
-    """Log records made inside, also in tasks started inside, carry `request_id`."""
+    """Add `request_id` to log records made inside the block, also in tasks started there."""
     token = _request_id.set(request_id)
     try:
         yield
@@ -60,10 +60,10 @@ def log_ready(log: logging.Logger, *, metrics: str, discovery: str, **fields: ob
 def serve_metrics(
     host: str, port: int, *, advertise_host: str = "", registry: CollectorRegistry = REGISTRY
 ) -> tuple[str, Callable[[], None]]:
-    """Serve /metrics on a thread; its URL and a function that ends it (blocks for up to 0.5 s).
+    """Serve /metrics on a thread; return its URL and a function that ends it (blocks for up to 0.5 s).
 
-    Port 0 takes a free one. `advertise_host` replaces the host in the URL, for who scrapes from elsewhere.
-    Raises ConfigError if the address cannot be had.
+    Port 0 takes a free one. `advertise_host` replaces the host in the URL, for scrapers on other hosts.
+    Raises ConfigError if the address cannot be used.
     """
     try:
         server, thread = start_http_server(port, addr=host, registry=registry)
@@ -79,7 +79,7 @@ def serve_metrics(
 
 
 class TextFormatter(logging.Formatter):
-    """`time LEVEL service logger: message key=value`, for people; a traceback follows on lines of its own."""
+    """Formats `time LEVEL service logger: message key=value`; a traceback follows on lines of its own."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record: ts, level, service, logger, message, request_id, extras, exception."""
+    """Formats one JSON object per record: ts, level, service, logger, message, request_id, extras, exception."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    """The request's id, if there is one, and what the caller passed by `extra`."""
+    """Return the request's id, if there is one, and the fields that the caller passed by `extra`."""
     request_id = getattr(record, "request_id", "")
     extras = {key: value for key, value in vars(record).items() if key not in _OWN_ATTRIBUTES}
     return ({"request_id": request_id} if request_id else {}) | extras
@@ -146,7 +146,7 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 
 def _one_line(text: str) -> str:
-    """`text` with control characters escaped, so that nothing from the network can fake a log line."""
+    """Escape control characters, so that data from the network cannot fake a log line."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -158,5 +158,5 @@ def _shown(value: object) -> str:
 def _encode(line: dict[str, object]) -> str:
     try:
         return msgspec.json.encode(line, enc_hook=str).decode()
-    except (TypeError, ValueError, OverflowError):  # keys that are no strings, lone surrogates, huge integers
+    except (TypeError, ValueError, OverflowError):  # keys that are not strings, lone surrogates, huge integers
         return msgspec.json.encode({key: ascii(value) for key, value in line.items()}).decode()

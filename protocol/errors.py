@@ -11,7 +11,7 @@ class MeshError(Exception):
     def __init__(
         self, message: str, *, hint: str = "", param: str | None = None, retry_after_s: float | None = None
     ) -> None:
-        """`hint` says what to do next, `param` names the field of the request that is wrong."""
+        """Make the text. `hint` says what to do next, `param` names the field of the request that is wrong."""
         self.message = message
         self.hint = hint
         self.param = param
@@ -41,7 +41,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 class NoWorkerError(MeshError):
-    """No worker that could serve this is ready."""
+    """The mesh has no ready worker that could serve the request."""
 
     code = "no_worker"
 
@@ -57,7 +57,7 @@ class DeadlineExceededError(MeshError):
 
 
 class CancelledByPeerError(MeshError):
-    """The other side gave the work up, for example because it is shutting down."""
+    """The peer gave up the work, for example because the peer is shutting down."""
 
     code = "cancelled"
 
@@ -69,7 +69,7 @@ class PeerLostError(MeshError):
 
 
 class UnreachableError(PeerLostError):
-    """No connection to the peer could be made: nothing was begun there."""
+    """The peer could not be connected to, so the peer has begun no work."""
 
     code = "unreachable"
 
@@ -93,7 +93,7 @@ class EngineError(MeshError):
 
 
 class FeedLostError(MeshError):
-    """A feed of events that a service lives on has ended."""
+    """A feed of events that a service depends on has ended."""
 
     code = "feed_lost"
 

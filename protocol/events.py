@@ -1,4 +1,4 @@
-"""What a block pool tells the world: which prefixes it now holds, and which no longer."""
+"""Define the events by which a cache reports the prefixes that it holds now, and those that it has dropped."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from protocol.ids import EngineHash
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Blocks that follow each other, each full; `parent` precedes the first (None: they start a sequence)."""
+    """Full blocks that follow each other were stored. `parent` precedes the first; None: it starts a sequence."""
 
     hashes: tuple[EngineHash, ...]
     parent: EngineHash | None
@@ -16,7 +16,7 @@ class Stored:
     block_size: int
     lora: str | None = None
     salt: str | None = None
-    medium: str = "GPU"  # the engines' word for device memory, also where the device is a CPU
+    medium: str = "GPU"  # the engines' word for device memory, also on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Everything is gone."""
+    """The cache has dropped all blocks."""
 
 
 KvEvent = Stored | Removed | Cleared
 
 
 class Digest(NamedTuple):
-    """Tells two sets of prefixes apart without listing them: see `protocol.hashing.digest_term`."""
+    """A hash of a set of prefixes: two caches compare their sets without listing them (hashing.digest_term)."""
 
     blocks: int
     value: int  # u64

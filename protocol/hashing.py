@@ -1,10 +1,10 @@
-"""Names for prefixes: XXH3 hashes of blocks and of chains of blocks.
+"""Name prefixes by XXH3 hashes of blocks and of chains of blocks.
 
 The values equal those of the field's other KV routers, so indices can be compared entry by entry:
 only full blocks; tokens as little-endian u32; `seed = 1337`, plus xxh3(lora, 0) and xxh3(salt, 1) where given;
 `sequence[0] = block[0]`, `sequence[i] = xxh3(LE64(sequence[i-1]) + LE64(block[i]), 1337)`.
 
-Many of them travel packed, as little-endian u64 bytes.
+Long lists of hashes travel packed, as little-endian u64 bytes.
 """
 
 from array import array
@@ -22,11 +22,11 @@ _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _PAIR = Struct("<QQ")
 TIER_MARK = 0x9E37_79B9_7F4A_7C15  # odd, so that marks of different tiers differ
 
-Buffer: TypeAlias = "bytes | bytearray | memoryview | array[int]"  # whatever gives its memory; numpy arrays do too
+Buffer: TypeAlias = "bytes | bytearray | memoryview | array[int]"  # any buffer, a numpy array too
 
 
 def hash_seed(lora: str | None = None, salt: str | None = None) -> int:
-    """The seed that keeps prefixes of different adapters and tenants apart (u64)."""
+    """Return the seed (u64) that keeps prefixes of different adapters and tenants apart."""
     seed = CHAIN_SEED
     if lora:
         seed += xxh3_64_intdigest(lora.encode(), 0)
@@ -36,7 +36,7 @@ def hash_seed(lora: str | None = None, salt: str | None = None) -> int:
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """`tokens` as little-endian u32 [len(tokens) * 4 bytes]. Raises OverflowError outside u32."""
+    """Pack `tokens` as little-endian u32 [len(tokens) * 4 bytes]. Raises OverflowError outside u32."""
     packed = array("I", tokens)
     if packed.itemsize != 4:  # pragma: no cover - no such platform is supported
         raise RuntimeError("array('I') is not 32 bit here")
@@ -44,19 +44,19 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:
-    """`hashes` as little-endian u64. Raises OverflowError outside u64."""
+    """Pack `hashes` as little-endian u64. Raises OverflowError outside u64."""
     return array("Q", hashes).tobytes()
 
 
 def unpack_hashes(packed: Buffer) -> memoryview:
-    """A view of packed u64 as integers. Raises ValueError if it is not made of 8-byte integers."""
+    """Return a view of packed u64 as integers. Raises ValueError if `packed` is not made of 8-byte integers."""
     return _integers(packed, 8, "Q")
 
 
 def block_hashes(tokens: Sequence[int], block_size: int, seed: int = CHAIN_SEED) -> list[BlockHash]:
-    """Hash each full block of `block_size` tokens by itself; a trailing partial block has no hash.
+    """Hash each full block of `block_size` tokens by itself. A partial block at the end has no hash.
 
-    `tokens` are integers, or bytes as of `token_bytes`.
+    `tokens` are integers, or the bytes that `token_bytes` makes of them.
     """
     data = memoryview(tokens if isinstance(tokens, bytes | bytearray | memoryview) else token_bytes(tokens)).cast("B")
     stride = 4 * block_size
@@ -65,7 +65,7 @@ def block_hashes(tokens: Sequence[int], block_size: int, seed: int = CHAIN_SEED)
 
 
 def extend_chain(parent: SequenceHash | None, blocks: Sequence[BlockHash]) -> list[SequenceHash]:
-    """Sequence hashes of `blocks` that follow `parent` (None: they start a sequence)."""
+    """Return the sequence hashes of `blocks` that follow `parent` (None: they start a sequence)."""
     chain: list[SequenceHash] = []
     for block in blocks:
         parent = (
@@ -78,14 +78,16 @@ def extend_chain(parent: SequenceHash | None, blocks: Sequence[BlockHash]) -> li
 
 
 def sequence_hashes(tokens: Sequence[int], block_size: int, seed: int = CHAIN_SEED) -> list[SequenceHash]:
-    """Sequence hash of every full block of `tokens`, in order."""
+    """Return the sequence hash of every full block of `tokens`, in order."""
     return extend_chain(None, block_hashes(tokens, block_size, seed))
 
 
 def plain_sequence_hash_bytes(
     tokens: Buffer, block_size: int, seed: int = CHAIN_SEED, parent: SequenceHash | None = None
 ) -> bytes:
-    """The same, packed, of blocks that follow `parent`. `tokens`: u32, or bytes as of `token_bytes`.
+    """Return the packed sequence hashes of the blocks that follow `parent`.
+
+    `tokens` are u32, or the bytes that `token_bytes` makes of them.
 
     Raises ValueError for other integers.
     """
@@ -104,12 +106,12 @@ else:
 
 
 def u32_bytes(tokens: Buffer) -> memoryview:
-    """The bytes of a buffer of u32. Raises ValueError if it is not made of 4-byte integers."""
+    """Return the bytes of a buffer of u32. Raises ValueError if the buffer is not made of 4-byte integers."""
     return _integers(tokens, 4, "I").cast("B")
 
 
 def mix64(value: int) -> int:
-    """Spread a u64 over all its bits (the finaliser of splitmix64)."""
+    """Mix all bits of a u64 (the finaliser of splitmix64)."""
     value &= _U64
     value = (value ^ (value >> 30)) * 0xBF58_476D_1CE4_E5B9 & _U64
     value = (value ^ (value >> 27)) * 0x94D0_49BB_1331_11EB & _U64
@@ -117,9 +119,9 @@ def mix64(value: int) -> int:
 
 
 def digest_term(sequence_hash: int, tier: int = 0) -> int:
-    """What one prefix in one tier (0: the device) adds to the digest of a cache.
+    """Return the term that one prefix in one tier (0: the device) adds to the digest of a cache.
 
-    A digest is the sum of these mod 2**64: it does not depend on the order, and taking away is subtracting.
+    A digest is the sum of its terms mod 2**64: the order does not matter, and to remove a prefix is to subtract.
     """
     return mix64((sequence_hash + (tier + 1) * TIER_MARK) & _U64)
 

@@ -1,4 +1,4 @@
-"""Names of things in the mesh. Plain types on the wire, distinct types in the code."""
+"""Define the ids of the mesh: plain types on the wire, distinct types in the code."""
 
 import os
 import secrets
@@ -19,9 +19,9 @@ _draws: Iterator[bytes] = iter(())
 
 
 def draw() -> bytes:
-    """12 random bytes of the system's, which is asked for many at once: every request needs some.
+    """Return 12 random bytes of the system. A supply of them is fetched at once, because every request needs some.
 
-    Safe to use from several threads: to step a list's iterator is one step.
+    Several threads may call this: a step of a list's iterator is atomic.
     """
     global _draws
     for drawn in _draws:
@@ -36,7 +36,7 @@ def _forget_draws() -> None:
     _draws = iter(())
 
 
-if hasattr(os, "register_at_fork"):  # two processes must not draw the same
+if hasattr(os, "register_at_fork"):  # two processes must not draw the same bytes
     os.register_at_fork(after_in_child=_forget_draws)
 
 
@@ -45,10 +45,10 @@ def new_request_id(prefix: str = "req") -> RequestId:
 
 
 def new_worker_id(name: str) -> WorkerId:
-    """A worker's id: its name, then a part that no earlier process of that name had."""
+    """Return a worker's id: its name, then a part that no earlier process of that name had."""
     return WorkerId(f"{name}-{int(time.time()) & 0xFFFFFF:06x}{secrets.token_hex(2)}")
 
 
 def new_generation() -> int:
-    """A non-zero u63 that tells one start of a process (or one offer of blocks) from every other."""
+    """Return a non-zero u63 that is unique to one start of a process, or to one offer of blocks."""
     return secrets.randbits(62) | 1 << 62

@@ -1,4 +1,4 @@
-"""All that crosses a process boundary. A new field with a default is compatible; else, a new method or tag.
+"""Define the messages between processes. A new field with a default is compatible; else add a method or a tag.
 
 Token ids travel as little-endian u32 bytes (`pack_tokens`): an 8k prompt is one memcpy, not 8k msgpack ints.
 """
@@ -17,7 +17,7 @@ from protocol.ids import RequestId, WorkerId
 
 
 class Role(StrEnum):
-    """What a worker does for a request. `aggregated` does both halves."""
+    """The half of a request that a worker computes. An aggregated worker computes both."""
 
     AGGREGATED = "aggregated"
     PREFILL = "prefill"
@@ -25,12 +25,12 @@ class Role(StrEnum):
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # an end-of-sequence or stop token, or a stop string
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's context is reached
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of all messages: msgpack maps, unknown keys are ignored, so that versions can be mixed."""
+    """The base of all messages: msgpack maps. Unknown keys are ignored, so that versions can be mixed."""
 
 
 class Failure(Message, frozen=True):
@@ -68,7 +68,7 @@ def error_of(failure: Failure) -> MeshError:
 
 
 class SamplingParams(Message, frozen=True):
-    """How a token is chosen. The choice is a pure function of (logits, these, tokens so far): see `seed`."""
+    """The rules by which a token is chosen: a pure function of the logits, these values and the tokens so far."""
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
@@ -77,21 +77,21 @@ class SamplingParams(Message, frozen=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int = 0  # u64; token n of the answer draws from (seed, n), so a migrated stream draws the same
-    top_logprobs: int | None = None  # None: no logprobs; n >= 0: the chosen token's and the n likeliest
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
-    allowed_token_ids: tuple[int, ...] = ()  # no other token can be chosen; empty: all can
+    seed: int = 0  # u64; token n of the answer draws from (seed, n), so that a migrated stream draws the same tokens
+    top_logprobs: int | None = None  # None: no logprobs; n >= 0: of the chosen token and of the n likeliest
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()  # only these can be chosen; empty: all can
 
 
 class StopConditions(Message, frozen=True):
     max_tokens: int = 16  # of the whole answer, tokens already generated included
-    min_tokens: int = 0  # before that many tokens no stop token can be chosen
+    min_tokens: int = 0  # no stop token can be chosen before the answer has so many tokens
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence tokens
-    ignore_eos: bool = False  # the model's own end-of-sequence tokens do not stop
+    ignore_eos: bool = False  # the model's own end-of-sequence tokens do not end the answer
 
 
 class GuideKind(StrEnum):
-    """What an answer is held to while it is generated."""
+    """The kinds of language that an answer can be held to while it is generated."""
 
     JSON = "json"  # any JSON object; the value is empty
     JSON_SCHEMA = "json_schema"  # the value is the schema, as JSON
@@ -101,14 +101,14 @@ class GuideKind(StrEnum):
 
 
 class Guide(Message, frozen=True):
-    """Structured output: tokens that would leave the language cannot be chosen."""
+    """The language of a structured output: a token that would leave the language cannot be chosen."""
 
     kind: GuideKind
     value: str = ""
 
 
 class KvLayout(Message, frozen=True):
-    """How a worker keeps the KV cache of one block; blocks can move only between equal layouts.
+    """The layout of one block of a worker's KV cache. Blocks can move only between equal layouts.
 
     One block is contiguous: `dtype [num_layers, 2 (k, v), num_kv_heads, block_size, head_dim]`.
     """
@@ -125,36 +125,36 @@ class KvLayout(Message, frozen=True):
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * item_bytes
 
 
-NO_LAYOUT = KvLayout(num_layers=0, num_kv_heads=0, head_dim=0, block_size=0, dtype="")  # equal to no pool's
+NO_LAYOUT = KvLayout(num_layers=0, num_kv_heads=0, head_dim=0, block_size=0, dtype="")  # equal to the layout of no pool
 
 
 class Ticket(Message, frozen=True):
-    """Lets a decode worker fetch the blocks that a prefill worker offers. Plain data.
+    """The data with which a decode worker fetches the blocks that a prefill worker offers.
 
     `nonce` is unique to the offer. While the offer stands it is readable in the peer's memory at `slot`;
-    a reader that still finds it there after copying knows that the blocks were not reused meanwhile.
+    a reader that still finds the nonce there after copying knows that the blocks were not reused meanwhile.
     """
 
     offer_id: int
     worker_id: WorkerId
     address: str  # host:port of the peer's request plane: where to release
-    backend: str  # "nixl", "shm", or what engines that move KV themselves call it: "vllm-nixl"
+    backend: str  # "nixl", "shm", or a name such as "vllm-nixl" of an engine that moves KV itself
     nonce: int  # u63, never 0
     slot: int = -1
     peer: bytes = b""  # the backend's own description of the peer
     layout: KvLayout = NO_LAYOUT
-    block_ids: tuple[int, ...] = ()  # at the peer, in prompt order; the last may be partly filled
+    block_ids: tuple[int, ...] = ()  # at the peer, in prompt order; the last block may be partly filled
     num_tokens: int = 0  # tokens whose KV the blocks hold
-    opaque: bytes = b""  # what engines that move KV themselves tell each other; then slot to block_ids say nothing
+    opaque: bytes = b""  # of engines that move KV themselves; then slot, peer, layout and block_ids are not set
 
 
 class GenerateRequest(Message, frozen=True):
-    """One answer to compute: worker method `generate`, answered by a stream of `Delta`."""
+    """A request to compute one answer: worker method `generate`, answered by a stream of `Delta`."""
 
     request_id: RequestId
     model: str
     prompt: bytes  # u32 little endian, see pack_tokens
-    generated: tuple[int, ...] = ()  # tokens of the answer that exist already: from prefill, or before migration
+    generated: tuple[int, ...] = ()  # existing tokens of the answer: from prefill, or from before a migration
     sampling: SamplingParams = SamplingParams()
     stop: StopConditions = StopConditions()
     lora: str | None = None
@@ -162,7 +162,7 @@ class GenerateRequest(Message, frozen=True):
     guide: Guide | None = None
     offer_kv: bool = False  # prefill leg: keep the prompt's blocks and answer with a ticket
     ticket: Ticket | None = None  # decode leg: fetch these blocks first
-    dp_rank: int = 0  # of the worker, where it has several
+    dp_rank: int = 0  # of a worker that has several
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -172,40 +172,40 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PullReport(msgspec.Struct, frozen=True, array_like=True):
-    """How the prompt's KV came to the decode worker."""
+    """A report on how the prompt's KV came to the decode worker."""
 
     backend: str
     num_bytes: int
     num_blocks: int
     duration_s: float
-    error: str = ""  # not empty: the pull failed for this reason and the worker computed the prompt itself
+    error: str = ""  # why the pull failed, and the worker computed the prompt itself; "": it did not fail
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
-    """What one engine step adds to one stream."""
+    """The part of an answer that one engine step adds to one stream."""
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None  # set in the last delta of a stream, and only there
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token of token_ids, where asked for
     cached_tokens: int | None = None  # first delta: prompt tokens found in this worker's prefix cache
-    ticket: Ticket | None = None  # last delta of a prefill leg that has to go on elsewhere
+    ticket: Ticket | None = None  # last delta of a prefill leg whose answer continues at a decode worker
     pull: PullReport | None = None  # first delta of a decode leg with a ticket
     stop_token: int | None = None  # the stop token that ended the answer; it is part of token_ids
 
 
 class Feature(StrEnum):
-    """What not every engine can do; a request that needs one it has not is refused by name."""
+    """A feature that some engines lack. A request for a feature that the engine lacks is refused by its name."""
 
     LOGPROBS = "logprobs"
     LOGIT_BIAS = "logit_bias"
     ALLOWED_TOKENS = "allowed_tokens"
     GUIDED = "guided"  # structured output
     EMBEDDINGS = "embeddings"
-    COMPLETIONS = "completions"  # it generates
+    COMPLETIONS = "completions"  # the engine generates
 
 
 class WorkerCard(Message, frozen=True):
-    """What a worker tells the mesh about itself through discovery, under `workers/<worker_id>`."""
+    """The description of a worker in discovery, under `workers/<worker_id>`."""
 
     worker_id: WorkerId
     name: str  # stable over restarts, e.g. "decode-0"
@@ -220,7 +220,7 @@ class WorkerCard(Message, frozen=True):
     kv_events: str = ""  # tcp://host:port (ZMQ) or nats://host:port/subject; "" if the worker publishes none
     kv_replay: str = ""  # ZMQ alone
     rank_kv_events: tuple[tuple[str, str], ...] = ()  # (kv_events, kv_replay) of data-parallel ranks 1, 2, ...
-    transfer: str = ""  # backend that can move its KV; prefill and decode must agree
+    transfer: str = ""  # backend that moves the worker's KV; prefill and decode workers must agree
     dp_size: int = 1  # total_blocks, max_num_seqs: of each rank
     # Speed against the other workers of its role: one of 2 is given twice the work.
     capacity: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
@@ -228,22 +228,22 @@ class WorkerCard(Message, frozen=True):
     metrics_url: str = ""
     features: tuple[Feature, ...] = ()
     loras: tuple[str, ...] = ()  # names of adapters, served as models of their own
-    tool_parser: str = ""  # how the model writes tool calls; "": to be guessed from its chat template
-    reasoning_parser: str = ""  # how it sets its thoughts apart; "": the same
+    tool_parser: str = ""  # how the model writes tool calls; "": guess from its chat template
+    reasoning_parser: str = ""  # how the model sets its thoughts apart; "": guess from its chat template
 
 
 class RouterCard(Message, frozen=True):
-    """A router, alone or inside a frontend, under `routers/<name>`."""
+    """The description of a router, alone or inside a frontend, under `routers/<name>`."""
 
     name: str
-    address: str = ""  # host:port of its request plane; "": it answers nobody but its own process
-    gossip: str = ""  # ZMQ endpoint where it publishes the load it has placed; "": it does not
+    address: str = ""  # host:port of its request plane; "": it answers only its own process
+    gossip: str = ""  # ZMQ endpoint where it publishes its bookings; "": it publishes none
     http_url: str = ""
     pid: int = 0
 
 
 class FrontendCard(Message, frozen=True):
-    """A frontend, under `frontends/<name>`."""
+    """The description of a frontend, under `frontends/<name>`."""
 
     name: str
     url: str
@@ -251,7 +251,7 @@ class FrontendCard(Message, frozen=True):
 
 
 class RouteRequest(Message, frozen=True):
-    """Where should this run? Router method `place`: the stream that answers it is the booking's lease."""
+    """A request to place a prompt: router method `place`. The stream of the answer is the lease of the booking."""
 
     request_id: RequestId
     model: str
@@ -259,13 +259,13 @@ class RouteRequest(Message, frozen=True):
     sequence_hashes: bytes = b""  # u64 little endian, one per full block of the prompt, in order: see pack_hashes
     exclude: tuple[WorkerId, ...] = ()  # workers that just failed this request
     disaggregate: bool | None = None  # None: the router decides
-    pin: WorkerId | None = None  # decode there, or fail; a worker's id or name
-    pin_rank: int | None = None  # ... in this data-parallel rank
-    pin_prefill: WorkerId | None = None  # prefill there, or fail
-    lora: str | None = None  # only workers that have it
-    session: str = ""  # requests of one session go to one worker while that can take them; "": none
-    tenant: str = ""  # who shares the queue with whom, fairly
-    priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # the higher goes first
+    pin: WorkerId | None = None  # id or name of the only worker that may decode
+    pin_rank: int | None = None  # the only data-parallel rank of that worker that may decode
+    pin_prefill: WorkerId | None = None  # the only worker that may prefill
+    lora: str | None = None  # only workers that serve this adapter can be chosen
+    session: str = ""  # requests of one session go to one worker while that worker can take them; "": no session
+    tenant: str = ""  # tenants share the queue fairly
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # a higher value goes first
     explain: bool = False  # answer with the reasons
 
 
@@ -274,58 +274,58 @@ class Target(Message, frozen=True):
     name: str
     address: str
     dp_rank: int = 0
-    overlap_blocks: int = 0  # of the prompt, already in this worker's cache by the router's index
+    overlap_blocks: int = 0  # blocks of the prompt in this worker's cache, by the router's index
 
 
 class CandidateReport(Message, frozen=True):
-    """One (worker, dp rank) as the router saw it when it chose. Blocks are KV blocks, costs are in blocks."""
+    """The router's view of one (worker, dp rank) when it chose. Blocks are KV blocks, costs are in blocks."""
 
     leg: str  # "whole", "prefill" or "decode": what it was to compute
     worker: str
     dp_rank: int
-    overlap_blocks: tuple[int, int, int, int]  # leading blocks on the device, there or in host memory, ... disk, any
+    overlap_blocks: tuple[int, int, int, int]  # leading blocks on the device, or host memory too, or disk too, anywhere
     queued_tokens: int  # placed there, still to prefill
     held_blocks: int  # by what runs there
     requests: int
     capacity: float
     cost: float
-    terms: dict[str, float]  # what the cost is made of, before it is divided by the capacity
-    note: str = ""  # "chosen", or why it could not be
+    terms: dict[str, float]  # the parts of the cost, before it is divided by the capacity
+    note: str = ""  # "chosen", or why it could not be chosen
 
 
 class Explanation(Message, frozen=True):
-    """Why a request runs where it does. The cheapest candidates first, at most 64 of each leg."""
+    """The reasons for a placement, with the cheapest candidates first, at most 64 for each leg."""
 
     policy: str
     why: str
-    recompute_price: float  # what a block to compute counts against a block in the queue
-    busy_share: float  # of the workers' time, spent on prefill lately
-    asked_before: float  # requests of the last minutes whose cached prefix ended where this one's does
+    recompute_price: float  # cost of a block to compute, where a block in the queue costs 1
+    busy_share: float  # share of the workers' recent time that prefill took
+    asked_before: float  # recent requests whose cached prefix ended at the same block
     waited_s: float = 0.0  # in the router's queue
-    would_wait: bool = False  # a preview: there, because the workers are saturated
+    would_wait: bool = False  # a preview: the request would wait, because the workers are saturated
     candidates: tuple[CandidateReport, ...] = ()
 
 
 class Placed(Message, frozen=True):
-    """`prefill` is None when one worker does both halves."""
+    """A placement. `prefill` is None when one worker does both halves."""
 
     decode: Target
     prefill: Target | None = None
     reason: str = ""
-    explanation: Explanation | None = None  # where the request asked for it
+    explanation: Explanation | None = None  # if the request asked for an explanation
 
 
 class Progress(Message, frozen=True):
-    """Router method `progress`: a booking lives, and holds this much of an answer by now."""
+    """A report that a booking lives, and how long its answer is now: router method `progress`."""
 
     request_id: RequestId
     osl_tokens: int = 0
-    has_begun: bool = False  # the first token is there
-    reused_tokens: int | None = None  # of the prompt, found in the worker's cache: told with the first token
+    has_begun: bool = False  # the first token has come
+    reused_tokens: int | None = None  # prompt tokens found in the worker's cache; reported with the first token
 
 
 class Resume(Message, frozen=True):
-    """Router method `resume`: another router placed this and is gone; it runs. Answered like `place`."""
+    """A request to take over a running request whose router is gone: router method `resume`, answered like `place`."""
 
     request: RouteRequest
     placed: Placed
@@ -333,7 +333,7 @@ class Resume(Message, frozen=True):
 
 
 class EmbedRequest(Message, frozen=True):
-    """One vector to compute: worker method `embed`, answered by one `Embedding`."""
+    """A request to compute one vector: worker method `embed`, answered by one `Embedding`."""
 
     request_id: RequestId
     model: str
@@ -348,14 +348,14 @@ class Embedding(Message, frozen=True):
 
 
 class ReleaseOffer(Message, frozen=True):
-    """Worker method `release`: unpin an offer. Unknown or released offers are no error."""
+    """A request to unpin an offer: worker method `release`. An unknown or released offer is no error."""
 
     offer_id: int
     nonce: int
 
 
 class ControlAction(StrEnum):
-    """What an operator can ask of an engine that is able to."""
+    """The actions that an operator can ask of an engine. Not every engine has each."""
 
     RESET_PREFIX_CACHE = "reset_prefix_cache"
     SLEEP = "sleep"  # take no work; arguments: level
@@ -365,37 +365,37 @@ class ControlAction(StrEnum):
     LOAD_LORA = "load_lora"  # arguments: name, path
     UNLOAD_LORA = "unload_lora"  # arguments: name
     LIST_LORAS = "list_loras"
-    SET_ROLE = "set_role"  # arguments: role; the worker leaves and comes back under another id, its cache kept
+    SET_ROLE = "set_role"  # arguments: role; the worker leaves and joins again under another id, with its cache
 
 
 class Control(Message, frozen=True):
-    """Worker method `control`, answered by one `ControlReply`."""
+    """A request of an operator: worker method `control`, answered by one `ControlReply`."""
 
     action: ControlAction
     arguments: dict[str, str] = {}
 
 
 class ControlReply(Message, frozen=True):
-    detail: str = ""  # what was done, for people
-    loras: tuple[str, ...] = ()  # names of the adapters that are there now
-    worker_id: WorkerId | None = None  # set_role: under which it is in the mesh now
+    detail: str = ""  # says what was done
+    loras: tuple[str, ...] = ()  # names of the adapters that are loaded now
+    worker_id: WorkerId | None = None  # set_role: the worker's new id
 
 
 class KvRank(Message, frozen=True):
-    """Asks `kv_snapshot` and `kv_digest` for one data-parallel rank; None asks for the first."""
+    """The rank that `kv_snapshot` and `kv_digest` are asked for. A call without it asks for the first."""
 
     dp_rank: int = 0
 
 
 class KvSnapshot(Message, frozen=True):
-    """Worker method `kv_snapshot`: a part of all that a worker's cache holds, in the format of its KV events."""
+    """A part of a worker's cache, in the format of its KV events: the answer of worker method `kv_snapshot`."""
 
-    seq: int  # of the last batch of events that the snapshot contains; -1: none was published
+    seq: int  # last batch of events in the snapshot; -1: none was published
     payload: bytes
 
 
 class KvDigest(Message, frozen=True):
-    """Worker method `kv_digest`: what its cache holds after batch `seq` of its KV events, as a hash of the set."""
+    """A hash of a worker's cache after batch `seq` of its KV events: the answer of worker method `kv_digest`."""
 
     seq: int  # -1: before the first
     blocks: int
@@ -413,14 +413,14 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: type[T]) -> T:
-    """Read one message. Raises WireError; the sender is named by the caller's log context."""
+    """Read one message. Raises WireError."""
     try:
         return decoder(kind).decode(data)
     except UNREADABLE as error:
         raise unreadable(kind, error) from error
 
 
-_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}  # as many as there are kinds of messages
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}  # one for each kind of message
 
 
 def decoder(kind: type[T]) -> "msgspec.msgpack.Decoder[T]":
@@ -444,7 +444,7 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 def token_array(data: bytes) -> "array[int]":
-    """The same as an array of u32: a fraction of the memory, and slices are copied as bytes."""
+    """Unpack into an array of u32, which takes a fraction of the memory of a list. Raises WireError."""
     if len(data) % 4:
         raise WireError(f"a prompt of {len(data)} bytes is not a list of u32 tokens", hint="see pack_tokens")
     tokens = array("I")

@@ -1,4 +1,4 @@
-"""Whether to use native code: wherever it was built, unless KVMESH_NATIVE=0 asks for plain Python."""
+"""Say whether native code is wanted: it is used where it was built, unless KVMESH_NATIVE=0 asks for Python."""
 
 import os
 

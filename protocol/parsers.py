@@ -1,5 +1,7 @@
-"""Names of the parsers of tool calls and of thoughts. A worker's settings name one, its card carries the name, and
-frontends have the parser: all three know the names from here."""
+"""List the names of the parsers of tool calls and of thoughts.
+
+A worker's settings name a parser, the worker's card carries the name, and frontends have the parser.
+"""
 
 from collections.abc import Mapping
 
@@ -77,7 +79,7 @@ def tool_parser_name(name: str) -> str:
 
 
 def reasoning_parser_name(name: str) -> str:
-    """As `tool_parser_name`, for parsers of thoughts."""
+    """Return the name of a parser of thoughts, as `tool_parser_name` does for tool calls."""
     return _known(name, REASONING_PARSERS, _REASONING_ALIASES, "reasoning parser")
 
 

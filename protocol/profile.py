@@ -1,7 +1,7 @@
-"""What was measured, or estimated, of one kind of worker: how long prompts and steps take on it. Pure.
+"""Describe how long prompts and steps take on one kind of worker, as measured or estimated. Pure.
 
-The profiler writes it; the mock engine, the simulator and the planner read it. One file describes one mapping (how an
-engine is spread over its GPUs) of one model; prefill and decode workers may have different ones.
+The profiler writes profiles; the mock engine, the simulator and the planner read them. One file describes one mapping
+(how an engine is spread over its GPUs) of one model; prefill and decode workers may have different files.
 """
 
 from bisect import bisect_right
@@ -23,14 +23,14 @@ _Axis = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_lengt
 
 
 class PrefillTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`ttft_s[i]`: one prompt of `isl_tokens[i]` uncached tokens, alone on the worker. Increasing in isl_tokens."""
+    """The time of a prompt alone on the worker: `ttft_s[i]` for `isl_tokens[i]` uncached tokens. The axis increases."""
 
     isl_tokens: _Axis
     ttft_s: list[_Seconds]
 
 
 class DecodeTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`itl_s[i][j]`: one step while `kv_tokens[i]` tokens are held, in sequences of `context_tokens[j]` each.
+    """The time of one step: `itl_s[i][j]` while `kv_tokens[i]` are held in sequences of `context_tokens[j]` each.
 
     Both axes increase. The batch of a cell is kv_tokens / context_tokens.
     """
@@ -46,17 +46,17 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: str  # torch, mock, vllm, ...
     device: str  # as the engine or the data sheet names it
     mapping: str = "tp1"  # e.g. tp4, tep8, dep16
-    gpus: Annotated[int, Meta(ge=0)] = 1  # that one worker takes; 0: none, it runs on CPUs
-    dp_size: Annotated[int, Meta(ge=1)] = 1  # ranks: each computes a prompt; ttft_s is with all of them at it
+    gpus: Annotated[int, Meta(ge=0)] = 1  # of one worker; 0: it runs on CPUs
+    dp_size: Annotated[int, Meta(ge=1)] = 1  # ranks; ttft_s was taken while each of them computed a prompt
     provider: str = "measured"  # measured, polynomial, roofline, aiconfigurator
-    notes: str = ""  # how it was obtained: versions, seeds, dates
-    prefill: PrefillTable | None = None  # None: this mapping was not looked at as a prefill worker
+    notes: str = ""  # how the profile was obtained: versions, seeds, dates
+    prefill: PrefillTable | None = None  # None: not profiled as a prefill worker
     decode: DecodeTable | None = None
     total_kv_tokens: Annotated[int, Meta(ge=1)]
     max_num_seqs: Annotated[int, Meta(ge=1)] = 256
     max_step_tokens: Annotated[int, Meta(ge=1)] = 8192
-    kv_bytes_per_token: Annotated[int, Meta(ge=0)] = 0  # of one token in all layers; 0: not known
-    start_s: _Seconds = 0.0  # from the order until it takes requests
+    kv_bytes_per_token: Annotated[int, Meta(ge=0)] = 0  # of one token in all layers; 0: unknown
+    start_s: _Seconds = 0.0  # from the order until the worker takes requests
     capacity: Annotated[float, Meta(ge=0.01, le=100)] = 1.0  # speed against the other kinds of workers of its role
 
     def prefill_s(self, isl_tokens: float) -> float:
@@ -77,7 +77,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises ConfigError for what is no profile."""
+    """Read a profile. Raises ConfigError for a file that is no profile."""
     try:
         if (size := path.stat().st_size) > MAX_PROFILE_BYTES:
             raise ConfigError(f"{path} has {size} bytes, a profile has at most {MAX_PROFILE_BYTES}")
@@ -91,7 +91,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def check_profile(profile: Profile, where: str) -> None:
-    """What the types cannot say. Raises ConfigError."""
+    """Check what the types cannot say: sizes of tables and order of axes. Raises ConfigError."""
     tables: list[tuple[str, Sequence[int], int]] = []
     if profile.prefill is not None:
         tables.append(("prefill.isl_tokens", profile.prefill.isl_tokens, len(profile.prefill.ttft_s)))
@@ -107,7 +107,7 @@ def check_profile(profile: Profile, where: str) -> None:
 
 
 class _Place(NamedTuple):
-    """Between two points of an axis: `share` of the way from `left` to `right`, beyond them below 0 or above 1."""
+    """A place on an axis: `share` of the way from point `left` to point `right`; outside of them below 0 or above 1."""
 
     left: int
     right: int
@@ -123,7 +123,7 @@ class _Place(NamedTuple):
 
     @classmethod
     def within(cls, axis: Sequence[int], at: float) -> "_Place":
-        """The nearest point of the axis for what is beyond it."""
+        """Return the place of `at`, or the nearest end of the axis."""
         return cls.of(axis, min(max(at, axis[0]), axis[-1]))
 
     def in_row(self, values: Sequence[float]) -> float:

@@ -1,6 +1,6 @@
-"""How long the steps of an engine take that computes nothing: by a fitted polynomial, by a profile. Pure.
+"""Compute how long the steps of an engine would take, by a fitted polynomial or by a profile. Pure.
 
-The mock engine keeps to it in real time, the simulator in simulated time.
+The mock engine takes these times in real time, the simulator in simulated time.
 """
 
 from typing import Protocol
@@ -11,24 +11,24 @@ KV_BYTES_PER_TOKEN = 131_072  # of the 8B model of PolynomialTiming: 32 layers, 
 
 
 class Timing(Protocol):
-    """Of one worker. A step that does both takes the sum."""
+    """The times of one worker. A step that prefills and decodes takes the sum."""
 
     def prefill_s(self, new_tokens: int) -> float:
-        """To compute so many tokens of prompts in one step; 0 for none."""
+        """Return the time to compute `new_tokens` of prompts in one step; 0 for no tokens."""
 
     def decode_s(self, sequences: int, kv_tokens: int) -> float:
-        """One token for each of `sequences`, while `kv_tokens` are held in all on the worker; 0 for no sequence."""
+        """Return the time of one token for each of `sequences`, while the worker holds `kv_tokens` in all."""
 
 
 class PolynomialTiming:
-    """A fit to measurements of an 8B model on one data-centre GPU: what there is without a profile.
+    """A fit to measurements of an 8B model on one data-centre GPU, used where there is no profile.
 
     prefill [ms] = 4.209989e-07 t^2 + 1.518344e-02 t + 16.50142, t: new tokens of the step
-    decode [ms] = max(1, -25.74 u^2 + 54.01 u + 5.74), u: share of the KV cache that is held, at most 1
+    decode [ms] = max(1, -25.74 u^2 + 54.01 u + 5.74), u: held share of the KV cache, at most 1
     """
 
     def __init__(self, total_kv_tokens: int, speedup: float = 1.0) -> None:
-        """`speedup`: how many times as fast as the fit; > 0."""
+        """Make the times `speedup` (> 0) times as fast as the fit."""
         self._total = max(1, total_kv_tokens)
         self._speedup = speedup
 
@@ -40,12 +40,12 @@ class PolynomialTiming:
     def decode_s(self, sequences: int, kv_tokens: int) -> float:
         if sequences <= 0:
             return 0.0
-        usage = min(1.0, kv_tokens / self._total)  # more where sequences share blocks; the fit falls again beyond
+        usage = min(1.0, kv_tokens / self._total)  # it exceeds 1 where sequences share blocks; the fit falls beyond 1
         return max(1.0, -25.74 * usage**2 + 54.01 * usage + 5.74) / 1e3 / self._speedup
 
 
 class ProfileTiming:
-    """By the tables of a profile."""
+    """The times of a profile's tables."""
 
     def __init__(self, profile: Profile, speedup: float = 1.0) -> None:
         self._profile = profile
@@ -61,9 +61,9 @@ class ProfileTiming:
 
 
 def pull_s_per_token(profile: Profile | None, gigabytes_per_s: float, speedup: float = 1.0) -> float:
-    """How long the KV of one token takes from a prefill to a decode worker; 0 where `gigabytes_per_s` or `speedup` is.
+    """Return how long the KV of one token takes from a prefill to a decode worker.
 
-    What the profile does not know is taken from the model of PolynomialTiming.
+    0 if `gigabytes_per_s` or `speedup` is 0. Without a known size of KV, that of PolynomialTiming's model counts.
     """
     if not gigabytes_per_s or not speedup:
         return 0.0

@@ -1,4 +1,4 @@
-"""What the discovery backends share: the present keys as the watchers of one process see them."""
+"""Show the present keys to the watchers of one process. All discovery backends share this."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -20,7 +20,7 @@ Change = Put | Deleted
 
 
 class Board:
-    """A watcher keeps what it has seen and yields the difference, so that a slow one costs no queue."""
+    """The present keys. A watcher remembers the keys that it has yielded, so that a slow watcher needs no queue."""
 
     def __init__(self) -> None:
         self._present: Mapping[str, bytes] = {}

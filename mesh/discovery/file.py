@@ -1,7 +1,8 @@
-"""Discovery through a directory: one file per key, its mtime is the lease. No server, one host (or one volume).
+"""Discovery through a directory on one host or one shared volume, without a server.
 
-A file is written beside and renamed, so nobody reads half of one. Its owner touches it from an OS thread, which
-an overloaded event loop cannot hold up; whoever sees a file whose lease has passed removes it.
+Each key is a file, whose mtime is the lease. A file is written beside its place and renamed, so that nobody reads half
+of it. Its owner touches it from an OS thread, which an overloaded event loop cannot hold up. Every process that sees a
+file whose lease has passed removes the file.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 LEASE_S = 5.0
 POLL_S = 0.1  # a stat of the directory; its mtime changes when a key comes, changes or goes
-RESCAN_S = 1.0  # leases pass without touching the directory
+RESCAN_S = 1.0  # a lease that passes does not change the directory's mtime
 _KEY_SUFFIX, _NEW_SUFFIX = ".key", ".new"  # only files with these are ours to read or to remove
 
 
@@ -36,7 +37,7 @@ class FileDiscovery:
         self._directory = Path(directory)
         self._lease_s = lease_s
         self._own: dict[str, bytes] = {}
-        self._lock = threading.Lock()  # guards _own and our files, between the loop and the thread
+        self._lock = threading.Lock()  # guards _own and our files between the loop and the thread
         self._board = Board()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -104,7 +105,7 @@ class FileDiscovery:
         return self._directory / (quote(key, safe="") + _KEY_SUFFIX)
 
     def _run(self) -> None:
-        """The thread: renew our leases, tell the loop what is there."""
+        """Run the thread: renew our leases, and show the present keys to the loop."""
         renew_at = scan_at = 0.0
         directory_mtime = -1
         shown: dict[str, bytes] | None = None
@@ -135,7 +136,7 @@ class FileDiscovery:
 
     def _show(self, present: dict[str, bytes]) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has ended before us
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
             self._loop.call_soon_threadsafe(self._board.show, present)
 
     def _renew(self) -> None:
@@ -143,11 +144,11 @@ class FileDiscovery:
             for key, value in self._own.items():
                 try:
                     os.utime(self._path(key))
-                except FileNotFoundError:  # we were stopped for longer than the lease: come back
+                except FileNotFoundError:  # this process was suspended for longer than the lease
                     self._write_file(key, value)
 
     def _scan(self, cache: _Cache) -> dict[str, bytes]:
-        """Read the directory, and clear away what has expired. `cache` saves reading what has not changed."""
+        """Read the directory and remove expired files. `cache` saves reading files that have not changed."""
         present: dict[str, bytes] = {}
         oldest = time.time() - self._lease_s
         kept: _Cache = {}
@@ -157,7 +158,7 @@ class FileDiscovery:
             path = self._directory / name
             try:
                 status = path.stat()
-                if not S_ISREG(status.st_mode):  # to read a pipe would be to wait for it
+                if not S_ISREG(status.st_mode):  # reading a pipe could block
                     continue
                 if status.st_mtime < oldest:
                     path.unlink()
@@ -166,8 +167,8 @@ class FileDiscovery:
                     known, value = cache.get(name, ((0, 0), b""))
                     kept[name] = (version, value if known == version else path.read_bytes())
                     present[unquote(name.removesuffix(_KEY_SUFFIX))] = kept[name][1]
-            except OSError as error:  # it went while we looked, or is no file of ours after all
-                log.debug("discovery passes over %s: %s", path, error)
+            except OSError as error:  # the file went meanwhile, or is not ours
+                log.debug("discovery skips %s: %s", path, error)
         cache.clear()
         cache.update(kept)
         return present

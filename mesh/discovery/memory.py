@@ -1,4 +1,4 @@
-"""Discovery within one process: for tests and for a mesh that is a single process."""
+"""Discovery within one process, for tests and for a mesh that is a single process."""
 
 from collections.abc import AsyncIterator
 

@@ -20,7 +20,7 @@ class Registration:
 
 
 class Discovery(Protocol):
-    """Every backend passes tests/contracts/test_discovery.py."""
+    """The keys of all services. Every backend passes tests/contracts/test_discovery.py."""
 
     async def put(self, key: str, value: bytes) -> Registration:
         """Show `key` with `value` to all watchers. Raises ConfigError if the place cannot be written to."""

@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection: httptools reads it, one request at a time is handled, writes never wait.
+"""Serve one HTTP/1.1 connection: httptools parses, one request at a time is handled, writes never wait.
 
-While a request is handled the connection goes on being read, because that is how a client's leaving is noticed;
-what comes meanwhile (pipelining) is kept, up to a limit. A client that closes its sending side has left.
+The connection is read also while a request is handled, because reading shows that a client has left. Requests that come
+meanwhile (pipelining) are kept, up to a limit. A client that closes its sending side has left.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 32 << 10  # also of trailers, and of the extensions of one chunk
 MAX_HEADERS = 128
-MAX_AHEAD_BYTES = 64 << 10  # of pipelined requests, kept while one is handled
-SLICE_BYTES = 4 << 10  # parsed in one go: not more requests at a time than fit in here
-SEND_BUFFER_BYTES = 128 << 10  # the kernel would keep megabytes for a client that does not read
-WRITE_BUFFER_BYTES = 64 << 10  # from here on a reply counts as full
-KEEPALIVE = (  # the network does not say that a client is gone: two minutes of silence do
+MAX_AHEAD_BYTES = 64 << 10  # of pipelined requests, while another is handled
+SLICE_BYTES = 4 << 10  # parsed at once: limits how many requests are parsed at a time
+SEND_BUFFER_BYTES = 128 << 10  # else the kernel would keep megabytes for a client that does not read
+WRITE_BUFFER_BYTES = 64 << 10  # with more unsent bytes, a reply counts as full
+KEEPALIVE = (  # two minutes of silence mean that a client is gone
     ("TCP_KEEPIDLE", 60),
     ("TCP_KEEPINTVL", 15),
     ("TCP_KEEPCNT", 4),
 )
-LINGER_S = 1.0  # a client that is sending still would miss a reply that a reset follows
+LINGER_S = 1.0  # after a refusal: a reset would destroy the reply before a sending client reads it
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _NAMES = {
     spelled.encode(): name
@@ -50,17 +50,17 @@ _AUTHORITY = re.compile(r"https?://[^/?]*", re.IGNORECASE)
 
 
 class ConnectionOwner(Protocol):
-    """The part of a server that its connections use: what they share, and who answers their requests."""
+    """The part of a server that its connections use."""
 
     loop: asyncio.AbstractEventLoop
     now: Callable[[], float]
     connections: "set[Connection]"
-    body_bytes: int  # of all requests that are read or handled
+    body_bytes: int  # of all requests that are being read or handled
     max_body_bytes: int
     max_bodies_bytes: int
     is_closing: bool
     logs_access: bool
-    late: MeshError  # refuses a request that does not come to its end
+    late: MeshError  # the refusal of a request that does not end in time
     date_line: "DateLine"
 
     @property
@@ -82,9 +82,9 @@ class ConnectionOwner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """What it is doing: reading a request's head or body (`_request`: its head is there), handling one (`_task`).
+    """A connection that reads a head or a body (`_request` is set after the head), or handles a request (`_task`).
 
-    Requests are answered in their order, a refusal of what cannot be read (`_last_words`) after all of them.
+    Requests are answered in their order. The refusal of unreadable input (`_last_words`) follows the last answer.
     """
 
     __slots__ = (
@@ -118,30 +118,30 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self._since = server.now()  # when it fell idle, the request being read began, or its client last took something
-        # what is read
+        self._since = server.now()  # start of the idle time, of the request being read, or of the wait for the reader
+        # reading
         self._url = b""
         self._headers: list[tuple[str, str]] = []
-        self._unread_bytes = 0  # since the last event that made progress: of a head, of trailers
+        self._unread_bytes = 0  # of a head or trailers, since the last progress
         self._request: Request | None = None
         self._body: bytes | bytearray = b""
         self._body_left_bytes = 0  # as Content-Length says
-        self._is_receiving = False  # part of a request has come
+        self._is_receiving = False  # a part of a request has come
         self._owes_continue = False
-        self._is_deaf = False  # nothing more is read
-        # what waits
+        self._is_deaf = False  # input is ignored
+        # waiting
         self._waiting: list[Request] = []  # whole requests, pipelined
-        self._ahead: bytes | bytearray = b""  # of further ones, unread
+        self._ahead: bytes | bytearray = b""  # of further requests, not parsed
         self._is_reading_paused = False
-        self._held_bytes = 0  # of bodies: read, waiting, and the one that is handled
-        # what is handled and written
+        self._held_bytes = 0  # of bodies: being read, waiting and being handled
+        # handling and writing
         self._task: asyncio.Task[None] | None = None
         self._stream: ReplyStream | None = None
         self._last_words: Reply | None = None
         self._is_closing = False
-        self._writable: asyncio.Event | None = None  # while somebody waits
-        self.is_full = False  # the client reads more slowly than is written
-        self._unsent_bytes = 0  # while it is full: when that was last looked at
+        self._writable: asyncio.Event | None = None  # set while a handler waits
+        self.is_full = False  # the client reads more slowly than the handler writes
+        self._unsent_bytes = 0  # while it is full: at the last look
 
     @property
     def is_busy(self) -> bool:
@@ -154,7 +154,7 @@ class Connection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         raw = transport.get_extra_info("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
-            with suppress(OSError):  # it is gone already
+            with suppress(OSError):  # the connection is gone already
                 _tune(raw)
         self._server.add(self)
         if self._server.is_closing:
@@ -174,7 +174,7 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         self._is_closing = True
         if self._task is not None:
-            self.abort()  # what is written for it, nobody reads
+            self.abort()  # nobody would read the reply
         return False
 
     def pause_writing(self) -> None:
@@ -197,7 +197,7 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         self._ahead = b""
         self.is_full = False
-        self._wake_writer()  # whoever waits to write shall see that it is over
+        self._wake_writer()  # a handler that waits to write then sees that the client has left
         if self._task is None:
             self._server.connections.discard(self)
         else:
@@ -207,7 +207,7 @@ class Connection(asyncio.Protocol):
     # --- reading -------------------------------------------------------------------------------------------
 
     def _feed(self, data: bytes | bytearray | memoryview) -> None:
-        """Parse `data`, as far as no request has come to its end: the rest is kept."""
+        """Parse `data` up to the end of a request, and keep the rest."""
         if len(data) <= SLICE_BYTES:
             self._parse(data)
             return
@@ -234,9 +234,9 @@ class Connection(asyncio.Protocol):
                 self._refuse(_head_too_large())
 
     def _ignore_upgrade(self, rest: bytes | bytearray | memoryview) -> None:
-        """Read the request as if it did not ask for another protocol.
+        """Parse the request again, without its wish for another protocol.
 
-        Java's HttpClient asks for h2c in every first request. The parser takes its body for the other protocol.
+        Java's HttpClient asks for h2c in every first request, and the parser then stops before the body.
         """
         method = self._parser.get_method()
         if method == b"CONNECT":
@@ -256,7 +256,7 @@ class Connection(asyncio.Protocol):
             self._is_reading_paused = True
             self._transport.pause_reading()
 
-    # --- httptools' callbacks: an exception ends the parsing, and becomes a refusal --------------------------
+    # --- httptools' callbacks: an exception ends the parsing and becomes a refusal --------------------------
 
     def on_message_begin(self) -> None:
         self._since = self._server.now()
@@ -268,7 +268,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._request is not None:
-            return  # a trailer: it must not pass for a header
+            return  # a trailer must not count as a header
         text = value.decode("latin-1")
         if text and text[-1] in " \t":
             text = text.rstrip(" \t")
@@ -316,7 +316,7 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         request = self._request
         if request is None:
-            return  # it asks for another protocol, and is read again
+            return  # the request asks for another protocol and is parsed again
         request.body = bytes(self._body)
         self._body, self._request = b"", None
         self._body_left_bytes = 0
@@ -330,7 +330,7 @@ class Connection(asyncio.Protocol):
     # --- refusals ------------------------------------------------------------------------------------------
 
     def _refuse(self, error: MeshError) -> None:
-        """Answer what cannot be read to its end, after all before it, and hang up. Nothing more is read."""
+        """Refuse unreadable input after all earlier answers, and hang up. Further input is ignored."""
         if self._is_deaf or self._is_closing:
             return
         self._is_deaf = True
@@ -340,12 +340,12 @@ class Connection(asyncio.Protocol):
         self._go_on()
 
     def _give_back(self, size_bytes: int) -> None:
-        if self._transport is not None:  # else it happened when the connection was lost
+        if self._transport is not None:  # `connection_lost` gave all back
             self._held_bytes -= size_bytes
             self._server.body_bytes -= size_bytes
 
     def expire(self, now: float, receive_timeout_s: float, keep_alive_s: float) -> None:
-        """Hang up on a client that does not finish its request, reads no reply, or wants nothing."""
+        """Hang up on a client that does not finish its request, does not read its reply, or is idle."""
         if self.is_full:
             self._expire_reader(now, keep_alive_s)
             return
@@ -357,12 +357,12 @@ class Connection(asyncio.Protocol):
                 self._refuse(self._server.late)
         elif idle_s > keep_alive_s:
             if self._transport is not None and self._transport.get_write_buffer_size():
-                self.abort()  # it would wait for ever
+                self.abort()  # close would wait for the client for ever
             else:
                 self.close()
 
     def _expire_reader(self, now: float, patience_s: float) -> None:
-        """Cut off a client that takes nothing of its reply, however long that may go on: a worker waits for it."""
+        """Cut off a client that reads nothing of its reply, because a worker waits for the client."""
         unsent_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
         if unsent_bytes < self._unsent_bytes:
             self._since = now
@@ -374,7 +374,7 @@ class Connection(asyncio.Protocol):
     # --- handling --------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Do what comes next, unless a request is handled, or the client has not read what was written."""
+        """Take the next step, unless a request is being handled or the client does not read."""
         while self._task is None and not self._is_closing and not self.is_full:
             if self._waiting:
                 request = self._waiting.pop(0)
@@ -396,7 +396,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     async def _handle(self, request: Request) -> None:
-        """Answer one request, then go on with what came meanwhile."""
+        """Answer one request, then continue with the input that came meanwhile."""
         reply: Reply | ReplyStream | None = None
         try:
             reply = await self._server.answer(request)
@@ -404,7 +404,7 @@ class Connection(asyncio.Protocol):
         except asyncio.CancelledError:
             self.abort()
             raise
-        except Exception:  # of a reply that cannot be sent
+        except Exception:  # the reply cannot be sent
             log.exception("no reply to %s %s", request.method, request.path)
             self.abort()
         finally:
@@ -416,17 +416,17 @@ class Connection(asyncio.Protocol):
         self._go_on()
 
     def _conclude(self, request: Request, reply: Reply | ReplyStream) -> None:
-        """Send the reply, or the end of the stream; hang up if the connection is not to be kept."""
+        """Send the reply, or the end of the stream. Hang up if the connection is not to be kept."""
         keep = request.keep and not self._server.is_draining
         if isinstance(reply, Reply) and self._stream is None:
             self.reply(reply, keep, head_only=request.method == "HEAD")
         elif reply is not self._stream or not self._stream.is_ended:
-            self.abort()  # it broke off in the middle, and its handler has not said so
+            self.abort()  # the stream broke off, and its handler has not ended it
         elif not (keep and self._stream.is_chunked):
-            self.close()  # also what ends a body without chunks
+            self.close()  # this also ends a body without chunks
 
     def reply(self, reply: Reply, keep: bool, *, head_only: bool = False, is_last: bool = False) -> None:
-        """Send a whole reply. `is_last`: say that the connection ends, but leave that to the caller."""
+        """Send a whole reply. With `is_last` the reply says that the connection ends, and the caller ends it."""
         has_body = reply.status not in (204, 304)
         length = f"content-type: {reply.content_type}\r\ncontent-length: {len(reply.body)}\r\n" if has_body else ""
         if is_last or not keep:
@@ -456,7 +456,7 @@ class Connection(asyncio.Protocol):
             transport.write(data)
 
     def _head(self, status: int, framing: str, fields: Mapping[str, str]) -> bytes:
-        """Raises ValueError for a header that would break the head."""
+        """Return the head of a reply. Raises ValueError for a header with a line break."""
         if fields:
             lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
             if lines.count("\n") != len(fields) or lines.count("\r") != len(fields):
@@ -471,7 +471,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     async def until_writable(self) -> None:
-        """Also returns when the client has left."""
+        """Return when the client keeps up again, or has left."""
         if self.is_full:
             if self._writable is None:
                 self._writable = asyncio.Event()
@@ -483,17 +483,17 @@ class Connection(asyncio.Protocol):
             self._writable = None
 
     def close(self) -> None:
-        """Send what waits, then hang up."""
+        """Send the waiting data, then hang up."""
         self._is_closing = self._is_deaf = True
         if self._transport is not None:
             self._transport.close()
 
     def _linger(self) -> None:
-        """Hang up, but go on discarding what comes for a while."""
+        """Hang up, but read and discard input for a while."""
         self._is_closing = True
         transport = self._transport
         if transport is not None and transport.can_write_eof() and not transport.is_closing():
-            with suppress(OSError):  # it is gone already
+            with suppress(OSError):  # the connection is gone already
                 transport.write_eof()
         self._server.loop.call_later(LINGER_S, self.close)
 
@@ -504,8 +504,8 @@ class Connection(asyncio.Protocol):
 
 
 def _tune(raw: socket.socket) -> None:
-    """Raises OSError."""
-    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a token must not wait for the last's ACK
+    """Set the options of a TCP socket. Raises OSError."""
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a token must not wait for the ACK of the last one
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE:
@@ -514,7 +514,7 @@ def _tune(raw: socket.socket) -> None:
 
 
 def _cause(stop: httptools.HttpParserCallbackError) -> MeshError:
-    """What a callback raised to end the parsing."""
+    """Return the error that a callback raised to end the parsing."""
     error = stop.__context__
     if isinstance(error, MeshError):
         return error
@@ -529,7 +529,7 @@ def _head_too_large() -> HeadTooLargeError:
 
 
 def _origin_form(url: bytes) -> tuple[str, str]:
-    """(path, query) of a request target, which may name scheme and host too. The path is decoded, the query is not."""
+    """Return (path, query) of a request target, which may have scheme and host. Only the path is decoded."""
     target = url.decode("latin-1")
     if target[:1] != "/" and (found := _AUTHORITY.match(target)):
         target = target[found.end() :]
@@ -545,10 +545,10 @@ def _check_version(version: str) -> None:
 
 
 def _read_framing(headers: list[tuple[str, str]], needs_host: bool) -> tuple[int, bool]:
-    """(bytes of the body if they are told, whether the client waits for 100 Continue).
+    """Return (bytes of the body, or 0 if not given; whether the client waits for 100 Continue).
 
-    The parser has seen to it that there is one length at most, and none beside chunks.
-    Raises InvalidRequestError for what it lets through.
+    The parser has checked that there is one length at most, and none beside chunks.
+    Raises InvalidRequestError for errors that the parser does not find.
     """
     hosts, length_bytes, expects_continue = 0, 0, False
     for name, value in headers:
@@ -560,7 +560,7 @@ def _read_framing(headers: list[tuple[str, str]], needs_host: bool) -> tuple[int
             length_bytes = int(value)
         elif name == "expect":
             expects_continue = needs_host and value.lower() == "100-continue"
-        elif not needs_host:  # what a proxy of that age passes on without understanding it
+        elif not needs_host:  # an old proxy would pass this on without understanding it
             raise InvalidRequestError("HTTP/1.0 has no transfer-encoding", hint="send a Content-Length")
         elif value.lower() != "chunked":
             raise InvalidRequestError("the only known transfer-encoding is chunked", hint="send the body as it is")
@@ -570,7 +570,7 @@ def _read_framing(headers: list[tuple[str, str]], needs_host: bool) -> tuple[int
 
 
 def refusal(error: MeshError, body: bytes | None, headers: Mapping[str, str] | None = None) -> Reply:
-    """The reply for a failure; `body` in the endpoint's own shape, None: in OpenAI's."""
+    """Return the reply for a failure. `body` has the endpoint's own shape; None: OpenAI's shape."""
     failure = http_failure(error.code)
     merged = dict(headers or {})
     if (seconds := retry_after_s(error)) is not None:
@@ -583,7 +583,7 @@ def refusal(error: MeshError, body: bytes | None, headers: Mapping[str, str] | N
 
 
 class DateLine:
-    """The Date header, written anew once a second."""
+    """The Date header, rewritten once a second."""
 
     def __init__(self) -> None:
         self._second = 0

@@ -1,4 +1,4 @@
-"""Failures as HTTP clients see them: a status and OpenAI's error object."""
+"""Translate failures for HTTP clients: a status and OpenAI's error object."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,7 @@ class UnauthorizedError(InvalidRequestError):
 
 @dataclass(frozen=True, slots=True)
 class HttpFailure:
-    """How one kind of failure looks to an HTTP client."""
+    """The form of one kind of failure for an HTTP client."""
 
     status: int
     type: str
@@ -58,17 +58,17 @@ _BY_CODE = {
     "no_worker": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),
     "unreachable": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),
     "draining": HttpFailure(503, "server_error", "draining", retry_after_s=2),
-    "cancelled": HttpFailure(503, "server_error", "cancelled", retry_after_s=2),  # the worker shuts down
+    "cancelled": HttpFailure(503, "server_error", "cancelled", retry_after_s=2),  # the worker is shutting down
     "deadline_exceeded": HttpFailure(504, "server_error", "deadline_exceeded"),
     "peer_lost": HttpFailure(502, "server_error", "peer_lost"),
     "engine": HttpFailure(502, "server_error", "engine"),
     "transfer": HttpFailure(502, "server_error", "transfer"),
 }
-CODES = frozenset(_BY_CODE)  # of errors that are a client's business
+CODES = frozenset(_BY_CODE)  # of the errors that clients are told
 
 
 def http_failure(code: str) -> HttpFailure:
-    """`code` is that of a MeshError; one that is not a client's business becomes a 500."""
+    """Return the form of the error with this MeshError.code. A code that clients are not told becomes a 500."""
     return _BY_CODE.get(code, _INTERNAL)
 
 
@@ -78,7 +78,7 @@ def retry_after_s(error: MeshError) -> int | None:
 
 
 def error_body(error: MeshError) -> bytes:
-    """OpenAI's error object as JSON."""
+    """Return OpenAI's error object as JSON."""
     failure = http_failure(error.code)
     content: dict[str, Any] = {
         "message": str(error),

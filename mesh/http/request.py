@@ -36,7 +36,7 @@ class Channel(Protocol):
 
 
 class Request:
-    """One request whose body has been read. `params` holds the values of the `{name}` parts of the route's path."""
+    """A request whose body has been read. `params` holds the values of the `{name}` parts of the route's path."""
 
     __slots__ = (
         "_connection",
@@ -67,16 +67,16 @@ class Request:
         self.method = method
         self.path = path
         self.headers = headers  # names in lower case
-        self.since = since  # when it began to come, in the loop's time
-        self.is_http_1_0 = False  # its client knows no chunks
-        self.keep = False  # the connection, after the reply
-        self.log_fields: Mapping[str, object] = _NO_FIELDS  # more for the access log: no secrets
+        self.since = since  # when its first byte came, in the loop's time
+        self.is_http_1_0 = False  # the client does not know chunks
+        self.keep = False  # keep the connection after the reply
+        self.log_fields: Mapping[str, object] = _NO_FIELDS  # further fields of the access log, without secrets
         self.body = b""
         self.params: Mapping[str, str] = _NO_PARAMS
-        self.tenant = ""  # whose API key it carries, where keys name tenants
+        self.tenant = ""  # of its API key, where keys name tenants
 
     def header(self, name: str) -> str | None:
-        """The first header of that name, which is given in lower case."""
+        """Return the first header called `name`, which is in lower case."""
         for found, value in self.headers:
             if found == name:
                 return value
@@ -84,7 +84,7 @@ class Request:
 
     @property
     def query(self) -> dict[str, str]:
-        """A field that is sent twice has its last value. Raises InvalidRequestError."""
+        """Return the fields of the query; the last value of a repeated field counts. Raises InvalidRequestError."""
         try:
             return dict(parse_qsl(self._query_string, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS))
         except ValueError as error:
@@ -98,7 +98,7 @@ class Request:
             raise InvalidRequestError(f"the body of the request cannot be used: {error}") from error
 
     def open_stream(self, headers: Mapping[str, str], status: int = 200) -> "ReplyStream":
-        """Send the head of a reply that is written bit by bit. The handler then returns the stream."""
+        """Send the head of a reply whose body is written in parts. The handler then returns the stream."""
         return self._connection.open_stream(self, headers, status)
 
 
@@ -112,9 +112,9 @@ class Reply(msgspec.Struct):
 
 
 class ReplyStream:
-    """The body of a reply as it is written. Writing never waits: whoever produces much looks at `is_full` first.
+    """The body of a reply as it is written. Writing never waits: a handler that writes much looks at `is_full` first.
 
-    What is written in one turn of the event loop goes out together, at its end: a send costs more than a token.
+    Writes of one turn of the event loop are sent together, because a send costs more than a token.
     """
 
     __slots__ = (
@@ -141,21 +141,21 @@ class ReplyStream:
         head_only: bool,
         flush_soon: Callable[[Channel], None],
     ) -> None:
-        """`flush_soon` has the connection call `take` at the end of this turn, and send that."""
+        """Open a stream. `flush_soon` makes the connection send the result of `take` at the end of this turn."""
         self._connection = connection
         self._flush_soon = flush_soon
-        self._head = head  # goes out with what is written first
+        self._head = head  # sent with the first data
         self._head_only = head_only
         self._pending: list[bytes] = []
         self.status = status
-        self.headers = headers  # as its handler gave them
+        self.headers = headers  # as the handler gave them
         self.is_chunked = is_chunked
         self.is_ended = False
         self.sent_bytes = 0  # of the body
         flush_soon(connection)
 
     def write(self, data: bytes) -> bool:
-        """Send `data`; does nothing once the client has left, or the stream has ended. Whether the client keeps up."""
+        """Send `data`, unless the client has left or the stream has ended. Return whether the client keeps up."""
         if self.is_ended:
             return True
         if not self._pending and not self._head:
@@ -172,7 +172,7 @@ class ReplyStream:
         self._connection.flush()
 
     def take(self) -> bytes:
-        """What was written since the last call, as it goes on the wire."""
+        """Return the data written since the last call, as it goes on the wire."""
         pending = self._pending
         data = pending[0] if len(pending) == 1 else b"".join(pending)
         pending.clear()
@@ -182,7 +182,7 @@ class ReplyStream:
         return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
     def _take_edge(self, data: bytes) -> bytes:
-        """What has the head before it, the end behind it, or no chunks."""
+        """Return data with the head before it, with the end after it, or without chunks."""
         head, self._head = self._head, b""
         if self._head_only:
             return head
@@ -194,15 +194,15 @@ class ReplyStream:
 
     @property
     def is_full(self) -> bool:
-        """The client reads more slowly than is written: wait for `until_writable`."""
+        """True if the client reads more slowly than the handler writes: await `until_writable` then."""
         return self._connection.is_full
 
     async def until_writable(self) -> None:
-        """Also returns when the client has left."""
+        """Return when the client keeps up again, or has left."""
         await self._connection.until_writable()
 
     def abort(self) -> None:
-        """Cut the connection: nothing else can tell a client that does not read that its reply broke off."""
+        """Cut the connection: a client that does not read cannot be told in another way that its reply broke off."""
         self._connection.abort()
 
 
@@ -211,7 +211,7 @@ def json_reply(value: object, status: int = 200, headers: Mapping[str, str] | No
 
 
 async def live(request: Request) -> Reply:
-    """Whether the process runs at all."""
+    """Answer that the process runs."""
     return json_reply({"status": "live"})
 
 

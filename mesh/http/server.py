@@ -1,4 +1,4 @@
-"""Routes, and the listener that serves them."""
+"""Serve routes on a TCP port or a Unix socket."""
 
 import asyncio
 import logging
@@ -23,21 +23,21 @@ access_log = logging.getLogger("mesh.http.access")
 Handler = Callable[[Request], Awaitable[Reply | ReplyStream]]
 Guard = Callable[[Request], None]
 ErrorBody = Callable[[MeshError], bytes]
-CLIENT_GONE = 499  # in the access log: the client left before the end of its reply
+CLIENT_GONE = 499  # status in the access log if the client left before the end of its reply
 REQUEST_ID_HEADER = "x-request-id"
-SHUTDOWN_S = 1.0  # at the end: for requests to finish
-FLUSH_S = 2.0  # ... in all, for clients to read the rest of replies that are complete
-CANCEL_S = 0.5  # ... and then for handlers that were cancelled
-SPARE_FILES = 256  # of this process, that are no connections of clients
+SHUTDOWN_S = 1.0  # at the end: time for requests to finish
+FLUSH_S = 2.0  # ... for clients to read the rest of complete replies, in all
+CANCEL_S = 0.5  # ... for cancelled handlers to end, after that
+SPARE_FILES = 256  # of this process, besides the connections of clients
 FEW_CONNECTIONS = 1000  # a limit below this is worth a warning
 TLS_HANDSHAKE_S = 10.0
-TLS_GOODBYE_S = 2.0  # for the other side to say that it closes too
+TLS_GOODBYE_S = 2.0  # for the client to close too
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`path` may hold `{name}`, which stands for one part, and end with `{name:path}`, which takes the rest."""
+    """A route. In `path`, `{name}` stands for one part, and `{name:path}` at the end for the rest."""
 
     method: str
     path: str
@@ -51,20 +51,20 @@ class HttpLimits:
     max_body_bytes: int = 16 << 20
     max_bodies_bytes: int = 1 << 30  # of all requests in flight together
     max_connections: int = 20_000
-    receive_timeout_s: float = 60.0  # for a request to come to its end
-    keep_alive_s: float = 75.0  # a connection without a request, or one whose client does not read
-    sweep_s: float = 5.0  # between looks for connections that have expired; none while there is no connection
+    receive_timeout_s: float = 60.0  # for a request to arrive
+    keep_alive_s: float = 75.0  # of a connection without a request, or whose client does not read
+    sweep_s: float = 5.0  # between looks for expired connections, while there are connections
 
 
 @dataclass(slots=True)
 class App:
-    """What a listener serves."""
+    """The routes of a listener, and the hooks around them."""
 
     routes: Sequence[Route]
     limits: HttpLimits = HttpLimits()
-    guard: Guard | None = None  # raises MeshError for a request that may not pass; it sees the head alone
-    on_reply: Callable[[str, int], None] | None = None  # told the route's path and the status of every reply
-    is_draining: Callable[[], bool] | None = None  # then no connection outlives its reply
+    guard: Guard | None = None  # raises MeshError for a request that may not pass; sees only the head
+    on_reply: Callable[[str, int], None] | None = None  # gets the route's path and the status of every reply
+    is_draining: Callable[[], bool] | None = None  # if True, no connection is kept after its reply
     logs_access: bool = False  # a line for every request
     _exact: dict[str, dict[str, Route]] = field(default_factory=dict)
     _patterns: list[tuple[re.Pattern[str], dict[str, Route]]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class App:
         self._patterns = [(_pattern(path), methods) for path, methods in patterns.items()]
 
     def find(self, request: Request) -> Route:
-        """Raises NotFoundError, MethodNotAllowedError."""
+        """Return the route of a request. Raises NotFoundError, MethodNotAllowedError."""
         methods = self._exact.get(request.path)
         if methods is None:
             for pattern, candidates in self._patterns:
@@ -100,7 +100,7 @@ class App:
             return None
 
     def methods_at(self, path: str) -> list[str]:
-        """Of a path that exists."""
+        """Return the methods of an existing path."""
         found = {route.method for route in self.routes if _pattern(route.path).fullmatch(path)}
         return sorted(found | ({"HEAD"} if "GET" in found else set()))
 
@@ -120,7 +120,7 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 
 class Server:
-    """The connections of one listener, and what they share."""
+    """The connections of one listener, and the state that they share."""
 
     def __init__(self, app: App) -> None:
         self.loop = asyncio.get_running_loop()
@@ -128,12 +128,12 @@ class Server:
         self.connections: set[Connection] = set()
         self.max_body_bytes = app.limits.max_body_bytes
         self.max_bodies_bytes = app.limits.max_bodies_bytes
-        self.body_bytes = 0  # of all requests that are read or handled
+        self.body_bytes = 0  # of all requests that are being read or handled
         self.max_connections = app.limits.max_connections
         self.is_closing = False
         self.logs_access = app.logs_access
         self.late: MeshError = RequestTimeoutError(
-            f"the request did not come to its end in {app.limits.receive_timeout_s:g} s"
+            f"the request did not arrive within {app.limits.receive_timeout_s:g} s"
         )
         self.date_line = DateLine()
         self._app = app
@@ -141,7 +141,7 @@ class Server:
         self._unflushed: list[Channel] = []
 
     def flush_soon(self, connection: Channel) -> None:
-        """Send what its stream holds at the end of this turn."""
+        """Flush the stream of `connection` at the end of this turn."""
         if not self._unflushed:
             self.loop.call_soon(self._flush)
         self._unflushed.append(connection)
@@ -151,7 +151,7 @@ class Server:
         for connection in unflushed:
             try:
                 connection.flush()
-            except Exception:  # of what a handler wrote: the streams of others go on
+            except Exception:  # the streams of other handlers go on
                 log.exception("a stream cannot be written")
                 connection.abort()
 
@@ -159,7 +159,7 @@ class Server:
         return Connection(self)
 
     def add(self, connection: Connection) -> None:
-        """Called when it is there: a TLS handshake may lie between `connect` and this."""
+        """Add an established connection: a TLS handshake may lie between `connect` and this."""
         self.connections.add(connection)
         if self._sweep is None and not self.is_closing:
             self._sweep = self.loop.call_later(self._app.limits.sweep_s, self._expire)
@@ -172,7 +172,7 @@ class Server:
         return len(self.connections) > self.max_connections
 
     def make_room(self) -> None:
-        """Let this process open as many files as there may be connections, or take fewer of those."""
+        """Let this process open a file for every connection; if the system refuses, take fewer connections."""
         wanted = self.max_connections
         possible = max(1, make_room_for_files(wanted + SPARE_FILES) - SPARE_FILES)
         if possible < wanted:
@@ -186,13 +186,13 @@ class Server:
             )
 
     def admit(self, request: Request) -> None:
-        """Look at the head of a request, before its body takes memory. Raises MeshError."""
+        """Check the head of a request, before the body takes memory. Raises MeshError."""
         guard = self._app.guard
         if guard is not None and not ((route := self._app.find_or_none(request)) and route.is_open):
             guard(request)
 
     async def answer(self, request: Request) -> Reply | ReplyStream:
-        """The one place where a failure that no handler has answered for becomes a reply."""
+        """Return the reply to a request. A failure that the handler raises becomes a reply here, and nowhere else."""
         route: Route | None = None
         try:
             route = self._app.find(request)
@@ -210,7 +210,7 @@ class Server:
         return reply
 
     def refuse(self, error: MeshError, request: Request | None) -> Reply:
-        """The reply to what is not read to its end; `request` if its head was."""
+        """Return the reply to input that is not read to its end. `request` is set if the head was read."""
         log.info("refused a request before it was read: %s", error)
         route = self._app.find_or_none(request) if request is not None else None
         reply = self._refusal(route, error)
@@ -230,7 +230,7 @@ class Server:
             self._app.on_reply(route.path if route is not None else "other", reply.status)
 
     def log_access(self, request: Request | None, reply: Reply | ReplyStream | None) -> None:
-        """One line for a request; without its query and headers, which may hold secrets."""
+        """Log one line for a request, without its query and headers, which may hold secrets."""
         sent_bytes = reply.sent_bytes if isinstance(reply, ReplyStream) else len(reply.body) if reply else 0
         fields: dict[str, object] = {"status": reply.status if reply is not None else CLIENT_GONE, "bytes": sent_bytes}
         if request is not None:
@@ -245,15 +245,14 @@ class Server:
         access_log.info("request", extra=fields)
 
     def _expire(self) -> None:
-        """Hang up on whoever takes too long. Runs while there are connections."""
+        """Hang up on clients that take too long. Runs while there are connections."""
         limits, now = self._app.limits, self.now()
         self._sweep = self.loop.call_later(limits.sweep_s, self._expire) if self.connections else None
         for connection in list(self.connections):
             connection.expire(now, limits.receive_timeout_s, limits.keep_alive_s)
 
     async def close(self) -> None:
-        """Hang up: at once on idle connections, after SHUTDOWN_S on those whose requests go on, and after FLUSH_S on
-        those whose clients have not read all of their reply."""
+        """Hang up on idle connections at once, on busy ones after SHUTDOWN_S, on clients that read after FLUSH_S."""
         began = self.now()
         self.is_closing = True
         if self._sweep is not None:
@@ -270,7 +269,7 @@ class Server:
             connection.abort()
         await self._until(lambda: not self.connections, self.now() + CANCEL_S)
         if self.connections:
-            log.warning("%d handlers go on though they were cancelled", len(self.connections))
+            log.warning("%d cancelled handlers still run", len(self.connections))
 
     async def _until(self, condition: Callable[[], bool], deadline: float) -> None:
         while not condition() and self.now() < deadline:  # noqa: ASYNC110 - three times in a server's life
@@ -278,13 +277,13 @@ class Server:
 
 
 def client_request_id(request: Request) -> str | None:
-    """The client's own id, if it is sane enough for logs and headers."""
+    """Return the client's own id, if it is safe for logs and headers."""
     text = request.header(REQUEST_ID_HEADER) or ""
     return text if _SANE_ID.fullmatch(text) else None
 
 
 def give_id_back(request: Request, reply: Reply) -> None:
-    """Unless the handler has named the request itself."""
+    """Add the client's id to the reply, unless the handler has set one."""
     if REQUEST_ID_HEADER not in reply.headers and (sent := client_request_id(request)) is not None:
         reply.headers = {**reply.headers, REQUEST_ID_HEADER: sent}
 

@@ -1,4 +1,4 @@
-"""Make calls: one connection per peer, opened on first use and again after it broke."""
+"""Make calls over one connection per peer, opened on first use and again after it broke."""
 
 import asyncio
 import logging
@@ -23,58 +23,59 @@ from protocol.messages import UNREADABLE, decode, decoder, encode, error_of, unr
 
 log = logging.getLogger(__name__)
 
-WINDOW_MESSAGES = 256  # how far a peer may be ahead of the consumer, per stream; half of it costs a frame of credit
+WINDOW_MESSAGES = 256  # that a peer may be ahead of a stream's consumer; after half of them a frame of credit is sent
 CONNECT_TIMEOUT_S = 3.0
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
-Take = Callable[[msgspec.Raw, int], bool]  # a message, and how many a Shortcut took before it
+Take = Callable[[msgspec.Raw, int], bool]  # with a message, and the number of messages that a Shortcut took before it
 
 
 class Shortcut(Protocol):
-    """Takes messages as they are on the wire, those that it knows without having them decoded."""
+    """Takes messages as they are on the wire, and handles those that it knows without decoding them."""
 
     def bind(self, take: Take, most: int) -> None:
-        """What it does not know it gives to `take`, with the number of messages it took before, since the last it
-        gave; and one after `most` of its own, so that the peer gets its credit back."""
+        """Pass messages that it does not know to `take`, with the number of messages taken since the last one passed.
+
+        After `most` messages of its own it passes one anyway, so that the peer gets its credit back.
+        """
         ...
 
     def __call__(self, raw: msgspec.Raw) -> bool:
-        """As `Consumer.take`."""
+        """Take one message, as `Consumer.take` does."""
         ...
 
     def release(self) -> None:
-        """Let go of `take`."""
+        """Drop the reference to `take`."""
         ...
 
 
 class Consumer(Protocol[T_contra]):
-    """Takes the messages of a stream where they are read, without a task being woken for each."""
+    """Takes the messages of a stream where they are read, so that no task is woken for each."""
 
     @property
     def shortcut(self) -> Shortcut | None:
-        """A way for further messages instead of `take`, which may appear with one that was taken, and then stays."""
+        """The shortcut that replaces `take` for further messages. It may appear with a message, and then stays."""
         ...
 
     def take(self, message: T_contra) -> bool:
-        """Whether it wants the next one at once. If not, it is done or full."""
+        """Take one message. Return True to get the next one at once; else the consumer is done or full."""
         ...
 
     @property
     def is_done(self) -> bool:
-        """It wants no more."""
+        """True if the consumer wants no more messages."""
         ...
 
     @property
     def is_full(self) -> bool:
-        """It can take nothing now: messages wait, and the peer runs out of credit."""
+        """True if the consumer can take nothing now: messages wait, and the peer runs out of credit."""
         ...
 
     async def until_ready(self) -> None: ...
 
 
 class Stream:
-    """The answer to one call. Iterate over it, or `feed` a consumer; an error of the peer is raised where the answer
-    would be."""
+    """The answer to one call: iterate over it, or `feed` a consumer. An error of the peer is raised there."""
 
     __slots__ = ("_ended", "_failure", "_link", "_messages", "_refusal", "_taken", "_waiter", "number", "take")
 
@@ -87,17 +88,17 @@ class Stream:
         self._ended = False
         self._failure: MeshError | None = None
         self._refusal: Exception | None = None  # of the consumer
-        self.take: Callable[[msgspec.Raw], bool] | None = None  # while fed: gives False if it is to be left alone
+        self.take: Callable[[msgspec.Raw], bool] | None = None  # while a consumer is fed; False: stop calling it
 
     def on_message(self, message: msgspec.Raw) -> None:
-        """While nobody takes them at once."""
+        """Keep a message that nobody takes at once."""
         if len(self._messages) >= WINDOW_MESSAGES:
             raise WireError(f"{self._link.address} sends beyond its credit of {WINDOW_MESSAGES} messages")
         self._messages.append(message)
         self._wake()
 
     def on_taken_enough(self, refusal: Exception | None = None) -> None:
-        """`take` is to be left alone; it may have failed."""
+        """Stop calling `take`, which has returned False or has failed with `refusal`."""
         self.take, self._refusal = None, refusal
         self._wake()
 
@@ -111,7 +112,7 @@ class Stream:
             self._waiter.set_result(None)
 
     async def _arrival(self) -> None:
-        """Until something has come, or the stream has ended."""
+        """Wait until something has come, or the stream has ended."""
         self._waiter = self._link.loop.create_future()
         try:
             await self._waiter
@@ -119,7 +120,7 @@ class Stream:
             self._waiter = None
 
     async def next(self) -> msgspec.Raw | None:
-        """The next message as msgpack, None at the end. Raises what the peer failed with."""
+        """Return the next message as msgpack, None at the end. Raises the error of the peer."""
         while not self._messages:
             if self._ended:
                 if self._failure is not None:
@@ -130,10 +131,10 @@ class Stream:
         return self._messages.popleft()
 
     async def feed(self, kind: type[T], consumer: Consumer[T]) -> None:
-        """Give it all messages, until it is done or the stream ends. Raises what the peer or the consumer failed with,
-        once: the stream has served then.
+        """Give all messages to `consumer`, until the consumer is done or the stream ends.
 
-        Most are taken as soon as they are read from the connection; they wait only while the consumer is full.
+        Most messages are taken as soon as they are read from the connection; they wait only while the consumer is full.
+        Raises the error of the peer or of the consumer, once; the stream cannot be used after that.
         """
         feeding = _Feeding(self, kind, consumer)
         try:
@@ -160,17 +161,17 @@ class Stream:
                 if consumer.is_done:
                     return
         finally:
-            self.take = self._failure = self._refusal = None  # their tracebacks hold this frame, which holds the stream
+            self.take = self._failure = self._refusal = None  # their tracebacks hold this frame, and so the stream
             feeding.end()
 
     def note_taken(self, messages: int) -> None:
-        """So many more have left the window; half of it is given back at a time."""
+        """Count messages that have left the window. Credit is renewed for half a window at a time."""
         self._taken += messages
         if self._taken >= WINDOW_MESSAGES // 2:
             self._renew_credit()
 
     def _renew_credit(self) -> None:
-        """Messages were taken: the peer may go on sending."""
+        """Grant credit for the messages taken, so that the peer can continue to send."""
         if not self._ended:
             self._link.write(Credit(self.number, self._taken))
             self._taken = 0
@@ -180,7 +181,7 @@ class Stream:
 
 
 class _Feeding(Generic[T]):
-    """A consumer at a stream."""
+    """A consumer that takes the messages of a stream."""
 
     __slots__ = ("_consumer", "_give", "_kind", "_read", "_shortcut", "_stream", "way")
 
@@ -191,7 +192,7 @@ class _Feeding(Generic[T]):
         self._give = consumer.take
         self._read = decoder(kind).decode
         self._shortcut: Shortcut | None = None
-        self.way: Callable[[msgspec.Raw], bool] = self.take  # of the next message
+        self.way: Callable[[msgspec.Raw], bool] = self.take  # where the next message goes
 
     def take(self, raw: msgspec.Raw, taken_before: int = 0) -> bool:
         self._stream.note_taken(1 + taken_before)
@@ -208,14 +209,14 @@ class _Feeding(Generic[T]):
         return wants_more
 
     def end(self) -> None:
-        """Leave no ring of references behind: what they hold would wait for the garbage collector."""
+        """Break the cycle of references, so that its objects do not wait for the garbage collector."""
         if self._shortcut is not None:
             self._shortcut.release()
         del self.way
 
 
 class Messages(Generic[T]):
-    """Iterates over a stream. No generator: one that is left early would have to be closed by somebody."""
+    """Iterates over a stream. Not a generator, because one that is left early has to be closed."""
 
     def __init__(self, stream: Stream, kind: type[T]) -> None:
         self._stream = stream
@@ -239,14 +240,14 @@ class PlaneClient:
         self.deadlines = Deadlines()
 
     def open(self, address: str, method: str, body: object, timeout_s: float) -> "_Opening":
-        """Call `method` at host:port. Leaving the block before the end cancels the call at the peer.
+        """Call `method` at host:port. To leave the block before the end cancels the call at the peer.
 
         Raises UnreachableError if the peer cannot be reached; a passed deadline is DeadlineExceededError.
         """
         return _Opening(self, address, method, body, timeout_s)
 
     async def ask(self, address: str, method: str, body: object, reply: type[T], timeout_s: float) -> T:
-        """A call with one message for an answer."""
+        """Make a call whose answer is one message, and return the message."""
         async with self.open(address, method, body, timeout_s) as stream:
             raw = await stream.next()
             if raw is None:
@@ -254,13 +255,13 @@ class PlaneClient:
             return decode(raw, reply)
 
     async def tell(self, address: str, method: str, body: object, timeout_s: float) -> None:
-        """A call whose answer has no messages: returns when it has ended."""
+        """Make a call whose answer has no messages. Return when the call has ended."""
         async with self.open(address, method, body, timeout_s) as stream:
             while await stream.next() is not None:
                 pass
 
     def suspect(self, address: str, reason: str) -> None:
-        """A peer is said to be gone. If it does not answer soon, its calls fail, long before the keepalive."""
+        """Ask a peer that is said to be gone. Without an answer soon, its calls fail, long before the keepalive."""
         if (link := self.standing(address)) is not None:
             link.suspect(reason)
 
@@ -274,14 +275,14 @@ class PlaneClient:
                 outcome.close()
 
     def standing(self, address: str) -> "_ClientLink | None":
-        """The connection to a peer if there is one."""
+        """Return the connection to a peer if there is one."""
         task = self._links.get(address)
         return task.result() if task is not None and task.done() and not _is_dead(task) else None
 
     async def link(self, address: str, deadline: float) -> "_ClientLink":
-        """The connection to a peer; callers who come while it is being opened share it.
+        """Return the connection to a peer. Callers share a connection that is being opened.
 
-        Raises UnreachableError, TimeoutError at the event loop's time `deadline`.
+        Raises UnreachableError, or TimeoutError at `deadline` in the event loop's time.
         """
         async with asyncio.timeout_at(deadline):
             return await self._connected(address)
@@ -315,7 +316,7 @@ class PlaneClient:
 
 
 class _Opening:
-    """The block for which a call is open. Entered once per request, and so not a generator's, which costs more."""
+    """The block for which a call is open. Not a generator, which would cost more for each request."""
 
     __slots__ = ("_address", "_body", "_client", "_link", "_method", "_slot", "_stream", "_timeout_s")
 
@@ -341,8 +342,8 @@ class _Opening:
                 raise self._overdue() from None
         self._link = link
         self._stream = self._link.open(self._method, encode(self._body), timeout_s)
-        # The deadline ends the stream, and no asyncio.timeout the block: the block may be suspended in an async
-        # generator, and a timeout would then cancel whatever else its task does.
+        # The deadline ends the stream; asyncio.timeout would end the block. The block may be suspended in an async
+        # generator, and a timeout would then cancel something else in its task.
         self._slot = client.deadlines.add(deadline, self)
         return self._stream
 
@@ -351,7 +352,7 @@ class _Opening:
         self._link.leave(self._stream)
 
     def expire(self) -> None:
-        """The deadline has come."""
+        """End the stream at its deadline."""
         self._stream.on_end(self._overdue())
 
     def _overdue(self) -> DeadlineExceededError:
@@ -386,7 +387,7 @@ class _ClientLink(Link):
         return stream
 
     def leave(self, stream: Stream) -> None:
-        """The caller is done. What the peer still computes for it, as far as we know, is cancelled."""
+        """Forget a stream whose caller is done, and cancel the call at the peer if it has not ended."""
         if self._streams.pop(stream.number, None) is not None:
             self.write(Cancel(stream.number))
 
@@ -394,16 +395,16 @@ class _ClientLink(Link):
         if not isinstance(frame, Batch):
             raise WireError(f"a server does not send {type(frame).__name__}")
         find = self._streams.get
-        for number, message in frame.messages:  # a token each, nearly all: no call here that can be done without
+        for number, message in frame.messages:  # nearly all are one token: avoid every call here
             if (stream := find(number)) is None:
-                continue  # given up here meanwhile
+                continue  # the caller has left meanwhile
             if (take := stream.take) is None:
                 stream.on_message(message)
                 continue
             try:
                 if not take(message):
                     stream.on_taken_enough()
-            except Exception as error:  # it is the waiting caller's business, not the connection's
+            except Exception as error:  # raised at the waiting caller; the connection goes on
                 stream.on_taken_enough(error)
         for number, failure in frame.ends:
             if (stream := self._streams.pop(number, None)) is not None:

@@ -1,10 +1,10 @@
-"""Frames of the request plane. Pure: bytes in, frames out, and back.
+"""Encode and decode the frames of the request plane. Pure: bytes in, frames out, and back.
 
     u32 LE length | msgpack [tag, ...]
 
 A connection carries many streams. The caller numbers them and grants credit: the other side sends at most that
-many messages beyond what the caller has taken. Messages of all streams that are ready in one turn of the event
-loop share one Batch frame, so an engine step costs one write however many streams it feeds.
+many messages beyond those that the caller has taken. Messages of all streams that are ready in one turn of the event
+loop share one Batch frame. An engine step therefore costs one write, for any number of streams.
 """
 
 import struct
@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """First frame of the caller."""
+    """The first frame of the caller."""
 
     version: int = PROTOCOL_VERSION
 
@@ -29,7 +29,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
     stream: int
     method: str
-    timeout_s: float  # what is left of the deadline; clocks differ between hosts, durations do not
+    timeout_s: float  # time left until the deadline; clocks differ between hosts, durations do not
     credit: int
     body: msgspec.Raw
 
@@ -44,7 +44,7 @@ class Credit(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Messages of streams in their order, then the streams that have ended and what each failed with."""
+    """Messages of streams in their order, then the streams that have ended, each with its failure if it failed."""
 
     messages: list[tuple[int, msgspec.Raw]]
     ends: list[tuple[int, Failure | None]]
@@ -72,14 +72,14 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames. Refuses a frame by its length, before taking memory for it."""
+    """Cuts a byte stream into frames. A frame that is too large is refused before it takes memory."""
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Sequence[Frame]:
-        """Take bytes as they come; returns the frames they complete. Raises WireError: hang up then."""
+        """Take bytes as they come; return the frames that they complete. Raises WireError: the caller then hangs up."""
         self._buffer += data
         frames: list[Frame] = []
         start = 0

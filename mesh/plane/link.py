@@ -1,4 +1,4 @@
-"""One TCP connection, either side: reads frames, writes them once a turn of the loop, notices a dead peer."""
+"""Run one side of a TCP connection: read frames, write them once in a turn of the loop, notice a dead peer."""
 
 import asyncio
 import logging
@@ -15,16 +15,16 @@ from protocol.messages import failure_of
 
 log = logging.getLogger(__name__)
 
-KEEPALIVE_S = 5.0  # while streams are open, a silent peer is asked this often
-SUSPECT_S = 2.0  # a peer that is thought to be gone has so long to answer
-KEEPALIVE_MISSES = 3  # and given up after so many unanswered questions
+KEEPALIVE_S = 5.0  # a silent peer is asked this often while streams are open
+SUSPECT_S = 2.0  # time to answer for a peer that is thought to be gone
+KEEPALIVE_MISSES = 3  # a peer is given up after so many unanswered questions
 HIGH_WATER_BYTES = 1 << 20
-UNREAD_BYTES = 2 * MAX_FRAME_BYTES  # senders wait at HIGH_WATER_BYTES; beyond this a peer sends and never reads
-BATCH_BYTES = 4 << 20  # a batch that grows larger is sent before its turn of the loop ends
+UNREAD_BYTES = 2 * MAX_FRAME_BYTES  # senders wait long before: the peer does not read
+BATCH_BYTES = 4 << 20  # a larger batch is sent before the turn of the loop ends
 
 
 class Link(asyncio.Protocol, ABC):
-    """The subclass gives meaning to frames: `on_frame`, `on_lost`, `is_busy`."""
+    """A connection whose subclass handles the frames: `on_frame`, `on_lost`, `is_busy`."""
 
     def __init__(self, on_closed: Callable[["Link"], None]) -> None:
         self._on_closed = on_closed
@@ -49,11 +49,11 @@ class Link(asyncio.Protocol, ABC):
 
     @abstractmethod
     def on_lost(self, reason: str) -> None:
-        """The connection is over, whoever ended it. Called once."""
+        """Handle the end of the connection, on whichever side it ended. Called once."""
 
     @abstractmethod
     def is_busy(self) -> bool:
-        """Are streams open, so that a dead peer must be noticed?"""
+        """Say whether streams are open, so that a dead peer must be noticed."""
 
     # asyncio.Protocol
 
@@ -92,7 +92,7 @@ class Link(asyncio.Protocol, ABC):
     def connection_lost(self, error: Exception | None) -> None:
         self._lose(str(error) if error else "the peer closed the connection")
 
-    # for subclasses and their streams
+    # for the subclasses and their streams
 
     def write(self, frame: Frame) -> None:
         """Send at the end of this turn of the loop, after what is in its batch by now."""
@@ -118,7 +118,7 @@ class Link(asyncio.Protocol, ABC):
             self.loop.call_soon(self._flush)
 
     def _end_batch(self) -> None:
-        """What has been added so far goes before the next frame."""
+        """Close the batch, so that its messages go before the next frame."""
         self._batch_bytes = 0
         if self._batch.messages or self._batch.ends:
             batch, self._batch = self._batch, Batch([], [])
@@ -132,13 +132,13 @@ class Link(asyncio.Protocol, ABC):
         await self._writable.wait()
 
     def watch_peer(self) -> None:
-        """Streams are open: from now on, notice a peer that falls silent."""
+        """Notice from now on, while streams are open, a peer that falls silent."""
         if self._keepalive is None:
             self._heard, self._misses = True, 0
             self._keepalive = self.loop.call_later(KEEPALIVE_S, self._check_peer)
 
     def suspect(self, reason: str) -> None:
-        """There is reason to think that the peer is gone: unless it answers soon, do not wait for the keepalive."""
+        """Ask a peer that may be gone, and hang up if it does not answer soon, long before the keepalive would."""
         if self._transport is not None:
             self._heard = False
             self.write(Ping())
@@ -155,13 +155,13 @@ class Link(asyncio.Protocol, ABC):
             transport.abort()
 
     def close(self) -> None:
-        """Send what waits, then close."""
+        """Send the waiting frames, then close."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
 
     def _flush(self) -> None:
-        """One write for all of this turn's frames: a system call costs more than most of them."""
+        """Write all frames of this turn at once: a system call costs more than most of them."""
         self._flush_planned = False
         self._end_batch()
         if not self._frames:
@@ -191,7 +191,7 @@ class Link(asyncio.Protocol, ABC):
             return
         self.closed.set()
         self._transport = None
-        self._writable.set()  # whoever waits to write shall see that it is over
+        self._writable.set()  # those that wait to write then see that the connection is over
         if self._keepalive is not None:
             self._keepalive.cancel()
         self._batch = Batch([], [])

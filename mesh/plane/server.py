@@ -1,4 +1,4 @@
-"""Answer calls: every call runs in a task of its own, which ends with the call, its deadline or its caller."""
+"""Answer calls. Each call runs in a task of its own, which ends with the call, its deadline or its caller."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ MAX_MESSAGE_BYTES = MAX_FRAME_BYTES // 2
 
 
 class Call:
-    """One call as its handler sees it."""
+    """A call, as its handler sees it."""
 
     def __init__(self, link: "_ServerLink", frame: Open) -> None:
         self._link = link
@@ -42,7 +42,7 @@ class Call:
         return self._link.peer
 
     async def send(self, message: object) -> None:
-        """Send one message of the answer; waits while the caller is behind or the network is.
+        """Send one message of the answer. Wait while the caller or the network is behind.
 
         Raises PeerLostError if the caller is gone.
         """
@@ -59,13 +59,15 @@ class Call:
         self._add(payload)
 
     def offer(self, message: object) -> bool:
-        """Send one message of the answer if nothing has to be waited for and nothing is wrong; else False, and `send`
-        tells what is. Not while a `send` of this call waits: it would be overtaken."""
+        """Send one message of the answer if that needs no wait and cannot fail. False: it was not sent, use `send`.
+
+        Not to be called while a `send` of this call waits, because it would overtake that message.
+        """
         if self._credit <= 0 or not self._link.writable or self._link.closed.is_set():
             return False
         try:
             payload = encode(message)
-        except Exception:  # whoever offers serves other calls, too
+        except Exception:  # the caller of `offer` serves other calls too
             return False
         if len(payload) > MAX_MESSAGE_BYTES:
             return False
@@ -88,7 +90,7 @@ class PlaneServer:
     """Listens on one port. An error of a handler is raised at its caller."""
 
     def __init__(self, handlers: Mapping[str, Handler], *, max_calls: int = 4096, always: Collection[str] = ()) -> None:
-        """`always`: methods that free what calls hold; they are answered also when draining or full."""
+        """Make a server. The methods in `always` free resources, and are answered also when draining or full."""
         self.handlers = dict(handlers)
         self.always = frozenset(always)
         self.max_calls = max_calls
@@ -99,7 +101,7 @@ class PlaneServer:
         self.address = ""
 
     async def start(self, host: str, port: int = 0, *, advertise_host: str = "") -> str:
-        """Listen; returns the host:port that peers should use."""
+        """Listen; return the host:port that peers should use. Raises ConfigError."""
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(self._accept, host, port)
@@ -115,14 +117,14 @@ class PlaneServer:
         return link
 
     async def drain(self, timeout_s: float) -> int:
-        """Take no new calls, let those in flight finish; returns how many had to be cut off."""
+        """Take no new calls and let the running ones finish. Return how many still run after `timeout_s`."""
         self.draining = True
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=timeout_s)
         return len(self.tasks)
 
     async def close(self) -> None:
-        """Stop listening, end what still runs."""
+        """Stop listening and end the calls that still run."""
         self.draining = True
         if self._server is not None:
             self._server.close()
@@ -181,7 +183,7 @@ class _ServerLink(Link):
         task = asyncio.get_running_loop().create_task(self._answer(call, frame.stream), name=f"call {frame.method}")
         self._calls[frame.stream] = (call, task)
         self._server.tasks.add(task)
-        # A callback: a task that is cancelled before its first step runs nothing of its own.
+        # A callback, because a task that is cancelled before its first step runs no code of its own.
         task.add_done_callback(lambda task: self._forget(frame.stream, task))
         self.watch_peer()
 
@@ -203,7 +205,7 @@ class _ServerLink(Link):
         return None
 
     async def _answer(self, call: Call, stream: int) -> None:
-        """Run one call: the one place where its failure becomes an answer."""
+        """Run one call. Its failure becomes an answer here, and nowhere else."""
         failure: MeshError | None = None
         try:
             async with asyncio.timeout(call.timeout_s):

@@ -99,12 +99,12 @@ async def test_a_killed_process_is_started_again(watched: Watched) -> None:
     first = await watched.up()
     os.kill(first, signal.SIGKILL)
     assert await watched.up(times=2) != first
-    assert watched.told == ["p ended with signal SIGKILL, starting it anew"]
+    assert watched.told == ["p ended with signal SIGKILL, starting it again"]
 
 
 async def test_also_one_that_ended_well_is_started_again(watched: Watched) -> None:
     watched.start("print('up', flush=True)")
-    await until(lambda: watched.told == ["p ended with exit code 0, starting it anew"])
+    await until(lambda: watched.told == ["p ended with exit code 0, starting it again"])
 
 
 async def test_bad_settings_are_not_tried_again(watched: Watched) -> None:
