@@ -1,4 +1,4 @@
-"""What every engine promises, alone and as a prefill and a decode half."""
+"""The promises that every engine of ours keeps, alone and as a prefill and a decode half."""
 
 import asyncio
 import itertools
@@ -406,7 +406,7 @@ async def test_a_guide_that_cannot_be_compiled_is_refused_and_harms_nobody(make:
 
 
 async def test_an_answer_that_fails_its_guide_midway_fails_alone(make: Make) -> None:
-    """2500 optional properties can be compiled, but not followed."""
+    """A schema of 2500 optional properties can be compiled, but not followed."""
     engine = await able(make, Feature.GUIDED)
     rule = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(2500)}}
     hard = Guide(kind=GuideKind.JSON_SCHEMA, value=json.dumps(rule))

@@ -1,8 +1,8 @@
-"""What every engine that this project does not contain promises, whatever it is made of.
+"""The promises that every engine of others keeps.
 
-The part of tests/contracts/test_engine.py that holds for engines with a cache, a scheduler and a KV transfer of their
-own. Another one joins with a `Kind` of its own. Here run fakes with the shapes of the published APIs, a worker attached
-to a server that is a fake too, and vLLM itself where KVMESH_VLLM_PYTHON asks for it.
+They are the part of tests/contracts/test_engine.py that holds for engines with a cache, a scheduler and a KV transfer
+of their own. A new engine joins with a `Kind` of its own. The tests run fakes with the shapes of the published APIs, a
+worker attached to a fake server, and vLLM itself where KVMESH_VLLM_PYTHON asks for it.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class Started:
 
 
 class Kind:
-    """How to start an engine; those of one `Kind` can reach each other."""
+    """Starts engines of one kind; they can reach each other."""
 
     first_token_comes_from = Role.PREFILL
     decodes_alone = True  # a decode worker can compute a prompt
@@ -91,7 +91,7 @@ class Kind:
     async def start(self, role: Role) -> Started: ...
 
     async def close(self) -> None:
-        """After its engines were stopped."""
+        """Free all, after the engines were stopped."""
 
 
 async def toy(prompt: list[int], number: int) -> list[int]:
@@ -473,7 +473,7 @@ async def test_leaving_before_the_first_token_ends_it_too(make: Make) -> None:
 
 
 async def split(make: Make, request: GenerateRequest) -> tuple[list[Delta], Started, Started]:
-    """As frontend.dispatch does it: the ticket is released with the first delta of the decode worker."""
+    """Answer as frontend.dispatch does: release the ticket with the first delta of the decode worker."""
     prefiller, decoder = await make(Role.PREFILL), await make(Role.DECODE)
     [first] = await run(prefiller, msgspec.structs.replace(request, offer_kv=True))
     if first.ticket is None:

@@ -58,7 +58,7 @@ class Worker:
                     self.held.clear()
 
     def overlap_tokens(self, tokens: Sequence[int]) -> int:
-        """How much of a prompt is held; its last token is always computed."""
+        """Return how much of a prompt is held; its last token is always computed."""
         hashes = sequence_hashes(tokens[: len(tokens) - 1], BLOCK)
         return BLOCK * len(list(itertools.takewhile(self.held.__contains__, hashes)))
 

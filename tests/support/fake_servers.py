@@ -29,7 +29,7 @@ EOS = 2
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What follows `tokens`: by its last and their number."""
+    """Return the token that follows `tokens`: a function of the last one and of their number."""
     return (tokens[-1] * 7 + len(tokens) * 13) % 1900 + 50
 
 
@@ -42,7 +42,7 @@ def answer_to(prompt: Sequence[int], count: int) -> list[int]:
 
 @dataclass
 class Knobs:
-    """What a test wants of a server, and what it saw."""
+    """The behaviour that a test wants of a server, and what the server saw."""
 
     bodies: list[dict[str, Any]] = field(default_factory=list)
     connections: set[object] = field(default_factory=set)  # that completions came over
@@ -57,7 +57,7 @@ class Knobs:
 
 
 class Server:
-    """What all have. Subclasses say how they write."""
+    """The parts that all fakes share. Subclasses say how they write."""
 
     owned_by = "someone"
     has_health = True
@@ -211,7 +211,7 @@ class EmbeddingServer(Server):
 
 
 def vector_of(tokens: Sequence[int]) -> list[float]:
-    """Not of length 1."""
+    """Return a vector that is not of length 1."""
     return [float(sum(tokens)), float(len(tokens)), -1.0]
 
 
@@ -396,7 +396,7 @@ class VllmServer(Server):
         self._tell([Stored(tuple(new.values()), parent, tokens, BLOCK, salt=salt)])
 
     def _make_room(self, count: int) -> None:
-        """For `count` blocks more: the oldest go, of one prompt its end first."""
+        """Make room for `count` more blocks: the oldest prompt goes first, its end before its beginning."""
         gone = list(self.cached)[: max(0, len(self.cached) + count - self._max_blocks)]
         self._tell([Removed((self.cached.pop(name),)) for name in gone])
 
@@ -411,7 +411,7 @@ class VllmServer(Server):
 
 
 def block_names(prompt: Sequence[int], salt: str | None) -> Iterator[bytes]:
-    """Of each full block, by itself and all before it: vLLM's are sha256 too."""
+    """Return a name for each full block, of the block and all before it: vLLM's are sha256 too."""
     name = (salt or "").encode()
     for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
         name = sha256(name + json.dumps(list(prompt[start : start + BLOCK])).encode()).digest()
@@ -419,7 +419,7 @@ def block_names(prompt: Sequence[int], salt: str | None) -> Iterator[bytes]:
 
 
 def offer_of(prompt: Sequence[int]) -> dict[str, Any]:
-    """As vLLM 0.32 with the NixlConnector answers."""
+    """Return the offer of vLLM 0.32 with the NixlConnector."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -483,7 +483,7 @@ class Loop:
         self._running: dict[Server, Any] = {}
 
     def start(self, server: Server) -> None:
-        """Also one that was stopped: at the same address."""
+        """Start; one that was stopped starts at the same address."""
         context = server.running()
         self._run(context.__aenter__)
         self._running[server] = context

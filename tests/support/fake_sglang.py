@@ -122,7 +122,7 @@ class _Requests:
 
 
 class _State:
-    """Of one request: outputs that nobody has read yet are merged into the next one that is."""
+    """The outputs of one request: those that nobody has read yet are merged into the next one that is read."""
 
     def __init__(self, *, incremental: bool, wants_logprobs: bool, top: int) -> None:
         self.output_ids: list[int] = []
@@ -165,7 +165,7 @@ class _State:
 
 
 class FakeEngine:
-    """`sglang.Engine`: implements workers.engines.sglang.runtime.Runtime."""
+    """Stands for `sglang.Engine`: implements workers.engines.sglang.runtime.Runtime."""
 
     def __init__(self, network: FakeSglang, args: argparse.Namespace) -> None:
         self.server_args = args
@@ -220,7 +220,7 @@ class FakeEngine:
         return self.child_pids
 
     def shutdown(self) -> None:
-        """On a thread, as the worker calls what blocks."""
+        """Stop, on the thread on which the worker calls everything that blocks."""
         self.is_shut_down = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._close_sockets)
@@ -375,7 +375,7 @@ class EventSockets:
 
 @contextmanager
 def event_sockets(folder: Path) -> Iterator[EventSockets]:
-    """At ipc://`folder`/live and ipc://`folder`/replay."""
+    """Bind ipc://`folder`/live and ipc://`folder`/replay."""
     endpoints = {"endpoint": f"ipc://{folder}/live", "replay_endpoint": f"ipc://{folder}/replay"}
     published = EventSockets({"publisher": "zmq", "bind": True} | endpoints)
     try:

@@ -181,7 +181,7 @@ class _Result:
 
 
 class FakeLlm:
-    """`LLM`: implements workers.engines.trtllm.runtime.Llm."""
+    """Stands for `LLM`: implements workers.engines.trtllm.runtime.Llm."""
 
     def __init__(self, network: FakeTrtllm, kwargs: dict[str, Any]) -> None:
         self.kwargs = kwargs

@@ -44,7 +44,7 @@ class FakeVllm:
         self._publishers: list[KvEventPublisher] = []
 
     async def prepare(self) -> None:
-        """As vLLM does: one rank binds what it is given, several take any port of their node."""
+        """Open the sockets as vLLM does: one rank binds what it is given, several take any port of their node."""
         told = json.loads(self._value("--kv-events-config"))
         endpoints = (told["endpoint"], told["replay_endpoint"])
         if self.num_ranks > 1:

@@ -15,7 +15,7 @@ FILE = ROOT / "tests" / "kvevents" / "data" / "sglang-0.5.23.msgpack"
 
 @cache
 def recorder() -> ModuleType:
-    """deploy/record_sglang_events.py"""
+    """Return the module deploy/record_sglang_events.py."""
     spec = importlib.util.spec_from_file_location("record_sglang_events", ROOT / "deploy" / "record_sglang_events.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

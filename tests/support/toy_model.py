@@ -8,7 +8,7 @@ _PRIME = 1_000_003
 
 
 def next_token(sequence: Sequence[int], lora: str | None = None) -> int:
-    """Of the whole sequence so far, and so the same wherever that was computed."""
+    """Return the token after the whole sequence so far: the same wherever that was computed."""
     state = 17 + (sum(lora.encode()) if lora else 0)
     for token in sequence:
         state = (state * _PRIME + token + 1) % (1 << 61)
@@ -48,7 +48,7 @@ class PagedCache:
         return len(self._parents)
 
     def cached_tokens(self, tokens: Sequence[int], lora: str | None, salt: str | None) -> int:
-        """Of the prefix that is there; at least one token of a prompt is computed."""
+        """Return the length of the cached prefix; at least one token of a prompt is computed."""
         found = 0
         for block_hash in self._chain(tokens[: len(tokens) - 1], lora, salt):
             if block_hash not in self._parents:

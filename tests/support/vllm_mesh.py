@@ -27,14 +27,14 @@ needs_vllm = pytest.mark.skipif(not ASKED_FOR, reason="runs by `make test-vllm`,
 
 
 class VllmMesh(Mesh):
-    """Its workers are started one by one: nobody starts them anew."""
+    """A mesh whose workers are started one by one; nobody starts them again."""
 
     def __init__(self, process: subprocess.Popen[bytes], run_dir: Path) -> None:
         super().__init__(process, run_dir)
         self.started: dict[str, subprocess.Popen[bytes]] = {}
 
     def start_worker(self, name: str, role: str, *flags: str, settings: Sequence[str] = ()) -> None:
-        """`flags` are vLLM's, `settings` the worker's own."""
+        """Start a worker with vLLM's own `flags` and the worker's `settings`."""
         command = ["-m", "workers", "--engine", "vllm", "--name", name, "--role", role, "--model", "tiny"]
         command += ["--model-path", str(CHECKPOINT_DIR), "--dtype", "float32"]
         command += ["--discovery", f"file:{self.run_dir / 'discovery'}", *settings, "--", *FLAGS, *flags]
@@ -75,7 +75,7 @@ class VllmMesh(Mesh):
         return processes
 
     def prompt_tokens(self, worker: str, source: str) -> float:
-        """By vLLM: local_compute, local_cache_hit or external_kv_transfer."""
+        """Return vLLM's count by source: local_compute, local_cache_hit or external_kv_transfer."""
         return self.metric("vllm:prompt_tokens_by_source_total", worker, source=source)
 
 
@@ -97,7 +97,7 @@ def running_vllm_mesh(run_dir: Path) -> Iterator[VllmMesh]:
 
 
 def idle_cores(processes: Sequence[psutil.Process], over_s: float = 3.0) -> float:
-    """How many cores these processes use together while nobody asks anything."""
+    """Return how many cores these processes use together while nobody asks anything."""
 
     def used_s() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in processes)

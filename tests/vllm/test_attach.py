@@ -1,4 +1,4 @@
-"""`kvmesh attach` in front of stock vLLM servers: no line of ours runs in their processes.
+"""Stock vLLM servers behind `kvmesh attach`: no line of ours runs in their processes.
 
 They are started with the Python that KVMESH_VLLM_PYTHON names; the mesh runs in this one.
 """
@@ -43,7 +43,7 @@ def free_port() -> int:
 
 
 class StockServer:
-    """One vLLM process and what the test wants to know of it."""
+    """A vLLM process and the facts about it that a test reads."""
 
     def __init__(self, log: Path, *flags: str) -> None:
         self.port = free_port()
@@ -63,11 +63,11 @@ class StockServer:
 
     @property
     def name(self) -> str:
-        """Of its worker."""
+        """The name of its worker."""
         return f"127.0.0.1-{self.port}"
 
     def start(self) -> None:
-        """Also one that was stopped: at the same address."""
+        """Start the process; one that was stopped starts at the same address."""
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 self._command, stdout=output, stderr=output, env=self._env, start_new_session=True
@@ -132,7 +132,7 @@ def servers(folder: Path, *flags_of_each: Sequence[str]) -> Iterator[list[StockS
 
 @contextmanager
 def attached(folder: Path, *words: str, workers: int) -> Iterator[Mesh]:
-    """`kvmesh attach ... --frontend` until the block ends."""
+    """Run `kvmesh attach ... --frontend` until the block ends."""
     discovery = ["--discovery", f"file:{folder / 'discovery'}", "--frontend", "--port", "0"]
     with (folder / "attach.log").open("wb") as output:
         command = [sys.executable, "-m", "kvmesh", "attach", *words, *discovery]
@@ -186,7 +186,7 @@ Two = tuple[list[StockServer], Mesh]
 
 
 def test_a_second_turn_goes_to_its_server(two: Two) -> None:
-    """By vLLM's own count of hits; and the answers are those that the server gives by itself."""
+    """The hits are vLLM's own count, and the answers are those of the server alone."""
     pair, mesh = two
     by_name = {server.name: server for server in pair}
     for number in range(4):
@@ -271,7 +271,7 @@ def overlap(mesh: Mesh, prompt: Sequence[int], **fields: str) -> tuple[str, int]
 
 
 def test_prefill_there_and_decode_here_over_nixl(tmp_path: Path) -> None:
-    """By the servers' own kv_transfer_params: the decode server computes nothing of the prompt but its last token."""
+    """The servers' own kv_transfer_params carry it: the decode server computes only the prompt's last token."""
 
     def role(kv_role: str) -> list[str]:
         connector = f'{{"kv_connector": "NixlConnector", "kv_role": "{kv_role}", "kv_buffer_device": "cpu"'

@@ -55,13 +55,15 @@ def answer(mesh: VllmMesh, tokens: Sequence[int], **body: Any) -> tuple[str, dic
 
 
 def alone(mesh: VllmMesh, tokens: Sequence[int], **body: Any) -> str:
-    """What the decode worker answers when it computes the prompt itself."""
+    """Return the decode worker's answer when it computes the prompt itself."""
     return answer(mesh, tokens, kvmesh={"trace": True, "disaggregate": False}, **body)[0]
 
 
 def test_no_pull_stalls_one_after_the_other_or_after_a_rest(mesh: VllmMesh) -> None:
-    """One takes less than a second on a machine that has the time; what this looks for takes ten and more, and is
-    likeliest in workers that have just started: this test comes first."""
+    """A pull takes less than a second on an idle machine; a stall takes ten and more.
+
+    Stalls are likeliest in workers that have just started, so this test comes first.
+    """
     for number in range(12):
         if number % 3 == 0:
             time.sleep(RESTS_S)
@@ -74,7 +76,7 @@ def test_no_pull_stalls_one_after_the_other_or_after_a_rest(mesh: VllmMesh) -> N
 
 @pytest.mark.parametrize("length", [340, 352, 33, 31])
 def test_the_whole_prompt_is_pulled_and_the_answer_is_that_of_one_worker(mesh: VllmMesh, length: int) -> None:
-    """By vLLM's own counters; 352 is a multiple of the block size."""
+    """The counters are vLLM's own; 352 is a multiple of the block size."""
     sources = ("external_kv_transfer", "local_compute")
     before = [mesh.prompt_tokens("decode-0", source) for source in sources]
     tokens = prompt(length, first=7 * length)

@@ -62,14 +62,14 @@ class Worker:
                     self.held.clear()
 
     async def settled(self) -> None:
-        """vLLM tells its events from a thread of its own: wait until there are no more."""
+        """Wait until there are no more events: vLLM publishes them from a thread of its own."""
         before = None
         while (now := self.engine.kv_digest()) != before:
             before = now
             await asyncio.sleep(0.3)
 
     def overlap_blocks(self, tokens: Sequence[int]) -> int:
-        """How much of a prompt is held; its last token is always computed."""
+        """Return how much of a prompt is held; its last token is always computed."""
         hashes = sequence_hashes(tokens[: len(tokens) - 1], BLOCK)
         return len(list(itertools.takewhile(self.held.__contains__, hashes)))
 
@@ -141,7 +141,7 @@ async def test_greedy_answers_are_those_of_vllm_alone(worker: Worker) -> None:
 
 
 async def test_no_process_beside_its_engine_waits_for_it_by_spinning(worker: Worker) -> None:
-    """As vLLM would have it on a CPU; a step then takes seconds where others want the cores too."""
+    """The worker chooses vLLM's executor of one process; vLLM's default takes seconds for a step on busy cores."""
     titles = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
     assert any("EngineCore" in title for title in titles)
     assert not any("VLLM::Worker" in title for title in titles)
@@ -249,7 +249,7 @@ async def test_what_is_announced_is_what_vllm_finds_through_evictions(worker: Wo
 
 
 def hits() -> float:
-    """By vLLM's own counter, tokens; it stands in the metrics of the worker under its own name."""
+    """Return vLLM's own count of hit tokens, from the worker's metrics."""
     return sum(
         sample.value
         for family in REGISTRY.collect()

@@ -1,4 +1,4 @@
-"""One real vLLM worker on two nodes, here two processes: each has half of every layer, or a rank of its own."""
+"""A real vLLM worker on two nodes, here two processes: each has half of every layer, or a rank of its own."""
 
 import socket
 from collections.abc import Iterator
@@ -37,8 +37,10 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iterato
 
 
 def test_ranks_on_two_nodes_are_ranks_of_one_worker(tmp_path: Path) -> None:
-    """Each node runs the engine of one rank; the first one's worker follows the events of both. It comes first: the
-    other tests leave a mesh of their own running."""
+    """The nodes run the engine of one rank each; the first node's worker follows the events of both.
+
+    This test comes first, because the others leave a mesh of their own running.
+    """
     with running_vllm_mesh(tmp_path) as mesh:
         both = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
         for rank in (1, 0):

@@ -27,7 +27,7 @@ def prompt(length: int, first: int) -> list[int]:
 
 
 def counted(mesh: VllmMesh, metric: str, worker: str, **labels: str) -> list[float]:
-    """By vLLM, for each rank."""
+    """Return vLLM's count for each rank."""
     return [mesh.metric(metric, worker, engine=str(rank), **labels) for rank in RANKS]
 
 

@@ -1,4 +1,4 @@
-"""What routing by cached prefixes is worth on two real vLLM workers, by vLLM's own count of hits."""
+"""Measure the worth of routing by cached prefixes on two real vLLM workers, by vLLM's own count of hits."""
 
 import random
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def counted(mesh: VllmMesh, what: str) -> float:
 
 
 def hit_share(mesh: VllmMesh, policy: str, seed: int) -> float:
-    """Of the prompt tokens that vLLM looked up, while one question after the other is asked."""
+    """Return the share of the looked-up prompt tokens that vLLM found, while one question after the other is asked."""
     hits, queries = counted(mesh, "hits"), counted(mesh, "queries")
     with mesh.routed_by(policy) as url, httpx.Client(base_url=url, timeout=120) as http:
         for prompt in questions(seed):
@@ -51,7 +51,9 @@ def hit_share(mesh: VllmMesh, policy: str, seed: int) -> float:
 
 
 def test_prefixes_are_found_where_the_router_sends_them(mesh: VllmMesh) -> None:
-    """The same pattern of questions, about other documents: what one policy has left behind helps no other."""
+    """Both policies get the same pattern of questions about different documents, so that neither profits from the
+    other.
+    """
     by_turns, by_prefix = (hit_share(mesh, policy, seed) for seed, policy in enumerate(("round-robin", "kv")))
     print(f"hits of what was looked up: {by_prefix:.3f} by prefix, {by_turns:.3f} by turns")
     assert by_prefix > 0.9 * BEST_SHARE

@@ -1,4 +1,4 @@
-"""vLLM that guesses tokens from the prompt and checks several per step: nobody may see it but in the time it takes."""
+"""A vLLM that guesses tokens from the prompt and checks several per step answers as before, only faster."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -37,12 +37,12 @@ def prompt(first: int) -> list[int]:
 
 
 def counted(mesh: VllmMesh, what: str) -> float:
-    """By vLLM; it stands in the worker's metrics under vLLM's own name."""
+    """Return vLLM's count, which has vLLM's own name in the worker's metrics."""
     return mesh.metric(f"vllm:spec_decode_num_{what}_total", "w")
 
 
 def choice(mesh: VllmMesh, tokens: Sequence[int], **body: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was answered, and the usage."""
+    """Return the answer and the usage."""
     reply = mesh.complete(tokens, **{"max_tokens": MAX_TOKENS, **body})
     return reply["choices"][0], reply["usage"]
 
@@ -69,7 +69,7 @@ def test_a_step_that_brings_too_many_is_cut_at_the_last_token_asked_for(pair: Pa
 
 
 def test_a_stop_string_ends_the_answer_in_the_middle_of_a_step(pair: Pair) -> None:
-    """In several places of the answer."""
+    """The stop string is tried in several places of the answer."""
     guessing, plain = pair
     whole = choice(plain, prompt(500), ignore_eos=True)[0]["text"]
     for start in range(3, len(whole) - 6, len(whole) // 6):

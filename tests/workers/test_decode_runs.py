@@ -40,7 +40,7 @@ def draw(sequence: SequenceState, count: int) -> tuple[int, ...]:
 
 @dataclass
 class Told:
-    """Of one request, all its deltas together."""
+    """Merges all deltas of each request."""
 
     token_ids: list[int] = field(default_factory=list)
     reasons: list[FinishReason] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Engine:
         self.events += self.scheduler.pool.take_events()
 
     def content(self) -> dict[int, tuple[object, ...]]:
-        """Who holds what: every block of the pool, and what would be evicted first."""
+        """Return the holders of every block of the pool, and the blocks in the order of their eviction."""
         pool = self.scheduler.pool
         return {
             number: (block.refs, block.hash, block.parent, block.children, block.last_used, tuple(block.tokens))

@@ -1,4 +1,4 @@
-"""What every external engine has in common: its life, its launch and its requests in flight."""
+"""External engines have one life, one launch and one count of requests in flight in common."""
 
 import asyncio
 import threading

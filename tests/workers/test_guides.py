@@ -44,7 +44,7 @@ def schema(value: object) -> Guide:
 
 
 def babble(matcher: Matcher, seed: int, most: int = MOST_TOKENS) -> list[int]:
-    """What a model without any sense says under the guide: any token that is allowed, as often as any other."""
+    """Return the output of a model without any sense under the guide: any allowed token, each equally often."""
     rng = random.Random(seed)
     said: list[int] = []
     while not matcher.is_complete and len(said) < most:
@@ -87,7 +87,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def fits(value: Any, rule: dict[str, Any]) -> bool:
-    """Whether `value` is valid by the few keywords that these tests use."""
+    """Return whether `value` is valid by the few keywords that these tests use."""
     if "anyOf" in rule:
         return any(fits(value, other) for other in rule["anyOf"])
     if "enum" in rule or "const" in rule:

@@ -1,4 +1,4 @@
-"""What a worker tells of its cache stands for exactly the batches that it has published."""
+"""A worker's snapshot and digest stand for exactly the batches that it has published."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

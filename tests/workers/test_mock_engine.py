@@ -46,7 +46,7 @@ def ready(num_blocks: int = 64, **settings: Any) -> MockExecutor:
 
 
 class Answer:
-    """One sequence as a scheduler would run it, a token in each step."""
+    """Runs one sequence as a scheduler would, a token in each step."""
 
     def __init__(self, executor: MockExecutor, prompt: Sequence[int], table: Sequence[int]) -> None:
         self.executor, self.prompt, self.table = executor, prompt, table
@@ -159,7 +159,7 @@ class Clock:
 
 
 class PlainTiming:
-    """10 ms and 1 ms a token for prompts; 1 s a sequence and 1 ms a token held for a step that decodes."""
+    """A prompt takes 10 ms and 1 ms a token; a step that decodes takes 1 s a sequence and 1 ms a token held."""
 
     def prefill_s(self, new_tokens: int) -> float:
         return 0.010 + 0.001 * new_tokens

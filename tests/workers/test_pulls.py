@@ -107,7 +107,9 @@ async def test_others_go_on_beside_a_pull_that_hangs(patient: Pair) -> None:
 
 
 async def test_a_pull_takes_no_less_than_the_bandwidth_of_the_model_allows() -> None:
-    """For what is not cached: a second pull of the same prompt brings two tokens, those of its last block."""
+    """The rule holds for tokens that are not cached: a second pull of the same prompt brings the two tokens of its last
+    block.
+    """
     pair = await Pair(pull_timeout_s=30.0, pull_s_per_token=0.002).start()
     pair.transfer.go_on.set()
     durations_s = []

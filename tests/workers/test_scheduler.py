@@ -1,4 +1,4 @@
-"""Which sequences run in a step, who is preempted, what a prefill leg leaves behind."""
+"""The scheduler chooses the sequences of a step, preempts the right one, and keeps the blocks of a prefill leg."""
 
 import random
 from collections.abc import Sequence

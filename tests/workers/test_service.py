@@ -1,4 +1,4 @@
-"""What a worker tells of itself, which calls it answers, and how it is stopped while it starts."""
+"""A worker tells what it is, answers its calls, and can be stopped while it starts."""
 
 import asyncio
 from pathlib import Path
@@ -203,7 +203,7 @@ def test_a_mock_without_a_tokenizer_says_what_to_give(tmp_path: Path) -> None:
 
 
 class SlowEngine:
-    """Its start ends when it is let go, or given up."""
+    """An engine whose start ends when it is let go, or given up."""
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()

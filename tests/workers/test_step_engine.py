@@ -1,4 +1,4 @@
-"""When the engine of our own tells which blocks it holds, and how its tokens get out."""
+"""Our own engine reports its blocks in time, and hands its tokens out in order."""
 
 import asyncio
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ async def turns_of_the_loop(count: int) -> None:
 
 
 async def told(monkeypatch: pytest.MonkeyPatch, every_s: float) -> list[tuple[int, int]]:
-    """(tokens of the answer that had come, blocks stored) of each time it told of blocks."""
+    """Return (tokens of the answer that had come, blocks stored) for each report of blocks."""
     monkeypatch.setattr(step_engine, "EVENTS_EVERY_S", every_s)
     engine = await started()
     deltas: list[Delta] = []
@@ -80,7 +80,7 @@ def tokens(deltas: Sequence[Delta]) -> list[int]:
 @settings(max_examples=examples(20))
 @given(answers=st.lists(st.booleans(), max_size=ANSWER), turns=st.lists(st.integers(0, 3), max_size=ANSWER))
 async def test_what_is_pushed_and_what_is_pulled_are_the_answer_in_order(answers: list[bool], turns: list[int]) -> None:
-    """`answers`: whether each offer is taken; `turns`: how long the consumer is busy with each delta that it gets."""
+    """The list `answers` says whether each offer is taken; `turns` is how long the consumer works on each delta."""
     engine = await started()
     expected = tokens([delta async for delta in engine.generate(REQUEST)])
     got: list[Delta] = []

@@ -1,4 +1,4 @@
-"""How the rows of a step are put in line and grouped."""
+"""The rows of a step are put in line and grouped."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What the torch engine makes of a Hugging Face folder, and what it refuses."""
+"""The torch engine reads a Hugging Face folder, and refuses what it cannot compute."""
 
 import json
 from pathlib import Path

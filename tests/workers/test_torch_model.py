@@ -65,7 +65,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
 
 @dataclass
 class Stream:
-    """One sequence as a scheduler sees it, and what came out of it."""
+    """A sequence as a scheduler sees it, and the tokens that came out of it."""
 
     prompt: list[int]
     block_table: list[int]
@@ -220,7 +220,7 @@ def test_chunks_of_odd_sizes_in_a_mixed_batch_change_nothing(
 
 
 def test_test_models_are_no_trivial_ones(models: Callable[[str], Model]) -> None:
-    """Neither constant answers nor ties that rounding could turn."""
+    """Answers are not constant, and have no ties that rounding could decide."""
     for name in MODELS:
         model = models(name)
         answers = [model.expected(prompt) for prompt in model.prompts()]
@@ -317,7 +317,7 @@ def test_a_sharded_checkpoint_is_read_whole(models: Callable[[str], Model], tmp_
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("chunk", [5, 1000])
 def test_a_vector_is_the_last_state_of_the_last_token(models: Callable[[str], Model], name: str, chunk: int) -> None:
-    """As transformers has it after the final norm, scaled to length 1; other rows of a step do not matter."""
+    """The state is that of transformers after the final norm, scaled to length 1; other rows do not matter."""
     model = models(name)
     executor = started(model.folder)
     streams = scattered_streams(model.prompts())

@@ -1,4 +1,4 @@
-"""Which token is chosen, and why."""
+"""The torch engine chooses a token by the rules of its sampling parameters."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def token(logits: torch.Tensor, **given: Any) -> int:
 
 
 def draws(logits: torch.Tensor, **sampling: Any) -> Counter[int]:
-    """How often each token comes, over MANY seeds."""
+    """Return how often each token comes, over MANY seeds."""
     rows = [row(seed=seed, **sampling) for seed in range(MANY)]
     return Counter(sampled.token_id for sampled in choose(logits.expand(MANY, -1), rows))
 
@@ -166,7 +166,7 @@ def test_the_largest_draw_is_still_a_token_that_can_be() -> None:
 
 
 def reference(logits: Sequence[float], r: Row) -> list[float]:
-    """vLLM's penalties, word by word."""
+    """Return the logits after vLLM's penalties, word by word."""
     result = list(logits)
     p = r.sampling
     for i, logit in enumerate(result):

@@ -1,4 +1,4 @@
-"""How a worker changes its role: what it does in which order, and what it refuses."""
+"""A worker changes its role in the right order, and refuses what it cannot do."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,7 +20,7 @@ INFO = EngineInfo("m", "/m", 32, 64, 512, 8, NO_LAYOUT, "shm", roles=tuple(Role)
 
 
 class Engine:
-    """Only what a change of role needs of one."""
+    """The part of an engine that a change of role needs."""
 
     def __init__(self, *offers: int) -> None:
         self._offers = list(offers)  # that stand, at each look

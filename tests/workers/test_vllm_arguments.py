@@ -1,4 +1,4 @@
-"""Which flags vLLM is started with, and what contradicts them."""
+"""The settings and flags of a worker become vLLM's flags; contradictions are refused."""
 
 import json
 from typing import Any

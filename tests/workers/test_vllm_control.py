@@ -15,7 +15,7 @@ INFO = EngineInfo("m", "/m", 32, 64, 512, 8, NO_LAYOUT, "")
 
 
 class Engine:
-    """Only what a control call needs of one."""
+    """The part of an engine that a control call needs."""
 
     async def control(self, request: Control) -> ControlReply:
         return ControlReply(detail="done", loras=(request.arguments["name"],))

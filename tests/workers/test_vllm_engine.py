@@ -1,4 +1,4 @@
-"""What the mesh gets from vLLM, and what it is spared: with a fake in its place."""
+"""The mesh gets what vLLM computes and is spared its quirks: with a fake in vLLM's place."""
 
 import asyncio
 import json
@@ -110,7 +110,7 @@ async def test_an_answer_comes_step_by_step_and_ends_with_a_reason(start: Start)
 
 
 async def test_a_logit_bias_is_refused_by_name_where_vllm_guesses_tokens(start: Start) -> None:
-    """vLLM would refuse it too, but only once the request is there: routers read the card."""
+    """Routers read it on the card, where vLLM itself would refuse a request only once it is there."""
     biased = ask(6, sampling=SamplingParams(temperature=0, logit_bias=((100, 5.0),)))
     assert len(await run((await start()).engine, biased)) == 6
     guessing = await start(guesses=True)

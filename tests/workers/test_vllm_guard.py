@@ -1,4 +1,4 @@
-"""What a worker started ends with it, however it ends."""
+"""The processes that a worker started end with it, however it ends."""
 
 import subprocess
 import sys

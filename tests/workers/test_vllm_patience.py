@@ -1,4 +1,4 @@
-"""When a pull of vLLM has taken too long: only the time in which it could have pulled counts."""
+"""A pull of vLLM is given up after the time in which it could have pulled, not after time in a queue."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Which of vLLM's KV connectors a worker uses: by their short names, and what contradicts itself."""
+"""The KV connectors of vLLM are chosen by short names; contradictions are refused."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What vLLM is asked, what its answers mean, and which tickets may reach it."""
+"""Requests, answers and tickets are translated to and from vLLM's words."""
 
 import json
 from dataclasses import dataclass

@@ -122,7 +122,7 @@ async def test_a_name_that_is_taken_is_refused(following: Following) -> None:
 
 
 async def test_one_that_cannot_be_attached_does_not_end_the_others(following: Following) -> None:
-    """Without somebody to tell, the supervisor would take it for the end of all."""
+    """The supervisor ends everything if nobody is told of the failure."""
     await following.announce("http://a:1", name="a")
     await following.until(lambda: "a" in following.supervisor.specs)
     give_up = following.supervisor.give_up["a"]

@@ -1,4 +1,4 @@
-"""Which workers `kvmesh attach` starts, and with which settings."""
+"""The command `kvmesh attach` starts the right workers with the right settings."""
 
 from pathlib import Path
 

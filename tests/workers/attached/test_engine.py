@@ -117,7 +117,7 @@ async def run(engine: AttachedEngine, request: GenerateRequest) -> list[Delta]:
 
 
 async def collect(deltas: AsyncIterator[Delta], into: list[Delta]) -> None:
-    """What comes before a failure is kept."""
+    """Return the deltas that came, also those before a failure."""
     async for delta in deltas:
         into.append(delta)  # noqa: PERF401
 
@@ -308,7 +308,7 @@ async def test_who_is_to_blame_is_told(attach: Attach) -> None:
 
 @pytest.mark.parametrize("count", [0, 3])
 async def test_a_server_that_dies_in_the_middle_is_a_lost_peer(attach: Attach, count: int) -> None:
-    """So that the mesh goes on elsewhere, after the tokens that came."""
+    """The mesh then continues on another worker, after the tokens that came."""
     server = VllmServer()
     server.knobs.die_after = count
     seen: list[Delta] = []

@@ -1,4 +1,4 @@
-"""What a server says of itself, read as it was recorded and as nobody should write it."""
+"""A server's words about itself are read, as they were recorded and as nobody should write them."""
 
 import json
 from typing import Any

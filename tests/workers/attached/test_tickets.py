@@ -1,4 +1,4 @@
-"""What a prefill server offers is checked before a decode server sees it: stock engines die of what is malformed."""
+"""An offer of a prefill server is checked before a decode server sees it: stock engines die of a malformed one."""
 
 import json
 from typing import Any

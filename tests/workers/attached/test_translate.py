@@ -86,7 +86,7 @@ def test_greedy_answers_need_no_seed() -> None:
 
 
 def test_min_tokens_is_never_more_than_max_tokens() -> None:
-    """vLLM refuses that, and a prefill leg asks for one token."""
+    """A prefill leg asks for one token, and vLLM refuses more as a minimum."""
     assert body(ask(stop=StopConditions(min_tokens=9)), max_tokens=1)["min_tokens"] == 1
 
 

@@ -1,4 +1,4 @@
-"""What is SGLang's own: warm-up, signals, ranks, metrics, offers that are running prefills."""
+"""SGLang's own behaviour: warm-up, signals, ranks, metrics, offers that are running prefills."""
 
 import asyncio
 import os

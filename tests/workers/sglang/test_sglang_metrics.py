@@ -26,7 +26,7 @@ def test_a_schedulers_metrics_are_exported_under_their_own_names(
 def test_what_this_process_has_under_the_same_name_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As SGLang 0.5.23 counts CPU time: its processes call it the same."""
+    """SGLang 0.5.23 counts CPU time in this way: its processes use the same name."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     scheduler = MultiProcessValue(process_identifier=lambda: 4711)
     for name in ("sglang:requests", "sglang:cpu_seconds"):

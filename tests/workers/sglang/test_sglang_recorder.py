@@ -1,4 +1,4 @@
-"""deploy/record_sglang_events.py takes all that a server published, and says so where none answers."""
+"""The recorder (deploy/record_sglang_events.py) takes all that a server published, and reports a silent server."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is TensorRT-LLM's own: polls, variants, lost events, ids that are unique among prefills."""
+"""TensorRT-LLM's own behaviour: polls, variants, lost events, ids that are unique among prefills."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's polls say of its cache."""
+"""TensorRT-LLM's polls are read as KV events and statistics."""
 
 import json
 from typing import Any
