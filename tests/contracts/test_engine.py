@@ -109,7 +109,7 @@ def tokens(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-async def test_an_answer_has_the_tokens_asked_for_and_ends_with_a_reason(make: Make) -> None:
+async def test_an_answer_has_its_tokens_and_a_finish_reason(make: Make) -> None:
     deltas = await run(await make(), ask(prompt_of(40), 12))
     assert len(tokens(deltas)) == 12
     assert [d.finish_reason for d in deltas][-1] is FinishReason.LENGTH
@@ -171,7 +171,7 @@ async def test_blocks_that_the_decoder_has_are_not_pulled_again(make: Make) -> N
     assert tokens([first, *rest]) == tokens(await run(await make(), ask(prompt_of(70))))
 
 
-async def test_an_answer_that_ends_with_its_first_token_needs_no_decoder(make: Make) -> None:
+async def test_an_answer_of_one_token_needs_no_decoder(make: Make) -> None:
     engine = await make()
     [only] = await run(engine, ask(prompt_of(20), 1, offer_kv=True))
     assert (only.ticket, only.finish_reason) == (None, FinishReason.LENGTH)
@@ -310,7 +310,7 @@ UNABLE = {
 
 
 @pytest.mark.parametrize("feature", list(UNABLE))
-async def test_an_engine_does_what_it_says_it_can_and_refuses_the_rest_by_name(make: Make, feature: Feature) -> None:
+async def test_an_engine_has_its_features_and_refuses_others(make: Make, feature: Feature) -> None:
     engine = await make()
     request = msgspec.structs.replace(ask(prompt_of(20)), **UNABLE[feature])
     if feature in infos[engine].features:
@@ -348,7 +348,7 @@ async def test_rules_about_tokens_that_are_not_there_are_refused(make: Make, rul
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_guided_answer_ends_by_itself_and_is_what_was_asked_for(make: Make, seed: int) -> None:
+async def test_a_guided_answer_ends_by_itself_and_fits(make: Make, seed: int) -> None:
     engine = await able(make, Feature.GUIDED)
     deltas = await run(engine, ask_guided(seed=seed))
     said = json.loads(text_of(tokens(deltas)))
@@ -359,7 +359,7 @@ async def test_a_guided_answer_ends_by_itself_and_is_what_was_asked_for(make: Ma
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_guided_answer_goes_on_as_it_would_have_wherever_it_is_cut(make: Make, seed: int) -> None:
+async def test_a_guided_answer_continues_wherever_it_is_cut(make: Make, seed: int) -> None:
     engine = await able(make, Feature.GUIDED)
     whole = tokens(await run(engine, ask_guided(seed=seed)))
     for cut in sorted({1, 2, 3, len(whole) // 2, len(whole) - 1}):
@@ -397,7 +397,7 @@ async def test_the_guide_wins_over_min_tokens_and_ignore_eos(make: Make) -> None
     assert text_of(tokens(digits)).isdecimal()
 
 
-async def test_a_guide_that_cannot_be_compiled_is_refused_and_harms_nobody(make: Make) -> None:
+async def test_an_uncompilable_guide_is_refused_and_harms_nobody(make: Make) -> None:
     engine = await able(make, Feature.GUIDED)
     with pytest.raises(InvalidRequestError, match="regular expression cannot be followed"):
         await run(engine, ask_guided(Guide(kind=GuideKind.REGEX, value="(")))
@@ -433,7 +433,7 @@ async def vector_of(engine: StepEngine, request: EmbedRequest) -> np.ndarray:
         return np.frombuffer((await engine.embed(request)).vector, "<f4")
 
 
-async def test_a_vector_has_length_1_and_is_that_of_its_text(make: Make) -> None:
+async def test_a_vector_of_length_1_belongs_to_its_text(make: Make) -> None:
     engine = await able(make, Feature.EMBEDDINGS)
     one, again, other = [await vector_of(engine, text(40, first)) for first in (100, 100, 500)]
     assert np.linalg.norm(one) == pytest.approx(1, abs=1e-5)
@@ -441,7 +441,7 @@ async def test_a_vector_has_length_1_and_is_that_of_its_text(make: Make) -> None
     assert one != pytest.approx(other, abs=1e-2)
 
 
-async def test_a_vector_does_not_depend_on_chunks_cached_prefixes_or_who_else_is_there(make: Make) -> None:
+async def test_a_vector_does_not_depend_on_chunks_or_others(make: Make) -> None:
     engine, alone = await able(make, Feature.EMBEDDINGS), await make()
     lengths = [1, 16, 17, 63, 64, 65, 200]
     expected = [await vector_of(alone, text(n)) for n in lengths]
@@ -502,7 +502,7 @@ async def test_an_adapter_that_is_not_there_is_refused_by_name(make: Make) -> No
         await vector_of(engine, msgspec.structs.replace(text(20), lora="painter"))
 
 
-async def test_the_mocks_answers_are_those_of_its_adapter_and_share_no_cache(make: Make) -> None:
+async def test_the_mocks_adapters_answer_differently_and_share_no_cache(make: Make) -> None:
     engine = await make()
     if "poet" not in infos[engine].loras:
         pytest.skip("this engine has no adapters")

@@ -366,7 +366,7 @@ async def until(condition: Callable[[], bool]) -> None:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_answer_has_the_tokens_asked_for_and_ends_with_a_reason(make: Make) -> None:
+async def test_an_answer_has_its_tokens_and_a_finish_reason(make: Make) -> None:
     started = await make()
     deltas = await run(started, ask(prompt_of(40), 12))
     assert tokens(deltas) == await started.alone(tokens_of(40), 12)
@@ -416,7 +416,7 @@ async def test_a_continued_answer_goes_on_as_it_would_have(make: Make) -> None:
     assert tokens(rest) == whole[5:]
 
 
-async def test_a_stop_token_ends_the_answer_and_is_part_of_it(make: Make) -> None:
+async def test_a_stop_token_is_the_end_of_the_answer(make: Make) -> None:
     started = await make()
     whole = await started.alone(tokens_of(40), 12)
     stop = StopConditions(max_tokens=12, ignore_eos=True, stop_token_ids=(whole[3],))
@@ -426,7 +426,7 @@ async def test_a_stop_token_ends_the_answer_and_is_part_of_it(make: Make) -> Non
 
 
 @pytest.mark.parametrize("top", [0, 1, 3])
-async def test_each_token_has_its_logprob_and_as_many_others_as_asked_for(make: Make, top: int) -> None:
+async def test_each_token_has_its_logprob_and_the_top(make: Make, top: int) -> None:
     started = await make()
     deltas = await run(started, ask(prompt_of(20), sampling=SamplingParams(temperature=0, top_logprobs=top)))
     logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
@@ -503,7 +503,7 @@ async def test_an_answer_that_migrates_is_split_like_a_new_one(make: Make) -> No
     assert tokens(deltas) == whole[5:]
 
 
-async def test_an_answer_of_one_token_is_whole_wherever_that_comes_from(make: Make) -> None:
+async def test_an_answer_of_one_token_is_whole(make: Make) -> None:
     deltas, prefiller, _ = await split(make, ask(prompt_of(20), 1))
     assert tokens(deltas) == await prefiller.alone(tokens_of(20), 1)
     assert deltas[-1].finish_reason is FinishReason.LENGTH
@@ -521,7 +521,7 @@ async def test_a_ticket_that_was_not_delivered_is_taken_back(make: Make) -> None
     await until(lambda: prefiller.engine.load().offers == prefiller.running() == 0)
 
 
-async def test_cards_of_the_two_halves_name_the_same_transfer_and_others_none(make: Make) -> None:
+async def test_the_two_halves_cards_name_the_same_transfer(make: Make) -> None:
     prefiller, decoder, whole = await make(Role.PREFILL), await make(Role.DECODE), await make()
     assert prefiller.info.transfer == decoder.info.transfer != ""
     assert whole.info.transfer == ""
@@ -560,7 +560,7 @@ async def test_a_ticket_that_is_none_never_reaches_the_engine(make: Make, kind: 
     decoder.engine.check_health()
 
 
-async def test_a_decode_worker_without_a_ticket_computes_the_prompt_or_says_who_does(make: Make, kind: Kind) -> None:
+async def test_without_a_ticket_a_decoder_computes_or_says_why(make: Make, kind: Kind) -> None:
     decoder = await make(Role.DECODE)
     if kind.decodes_alone:
         assert tokens(await run(decoder, ask(prompt_of(30)))) == await decoder.alone(tokens_of(30), 12)
@@ -604,7 +604,7 @@ def names(events: list[KvEvent]) -> set[int]:
 # --- what it cannot do ------------------------------------------------------------------------------------------------
 
 
-async def test_what_it_cannot_do_is_refused_by_name_and_does_not_reach_it(make: Make) -> None:
+async def test_a_missing_feature_is_refused_before_the_engine(make: Make) -> None:
     started = await make()
     seen = started.seen()
     if Feature.ALLOWED_TOKENS not in started.info.features:
@@ -642,7 +642,7 @@ async def test_an_engine_that_stops_says_so_to_whom_it_served(make: Make) -> Non
     await started.engine.stop()
 
 
-async def test_an_engine_that_dies_fails_whom_it_served_and_its_health(make: Make) -> None:
+async def test_a_dead_engine_fails_its_requests_and_its_health(make: Make) -> None:
     started = await make()
     started.hold()
     answer = asyncio.create_task(run(started, ask(prompt_of(50))))

@@ -145,7 +145,7 @@ async def test_its_load_is_told_while_it_computes_and_is_none_when_it_rests(work
 
 
 @pytest.mark.parametrize("top", [0, 3])
-async def test_each_token_has_its_logprob_and_as_many_others_as_asked_for(worker: Worker, top: int) -> None:
+async def test_each_token_has_its_logprob_and_the_top(worker: Worker, top: int) -> None:
     deltas = await worker.run(prompt_tokens(40), sampling=SamplingParams(temperature=0, top_logprobs=top))
     logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
     assert [entry.token_id for entry in logprobs] == [token for delta in deltas for token in delta.token_ids]

@@ -203,7 +203,7 @@ def engine_with(*requests: GenerateRequest, num_blocks: int = 64, **limits: int)
     return scheduler
 
 
-def test_a_run_goes_on_until_the_step_before_the_first_answer_ends() -> None:
+def test_a_run_ends_one_step_before_the_first_answer() -> None:
     scheduler = engine_with(request("a", [5], 12), request("b", [6], 30))
     run = scheduler.plan_run()
     assert run is not None
@@ -232,7 +232,7 @@ def test_a_run_ends_before_blocks_run_out() -> None:
     ],
     ids=["logprobs", "may stop"],
 )
-def test_what_more_than_the_number_of_tokens_matters_to_is_done_step_by_step(asked: GenerateRequest) -> None:
+def test_sequences_with_rules_are_computed_step_by_step(asked: GenerateRequest) -> None:
     assert engine_with(asked).plan_run() is None
 
 
@@ -245,7 +245,7 @@ def test_there_is_no_run_while_somebody_could_be_admitted() -> None:
     assert full.plan_run() is not None
 
 
-def test_a_prompt_that_does_not_fit_leaves_no_trace_in_the_order_of_eviction() -> None:
+def test_a_prompt_that_does_not_fit_changes_no_eviction_order() -> None:
     scheduler = engine_with(request("a", [5, 5, 5, 5, 5], 1), request("b", [6, 6, 6, 6, 6], 30), num_blocks=9)
     before = [block.last_used for block in scheduler.pool._blocks]
     scheduler.add(request("c", [5, 5, 5, 5, *range(100, 130)], 1))

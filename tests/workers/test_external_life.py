@@ -43,7 +43,7 @@ async def test_the_first_failure_is_the_one_that_is_reported() -> None:
 
 
 @pytest.mark.parametrize("end", [lambda life: life.fail(EngineError("gone")), lambda life: life.stop()])
-async def test_a_failure_or_a_stop_ends_the_waits_for_the_engine(end: object) -> None:
+async def test_a_failure_or_a_stop_ends_all_waits(end: object) -> None:
     life = ready()
     asking = asyncio.create_task(life.waits.result(asyncio.Event().wait))
     await asyncio.sleep(0)

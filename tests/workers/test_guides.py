@@ -114,9 +114,7 @@ def fits(value: Any, rule: dict[str, Any]) -> bool:
 
 @settings(max_examples=examples(60))
 @given(rule=st.recursive(leaves, containers, max_leaves=5), seed=st.integers(0, 2**32))
-def test_any_answer_under_a_schema_is_valid_json_of_that_schema(
-    guides: Guides, rule: dict[str, Any], seed: int
-) -> None:
+def test_an_answer_under_a_schema_is_valid_json(guides: Guides, rule: dict[str, Any], seed: int) -> None:
     matcher = open_now(guides, schema(rule))
     said = babble(matcher, seed)
     assert matcher.is_complete
@@ -175,7 +173,7 @@ def test_an_answer_ends_where_nothing_may_follow_and_not_before(guides: Guides) 
 
 @settings(max_examples=examples(30))
 @given(seed=st.integers(0, 2**32), cut=st.integers(0, 40))
-def test_an_answer_that_moved_may_go_on_as_it_might_have_where_it_was(guides: Guides, seed: int, cut: int) -> None:
+def test_a_moved_answer_may_continue_as_before(guides: Guides, seed: int, cut: int) -> None:
     guide = schema({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
     stays = open_now(guides, guide)
     said = babble(stays, seed, cut)
@@ -221,7 +219,7 @@ def test_a_token_outside_the_guide_is_a_failure(guides: Guides) -> None:
         (Guide(kind=GuideKind.JSON, value="x"), "the JSON guide has 1 bytes, at most 0 are taken"),
     ],
 )
-def test_a_guide_that_cannot_be_followed_is_refused_with_the_reason(guides: Guides, guide: Guide, says: str) -> None:
+def test_an_impossible_guide_is_refused_with_the_reason(guides: Guides, guide: Guide, says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says) as refused:
         open_now(guides, guide)
     assert refused.value.param == "guide"
@@ -229,12 +227,12 @@ def test_a_guide_that_cannot_be_followed_is_refused_with_the_reason(guides: Guid
 
 
 @pytest.mark.parametrize("kind", list(GuideKind))
-def test_a_guide_that_is_too_large_is_refused_before_it_is_parsed(guides: Guides, kind: GuideKind) -> None:
+def test_a_large_guide_is_refused_before_it_is_parsed(guides: Guides, kind: GuideKind) -> None:
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_GUIDE_BYTES[kind]} are taken"):
         open_now(guides, Guide(kind=kind, value="[" * (MAX_GUIDE_BYTES[kind] + 1)))
 
 
-def test_tokens_that_do_not_follow_the_guide_cannot_be_gone_on_from(guides: Guides) -> None:
+def test_tokens_that_break_the_guide_cannot_be_continued(guides: Guides) -> None:
     guide = Guide(kind=GuideKind.REGEX, value="[0-9]+")
     for generated in ([1500], [VOCAB_SIZE], [-1]):
         with pytest.raises(InvalidRequestError) as refused:
@@ -273,7 +271,7 @@ def test_the_longest_chain_of_definitions_does_not_exhaust_the_stack(
     assert matcher.allowed() is not None
 
 
-def test_an_answer_whose_guide_becomes_too_costly_fails_and_nothing_else_does(guides: Guides) -> None:
+def test_an_answer_with_a_costly_guide_fails_alone(guides: Guides) -> None:
     rule = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(2500)}}
     matcher = open_now(guides, schema(rule))
     [brace] = TOKENIZER.encode("{", add_special_tokens=False).ids

@@ -73,9 +73,7 @@ def test_an_answer_is_what_the_oracle_says() -> None:
 
 
 @given(prompt=st.lists(st.integers(0, 2**32 - 1), min_size=1), index=st.integers(0, 2**31), vocab=st.integers(4, 2**18))
-def test_tokens_lie_between_the_special_ones_and_the_end_of_the_vocabulary(
-    prompt: list[int], index: int, vocab: int
-) -> None:
+def test_tokens_are_plain_and_in_the_vocabulary(prompt: list[int], index: int, vocab: int) -> None:
     assert 3 <= mock_token(prompt, index, vocab) < vocab
 
 
@@ -90,7 +88,7 @@ def test_vectors_have_64_dimensions_and_length_1(prompt: list[int]) -> None:
 # --- the watched cache ------------------------------------------------------------------------------------------------
 
 
-def test_what_is_found_in_the_cache_is_compared_in_whole_before_it_is_used() -> None:
+def test_cached_kv_is_compared_in_whole_before_use() -> None:
     executor = ready()
     executor.execute([row(PROMPT, 0, [0, 1])])
     executor.execute([row([15, 16], 4, [0, 5], output=[])])  # a shared block is the row's own
@@ -104,7 +102,7 @@ def test_a_pull_that_brought_nothing_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 3, 5, 8, 9])
-def test_a_short_row_notices_at_once_that_its_blocks_were_written_to(position: int) -> None:
+def test_a_short_row_notices_overwritten_blocks_at_once(position: int) -> None:
     executor = ready()
     answer = Answer(executor, PROMPT, [0, 1, 2, 3])
     for _ in range(4):
@@ -115,7 +113,7 @@ def test_a_short_row_notices_at_once_that_its_blocks_were_written_to(position: i
         answer.next()
 
 
-def test_a_long_row_notices_within_a_round_that_a_block_was_taken() -> None:
+def test_a_long_row_notices_a_lost_block_within_a_round() -> None:
     executor = ready()
     prompt = list(range(1, 81))  # 20 blocks
     answer = Answer(executor, prompt, list(range(40)))
@@ -188,7 +186,7 @@ async def test_steps_end_on_a_schedule_whatever_comes_between_them() -> None:
 
 
 @pytest.mark.parametrize("rest_s", [0.006, 10.0])
-async def test_after_a_rest_of_more_than_a_step_the_schedule_begins_anew(rest_s: float) -> None:
+async def test_a_rest_longer_than_a_step_restarts_the_schedule(rest_s: float) -> None:
     clock = Clock()
     kept = pace(clock, None, 5.0)
     await kept.keep(DECODES)
@@ -197,7 +195,7 @@ async def test_after_a_rest_of_more_than_a_step_the_schedule_begins_anew(rest_s:
     assert clock.now_s == pytest.approx(100.010 + rest_s)
 
 
-async def test_a_step_after_a_rest_takes_its_whole_time_however_short_the_rest_was() -> None:
+async def test_a_step_after_any_rest_takes_its_whole_time() -> None:
     clock = Clock()
     kept = pace(clock, None, 5.0)
     await kept.keep(DECODES)
@@ -212,7 +210,7 @@ def test_a_fixed_pace_leaves_prompts_as_modelled() -> None:
     assert pace(Clock(), PlainTiming(), 5.0).step_s(PREFILLS + DECODES) == pytest.approx(0.016 + 0.005)
 
 
-def test_a_step_takes_what_the_timing_says_of_its_new_tokens_and_of_the_blocks_that_are_held() -> None:
+def test_a_steps_time_depends_on_new_tokens_and_held_blocks() -> None:
     assert pace(Clock(), PlainTiming()).step_s(PREFILLS) == pytest.approx(0.016)
     assert pace(Clock(), PlainTiming()).step_s(DECODES) == pytest.approx(1 + 0.001 * 2 * BLOCK)
     assert pace(Clock(), PlainTiming()).step_s(PREFILLS + DECODES) == pytest.approx(0.016 + 1 + 0.001 * 4 * BLOCK)
@@ -227,7 +225,7 @@ def profile(**fields: Any) -> Profile:
 
 
 @pytest.mark.parametrize("speedup", [1.0, 4.0])
-def test_an_executor_is_timed_by_its_profile_or_else_by_the_published_fit(speedup: float) -> None:
+def test_steps_are_timed_by_profile_or_published_fit(speedup: float) -> None:
     pace = ready(speedup=speedup, profile=profile()).load().pace
     assert isinstance(pace, MockPace)
     assert pace.step_s(PREFILLS) == pytest.approx(0.3 / speedup)
@@ -309,7 +307,7 @@ def test_the_mock_answers_with_the_plain_tokens_of_a_tokenizer() -> None:
     assert read_vocabulary(CHECKPOINT_DIR) == Vocabulary(2048, range(3, 2048))
 
 
-def test_special_tokens_and_gaps_are_left_out_but_may_be_in_a_prompt(tmp_path: Path) -> None:
+def test_answers_have_no_special_tokens_but_prompts_may(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, {str(i): i for i in range(20)}, special=[10, 20, 21, 40], added=[22])
     assert read_vocabulary(tmp_path) == Vocabulary(41, range(11, 20))
 

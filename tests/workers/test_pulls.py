@@ -80,7 +80,7 @@ async def test_a_pull_that_takes_too_long_is_computed_instead(impatient: Pair) -
     await all_free(impatient.decoder)
 
 
-async def test_an_aborted_request_leaves_its_place_at_once_and_its_blocks_later(patient: Pair) -> None:
+async def test_an_abort_frees_the_place_at_once_and_blocks_later(patient: Pair) -> None:
     leg = await patient.decode_leg()
     async with aclosing(patient.decoder.generate(leg)) as deltas:
         taking = asyncio.create_task(anext(deltas))
@@ -106,7 +106,7 @@ async def test_others_go_on_beside_a_pull_that_hangs(patient: Pair) -> None:
     assert delta.pull.error == ""
 
 
-async def test_a_pull_takes_no_less_than_the_bandwidth_of_the_model_allows() -> None:
+async def test_a_pull_is_no_faster_than_the_modelled_bandwidth() -> None:
     """The rule holds for tokens that are not cached: a second pull of the same prompt brings the two tokens of its last
     block.
     """

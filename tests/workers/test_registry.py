@@ -48,7 +48,7 @@ def test_an_attached_server_is_the_only_engine_that_runs_already() -> None:
     ("setting", "value"),
     [("dp_size", 2), ("count", 2), ("loras", "poet=/x"), ("kv_connector", "nixl"), ("engine_args", "--seed 1")],
 )
-def test_a_setting_is_refused_by_engines_that_do_not_read_it(setting: str, value: object) -> None:
+def test_an_engine_refuses_a_setting_that_it_does_not_read(setting: str, value: object) -> None:
     flag = "--" + setting.replace("_", "-")
     for name, kind in ENGINES.items():
         settings = msgspec.convert({"model_path": "m", "engine": name, setting: value}, WorkerConfig)

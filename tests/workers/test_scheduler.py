@@ -59,7 +59,7 @@ def test_streams_that_decode_go_before_prompts() -> None:
     assert [(row.request_id, len(row.token_ids)) for row in step.rows] == [("a", 1), ("b", 9)]
 
 
-def test_a_cached_prefix_is_not_computed_again_but_the_last_token_always_is() -> None:
+def test_only_the_last_cached_token_is_computed_again() -> None:
     scheduler = make()
     scheduler.add(request("a", range(100, 108), max_tokens=1))
     run_step(scheduler)
@@ -142,7 +142,7 @@ def ticket(num_tokens: int) -> Ticket:
     )  # fmt: skip
 
 
-def test_a_pull_brings_all_but_the_last_token_and_skips_what_is_here() -> None:
+def test_a_pull_skips_the_last_token_and_cached_blocks() -> None:
     scheduler = make()
     scheduler.add(request("before", range(100, 106), max_tokens=1))
     run_step(scheduler)
@@ -156,7 +156,7 @@ def test_a_pull_brings_all_but_the_last_token_and_skips_what_is_here() -> None:
     assert output.delta.token_ids == (9,)
 
 
-def test_the_prompts_that_wait_are_counted_in_tokens_but_those_that_will_be_pulled_are_not() -> None:
+def test_queued_tokens_count_prompts_to_compute_not_pulls() -> None:
     scheduler = make(max_num_seqs=1)
     scheduler.add(request("long", range(50)))
     scheduler.add(request("next", range(100, 130)))
@@ -185,7 +185,7 @@ def test_a_ticket_for_another_prompt_is_not_used() -> None:
     assert (step.pulls, len(step.rows)) == ([], 1)
 
 
-def test_an_abort_during_a_pull_frees_its_blocks_only_when_it_has_let_go_of_them() -> None:
+def test_an_aborted_pull_frees_its_blocks_when_it_ends() -> None:
     scheduler = make()
     scheduler.add(request("a", range(100, 110), generated=(7,), ticket=ticket(10)))
     [pull] = scheduler.plan().pulls
@@ -209,7 +209,7 @@ def test_a_pull_that_hangs_does_not_hold_its_request_up() -> None:
     scheduler.pull_let_go(pull)
 
 
-def test_a_token_beyond_the_vocabulary_is_refused_before_it_harms_the_engine() -> None:
+def test_a_token_beyond_the_vocabulary_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="vocabulary of 1000"):
         make().add(request("a", [5, 1000]))
 
@@ -225,9 +225,7 @@ def test_an_abort_during_a_step_drops_its_result() -> None:
 
 @settings(max_examples=examples(150))
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(12, 40), budget=st.integers(1, 40))
-def test_any_mix_of_requests_gets_its_own_answers_and_leaves_nothing_held(
-    seed: int, num_blocks: int, budget: int
-) -> None:
+def test_any_mix_of_requests_is_answered_and_leaves_nothing(seed: int, num_blocks: int, budget: int) -> None:
     """The mock's KV cache holds the tokens themselves and complains of any that is not the row's own."""
     rng = random.Random(seed)
     executor = MockExecutor(block_size=BLOCK, vocab_size=64, speedup=0)

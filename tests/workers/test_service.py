@@ -84,7 +84,7 @@ def question(**fields: Any) -> GenerateRequest:
     return GenerateRequest(**{**values, "stop": StopConditions(max_tokens=3), **fields})
 
 
-async def test_the_card_tells_what_the_engine_can_do_and_how_its_model_writes(engine: Engine) -> None:
+async def test_the_card_has_the_engines_features_and_the_models_parsers(engine: Engine) -> None:
     settings = config(name="n", loras="poet, critic", tool_parser="hermes", reasoning_parser="qwen3")
     info = await engine.start(WorkerId("w"), "127.0.0.1:1")
     publisher: Any = SimpleNamespace(endpoint="tcp://h:1", replay_endpoint="tcp://h:2")
@@ -95,7 +95,7 @@ async def test_the_card_tells_what_the_engine_can_do_and_how_its_model_writes(en
     assert (card.tool_parser, card.reasoning_parser) == ("hermes", "qwen3")
 
 
-async def test_the_card_has_the_capacity_of_the_settings_or_else_of_the_profile(tmp_path: Path) -> None:
+async def test_capacity_comes_from_the_settings_or_else_the_profile(tmp_path: Path) -> None:
     tables = {"isl_tokens": [1, 9], "ttft_s": [0.0, 0.0]}, {"kv_tokens": [1], "context_tokens": [1], "itl_s": [[0.0]]}
     profile = Profile(
         model="tiny",
@@ -145,7 +145,7 @@ async def test_generate_is_answered_by_the_adapter_that_is_named(engine: Engine)
     assert said == [mock_token(PROMPT, i, 2048, "critic") for i in range(3)]
 
 
-async def test_what_a_worker_has_not_is_refused_before_anything_is_sent(engine: Engine) -> None:
+async def test_a_missing_feature_is_refused_before_anything_is_sent(engine: Engine) -> None:
     worker = await ready(engine)
     biased = question(sampling=SamplingParams(logit_bias=((5, 1.0),)))
     refused = ((question(lora="x"), "no adapter 'x' .*: poet, critic"), (biased, "cannot honour logit_bias"))
@@ -159,7 +159,7 @@ async def test_what_a_worker_has_not_is_refused_before_anything_is_sent(engine: 
             await worker.embed(Call(asked))  # type: ignore[arg-type]
 
 
-def test_adapters_are_for_the_mock_and_have_names_of_their_own() -> None:
+def test_torch_takes_no_adapters_and_the_mocks_have_unique_names() -> None:
     with pytest.raises(ConfigError, match="--loras is for mock, vllm, sglang, not for --engine torch; leave it out"):
         open_engine(config(engine="torch", loras="poet"))
     for names in ("poet,poet", "poet, tiny"):
@@ -185,7 +185,7 @@ async def test_the_gauges_have_used_cached_and_all_blocks(engine: Engine) -> Non
         assert f'kvmesh_worker_{name}_blocks{{worker="gauges"}}' in page
 
 
-def test_workers_of_one_process_are_told_apart_by_their_names_and_ports() -> None:
+def test_workers_of_one_process_differ_in_name_and_port() -> None:
     one = config(role=Role.DECODE)
     assert configs_of(one) == [one]
     many = configs_of(config(role=Role.DECODE, count=3, port=7000, kv_transfer="auto"))
@@ -229,7 +229,7 @@ async def start_of(engine: Any, stop: asyncio.Event) -> "asyncio.Task[EngineInfo
     return task
 
 
-async def test_a_worker_that_is_stopped_while_it_starts_does_not_wait_for_its_engine() -> None:
+async def test_a_stop_during_the_start_ends_it_at_once() -> None:
     engine, stop = SlowEngine(), asyncio.Event()
     task = await start_of(engine, stop)
     stop.set()
@@ -237,7 +237,7 @@ async def test_a_worker_that_is_stopped_while_it_starts_does_not_wait_for_its_en
     assert engine.was_given_up
 
 
-async def test_an_engine_that_is_ready_or_cannot_start_ends_the_wait() -> None:
+async def test_a_ready_or_failed_engine_ends_the_wait() -> None:
     engine, broken = SlowEngine(), SlowEngine()
     broken.failure = ConfigError("no such model")
     tasks = [await start_of(one, asyncio.Event()) for one in (engine, broken)]

@@ -58,7 +58,7 @@ async def told(monkeypatch: pytest.MonkeyPatch, every_s: float) -> list[tuple[in
     return seen
 
 
-async def test_the_prompts_blocks_are_told_after_its_first_token_and_the_answers_after_its_last(
+async def test_blocks_are_reported_after_the_first_and_last_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt, rest = await told(monkeypatch, every_s=1e9)
@@ -66,7 +66,7 @@ async def test_the_prompts_blocks_are_told_after_its_first_token_and_the_answers
     assert rest == (ANSWER, (PROMPT + ANSWER - 1) // BLOCK - PROMPT // BLOCK)
 
 
-async def test_while_an_answer_goes_on_its_blocks_are_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_running_answers_blocks_are_reported_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = await told(monkeypatch, every_s=0)
     assert [blocks for _, blocks in seen] == [PROMPT // BLOCK] + [1] * (
         (PROMPT + ANSWER - 1) // BLOCK - PROMPT // BLOCK
@@ -79,7 +79,7 @@ def tokens(deltas: Sequence[Delta]) -> list[int]:
 
 @settings(max_examples=examples(20))
 @given(answers=st.lists(st.booleans(), max_size=ANSWER), turns=st.lists(st.integers(0, 3), max_size=ANSWER))
-async def test_what_is_pushed_and_what_is_pulled_are_the_answer_in_order(answers: list[bool], turns: list[int]) -> None:
+async def test_pushed_and_pulled_deltas_are_the_answer_in_order(answers: list[bool], turns: list[int]) -> None:
     """The list `answers` says whether each offer is taken; `turns` is how long the consumer works on each delta."""
     engine = await started()
     expected = tokens([delta async for delta in engine.generate(REQUEST)])
@@ -105,7 +105,7 @@ async def test_what_is_pushed_and_what_is_pulled_are_the_answer_in_order(answers
     assert got[-1].finish_reason is not None
 
 
-async def test_an_answer_that_is_pushed_wakes_its_consumer_for_the_last_token_alone() -> None:
+async def test_a_pushed_answer_wakes_its_consumer_once() -> None:
     engine = await started()
     pushed: list[Delta] = []
 

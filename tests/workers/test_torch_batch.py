@@ -29,7 +29,7 @@ def test_many_long_rows_are_cut_into_groups_of_bounded_memory() -> None:
     assert group_by_length([8000, 8000, 8000]) == [(0, 2), (2, 3)]
 
 
-def test_one_row_beyond_the_bound_is_a_group_of_its_own() -> None:
+def test_a_row_beyond_the_bound_is_a_group() -> None:
     assert group_by_length([40_000, 39_000]) == [(0, 1), (1, 2)]
 
 
@@ -53,7 +53,7 @@ def test_a_row_that_only_fills_the_cache_is_not_sampled() -> None:
     assert plan.last_tokens.tolist() == [2]
 
 
-def test_a_shorter_row_is_padded_with_its_own_last_block_and_unused_blocks_are_left_out() -> None:
+def test_a_shorter_row_is_padded_with_its_last_block() -> None:
     plan = plan_step([row([1], 9, [7, 8, 9, 3]), row([1], 2, [5, 4])], block_size=4)
     (group,) = plan.groups
     assert np.array_equal(group.table, [[7, 8, 9], [5, 5, 5]])

@@ -166,7 +166,7 @@ def test_the_cache_lies_in_the_memory_that_is_given(folder: Path) -> None:
     assert region.address == torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
 
-def test_one_block_is_contiguous_and_holds_each_token_at_its_place(folder: Path) -> None:
+def test_a_block_is_contiguous_with_tokens_in_place(folder: Path) -> None:
     made = executor(folder)
     made.load()
     region = made.allocate_kv(6, None)
@@ -242,12 +242,12 @@ def test_an_unknown_device_is_refused(name: str) -> None:
         open_device(name)
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_what_is() -> None:
+def test_a_missing_gpu_is_refused_with_those_that_exist() -> None:
     with pytest.raises(ConfigError, match=r"sees \d+ CUDA GPUs"):
         open_device("cuda:99")
 
 
-def test_auto_dtype_is_float32_on_a_cpu_and_the_checkpoints_on_a_gpu(folder: Path) -> None:
+def test_auto_dtype_is_float32_or_on_gpus_the_checkpoints(folder: Path) -> None:
     config = read_config(folder)
     assert choose_dtype("auto", torch.device("cpu"), config) == "float32"
     assert choose_dtype("auto", torch.device("cuda", 0), config) == "bfloat16"

@@ -270,7 +270,7 @@ def test_rows_of_very_different_lengths_decode_in_one_step(models: Callable[[str
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_as_close_to_the_truth_as_that_of_transformers(
+def test_half_precision_is_as_accurate_as_in_transformers(
     models: Callable[[str], Model], dtype: str, device: str
 ) -> None:
     model = models("qwen3")

@@ -40,7 +40,7 @@ def random_logits(rows: int, vocab: int = 50) -> torch.Tensor:
 # greedy
 
 
-def test_temperature_zero_takes_the_likeliest_and_of_equals_the_lowest_id() -> None:
+def test_temperature_zero_takes_the_likeliest_lowest_id() -> None:
     assert token(torch.tensor([0.0, 2.0, 2.0]), temperature=0.0) == 1
 
 
@@ -274,7 +274,7 @@ def test_a_bias_moves_nothing_that_is_not_allowed() -> None:
     assert token(LOGITS, temperature=0.0, logit_bias=((0, 100.0),), allowed_token_ids=(3, 4)) == 4
 
 
-def test_a_ban_counts_among_the_allowed_tokens_unless_it_leaves_none() -> None:
+def test_a_ban_counts_unless_no_allowed_token_remains() -> None:
     assert token(LOGITS, temperature=0.0, allowed_token_ids=(1, 4), banned=[1]) == 4
     assert token(LOGITS, temperature=0.0, allowed_token_ids=(1, 4), banned=[1, 4]) == 1
 

@@ -101,7 +101,7 @@ async def test_requests_that_take_too_long_are_sent_elsewhere() -> None:
         await request
 
 
-async def test_an_offer_that_nobody_fetches_does_not_hold_it_up_for_longer_than_a_drain() -> None:
+async def test_an_unfetched_offer_delays_a_turn_by_one_drain() -> None:
     _, place, set_role = turning(engine=Engine(*[1] * 1000), drain_timeout_s=0.05)
     await set_role(Role.DECODE)
     assert place.done[-1] == "join as decode"
@@ -142,7 +142,7 @@ async def test_a_caller_who_leaves_does_not_stop_it() -> None:
     one.check_health()
 
 
-async def test_a_worker_that_stops_gives_it_up_and_tells_the_caller() -> None:
+async def test_a_stop_gives_the_turn_up_and_tells_the_caller() -> None:
     one, place, set_role = turning()
     request = await a_request(one)
     asked = asyncio.create_task(set_role(Role.DECODE))
@@ -156,7 +156,7 @@ async def test_a_worker_that_stops_gives_it_up_and_tells_the_caller() -> None:
     request.cancel()
 
 
-async def test_one_that_fails_ends_the_worker_for_it_may_be_nowhere() -> None:
+async def test_a_failed_turn_ends_the_worker() -> None:
     one, place, set_role = turning()
 
     def fail() -> None:
@@ -215,13 +215,13 @@ async def test_an_engine_that_cannot_is_refused_by_its_name() -> None:
         assert made.turning.to is None
 
 
-async def test_a_profile_without_the_table_of_a_role_rules_it_out() -> None:
+async def test_a_role_without_a_table_in_the_profile_is_refused() -> None:
     made = worker(Engine(), replace(INFO, roles=(Role.PREFILL,)))
     with pytest.raises(InvalidRequestError, match="cannot become a decode worker; its profile has no table"):
         await made.control(set_role_call(role="decode"))
 
 
-async def test_requests_are_sent_elsewhere_while_it_changes_and_from_who_has_not_heard_of_it() -> None:
+async def test_requests_of_the_old_role_are_sent_elsewhere() -> None:
     made = worker(Engine())
     whole: Any = Call(GenerateRequest(request_id=RequestId("r"), model="m", prompt=b"\0\0\0\0"))
     leg: Any = Call(GenerateRequest(request_id=RequestId("r"), model="m", prompt=b"\0\0\0\0", offer_kv=True))

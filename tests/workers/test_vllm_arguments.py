@@ -194,7 +194,7 @@ def test_adapters_are_named_with_their_folders() -> None:
     ("loras", "message"),
     [("a", "name=path"), ("=x", "name=path"), ("a=x,a=y", "is taken"), ("m=x", "is taken")],
 )
-def test_adapters_without_a_folder_or_a_name_of_their_own_are_refused(loras: str, message: str) -> None:
+def test_adapters_need_a_folder_and_a_unique_name(loras: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_adapters(loras, "m")
 

@@ -101,7 +101,7 @@ def answer_to(prompt: Sequence[int], count: int) -> list[int]:
     return all_tokens[len(prompt) :]
 
 
-async def test_an_answer_comes_step_by_step_and_ends_with_a_reason(start: Start) -> None:
+async def test_an_answer_is_streamed_and_has_a_finish_reason(start: Start) -> None:
     running = await start()
     deltas = await run(running.engine, ask(6))
     assert tokens(deltas) == answer_to(PROMPT, 6)
@@ -109,7 +109,7 @@ async def test_an_answer_comes_step_by_step_and_ends_with_a_reason(start: Start)
     assert running.engine.load().running == running.engine.load().waiting == 0
 
 
-async def test_a_logit_bias_is_refused_by_name_where_vllm_guesses_tokens(start: Start) -> None:
+async def test_speculative_vllm_refuses_a_logit_bias_by_name(start: Start) -> None:
     """Routers read it on the card, where vLLM itself would refuse a request only once it is there."""
     biased = ask(6, sampling=SamplingParams(temperature=0, logit_bias=((100, 5.0),)))
     assert len(await run((await start()).engine, biased)) == 6
@@ -129,7 +129,7 @@ async def test_closing_the_answer_aborts_it(start: Start) -> None:
     assert running.engine.load().waiting == 0
 
 
-async def test_a_prefill_leg_gives_a_token_and_a_ticket_that_a_decode_leg_uses(start: Start) -> None:
+async def test_a_decode_leg_uses_a_prefill_legs_ticket(start: Start) -> None:
     prefill, decode = await start(role="prefill"), await start(role="decode")
     [first] = await run(prefill.engine, ask(6, offer_kv=True))
     assert first.ticket is not None
@@ -144,7 +144,7 @@ async def test_a_prefill_leg_gives_a_token_and_a_ticket_that_a_decode_leg_uses(s
     assert (deltas[0].pull.num_blocks, deltas[0].pull.num_bytes, deltas[0].pull.error) == (3, 3 * 1024, "")
 
 
-async def test_an_offer_stands_until_it_is_released_by_who_got_it(start: Start) -> None:
+async def test_an_offer_stands_until_its_holder_releases_it(start: Start) -> None:
     running = await start(role="prefill")
     [delta] = await run(running.engine, ask(6, offer_kv=True))
     assert delta.ticket is not None
@@ -177,7 +177,7 @@ async def test_a_pull_that_does_not_end_is_given_up(start: Start) -> None:
     assert [question.kv is None for question in decode.vllm.asked] == [False, True]
 
 
-async def test_a_client_that_leaves_while_kv_is_pulled_ends_the_pull(start: Start) -> None:
+async def test_a_client_that_leaves_ends_its_pull(start: Start) -> None:
     prefill, decode = await start(role="prefill"), await start(role="decode")
     [first] = await run(prefill.engine, ask(6, offer_kv=True))
     decode.vllm.pull_may_end.clear()
@@ -212,7 +212,7 @@ async def test_a_ticket_that_could_kill_vllm_never_reaches_it(start: Start, harm
     assert deltas[0].pull.error
 
 
-async def test_where_vllm_draws_another_first_token_the_answer_goes_on_after_the_given_one(start: Start) -> None:
+async def test_another_first_token_continues_after_the_given_one(start: Start) -> None:
     prefill, decode = await start(role="prefill"), await start(role="decode")
     [first] = await run(prefill.engine, ask(6, offer_kv=True))
     decode.vllm.first_pulled = 1
@@ -323,7 +323,7 @@ async def test_an_adapter_that_cannot_be_loaded_is_never_asked_for(start: Start)
         await run(running.engine, ask(lora="poet"))
 
 
-async def test_a_name_stands_for_one_adapter_because_its_kv_stays_cached(start: Start) -> None:
+async def test_an_adapters_name_is_not_given_to_another(start: Start) -> None:
     running = await start()
     await running.engine.control(control(ControlAction.LOAD_LORA, name="poet", path="/poet"))
     await running.engine.control(control(ControlAction.UNLOAD_LORA, name="poet"))

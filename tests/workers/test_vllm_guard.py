@@ -47,7 +47,7 @@ def test_closing_ends_what_still_runs(sleeper: subprocess.Popen[bytes]) -> None:
     assert sleeper.wait(PATIENCE_S) == -9
 
 
-def test_a_process_that_took_the_number_of_an_old_one_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_with_a_reused_number_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
     guard = Guard()
     assert guard._process.stdin is not None
     guard._process.stdin.write(f"{sleeper.pid} {int(start_time(sleeper.pid)) - 1}\n")

@@ -129,7 +129,7 @@ async def test_events_are_told_where_there_is_a_scheduler(dp_size: int, tells: b
 # --- stopping what still starts -------------------------------------------------------------------------
 
 
-async def test_a_start_that_waits_for_a_leader_who_never_comes_can_be_ended() -> None:
+async def test_a_start_without_a_leader_can_be_ended() -> None:
     """The waiting vLLM is a process of its own; without that process the start fails."""
     has_begun = threading.Event()
 

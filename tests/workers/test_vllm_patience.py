@@ -21,9 +21,7 @@ def test_time_in_which_requests_queue_does_not_count() -> None:
 
 
 @given(LOOKS, st.floats(0.1, 20))
-def test_it_runs_out_once_the_time_without_a_queue_reaches_the_limit(
-    looks: list[tuple[float, int]], limit_s: float
-) -> None:
+def test_time_without_a_queue_counts_against_the_limit(looks: list[tuple[float, int]], limit_s: float) -> None:
     clock, now_s, free_s = PullClock(limit_s, now_s=0.0), 0.0, 0.0
     for since_s, num_queued in looks:
         now_s += since_s

@@ -27,7 +27,7 @@ def test_host_memory_keeps_what_the_gpu_has_no_room_for() -> None:
 
 
 @pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
-def test_in_a_chain_nixl_has_the_workers_side_and_the_others_keep_kv_for_it(role: str, kv_role: str) -> None:
+def test_in_a_chain_nixl_takes_the_role_and_others_keep(role: str, kv_role: str) -> None:
     chain = told("nixl, offloading,lmcache", role=role)
     assert chain is not None
     assert (chain["kv_connector"], chain["kv_role"]) == ("MultiConnector", kv_role)
@@ -77,7 +77,7 @@ def test_other_engines_have_no_such_connectors() -> None:
         open_engine(config)
 
 
-def test_what_vllm_would_fail_with_minutes_later_is_refused_before_it_starts() -> None:
+def test_an_unusable_connector_is_refused_before_vllm_starts() -> None:
     chain = told("nixl,offloading")
     assert chain is not None
     check_can_run(chain, on_cpu=False, has_module=lambda name: False)

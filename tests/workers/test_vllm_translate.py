@@ -79,7 +79,7 @@ def ticket(opaque: bytes | None = None, num_tokens: int = 340, **changes: Any) -
 # --- questions --------------------------------------------------------------------------------------------
 
 
-def test_everything_is_said_so_that_no_default_of_the_model_counts() -> None:
+def test_every_parameter_is_sent_so_that_no_model_default_counts() -> None:
     sampling = SamplingParams(
         temperature=0.5, top_p=0.9, top_k=7, seed=3, top_logprobs=2, logit_bias=((4, 1.5),), allowed_token_ids=(4, 5)
     )
@@ -110,7 +110,7 @@ def test_tokens_that_exist_are_part_of_the_prompt_and_count() -> None:
     assert (question.sampling["max_tokens"], question.sampling["min_tokens"]) == (8, 3)
 
 
-def test_an_answer_that_goes_on_does_not_repeat_its_first_draws() -> None:
+def test_a_continued_answer_does_not_repeat_its_first_draws() -> None:
     seeds = [
         whole(ask(generated=(7,) * n, sampling=SamplingParams(seed=2**64 - 1)), CONTEXT).sampling["seed"]
         for n in (0, 1, 2)
@@ -175,7 +175,7 @@ def test_an_answer_of_one_token_needs_no_offer() -> None:
     assert not offering(ask(offer_kv=True, stop=StopConditions(max_tokens=1)), CONTEXT).offers
 
 
-def test_a_decode_leg_asks_for_the_prompt_alone_and_expects_the_first_token() -> None:
+def test_a_decode_leg_expects_the_known_first_token() -> None:
     guide = Guide(kind=GuideKind.JSON)
     request = ask(generated=(7,), stop=StopConditions(max_tokens=20), sampling=SamplingParams(seed=4), guide=guide)
     question = pulling(request, ticket(), BLOCK, CONTEXT)
@@ -261,7 +261,7 @@ def answer(**fields: Any) -> VllmAnswer:
     return VllmAnswer(whole(ask(**fields), CONTEXT), EOS)
 
 
-def test_steps_become_deltas_and_only_the_first_tells_of_the_cache() -> None:
+def test_only_the_first_delta_has_the_cached_tokens() -> None:
     reading = answer()
     assert reading.take(VllmStep([5], cached_tokens=64)) == Delta(token_ids=(5,), cached_tokens=64)
     assert reading.take(VllmStep([6, 7], cached_tokens=64)) == Delta(token_ids=(6, 7))
@@ -275,14 +275,14 @@ def test_the_token_that_ended_an_answer_is_named(reason: int | None, token: int,
     assert delta == Delta(token_ids=(token,), finish_reason=FinishReason.STOP, stop_token=stop_token)
 
 
-def test_logprobs_are_ordered_and_the_chosen_one_does_not_add_to_the_top() -> None:
+def test_logprobs_are_ordered_and_the_top_has_its_size() -> None:
     reading = answer(sampling=SamplingParams(top_logprobs=1))
     delta = reading.take(VllmStep([5], logprobs=[{5: Entry(-3.0, 4), 8: Entry(-0.1, 1)}]))
     assert delta is not None
     assert delta.logprobs == (TokenLogprob(5, -3.0, ((8, -0.1),)),)
 
 
-def test_a_prefill_leg_ends_without_a_reason_where_it_goes_on() -> None:
+def test_a_prefill_leg_has_no_finish_reason_if_it_continues() -> None:
     reading = VllmAnswer(offering(ask(offer_kv=True), CONTEXT), EOS)
     assert reading.take(VllmStep([5], "length")) == Delta(token_ids=(5,))
 
@@ -297,7 +297,7 @@ def decoding() -> VllmAnswer:
     return VllmAnswer(pulling(ask(generated=(7,)), ticket(), BLOCK, CONTEXT), EOS)
 
 
-def test_a_token_that_the_client_has_is_left_out_with_its_logprob() -> None:
+def test_a_known_token_is_left_out_with_its_logprob() -> None:
     request = ask(generated=(7,), sampling=SamplingParams(top_logprobs=0))
     report = PullReport("vllm-nixl", 1, 1, 0.1)
     reading = VllmAnswer(pulling(request, ticket(), BLOCK, CONTEXT), EOS, report)
@@ -329,9 +329,7 @@ tokens_ = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 
 
 @given(tokens_, st.data())
-def test_however_steps_are_cut_the_tokens_are_those_after_the_known_ones(
-    tokens: list[int], data: st.DataObject
-) -> None:
+def test_known_tokens_are_left_out_however_steps_are_cut(tokens: list[int], data: st.DataObject) -> None:
     reading = VllmAnswer(pulling(ask(generated=(tokens[0],)), ticket(), BLOCK, CONTEXT), EOS)
     got: list[int] = []
     left = list(tokens)

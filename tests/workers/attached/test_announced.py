@@ -89,7 +89,7 @@ async def test_its_worker_ends_with_the_announcement(following: Following) -> No
     assert following.told == ["a is attached no more"]
 
 
-async def test_what_is_announced_anew_is_attached_anew_if_it_has_changed(following: Following) -> None:
+async def test_a_changed_announcement_attaches_the_server_again(following: Following) -> None:
     await following.announce("http://a:1", name="a")
     await following.until(lambda: "a" in following.supervisor.specs)
     await following.announce("http://a:1", name="a")
@@ -104,7 +104,7 @@ async def test_what_is_announced_anew_is_attached_anew_if_it_has_changed(followi
 @pytest.mark.parametrize(
     "value", [b"nonsense", b"{}", b'{"url": "tcp://x"}', b'{"url": "http://x", "rolle": "decode"}']
 )
-async def test_what_is_no_server_is_told_of_and_harms_no_other(following: Following, value: bytes) -> None:
+async def test_a_bad_announcement_is_reported_and_harms_no_other(following: Following, value: bytes) -> None:
     with pytest.raises(ConfigError):
         read_announced("x", value)
     await following.discovery.put("servers/x", value)

@@ -89,7 +89,7 @@ def test_a_server_twice_is_refused_unless_it_has_two_names() -> None:
         workers_of(config())
 
 
-def test_what_is_told_of_a_worker_says_whether_its_cache_is_known() -> None:
+def test_the_report_says_whether_a_workers_cache_is_known() -> None:
     card = WorkerCard(
         worker_id=WorkerId("w"), name="a-8000", role=Role.AGGREGATED, model="m", model_path="/m", address="h:1",
         block_size=32, total_blocks=9, context_tokens=100, kv_events="tcp://h:2",
@@ -98,7 +98,7 @@ def test_what_is_told_of_a_worker_says_whether_its_cache_is_known() -> None:
     assert "predicted" in describe(msgspec.structs.replace(card, kv_events=""))
 
 
-def test_an_entry_takes_what_it_does_not_say_from_the_flags() -> None:
+def test_flags_are_the_defaults_of_an_entry() -> None:
     entry = ServerEntry(url=A, name="x")
     [spec] = process_specs(config("--role", "prefill"), [entry])
     assert "--role=prefill" in spec.argv

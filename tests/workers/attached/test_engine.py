@@ -180,7 +180,7 @@ async def test_texts_are_tokenized_by_the_models_own_tokenizer(attach: Attach, s
     assert body["prompt"] == (prompt if takes_ids else TOKENIZER.decode(prompt, skip_special_tokens=False))
 
 
-async def test_what_a_server_would_not_heed_is_refused_before_it_is_asked(attach: Attach) -> None:
+async def test_a_parameter_that_a_server_drops_is_refused_first(attach: Attach) -> None:
     server = OpenAiServer()
     engine = await attach(server)
     with pytest.raises(InvalidRequestError, match="logprobs"):
@@ -224,7 +224,7 @@ def text(tokens: Sequence[int], **fields: Any) -> EmbedRequest:
     return EmbedRequest(request_id=RequestId(f"e{next(numbers)}"), model="tiny", prompt=pack_tokens(tokens), **fields)
 
 
-async def test_a_server_of_embeddings_is_asked_for_vectors_and_for_nothing_else(attach: Attach) -> None:
+async def test_an_embedding_server_is_asked_for_vectors_only(attach: Attach) -> None:
     server = EmbeddingServer()
     engine = await attach(server)
     assert engine._life.info is not None
@@ -247,7 +247,7 @@ async def test_who_embeds_and_answers_is_asked_for_both(attach: Attach) -> None:
     assert {Feature.EMBEDDINGS, Feature.COMPLETIONS} <= set(engine._life.info.features)
 
 
-async def test_a_vector_that_a_server_refuses_or_garbles_is_an_error_of_the_right_kind(attach: Attach) -> None:
+async def test_a_refused_or_garbled_vector_is_the_right_error(attach: Attach) -> None:
     server = EmbeddingServer()
     engine = await attach(server)
     for refusal, error in (((400, {"error": {"message": "no"}}), InvalidRequestError), ((200, {}), EngineError)):
@@ -307,7 +307,7 @@ async def test_who_is_to_blame_is_told(attach: Attach) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 3])
-async def test_a_server_that_dies_in_the_middle_is_a_lost_peer(attach: Attach, count: int) -> None:
+async def test_a_server_that_dies_midway_is_a_lost_peer(attach: Attach, count: int) -> None:
     """The mesh then continues on another worker, after the tokens that came."""
     server = VllmServer()
     server.knobs.die_after = count
@@ -332,7 +332,7 @@ async def test_an_answer_nobody_understands_is_the_engines_failure(attach: Attac
         await run(await attach(server), ask(prompt_of(20)))
 
 
-async def test_a_server_that_is_gone_takes_its_worker_out_of_the_mesh() -> None:
+async def test_a_workers_health_fails_when_its_server_is_gone() -> None:
     server = VllmServer()
     async with AsyncExitStack() as stack:
         context = server.running()
@@ -367,7 +367,7 @@ def is_ill(engine: AttachedEngine) -> bool:
 # --- starting -----------------------------------------------------------------------------------------
 
 
-async def test_what_the_server_tells_of_itself_is_what_the_mesh_knows(attach: Attach) -> None:
+async def test_the_mesh_knows_what_the_server_says_of_itself(attach: Attach) -> None:
     server = VllmServer(loras=["poet"])
     async with server.running():
         engine = AttachedEngine(config_of(server, model_path=""), poll_s=POLL_S)
@@ -518,7 +518,7 @@ def text_of(token_ids: Sequence[int]) -> str:
     return TOKENIZER.decode(list(token_ids))
 
 
-async def test_sglangs_halves_are_asked_at_once_and_meet_in_a_room(attach: Attach) -> None:
+async def test_sglangs_halves_are_asked_together_and_meet(attach: Attach) -> None:
     rooms: dict[int, asyncio.Future[list[int]]] = {}
     prefill, decode = SglangServer("prefill", rooms), SglangServer("decode", rooms)
     prefiller, decoder = await attach(prefill, Role.PREFILL), await attach(decode, Role.DECODE)

@@ -66,7 +66,7 @@ def test_llama_cpp_has_its_context_in_meta() -> None:
     assert read_props(b'{"total_slots": 4, "default_generation_settings": {"n_ctx": 2048, "x": []}}') == (4, 2048)
 
 
-def test_a_model_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_a_missing_model_is_refused_with_those_that_exist() -> None:
     with pytest.raises(ConfigError, match=r"no model 'big'.*tiny"):
         read_models(models(VLLM), "big", kind_of)
     with pytest.raises(ConfigError, match=r"no single model.*a, b"):
@@ -82,7 +82,7 @@ def test_two_names_of_one_model_are_one() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_what_is_no_list_of_models_is_a_wire_error_and_nothing_else(body: bytes) -> None:
+def test_an_unreadable_list_of_models_is_a_wire_error(body: bytes) -> None:
     with pytest.raises(WireError):
         read_models(body, "", kind_of)
 
@@ -94,7 +94,7 @@ def test_block_size_and_blocks_are_in_the_metrics() -> None:
     assert read_cache_config('vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0') is None
 
 
-def test_load_is_summed_over_ranks_and_no_other_metric_is_taken_for_it() -> None:
+def test_load_is_summed_over_ranks_from_its_own_metrics() -> None:
     assert read_load(METRICS, VLLM_LOAD) == ServerLoad(running=4, waiting=2, cache_usage=0.375)
     assert read_load("", VLLM_LOAD) == ServerLoad()
     assert read_load("vllm:num_requests_running NaN\nvllm:num_requests_waiting 1e300", VLLM_LOAD).running == 0

@@ -22,7 +22,7 @@ def test_no_character_is_lost_or_added_between_pieces(pieces: list[str]) -> None
     assert TEXTS.text_of(tokens) == "".join(pieces)
 
 
-def test_a_piece_is_not_taken_for_the_beginning_of_a_text() -> None:
+def test_a_piece_is_not_tokenized_as_a_texts_beginning() -> None:
     """Tokenizers of Llama's first kind put a space before a text: not before each piece of one."""
     vocab = [("<unk>", 0.0), ("▁", -1.0), ("\n", -1.0), *((letter, -2.0) for letter in "abcdef"), ("▁ab", -1.5)]
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0))

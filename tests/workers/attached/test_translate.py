@@ -66,7 +66,7 @@ def test_sampling_is_said_and_never_left_to_the_server() -> None:
     assert (said["model"], said["max_tokens"], said["request_id"]) == ("tiny", 8, "r1")
 
 
-def test_what_was_generated_is_part_of_the_prompt_and_of_the_seed() -> None:
+def test_generated_tokens_count_in_prompt_and_seed() -> None:
     request = ask(generated=(9, 10), sampling=SamplingParams(seed=2**64 - 1), stop=StopConditions(min_tokens=5))
     said = body(request)
     assert said["prompt"] == [1, 2, 3, 9, 10]
@@ -274,7 +274,7 @@ def test_ids_and_logprobs_that_are_missing_are_not_made_up() -> None:
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "content_filter"])
-def test_an_answer_that_was_ended_by_the_server_is_no_answer(reason: str) -> None:
+def test_an_answer_that_the_server_aborted_is_an_error(reason: str) -> None:
     with pytest.raises(EngineError, match=reason):
         read(chunk(token_ids=[], finish_reason=reason))
 

@@ -25,7 +25,7 @@ def value(name: str, given: list[str]) -> str | None:
     return next((part.partition("=")[2] for part in given if part.startswith(f"{name}=")), None)
 
 
-def test_the_model_its_name_and_the_block_size_are_the_workers() -> None:
+def test_the_worker_sets_model_name_and_block_size() -> None:
     given = argv(block_size=64)
     assert (value("--model-path", given), value("--served-model-name", given)) == ("/models/m", "served")
     assert value("--page-size", given) == "64"
@@ -66,7 +66,7 @@ def test_the_number_of_ranks_is_read_from_the_flags(flags: str) -> None:
     assert read_flags(config(flags)).dp_size == 4
 
 
-def test_a_node_that_does_not_lead_is_known_by_its_rank() -> None:
+def test_a_node_rank_above_zero_does_not_lead() -> None:
     assert read_flags(config("--nnodes 2 --node-rank 0")).is_leader
     assert not read_flags(config("--nnodes 2 --node-rank 1")).is_leader
 
@@ -98,7 +98,7 @@ def test_adapters_are_given_by_name_and_path() -> None:
 
 
 @pytest.mark.parametrize("loras", ["poet", "poet=", "=/x", "poet=/x,poet=/y"])
-def test_an_adapter_without_a_name_or_a_path_of_its_own_is_refused(loras: str) -> None:
+def test_adapters_need_a_unique_name_and_a_path(loras: str) -> None:
     with pytest.raises(ConfigError, match="name=path"):
         adapter_names(config(loras=loras))
 
@@ -122,7 +122,7 @@ def test_what_contradicts_the_worker_is_refused_with_what_to_do(flags: str, hint
         read_flags(config(flags))
 
 
-def test_disaggregation_flags_need_a_role_and_adapters_one_way_to_name_them() -> None:
+def test_flags_that_need_a_role_or_clash_are_refused() -> None:
     with pytest.raises(ConfigError, match="--role prefill"):
         read_flags(config("--disaggregation-bootstrap-port 9000"))
     assert read_flags(config("--disaggregation-bootstrap-port 9000", role=Role.PREFILL))

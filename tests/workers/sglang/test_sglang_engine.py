@@ -111,7 +111,7 @@ async def test_a_failure_that_sglang_signals_ends_no_worker(
         engine.check_health()
 
 
-async def test_a_prefill_goes_on_after_its_ticket_until_it_is_released(make: Make, fake: FakeSglang) -> None:
+async def test_a_prefill_runs_after_its_ticket_until_released(make: Make, fake: FakeSglang) -> None:
     engine = await make(role=Role.PREFILL)
     fake.engines[0].gate.clear()
     async with aclosing(engine.generate(ask(offer_kv=True))) as deltas:
@@ -143,7 +143,7 @@ async def test_a_prefill_that_fails_ends_its_offer() -> None:
     await until(lambda: len(offers) == 0)
 
 
-async def test_load_is_what_the_schedulers_told_for_as_long_as_anything_runs(make: Make, fake: FakeSglang) -> None:
+async def test_the_schedulers_load_counts_while_anything_runs(make: Make, fake: FakeSglang) -> None:
     """A scheduler that comes to rest tells nothing: what it told while it computed is no longer so."""
     engine = await make(block_size=16)
     await take_all(engine, ask())  # which is told of while it runs
@@ -162,7 +162,7 @@ async def take_all(engine: SglangEngine, request: GenerateRequest) -> None:
             pass
 
 
-def test_metrics_are_read_as_sglang_writes_them_and_no_pickle_is_opened() -> None:
+def test_sglangs_metrics_are_read_and_pickles_are_not() -> None:
     told = ["KvMetrics", 3, 8, 640, 4096, 2, 0.15, 0.5, 1]
     assert read_metrics(msgspec.msgpack.encode(told)) == Metrics(3, 8, 640, 4096, 2, 0.15, 0.5, 1)
     for bad in (pickle.dumps(told), msgspec.msgpack.encode(["Other", 1]), b"", b"\xc1"):
@@ -170,7 +170,7 @@ def test_metrics_are_read_as_sglang_writes_them_and_no_pickle_is_opened() -> Non
             read_metrics(bad)
 
 
-async def test_structured_output_is_told_of_where_a_grammar_backend_is_set(make: Make, fake: FakeSglang) -> None:
+async def test_structured_output_needs_a_grammar_backend(make: Make, fake: FakeSglang) -> None:
     def features(engine: SglangEngine) -> tuple[Feature, ...]:
         assert engine._life.info is not None
         return engine._life.info.features
@@ -257,7 +257,7 @@ async def test_adapters_come_and_go_and_are_served_by_name(make: Make) -> None:
         (ControlAction.WAKE, {}, "cannot wake"),
     ],
 )
-async def test_what_an_operator_cannot_have_is_refused_with_what_sglang_says(
+async def test_a_refused_control_call_has_sglangs_reason(
     make: Make, action: ControlAction, arguments: dict[str, str], says: str
 ) -> None:
     engine = await make()

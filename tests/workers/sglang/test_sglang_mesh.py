@@ -69,7 +69,7 @@ async def mesh() -> AsyncIterator[tuple[Mesh, FakeSglang]]:
         await worker.engine.stop()
 
 
-async def test_both_halves_get_the_request_at_once_and_the_answer_is_whole(mesh: tuple[Mesh, FakeSglang]) -> None:
+async def test_both_halves_get_the_request_together(mesh: tuple[Mesh, FakeSglang]) -> None:
     workers, fake = mesh
     prefill, decode = fake.engines
     prefill.gate.clear()  # the prompt is still being computed when the decode worker is asked

@@ -23,9 +23,7 @@ def test_a_schedulers_metrics_are_exported_under_their_own_names(
     assert b"sglang" not in generate_latest(registry)
 
 
-def test_what_this_process_has_under_the_same_name_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_metric_of_both_processes_appears_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang 0.5.23 counts CPU time in this way: its processes use the same name."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     scheduler = MultiProcessValue(process_identifier=lambda: 4711)

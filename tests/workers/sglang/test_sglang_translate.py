@@ -43,13 +43,13 @@ def params(asked: GenerateRequest, *, has_tokenizer: bool = False) -> dict[str, 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_generated_before_is_part_of_the_prompt_and_counts_against_the_limit() -> None:
+def test_generated_tokens_are_prompt_and_count_against_the_limit() -> None:
     asked = request(generated=(8, 9), stop=StopConditions(max_tokens=10))
     assert kwargs(asked)["input_ids"] == [5, 6, 7, 8, 9]
     assert params(asked)["max_new_tokens"] == 8
 
 
-def test_all_tokens_is_minus_one_and_ids_of_biases_are_text_there() -> None:
+def test_top_k_and_biases_are_in_sglangs_form() -> None:
     asked = request(sampling=SamplingParams(logit_bias=((5, 1.5),)))
     assert params(asked)["top_k"] == -1
     assert params(asked)["logit_bias"] == {"5": 1.5}
@@ -73,7 +73,7 @@ def test_adapter_salt_and_bootstrap_go_along() -> None:
     assert (asked["bootstrap_host"], asked["bootstrap_port"], asked["bootstrap_room"]) == ("10.0.0.7", 8998, 42)
 
 
-def test_min_tokens_need_the_tokenizer_without_which_the_scheduler_would_die() -> None:
+def test_min_tokens_are_refused_without_a_tokenizer() -> None:
     asked = request(generated=(8,), stop=StopConditions(max_tokens=10, min_tokens=4))
     assert params(asked, has_tokenizer=True)["min_new_tokens"] == 3
     with pytest.raises(InvalidRequestError, match="--grammar-backend") as refused:
@@ -92,13 +92,13 @@ def test_min_tokens_need_the_tokenizer_without_which_the_scheduler_would_die() -
         SamplingParams(repetition_penalty=0),
     ],
 )
-def test_a_penalty_that_sglang_would_not_take_is_refused_by_name(sampling: SamplingParams) -> None:
+def test_a_penalty_beyond_sglangs_range_is_refused(sampling: SamplingParams) -> None:
     with pytest.raises(InvalidRequestError, match="SGLang takes") as refused:
         params(request(sampling=sampling))
     assert refused.value.param in ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
-def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:
+def test_a_prompt_without_room_for_an_answer_is_refused() -> None:
     long = msgspec.structs.replace(request(), prompt=pack_tokens(range(100)))
     with pytest.raises(ContextLengthError, match="has 100 tokens"):
         kwargs(long)
@@ -126,13 +126,13 @@ def ticket(opaque: bytes, backend: str = "sglang-nixl") -> Ticket:
 
 
 @given(st.integers(1, 65535), st.integers(0, MAX_ROOM))
-def test_a_bootstrap_comes_out_of_its_ticket_as_it_went_in(port: int, room: int) -> None:
+def test_a_bootstrap_survives_its_ticket(port: int, room: int) -> None:
     bootstrap = Bootstrap("node-3.example", port, room)
     assert bootstrap_of(ticket(encode_bootstrap(bootstrap)), "sglang-nixl") == bootstrap
 
 
 @given(st.binary(max_size=200))
-def test_bytes_that_are_no_bootstrap_are_refused_and_raise_nothing_else(opaque: bytes) -> None:
+def test_unreadable_bootstraps_raise_transfer_error_alone(opaque: bytes) -> None:
     with pytest.raises(TransferError):
         bootstrap_of(ticket(opaque), "sglang-nixl")
 
@@ -190,7 +190,7 @@ def test_the_tokens_are_the_same_however_sglang_tells_them(steps: list[list[int]
     assert [delta.cached_tokens for delta in deltas] == [16] + [None] * (len(deltas) - 1)
 
 
-def test_a_list_that_sglang_goes_on_writing_to_is_read_where_it_stands() -> None:
+def test_a_list_that_grows_is_read_from_its_end() -> None:
     ids = [1]
     answer = SglangAnswer(is_incremental=False, top_logprobs=None)
     first = answer.on_output(output(ids))
@@ -213,7 +213,7 @@ def test_an_output_with_nothing_new_is_no_delta() -> None:
         ({"type": "stop", "matched": "text"}, None),
     ],
 )
-def test_a_stop_token_is_told_where_it_is_the_last_one(finish: dict[str, Any], token: int | None) -> None:
+def test_a_stop_token_is_reported_if_it_is_last(finish: dict[str, Any], token: int | None) -> None:
     [delta] = read([output([6, 7], finish)], incremental=True)
     assert (delta.finish_reason, delta.stop_token) == (FinishReason.STOP, token)
 
@@ -231,7 +231,7 @@ def test_logprobs_go_with_their_tokens(incremental: bool) -> None:
     assert deltas[1].logprobs == (TokenLogprob(7, -0.25),)
 
 
-def test_a_logprob_that_is_missing_fails_the_answer_and_is_not_made_up() -> None:
+def test_a_missing_logprob_fails_the_answer() -> None:
     with pytest.raises(EngineError, match="1 logprobs for 2 tokens"):
         read([output([6, 7], output_token_logprobs=[(-0.5, 6, None)])], incremental=True, top=0)
 
@@ -239,7 +239,7 @@ def test_a_logprob_that_is_missing_fails_the_answer_and_is_not_made_up() -> None
 @pytest.mark.parametrize(
     ("status", "kind"), [(400, InvalidRequestError), (503, OverloadedError), (500, EngineError), (None, EngineError)]
 )
-def test_an_abort_is_an_error_and_its_tokens_are_not_told_again(status: int | None, kind: type[Exception]) -> None:
+def test_an_abort_is_an_error_and_repeats_no_tokens(status: int | None, kind: type[Exception]) -> None:
     answer = SglangAnswer(is_incremental=True, top_logprobs=None)
     answer.on_output(output([6]))
     with pytest.raises(kind, match="too bad"):
@@ -247,6 +247,6 @@ def test_an_abort_is_an_error_and_its_tokens_are_not_told_again(status: int | No
     assert answer.has_ended
 
 
-def test_a_reason_that_is_not_known_is_no_end_in_silence() -> None:
+def test_an_unknown_finish_reason_is_an_error() -> None:
     with pytest.raises(EngineError, match="unknown reason: 'beam'"):
         read([output([6], {"type": "beam"})], incremental=True)

@@ -65,14 +65,14 @@ def test_without_reuse_there_are_no_events_to_tell() -> None:
     assert not read_arguments(config("--kv-cache-config.event-buffer-max-size 0")).tells_events
 
 
-def test_the_halves_get_a_transceiver_that_keeps_blocks_as_long_as_an_offer_lasts() -> None:
+def test_the_transceiver_keeps_blocks_for_the_offers_lease() -> None:
     arguments = read_arguments(config(role=Role.PREFILL, offer_lease_s=12.5))
     assert arguments.kwargs["cache_transceiver_config"] == {"backend": "DEFAULT", "kv_transfer_timeout_ms": 12_500}
     chosen = read_arguments(config("--cache-transceiver-config.backend NIXL", role=Role.DECODE))
     assert chosen.kwargs["cache_transceiver_config"]["backend"] == "NIXL"
 
 
-def test_ranks_that_keep_caches_of_their_own_are_those_of_attention_dp() -> None:
+def test_only_attention_dp_has_ranks_with_own_caches() -> None:
     assert read_arguments(config("--tensor-parallel-size 4")).ranks == 1
     assert read_arguments(config("--tensor-parallel-size 4 --enable-attention-dp")).ranks == 4
 
@@ -91,7 +91,7 @@ def test_ranks_that_keep_caches_of_their_own_are_those_of_attention_dp() -> None
         ("--backend autodeploy --enable-attention-dp", "--world-size"),
     ],
 )
-def test_what_contradicts_the_worker_or_the_variant_is_refused_with_what_to_do(flags: str, hint: str) -> None:
+def test_contradicting_flags_are_refused_with_a_remedy(flags: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):
         read_arguments(config(flags))
 

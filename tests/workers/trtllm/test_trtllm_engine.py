@@ -59,7 +59,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_variant_that_does_not_know_an_argument_starts_without_it(
+async def test_a_variant_starts_without_arguments_it_does_not_know(
     make: Make, fake: FakeTrtllm, caplog: pytest.LogCaptureFixture
 ) -> None:
     await make("--backend autodeploy --world-size 2 --scheduler-config.policy x --guided-decoding-backend xgrammar")
@@ -105,9 +105,7 @@ async def test_prefill_workers_name_their_requests_apart(make: Make, fake: FakeT
     assert len(set(ids)) == 6
 
 
-async def test_a_prefill_is_not_streamed_and_a_decode_is_asked_for_the_prompt_alone(
-    make: Make, fake: FakeTrtllm
-) -> None:
+async def test_a_prefill_is_whole_and_a_decode_gets_the_prompt(make: Make, fake: FakeTrtllm) -> None:
     prefiller, decoder = await make(role=Role.PREFILL), await make(role=Role.DECODE)
     [first] = await run(prefiller, offer_kv=True)
     await run(decoder, generated=first.token_ids, ticket=first.ticket)

@@ -44,7 +44,7 @@ def test_a_block_that_is_not_full_ends_what_is_told() -> None:
     assert nothing.events == ()
 
 
-def test_a_block_of_an_image_is_not_named_by_its_tokens() -> None:
+def test_an_image_block_is_not_named_by_tokens() -> None:
     image = stored((6, [1, 2]))
     image["blocks"][0]["tokens"][1]["token_extra_id"] = 99
     assert [news.events for news in read(event(image), event(stored((6, [1, 2]), mm_keys=[{"hash": "x"}])))] == [(), ()]
@@ -78,7 +78,7 @@ def test_of_several_window_sizes_the_largest_counts() -> None:
     assert reader.read(event(stored((6, [1, 2])), window_size=4096)).events
 
 
-def test_a_number_that_is_missing_means_that_events_were_lost_on_that_rank() -> None:
+def test_a_missing_number_means_lost_events_on_that_rank() -> None:
     news = read(
         event(stored((6, [1, 2])), 3),
         event(stored((7, [1, 2])), 4),

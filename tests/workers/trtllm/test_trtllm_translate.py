@@ -48,13 +48,13 @@ def ticket(opaque: bytes, backend: str = "trtllm") -> Ticket:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_generated_before_is_part_of_the_prompt_and_counts_against_the_limit() -> None:
+def test_generated_tokens_are_prompt_and_count_against_the_limit() -> None:
     asked = request(generated=(8, 9), stop=StopConditions(max_tokens=10))
     assert input_ids(asked, 100, None) == [5, 6, 7, 8, 9]
     assert sampling_fields(asked, None)["max_tokens"] == 8
 
 
-def test_a_token_that_came_with_the_kv_is_no_part_of_the_prompt() -> None:
+def test_a_token_from_the_ticket_is_not_prompt() -> None:
     asked = request(generated=(8, 9), stop=StopConditions(max_tokens=10, min_tokens=5))
     assert input_ids(asked, 100, STATE) == [5, 6, 7, 8]
     fields = sampling_fields(asked, STATE)
@@ -68,7 +68,7 @@ def test_greedy_is_the_likeliest_token_and_no_temperature() -> None:
     assert sampling_fields(request(sampling=SamplingParams(temperature=0.7)), None)["temperature"] == 0.7
 
 
-def test_stop_tokens_stay_in_the_answer_and_logprobs_are_never_zero() -> None:
+def test_stop_tokens_stay_and_one_logprob_is_asked_for() -> None:
     fields = sampling_fields(request(stop=StopConditions(stop_token_ids=(3,))), None)
     assert (fields["stop_token_ids"], fields["include_stop_str_in_output"]) == ([3], True)
     assert "logprobs" not in fields
@@ -105,12 +105,12 @@ states = st.builds(
 
 
 @given(states)
-def test_a_state_comes_out_of_its_ticket_as_it_went_in(state: ContextState) -> None:
+def test_a_state_survives_its_ticket(state: ContextState) -> None:
     assert read_ticket(ticket(encode_state(state)), (1, 2, *state.first_gen_tokens)) == state
 
 
 @given(st.binary(max_size=200))
-def test_bytes_that_are_no_state_are_refused_and_raise_nothing_else(opaque: bytes) -> None:
+def test_unreadable_states_raise_transfer_error_alone(opaque: bytes) -> None:
     with pytest.raises(TransferError):
         read_ticket(ticket(opaque), (9,))
 
@@ -175,7 +175,7 @@ def test_tokens_that_were_given_are_not_told_again() -> None:
     assert second.token_ids == (10,)
 
 
-def test_an_answer_that_goes_on_from_another_token_is_not_told() -> None:
+def test_an_answer_from_another_first_token_is_an_error() -> None:
     with pytest.raises(EngineError, match="another first token"):
         TrtllmAnswer(top_logprobs=None, given=(9,)).on_result(result([8, 10]))
 
@@ -198,7 +198,7 @@ def logprob(value: float) -> Any:
     return SimpleNamespace(logprob=value, rank=1)
 
 
-def test_logprobs_go_with_their_tokens_also_where_the_given_ones_have_none() -> None:
+def test_logprobs_match_tokens_if_given_ones_have_none() -> None:
     entries = [{10: logprob(-0.5), 11: logprob(-0.1)}]
     delta = TrtllmAnswer(top_logprobs=1, given=(9,)).on_result(result([9, 10], "length", entries))
     assert delta is not None
