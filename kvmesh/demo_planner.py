@@ -293,17 +293,7 @@ def judge(
     began_s: float,
 ) -> Report:
     """Check what happened against what a planner promises."""
-    events = [
-        Event(
-            at_s=record.ts_s - began_s,
-            prefill=record.decision.prefill,
-            decode=record.decision.decode,
-            text="; ".join(reason.text for reason in record.decision.reasons) or "as decided before",
-            flip=record.decision.flip.to_role if record.decision.flip is not None else "",
-        )
-        for record in records
-        if record.applied is not None and record.ts_s >= began_s
-    ]
+    events = events_of(records, began_s)
     kept = sum(one.keeps(config.ttft_slo_s, config.itl_slo_s) for one in sent)
     failures = [one.failure for one in sent if one.failure]
     workers = [point.prefill_ready + point.decode_ready for point in points]
@@ -337,6 +327,21 @@ def judge(
         ttft_s=[(one.at_s, one.ttft_s) for one in sent if one.ttft_s is not None],
         itl_s=[(one.at_s, itl_s) for one in sent if (itl_s := one.itl_s) is not None],
     )
+
+
+def events_of(records: Iterable[Record], began_s: float) -> list[Event]:
+    """Return the planner's decisions that were carried out, in seconds since the load began."""
+    return [
+        Event(
+            at_s=record.ts_s - began_s,
+            prefill=record.decision.prefill,
+            decode=record.decision.decode,
+            text="; ".join(reason.text for reason in record.decision.reasons) or "as decided before",
+            flip=record.decision.flip.to_role if record.decision.flip is not None else "",
+        )
+        for record in records
+        if record.applied is not None and record.ts_s >= began_s
+    ]
 
 
 def quantile(values: Iterable[float | None], share: float) -> float:

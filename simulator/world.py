@@ -1,6 +1,7 @@
 """Simulate a mesh by discrete events: arrivals, ends of steps, pulls, events with a lag, and a planner."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from protocol.errors import ConfigError, MeshError
 from protocol.hashing import unpack_hashes
@@ -255,11 +256,7 @@ class World:
             block_ids=output.handoff,
             num_tokens=output.num_tokens,
         )
-        self._agenda.later(2 * self._config.hop_s, self._go_on, request, ticket)
-
-    def _go_on(self, request: OpenRequest, ticket: Ticket) -> None:
-        assert request.decode is not None
-        self._queue(request, request.decode, ticket=ticket)
+        self._agenda.later(2 * self._config.hop_s, partial(self._queue, request, request.decode, ticket=ticket))
 
     def _release(self, request: OpenRequest) -> None:
         blocks, request.offer = request.offer, ()

@@ -136,3 +136,28 @@ def test_a_router_by_itself_serves_too(tmp_path: Path) -> None:
         answer = mesh.complete(list(range(10, 110)), max_tokens=6)
         assert answer["usage"]["completion_tokens"] == 6
         assert answer["kvmesh"]["prefill_worker"] == "prefill-0"
+
+
+def test_a_mesh_with_tls_and_keys_says_that_it_is_up(tmp_path: Path) -> None:
+    cert, key, keys = (tmp_path / name for name in ("cert.pem", "key.pem", "keys.txt"))
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    name = ["-subj", "/CN=mesh", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(cert)]
+    subprocess.run(["openssl", "req", "-x509", *kind, *name, *files], check=True, capture_output=True)
+    keys.write_text("right-key alice\n")
+    keys.chmod(0o600)
+    flags = ["--tls-cert", str(cert), "--tls-key", str(key), "--api-keys-file", str(keys), "--engine", "mock"]
+    with running_mesh(tmp_path / "run", *flags, "--kv-transfer", "shm") as mesh:
+        assert mesh.url.startswith("https://")
+        asked = ["explain", "--url", mesh.url, "--ca-file", str(cert), "Tell me a story."]
+        assert "set KVMESH_API_KEY" in kvmesh(*asked).stderr
+        answered = kvmesh(*asked, KVMESH_API_KEY="right-key")
+        assert "prompt tokens for tiny" in answered.stdout, answered.stderr
+
+
+def test_a_run_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = kvmesh("up", "--run-dir", str(tmp_path / "file" / "run"))
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert "--run-dir" in line
