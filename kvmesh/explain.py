@@ -4,7 +4,7 @@ import asyncio
 import os
 import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Annotated
 
@@ -194,6 +194,8 @@ def show(reply: PlacementReply, console: Console) -> None:
         return
     for leg, candidates in groupby(explanation.candidates, key=lambda c: c.leg):
         console.print(table_of(leg, list(candidates)))
+    for line in unbooked(explanation.candidates):
+        console.print(Text(line))
     console.print(Text(f"\nwhy     {explanation.why}"))
     if explanation.would_wait:
         console.print("wait    it would wait in the router: every worker that could take it is saturated")
@@ -203,6 +205,22 @@ def show(reply: PlacementReply, console: Console) -> None:
     console.print(
         f"demand  {explanation.asked_before:g} recent requests whose cached prefix ended where this one's does"
     )
+
+
+def unbooked(candidates: Sequence[CandidateReport]) -> Iterator[str]:
+    """Yield a line for each worker with load that no router has booked."""
+    for c in {(c.worker, c.dp_rank): c for c in candidates}.values():
+        found = [
+            f"{count} {what}"
+            for count, what in (
+                (c.unbooked_requests, "requests of other callers"),
+                (c.unbooked_blocks, "of their blocks"),
+                (c.unbooked_tokens, "prompt tokens more than booked"),
+            )
+            if count
+        ]
+        if found:
+            yield f"{c.worker}/{c.dp_rank} reports {', '.join(found)}"
 
 
 def where(reply: PlacementReply) -> str:

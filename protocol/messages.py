@@ -226,6 +226,7 @@ class WorkerCard(Message, frozen=True):
     capacity: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     pid: int = 0
     metrics_url: str = ""
+    reports_load: bool = False  # it answers `load`
     features: tuple[Feature, ...] = ()
     loras: tuple[str, ...] = ()  # names of adapters, served as models of their own
     tool_parser: str = ""  # how the model writes tool calls; "": guess from its chat template
@@ -291,6 +292,9 @@ class CandidateReport(Message, frozen=True):
     cost: float
     terms: dict[str, float]  # the parts of the cost, before it is divided by the capacity
     note: str = ""  # "chosen", or why it could not be chosen
+    unbooked_tokens: int = 0  # of queued_tokens: reported by the worker, in no router's bookings
+    unbooked_blocks: int = 0  # of held_blocks
+    unbooked_requests: int = 0  # of requests
 
 
 class Explanation(Message, frozen=True):
@@ -400,6 +404,26 @@ class KvDigest(Message, frozen=True):
     seq: int  # -1: before the first
     blocks: int
     value: int  # u64, see protocol.hashing.digest_term
+
+
+_LoadCount = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class LoadReport(msgspec.Struct, frozen=True, array_like=True):
+    """Worker method `load`: the load of one rank that routers cannot know from their bookings.
+
+    The call stays open and sends a report when it has changed. A report that says something is repeated.
+    """
+
+    dp_rank: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    outside_requests: _LoadCount = 0  # of callers that use the engine without the mesh
+    outside_blocks: _LoadCount = 0  # KV blocks that these requests hold
+    queued_tokens: _LoadCount = 0  # prompt tokens that are certainly still to compute, whoever sent them
+    valid_s: Annotated[float, Meta(gt=0, le=3600)] = 3.0  # to be forgotten if no other report comes for so long
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.outside_requests or self.outside_blocks or self.queued_tokens)
 
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from protocol.hashing import hash_seed, pack_hashes, sequence_hash_bytes, token_
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import UNREADABLE, Explanation, Placed, RouteRequest, Target, WorkerCard
 from router.index import Depths, Holder
-from router.load import Share
+from router.load import HolderLoad, Share
 
 MAX_EXCLUDED = 64
 _MAX_TOKENS = 1 << 31
@@ -183,7 +183,7 @@ def explained(explanation: Explanation) -> dict[str, Any]:
     return asdict(explanation) | {"candidates": [asdict(candidate) for candidate in explanation.candidates]}
 
 
-def overlap_row(card: WorkerCard, holder: Holder, depths: Depths, load: Share) -> dict[str, Any]:
+def overlap_row(card: WorkerCard, holder: Holder, depths: Depths, load: HolderLoad) -> dict[str, Any]:
     """Return how much of a prompt a worker holds. A tier counts leading blocks that are there or in a faster one."""
     return {
         "worker_id": card.worker_id,
@@ -199,11 +199,16 @@ def worker_row(card: WorkerCard, kv_events: str, ranks: list[dict[str, Any]]) ->
     return asdict(card) | {"kv_events": kv_events, "kv_endpoint": card.kv_events, "ranks": ranks}
 
 
-def rank_row(dp_rank: int, index_blocks: int, load: Share) -> dict[str, Any]:
+def rank_row(dp_rank: int, index_blocks: int, load: HolderLoad) -> dict[str, Any]:
     return {"dp_rank": dp_rank, "index_blocks": index_blocks, "load": load_of(load)}
 
 
-def load_of(share: Share) -> dict[str, int]:
+def load_of(load: HolderLoad) -> dict[str, Any]:
+    """Return the total load of a holder, and the part of it that the worker reports and no router has booked."""
+    return _share(load.total) | {"unbooked": _share(load.unbooked)}
+
+
+def _share(share: Share) -> dict[str, Any]:
     return {
         "queued_tokens": int(share.queued_tokens),
         "held_blocks": share.held_blocks,

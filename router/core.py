@@ -34,6 +34,7 @@ from router.placing import (
 )
 from router.prediction import CachePredictions
 from router.queue import Pending, PendingQueue
+from router.reported import ReportedLoad
 from router.rules import RouterRules
 from router.selection import Candidate
 
@@ -59,6 +60,7 @@ class RouterState:
     def __init__(self, rules: RouterRules, seed: int = 0) -> None:
         self.rules = rules
         self.load = ActiveLoad(rules.lease_s)
+        self.reported = ReportedLoad(self.load)
         predictions = CachePredictions(rules.predict_ttl_s, rules.approximate_ttl_s)
         self.fleet = WorkerFleet(self.load, predictions, ramp_s=rules.ramp_s, suspect_s=rules.suspect_s)
         self._rng = random.Random(seed)
@@ -77,6 +79,7 @@ class RouterState:
 
     def remove_worker(self, worker_id: WorkerId, now: float = 0.0) -> None:
         """Forget a worker with its blocks, bookings and sessions. An unknown worker is no error."""
+        self.reported.forget(worker_id, now)
         self.fleet.remove_worker(worker_id, now)
         self._affinity.forget_worker(worker_id)
 

@@ -35,14 +35,15 @@ def _reports(leg: LegChoice, view: RequestView) -> list[CandidateReport]:
     reported = costed[:MAX_CANDIDATES]
     if all(c is not leg.chosen for _, c in reported):
         reported[-1] = (leg.cost.cost(leg.chosen), leg.chosen)
-    return [_report(leg, c, cost, _name(c, view)) for cost, c in reported]
+    return [_report(leg, c, cost, view) for cost, c in reported]
 
 
-def _report(leg: LegChoice, c: Candidate, cost: float, name: str) -> CandidateReport:
+def _report(leg: LegChoice, c: Candidate, cost: float, view: RequestView) -> CandidateReport:
     terms = Terms(*leg.cost.terms(c))
+    unbooked = view.fleet.load.of(c.holder).unbooked
     return CandidateReport(
         leg=leg.kind,
-        worker=name,
+        worker=_name(c, view),
         dp_rank=c.holder.dp_rank,
         overlap_blocks=c.overlap,
         queued_tokens=int(c.queued_tokens),
@@ -52,6 +53,9 @@ def _report(leg: LegChoice, c: Candidate, cost: float, name: str) -> CandidateRe
         cost=round(cost, 3),
         terms={term: round(value, 3) for term, value in terms._asdict().items() if value},
         note="chosen" if c is leg.chosen else leg.passed_over.get(c.holder, ""),
+        unbooked_tokens=int(unbooked.queued_tokens),
+        unbooked_blocks=unbooked.held_blocks,
+        unbooked_requests=unbooked.requests,
     )
 
 

@@ -124,7 +124,7 @@ class RouterApi:
         state = self._router.state
         depths = state.fleet.overlaps(body.model, hashes, time.monotonic())
         rows = [
-            api.overlap_row(card, holder, depths.get(holder, NOWHERE), state.load.of(holder).total)
+            api.overlap_row(card, holder, depths.get(holder, NOWHERE), state.load.of(holder))
             for card in state.fleet.cards
             if card.model == body.model
             for holder in holders_of(card)
@@ -145,7 +145,7 @@ class RouterApi:
         for card in state.fleet.cards:
             index = state.fleet.indexes[card.model]
             ranks = [
-                api.rank_row(holder.dp_rank, index.blocks_of(holder), state.load.of(holder).total)
+                api.rank_row(holder.dp_rank, index.blocks_of(holder), state.load.of(holder))
                 for holder in holders_of(card)
             ]
             rows.append(api.worker_row(card, self._router.kv_feed.status_of(card), ranks))

@@ -18,6 +18,7 @@ from router.pressure import BusyShare
 
 LEASE_S = 120.0
 SPEED_MEMORY = 0.9  # the weight of a prompt in the worker's speed falls to this share with each later one
+SPEED_DOUBT = 0.2  # a worker may be slower than its last prompts by this share without being reported as slow
 
 
 class Share(NamedTuple):
@@ -29,6 +30,27 @@ class Share(NamedTuple):
 
 
 NOTHING = Share()
+UNBOOKED = ""  # stands among the names of routers for load that workers report and no router has booked
+
+
+@dataclass(slots=True)
+class RecentMost:
+    """The largest value since the mark before the last one."""
+
+    before: float = 0.0  # between the last two marks
+    since: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return max(self.before, self.since)
+
+    def note(self, value: float) -> None:
+        if value > self.since:
+            self.since = value
+
+    def mark(self, value: float) -> None:
+        """Set a mark; `value` is the present one."""
+        self.before, self.since = self.since, value
 
 
 @dataclass(slots=True)
@@ -48,11 +70,22 @@ class HolderLoad:
     computed_tokens: float = 0.0  # by the last prompts
     computed_s: float = 0.0  # the time that they took
     speed: float = 0.0  # tokens/s of these; 0: not known
+    most_backlog: RecentMost | None = None  # of `backlog`, where the worker reports what it has to compute
 
     def done_tokens(self, now: float) -> float:
         """Estimate how much of the first of `prefilling` is computed by now, by the worker's speed so far."""
         done, all_of_it = (now - self.computes_since_s) * self.speed, next(iter(self.prefilling.values()), 0)
         return done if done < all_of_it else all_of_it
+
+    @property
+    def unbooked(self) -> Share:
+        """The part of `total` that the worker has reported and no router has booked."""
+        return self.elsewhere.get(UNBOOKED, NOTHING)
+
+    def backlog(self, now: float) -> float:
+        """Return how many of the booked prompt tokens are still to compute, at most."""
+        queued = self.total.queued_tokens - self.unbooked.queued_tokens
+        return queued - (1 - SPEED_DOUBT) * self.done_tokens(now) if self.prefilling else queued
 
 
 class Owner(NamedTuple):
@@ -125,6 +158,9 @@ class ActiveLoad:
     def of(self, holder: Holder) -> HolderLoad:
         return self._loads[holder]
 
+    def knows(self, holder: Holder) -> bool:
+        return holder in self._loads
+
     def shares(self) -> dict[Holder, Share]:
         """Return what this router has placed on each holder, without the holders that have nothing of it."""
         return {holder: load.own for holder, load in self._loads.items() if load.own != NOTHING}
@@ -150,6 +186,8 @@ class ActiveLoad:
             load.total = _sum([load.own, *load.elsewhere.values()])
             self.changes.add(holder)
             self._count_busy(load, now)
+            if load.most_backlog is not None:
+                load.most_backlog.note(load.backlog(now))
 
     def book(
         self,
@@ -253,6 +291,8 @@ class ActiveLoad:
             load.computes_since_s = now
         load.prefilling[request_id] = booking.prefill_tokens
         self._queue(booking.prefill, booking.prefill_tokens, now)
+        if load.most_backlog is not None:
+            load.most_backlog.note(load.backlog(now))
 
     def _learn(self, request_id: RequestId, booking: _Booking, now: float) -> None:
         """Update the worker's speed with the time that the first prompt in its queue took."""

@@ -14,6 +14,7 @@ from router.config import RouterConfig, rules_of
 from router.core import Outcome, RouterState
 from router.feeds import KvFeed, WorkerFeed
 from router.gossip_link import Gossip
+from router.load_feed import LoadFeed
 from router.metrics import (
     EXPIRED,
     FAILURES,
@@ -26,6 +27,9 @@ from router.metrics import (
     PROMPT_TOKENS,
     RESUMED,
     REUSED_TOKENS,
+    UNBOOKED_BLOCKS,
+    UNBOOKED_REQUESTS,
+    UNBOOKED_TOKENS,
     WAIT_SECONDS,
     WAITING,
     WORKERS,
@@ -94,6 +98,7 @@ class LocalRouter:
         self.lease_s = config.lease_s
         self.state = RouterState(rules_of(config))
         self.kv_feed = KvFeed(self.state.fleet, plane)
+        self.load_feed = LoadFeed(self.state.reported, plane, self._wake)
         self.gossip: Gossip | None = None
         if config.gossip:
             bind, host = f"tcp://{config.host}:{config.gossip_port or '*'}", config.advertise_host or config.host
@@ -165,6 +170,7 @@ class LocalRouter:
         if self.gossip is not None:
             self.gossip.close()
         await self.kv_feed.close()
+        await self.load_feed.close()
 
     # --- bookings --------------------------------------------------------------------------------------------------
 
@@ -267,9 +273,11 @@ class LocalRouter:
         self.state.add_worker(card, time.monotonic())
         self._wake()
         self.kv_feed.follow(card)
+        self.load_feed.follow(card)
 
     def _leave(self, worker_id: WorkerId) -> None:
         self.kv_feed.leave(worker_id)
+        self.load_feed.leave(worker_id)
         self.state.remove_worker(worker_id, time.monotonic())
         self._on_change()
 
@@ -291,4 +299,7 @@ def observe(router: LocalRouter) -> None:
     ORPHAN_BLOCKS.set_function(lambda: sum(index.stats.orphan_blocks for index in fleet.indexes.values()))
     EXPIRED.set_function(lambda: state.stats["expired"])
     WORKERS.set_function(lambda: len(fleet.cards))
+    UNBOOKED_REQUESTS.set_function(lambda: state.reported.total.requests)
+    UNBOOKED_BLOCKS.set_function(lambda: state.reported.total.held_blocks)
+    UNBOOKED_TOKENS.set_function(lambda: state.reported.total.queued_tokens)
     PEERS.set_function(lambda: gossip.peers if gossip is not None else 0)

@@ -31,6 +31,10 @@ HTTP_BOOKINGS = Gauge("kvmesh_router_http_bookings", "Bookings made over HTTP th
 RESUMED = Counter("kvmesh_router_resumed_total", "Bookings taken over from a router that is gone.")
 GOSSIP_SENT = Counter("kvmesh_router_gossip_sent_total", "Messages to other routers.")
 GOSSIP_RECEIVED = Counter("kvmesh_router_gossip_received_total", "Messages from other routers.")
+LOAD_REPORTS = LoopCounter("kvmesh_router_load_reports_total", "Reports of load from workers.").labels()
+UNBOOKED_REQUESTS = Gauge("kvmesh_router_unbooked_requests", "Requests that workers report for outside callers.")
+UNBOOKED_BLOCKS = Gauge("kvmesh_router_unbooked_blocks", "KV blocks that these requests hold.")
+UNBOOKED_TOKENS = Gauge("kvmesh_router_unbooked_tokens", "Prompt tokens that workers report beyond the bookings.")
 PEERS = Gauge("kvmesh_router_peers", "Other routers that gossip.")
 
 _AGGREGATED, _DISAGGREGATED = PLACEMENTS.labels("aggregated"), PLACEMENTS.labels("disaggregated")

@@ -54,6 +54,15 @@ class EngineLoad:
     queued_tokens: int | None = None  # of prompts, still to compute; None: the engine does not say
 
 
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """Load of an engine, or of one rank of it, that routers cannot know from their bookings."""
+
+    outside_requests: int = 0  # of callers that use the engine without the mesh
+    outside_blocks: int = 0  # KV blocks that these requests hold
+    queued_tokens: int = 0  # prompt tokens that are certainly still to compute, whoever sent them
+
+
 class Caching(Protocol):
     """An engine, or one data-parallel rank of it: what it tells of its cache."""
 
@@ -123,6 +132,16 @@ class Turnable(Protocol):
 
     def rename(self, worker_id: WorkerId) -> None:
         """Take another worker id. Standing offers, and later ones, keep the id that the engine started with."""
+
+
+@runtime_checkable
+class ReportsLoad(Protocol):
+    """An engine, or one rank of it, that reports load to routers."""
+
+    def on_load_change(self, listener: Callable[[], object]) -> None:
+        """Call `listener` on the event loop whenever `report` may have changed, and never while nothing changes."""
+
+    def report(self) -> EngineReport: ...
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ from protocol.ids import WorkerId, new_worker_id
 from protocol.messages import Role, WorkerCard, encode
 from workers.config import WorkerConfig
 from workers.engine import Engine, EngineInfo, Ranked
+from workers.load_reports import reporting_ranks
 from workers.names import worker_name
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,14 @@ class Membership:
         """Be found by routers, or tell them what has changed. Does nothing for an engine that serves nobody."""
         if info.serves:
             card = make_card(
-                self._config, self.worker_id, self.role, info, self.address, self.publishers, self._metrics_url
+                self._config,
+                self.worker_id,
+                self.role,
+                info,
+                self.address,
+                self.publishers,
+                self._metrics_url,
+                reports_load=bool(reporting_ranks(self._ranks, self._config.load_report_interval_s)),
             )
             self._registration = await self._discovery.put(f"workers/{self.worker_id}", encode(card))
 
@@ -95,6 +103,8 @@ def make_card(
     address: str,
     publishers: Sequence[Publisher],
     metrics_url: str,
+    *,
+    reports_load: bool = False,
 ) -> WorkerCard:
     endpoints = [(one.endpoint, one.replay_endpoint) for one in publishers] if info.tells_events else [("", "")]
     return WorkerCard(
@@ -116,6 +126,7 @@ def make_card(
         pid=os.getpid(),
         metrics_url=metrics_url,
         capacity=info.capacity if config.capacity is None else config.capacity,
+        reports_load=reports_load,
         features=info.features,
         loras=info.loras,
         tool_parser=config.tool_parser,

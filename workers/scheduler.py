@@ -168,6 +168,12 @@ class Scheduler:
         running = sum(s.num_missing for s in self._running if s.num_missing > 1 and not s.pulling)
         return running + sum(s.num_missing for s in self._waiting if s.request.ticket is None or s.pulled)
 
+    @property
+    def certain_tokens(self) -> int:
+        """Return the tokens of admitted prompts that remain after the next step. What is cached of them is known."""
+        missing = sum([s.num_missing for s in self._running if s.num_missing > 1 and not s.pulling])
+        return max(0, missing - self._limits.max_step_tokens)
+
     def add(self, request: GenerateRequest, guide: Matcher | None = None) -> None:
         """Queue a request. Raises InvalidRequestError if it can never run here.
 

@@ -35,6 +35,7 @@ from workers.config import WorkerConfig
 from workers.engine import Controllable, Engine, EngineInfo, Pushing, Ranked
 from workers.engines.opening import check_settings, open_engine
 from workers.engines.registry import ENGINES
+from workers.load_reports import LoadReports
 from workers.membership import Membership
 from workers.metrics import CACHED_BLOCKS, OFFERS, QUEUED_TOKENS, REQUESTS, RUNNING, TOTAL_BLOCKS, USED_BLOCKS, WAITING
 from workers.names import worker_name
@@ -106,7 +107,7 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
         engine = open_engine(config)
         membership = Membership(config, engine, host.discovery, host.metrics_url)
         cleanup.push_async_callback(membership.close)
-        worker = Worker(engine, membership, config.drain_timeout_s)
+        worker = Worker(engine, membership, config.drain_timeout_s, config.load_report_interval_s)
         server = PlaneServer(worker.handlers(), max_calls=config.max_calls, always={"release"})
         cleanup.push_async_callback(server.close)
         membership.address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
@@ -134,6 +135,7 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
         log.info("draining")
         await worker.turning.end()
         await membership.leave()
+        worker.load_reports.close()
         deadline = asyncio.get_running_loop().time() + config.drain_timeout_s
         if cut_off := await server.drain(config.drain_timeout_s):
             log.warning("stopped with %d calls unanswered after %.1f s", cut_off, config.drain_timeout_s)
@@ -153,12 +155,15 @@ async def until_stopped(stop: asyncio.Event, engine: Engine, turning: Turning) -
 class Worker:
     """The calls a worker answers."""
 
-    def __init__(self, engine: Engine, place: Place, drain_timeout_s: float = 0.0) -> None:
+    def __init__(
+        self, engine: Engine, place: Place, drain_timeout_s: float = 0.0, load_report_interval_s: float = 0.0
+    ) -> None:
         self._engine = engine
         self._place = place
         self._pushing = engine if isinstance(engine, Pushing) else None
         self._ranks = engine.ranks if isinstance(engine, Ranked) else [engine]
         self.turning = Turning(engine, place, drain_timeout_s)
+        self.load_reports = LoadReports(self._ranks, load_report_interval_s)
         self.info: EngineInfo | None = None
 
     def handlers(self) -> dict[str, Handler]:
@@ -169,6 +174,7 @@ class Worker:
             "kv_snapshot": self.kv_snapshot,
             "kv_digest": self.kv_digest,
             "control": self.control,
+            "load": self.load_reports.answer,
         }
 
     async def generate(self, call: Call) -> None:

@@ -22,7 +22,7 @@ from protocol.events import Digest, KvEvent
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import Delta, Embedding, EmbedRequest, Feature, GenerateRequest, SamplingParams, Ticket
 from workers.checks import check_embedding, check_generation
-from workers.engine import EngineInfo, EngineLoad
+from workers.engine import EngineInfo, EngineLoad, EngineReport
 from workers.executor import Executor, ModelInfo, Pace, Result, Row
 from workers.guides import Guides
 from workers.metrics import STEP_SECONDS, STEP_TOKENS
@@ -58,6 +58,7 @@ class StepEngine:
         self._vectors: dict[RequestId, asyncio.Future[Embedding]] = {}
         self._offers: dict[int, _PinnedOffer] = {}
         self._listeners: list[Callable[[Sequence[KvEvent]], object]] = []
+        self._load_listeners: list[Callable[[], object]] = []
         self._published_s = 0.0
         self._events_planned = False
         self._loop_task: asyncio.Task[None] | None = None
@@ -179,6 +180,13 @@ class StepEngine:
             queued_tokens=self._scheduler.queued_tokens,
         )
 
+    def on_load_change(self, listener: Callable[[], object]) -> None:
+        self._load_listeners.append(listener)
+
+    def report(self) -> EngineReport:
+        """Report the prompts alone: all requests of this engine come from the mesh."""
+        return EngineReport(queued_tokens=0 if self._info is None else self._scheduler.certain_tokens)
+
     def check_health(self) -> None:
         if self._failure is not None:
             raise self._failure
@@ -255,6 +263,8 @@ class StepEngine:
         num_tokens = sum([len(row.token_ids) for row in step.rows])
         STEP_TOKENS.inc(num_tokens)
         has_news = num_tokens > len(step.rows)  # of prompts
+        if has_news:
+            self._note_load_change()
         for output in self._scheduler.complete(step, results):
             if output.vector:
                 vector = self._vectors.get(output.request_id)
@@ -297,7 +307,12 @@ class StepEngine:
     def _abort(self, request_id: RequestId) -> None:
         self._scheduler.abort(request_id)
         self._pulls.abandon(request_id)
+        self._note_load_change()
         self._wake.set()
+
+    def _note_load_change(self) -> None:
+        for listener in self._load_listeners:
+            listener()
 
     def _fail(self, failure: EngineError) -> None:
         self._failure = failure

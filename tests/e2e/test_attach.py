@@ -101,6 +101,29 @@ def test_a_second_turn_goes_to_its_server(tmp_path: Path) -> None:
             assert by_name[name].hit_tokens - hits == 5 * BLOCK
 
 
+def unbooked(mesh: Mesh) -> dict[str, tuple[int, int]]:
+    """Requests and blocks of callers outside the mesh, by worker, as the frontend's router knows them."""
+    with mesh.http as http:
+        reply = http.post("/kvmesh/route", json={"model": "tiny", "prompt": prompt_of(40)}).json()
+    return {c["worker"]: (c["unbooked_requests"], c["unbooked_blocks"]) for c in reply["explanation"]["candidates"]}
+
+
+def test_a_server_that_other_callers_use_gets_fewer_requests(tmp_path: Path) -> None:
+    busy, idle = VllmServer(), VllmServer()  # each with a quarter of its 1,000 blocks in use
+    with served(busy, idle), attached(tmp_path, busy.url, idle.url, workers=2) as mesh:
+        for number in range(4):
+            complete(mesh, prompt_of(3 * BLOCK, first=331 * number))
+        assert (len(busy.knobs.bodies), len(idle.knobs.bodies)) == (2, 2)
+        assert unbooked(mesh) == {name_of(busy): (0, 0), name_of(idle): (0, 0)}
+        busy.knobs.other_requests = 5
+        until(lambda: unbooked(mesh)[name_of(busy)] == (5, 250), what="the load of other callers")
+        for number in range(4, 12):
+            complete(mesh, prompt_of(3 * BLOCK, first=331 * number))
+        assert (len(busy.knobs.bodies), len(idle.knobs.bodies)) == (2, 10)
+        busy.knobs.other_requests = 0
+        until(lambda: unbooked(mesh)[name_of(busy)] == (0, 0), what="the other callers to leave")
+
+
 def test_the_cache_of_a_silent_server_is_predicted(tmp_path: Path) -> None:
     servers = [LlamaCppServer(), LlamaCppServer()]
     folder = ["--model-path", str(CHECKPOINT_DIR)]

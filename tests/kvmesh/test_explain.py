@@ -13,7 +13,7 @@ from rich.console import Console
 from frontend.http import FrontendApi, HttpSettings
 from frontend.models import ModelRegistry
 from kvmesh import explain
-from kvmesh.explain import ExplainConfig, PlacementReply
+from kvmesh.explain import ExplainConfig, PlacementReply, unbooked
 from mesh.http.errors import UnauthorizedError
 from mesh.http.request import Reply, Request, json_reply
 from mesh.http.server import App, Route, listening
@@ -224,3 +224,10 @@ async def test_a_file_without_certificates_is_named(tmp_path: Path) -> None:
     for name in ("no.pem", "absent.pem"):
         with pytest.raises(ConfigError, match=name):
             explain.open_session("", str(tmp_path / name))
+
+
+def test_load_of_other_callers_is_named() -> None:
+    values = {"leg": "whole", "dp_rank": 0, "overlap_blocks": (0, 0, 0, 0), "queued_tokens": 0, "held_blocks": 0}
+    idle = CandidateReport(**values, worker="a", requests=0, capacity=1.0, cost=1.0, terms={})  # type: ignore[arg-type]
+    busy = replace(idle, worker="b", requests=3, unbooked_requests=3, unbooked_blocks=40)
+    assert list(unbooked([idle, busy, busy])) == ["b/0 reports 3 requests of other callers, 40 of their blocks"]

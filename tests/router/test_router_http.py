@@ -370,13 +370,14 @@ async def test_overlap_tells_of_every_rank_what_it_has_and_what_it_does(served: 
     await served.place(isl_tokens=7, prompt_tokens=None, pin="d2", pin_rank=1)
     status, answer = await served.ask("POST", "/overlap", {"model": "m", "prompt_tokens": TOKENS})
     assert (status, answer["block_size"], answer["isl_tokens"], answer["prompt_blocks"]) == (200, BLOCK, 170, 10)
-    idle = {"queued_tokens": 0, "held_blocks": 0, "requests": 0}
+    nothing_here = {"queued_tokens": 0, "held_blocks": 0, "requests": 0}
+    idle = nothing_here | {"unbooked": nothing_here}
     nothing = {"device": 0, "host": 0, "disk": 0, "any": 0}
     rows = [(r["name"], r["role"], r["dp_rank"], r["overlap_blocks"], r["load"]) for r in answer["workers"]]
     assert rows == [
         ("d1", "decode", 0, {"device": 4, "host": 5, "disk": 5, "any": 5}, idle),
         ("d2", "decode", 0, nothing, idle),
-        ("d2", "decode", 1, nothing, {"queued_tokens": 7, "held_blocks": 1, "requests": 1}),
+        ("d2", "decode", 1, nothing, idle | {"queued_tokens": 7, "held_blocks": 1, "requests": 1}),
     ]
     await publisher.close()
 

@@ -53,6 +53,7 @@ class Knobs:
     fail_after: int | None = None  # tokens, then an event says that it failed
     stop_after: int | None = None  # tokens, the last of them EOS
     is_healthy: bool = True
+    other_requests: int = 0  # of callers outside the mesh, that run now
     api_key: str = ""  # that everything under /v1 wants
 
 
@@ -240,7 +241,8 @@ class LlamaCppServer(Server):
         return web.json_response({"total_slots": 4, "default_generation_settings": {"n_ctx": CONTEXT}})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text="llamacpp:requests_processing 1\nllamacpp:requests_deferred 0\n")
+        processing = self.running_answers + self.knobs.other_requests
+        return web.Response(text=f"llamacpp:requests_processing {processing}\nllamacpp:requests_deferred 0\n")
 
 
 class SglangServer(Server):
@@ -297,6 +299,7 @@ class VllmServer(Server):
         self._tells_events = tells_events
         self._max_blocks = max_blocks
         self._publisher: KvEventPublisher | None = None
+        self._growth = 0.0  # of the share of blocks in use
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -321,12 +324,14 @@ class VllmServer(Server):
         return [base, *(base | {"id": name, "root": "/" + name, "parent": self.model} for name in self.loras)]
 
     async def metrics(self, request: web.Request) -> web.Response:
+        if self.knobs.other_requests:
+            self._growth += 1e-6  # their answers grow
         labels = f'engine="0",model_name="{self.model}"'
         lines = [
-            f"vllm:num_requests_running{{{labels}}} 1.0",
+            f"vllm:num_requests_running{{{labels}}} {self.running_answers + self.knobs.other_requests:.1f}",
             f"vllm:num_requests_waiting{{{labels}}} 0.0",
             f'vllm:num_requests_waiting_by_reason{{{labels},reason="capacity"}} 5.0',
-            f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
+            f"vllm:kv_cache_usage_perc{{{labels}}} {0.25 + self._growth:.6f}",
             f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0",num_gpu_blocks="{self._max_blocks}"}} 1.0',
             "# TYPE vllm:generation_tokens counter",
             f"vllm:generation_tokens_total{{{labels}}} 42.0",

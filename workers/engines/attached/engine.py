@@ -14,7 +14,7 @@ from protocol.ids import WorkerId
 from protocol.messages import Delta, Embedding, EmbedRequest, FinishReason, GenerateRequest, unpack_tokens
 from workers.checks import check_embedding, check_generation, check_prompt
 from workers.config import WorkerConfig
-from workers.engine import EngineInfo, EngineLoad
+from workers.engine import EngineInfo, EngineLoad, EngineReport
 from workers.engines.attached.asking import ANSWER_S, HealthCheck, probe_server, probe_tasks
 from workers.engines.attached.completions import EMBEDDINGS, Completions, as_engine_errors
 from workers.engines.attached.describe import info_of, model_folder
@@ -22,6 +22,7 @@ from workers.engines.attached.events import Follower
 from workers.engines.attached.handover import BootstrapHandover, Handover, ParamsHandover
 from workers.engines.attached.http import ServerHttp
 from workers.engines.attached.metrics import ServerMetrics
+from workers.engines.attached.outside import OutsideCallers
 from workers.engines.attached.probe import only_rank, read_load
 from workers.engines.attached.server import AttachedServer, EventSource, ServerLoad
 from workers.engines.attached.texts import read_texts
@@ -55,6 +56,8 @@ class AttachedEngine:
         self._life = EngineLife()
         self._cache = RankCache()  # empty for ever where no events are followed
         self._load = ServerLoad()
+        self._outside = OutsideCallers()
+        self._load_listeners: list[Callable[[], object]] = []
         self._http: ServerHttp | None = None
         self._follower: Follower | None = None
         self._handover: Handover | None = None
@@ -134,6 +137,13 @@ class AttachedEngine:
             offers=0 if self._handover is None else len(self._handover),
         )
 
+    def on_load_change(self, listener: Callable[[], object]) -> None:
+        self._load_listeners.append(listener)
+
+    def report(self) -> EngineReport:
+        """Report the server's other callers, as they were at the last look at its metrics."""
+        return self._outside.report
+
     def check_health(self) -> None:
         self._life.check()
 
@@ -194,8 +204,16 @@ class AttachedEngine:
         if status == 200:
             text = body.decode(errors="replace")
             self._load = read_load(text, names)
+            self._note_load()
             if self._metrics is not None:
                 self._metrics.told(text)
+
+    def _note_load(self) -> None:
+        life = self._life
+        total_blocks = 0 if life.info is None else life.info.total_blocks
+        if self._outside.look(self._load, life.take_most_in_flight(), life.in_flight, total_blocks):
+            for listener in self._load_listeners:
+                listener()
 
 
 def event_source(config: WorkerConfig, server: AttachedServer) -> EventSource | None:

@@ -17,6 +17,7 @@ class EngineLife:
         self.address = ""  # of the worker's request plane
         self.info: EngineInfo | None = None  # set once the engine is ready
         self.in_flight = 0  # requests
+        self._most_in_flight = 0  # since `take_most_in_flight`
         self.is_stopping = False
         self.waits = Waits()
         self._failure: EngineError | None = None
@@ -51,10 +52,17 @@ class EngineLife:
     def counted(self) -> Iterator[None]:
         """Count a request as in flight for as long as the block runs."""
         self.in_flight += 1
+        if self.in_flight > self._most_in_flight:
+            self._most_in_flight = self.in_flight
         try:
             yield
         finally:
             self.in_flight -= 1
+
+    def take_most_in_flight(self) -> int:
+        """Return how many requests were in flight at once, at most, since the last call."""
+        most, self._most_in_flight = self._most_in_flight, self.in_flight
+        return most
 
     def _stopping(self) -> EngineError:
         return EngineError(f"{self.worker_id or 'the worker'} is stopping")
