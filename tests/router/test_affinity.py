@@ -1,4 +1,4 @@
-"""Where a session was served last."""
+"""Sessions stay with the worker that served them last."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +30,7 @@ def test_models_and_tenants_have_sessions_of_their_own() -> None:
     assert len(keys) == 4
 
 
-def test_a_long_name_takes_no_more_memory_than_a_short_one() -> None:
+def test_a_long_session_name_takes_no_more_memory() -> None:
     assert len(session_key("m", "t", "x" * 100_000)) == len(session_key("m", "t", "x")) == 16
 
 
@@ -78,7 +78,7 @@ steps = st.lists(
 
 @settings(max_examples=examples(100))
 @given(steps, st.integers(1, 4))
-def test_it_does_what_a_plain_list_does_and_keeps_nothing_else(steps: list, max_sessions: int) -> None:
+def test_affinity_does_what_a_plain_list_does(steps: list, max_sessions: int) -> None:
     sessions, model, now = SessionAffinity(10.0, max_sessions), dict[str, tuple[Holder, int]](), 0
     for what, name, holder, pause in steps:
         now += pause

@@ -26,7 +26,7 @@ def chain(*tokens: int) -> bytes:
 
 
 @both
-def test_a_prefix_is_in_use_until_the_last_chain_through_it_is_gone(new_counts: NewCounts) -> None:
+def test_a_prefix_is_in_use_until_its_last_chain_goes(new_counts: NewCounts) -> None:
     counts = new_counts()
     counts.add(A, chain(1, 2, 3))
     counts.add(A, chain(1, 2, 4))

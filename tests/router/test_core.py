@@ -42,7 +42,7 @@ def test_a_request_counts_until_it_ends_however_it_ends() -> None:
         assert (state.load.shares(), len(state.load)) == ({}, 0)
 
 
-def test_an_answer_takes_a_block_for_each_block_of_tokens_begun() -> None:
+def test_an_answer_takes_a_block_per_begun_block_of_tokens() -> None:
     state = router(card("d"))
     place(state, "r")
     for osl_tokens, blocks in ((1, 1), (BLOCK - 1, 1), (BLOCK, 2), (5 * BLOCK + 3, 6)):
@@ -50,7 +50,7 @@ def test_an_answer_takes_a_block_for_each_block_of_tokens_begun() -> None:
         assert load_of(state, "d").held_blocks == 20 + blocks
 
 
-def test_a_worker_that_dies_takes_the_load_of_its_requests_with_it_on_both_workers() -> None:
+def test_a_dead_worker_ends_its_requests_load_on_both_workers() -> None:
     for gone, left in (("p", "d"), ("d", "p")):
         state = router(card("p", P), card("d"))
         place(state, "r")
@@ -62,7 +62,7 @@ def test_a_worker_that_dies_takes_the_load_of_its_requests_with_it_on_both_worke
         assert (len(state.load), load_of(state, left)) == (0, Share())
 
 
-def test_a_prefill_worker_that_leaves_after_its_part_takes_no_stream_with_it() -> None:
+def test_a_prefill_worker_that_leaves_afterwards_ends_no_stream() -> None:
     state = router(card("p", P), card("d"))
     place(state, "r")
     done(state, "r")
@@ -74,7 +74,7 @@ def test_a_prefill_worker_that_leaves_after_its_part_takes_no_stream_with_it() -
     assert state.load.shares() == {}
 
 
-def test_a_booking_of_which_nothing_is_heard_ends_and_is_counted() -> None:
+def test_a_silent_booking_ends_and_is_counted() -> None:
     state = router(card("d"), lease_s=10.0)
     place(state, "silent", prompt(0), now=0.0)
     place(state, "alive", prompt(1), now=0.0)
@@ -86,7 +86,7 @@ def test_a_booking_of_which_nothing_is_heard_ends_and_is_counted() -> None:
     assert (state.load.shares(), state.stats["expired"]) == ({}, 2)
 
 
-def test_a_booking_that_expires_lets_others_go_and_leaves_no_prefix() -> None:
+def test_an_expired_booking_makes_room_and_leaves_no_prefix() -> None:
     state = router(card("d", kv_events=""), saturation=ONE_AT_A_TIME, lease_s=10.0)
     place(state, "silent")
     submit(state, "r", prompt(1))
@@ -96,14 +96,14 @@ def test_a_booking_that_expires_lets_others_go_and_leaves_no_prefix() -> None:
     assert state.fleet.overlaps("m", request().sequence_hashes, 10.0) == {}
 
 
-def test_a_request_that_is_placed_anew_counts_once() -> None:
+def test_a_request_that_is_placed_again_counts_once() -> None:
     state = router(card("d1"), card("d2"))
     first = place(state, "r")
     second = place(state, "r", exclude=(WorkerId(first),))
     assert state.load.shares() == {at(second): Share(320, 21, 1)}
 
 
-def test_what_other_routers_have_placed_moves_the_choice_until_they_leave() -> None:
+def test_load_of_other_routers_counts_until_they_leave() -> None:
     state = router(card("d1"), card("d2"))
     state.load.set_elsewhere("two", {at("d1"): Share(1000, 50, 3)}, 0.0)
     assert [place(state, f"r{n}", prompt(n, 1)) for n in range(3)] == ["d2"] * 3
@@ -180,7 +180,7 @@ def test_models_do_not_see_each_others_prefixes() -> None:
     assert load_of(state, "d1").queued_tokens == 320
 
 
-def test_what_is_cached_for_another_model_makes_no_prompt_shorter_in_the_queue() -> None:
+def test_caches_of_another_model_shorten_no_prompt_in_the_queue() -> None:
     state = router(card("d"), card("x", model="x"), saturation=ONE_AT_A_TIME)
     busy(state, "d")
     place(state, "r0", prompt(1, 40), model="x")

@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order: the sums are right, nobody is lost, and in the end nothing is left."""
+"""The sums are right in any order of events, no request is lost, and nothing remains in the end."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass
@@ -361,7 +361,7 @@ class RouterMachine(RuleBasedStateMachine):
                 del told[holder]
 
     def could_go(self) -> list[str]:
-        """Those that wait though nothing speaks for it: an idle worker may take them, and none has their prefix."""
+        """Return requests that wait without need: an idle worker may take them, and no worker has their prefix."""
         assert MAX_WAITING <= MAX_ASKED
         found: list[str] = []
         for name, waits in self.counts.waiting.items():
@@ -414,7 +414,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 def mentioned(root: object, names: set[str]) -> set[str]:
-    """Those of `names` that are reachable from an object through its fields, maps and lists."""
+    """Return the `names` that are reachable from an object through its fields, maps and lists."""
     found: set[str] = set()
     seen: set[int] = set()
     to_see = [root]

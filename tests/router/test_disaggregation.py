@@ -1,4 +1,4 @@
-"""One worker or two."""
+"""A request is served by one worker or by two."""
 
 import pytest
 
@@ -21,7 +21,7 @@ RULE = LocalPrefill(max_tokens=100, max_share=0.5)
         (10, 16, False),  # the cache holds more than the prompt
     ],
 )
-def test_a_decode_worker_computes_what_is_little_and_a_small_share(isl: int, cached: int, disaggregate: bool) -> None:
+def test_a_decode_worker_computes_a_small_rest_of_a_prompt(isl: int, cached: int, disaggregate: bool) -> None:
     assert decide(isl, cached, True, None, RULE).disaggregate is disaggregate
 
 
@@ -32,7 +32,7 @@ def test_without_a_prefill_worker_there_is_no_choice() -> None:
         assert decision.reason == "no prefill worker is ready"
 
 
-def test_a_wish_is_granted_where_it_can_be() -> None:
+def test_a_wish_is_granted_where_possible() -> None:
     assert decide(10, 10, True, True, RULE).disaggregate
     assert not decide(1000, 0, True, False, RULE).disaggregate
     assert decide(1000, 0, True, False, RULE).reason == "asked for by the caller"
@@ -56,7 +56,7 @@ def test_a_limit_of_0_disaggregates_everything() -> None:
         (6000, 9000, True, True),
     ],
 )
-def test_a_decode_worker_helps_out_where_prefill_workers_are_full_and_it_is_sooner_done(
+def test_a_sooner_decode_worker_helps_out_full_prefill_workers(
     there: float, here: float, is_full: bool, disaggregate: bool
 ) -> None:
     assert decide(1000, 0, True, None, RULE, Backlog(there, here, is_full)).disaggregate is disaggregate

@@ -1,4 +1,4 @@
-"""Why a request runs where it does: what is told is what was decided."""
+"""An explanation reports what was decided, and why."""
 
 import pytest
 
@@ -30,11 +30,11 @@ def chosen(explanation: Explanation, leg: str = "whole") -> str:
     return report.worker
 
 
-def test_nobody_is_told_who_did_not_ask() -> None:
+def test_without_asking_no_explanation_is_given() -> None:
     assert router(card("d")).place(request(), 0.0).explanation is None
 
 
-def test_all_candidates_are_told_of_the_cheapest_first() -> None:
+def test_all_candidates_are_reported_cheapest_first() -> None:
     state = router(card("a"), card("b"), card("c"))
     holds(state, "b", 10)
     state.load.set_elsewhere("two", {Holder(WorkerId("c"), 0): Share(50 * 16, 7, 3)}, 0.0)
@@ -45,7 +45,7 @@ def test_all_candidates_are_told_of_the_cheapest_first() -> None:
     assert costs == sorted(costs)
 
 
-def test_a_candidate_is_told_of_with_its_overlap_in_each_tier_and_its_load() -> None:
+def test_a_candidate_is_reported_with_overlap_per_tier_and_load() -> None:
     state = router(card("d", capacity=2.0, dp_size=2))
     for dp_rank, (blocks, medium) in enumerate([(12, "CPU"), (15, "DISK")]):
         holds(state, "d", blocks, dp_rank=dp_rank, medium=medium)
@@ -80,7 +80,7 @@ def test_each_leg_of_a_disaggregated_request_is_explained() -> None:
     assert decode == "decode: d, the only one that may take it"
 
 
-def test_the_price_of_recomputing_is_told_with_what_it_comes_from() -> None:
+def test_the_price_of_recomputing_is_reported_with_its_inputs() -> None:
     state = router(card("a"), card("b"))
     holds(state, "a", 10)
     for number in range(3):
@@ -93,7 +93,7 @@ def test_the_price_of_recomputing_is_told_with_what_it_comes_from() -> None:
     assert explained(router(card("a"), recompute_price=2.5)).recompute_price == 2.5
 
 
-def test_the_busy_share_is_that_of_all_workers_whoever_is_asked_for() -> None:
+def test_the_busy_share_is_that_of_all_workers() -> None:
     state = router(card("a"), card("b"))
     state.place(request("r", pin=WorkerId("a")), 0.0)
     for fields in ({}, {"pin": WorkerId("b")}, {"exclude": (WorkerId("a"),)}):
@@ -118,7 +118,7 @@ def test_workers_that_have_computed_all_are_no_longer_busy() -> None:
     assert explained(state, now=2000.0).busy_share == 0.0
 
 
-def test_time_in_the_queue_is_told() -> None:
+def test_the_time_in_the_queue_is_reported() -> None:
     state = router(card("d"), saturation=Saturation(queued_tokens=100))
     state.place(request("first"), 0.0)
     state.submit(request("second", explain=True), 1.0)
@@ -133,7 +133,7 @@ def test_time_in_the_queue_is_told() -> None:
 # --- the reason in words is true -----------------------------------------------------------------------------------
 
 
-def test_the_cheapest_is_told_with_the_next() -> None:
+def test_the_reason_names_the_next_cheapest_cost() -> None:
     state = router(card("a"), card("b"), recompute_price=1.0)
     holds(state, "b", 10)
     explanation = explained(state)
@@ -168,7 +168,7 @@ def test_a_session_is_the_reason_where_it_decides() -> None:
     assert explanation.why.endswith(f"{first}, its session runs there")
 
 
-def test_a_newcomer_that_is_held_back_is_told_of_and_not_counted_as_a_rival() -> None:
+def test_a_held_back_newcomer_is_reported_but_no_rival() -> None:
     state = router(card("old"))
     state.place(request("r0", prompt(1)), 100.0)
     state.add_worker(card("new"), 100.0)
@@ -180,7 +180,7 @@ def test_a_newcomer_that_is_held_back_is_told_of_and_not_counted_as_a_rival() ->
     assert explanation.why.endswith("old, the only one that may take it now")
 
 
-def test_a_full_worker_is_told_of_and_not_counted_as_a_rival() -> None:
+def test_a_full_worker_is_reported_but_no_rival() -> None:
     state = router(card("small", max_num_seqs=1), card("large"))
     state.place(request("r0", prompt(1, 1), pin=WorkerId("small")), 0.0)
     state.place(request("r1", prompt(2), pin=WorkerId("large")), 0.0)
@@ -189,7 +189,7 @@ def test_a_full_worker_is_told_of_and_not_counted_as_a_rival() -> None:
     assert of(explanation, "small").cost < of(explanation, "large").cost
 
 
-def test_each_that_is_passed_over_is_told_of_with_its_own_reason() -> None:
+def test_each_passed_over_worker_is_reported_with_its_reason() -> None:
     state = router(card("small", max_num_seqs=1), card("large"))
     for number, worker in enumerate(("small", "large", "large")):
         state.place(request(f"r{number}", prompt(number + 1), pin=WorkerId(worker)), 100.0)
@@ -209,7 +209,7 @@ def test_each_that_is_passed_over_is_told_of_with_its_own_reason() -> None:
         ("random", "drawn"),
     ],
 )
-def test_a_policy_that_does_not_go_by_cost_does_not_pretend_to(policy: Policy, why: str) -> None:
+def test_a_policy_without_costs_gives_no_cost_as_reason(policy: Policy, why: str) -> None:
     state = router(card("a"), card("b"), policy=policy)
     holds(state, "b", 20)
     explanation = explained(state)
@@ -232,7 +232,7 @@ def test_with_a_temperature_the_choice_is_drawn() -> None:
 # --- it is bounded -------------------------------------------------------------------------------------------------
 
 
-def test_of_many_candidates_the_cheapest_are_told() -> None:
+def test_the_cheapest_of_many_candidates_are_reported() -> None:
     state = router(*[card(f"d{number}") for number in range(MAX_CANDIDATES + 10)])
     holds(state, "d70", 20)
     explanation = explained(state)
@@ -240,7 +240,7 @@ def test_of_many_candidates_the_cheapest_are_told() -> None:
     assert explanation.candidates[0].note == "chosen"
 
 
-def test_the_chosen_one_is_told_of_among_however_many() -> None:
+def test_the_chosen_candidate_is_always_reported() -> None:
     """A policy that does not go by cost may choose the dearest."""
     state = router(card("a"), *[card(f"d{number}") for number in range(MAX_CANDIDATES + 10)], policy="round-robin")
     for number in range(MAX_CANDIDATES + 10):

@@ -28,7 +28,7 @@ from tests.support.routing import (
 # --- workers that come, change and leave ---------------------------------------------------------------------------
 
 
-def test_a_worker_that_left_is_forgotten_and_its_late_events_do_not_bring_it_back() -> None:
+def test_late_events_do_not_bring_a_worker_back() -> None:
     state = router(card("d1"), card("d2"))
     holds(state, "d1", 20)
     state.remove_worker(WorkerId("d1"))
@@ -41,7 +41,7 @@ def test_a_worker_that_left_is_forgotten_and_its_late_events_do_not_bring_it_bac
     state.remove_worker(WorkerId("never there"))
 
 
-def test_what_a_holder_has_can_be_forgotten_to_be_told_anew() -> None:
+def test_the_blocks_of_one_holder_can_be_forgotten() -> None:
     state = router(card("d", dp_size=2))
     for dp_rank in (0, 1):
         holds(state, "d", 20, dp_rank=dp_rank)
@@ -49,7 +49,7 @@ def test_what_a_holder_has_can_be_forgotten_to_be_told_anew() -> None:
     assert set(state.fleet.overlaps("m", request().sequence_hashes, 0.0)) == {at("d", 0)}
 
 
-def test_a_card_that_changes_keeps_what_is_known_of_the_worker() -> None:
+def test_a_changed_card_keeps_the_workers_blocks_and_load() -> None:
     state = router(card("d1"), card("d2"))
     holds(state, "d1", 20)
     place(state, "r")
@@ -82,7 +82,7 @@ def test_the_block_size_is_that_of_the_model() -> None:
 # --- newcomers -----------------------------------------------------------------------------------------------------
 
 
-def test_a_newcomer_is_given_one_request_before_it_has_shown_that_it_works() -> None:
+def test_an_unproven_newcomer_gets_one_request() -> None:
     state = router(card("old"), ramp_s=10.0)
     busy(state, "old", now=100.0)
     state.add_worker(card("new"), 100.0)
@@ -152,7 +152,7 @@ def test_a_prompt_in_flight_counts_as_cached_where_it_runs() -> None:
     assert (placed.decode.worker_id, placed.decode.overlap_blocks) == (first, 20)
 
 
-def test_a_prompt_in_flight_counts_as_cached_where_it_is_prefilled() -> None:
+def test_a_prompt_in_flight_counts_where_it_is_prefilled() -> None:
     state = router(card("p1", P), card("p2", P), card("d"), recompute_price=2.0)
     first = where(state.place(request("r0", disaggregate=True), 0.0))[0]
     placed = state.place(request("r1", TOKENS + prompt(1, 1), disaggregate=True), 0.0)
@@ -188,7 +188,7 @@ def test_predictions_can_be_turned_off() -> None:
     assert state.fleet.overlaps("m", request().sequence_hashes, 0.0) == {}
 
 
-def test_what_a_worker_tells_is_believed_over_what_was_predicted_of_it() -> None:
+def test_events_replace_predictions() -> None:
     for tell in (
         lambda state: state.fleet.on_kv_events(WorkerId("d1"), 0, [Cleared()]),
         lambda state: state.fleet.on_kv_batch(WorkerId("d1"), 0, encode_payload([Cleared()], 0.0)),
@@ -202,7 +202,7 @@ def test_what_a_worker_tells_is_believed_over_what_was_predicted_of_it() -> None
         assert state.fleet.overlaps("m", request().sequence_hashes, 0.0) == {}
 
 
-def test_a_prediction_does_not_hide_what_lies_deeper_in_a_slower_tier() -> None:
+def test_a_prediction_does_not_hide_deeper_blocks_in_slower_tiers() -> None:
     state = router(card("d1"))
     holds(state, "d1", 15, medium="CPU")
     place(state, "r0", TOKENS[: 10 * BLOCK])
@@ -210,7 +210,7 @@ def test_a_prediction_does_not_hide_what_lies_deeper_in_a_slower_tier() -> None:
 
 
 @pytest.mark.parametrize("kv_events", ["tcp://d:1", ""])
-def test_what_was_predicted_of_a_worker_is_forgotten_when_it_leaves(kv_events: str) -> None:
+def test_predictions_for_a_worker_end_when_it_leaves(kv_events: str) -> None:
     state = router(card("d", kv_events=kv_events))
     place(state, "r0")
     done(state, "r0")
@@ -220,7 +220,7 @@ def test_what_was_predicted_of_a_worker_is_forgotten_when_it_leaves(kv_events: s
     assert state.fleet.overlaps("m", request().sequence_hashes, 0.0) == {}
 
 
-def test_of_a_worker_without_events_its_placements_tell_what_it_has() -> None:
+def test_placements_predict_the_cache_of_a_worker_without_events() -> None:
     state = router(card("d1", kv_events=""), card("d2", kv_events=""), approximate_ttl_s=120.0)
     first = place(state, "r0")
     done(state, "r0")
@@ -232,7 +232,7 @@ def test_of_a_worker_without_events_its_placements_tell_what_it_has() -> None:
     assert state.fleet.overlaps("m", request("r2").sequence_hashes, 120.0) == {}
 
 
-def test_a_worker_without_events_is_not_believed_to_have_more_than_its_pool() -> None:
+def test_predictions_do_not_exceed_the_pool_of_a_worker() -> None:
     state = router(card("d1", kv_events="", total_blocks=30), saturation=None)
     for number in range(3):
         place(state, f"r{number}", prompt(number))
@@ -249,7 +249,7 @@ def test_both_workers_of_a_disaggregated_request_will_have_its_prompt() -> None:
     assert set(state.fleet.overlaps("m", request().sequence_hashes, 0.0)) == {at("p"), at("d")}
 
 
-def test_a_worker_without_events_of_which_nothing_may_be_guessed_has_nothing() -> None:
+def test_predictions_for_workers_without_events_can_be_turned_off() -> None:
     state = router(card("d1", kv_events=""), approximate_ttl_s=0.0)
     place(state, "r0")
     done(state, "r0")

@@ -1,4 +1,4 @@
-"""What routers tell each other of their load: when, and what becomes of it."""
+"""Routers report their load to each other, and forget the load of routers that fall silent."""
 
 import asyncio
 import random
@@ -60,7 +60,7 @@ def share(holder: Holder, requests: int = 1, tokens: int = 10, blocks: int = 2) 
 
 
 def elsewhere(load: ActiveLoad, holder: Holder = A) -> tuple[float, int, int]:
-    """What others have placed there."""
+    """Return what other routers have placed there."""
     total, own = load.of(holder).total, load.of(holder).own
     return (total[0] - own[0], total[1] - own[1], total[2] - own[2])
 
@@ -83,7 +83,7 @@ class Router:
 # --- when it is told, and what ------------------------------------------------------------------------
 
 
-def test_who_begins_to_listen_is_told_all_at_once() -> None:
+def test_a_new_listener_gets_a_full_report() -> None:
     load = new_load()
     book(load, "r1")
     teller = GossipSender(load, "r", 7)
@@ -109,7 +109,7 @@ def test_changes_wait_for_others_to_go_with_them() -> None:
     assert {row.worker_id for row in told.shares} == {"a", "b"}
 
 
-def test_only_what_has_changed_is_told() -> None:
+def test_only_changed_sums_are_sent() -> None:
     router = Router()
     book(router.load, "r1")
     router.told(1.0)
@@ -120,7 +120,7 @@ def test_only_what_has_changed_is_told() -> None:
     assert router.told(1.2) is None
 
 
-def test_all_is_told_again_and_again_while_something_is_in_flight() -> None:
+def test_all_sums_are_repeated_while_requests_are_in_flight() -> None:
     router = Router()
     book(router.load, "r1")
     router.told(1.0)
@@ -153,7 +153,7 @@ def test_an_idle_router_says_so_and_is_silent() -> None:
     assert said == LAST_WORDS
 
 
-def test_nobody_is_told_nothing() -> None:
+def test_without_listeners_nothing_is_sent() -> None:
     router = Router()
     book(router.load, "r1")
     router.teller.on_change(1.0)
@@ -207,7 +207,7 @@ def test_what_was_overtaken_or_came_before_does_not_count() -> None:
     assert elsewhere(load)[2] == 5
 
 
-def test_a_router_that_was_started_anew_begins_with_nothing() -> None:
+def test_a_restarted_peer_begins_with_nothing() -> None:
     load = new_load()
     listener = GossipReceiver(load)
     listener.on_news(news(900, share(A, 5), generation=1), 0.0)
@@ -216,7 +216,7 @@ def test_a_router_that_was_started_anew_begins_with_nothing() -> None:
     assert not listener.on_news(news(901, share(A, 5), generation=1), 0.0)
 
 
-def test_who_falls_silent_with_something_in_flight_is_forgotten() -> None:
+def test_a_silent_router_with_load_is_forgotten() -> None:
     load = new_load()
     listener = GossipReceiver(load)
     listener.on_news(news(1, share(A)), 10.0)
@@ -229,7 +229,7 @@ def test_who_falls_silent_with_something_in_flight_is_forgotten() -> None:
     assert elsewhere(load)[2] == 1
 
 
-def test_who_is_heard_of_is_not_silent_and_who_has_nothing_need_not_be_heard_of() -> None:
+def test_only_a_router_with_load_has_to_report() -> None:
     load = new_load()
     listener = GossipReceiver(load)
     for seq in range(1, 30):
@@ -249,7 +249,7 @@ def test_a_router_that_has_left_is_forgotten() -> None:
     assert (elsewhere(load), listener.next_s()) == ((0, 0, 0), None)
 
 
-def test_a_worker_that_is_not_known_yet_counts_with_the_next_message_about_it() -> None:
+def test_load_of_a_new_worker_counts_with_the_next_message() -> None:
     load = new_load()
     listener, late = GossipReceiver(load), Holder(WorkerId("late"), 0)
     listener.on_news(news(1, share(late)), 0.0)
@@ -262,7 +262,7 @@ def test_a_worker_that_is_not_known_yet_counts_with_the_next_message_about_it() 
     listener.forget("r", 1.0)
 
 
-def test_a_worker_that_leaves_is_not_told_of_and_not_remembered() -> None:
+def test_a_worker_that_leaves_is_neither_reported_nor_remembered() -> None:
     router = Router()
     book(router.load, "r1")
     router.load.leave(A, 0.0)
@@ -378,7 +378,7 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 
 def seen(router: LocalRouter, worker: str = "d1") -> tuple[float, int, int]:
-    """What the others have placed there, as it knows."""
+    """Return what the other routers have placed there, as this router knows it."""
     return elsewhere(router.state.load, Holder(WorkerId(worker), 0))
 
 
@@ -411,7 +411,7 @@ async def test_a_router_that_dies_is_forgotten_with_what_it_placed(mesh: Mesh, m
     await until(lambda: seen(first) == (0, 0, 0))
 
 
-async def test_who_comes_late_is_told_what_is_in_flight(mesh: Mesh) -> None:
+async def test_a_late_router_learns_what_is_in_flight(mesh: Mesh) -> None:
     first = await mesh.start("a")
     booking = await first.place(request("r", pin=WorkerId("d1")), 5)
     second = await mesh.start("b")

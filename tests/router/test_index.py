@@ -1,4 +1,4 @@
-"""What the router remembers of the workers' caches. All of it holds for both implementations."""
+"""The index tracks the workers' caches. Every test runs with both implementations."""
 
 import subprocess
 import sys
@@ -138,7 +138,7 @@ def test_of_many_holders_each_is_found_with_its_own_length(new_index: NewIndex, 
 
 
 @both
-def test_a_removed_block_ends_the_prefix_there_until_it_is_back(new_index: NewIndex) -> None:
+def test_a_removed_block_ends_the_prefix_until_it_returns(new_index: NewIndex) -> None:
     index = new_index()
     index.apply(A, [stored(0, 5), removed(2)])
     assert found(index, TOKENS, BLOCK) == {A: 2}
@@ -147,7 +147,7 @@ def test_a_removed_block_ends_the_prefix_there_until_it_is_back(new_index: NewIn
 
 
 @both
-def test_what_follows_a_block_that_nobody_has_is_kept_and_goes_without_a_trace(new_index: NewIndex) -> None:
+def test_blocks_after_a_missing_one_are_kept_and_removable(new_index: NewIndex) -> None:
     index = new_index()
     index.apply(A, [stored(0, 5), removed(0, 1, 2)])
     assert found(index, TOKENS, BLOCK) == {}
@@ -210,7 +210,7 @@ def test_cleared_forgets_one_cache(new_index: NewIndex) -> None:
 
 
 @both
-def test_a_prefix_with_two_names_is_there_until_both_are_gone(new_index: NewIndex) -> None:
+def test_a_prefix_with_two_names_needs_both_removed(new_index: NewIndex) -> None:
     index = new_index()
     index.apply(A, [stored(0, 2), stored(0, 2, names=50)])
     assert (index.blocks_of(A), index.num_entries) == (2, 4)
@@ -222,7 +222,7 @@ def test_a_prefix_with_two_names_is_there_until_both_are_gone(new_index: NewInde
 
 
 @both
-def test_a_name_that_comes_to_mean_another_block_leaves_the_old_one(new_index: NewIndex) -> None:
+def test_a_renamed_block_leaves_its_old_prefix(new_index: NewIndex) -> None:
     index = new_index()
     index.apply(A, [stored(0, 1), stored(0, 1, medium="CPU")])
     index.apply(A, [Stored((EngineHash(0),), None, (1, 2, 3, 4), BLOCK)])
@@ -271,7 +271,7 @@ def test_an_event_that_contradicts_itself_is_dropped_whole(new_index: NewIndex, 
 
 
 @both
-def test_a_name_that_comes_twice_is_found_in_a_long_event_too(new_index: NewIndex) -> None:
+def test_a_repeated_name_is_found_in_a_long_event(new_index: NewIndex) -> None:
     for count in (200, 3000):
         index = new_index()
         names = array("Q", range(count))
@@ -281,7 +281,7 @@ def test_a_name_that_comes_twice_is_found_in_a_long_event_too(new_index: NewInde
 
 
 @both
-def test_the_token_after_the_last_of_a_speculating_engine_is_ignored(new_index: NewIndex) -> None:
+def test_the_extra_token_of_a_speculating_engine_is_ignored(new_index: NewIndex) -> None:
     index = new_index()
     index.store(A, array("Q", [0, 1]), None, array("I", TOKENS[: 2 * BLOCK + 1]), BLOCK)
     assert found(index, TOKENS, BLOCK) == {A: 2}
@@ -291,7 +291,7 @@ def test_the_token_after_the_last_of_a_speculating_engine_is_ignored(new_index: 
 
 
 @both
-def test_depths_are_told_for_each_tier_and_all_faster_ones(new_index: NewIndex) -> None:
+def test_depths_count_each_tier_and_all_faster_ones(new_index: NewIndex) -> None:
     index = new_index()
     index.apply(A, [stored(0, 1), stored(1, 3, medium="CPU"), stored(3, 4, medium="DISK"), stored(4, 5, medium="S3")])
     index.apply(B, [stored(0, 4, medium="CPU"), stored(0, 2)])
@@ -305,7 +305,7 @@ def test_depths_are_told_for_each_tier_and_all_faster_ones(new_index: NewIndex) 
 
 
 @both
-def test_a_gap_in_one_tier_ends_the_prefix_there_in_that_tier_alone(new_index: NewIndex) -> None:
+def test_a_gap_in_one_tier_ends_the_prefix_there_only(new_index: NewIndex) -> None:
     index = new_index()
     index.store(A, array("Q", range(9)), None, array("I", range(9)), 1)
     index.store(A, array("Q", range(9)), None, array("I", range(9)), 1, tier=Tier.DISK)
@@ -319,7 +319,7 @@ def test_a_gap_in_one_tier_ends_the_prefix_there_in_that_tier_alone(new_index: N
 
 
 @both
-def test_a_block_in_two_tiers_is_there_until_it_has_left_both(new_index: NewIndex) -> None:
+def test_a_block_in_two_tiers_must_leave_both(new_index: NewIndex) -> None:
     index = new_index()
     index.apply(A, [stored(0, 2), stored(0, 2, medium="CPU")])
     assert (index.blocks_of(A), index.num_entries, index.digest(A).blocks) == (2, 2, 4)
@@ -377,7 +377,7 @@ def test_one_worker_cannot_fill_the_memory(new_index: NewIndex) -> None:
 
 
 @both
-def test_the_largest_holder_makes_room_and_its_shared_prefix_goes_last(new_index: NewIndex) -> None:
+def test_the_largest_holder_makes_room_its_shared_prefix_last(new_index: NewIndex) -> None:
     index = new_index(max_entries=24)
     store_chain(index, B, range(100, 104), names=100)
     store_chain(index, A, [0, 1, 2, 3])
@@ -418,7 +418,7 @@ def test_prefixes_kept_for_what_follows_them_count_for_the_limit(new_index: NewI
 
 
 @both
-def test_a_chain_whose_parent_made_room_for_it_is_an_orphan(new_index: NewIndex) -> None:
+def test_a_chain_whose_parent_was_evicted_is_an_orphan(new_index: NewIndex) -> None:
     index = new_index(max_entries=4)
     store_chain(index, A, range(4))
     index.store(A, array("Q", [4, 5]), 3, array("I", [4, 5]), 1)

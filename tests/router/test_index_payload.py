@@ -31,7 +31,7 @@ def packed(*events: object, rank: object = 0) -> bytes:
 
 
 def stored_map(**changes: object) -> dict[str, object]:
-    """As vLLM 0.32 sends it; the tag comes first."""
+    """Return an event as vLLM 0.32 sends it, with the tag first."""
     return {
         "type": "BlockStored",
         "block_hashes": [1, HIGH],
@@ -230,7 +230,7 @@ payloads = st.builds(
 
 
 def apply_to_both(payload: bytes) -> None:
-    """Whatever the native parser takes Python takes too, and it means the same; what it leaves has no effect."""
+    """Payloads that the native parser takes mean the same to Python; payloads that it leaves have no effect."""
     plain, native = PlainIndex(), index_module.NativeIndex()
     for index in (plain, native):
         index.apply(A, [Stored((EngineHash(1), EngineHash(2)), None, (1, 2), 1)])
@@ -284,7 +284,7 @@ def test_deep_nesting_does_no_harm(depth: int) -> None:
 
 
 @needs_native
-def test_the_factor_that_keeps_groups_apart_is_that_of_the_format() -> None:
+def test_the_group_factor_is_that_of_the_format() -> None:
     plain, native = PlainIndex(), index_module.NativeIndex()
     for index in (plain, native):
         index.apply_payload(A, packed(stored_map(group_idx=3)))

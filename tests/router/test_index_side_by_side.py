@@ -82,7 +82,7 @@ class SideBySide(RuleBasedStateMachine):
         tier: Tier,
         odd: tuple[int, int] | None,
     ) -> tuple[Holder, list[int]]:
-        """`odd`: one block of the event, and the number it is named by."""
+        """Return an event. `odd` is one of its blocks, and the number that names it."""
         first, end = sorted(min(bound, len(prompt)) for bound in part)
         names = [(prefix + shift) % 2**64 for prefix in sequence_hashes(prompt, 1)]
         parent = names[first - 1] if first else None
@@ -152,7 +152,7 @@ TestSideBySide = needs_native(SideBySide.TestCase)
 
 
 class Engine:
-    """What one holder might say, mostly sound, from a seed."""
+    """Return events that one holder might send, mostly sound ones, from a seed."""
 
     def __init__(self, rng: random.Random, holder: Holder, tiers: Sequence[Tier], num_names: int) -> None:
         self.holder = holder
@@ -232,8 +232,8 @@ def test_many_blocks_come_and_go_alike() -> None:
 
 
 @needs_native
-def test_names_that_look_alike_in_a_table_are_told_apart() -> None:
-    """So many that the part of a hash that a table keeps is often the same."""
+def test_colliding_names_are_kept_apart() -> None:
+    """There are so many blocks that the part of a hash that a table keeps is often the same."""
     rng = random.Random(0)
     names = [rng.getrandbits(64) for _ in range(60_000)]
     plain, native = PlainIndex(), index_module.NativeIndex()

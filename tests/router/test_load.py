@@ -39,7 +39,7 @@ def share(load: ActiveLoad, holder: Holder) -> Share:
 
 
 def is_empty(load: ActiveLoad) -> bool:
-    """Nothing is left of any request."""
+    """Return whether nothing remains of any request."""
     counts = (len(load), load.chains.num_blocks, load.prefilling.num_blocks, sum(map(len, load._of_holder.values())))
     return counts == (0, 0, 0, 0) and load.shares() == {} and not any(one.prefilling for one in load._loads.values())
 
@@ -89,7 +89,7 @@ def test_an_answer_takes_more_blocks_as_it_grows() -> None:
     assert is_empty(load)
 
 
-def test_where_a_booking_stands_and_what_it_is_about_can_be_asked() -> None:
+def test_a_booking_reports_its_holders_and_hashes() -> None:
     load = new_load()
     book(load, R, decode=A, prefill=P, blocks=(1, 2))
     book(load, S, decode=B)
@@ -103,7 +103,7 @@ def test_where_a_booking_stands_and_what_it_is_about_can_be_asked() -> None:
     assert (load.holders_of(R), load.hashes_of(R), R in load) == ((), b"", False)
 
 
-def test_it_is_known_who_pays_for_an_answer() -> None:
+def test_a_booking_knows_its_owner() -> None:
     load = new_load()
     owner = Owner("tenant", 3)
     load.book(R, decode=A, prefill=A, prefill_tokens=1, hashes=b"", now=0.0, owner=owner)
@@ -136,7 +136,7 @@ def test_booking_again_replaces() -> None:
     assert is_empty(load)
 
 
-def test_a_worker_that_leaves_ends_the_bookings_of_which_it_has_either_half() -> None:
+def test_a_worker_that_leaves_ends_bookings_of_either_half() -> None:
     for gone in (A, P):
         load = new_load()
         book(load, R, decode=A, prefill=P)
@@ -149,7 +149,7 @@ def test_a_worker_that_leaves_ends_the_bookings_of_which_it_has_either_half() ->
         assert is_empty(load)
 
 
-def test_a_prefill_worker_that_leaves_when_it_is_done_takes_no_stream_with_it() -> None:
+def test_a_prefill_worker_that_leaves_when_done_ends_no_stream() -> None:
     load = new_load()
     book(load, decode=A, prefill=P)
     load.prefill_done(R, 0.0)
@@ -161,7 +161,7 @@ def test_a_prefill_worker_that_leaves_when_it_is_done_takes_no_stream_with_it() 
     assert is_empty(load)
 
 
-def test_a_worker_that_leaves_twice_or_was_never_there_is_no_error() -> None:
+def test_leaving_twice_or_unknown_is_no_error() -> None:
     load = new_load(A)
     for holder in (A, A, B):
         load.leave(holder, 0.0)
@@ -227,7 +227,7 @@ def watched_load() -> tuple[ActiveLoad, Watched]:
     return load, busy
 
 
-def test_a_holder_is_busy_from_its_first_prompt_to_its_last() -> None:
+def test_a_holder_is_busy_from_first_to_last_prompt() -> None:
     load, busy = watched_load()
     book(load, R, prefill=P, now=1.0)
     assert busy.take() == [(1, 1.0)]
@@ -239,14 +239,14 @@ def test_a_holder_is_busy_from_its_first_prompt_to_its_last() -> None:
     assert busy.take() == [(-1, 5.0)]
 
 
-def test_a_prompt_that_is_cached_whole_makes_nobody_busy() -> None:
+def test_a_fully_cached_prompt_makes_no_holder_busy() -> None:
     load, busy = watched_load()
     book(load, tokens=0)
     load.free(R, 0.0)
     assert busy.take() == []
 
 
-def test_who_leaves_or_loses_its_only_request_is_no_longer_busy() -> None:
+def test_a_holder_that_leaves_or_loses_its_request_is_idle() -> None:
     load, busy = watched_load()
     book(load, R, prefill=P)
     load.leave(A, 1.0)
@@ -256,7 +256,7 @@ def test_who_leaves_or_loses_its_only_request_is_no_longer_busy() -> None:
     assert busy.take() == [(1, 0.0), (-1, 1.0)]
 
 
-def test_a_booking_that_moves_makes_one_holder_idle_and_another_busy() -> None:
+def test_a_moved_booking_moves_the_busy_time() -> None:
     load, busy = watched_load()
     book(load, decode=A)
     book(load, decode=B, now=1.0)
@@ -275,7 +275,7 @@ def test_prompts_of_other_routers_make_a_holder_busy_too() -> None:
     assert busy.take() == [(-1, 3.0)]
 
 
-def test_a_holder_that_leaves_while_it_computes_for_another_router_is_no_longer_busy() -> None:
+def test_a_holder_that_leaves_is_idle_for_other_routers_too() -> None:
     load, busy = watched_load()
     load.set_elsewhere("two", {A: Share(5, 0, 0), B: Share(5, 0, 0)}, 0.0)
     book(load, R, decode=A)
@@ -292,7 +292,7 @@ def test_a_holder_that_leaves_while_it_computes_for_another_router_is_no_longer_
 
 
 def computing(load: ActiveLoad, tokens: int, from_s: float, to_s: float) -> HolderLoad:
-    """One prompt has been computed in that time, so the worker's speed is known."""
+    """Return a load for which one prompt was computed in that time, so that the worker's speed is known."""
     book(load, RequestId("before"), tokens=tokens, now=from_s)
     load.prefill_done(RequestId("before"), to_s)
     load.free(RequestId("before"), to_s)
@@ -305,7 +305,7 @@ def test_a_worker_of_unknown_speed_has_done_nothing_yet() -> None:
     assert load.of(A).done_tokens(100.0) == 0
 
 
-def test_what_is_computed_is_estimated_by_the_time_that_prompts_took() -> None:
+def test_computed_tokens_are_estimated_from_earlier_prompts() -> None:
     load = new_load()
     holder = computing(load, 1000, 0.0, 10.0)
     book(load, R, tokens=500, now=20.0)
@@ -313,7 +313,7 @@ def test_what_is_computed_is_estimated_by_the_time_that_prompts_took() -> None:
     assert holder.done_tokens(1000.0) == 500, "not more than the prompt that is being computed"
 
 
-def test_the_next_in_line_starts_when_the_one_before_it_is_done() -> None:
+def test_a_prompt_starts_when_the_one_before_is_done() -> None:
     load = new_load()
     holder = computing(load, 1000, 0.0, 10.0)
     book(load, R, tokens=500, now=20.0)
@@ -323,7 +323,7 @@ def test_the_next_in_line_starts_when_the_one_before_it_is_done() -> None:
     assert holder.done_tokens(26.0) == pytest.approx(100)
 
 
-def test_the_next_in_line_has_done_nothing_of_the_time_of_one_that_was_cancelled() -> None:
+def test_the_time_of_a_cancelled_prompt_counts_for_no_other() -> None:
     load = new_load()
     holder = computing(load, 1000, 0.0, 10.0)
     book(load, R, tokens=5000, now=20.0)
@@ -333,7 +333,7 @@ def test_the_next_in_line_has_done_nothing_of_the_time_of_one_that_was_cancelled
     assert holder.done_tokens(61.0) == pytest.approx(100)
 
 
-def test_one_that_overtakes_in_the_worker_does_not_end_the_turn_of_the_first() -> None:
+def test_overtaking_in_the_worker_keeps_the_first_prompts_turn() -> None:
     load = new_load()
     holder = computing(load, 1000, 0.0, 10.0)
     book(load, R, tokens=500, now=20.0)
@@ -353,7 +353,7 @@ def test_speed_is_that_of_the_last_prompts() -> None:
 # --- what other routers have placed --------------------------------------------------------------------------------
 
 
-def test_what_others_have_placed_adds_to_the_total_and_is_not_told_on() -> None:
+def test_load_of_others_is_totalled_but_not_passed_on() -> None:
     load = new_load()
     book(load, decode=A)
     load.set_elsewhere("two", {A: Share(10, 4, 2)}, 0.0)
@@ -365,14 +365,14 @@ def test_what_others_have_placed_adds_to_the_total_and_is_not_told_on() -> None:
     assert load.of(A).total == Share(10 + 1, 4 + 1, 2 + 1)
 
 
-def test_what_another_router_says_replaces_all_it_said_before() -> None:
+def test_a_full_report_replaces_the_earlier_one() -> None:
     load = new_load()
     load.set_elsewhere("two", {A: Share(10, 4, 2), B: Share(5, 1, 1)}, 0.0)
     load.set_elsewhere("two", {B: Share(6, 2, 1)}, 0.0)
     assert (load.of(A).total, load.of(B).total) == (NOTHING, Share(6, 2, 1))
 
 
-def test_what_another_router_says_of_some_workers_leaves_the_others_as_they_were() -> None:
+def test_a_partial_report_leaves_other_workers_unchanged() -> None:
     load = new_load()
     load.set_elsewhere("two", {A: Share(10, 4, 2), B: Share(5, 1, 1)}, 0.0)
     load.update_elsewhere("two", {B: NOTHING}, 0.0)
@@ -394,7 +394,7 @@ def test_of_unknown_workers_nothing_is_kept() -> None:
     assert load.of(B).total == NOTHING
 
 
-def test_others_are_told_what_has_changed_and_once() -> None:
+def test_own_changes_are_taken_once() -> None:
     load = new_load()
     book(load, decode=A, prefill=P)
     assert load.take_own_changes() == {A: Share(0, 3, 1), P: Share(40, 0, 0)}
@@ -409,7 +409,7 @@ def test_others_are_told_what_has_changed_and_once() -> None:
     assert load.take_own_changes() == {A: NOTHING}
 
 
-def test_nothing_is_told_of_a_worker_that_left() -> None:
+def test_a_worker_that_left_is_not_reported() -> None:
     load = new_load()
     book(load, decode=A, prefill=P)
     load.leave(A, 0.0)

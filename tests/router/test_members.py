@@ -1,4 +1,4 @@
-"""Which workers are used together."""
+"""Workers that contradict each other are not used together."""
 
 from protocol.ids import WorkerId
 from protocol.messages import Role, WorkerCard
@@ -21,7 +21,7 @@ def test_workers_of_a_model_must_agree() -> None:
     assert members.join(card("e", block_size=32, model="other"))
 
 
-def test_who_contradicts_comes_in_when_the_others_have_gone() -> None:
+def test_a_contradicting_worker_joins_when_the_others_left() -> None:
     members = Members()
     members.join(card("a"))
     members.join(card("b"))
@@ -32,7 +32,7 @@ def test_who_contradicts_comes_in_when_the_others_have_gone() -> None:
     assert members.leave(WorkerId("c")) == [card("d", block_size=64)]
 
 
-def test_who_left_while_it_waited_does_not_come_in() -> None:
+def test_a_worker_that_left_while_waiting_does_not_join() -> None:
     members = Members()
     members.join(card("a"))
     members.join(card("c", block_size=32))

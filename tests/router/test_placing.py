@@ -1,4 +1,4 @@
-"""Where a request runs: one worker or two, which ones, and which may not take it."""
+"""A request runs on one worker or two, chosen by overlap, load and its wishes."""
 
 from collections import Counter
 
@@ -68,7 +68,7 @@ def test_the_wish_of_the_caller_counts() -> None:
     assert where(state.place(request(disaggregate=False), 0.0)) == (None, "d")
 
 
-def test_a_decode_worker_helps_out_where_the_prefill_workers_are_full() -> None:
+def test_a_decode_worker_helps_out_full_prefill_workers() -> None:
     state = router(card("p", P), card("d"), saturation=ONE_AT_A_TIME)
     assert where(state.place(request("r1", prompt(1)), 0.0)) == ("p", "d")
     placed = state.place(request("r2", prompt(2)), 0.0)
@@ -79,7 +79,7 @@ def test_a_decode_worker_helps_out_where_the_prefill_workers_are_full() -> None:
     assert where(state.place(request("r3", prompt(3)), 0.0)) == ("p", "d")
 
 
-def test_a_fast_decode_worker_helps_out_though_it_has_more_to_compute() -> None:
+def test_a_fast_decode_worker_helps_out_despite_more_work() -> None:
     for capacity, expected in ((1.0, "p"), (4.0, None)):
         state = router(card("p", P), card("d", capacity=capacity), saturation=ONE_AT_A_TIME)
         busy(state, "d", 1, blocks=50)
@@ -145,7 +145,7 @@ def test_prefill_work_counts_until_the_first_token() -> None:
     assert where(state.place(request("r4", prompt(4, 1)), 0.0))[0] == "p1"
 
 
-def test_the_part_of_a_prompt_that_must_have_been_computed_by_now_counts_no_more() -> None:
+def test_the_computed_part_of_a_prompt_counts_no_more() -> None:
     state = router(card("d1"), card("d2"))
     for number, name in enumerate(("d1", "d2")):
         done(state, busy(state, name, number, blocks=10), now=1.0)  # 160 tokens in a second
@@ -168,8 +168,8 @@ def test_work_is_shared_in_proportion_to_capacity(policy: Policy, capacity: floa
     assert other == pytest.approx(capacity * usual, rel=0.1)
 
 
-def test_a_prefix_counts_for_more_on_a_fast_worker_than_on_a_slow_one() -> None:
-    """It saves 10 of 20 blocks; at half the speed the other 10 take as long as all 20 elsewhere."""
+def test_a_prefix_is_worth_less_on_a_slow_worker() -> None:
+    """The prefix saves 10 of 20 blocks. At half the speed the other 10 take as long as all 20 elsewhere."""
     for capacity, expected in ((0.4, "usual"), (0.6, "other")):
         state = router(card("usual"), card("other", capacity=capacity), weights=Weights(decode=0.0))
         holds(state, "other", 10)
@@ -177,8 +177,8 @@ def test_a_prefix_counts_for_more_on_a_fast_worker_than_on_a_slow_one() -> None:
 
 
 @pytest.mark.parametrize(("medium", "queue_blocks"), [("GPU", 15), ("CPU", 11), ("DISK", 3), ("OBJECT", 1)])
-def test_a_prefix_is_worth_the_longer_a_queue_the_faster_the_tier_that_holds_it(medium: str, queue_blocks: int) -> None:
-    """Of 16 blocks, less than the shares 1, 0.75, 0.25 and 0.1 of them is saved by queueing there."""
+def test_prefixes_in_faster_tiers_are_worth_longer_queues(medium: str, queue_blocks: int) -> None:
+    """A prefix of 16 blocks saves the shares 1, 0.75, 0.25 and 0.1 of them, by tier."""
     weights = Weights(decode=0.0)
     for blocks, expected in ((queue_blocks, "d2"), (queue_blocks + 2, "d1")):
         state = router(card("d1"), card("d2"), weights=weights, saturation=None, recompute_price=1.0)
@@ -187,7 +187,7 @@ def test_a_prefix_is_worth_the_longer_a_queue_the_faster_the_tier_that_holds_it(
         assert place(state, "r") == expected
 
 
-def test_a_prompt_in_a_slow_tier_is_not_to_be_computed() -> None:
+def test_blocks_in_a_slow_tier_are_not_computed_again() -> None:
     state = router(card("d"))
     holds(state, "d", 12, medium="DISK")
     placed = state.place(request(), 0.0)
@@ -221,7 +221,7 @@ def asked_for(state: RouterState, tokens: list[int], worker: str, times: int, no
         end(state, f"asked {number}", now=now)
 
 
-def test_a_hot_prefix_is_copied_while_a_private_conversation_stays_where_it_is() -> None:
+def test_hot_prefixes_are_copied_private_ones_stay() -> None:
     state = router(card("d1"), card("d2"), weights=Weights(decode=0.0), saturation=None, predict_ttl_s=0.0)
     hot, private = prompt(1), prompt(2)
     for tokens in (hot, private):
@@ -232,7 +232,7 @@ def test_a_hot_prefix_is_copied_while_a_private_conversation_stays_where_it_is()
     assert place(state, "private", private, exclude=()) == "d1"
 
 
-def test_a_hot_prefix_that_has_copies_enough_is_not_copied_again() -> None:
+def test_a_hot_prefix_with_enough_copies_is_not_copied() -> None:
     state = router(*[card(f"d{n}") for n in range(6)], weights=Weights(decode=0.0), predict_ttl_s=0.0)
     for worker in ("d1", "d2", "d3", "d4", "d5"):
         holds(state, worker, 20)
@@ -241,7 +241,7 @@ def test_a_hot_prefix_that_has_copies_enough_is_not_copied_again() -> None:
     assert place(state, "r", TOKENS) in ("d1", "d2", "d3", "d4", "d5")
 
 
-def test_the_busier_the_workers_the_longer_one_waits_for_a_private_prefix() -> None:
+def test_busy_workers_make_a_private_prefix_worth_waiting_for() -> None:
     state = router(card("d1"), card("d2"), weights=Weights(decode=0.0), saturation=None)
     holds(state, "d1", 20)
     busy(state, "d1", 1, blocks=30)
@@ -297,7 +297,7 @@ def test_with_a_temperature_not_only_the_cheapest_gets_work() -> None:
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "random"])
-def test_policies_that_look_at_nothing_let_nobody_wait(policy: Policy) -> None:
+def test_policies_without_load_let_no_request_wait(policy: Policy) -> None:
     state = router(card("d1"), card("d2"), policy=policy, saturation=ONE_AT_A_TIME)
     for number in range(10):
         submit(state, f"r{number}", prompt(number))
@@ -315,7 +315,7 @@ def test_a_pin_is_obeyed_by_id_and_by_name() -> None:
         state.place(request("r3", pin=WorkerId("y")), 0.0)
 
 
-def test_a_pin_that_cannot_be_obeyed_is_refused_for_its_own_reason() -> None:
+def test_an_impossible_pin_is_refused_with_its_reason() -> None:
     state = router(card("d1", dp_size=3), card("x2"))
     with pytest.raises(NoWorkerError, match="the worker 'd1' has no rank 3; it has 3, counted from 0"):
         state.place(request("r1", pin=WorkerId("d1"), pin_rank=3), 0.0)
@@ -324,8 +324,8 @@ def test_a_pin_that_cannot_be_obeyed_is_refused_for_its_own_reason() -> None:
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.booleans())
-def test_who_comes_alone_is_placed_as_if_it_had_waited_for_a_dispatch(starts: list[int], disaggregated: bool) -> None:
-    """`try_place` is a short cut, not another policy."""
+def test_try_place_places_like_submit_and_dispatch(starts: list[int], disaggregated: bool) -> None:
+    """The short cut `try_place` decides as the queue would."""
     cards = [*([card("p1", P)] if disaggregated else []), card("d1"), card("d2")]
     waiting, at_once = router(*cards), router(*cards)
     for number, start in enumerate(starts):
@@ -337,7 +337,7 @@ def test_who_comes_alone_is_placed_as_if_it_had_waited_for_a_dispatch(starts: li
         assert at_once.load.shares() == waiting.load.shares()
 
 
-def test_who_would_have_to_wait_is_not_placed_at_once() -> None:
+def test_try_place_places_nothing_that_must_wait() -> None:
     state = router(card("d1"), saturation=ONE_AT_A_TIME)
     assert state.try_place(request("r1", prompt(1)), 0.0) is not None
     assert state.try_place(request("r2", prompt(2)), 0.0) is None
@@ -367,14 +367,14 @@ def test_a_pin_to_a_prefill_worker_is_obeyed() -> None:
         state.place(request("r", pin_prefill=WorkerId("p3")), 0.0)
 
 
-def test_the_rank_of_a_pin_is_that_of_the_decode_worker() -> None:
+def test_a_pinned_rank_is_the_decode_workers() -> None:
     state = router(card("p", P), card("d", dp_size=2))
     placed = state.place(request(pin=WorkerId("d"), pin_rank=1, pin_prefill=WorkerId("p")), 0.0)
     assert placed.prefill is not None
     assert (placed.prefill.dp_rank, placed.decode.dp_rank) == (0, 1)
 
 
-def test_a_pin_to_a_prefill_worker_that_no_decode_worker_can_pull_from_fails() -> None:
+def test_pinning_a_prefill_worker_nobody_can_pull_from_fails() -> None:
     state = router(card("p", P, transfer="nixl"), card("d"))
     with pytest.raises(NoWorkerError, match="can pull KV over 'nixl' from 'p'"):
         state.place(request(pin_prefill=WorkerId("p")), 0.0)
@@ -385,26 +385,26 @@ def test_to_decode_on_a_prefill_worker_is_refused() -> None:
         router(card("p", P), card("d")).place(request(pin=WorkerId("p")), 0.0)
 
 
-def test_who_has_failed_a_request_does_not_get_it_again() -> None:
+def test_a_worker_that_failed_a_request_is_excluded() -> None:
     state = router(card("d1"), card("d2"))
     assert place(state, "r", exclude=(WorkerId("d1"),)) == "d2"
     with pytest.raises(NoWorkerError, match="has failed this request"):
         state.place(request(exclude=(WorkerId("d1"), WorkerId("d2"))), 0.0)
 
 
-def test_a_pinned_worker_that_has_failed_the_request_does_not_get_it_again() -> None:
+def test_a_pinned_worker_that_failed_the_request_is_excluded() -> None:
     state = router(card("d1"), card("d2"))
     with pytest.raises(NoWorkerError):
         state.place(request(pin=WorkerId("d1"), exclude=(WorkerId("d1"),)), 0.0)
 
 
-def test_a_failed_prefill_worker_leaves_the_prompt_to_the_decode_worker() -> None:
+def test_without_its_prefill_worker_the_decode_worker_computes() -> None:
     placed = router(card("p", P), card("d")).place(request(exclude=(WorkerId("p"),)), 0.0)
     assert where(placed) == (None, "d")
     assert placed.reason == "no prefill worker is ready"
 
 
-def test_who_has_failed_one_request_is_avoided_by_others_for_a_while() -> None:
+def test_a_worker_that_failed_is_avoided_for_a_while() -> None:
     state = router(card("d1"), card("d2"), suspect_s=2.0)
     holds(state, "d1", 20)
     place(state, "r1", now=10.0, exclude=(WorkerId("d1"),))
@@ -413,7 +413,7 @@ def test_who_has_failed_one_request_is_avoided_by_others_for_a_while() -> None:
     assert place(state, "r3", now=12.1) == "d1"
 
 
-def test_a_suspect_is_better_than_nobody() -> None:
+def test_an_avoided_worker_is_used_if_it_is_alone() -> None:
     state = router(card("d1"))
     with pytest.raises(NoWorkerError):
         state.place(request("r1", exclude=(WorkerId("d1"),)), 10.0)
@@ -445,7 +445,7 @@ def test_both_legs_need_the_adapter() -> None:
     assert where(both.place(request(lora="poet"), 0.0)) == ("p2", "d")
 
 
-def test_an_adapter_that_nobody_has_is_named_with_those_there_are() -> None:
+def test_an_unknown_adapter_is_named_with_the_known_ones() -> None:
     state = router(card("a", A, loras=("poet", "critic")), card("b", A), card("p", P, loras=("painter",)))
     with pytest.raises(
         NoWorkerError, match="decodes the model 'm' with the adapter 'painter' is ready; adapters: critic, poet"

@@ -1,4 +1,4 @@
-"""Which of the candidates each policy chooses, and that everything which names policies follows their table."""
+"""The policies choose among candidates, and settings, help and docs follow the one table of policies."""
 
 import random
 from collections import Counter
@@ -66,7 +66,7 @@ def test_requests_may_cost_by_themselves() -> None:
     assert chosen(both, weights=replace(EQUAL, request=1.0)) == "b"
 
 
-def test_the_dearer_a_block_to_compute_the_longer_the_queue_that_a_prefix_is_worth() -> None:
+def test_a_higher_price_makes_longer_queues_worth_a_prefix() -> None:
     both = [worker("a"), worker("b", cached=4, queued_tokens=10 * BLOCK)]
     assert chosen(both, price=1.0) == "a"
     assert chosen(both, price=3.0) == "b"
@@ -83,7 +83,7 @@ def test_a_temperature_spreads_but_prefers_the_cheap() -> None:
     assert seen["a"] > seen["b"] > seen["c"] > 0
 
 
-def test_a_temperature_does_not_depend_on_the_scale_of_the_costs() -> None:
+def test_temperature_is_independent_of_the_scale_of_costs() -> None:
     near = [worker("a", queued_tokens=BLOCK), worker("b", queued_tokens=2 * BLOCK)]
     far = [worker("a", queued_tokens=BLOCK * 10**6), worker("b", queued_tokens=2 * BLOCK * 10**6)]
     assert drawn(near, temperature=1.0) == drawn(far, temperature=1.0)
@@ -118,7 +118,7 @@ def test_least_loaded_looks_past_the_cache_to_the_load() -> None:
     assert chosen(both, "kv") == "b"
 
 
-def test_least_loaded_is_not_drawn_to_a_prompt_that_is_in_flight() -> None:
+def test_least_loaded_ignores_prompts_in_flight() -> None:
     both = [worker("a", new_blocks=10, last_chosen=1), worker("b", new_blocks=0, last_chosen=2)]
     assert chosen(both, "least-loaded") == "a"
 
@@ -131,7 +131,7 @@ def test_least_loaded_takes_equal_workers_in_turn() -> None:
     assert chosen([worker("a", last_chosen=2), worker("b", last_chosen=1)], "least-loaded") == "b"
 
 
-def test_power_of_two_never_takes_the_most_loaded_and_mostly_the_least() -> None:
+def test_power_of_two_never_takes_the_most_loaded() -> None:
     three = [worker("a", queued_tokens=0), worker("b", queued_tokens=160), worker("c", queued_tokens=320)]
     seen = drawn(three, "power-of-two")
     assert set(seen) == {"a", "b"}

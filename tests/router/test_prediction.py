@@ -1,4 +1,4 @@
-"""What will be in a worker's cache because a request was sent there."""
+"""Predictions say what a worker's cache will hold because a request was sent there."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ def is_forgotten(predicted: PredictedPrefixes) -> bool:
     return not any(maps) and (predicted._chains.num_blocks, predicted._counted_blocks, len(predicted)) == (0, 0, 0)
 
 
-def test_siblings_of_a_request_that_was_just_placed_find_its_prefix() -> None:
+def test_siblings_find_the_prefix_of_a_placed_request() -> None:
     predicted = PredictedPrefixes()
     predicted.placed(R, A, chain(1, 2, 3), 0.0)
     assert predicted.match(chain(1, 2, 9), 0.0) == {A: 2}
@@ -32,7 +32,7 @@ def test_siblings_of_a_request_that_was_just_placed_find_its_prefix() -> None:
 
 
 def test_a_request_may_be_placed_on_two_workers() -> None:
-    """It prefills on one and decodes on the other; both will have the prompt."""
+    """The request prefills on one worker and decodes on the other; both will have the prompt."""
     predicted = PredictedPrefixes()
     predicted.placed(R, A, chain(1, 2), 0.0)
     predicted.placed(R, B, chain(1, 2), 0.0)
@@ -41,7 +41,7 @@ def test_a_request_may_be_placed_on_two_workers() -> None:
     assert is_forgotten(predicted)
 
 
-def test_a_holder_that_has_told_what_it_has_is_predicted_nothing_of() -> None:
+def test_a_holder_that_has_reported_has_no_predictions() -> None:
     predicted = PredictedPrefixes()
     predicted.placed(R, A, chain(1, 2), 0.0)
     predicted.placed(R, B, chain(1, 2), 0.0)
@@ -67,7 +67,7 @@ def test_a_prefix_that_is_sent_again_stays() -> None:
     assert predicted.match(chain(1, 2, 4), 6.0) == {A: 3}
 
 
-def test_a_request_that_failed_leaves_nothing_behind_but_what_others_left() -> None:
+def test_a_failed_request_takes_only_its_own_prediction() -> None:
     predicted = PredictedPrefixes()
     predicted.placed(R, A, chain(1, 2, 3), 0.0)
     predicted.placed(S, A, chain(1, 2), 0.0)
@@ -99,7 +99,7 @@ def test_a_prompt_without_a_full_block_predicts_nothing() -> None:
     assert is_forgotten(predicted)
 
 
-def test_a_pool_that_is_full_gives_up_the_oldest_prompt_from_its_end() -> None:
+def test_a_full_pool_drops_the_oldest_prompt_deepest_first() -> None:
     predicted = PredictedPrefixes(ttl_s=120.0)
     predicted.placed(R, A, chain(1, 2, 3, 4), 0.0, pool_blocks=6)
     predicted.placed(S, A, chain(1, 5, 6), 1.0, pool_blocks=6)
@@ -111,7 +111,7 @@ def test_a_pool_that_is_full_gives_up_the_oldest_prompt_from_its_end() -> None:
     assert predicted.match(chain(7, 8), 2.0) == {A: 2}
 
 
-def test_of_a_prompt_larger_than_the_pool_its_beginning_is_predicted() -> None:
+def test_only_the_beginning_of_an_oversized_prompt_is_predicted() -> None:
     predicted = PredictedPrefixes()
     predicted.placed(R, A, chain(1, 2, 3, 4), 0.0, pool_blocks=3)
     assert predicted.match(chain(1, 2, 3, 4), 0.0) == {A: 3}

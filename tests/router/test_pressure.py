@@ -1,4 +1,4 @@
-"""What a block to compute is worth against one that waits."""
+"""The price of a block to compute follows load, spread and demand."""
 
 import math
 
@@ -22,16 +22,16 @@ A, B = b"aaaaaaaa", b"bbbbbbbb"
 # --- the price -----------------------------------------------------------------------------------------------------
 
 
-def test_on_idle_workers_a_block_to_compute_weighs_as_much_as_one_that_waits() -> None:
+def test_on_idle_workers_the_price_is_one() -> None:
     assert recompute_price(0.0, 1.0, 0.0, 0) == 1.0
 
 
-def test_on_busy_workers_it_delays_all_who_come_by_and_ever_more_near_saturation() -> None:
+def test_the_price_rises_with_load() -> None:
     idle, some, half, most, near = (recompute_price(busy, 1.0, 0.0, 1) for busy in (0.0, 0.25, 0.5, 0.75, 0.9))
     assert 0 < some - idle < half - some < most - half < near - most
 
 
-def test_those_who_would_use_a_copy_share_its_price() -> None:
+def test_requests_that_would_use_a_copy_share_its_price() -> None:
     assert recompute_price(0.5, 1.0, 3.0, 1) == pytest.approx(recompute_price(0.5, 1.0, 0.0, 1) / 4)
 
 
@@ -39,7 +39,7 @@ def test_what_counts_is_the_demand_for_each_copy_there_is() -> None:
     assert recompute_price(0.5, 1.0, 6.0, 3) == recompute_price(0.5, 1.0, 2.0, 1)
 
 
-def test_demand_for_what_nobody_holds_is_that_for_one_copy() -> None:
+def test_demand_without_holders_counts_as_for_one() -> None:
     assert recompute_price(0.5, 1.0, 2.0, 0) == recompute_price(0.5, 1.0, 2.0, 1)
 
 
@@ -47,7 +47,7 @@ def test_above_a_share_the_estimate_has_no_meaning_and_stays() -> None:
     assert recompute_price(1.0, 1.0, 0.0, 1) == recompute_price(MAX_BUSY_SHARE, 1.0, 0.0, 1)
 
 
-def test_the_more_unequal_the_requests_the_more_a_block_delays_others() -> None:
+def test_unequal_requests_raise_the_price() -> None:
     equal, unequal = (recompute_price(0.5, spread, 0.0, 1) for spread in (0.0, 4.0))
     assert 1 < equal < unequal
     assert recompute_price(0.0, 4.0, 0.0, 1) == 1.0, "on idle workers there are no others"
@@ -57,7 +57,7 @@ shares, demands = st.floats(0, 1), st.floats(0, 1e6)
 
 
 @given(shares, shares, demands, demands, st.integers(0, 1000))
-def test_it_grows_with_the_busy_share_falls_with_the_demand_and_is_bounded(
+def test_the_price_follows_load_and_demand_within_bounds(
     busy: float, more_busy: float, asked: float, asked_more: float, holders: int
 ) -> None:
     busy, more_busy = sorted((busy, more_busy))
@@ -78,7 +78,7 @@ def spread_of(*tokens: int) -> float:
     return spread.value
 
 
-def test_while_little_is_known_requests_are_taken_to_be_as_unequal_as_by_chance() -> None:
+def test_the_spread_starts_at_one() -> None:
     assert spread_of() == spread_of(1, 1000, 1) == 1.0
     assert spread_of(*[0] * 100) == 1.0, "nothing was to compute"
 
@@ -87,12 +87,12 @@ def test_equal_requests_have_no_spread() -> None:
     assert spread_of(*[700] * 100) == pytest.approx(0.0)
 
 
-def test_the_spread_is_the_variance_over_the_square_of_the_mean() -> None:
+def test_the_spread_is_variance_over_squared_mean() -> None:
     assert spread_of(*[0, 1000] * 1000) == pytest.approx(1.0, abs=0.01)
     assert spread_of(*[0, 0, 0, 1000] * 1000) == pytest.approx(3.0, abs=0.1)
 
 
-def test_a_few_very_long_prompts_among_many_short_ones_are_bounded() -> None:
+def test_the_spread_is_bounded() -> None:
     assert spread_of(*[1] * 100, 10**6) == MAX_SPREAD
 
 
@@ -108,13 +108,13 @@ def test_the_spread_is_never_negative_nor_above_its_bound(tokens: list[int]) -> 
 # --- how busy the workers are --------------------------------------------------------------------------------------
 
 
-def test_where_nothing_has_been_placed_nobody_is_busy() -> None:
+def test_without_placements_the_share_is_zero() -> None:
     assert BusyShare().of(4, 100.0) == 0.0
     assert BusyShare().of(0, 100.0) == 0.0
 
 
 def test_from_the_start_it_is_the_share_so_far() -> None:
-    """It does not take a window until the first figure means something."""
+    """The share means something long before the first window is over."""
     busy = BusyShare()
     busy.change(+1, 100.0)
     assert busy.of(2, 100.5) == pytest.approx(0.5)
@@ -122,7 +122,7 @@ def test_from_the_start_it_is_the_share_so_far() -> None:
     assert busy.of(2, 102.0) == pytest.approx(0.25, rel=0.02)
 
 
-def test_workers_that_are_busy_without_end_are_busy_all_the_time() -> None:
+def test_always_busy_workers_have_a_share_of_one() -> None:
     busy = BusyShare()
     busy.change(+3, 0.0)
     assert busy.of(4, 1e5) == pytest.approx(0.75)
@@ -146,7 +146,7 @@ def test_how_often_one_asks_does_not_matter() -> None:
     assert asked.of(1, 30.0) == pytest.approx(unasked.of(1, 30.0))
 
 
-def test_a_pool_that_shrinks_is_busy_at_most_wholly() -> None:
+def test_the_busy_share_is_at_most_one() -> None:
     busy = BusyShare()
     busy.change(+4, 0.0)
     assert busy.of(2, 10.0) == 1.0
@@ -194,13 +194,13 @@ def test_a_steady_demand_is_what_comes_in_a_window() -> None:
     assert demand.of(A, 999.0) == pytest.approx(DEMAND_WINDOW_S, rel=0.01)
 
 
-def test_reading_it_is_not_asking_for_it() -> None:
+def test_reading_demand_does_not_raise_it() -> None:
     demand = PrefixDemand()
     demand.of(A, 0.0)
     assert len(demand) == 0
 
 
-def test_of_too_many_prefixes_those_are_kept_that_were_asked_for_last() -> None:
+def test_the_prefixes_asked_for_last_are_kept() -> None:
     demand = PrefixDemand(max_prefixes=2)
     for prefix in (A, B, A, b"cccccccc"):
         demand.asked(prefix, 0.0)

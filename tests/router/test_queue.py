@@ -1,4 +1,4 @@
-"""Who waits for a worker, who is next, and who is turned away."""
+"""The queue decides which request is next, and which is refused."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def pop_all(queue: PendingQueue[str], now: float = 0.0) -> str:
 
 
 def is_forgotten(queue: PendingQueue[str]) -> bool:
-    """Nothing is left of what has waited."""
+    """Return whether nothing remains of the requests that waited."""
     sums = (queue._held, queue.isl_tokens)
     return (queue._waiting, queue._classes, queue._deadlines, sums) == ({}, {}, [], (0, 0))
 
@@ -68,12 +68,12 @@ def test_a_request_comes_out_as_it_went_in() -> None:
     assert queue_of(request).pop_next(0.0, always) is request
 
 
-def test_equal_requests_go_in_the_order_in_which_they_were_pushed() -> None:
+def test_equal_requests_leave_in_the_order_of_pushing() -> None:
     assert pop_all(queue_of(*(item(name) for name in "zaz2b".replace("z2", "y")))) == "z a y b"
 
 
 @pytest.mark.parametrize("order", ["fcfs", "wspt"])
-def test_a_higher_priority_goes_first_whatever_the_order_and_the_tenants_turn(order: str) -> None:
+def test_priority_beats_order_and_turn(order: str) -> None:
     queue = queue_of(item("low", isl=1), item("high", "other", priority=1, arrived=9, isl=9000), order=order)
     queue.charge("other", 100_000, priority=1)
     assert pop_all(queue) == "high low"
@@ -93,8 +93,8 @@ def test_wspt_is_overtaken_only_by_what_comes_soon_after() -> None:
     assert pop_all(queue) == "soon long too-late"
 
 
-def test_wspt_starves_nobody_under_an_endless_stream_of_short_prompts() -> None:
-    """One is served a second, one short prompt comes a second: without aging the long one would wait for ever."""
+def test_wspt_starves_no_long_prompt() -> None:
+    """The queue serves one request per second, and one short prompt per second comes: aging lets the long one go."""
     queue = queue_of(item("long", isl=64_000), order="wspt", aging_tokens_per_s=1000.0)
     waited = 0
     while True:
@@ -120,12 +120,12 @@ def test_a_pinned_request_does_not_block_the_others() -> None:
     assert pop_all(queue) == "pinned pinned-too"
 
 
-def test_where_the_first_does_not_fit_the_next_in_order_goes() -> None:
+def test_if_the_first_does_not_fit_the_next_goes() -> None:
     queue = queue_of(item("large", priority=1, isl=9000), item("b", arrived=2), item("a", arrived=1))
     assert pop(queue, lambda one: one.isl_tokens < 1000) == "a"
 
 
-def test_the_first_of_all_tenants_are_asked_before_any_second_one() -> None:
+def test_every_tenants_first_request_is_asked_before_second_ones() -> None:
     asked: list[str] = []
     queue = queue_of(*(item(f"{tenant}{i}", tenant) for tenant in "ab" for i in range(2)))
     assert pop(queue, lambda one: bool(asked.append(one.request_id))) is None
@@ -151,7 +151,7 @@ def test_a_fits_that_fails_changes_nothing() -> None:
 
 
 def test_tenants_take_turns_by_tokens() -> None:
-    """One sends prompts of 300 tokens, the other of 100: three of the other go with each."""
+    """The prompts of one tenant have 300 tokens, of the other 100: three of the other go with each."""
     large = [item(f"L{i}", "large", isl=300) for i in range(2)]
     queue = queue_of(*large, *(item(f"s{i}", "small", isl=100) for i in range(6)))
     assert pop_all(queue) == "L0 s0 s1 s2 L1 s3 s4 s5"
@@ -170,19 +170,19 @@ def test_tokens_of_answers_count_too() -> None:
     assert pop_all(queue) == "b1 a1"
 
 
-def test_a_token_of_an_answer_costs_as_much_as_the_rules_say() -> None:
+def test_the_rules_set_the_cost_of_answer_tokens() -> None:
     queue = queue_of(*(item(f"{name}{i}", name) for i in range(5) for name in "ab"), output_weight=3.0)
     queue.charge("a", 100)
     assert pop_all(queue).split()[:5] == ["b0", "b1", "b2", "a0", "b3"]
 
 
-def test_also_what_is_wholly_cached_takes_its_turn() -> None:
+def test_a_fully_cached_request_takes_its_turn_too() -> None:
     queue = queue_of(*(item(f"{name}{i}", name, uncached=0) for name in "ab" for i in range(4)))
     queue.charge("b", 1)
     assert pop_all(queue).split()[:5] == ["a0", "a1", "b0", "a2", "b1"]
 
 
-def test_who_comes_back_from_idle_has_saved_nothing() -> None:
+def test_idle_time_is_not_saved_up() -> None:
     queue = queue_of(*(item(f"busy{i}", "busy") for i in range(20)))
     for _ in range(10):
         pop(queue)
@@ -191,7 +191,7 @@ def test_who_comes_back_from_idle_has_saved_nothing() -> None:
     assert pop_all(queue).split()[:6] == ["busy10", "back0", "busy11", "back1", "busy12", "back2"]
 
 
-def test_who_leaves_for_a_moment_has_shed_nothing() -> None:
+def test_leaving_for_a_moment_resets_no_counter() -> None:
     queue = queue_of(item("first", "greedy", isl=500), *(item(f"patient{i}", "patient") for i in range(9)))
     assert pop(queue) == "first"
     queue.push(item("second", "greedy", isl=500), 0.0)
@@ -218,7 +218,7 @@ def test_an_idle_tenant_is_forgotten_once_others_have_caught_up() -> None:
     assert set(tenants) == {"b"}
 
 
-def test_answers_to_tenants_that_do_not_wait_are_remembered_but_not_without_bound() -> None:
+def test_charges_to_idle_tenants_are_remembered_within_bounds() -> None:
     queue = queue_of(item("a", "a"), item("a2", "a"))
     for i in range(IDLE_TENANTS + 50):
         queue.charge(f"gone{i}", 1000 + i)
@@ -255,7 +255,7 @@ def test_what_never_fits_is_refused_by_an_empty_queue() -> None:
 
 
 def test_a_tenant_cannot_lock_others_out() -> None:
-    """Whoever holds less gets in; of the fattest tenant the one that would be served last has to leave."""
+    """The tenant that holds less gets in. Of the one that holds most, the request served last leaves."""
     queue = queue_of(*(item(f"a{i}", "a") for i in range(4)), max_requests=4)
     assert [gone.request_id for gone in queue.push(item("b0", "b"), 0.0)] == ["a3"]
     assert [gone.request_id for gone in queue.push(item("b1", "b"), 0.0)] == ["a2"]
@@ -266,7 +266,7 @@ def test_a_tenant_cannot_lock_others_out() -> None:
     assert pop_all(queue) == "a0 b0 c0 a1"
 
 
-def test_who_holds_the_most_tokens_is_the_fattest() -> None:
+def test_the_fattest_tenant_holds_the_most_tokens() -> None:
     queue = queue_of(item("a0", "a", isl=700), *(item(f"b{i}", "b", isl=50) for i in range(3)), max_tokens=1000)
     assert [gone.request_id for gone in queue.push(item("c0", "c", isl=300), 0.0)] == ["a0"]
 
@@ -276,8 +276,8 @@ def test_of_the_fattest_tenant_the_last_goes() -> None:
     assert [gone.request_id for gone in queue.push(item("b0", "b"), 0.0)] == ["a2"]
 
 
-def test_a_refusal_displaces_nobody() -> None:
-    """That the small one could be displaced is not enough."""
+def test_a_refusal_displaces_no_request() -> None:
+    """The room of the small request would not be enough."""
     queue = queue_of(item("low", isl=100), item("high", "b", 1, isl=900), max_tokens=1000)
     with pytest.raises(OverloadedError):
         queue.push(item("new", "c", 1, isl=950), 0.0)
@@ -312,7 +312,7 @@ def test_a_request_leaves_at_its_deadline() -> None:
     assert is_forgotten(queue)
 
 
-def test_what_has_expired_is_not_handed_out_and_blocks_nobody() -> None:
+def test_expired_requests_are_not_handed_out() -> None:
     queue = queue_of(item("old", deadline=5), item("other", "u", deadline=5), item("good", arrived=1))
     assert pop(queue, now=5.0) == "good"
     assert pop(queue, now=5.0) is None
@@ -356,7 +356,7 @@ def test_a_quiet_hour_is_no_slow_hour() -> None:
 
 @dataclass
 class Model:
-    """The same, by looking at everything each time. It forgets no tenant while its priority waits."""
+    """A plain model of the queue. It looks at everything each time, and forgets no tenant while its priority waits."""
 
     rules: QueueRules
     items: list[tuple[int, Pending[str]]] = field(default_factory=list)
@@ -408,7 +408,7 @@ class Model:
         return max(mine_of, key=self.place)
 
     def push(self, new: Pending[str]) -> list[Pending[str]] | None:
-        """None: refused."""
+        """Return the displaced requests; None if the new one is refused."""
         before, displaced, self.freed = list(self.items), list[Pending[str]](), 0.0
         saved = (dict(self.counters), dict(self.reached))
         while sum(self.share(one) for _, one in self.items) + self.share(new) > 1 + 1e-9:
@@ -436,7 +436,7 @@ class Model:
         return self.take(entry)
 
     def turn(self, entry: tuple[int, Pending[str]]) -> tuple[Any, ...]:
-        """When it is asked: the first of each tenant before all second ones."""
+        """Return the place of an entry in line: the first of each tenant comes before all second ones."""
         kind = (entry[1].priority, entry[1].tenant)
         ahead = [e for e in self.items if (e[1].priority, e[1].tenant) == kind and self.place(e) < self.place(entry)]
         return (-entry[1].priority, len(ahead), self.counters[kind])
@@ -527,7 +527,7 @@ sizes = st.lists(st.integers(1, 500), min_size=5, max_size=40)
 def test_two_tenants_that_always_wait_are_served_alike(
     ours: list[int], theirs: list[int], visits: list[tuple[int, int]], rng: Any
 ) -> None:
-    """In any span of time, and whoever else comes and goes, within twice the largest request (answers counted)."""
+    """The service differs by at most twice the largest request, with its answer, in any span of time."""
     queue = queue_of(
         *(item(f"a{i}", "a", isl=isl) for i, isl in enumerate(ours)),
         *(item(f"b{i}", "b", isl=isl) for i, isl in enumerate(theirs)),

@@ -63,7 +63,7 @@ class Served:
         self.session: aiohttp.ClientSession
 
     async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """(status, JSON or bytes)."""
+        """Return the status, and the JSON or the bytes."""
         status, _, answer = await self.ask_all(method, path, body)
         return status, answer
 
@@ -128,7 +128,7 @@ async def test_a_placement_says_where_and_why_and_is_booked(served: Served) -> N
     assert RequestId(booking) in served.router.state.load
 
 
-async def test_a_prompt_may_be_sent_as_tokens_as_bytes_or_as_hashes(served: Served) -> None:
+async def test_prompts_come_as_tokens_bytes_or_hashes(served: Served) -> None:
     await served.join(card("d1"))
     await served.place()  # from here on it is about to be cached there
     forms: list[dict[str, object]] = [
@@ -153,7 +153,7 @@ async def test_adapters_and_salts_have_prefixes_of_their_own(served: Served) -> 
     assert (answer["decode"]["overlap_blocks"], answer["isl_tokens"]) == (10, 160)
 
 
-async def test_an_adapter_is_placed_where_it_is(served: Served) -> None:
+async def test_an_adapters_request_goes_to_a_worker_with_it(served: Served) -> None:
     await served.join(card("d1"), card("d2", loras=("a",)), card("d3"))
     for _ in range(2):
         assert (await served.place(lora="a"))["decode"]["name"] == "d2"
@@ -183,7 +183,7 @@ async def test_what_is_asked_for_is_obeyed(served: Served) -> None:
 # --- bookings -----------------------------------------------------------------------------------------
 
 
-async def test_a_booking_is_told_of_progress_and_ends(served: Served) -> None:
+async def test_a_booking_takes_progress_reports_and_ends(served: Served) -> None:
     await served.join(card("d1"))
     name = (await served.place())["booking"]
     load = served.router.state.load.of(Holder(WorkerId("d1-id"), 0))
@@ -213,7 +213,7 @@ async def test_a_request_that_failed_leaves_nothing_in_the_cache(served: Served)
     assert (await served.ask("DELETE", f"/bookings/{name}?failed=perhaps"))[0] == 400
 
 
-async def test_a_booking_that_nobody_tells_of_ends_with_its_lease(served: Served) -> None:
+async def test_a_booking_without_reports_ends_with_its_lease(served: Served) -> None:
     await served.join(card("d1"))
     name = (await served.place())["booking"]
     served.router.state.load._bookings[RequestId(name)].ends_s = 0.0
@@ -299,7 +299,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("body", "status", "said"), WRONG, ids=lambda value: str(value)[:40])
-async def test_a_wrong_request_is_told_what_is_wrong(served: Served, body: object, status: int, said: str) -> None:
+async def test_an_error_says_what_is_wrong(served: Served, body: object, status: int, said: str) -> None:
     await served.join(card("d1"))
     for fields in ({}, {"book": False}):
         sent = body | fields if isinstance(body, dict) else body
@@ -310,7 +310,7 @@ async def test_a_wrong_request_is_told_what_is_wrong(served: Served, body: objec
     assert (served.in_flight, served.router.state.waiting) == (0, 0)
 
 
-async def test_who_waits_too_long_is_told(served: Served) -> None:
+async def test_a_request_over_http_times_out(served: Served) -> None:
     await served.join(card("d1", max_num_seqs=1))
     await served.place()
     status, answer = await served.ask("POST", "/place", PLACE | {"timeout_s": 0.05})
@@ -358,7 +358,7 @@ def test_whatever_is_sent_is_taken_or_refused(body: dict, kind: type[api.Body]) 
 # --- what is known ------------------------------------------------------------------------------------
 
 
-async def test_overlap_tells_of_every_rank_what_it_has_and_what_it_does(served: Served) -> None:
+async def test_overlap_reports_blocks_and_load_of_every_rank(served: Served) -> None:
     publisher = KvEventPublisher()
     await served.join(card("d1", kv_events=publisher.endpoint, kv_replay=publisher.replay_endpoint))
     await served.join(card("d2", dp_size=2), card("x1", model="other"))
@@ -382,7 +382,7 @@ async def test_overlap_tells_of_every_rank_what_it_has_and_what_it_does(served: 
     await publisher.close()
 
 
-async def test_workers_are_shown_with_their_load_and_how_their_caches_are_followed(served: Served) -> None:
+async def test_workers_are_listed_with_load_and_feed_status(served: Served) -> None:
     publisher = KvEventPublisher()
     publisher.publish([Stored((EngineHash(1),), None, tuple(TOKENS[:BLOCK]), BLOCK)])
     await served.join(card("d1", kv_events=publisher.endpoint, kv_replay=publisher.replay_endpoint))
@@ -417,7 +417,7 @@ async def test_the_snapshot_is_the_index(served: Served) -> None:
     assert (status, "m, other" in answer["error"]["message"]) == (404, True)
 
 
-async def test_health_is_good_once_workers_are_known_and_until_it_drains(served: Served) -> None:
+async def test_health_is_ready_from_first_worker_to_drain(served: Served) -> None:
     status, answer = await served.ask("GET", "/health")
     assert (status, answer["status"]) == (503, "no worker is known yet")
     await served.join(card("d1"))
@@ -435,7 +435,7 @@ async def test_health_is_good_once_workers_are_known_and_until_it_drains(served:
     assert (await served.ask("GET", "/live"))[0] == 200
 
 
-async def test_who_waits_when_it_drains_has_time_to_be_placed(served: Served) -> None:
+async def test_draining_leaves_waiting_requests_time(served: Served) -> None:
     await served.join(card("d1", max_num_seqs=1))
     name = (await served.place())["booking"]
     waiting = asyncio.create_task(served.place())

@@ -1,4 +1,4 @@
-"""What a placement costs on each candidate."""
+"""A placement has a cost on each candidate, made of five terms."""
 
 import pytest
 from hypothesis import given
@@ -32,21 +32,21 @@ def test_prefill_looks_at_prompts_alone() -> None:
     assert cost(worker("a", cached=4, queued_tokens=32)) == 8
 
 
-def test_decode_looks_at_held_blocks_and_at_what_has_to_be_pulled() -> None:
+def test_the_decode_leg_costs_held_and_pulled_blocks() -> None:
     cost = prompt("decode").cost
     assert cost(worker("a", queued_tokens=10**6, new_blocks=10)) == pytest.approx(11)
     assert cost(worker("a", cached=10, held_blocks=2, new_blocks=10)) == pytest.approx(12)
 
 
-def test_a_prompt_that_is_cached_whole_costs_no_less_than_nothing() -> None:
+def test_a_fully_cached_prompt_has_no_negative_cost() -> None:
     assert prompt(isl=8).cost(worker("a", cached=5)) == 0
 
 
-def test_a_partly_filled_block_counts_as_far_as_it_is_filled() -> None:
+def test_a_partly_filled_block_counts_in_part() -> None:
     assert prompt(isl=8).cost(worker("a")) == 0.5
 
 
-def test_the_price_of_recomputing_weighs_what_is_to_compute_and_not_what_waits() -> None:
+def test_the_price_applies_to_missing_blocks_alone() -> None:
     one = worker("a", cached=4, queued_tokens=32)
     assert prompt(price=3.0).cost(one) == 3.0 * 6 + 2
 
@@ -61,7 +61,7 @@ def test_the_price_of_recomputing_weighs_what_is_to_compute_and_not_what_waits()
         ((1, 3, 6, 8), 1 + 2 * 0.75 + 3 * 0.25 + 2 * 0.1),
     ],
 )
-def test_a_block_saves_less_work_the_slower_the_tier_it_lies_in(overlap: tuple, saved: float) -> None:
+def test_blocks_in_slower_tiers_save_less_work(overlap: tuple, saved: float) -> None:
     assert prompt().cost(worker("a", overlap=overlap)) == pytest.approx(10 - saved)
 
 
@@ -83,7 +83,7 @@ def test_load_knows_of_no_cache() -> None:
 
 
 @pytest.mark.parametrize(("leg", "load"), [("whole", 2 + 5 + 2), ("prefill", 2 + 2), ("decode", 5 + 2)])
-def test_load_is_that_of_the_leg(leg: LegKind, load: float) -> None:
+def test_the_load_of_a_leg_counts_only_its_terms(leg: LegKind, load: float) -> None:
     assert prompt(leg).load(worker("a", queued_tokens=32, held_blocks=5, requests=2)) == load
 
 

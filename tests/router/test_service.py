@@ -118,7 +118,7 @@ class World:
         return router
 
     async def kill_router(self, name: str) -> None:
-        """As others see it: its connections break, its card goes with its lease."""
+        """Kill a router, as others see it: its connections break, and its card goes with its lease."""
         server, router = self.servers.pop(name), self.routers.pop(name)
         for link in list(server._links):
             link.abort("as if the process had been killed")
@@ -173,7 +173,7 @@ async def test_a_booking_counts_until_its_block_is_left(world: World) -> None:
     await until(lambda: len(router.state.load) == 0)
 
 
-async def test_a_first_token_is_told_to_the_router(world: World) -> None:
+async def test_a_first_token_is_reported_to_the_router(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"))
     async with world.remote.book(request(), 5) as booking:
@@ -184,7 +184,7 @@ async def test_a_first_token_is_told_to_the_router(world: World) -> None:
         assert len(router.state.load) == 1
 
 
-async def test_the_router_is_told_how_long_the_answer_is(world: World) -> None:
+async def test_the_length_of_the_answer_is_reported(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"))
     async with world.remote.book(request(), 5) as booking:
@@ -194,7 +194,7 @@ async def test_the_router_is_told_how_long_the_answer_is(world: World) -> None:
     await until(lambda: answered(router) == 0)
 
 
-async def test_that_a_request_lives_does_not_say_that_it_has_begun(world: World) -> None:
+async def test_a_sign_of_life_is_no_first_token(world: World) -> None:
     router = await world.start_router("r", lease_s=5)
     await world.add(card("d1"))
     async with world.remote.book(request(), 5) as booking:
@@ -219,7 +219,7 @@ async def test_what_workers_reused_counts_once_for_each_request(world: World) ->
     assert reused() == before + 48
 
 
-async def test_a_failure_in_the_block_ends_the_booking_and_is_raised(world: World) -> None:
+async def test_a_failure_in_the_block_ends_the_booking(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"))
     with pytest.raises(ZeroDivisionError):
@@ -229,7 +229,7 @@ async def test_a_failure_in_the_block_ends_the_booking_and_is_raised(world: Worl
     await until(lambda: len(router.state.load) == 0)
 
 
-async def test_the_bookings_of_a_frontend_that_dies_end_with_its_connection(world: World) -> None:
+async def test_bookings_end_with_their_frontends_connection(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"))
     address, plane = world.servers["r"].address, world.plane
@@ -271,7 +271,7 @@ async def test_without_time_nothing_is_booked(world: World) -> None:
 
 
 class FakeTime:
-    """In the place of the module `time`."""
+    """Stands in for the module `time`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -313,7 +313,7 @@ async def test_the_bookings_of_a_worker_that_leaves_end(world: World) -> None:
     assert (len(router.state.load), router._bookings) == (0, {})
 
 
-async def test_a_request_that_is_placed_anew_is_not_ended_by_its_first_booking(world: World) -> None:
+async def test_a_replaced_booking_does_not_end_the_new_one(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"), card("d2"))
     first = await router.place(request(pin=WorkerId("d1")), 5)
@@ -325,7 +325,7 @@ async def test_a_request_that_is_placed_anew_is_not_ended_by_its_first_booking(w
     assert (len(router.state.load), router._bookings) == (0, {})
 
 
-async def test_a_request_that_waits_is_not_lost_with_the_booking_that_it_replaces(world: World) -> None:
+async def test_replacing_a_booking_keeps_the_waiting_request(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"), card("d2", max_num_seqs=1))
     first = await router.place(request(pin=WorkerId("d1")), 5)
@@ -338,7 +338,7 @@ async def test_a_request_that_waits_is_not_lost_with_the_booking_that_it_replace
     assert (len(router.state.load), router._placing, router._bookings) == (0, {}, {})
 
 
-async def test_a_request_that_comes_alone_is_placed_without_waiting_for_a_turn_of_the_loop(world: World) -> None:
+async def test_a_lone_request_is_placed_in_its_own_turn(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"))
     placing = router.place(request(), 5)
@@ -348,7 +348,7 @@ async def test_a_request_that_comes_alone_is_placed_without_waiting_for_a_turn_o
     assert (len(router.state.load), router._placing, router._bookings) == (0, {}, {})
 
 
-async def test_a_caller_that_leaves_before_it_is_told_where_to_go_leaves_nothing(world: World) -> None:
+async def test_a_caller_that_leaves_before_its_answer_leaves_nothing(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"))
     place = router.place
@@ -365,7 +365,7 @@ async def test_a_caller_that_leaves_before_it_is_told_where_to_go_leaves_nothing
     await until(lambda: (len(router.state.load), router._bookings) == (0, {}))
 
 
-async def test_what_a_request_leaves_in_the_cache_is_believed_once_it_has_begun(world: World) -> None:
+async def test_a_begun_request_leaves_its_prefix(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1", kv_events="tcp://127.0.0.1:1"))
     for has_begun, overlap in ((False, 0), (True, 10)):
@@ -392,7 +392,7 @@ async def test_a_request_waits_until_there_is_room(world: World) -> None:
     await until(lambda: len(router.state.load) == 0)
 
 
-async def test_a_router_that_lets_a_request_wait_is_not_taken_for_dead(
+async def test_a_router_with_waiting_requests_is_not_taken_for_dead(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "STILL_WAITING_S", 0.01)
@@ -411,7 +411,7 @@ async def test_a_router_that_lets_a_request_wait_is_not_taken_for_dead(
     await until(lambda: len(router.state.load) == 0 and router.state.waiting == 0)
 
 
-async def test_who_waits_too_long_is_told_and_leaves_nothing(world: World) -> None:
+async def test_a_request_that_times_out_leaves_nothing(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1", max_num_seqs=1))
     async with world.remote.book(request("first"), 5):
@@ -449,7 +449,7 @@ async def test_a_caller_that_leaves_the_queue_is_forgotten(world: World) -> None
     await until(lambda: len(router.state.load) == 0 and not router._placing)
 
 
-async def test_a_caller_that_leaves_in_the_turn_in_which_it_is_placed_leaves_nothing(world: World) -> None:
+async def test_a_caller_that_leaves_while_placed_leaves_nothing(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1", max_num_seqs=1))
     running = await router.place(request("running"), 5)
@@ -469,7 +469,7 @@ async def test_a_caller_that_leaves_in_the_turn_in_which_it_is_placed_leaves_not
     assert (len(router.state.load), router._placing, router._bookings) == (0, {}, {})
 
 
-async def test_a_second_request_of_the_same_name_does_not_disturb_the_first(world: World) -> None:
+async def test_a_second_request_of_one_name_is_refused(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1", max_num_seqs=1))
     running = await router.place(request("running"), 5)
@@ -540,7 +540,7 @@ async def test_a_router_that_dies_takes_no_request_with_it(world: World) -> None
         booking.prefill_done()
 
 
-async def test_a_router_that_answers_nobody_else_is_not_asked(world: World) -> None:
+async def test_an_embedded_router_is_not_asked(world: World) -> None:
     await world.discovery.put("routers/a", encode(RouterCard(name="a", gossip="tcp://127.0.0.1:1")))
     await asyncio.sleep(0.01)
     assert not world.remote.is_ready()
@@ -578,7 +578,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-async def test_the_next_router_is_told_of_what_runs(world: World) -> None:
+async def test_running_requests_are_resumed_at_the_next_router(world: World) -> None:
     await world.start_router("a")
     second = await world.start_router("b")
     await world.add(card("d1"), card("p1", Role.PREFILL))
@@ -594,8 +594,8 @@ async def test_the_next_router_is_told_of_what_runs(world: World) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-async def test_a_router_that_is_started_anew_is_right_again(world: World) -> None:
-    """Its index comes from the workers, its load from those whose requests run."""
+async def test_a_restarted_router_knows_everything_again(world: World) -> None:
+    """The new router gets its index from the workers, and its load from the frontends."""
     publisher = KvEventPublisher()
     publisher.publish(stored(5))
     await world.start_router("r")
@@ -616,7 +616,7 @@ async def test_a_router_that_is_started_anew_is_right_again(world: World) -> Non
 
 
 @pytest.mark.usefixtures("eager")
-async def test_a_router_that_does_not_know_the_worker_yet_is_told_again(world: World) -> None:
+async def test_a_booking_is_offered_again_until_its_worker_is_known(world: World) -> None:
     await world.start_router("r")
     await world.add(card("d1"))
     async with world.remote.book(request(), 5):
@@ -631,7 +631,7 @@ async def test_a_router_that_does_not_know_the_worker_yet_is_told_again(world: W
 
 
 @pytest.mark.usefixtures("eager")
-async def test_what_happens_while_a_router_takes_over_is_told_to_it(world: World) -> None:
+async def test_progress_during_a_takeover_reaches_the_new_router(world: World) -> None:
     asked, may_answer, told = asyncio.Event(), asyncio.Event(), list[Progress]()
 
     async def resume(call: Call) -> None:
@@ -660,7 +660,7 @@ async def test_what_happens_while_a_router_takes_over_is_told_to_it(world: World
 
 
 @pytest.mark.usefixtures("eager")
-async def test_a_booking_of_a_router_that_was_only_cut_off_is_not_ended_by_the_old_connection(world: World) -> None:
+async def test_an_old_connection_does_not_end_a_resumed_booking(world: World) -> None:
     router = await world.start_router("r")
     await world.add(card("d1"))
     async with world.remote.book(request(), 5) as booking:
@@ -674,7 +674,7 @@ async def test_a_booking_of_a_router_that_was_only_cut_off_is_not_ended_by_the_o
 
 
 @pytest.mark.usefixtures("eager")
-async def test_nobody_is_told_after_the_deadline(world: World) -> None:
+async def test_no_router_is_told_after_the_deadline(world: World) -> None:
     await world.start_router("r")
     await world.add(card("d1"))
     async with world.remote.book(request(), 0.05) as booking:
@@ -711,7 +711,7 @@ async def test_the_end_of_the_feed_is_a_failure() -> None:
 # --- what it learns of workers ------------------------------------------------------------------------
 
 
-async def test_it_follows_the_kv_events_of_workers_that_come_and_go(world: World) -> None:
+async def test_kv_events_are_followed_as_workers_come_and_go(world: World) -> None:
     router = await world.start_router("r")
     publisher = KvEventPublisher()
     publisher.publish(stored(3))
@@ -728,7 +728,7 @@ async def test_it_follows_the_kv_events_of_workers_that_come_and_go(world: World
     await publisher.close()
 
 
-async def test_a_worker_that_comes_back_is_followed_anew(world: World) -> None:
+async def test_a_worker_that_comes_back_is_followed_again(world: World) -> None:
     router = await world.start_router("r")
     publisher = KvEventPublisher()
     one = card("d1", kv_events=publisher.endpoint, kv_replay=publisher.replay_endpoint)
@@ -742,7 +742,7 @@ async def test_a_worker_that_comes_back_is_followed_anew(world: World) -> None:
     await publisher.close()
 
 
-async def test_what_the_ring_has_lost_comes_as_a_snapshot_in_parts(world: World) -> None:
+async def test_events_lost_from_the_ring_come_as_a_snapshot(world: World) -> None:
     publisher = KvEventPublisher(ring_batches=1)
     for _ in range(5):
         publisher.publish([])
@@ -773,7 +773,7 @@ async def test_each_rank_of_a_worker_is_followed_by_itself(world: World) -> None
         await publisher.close()
 
 
-async def test_events_that_cannot_be_followed_do_not_keep_a_worker_out(world: World) -> None:
+async def test_a_worker_with_unusable_events_still_joins(world: World) -> None:
     await world.start_router("r")
     await world.add(card("d1", kv_events="nonsense", kv_replay="nonsense"))
     async with world.remote.book(request(), 5) as booking:
@@ -800,7 +800,7 @@ async def test_a_worker_with_another_block_size_is_left_out(world: World) -> Non
 # --- the whole service --------------------------------------------------------------------------------
 
 
-async def test_it_serves_until_it_is_stopped_and_lets_requests_finish(tmp_path: Path) -> None:
+async def test_the_service_lets_requests_finish_when_stopped(tmp_path: Path) -> None:
     url = f"file:{tmp_path}"
     stop, discovery, plane = asyncio.Event(), open_discovery(url), PlaneClient()
     await discovery.put("workers/d1", encode(card("d1")))

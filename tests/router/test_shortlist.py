@@ -45,7 +45,7 @@ def shelves(**loads: tuple[int, int, int]) -> Shelves[str]:
 # --- who is weighed ------------------------------------------------------------------------------------------------
 
 
-def test_of_equal_idle_workers_the_one_that_was_chosen_longest_ago_stands_for_all() -> None:
+def test_of_equal_idle_workers_only_the_longest_unchosen_is_scored() -> None:
     made: Shelves[str] = Shelves()
     for name, last_chosen in (("a", 7), ("b", 3), ("c", 5)):
         made.put(at(name), name, "kind", Share(0, 10, 1), last_chosen)
@@ -53,12 +53,12 @@ def test_of_equal_idle_workers_the_one_that_was_chosen_longest_ago_stands_for_al
     assert made.shortlist({at("b")}) == ["b", "c"], "one of whom more is known stands for nobody"
 
 
-def test_who_has_more_blocks_and_no_fewer_requests_than_an_idle_one_is_left_out() -> None:
+def test_a_more_loaded_worker_than_an_idle_one_is_skipped() -> None:
     made = shelves(idle=(0, 10, 1), held=(0, 11, 1), busy=(500, 11, 2), fewer=(0, 12, 0), as_many=(500, 10, 2))
     assert made.shortlist(NOBODY) == ["as_many", "fewer", "idle"]
 
 
-def test_a_busy_one_stands_for_nobody() -> None:
+def test_a_busy_worker_replaces_no_other_in_the_shortlist() -> None:
     assert shelves(busy=(500, 1, 1), other=(400, 2, 1)).shortlist(NOBODY) == ["busy", "other"]
 
 
@@ -68,7 +68,7 @@ def test_workers_of_another_kind_are_weighed_too() -> None:
     assert made.shortlist(NOBODY) == ["a", "fast"]
 
 
-def test_who_has_left_is_not_weighed_and_nothing_of_it_is_kept() -> None:
+def test_a_worker_that_left_is_not_scored_or_kept() -> None:
     made = shelves(a=(0, 0, 0), b=(0, 5, 1))
     made.put(at("a"), "a", "kind", Share(0, 6, 1), last_chosen=1)
     assert made.shortlist(NOBODY) == ["b"]
@@ -94,7 +94,7 @@ def test_of_many_idle_workers_one_is_weighed() -> None:
     steps=STEPS,
     queued_tokens=st.sampled_from([64, 2048, 1 << 30]),
 )
-def test_the_choice_is_that_of_weighing_all(
+def test_the_shortlist_does_not_change_the_choice(
     roles: list[str], steps: list[tuple[str, int, int, float]], queued_tokens: int
 ) -> None:
     """A request that wants reasons has all workers weighed; two routers, of which one is always asked for them."""

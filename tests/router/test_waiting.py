@@ -1,4 +1,4 @@
-"""Which requests wait in the router, for which workers, who is next, and which wait no longer."""
+"""Requests wait in the router while workers are full, in the order of the queue, until their deadline."""
 
 from collections import Counter
 
@@ -34,7 +34,7 @@ from tests.support.routing import (
 # --- waiting -------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_waits_while_a_worker_can_take_it() -> None:
+def test_no_request_waits_while_a_worker_has_room() -> None:
     state = router(*[card(f"d{n}") for n in range(3)], saturation=ONE_AT_A_TIME)
     for number in range(5):
         submit(state, f"r{number}", prompt(number))
@@ -42,7 +42,7 @@ def test_nobody_waits_while_a_worker_can_take_it() -> None:
     assert state.waiting == 2
 
 
-def test_who_has_waited_goes_as_soon_as_somebody_has_room() -> None:
+def test_a_waiting_request_goes_when_a_worker_has_room() -> None:
     state = router(card("d1"), card("d2"), saturation=ONE_AT_A_TIME)
     for number in range(3):
         submit(state, f"r{number}", prompt(number))
@@ -54,7 +54,7 @@ def test_who_has_waited_goes_as_soon_as_somebody_has_room() -> None:
     assert state.waiting == 0
 
 
-def test_who_comes_when_a_worker_joins_goes_there() -> None:
+def test_a_new_request_goes_to_a_worker_that_joins() -> None:
     state = router(card("d1"), saturation=ONE_AT_A_TIME)
     submit(state, "r0", prompt(0))
     submit(state, "r1", prompt(1))
@@ -63,7 +63,7 @@ def test_who_comes_when_a_worker_joins_goes_there() -> None:
     assert results(state.dispatch(0.0)) == {"r1": "d2"}
 
 
-def test_a_worker_is_given_prompts_up_to_its_limit_of_queued_tokens_and_one_more() -> None:
+def test_a_worker_gets_prompts_until_its_token_limit_is_passed() -> None:
     state = router(card("d"), saturation=Saturation(queued_tokens=1000))
     for number in range(10):
         submit(state, f"r{number}", prompt(number))  # 320 tokens each
@@ -89,7 +89,7 @@ def test_a_worker_with_all_its_sequences_running_is_given_nothing() -> None:
     assert set(results(state.dispatch(0.0))) == {"r2"}
 
 
-def test_a_worker_whose_blocks_are_taken_is_given_what_fits_and_nothing_more() -> None:
+def test_a_worker_short_of_blocks_gets_only_what_fits() -> None:
     state = router(card("d", total_blocks=50))
     place(state, "r0", prompt(0, 30))
     done(state, "r0")
@@ -101,7 +101,7 @@ def test_a_worker_whose_blocks_are_taken_is_given_what_fits_and_nothing_more() -
     assert set(results(state.dispatch(0.0))) == {"r1"}
 
 
-def test_blocks_that_are_shared_with_a_running_request_are_not_needed_again() -> None:
+def test_blocks_shared_with_a_running_request_count_once() -> None:
     state = router(card("d", total_blocks=50))
     place(state, "r0", prompt(0, 30))
     done(state, "r0")
@@ -134,14 +134,14 @@ def test_a_disaggregated_request_waits_for_both_its_workers() -> None:
     assert set(results(state.dispatch(0.0))) == {"r1"}
 
 
-def test_a_worker_with_prompts_to_compute_can_take_one_more_to_decode() -> None:
+def test_a_worker_full_of_prompts_can_still_decode() -> None:
     state = router(card("p", P), card("d"), saturation=ONE_AT_A_TIME)
     busy(state, "d")
     submit(state, "r", disaggregate=True)
     assert results(state.dispatch(0.0)) == {"r": "d"}
 
 
-def test_where_no_worker_that_could_pull_has_room_another_does_both_halves() -> None:
+def test_without_room_to_pull_one_worker_does_both_halves() -> None:
     state = router(card("p", P), card("d1", max_num_seqs=1), card("d2", transfer="nixl"))
     done(state, busy(state, "d1"))
     submit(state, "r1", prompt(1))
@@ -149,7 +149,7 @@ def test_where_no_worker_that_could_pull_has_room_another_does_both_halves() -> 
     assert results(state.dispatch(0.0)) == {"r1": "d2"}
 
 
-def test_a_worker_has_room_again_once_it_must_have_computed_enough() -> None:
+def test_a_worker_has_room_again_as_time_passes() -> None:
     state = router(card("d"), saturation=Saturation(queued_tokens=160))
     done(state, busy(state, "d", 1, blocks=10), now=1.0)  # 160 tokens in a second
     busy(state, "d", 2, blocks=20, now=10.0)
@@ -167,14 +167,14 @@ def test_load_of_other_routers_saturates_too() -> None:
     assert results(state.dispatch(0.0)) == {"r": "d"}
 
 
-def test_without_saturation_nobody_waits() -> None:
+def test_without_saturation_no_request_waits() -> None:
     state = router(card("d", max_num_seqs=1, total_blocks=5), saturation=None)
     for number in range(50):
         submit(state, f"r{number}", prompt(number))
     assert len(state.dispatch(0.0)) == 50
 
 
-def test_to_place_at_once_asks_neither_who_waits_nor_who_is_full() -> None:
+def test_place_ignores_the_queue_and_full_workers() -> None:
     state = router(card("d"), saturation=ONE_AT_A_TIME)
     busy(state, "d")
     submit(state, "r0", prompt(0))
@@ -184,10 +184,8 @@ def test_to_place_at_once_asks_neither_who_waits_nor_who_is_full() -> None:
 
 @pytest.mark.parametrize("policy", ["kv", "least-loaded", "power-of-two"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_full_worker_that_costs_less_is_no_reason_to_wait_while_another_has_room(
-    policy: Policy, temperature: float
-) -> None:
-    """By sequences the small one is full, though it has next to nothing to do."""
+def test_no_request_waits_for_a_cheap_full_worker(policy: Policy, temperature: float) -> None:
+    """The small worker has no sequence free, though it has next to nothing to do."""
     state = router(
         card("small1", max_num_seqs=1),
         card("small2", max_num_seqs=1),
@@ -209,14 +207,14 @@ def test_a_full_worker_that_costs_less_is_no_reason_to_wait_while_another_has_ro
 
 
 def prefix_at_a_busy_worker(queue_blocks: int = 5, **rules: object) -> RouterState:
-    """d1 has a prefix of 20 blocks, and so much to compute; d2 is idle."""
+    """Return a router whose d1 has a prefix of 20 blocks and `queue_blocks` to compute, and whose d2 is idle."""
     state = router(card("d1"), card("d2"), saturation=ONE_AT_A_TIME, **rules)
     holds(state, "d1", 20)
     busy(state, "d1", blocks=queue_blocks)
     return state
 
 
-def test_a_request_waits_for_the_busy_worker_that_has_its_prefix_if_others_cost_more() -> None:
+def test_a_request_waits_for_its_prefix_if_others_cost_more() -> None:
     state = prefix_at_a_busy_worker()
     submit(state, "r")
     assert (state.dispatch(0.0), state.waiting) == ([], 1)
@@ -232,22 +230,22 @@ def test_it_does_not_hold_up_others() -> None:
     assert results(state.dispatch(0.0)) == {"other": "d2"}
 
 
-def test_it_goes_elsewhere_if_the_wait_costs_more_than_the_prefix_saves() -> None:
+def test_a_too_long_wait_sends_a_request_elsewhere() -> None:
     state = prefix_at_a_busy_worker(queue_blocks=30)
     submit(state, "r")
     assert results(state.dispatch(0.0)) == {"r": "d2"}
 
 
-def test_siblings_that_wait_before_it_make_the_wait_longer() -> None:
-    """Each has 10 blocks of its own to compute: behind two of them it is better to compute all of it elsewhere."""
+def test_waiting_siblings_make_the_wait_longer() -> None:
+    """The siblings have 10 blocks each to compute. Behind two of them it is better to compute all elsewhere."""
     state = prefix_at_a_busy_worker(recompute_price=1.0)
     for number in range(4):
         submit(state, f"r{number}", TOKENS + prompt(number + 1, 10), now=number / 100)
     assert results(state.dispatch(1.0)) == {"r2": "d2"}
 
 
-def test_a_placement_makes_the_wait_of_those_before_it_no_longer() -> None:
-    """They are asked anew after it, and are not ahead of themselves."""
+def test_a_placement_does_not_lengthen_earlier_waits() -> None:
+    """Waiting requests are tried again after it, and do not count as ahead of themselves."""
     state = prefix_at_a_busy_worker(recompute_price=1.0)
     state.add_worker(card("d3"))
     for number in range(2):
@@ -256,7 +254,7 @@ def test_a_placement_makes_the_wait_of_those_before_it_no_longer() -> None:
     assert set(results(state.dispatch(1.0))) == {"other"}
 
 
-def test_a_policy_that_knows_of_no_cache_waits_for_no_prefix() -> None:
+def test_a_policy_without_caches_waits_for_no_prefix() -> None:
     state = router(card("d1"), card("d2"), policy="least-loaded", saturation=Saturation(queued_tokens=160))
     holds(state, "d1", 20)
     busy(state, "d1", blocks=10)
@@ -266,8 +264,8 @@ def test_a_policy_that_knows_of_no_cache_waits_for_no_prefix() -> None:
     assert results(state.dispatch(0.0)) == {"r": "d2"}
 
 
-def test_nobody_waits_for_a_sequence_to_end_because_of_a_prefix() -> None:
-    """That may take as long as an answer, which no cost knows."""
+def test_no_prefix_is_worth_waiting_for_a_sequence() -> None:
+    """A sequence may take as long as an answer, which no cost knows."""
     state = router(card("d1", max_num_seqs=1), card("d2"))
     holds(state, "d1", 20)
     done(state, busy(state, "d1", blocks=1))
@@ -275,7 +273,7 @@ def test_nobody_waits_for_a_sequence_to_end_because_of_a_prefix() -> None:
     assert results(state.dispatch(0.0)) == {"r": "d2"}
 
 
-def test_who_has_no_prefix_there_does_not_wait_for_the_worker_that_costs_least() -> None:
+def test_without_a_prefix_no_request_waits_for_the_cheapest() -> None:
     state = router(card("d1"), card("d2"), saturation=Saturation(queued_tokens=320))
     busy(state, "d1", 1)  # its limit: 20 blocks to compute
     for number in range(2, 9):
@@ -287,7 +285,7 @@ def test_who_has_no_prefix_there_does_not_wait_for_the_worker_that_costs_least()
     assert results(state.dispatch(0.0)) == {"r": "d2"}
 
 
-def test_one_that_waits_for_a_decode_worker_does_not_hold_the_prefill_worker() -> None:
+def test_waiting_for_decode_does_not_hold_the_prefill_worker() -> None:
     state = router(card("p", P), card("d1", max_num_seqs=1), card("d2"), saturation=ONE_AT_A_TIME)
     done(state, busy(state, "d1"))
     submit(state, "waits", prompt(1), pin=WorkerId("d1"), disaggregate=True)
@@ -295,7 +293,7 @@ def test_one_that_waits_for_a_decode_worker_does_not_hold_the_prefill_worker() -
     assert results(state.dispatch(1.0)) == {"goes": "d2"}
 
 
-def test_a_pinned_request_waits_for_its_worker_and_does_not_hold_up_others() -> None:
+def test_a_pinned_request_waits_without_holding_up_others() -> None:
     state = router(card("d1"), card("d2"), saturation=ONE_AT_A_TIME)
     busy(state, "d1")
     submit(state, "pinned", prompt(1), pin=WorkerId("d1"), priority=5)
@@ -306,7 +304,7 @@ def test_a_pinned_request_waits_for_its_worker_and_does_not_hold_up_others() -> 
 
 
 @pytest.mark.parametrize("disaggregate", [False, True])
-def test_a_large_request_that_has_waited_long_is_not_starved_by_small_ones(disaggregate: bool) -> None:
+def test_a_large_request_is_not_starved_by_small_ones(disaggregate: bool) -> None:
     state = router(card("p", P), card("d", total_blocks=50), queue=QueueRules(order="fcfs"))
     place(state, "r0", prompt(0, 30))
     done(state, "r0")
@@ -321,7 +319,7 @@ def test_a_large_request_that_has_waited_long_is_not_starved_by_small_ones(disag
 
 
 @pytest.mark.parametrize("reason", ["prefix", "session"])
-def test_a_worker_that_is_kept_for_another_is_not_waited_for(reason: str) -> None:
+def test_no_request_waits_for_a_reserved_worker(reason: str) -> None:
     state = router(card("d1", total_blocks=60), card("d2"), affinity_ttl_s=60.0, recompute_price=10.0)
     for name, tokens in (("session", prompt(8, 1)), ("r0", prompt(0, 30))):
         place(state, name, tokens, session=name, pin=WorkerId("d1"))
@@ -334,7 +332,7 @@ def test_a_worker_that_is_kept_for_another_is_not_waited_for(reason: str) -> Non
     assert results(state.dispatch(6.0)) == {"small": "d2"}
 
 
-def test_a_worker_is_kept_for_nobody_while_another_has_room() -> None:
+def test_no_worker_is_reserved_while_another_has_room() -> None:
     state = router(card("d1", max_num_seqs=1), card("d2"))
     done(state, busy(state, "d1"))
     submit(state, "pinned", prompt(1), pin=WorkerId("d1"))
@@ -342,8 +340,8 @@ def test_a_worker_is_kept_for_nobody_while_another_has_room() -> None:
     assert results(state.dispatch(60.0)) == {"other": "d2"}
 
 
-def test_nothing_is_kept_for_one_that_waits_for_a_prompt_to_be_computed() -> None:
-    """Else a decode worker would idle until a prefill worker is free."""
+def test_waiting_for_a_prompt_reserves_nothing() -> None:
+    """Otherwise a decode worker would idle until a prefill worker is free."""
     state = router(card("p", P), card("d"), saturation=ONE_AT_A_TIME)
     place(state, "busy p", prompt(8), disaggregate=True)
     submit(state, "waits", prompt(1), disaggregate=True)
@@ -351,8 +349,8 @@ def test_nothing_is_kept_for_one_that_waits_for_a_prompt_to_be_computed() -> Non
     assert results(state.dispatch(60.0)) == {"goes": "d"}
 
 
-def test_after_a_dispatch_nobody_waits_who_could_go() -> None:
-    """Also where many go, and some of those before them cannot."""
+def test_after_a_dispatch_no_placeable_request_waits() -> None:
+    """The rule holds also if many requests go and some before them cannot."""
     state = router(card("busy"), *[card(f"d{n}") for n in range(60)], saturation=ONE_AT_A_TIME)
     busy(state, "busy")
     for number in range(3):
@@ -367,7 +365,7 @@ def test_after_a_dispatch_nobody_waits_who_could_go() -> None:
 # --- who is next ---------------------------------------------------------------------------------------------------
 
 
-def test_short_prompts_go_first_and_long_ones_later_but_in_time() -> None:
+def test_short_prompts_go_first_long_ones_in_time() -> None:
     rules = QueueRules(order="wspt", aging_tokens_per_s=320.0)
     state = router(card("d"), saturation=ONE_AT_A_TIME, queue=rules)
     submit(state, "long", prompt(1, 40), now=0.0)  # 2 s of aging
@@ -448,7 +446,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     assert state.waiting == 2
 
 
-def test_a_higher_priority_displaces_and_the_displaced_is_told() -> None:
+def test_a_higher_priority_displaces_a_lower_one() -> None:
     state = router(card("d"), saturation=ONE_AT_A_TIME, queue=QueueRules(max_requests=1))
     busy(state, "d")
     submit(state, "low", prompt(0))
@@ -479,7 +477,7 @@ def test_one_request_cannot_wait_twice() -> None:
     "fields",
     [{"pin": "d9"}, {"pin_prefill": "d1"}, {"pin": "d1", "pin_rank": 1}, {"exclude": ("d1", "d2")}, {"model": "x"}],
 )
-def test_who_can_be_served_by_nobody_is_refused_at_once(fields: dict[str, object]) -> None:
+def test_a_request_without_a_possible_worker_is_refused_at_once(fields: dict[str, object]) -> None:
     state = router(card("d1"), card("d2"))
     with pytest.raises(NoWorkerError):
         submit(state, "r", **fields)
@@ -489,7 +487,7 @@ def test_who_can_be_served_by_nobody_is_refused_at_once(fields: dict[str, object
 @pytest.mark.parametrize(
     "fields", [{"pin": "d1"}, {"pin": "d1", "pin_rank": 0}, {"pin_prefill": "p1"}, {"exclude": ("d2", "p1")}]
 )
-def test_a_request_whose_workers_leave_while_it_waits_fails_however_full_the_others_are(
+def test_a_waiting_request_fails_when_its_workers_leave(
     fields: dict[str, object],
 ) -> None:
     state = router(card("p1", P), card("d1"), card("d2"), saturation=ONE_AT_A_TIME)
@@ -505,7 +503,7 @@ def test_a_request_whose_workers_leave_while_it_waits_fails_however_full_the_oth
     assert state.waiting == 0
 
 
-def test_if_the_last_worker_of_a_model_leaves_all_that_waits_fails_and_the_model_is_forgotten() -> None:
+def test_the_last_worker_leaving_fails_all_waiting_requests() -> None:
     state = router(card("d"), saturation=ONE_AT_A_TIME)
     busy(state, "d")
     for number in range(3):
@@ -515,7 +513,7 @@ def test_if_the_last_worker_of_a_model_leaves_all_that_waits_fails_and_the_model
     assert (state.waiting, state.fleet.indexes) == (0, {})
 
 
-def test_a_model_without_workers_is_forgotten_with_the_last_that_waited_for_it() -> None:
+def test_an_empty_model_is_forgotten_with_its_last_request() -> None:
     state = router(card("d"))
     submit(state, "r")
     state.remove_worker(WorkerId("d"))
@@ -524,7 +522,7 @@ def test_a_model_without_workers_is_forgotten_with_the_last_that_waited_for_it()
     assert state.fleet.indexes == {}
 
 
-def test_a_worker_that_comes_back_serves_who_still_waits() -> None:
+def test_a_worker_that_comes_back_serves_waiting_requests() -> None:
     state = router(card("d1"))
     submit(state, "r")
     state.remove_worker(WorkerId("d1"))
@@ -532,7 +530,7 @@ def test_a_worker_that_comes_back_serves_who_still_waits() -> None:
     assert results(state.dispatch(0.0)) == {"r": "d2"}
 
 
-def test_a_request_that_waits_goes_to_a_suspect_once_that_is_trusted_again() -> None:
+def test_a_waiting_request_goes_to_a_worker_trusted_again() -> None:
     state = router(card("d1"), card("d2"), saturation=ONE_AT_A_TIME, suspect_s=2.0)
     busy(state, "d2")
     place(state, "failed", prompt(8, 0), now=10.0, exclude=(WorkerId("d1"),))
@@ -544,7 +542,7 @@ def test_a_request_that_waits_goes_to_a_suspect_once_that_is_trusted_again() -> 
 
 
 def test_a_deadline_that_was_met_is_not_asked_for_again() -> None:
-    """Else the shell would come back at once, for ever."""
+    """Otherwise the shell would come back at once, again and again."""
     state = router(card("d1"), card("d2"), saturation=ONE_AT_A_TIME, suspect_s=2.0)
     busy(state, "d1")
     busy(state, "d2")

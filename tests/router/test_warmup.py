@@ -11,7 +11,7 @@ OLD, OLDER, NEW = (Holder(WorkerId(name), 0) for name in ("old", "older", "new")
 
 
 def warm_up(joined: float = 0.0) -> WarmUp:
-    """With one newcomer."""
+    """Return a warm-up with one newcomer."""
     warmup = WarmUp(ramp_s=10.0, ramp_requests=20)
     warmup.joined(NEW.worker_id, joined)
     return warmup
@@ -22,7 +22,7 @@ def test_the_share_of_a_newcomer_grows_with_time() -> None:
     assert [warmup.share(NEW.worker_id, now) for now in (100.0, 102.5, 105.0, 110.0, 200.0)] == [0, 0.25, 0.5, 1, 1]
 
 
-def test_or_with_the_requests_it_completed_whichever_is_further() -> None:
+def test_completed_requests_settle_a_newcomer_too() -> None:
     warmup = warm_up()
     for _ in range(10):
         warmup.completed(NEW.worker_id)
@@ -45,14 +45,14 @@ def test_a_newcomer_may_always_have_one_request() -> None:
     assert warm_up().held_back({OLD: 30, NEW: 1}, 0.0) == {NEW}
 
 
-def test_it_may_have_its_share_of_what_the_busiest_settled_worker_has() -> None:
+def test_a_newcomer_gets_a_share_of_the_busiest_workers_requests() -> None:
     warmup = warm_up()
     assert warmup.held_back({OLD: 30, OLDER: 8, NEW: 14}, 5.0) == set()
     assert warmup.held_back({OLD: 30, OLDER: 8, NEW: 15}, 5.0) == {NEW}
     assert warmup.held_back({OLD: 30, OLDER: 8, NEW: 99}, 10.0) == set()
 
 
-def test_beside_idle_workers_one_request_at_a_time_finds_out_whether_it_works() -> None:
+def test_beside_idle_workers_a_newcomer_gets_one_request() -> None:
     assert warm_up().held_back({OLD: 0, NEW: 1}, 9.9) == {NEW}
 
 
@@ -85,9 +85,7 @@ loads = st.dictionaries(st.sampled_from([OLD, OLDER, NEW]), st.integers(0, 40), 
 
 
 @given(loads, st.sets(st.sampled_from([OLD, OLDER, NEW])), st.floats(0, 20), st.integers(0, 25))
-def test_somebody_may_always_take_a_request(
-    in_flight: dict[Holder, int], new: set[Holder], now: float, completed: int
-) -> None:
+def test_a_candidate_always_remains(in_flight: dict[Holder, int], new: set[Holder], now: float, completed: int) -> None:
     warmup = WarmUp(ramp_s=10.0, ramp_requests=20)
     for holder in sorted(new):
         warmup.joined(holder.worker_id, 0.0)
@@ -99,7 +97,7 @@ def test_somebody_may_always_take_a_request(
     assert all(in_flight[holder] >= 1 for holder in held_back)
 
 
-def test_it_is_over_when_the_last_to_join_has_been_there_for_long_enough() -> None:
+def test_warm_up_is_over_when_the_last_joined_settles() -> None:
     warmup = warm_up()
     warmup.joined(OLD.worker_id, 5.0)
     assert [warmup.is_over(now) for now in (0.0, 10.0, 14.9, 15.0)] == [False, False, False, True]

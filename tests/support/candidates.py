@@ -12,7 +12,7 @@ EQUAL = Weights(prefill=1.0, decode=1.0)  # so that costs can be added up by han
 
 
 def worker(name: str, cached: int = 0, dp_rank: int = 0, **fields: object) -> Candidate:
-    """It has the first `cached` blocks of the prompt on its device."""
+    """Return a candidate that has the first `cached` blocks of the prompt on its device."""
     values = {"overlap": (cached,) * 4} | fields
     return Candidate(Holder(WorkerId(name), dp_rank), **values)  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ P, D, A = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 
 
 def card(worker_id: str, role: Role = D, **fields: object) -> WorkerCard:
-    """It publishes KV events; its name is its id without the digits."""
+    """Return the card of a worker that publishes KV events. Its name is its id without the digits."""
     values: dict[str, object] = {
         "worker_id": WorkerId(worker_id),
         "name": worker_id.rstrip("0123456789"),
@@ -35,7 +35,7 @@ def card(worker_id: str, role: Role = D, **fields: object) -> WorkerCard:
 
 
 def router(*cards: WorkerCard, seed: int = 0, **rules: object) -> RouterState:
-    """All its workers are settled, as they are all new."""
+    """Return a router. All its workers are new, so none is held back."""
     state = RouterState(RouterRules(**rules), seed)  # type: ignore[arg-type]
     for one in cards:
         state.add_worker(one)
@@ -70,19 +70,19 @@ def holds(
     dp_rank: int = 0,
     medium: str = "GPU",
 ) -> None:
-    """It says that it has the first `blocks` of a prompt."""
+    """Let a worker report that it has the first `blocks` of a prompt."""
     names = tuple(EngineHash(name + 1) for name in sequence_hashes(tokens, BLOCK)[:blocks])
     stored = Stored(names, None, tuple(tokens[: blocks * BLOCK]), BLOCK, medium=medium)
     state.fleet.on_kv_events(WorkerId(worker), dp_rank, [stored])
 
 
 def where(placed: Placed) -> tuple[str | None, str]:
-    """The ids of the workers that prefill (None: the other one does) and decode."""
+    """Return the ids of the workers that prefill (None: the decode worker does) and decode."""
     return (placed.prefill.worker_id if placed.prefill else None, placed.decode.worker_id)
 
 
 def results(outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """Where each request decodes, or the code of its error."""
+    """Return where each request decodes, or the code of its error."""
     return {name: result.code if isinstance(result, MeshError) else where(result)[1] for name, result in outcomes}
 
 
@@ -95,7 +95,7 @@ def load_of(state: RouterState, worker: str) -> Share:
 
 
 def place(state: RouterState, name: str, tokens: list[int] = TOKENS, now: float = 0.0, **fields: object) -> str:
-    """Where it decodes."""
+    """Place a request; return where it decodes."""
     return where(state.place(request(name, tokens, **fields), now))[1]
 
 
@@ -110,7 +110,7 @@ def end(state: RouterState, *names: str, now: float = 0.0, ok: bool = True) -> N
 
 
 def done(state: RouterState, *names: str, now: float = 0.0) -> None:
-    """Their first tokens are there."""
+    """Report the first tokens of requests."""
     for name in names:
         state.prefill_done(RequestId(name), now)
 
@@ -123,7 +123,7 @@ def busy(state: RouterState, worker: str, number: int = 99, blocks: int = 20, no
 
 
 def order(state: RouterState, names: list[str]) -> list[str]:
-    """In which order they go to a worker that computes one prompt at a time."""
+    """Return the order in which requests go to a worker that computes one prompt at a time."""
     went: list[str] = []
     for _ in names:
         [(name, _)] = state.dispatch(1.0)
