@@ -10,7 +10,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from kvmesh.attach import ANNOUNCED, ServerEntry, name_of, split_urls
+from cluster.servers import ANNOUNCED, ServerEntry, name_of
+from kvmesh.attach import split_urls
 from mesh.config import load
 from mesh.discovery import DiscoveryUrl, open_discovery
 from mesh.lifecycle import run

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from cluster.attaching import Announced
+from cluster.servers import AttachConfig, read_announced
 from kvmesh.announce import AnnounceConfig, entry_of
-from kvmesh.attach import Announced, AttachConfig, read_announced
 from mesh.config import load
 from mesh.discovery.memory import MemoryDiscovery
 from mesh.supervisor import ProcessSpec, Supervisor

@@ -5,7 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmesh.attach import AttachConfig, ServerEntry, describe, entries_of, name_of, process_specs, split_urls
+from cluster.attaching import describe
+from cluster.servers import AttachConfig, ServerEntry, entries_of, name_of, process_specs
+from kvmesh.attach import split_urls
 from mesh.config import load
 from protocol.errors import ConfigError
 from protocol.ids import WorkerId
