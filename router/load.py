@@ -82,6 +82,13 @@ class HolderLoad:
         """The part of `total` that the worker has reported and no router has booked."""
         return self.elsewhere.get(UNBOOKED, NOTHING)
 
+    def explain_unbooked(self, tokens: float) -> None:
+        """Take tokens off the unbooked load: another router had booked them, and the worker's report came first."""
+        share = self.unbooked
+        self.elsewhere[UNBOOKED] = share._replace(
+            queued_tokens=max(0.0, min(share.queued_tokens, share.queued_tokens - tokens))
+        )
+
     def backlog(self, now: float) -> float:
         """Return how many of the booked prompt tokens are still to compute, at most."""
         queued = self.total.queued_tokens - self.unbooked.queued_tokens
@@ -178,11 +185,13 @@ class ActiveLoad:
         """Replace what another router has placed on some holders. Shares of unknown holders are dropped."""
         for holder, share in shares.items():
             load = self._loads.get(holder)
-            if load is None or load.elsewhere.get(router, NOTHING) == share:
+            if load is None or (before := load.elsewhere.get(router, NOTHING)) == share:
                 continue
             load.elsewhere[router] = share
             if share == NOTHING:
                 del load.elsewhere[router]
+            if router != UNBOOKED and UNBOOKED in load.elsewhere:
+                load.explain_unbooked(share.queued_tokens - before.queued_tokens)
             load.total = _sum([load.own, *load.elsewhere.values()])
             self.changes.add(holder)
             self._count_busy(load, now)

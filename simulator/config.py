@@ -34,6 +34,7 @@ class SimConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     routers: Annotated[int, Meta(ge=1)] = 1
     gossip_lag_s: Annotated[float, Meta(ge=0)] = 0.005
     event_lag_s: Annotated[float, Meta(ge=0)] = 0.005
+    load_report_interval_s: Annotated[float, Meta(ge=0)] = 0.0  # between two reports of a worker's load; 0: none
     hop_s: Annotated[float, Meta(ge=0)] = 0.0  # from a client's request until the router sees it, and back
     concurrency: Annotated[int, Meta(ge=0)] = 0  # > 0: requests at a time, whatever the trace's arrivals
     start_s: Annotated[float, Meta(ge=0)] = 30.0  # from the order of a worker until it takes requests

@@ -78,6 +78,9 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     routers: Annotated[int, Meta(ge=1, description="routers that share the requests")] = 1
     gossip_lag_s: Annotated[float, Meta(ge=0, description="age of what a router knows about the others' load")] = 0.005
     event_lag_s: Annotated[float, Meta(ge=0, description="from a cache's change until the routers know")] = 0.005
+    load_report_interval_s: Annotated[
+        float, Meta(ge=0, description="time between two reports of a worker's load to the routers; 0: no reports")
+    ] = 0.0
     hop_s: Annotated[float, Meta(ge=0, description="time from client to router and back, in the frontend")] = 0.0
     arrival_speedup: Annotated[float, Meta(gt=0, description="requests come this many times as fast")] = 1.0
     concurrency: Annotated[
@@ -177,6 +180,7 @@ def simulated(config: ReplayConfig) -> SimConfig:
         routers=config.routers,
         gossip_lag_s=config.gossip_lag_s,
         event_lag_s=config.event_lag_s,
+        load_report_interval_s=config.load_report_interval_s,
         hop_s=config.hop_s,
         concurrency=config.concurrency,
         start_s=config.start_s,

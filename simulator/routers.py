@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from protocol.events import KvEvent
 from protocol.ids import WorkerId
-from protocol.messages import WorkerCard
+from protocol.messages import LoadReport, WorkerCard
 from router.core import RouterState
 from router.index import Holder
 from router.load import Share
@@ -50,6 +50,17 @@ class SimRouters:
     def _on_kv_events(self, worker: SimWorker, events: Sequence[KvEvent]) -> None:
         for state in self.states:
             state.fleet.on_kv_events(worker.worker_id, 0, events)
+
+    def report_load(self, workers: Sequence[SimWorker]) -> None:
+        """Let the workers report what they have to compute, after the lag of the events."""
+        reports = [(one.worker_id, LoadReport(queued_tokens=one.scheduler.certain_tokens)) for one in workers]
+        self._agenda.later(self._config.event_lag_s, self._on_reports, reports)
+
+    def _on_reports(self, reports: Sequence[tuple[WorkerId, LoadReport]]) -> None:
+        for number, state in enumerate(self.states):
+            state.reported.expire(self._agenda.now)
+            for worker_id, report in reports:
+                self.touched[number] |= state.reported.on_report(worker_id, report, self._agenda.now)
 
     def watch_queues(self) -> None:
         """Look again a little later at the requests that wait."""

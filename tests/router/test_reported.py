@@ -121,6 +121,17 @@ def test_a_prompt_that_has_just_ended_is_not_counted_again() -> None:
     assert load.of(HOLDER).total == NOTHING
 
 
+def test_a_booking_that_is_heard_of_after_the_report_is_not_counted_twice() -> None:
+    load, reported = followed()
+    for now in (0.0, 0.6, 1.2):
+        reported.on_report(W, LoadReport(queued_tokens=1000), now)
+    assert load.of(HOLDER).total == Share(1000)
+    load.update_elsewhere("other", {HOLDER: Share(700, 9, 1)}, 1.205)
+    assert load.of(HOLDER).total == Share(300 + 700, 9, 1)
+    load.update_elsewhere("other", {HOLDER: Share(0, 9, 1)}, 1.21)
+    assert load.of(HOLDER).unbooked == Share(300)
+
+
 @dataclass
 class SimpleWorker:
     """Computes prompts one after the other, at 1,000 tokens/s, and hears and reports with a lag."""

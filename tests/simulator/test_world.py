@@ -330,3 +330,10 @@ def test_the_scheduler_is_the_live_one() -> None:
     sequence.tokens.extend((0,) * 30)
     sequence.extend_hashes(6, BLOCK)
     assert prompt_hashes(thread_names(3, 0, 6)) == b"".join(h.to_bytes(8, "little") for h in sequence.hashes)
+
+
+@pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
+def test_reports_of_load_change_no_placement_without_outside_callers(mode: str) -> None:
+    settings = {"workers": 4, "policy": "kv", "mode": mode, "prefill_rate": 1000.0, "itl_s": 0.01}
+    silent, reporting = (run(chats(), config(**settings, load_report_interval_s=s)) for s in (0.0, 0.1))
+    assert reporting == silent

@@ -169,6 +169,16 @@ def test_queued_tokens_count_prompts_to_compute_not_pulls() -> None:
     assert scheduler.queued_tokens == 30, "one that decodes has nothing left to compute"
 
 
+def test_certain_tokens_are_those_of_admitted_prompts_after_the_next_step() -> None:
+    scheduler = make(max_num_seqs=1)  # steps of 16 tokens
+    scheduler.add(request("long", range(50)))
+    scheduler.add(request("next", range(100, 130)))
+    assert scheduler.certain_tokens == 0, "what is cached of a prompt that waits is not known"
+    for remaining in (50 - 32, 50 - 48, 0, 0):
+        run_step(scheduler)
+        assert scheduler.certain_tokens == remaining
+
+
 def test_a_failed_pull_is_computed_instead() -> None:
     scheduler = make()
     scheduler.add(request("a", range(100, 110), generated=(7,), ticket=ticket(10)))
