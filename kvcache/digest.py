@@ -1,4 +1,4 @@
-"""The digest of a set of prefixes, many at a time."""
+"""Compute the digest of many prefixes at once."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ _FEW = 16
 
 
 def digest_terms(hashes: Sequence[int]) -> int:
-    """The sum of `protocol.hashing.digest_term` (of the device tier) over `hashes`, mod 2**64."""
+    """Return the sum of `protocol.hashing.digest_term` (of the device tier) over `hashes`, mod 2**64."""
     if not hashes:
         return 0
     if len(hashes) < _FEW:

@@ -1,4 +1,4 @@
-"""Where the KV cache of a worker lies: what a transfer backend needs to read it or write into it."""
+"""Describe where the KV cache of a worker lies, for a transfer backend that reads or writes it."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from protocol.messages import KvLayout
 
 @dataclass(frozen=True, slots=True)
 class KvRegion:
-    """`num_blocks` blocks of `layout.block_bytes` each, block after block, from `address` on."""
+    """The memory of a KV cache: `num_blocks` blocks of `layout.block_bytes`, one after the other from `address` on."""
 
     address: int
     num_blocks: int

@@ -1,13 +1,13 @@
-"""What an engine caches, by its own KV events, under our names. Pure: no clock, no I/O.
+"""Follow what an engine caches by its KV events, and announce it under our names. Pure: no clock, no I/O.
 
-For engines that tell what they store and remove, but not what they hold. Such an engine counts differently from
-`kvcache.pool`: a block that two requests compute at once is stored twice, and later removed once per copy; and it may
-drop a block before those that follow it. Here a block is announced under its sequence hash (protocol.hashing) while at
-least one copy of it and of every block before it is there. Invariants, checked by the property test:
+This serves engines that report which blocks they store and remove, but not which they hold. Such an engine counts
+differently from `kvcache.pool`: a block that two requests compute at once is stored twice, and later removed once for
+each copy, and the engine may drop a block before its followers. Here a block is announced under its sequence hash
+(protocol.hashing) while a copy of it and of every block before it is present. Invariants, checked by the property test:
 
-1. What is announced is a set of whole prefixes, each once: the events of `apply` alternate between stored and removed.
-2. The announced events, replayed, give what `snapshot` gives, and `digest` is that of those.
-3. A block that is gone is remembered only while one that follows it is there, so that both can be announced again.
+1. The announced blocks are a set of whole prefixes, each once: stored and removed events of a block alternate.
+2. The announced events, replayed, give the content of `snapshot`, and `digest` is the digest of that content.
+3. A removed block is remembered only while one of its followers is present, so that both can be announced again.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from protocol.ids import BlockHash, EngineHash, SequenceHash
 MAX_BLOCKS = 1 << 22
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
-_DEVICE = "GPU"  # blocks in other media are not the engine's to reuse at once: they do not count
+_DEVICE = "GPU"  # the engine cannot reuse blocks in other media at once, so they do not count
 
 
 @dataclass(slots=True, eq=False)
@@ -35,14 +35,14 @@ class _EngineBlock:
     lora: str | None
     salt: str | None
     copies: int = 0
-    is_reachable: bool = False  # it and all before it are there
+    is_reachable: bool = False  # the block and all blocks before it are present
     children: dict[EngineHash, "_EngineBlock"] = field(default_factory=dict)
 
 
 class CacheMirror:
-    """Follows one engine (one data-parallel rank of it) whose blocks hold `block_size` tokens.
+    """Follows one data-parallel rank of an engine, whose blocks hold `block_size` tokens.
 
-    `stats` counts what was told and left out: unknown_parents, unknown_removals, without_tokens, over_limit (blocks).
+    `stats` counts reported blocks that were left out: unknown_parents, unknown_removals, without_tokens, over_limit.
     """
 
     def __init__(self, block_size: int, *, max_blocks: int = MAX_BLOCKS) -> None:
@@ -51,8 +51,8 @@ class CacheMirror:
         self._max_blocks = max_blocks
         self._blocks: dict[EngineHash, _EngineBlock] = {}
         self._roots: dict[EngineHash, _EngineBlock] = {}
-        self._announced: dict[SequenceHash, int] = {}  # reachable blocks of that name; an engine may have two
-        self._digest = 0  # sum of the terms of all in _announced, mod 2**64 where it is read
+        self._announced: dict[SequenceHash, int] = {}  # number of reachable blocks of that name; an engine may have two
+        self._digest = 0  # sum of the terms of _announced; taken mod 2**64 where it is read
         self._news = _Announcement(block_size)
 
     def __contains__(self, name: SequenceHash) -> bool:
@@ -60,14 +60,14 @@ class CacheMirror:
 
     @property
     def digest(self) -> Digest:
-        """Of all that is announced by now."""
+        """The digest of all announced blocks."""
         return Digest(len(self._announced), self._digest & _U64)
 
     def apply(self, events: Iterable[KvEvent]) -> list[KvEvent]:
-        """What is to be announced because of what the engine says, in order.
+        """Apply the engine's events; return the events to announce, in order.
 
-        Raises WireError for blocks of another size; what came before in `events` is applied, and announced by the
-        next call.
+        Raises WireError for blocks of another size. The events before them are applied, and the next call announces
+        their effect.
         """
         for event in events:
             match event:
@@ -80,11 +80,11 @@ class CacheMirror:
         return self._news.take()
 
     def clear(self) -> list[KvEvent]:
-        """Forget everything: what the engine holds is no longer known."""
+        """Forget everything, because the content of the engine is no longer known."""
         return self.apply([Cleared()])
 
     def snapshot(self) -> list[KvEvent]:
-        """Events that rebuild what is announced now, parents before children."""
+        """Return events that rebuild the announced content, parents before children."""
         told: set[SequenceHash] = set()
         snapshot = _Announcement(self.block_size)
         pending = list(reversed(self._roots.values()))
@@ -132,7 +132,7 @@ class CacheMirror:
         names: Sequence[BlockHash],
         adapter_and_salt: tuple[str | None, str | None],
     ) -> _EngineBlock | None:
-        """Block `number` of the event; None, and counted with all after it, where it cannot be named or kept."""
+        """Add block `number` of the event. If it cannot be named or kept, count it and all after it; return None."""
         left_out = len(event.hashes) - number
         if number >= len(names):
             self.stats["without_tokens"] += left_out
@@ -162,7 +162,7 @@ class CacheMirror:
                 self._forget_if_useless(block)
 
     def _show(self, block: _EngineBlock) -> None:
-        """It is there: it can be reached if all before it can, and with it what follows it."""
+        """Announce a present block, and its followers, if all blocks before it are present."""
         pending = [block]
         while pending:
             block = pending.pop()
@@ -176,7 +176,7 @@ class CacheMirror:
             pending.extend(reversed(block.children.values()))
 
     def _hide(self, block: _EngineBlock) -> None:
-        """It is gone: neither it nor what follows it can be reached. Announced children before parents."""
+        """Withdraw a removed block and its followers. Children are announced as removed before parents."""
         hidden: list[_EngineBlock] = []
         pending = [block]
         while pending:
@@ -209,7 +209,7 @@ class CacheMirror:
 
 
 class _Announcement:
-    """Events under our names; stored blocks that follow each other become one, and so do removals."""
+    """Collects events under our names. Stored blocks that follow each other become one event, and so do removals."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -228,7 +228,7 @@ class _Announcement:
         self._gone.append(EngineHash(block.name))
 
     def cleared(self) -> None:
-        """Nothing that came before it matters any more."""
+        """Announce that all is gone. Earlier events are dropped, because they no longer matter."""
         self._run, self._gone = [], []
         self._events = [Cleared()]
 

@@ -1,13 +1,13 @@
-"""Who holds which KV block. Pure: no clock, no I/O, no tensor; the same object serves every engine of ours.
+"""Track which KV blocks are free, held or cached. Pure: no clock, no I/O, no tensor; serves every engine of ours.
 
-A block is *free* (holds nothing), *held* (one or more references) or *cached* (no reference, holds a prefix
-that the next prompt may share). Invariants, checked by the property test:
+A block is *free* (has no content), *held* (has references) or *cached* (has no reference, but a prefix that the next
+prompt may share). Invariants, checked by the property test:
 
 1. Every block is exactly one of free, held, cached.
 2. A prefix is cached in at most one block: `commit` merges a second one into the first.
-3. A block that is held or cached under a sequence hash has its parent's hash cached too, so what the pool
-   announces is always a set of whole prefixes; eviction takes leaves only, the least recently used first.
-4. The announced events, replayed, give exactly the committed prefixes, and `digest` is that of those.
+3. If a block is held or cached under a sequence hash, its parent's hash is cached too. The pool therefore always
+   announces a set of whole prefixes; eviction takes only leaves, the least recently used first.
+4. The announced events, replayed, give exactly the committed prefixes, and `digest` is the digest of those.
 """
 
 import heapq
@@ -23,13 +23,13 @@ _AT_ONCE = 256
 
 
 class PoolExhaustedError(Exception):
-    """More blocks were asked for than are free or evictable. The caller queues or preempts."""
+    """The pool has fewer free or evictable blocks than were asked for. The caller queues or preempts."""
 
 
 @dataclass(slots=True)
 class _Block:
     refs: int = 0
-    hash: SequenceHash | None = None  # set once the block is full and committed
+    hash: SequenceHash | None = None  # set when the block is full and committed
     parent: SequenceHash | None = None
     children: int = 0  # committed blocks whose parent this is
     last_used: int = 0  # the pool's tick at the last release
@@ -40,7 +40,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _StoredRun:
-    """Blocks that follow each other, on their way to one event."""
+    """Stored blocks that follow each other, and become one event."""
 
     parent: SequenceHash | None
     hashes: list[SequenceHash]
@@ -57,7 +57,7 @@ _CLEARED = Cleared()
 
 
 class BlockPool:
-    """Blocks 0..num_blocks-1 of `block_size` tokens each."""
+    """A pool of blocks 0..num_blocks-1 of `block_size` tokens each."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -70,14 +70,14 @@ class BlockPool:
         self._evictable: list[tuple[int, int]] = []  # heap of (last_used, block id), checked when popped
         self._num_cached = 0  # committed blocks without references
         self._tick = 0
-        self._events: list[_News] = []  # neighbours that could be one are one
-        self._digest = 0  # sum of the terms of all in _by_hash, mod 2**64 where it is read, but for:
-        self._came: list[SequenceHash] = []  # not summed up yet: many at once cost a tenth
+        self._events: list[_News] = []  # neighbours are merged where possible
+        self._digest = 0  # sum of the terms of _by_hash, without _came and _went; taken mod 2**64 where it is read
+        self._came: list[SequenceHash] = []  # not summed up yet: many at once cost a tenth of one by one
         self._went: list[SequenceHash] = []
 
     @property
     def available_blocks(self) -> int:
-        """How many blocks `allocate` can give now: free ones and, by invariant 3, every cached one."""
+        """The number of blocks that `allocate` can give now: the free ones and, by invariant 3, every cached one."""
         return len(self._free) + self._num_cached
 
     @property
@@ -90,12 +90,12 @@ class BlockPool:
 
     @property
     def digest(self) -> Digest:
-        """Of all that is announced, whether it was taken by `take_events` or not."""
+        """The digest of all committed prefixes, also of those that `take_events` has not returned yet."""
         self._sum_up()
         return Digest(len(self._by_hash), self._digest & _U64)
 
     def match(self, hashes: Sequence[SequenceHash]) -> list[int]:
-        """Take a reference on the longest cached prefix of `hashes`; returns its blocks, in order."""
+        """Take a reference on the longest cached prefix of `hashes`; return its blocks, in order."""
         matched: list[int] = []
         for name in hashes:
             block_id = self._by_hash.get(name)
@@ -106,7 +106,7 @@ class BlockPool:
         return matched
 
     def peek(self, hashes: Sequence[SequenceHash]) -> int:
-        """Length in blocks of the longest cached prefix of `hashes`; takes nothing."""
+        """Return the length in blocks of the longest cached prefix of `hashes`, without taking a reference."""
         depth = 0
         for name in hashes:
             if name not in self._by_hash:
@@ -115,13 +115,13 @@ class BlockPool:
         return depth
 
     def has_room(self, hashes: Sequence[SequenceHash], count: int) -> bool:
-        """Whether `count` blocks can be had of which the first are the longest cached prefix of `hashes`."""
+        """Return whether the pool can give `count` blocks that begin with the longest cached prefix of `hashes`."""
         matched = [self._by_hash[name] for name in hashes[: self.peek(hashes)]]
         to_reuse = sum([self._blocks[block_id].refs == 0 for block_id in matched])
         return count - len(matched) <= self.available_blocks - to_reuse
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, evicting prefixes where needed. All or none: raises PoolExhaustedError."""
+        """Take `count` blocks, and evict prefixes where needed. Raises PoolExhaustedError, and then takes none."""
         if count > self.available_blocks:
             raise PoolExhaustedError(f"{count} blocks wanted, {self.available_blocks} of {self.num_blocks} left")
         while len(self._free) < count:
@@ -169,12 +169,12 @@ class BlockPool:
         lora: str | None = None,
         salt: str | None = None,
     ) -> int:
-        """A held block is full: share it as prefix `name`. Returns the block to use from now on.
+        """Share a full, held block as prefix `name`; return the block to use from now on.
 
-        `previous` is the block before it in the same sequence, None for the first. Where the prefix was cached
-        already, that is another block than `block_id`: the reference moves there and `block_id` is free again,
-        so equal prefixes that were computed twice do not stay twice. After a `clear` in mid-sequence `previous`
-        has no name any more; then the block stays private, because its prefix could not be announced.
+        `previous` is the block before it in the same sequence, None for the first. If the prefix is cached already, the
+        returned block is another one: the reference moves there and `block_id` is free again, so that equal prefixes
+        are kept once. After a `clear` in mid-sequence `previous` has no name; then the block stays private, because
+        its prefix could not be announced.
         """
         block = self._blocks[block_id]
         if block.refs == 0:
@@ -207,7 +207,7 @@ class BlockPool:
         return block_id
 
     def clear(self) -> None:
-        """Forget every prefix. Held blocks stay held, but are shared with nobody from now on."""
+        """Forget every prefix. Held blocks stay held, but are not shared from now on."""
         for block_id in self._by_hash.values():
             block = self._blocks[block_id]
             if block.refs == 0:
@@ -222,14 +222,14 @@ class BlockPool:
         self._events.append(_CLEARED)
 
     def take_events(self) -> list[KvEvent]:
-        """What changed since the last call, runs of stored blocks of one chain merged into one event."""
+        """Return the changes since the last call. Stored blocks that follow each other become one event."""
         if not self._events:
             return []
         news, self._events = self._events, []
         return [self._event(each) for each in news]
 
     def snapshot(self) -> list[KvEvent]:
-        """Events that rebuild the present content, parents before children."""
+        """Return events that rebuild the present content, parents before children."""
         children: dict[SequenceHash | None, list[int]] = {}
         for block_id in self._by_hash.values():
             children.setdefault(self._blocks[block_id].parent, []).append(block_id)
@@ -274,7 +274,7 @@ class BlockPool:
                 self._drop_stale_entries()
 
     def _drop_stale_entries(self) -> None:
-        """Each reuse of a cached leaf leaves an entry behind; keep the heap within twice the pool."""
+        """Keep the heap within twice the pool: each reuse of a cached leaf leaves a stale entry behind."""
         self._evictable = [entry for entry in set(self._evictable) if not self._is_stale(*entry)]
         heapq.heapify(self._evictable)
 
@@ -283,7 +283,7 @@ class BlockPool:
         return bool(block.refs or block.hash is None or block.children or block.last_used != last_used)
 
     def _evict_one(self) -> None:
-        """Free the least recently used leaf. Heap entries that were overtaken by events are skipped."""
+        """Free the least recently used leaf. Stale heap entries are skipped."""
         while True:
             last_used, block_id = heapq.heappop(self._evictable)
             if not self._is_stale(last_used, block_id):

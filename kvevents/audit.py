@@ -1,27 +1,27 @@
-"""Does a follower hold what the worker says it holds? Compared at the same batch, by digests. Pure.
+"""Compare what a follower holds with what the worker holds, by digests at the same batch. Pure.
 
-A question is open from `ask` to the verdict. While it is, `record` is told what we hold after each batch that is
-applied: the worker answers for whichever batch was its last, and that may be before or after ours by then.
+A question is open from `ask` to the verdict. Meanwhile `record` gets our digest after each applied batch, because the
+worker answers for its own last batch, which may be before or after ours.
 """
 
 from protocol.events import Digest
 
-_MAX_RECORDS = 1024  # a worker that answers for a batch further back gets no verdict
+_MAX_RECORDS = 1024  # an answer for an older batch gets no verdict
 _MAX_SKIPPED = 64
 
 
 class Audit:
-    """Verdicts are True (equal), False (not), or None: there is none yet, or none can be had."""
+    """The verdicts are True (equal), False (different) or None (not known yet, or never)."""
 
     def __init__(self) -> None:
         self.asked_at: int | None = None  # our last batch when we asked; None: no question is open
         self.mismatches = 0  # in a row
         self._own: dict[int, Digest] = {}
-        self._theirs: tuple[int, Digest] | None = None  # for a batch that we have not applied yet
+        self._theirs: tuple[int, Digest] | None = None  # for a batch that is not applied yet
         self._skip = 0
 
     def is_due(self) -> bool:
-        """Whether to ask at this recheck: after mismatches in a row only at every 2nd, 4th, 8th ..."""
+        """Return whether to ask at this recheck: after mismatches in a row, only at every 2nd, 4th, 8th and so on."""
         if self._skip:
             self._skip -= 1
             return False
@@ -33,7 +33,7 @@ class Audit:
         self._own[seq] = own
 
     def record(self, seq: int, own: Digest) -> bool | None:
-        """`own` is what we hold after batch `seq`."""
+        """Record that our digest after batch `seq` is `own`; return the verdict."""
         if self.asked_at is None:
             return None
         self._own[seq] = own
@@ -42,14 +42,14 @@ class Audit:
         return self._verdict()
 
     def answer(self, seq: int, theirs: Digest) -> bool | None:
-        """The worker held `theirs` after batch `seq`."""
+        """Record that the worker's digest after batch `seq` is `theirs`; return the verdict."""
         if self.asked_at is None:
             return None
         self._theirs = (seq, theirs)
         return self._verdict()
 
     def close(self) -> None:
-        """No verdict is wanted any more."""
+        """Close the question: no verdict is wanted any more."""
         self.asked_at = None
         self._own.clear()
         self._theirs = None

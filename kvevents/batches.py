@@ -6,15 +6,15 @@ from protocol.events import KvEvent, Removed, Stored
 
 BATCH_BYTES = 1 << 20
 
-_EVENT_BYTES = 256  # no less than an event takes beside its tokens, hashes and texts
+_EVENT_BYTES = 256  # an event takes at most this besides its tokens, hashes and texts
 _TOKEN_BYTES = 5
 _HASH_BYTES = 9
 
 
 def in_parts(events: Sequence[KvEvent], max_bytes: int = BATCH_BYTES) -> Iterator[Sequence[KvEvent]]:
-    """`events` in order, in parts of at most `max_bytes` on the wire; always at least one part.
+    """Cut `events`, in order, into parts of at most `max_bytes` on the wire, and at least one part.
 
-    A larger event becomes several with the same effect; only a single block is never cut.
+    A larger event becomes several events with the same effect; only a single block is never cut.
     """
     part: list[KvEvent] = []
     size = 0
@@ -39,7 +39,7 @@ def _pieces(event: KvEvent, max_bytes: int) -> Iterator[KvEvent]:
 
 
 def _piece(event: Stored | Removed, first: int, end: int) -> Stored | Removed:
-    """Blocks `first` to `end` - 1 of an event."""
+    """Return blocks `first` to `end` - 1 of an event."""
     hashes = event.hashes[first:end]
     if isinstance(event, Removed):
         return Removed(hashes, event.medium)
@@ -56,7 +56,7 @@ def _piece(event: Stored | Removed, first: int, end: int) -> Stored | Removed:
 
 
 def _wire_bytes(event: KvEvent) -> int:
-    """No less than the event takes on the wire, and not much more."""
+    """Return an upper bound of the event's bytes on the wire, which is not much too large."""
     if not isinstance(event, Stored | Removed):
         return _EVENT_BYTES
     return _fixed_bytes(event) + len(event.hashes) * _block_bytes(event)
@@ -70,5 +70,5 @@ def _fixed_bytes(event: Stored | Removed) -> int:
 def _block_bytes(event: Stored | Removed) -> int:
     if isinstance(event, Removed):
         return _HASH_BYTES
-    adapter = 8 + 4 * len(event.lora) if event.lora else 1  # told per block
+    adapter = 8 + 4 * len(event.lora) if event.lora else 1  # for each block
     return _HASH_BYTES + _TOKEN_BYTES * event.block_size + adapter

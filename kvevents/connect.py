@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Links:
-    """Opens links; those to one NATS server share a connection.
+    """Opens links. Links to one NATS server share a connection.
 
-    `durable`: under this name a NATS server remembers what was delivered, so that a follower that comes back gets
-    the rest. It belongs to one follower at a time. "": it gets what is published from now on, and replays.
+    Under the name `durable` a NATS server remembers which batches were delivered, so that a follower that comes back
+    gets the rest. The name belongs to one follower at a time. With "" a follower gets new batches, and replays.
     """
 
     def __init__(self, durable: str = "") -> None:
@@ -22,7 +22,7 @@ class Links:
         self._servers: dict[str, NatsServer] = {}
 
     def open(self, source: KvSource, listener: Listener) -> EventLink:
-        """Raises ConfigError for an endpoint that is none."""
+        """Open a link to `source`. Raises ConfigError for a bad endpoint."""
         if not source.endpoint.startswith("nats://"):
             from kvevents.zmq_link import ZmqLink
 
@@ -43,7 +43,7 @@ class Links:
 def open_publisher(
     transport: str, worker_id: WorkerId, *, bind: str, advertise_host: str = "", nats_url: str, dp_rank: int = 0
 ) -> Publisher:
-    """`bind`: where ZMQ listens, as `tcp://host:port`. Raises ConfigError if it cannot be opened."""
+    """Open a publisher. ZMQ listens on `bind`, `tcp://host:port`. Raises ConfigError if that fails."""
     match transport:
         case "zmq":
             from kvevents.publisher import KvEventPublisher

@@ -1,20 +1,20 @@
-"""Where a follower stands in one worker's event stream, and what it has to do next. Pure.
+"""Track a follower's position in one worker's event stream, and decide its next step. Pure.
 
-Batches are numbered without gaps. What comes twice is dropped; what is missing is asked for: first from the
-worker's replay ring, then, if that no longer reaches back, as a snapshot of all it holds now. A worker that
-offers neither is followed from where it is, with all that was known of it forgotten: an index that is too
-small costs cache hits, one that is wrong misroutes.
+Batches are numbered without gaps. A repeated batch is dropped. Missing batches are requested: first from the worker's
+replay ring, then, if the ring no longer reaches back, as a snapshot of all that the worker holds now. A worker that
+offers neither is followed from its newest batches, and all earlier knowledge of it is forgotten: an index that is too
+small costs cache hits, an index that is wrong misroutes.
 
-A worker process that takes the place of another at the same address (a *generation*) numbers from 0 again. Times
-tell it apart: a batch has that of its making, and a generation's are all later than those of the one before. So
+A worker process that replaces another at the same address is a new *generation*, and numbers from 0 again. The times of
+batches tell generations apart: a batch carries the time of its making, and a new generation's times are later. So
 
-- a live batch with a number that was applied already, but later than all that was applied, is of a new generation;
-- one that should be next, but is older than the last, is a straggler of an old one;
-- a replay begins with the batch that was applied last: if that is another one now, or the newest in the ring lies
-  before it, the generation is new;
-- after the connection was lost nothing is applied until a replay has found that batch unchanged.
+- a live batch with an applied number, but later than all applied batches, is of a new generation;
+- a live batch with the next number, but older than the last, is a straggler of an old generation;
+- a replay begins with the batch that was applied last: if that batch differs now, or the ring's newest batch is before
+  it, the generation is new;
+- after the connection was lost, nothing is applied until a replay has found that batch unchanged.
 
-What all this does not see, the digest does: a recheck asks the worker for a hash of what it holds.
+The digest finds all other differences: a recheck asks the worker for a hash of what it holds.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from protocol.events import Digest
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Batch `seq` is next. If the cursor `wants_digests`, tell it what is held then: `on_applied`."""
+    """Apply batch `seq`. If the cursor `wants_digests`, report the digest after it with `on_applied`."""
 
     seq: int
     payload: bytes
@@ -38,7 +38,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Forget all that was applied; the worker holds what `payloads` say, and what follows."""
+    """Forget all that was applied. The worker holds the content of `payloads`, and of the batches that follow."""
 
     reason: str
     payloads: tuple[bytes, ...] = ()
@@ -63,14 +63,14 @@ class RequestDigest:
 
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """What was held after the same batch is not what the worker held."""
+    """The digests of follower and worker after the same batch differ."""
 
     in_a_row: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Batch `seq` has been applied before, or is of no use."""
+    """Drop batch `seq`, which was applied before or is of no use."""
 
     seq: int
 
@@ -80,7 +80,7 @@ Action = Apply | Reset | RequestReplay | RequestSnapshot | RequestDigest | Diver
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a follower stood: for one that has kept what it held, and goes on from there."""
+    """The position of a follower that has kept its state and continues from there."""
 
     next_seq: int
     ts: float  # of the batch before that
@@ -93,13 +93,13 @@ class Mode(Enum):
 
 
 class Cursor:
-    """Turns batches as they arrive into batches in order. Every method returns what to do, in order.
+    """Turns batches as they arrive into batches in order. Every method returns the actions to take, in order.
 
-    Begins with `start()`. Invariant: after each Reset, the batches applied have consecutive numbers, and
-    `next_seq` is the one that must follow (None: whichever comes first).
+    The first call is `start()`. Invariant: after each Reset, the applied batches have consecutive numbers, and
+    `next_seq` is the number that must follow (None: the number of the batch that comes first).
 
-    `numbers_restart`: another process may take this one's place under the same name, and a replay always has the
-    newest batch. False for a transport that gives each process a name of its own and may drop all it had.
+    With `numbers_restart` another process may take this one's place under the same name, and a replay always has the
+    newest batch. It is False for a transport that gives each process a name of its own and may drop all batches.
     """
 
     def __init__(
@@ -122,24 +122,24 @@ class Cursor:
         self._numbers_restart = numbers_restart
         self._pending = PendingBatches(max_pending, max_pending_bytes, budget or PendingBudget())
         self._audit = Audit()
-        self._highest_seq = -1  # known to be published, applied or not
-        self._claimed_seq = -1  # the worker said that it has published that; it may be on its way
-        self._last_ts = 0.0  # of batch next_seq - 1, or a time before which the next one was not made; 0: not known
+        self._highest_seq = -1  # highest number known to be published
+        self._claimed_seq = -1  # published, as the worker said; may be on its way
+        self._last_ts = 0.0  # of batch next_seq - 1, or a lower bound of the next time; 0: unknown
         self._has_last = False  # _last_ts is that of batch next_seq - 1
-        self._max_ts = inf  # of this generation, as far as applied; inf: not known
-        self._check: int | None = None  # the batch that a replay has to show unchanged before it counts
-        self._doubted = False  # the connection was lost: another generation may be there now
-        self._asked_in_doubt = False  # that is why a replay was asked for
-        self._asked_before = False  # the connection came back while an answer was awaited: it may not tell all
+        self._max_ts = inf  # latest applied time of this generation; inf: unknown
+        self._check: int | None = None  # the batch that a replay has to find unchanged first
+        self._doubted = False  # the connection was lost: the generation may be new
+        self._asked_in_doubt = False  # the replay under way was asked for because of doubt
+        self._asked_before = False  # reconnected while an answer was awaited: it may be incomplete
         self._before_replay = 0
-        self._incomplete = False  # we know less than the worker holds, because nobody answered
-        self._from_oldest = False  # a replay of all there is, which replaces what was applied
+        self._incomplete = False  # the follower knows less than the worker holds, because nobody answered
+        self._from_oldest = False  # the replay under way brings all batches, and replaces all that was applied
         self._resume = resume
 
     # --- what happens ---------------------------------------------------------------------------------
 
     def start(self) -> list[Action]:
-        """Catch up with all that was published before we came, or since we were there."""
+        """Catch up with all batches published before the start, or since the position to resume."""
         if self._can_replay:
             self.next_seq = 0
             if self._resume is not None:
@@ -165,7 +165,7 @@ class Cursor:
         return [*kept, *self._recover()] if self.mode is Mode.LIVE else kept
 
     def on_disconnected(self) -> list[Action]:
-        """What comes next may come from another process; then what waits is of one that is gone."""
+        """Note that the next batches may come from another process, and that waiting batches may be of a dead one."""
         if not self._numbers_restart:
             return []
         self._doubted = True
@@ -174,7 +174,7 @@ class Cursor:
         return self._recover() if self.mode is Mode.REPLAYING else []
 
     def on_reconnected(self) -> list[Action]:
-        """What was published meanwhile has not come."""
+        """Note that batches published meanwhile have not come."""
         if self.mode is not Mode.LIVE:
             self._asked_before = True
             return []
@@ -205,17 +205,17 @@ class Cursor:
             return self._begin_anew("its newest batch is before our last")
         if self._asked_before:
             return self._recover()
-        actions = [] if self._doubted else self._drain()  # what came just too late for it
+        actions = [] if self._doubted else self._drain()  # batches that came just after the replay
         if not self._is_behind():
             self.mode = Mode.LIVE
-            self._pending.clear()  # only what lies before is left
+            self._pending.clear()  # only earlier batches remain
             return actions
-        if self.next_seq != self._before_replay:  # it helped: what is missing came later still
+        if self.next_seq != self._before_replay:  # the replay helped: the missing batches are newer
             return [*actions, *self._recover()]
         return [*actions, *(self._snapshot() if self._can_snapshot else self._give_up())]
 
     def on_replay_failed(self) -> list[Action]:
-        """Nobody answers."""
+        """Note that nobody answers the request for a replay."""
         if self.mode is not Mode.REPLAYING:
             return []
         self._doubted = self._doubted or self._asked_in_doubt or self._check is not None
@@ -225,7 +225,7 @@ class Cursor:
         return self._give_up()
 
     def on_snapshot(self, seq: int, payloads: Sequence[bytes]) -> list[Action]:
-        """`payloads` are all that the worker holds after batch `seq` (-1: before the first)."""
+        """Take over `payloads`, all that the worker holds after batch `seq` (-1: before the first)."""
         if self.mode is not Mode.SNAPSHOTTING:
             return []
         self.mode = Mode.LIVE
@@ -247,9 +247,9 @@ class Cursor:
         return self._give_up() if self.mode is Mode.SNAPSHOTTING else []
 
     def on_recheck(self, own: Digest | None = None) -> list[Action]:
-        """Find losses that no later batch has told of, and make good what could not be had before.
+        """Find losses that no later batch has shown, and ask again for what could not be had before.
 
-        `own`: of what was applied so far, None if that is not known.
+        `own` is the digest of all that was applied; None if unknown.
         """
         if self.mode is not Mode.LIVE:
             return []
@@ -259,7 +259,7 @@ class Cursor:
             return self._recover()
         if self.next_seq is None:
             return []
-        if self._claimed_seq >= self.next_seq:  # it has had the time since the last recheck to come
+        if self._claimed_seq >= self.next_seq:  # it had time to arrive since the last recheck
             self._highest_seq = max(self._highest_seq, self._claimed_seq)
             return self._recover()
         if self._can_digest and own is not None and self._audit.is_due():
@@ -268,7 +268,7 @@ class Cursor:
         return self._replay() if self._can_replay else []
 
     def on_digest(self, seq: int, theirs: Digest) -> list[Action]:
-        """`theirs` is what the worker holds after batch `seq`, its last (-1: before the first)."""
+        """Judge `theirs`, the worker's digest after its last batch `seq` (-1: before the first)."""
         if self._audit.asked_at is None or self.next_seq is None:
             return []
         if seq < self._audit.asked_at:
@@ -280,7 +280,7 @@ class Cursor:
         return self._judge(verdict)
 
     def on_digest_failed(self) -> list[Action]:
-        """Nobody answers: look for lost batches the other way."""
+        """Note that nobody answers the request for a digest, and look for lost batches by a replay."""
         if self._audit.asked_at is None:
             return []
         self._audit.close()
@@ -291,37 +291,37 @@ class Cursor:
         return self._audit.asked_at is not None
 
     def on_applied(self, seq: int, own: Digest) -> list[Action]:
-        """`own` is what is held after batch `seq`, which has just been applied."""
+        """Judge `own`, the follower's digest after batch `seq`, which was just applied."""
         return self._judge(self._audit.record(seq, own))
 
     # --- what is known --------------------------------------------------------------------------------
 
     @property
     def replay_start(self) -> int:
-        """The first batch that the replay under way has still to bring."""
+        """The number of the first batch that the replay under way has still to bring."""
         if self._from_oldest:
             return 0
         return self._check if self._check is not None else self.next_seq or 0
 
     @property
     def position(self) -> Position | None:
-        """For `resume`, with what was applied so far; None if that is no state to go on from."""
+        """The position to `resume` from, with all that was applied; None if one cannot continue from there."""
         if self.next_seq is None or self._incomplete or not self._has_last:
             return None
         return Position(self.next_seq, self._last_ts)
 
     def close(self) -> None:
-        """Give back what is held of the budget."""
+        """Give back the used part of the budget."""
         self._pending.clear()
 
     def _is_behind(self) -> bool:
-        """Batches are known to exist that were not applied."""
+        """Return whether batches are known to exist that were not applied."""
         return self.next_seq is None or self.next_seq <= self._highest_seq
 
     def _is_straggler(self, ts: float) -> bool:
-        """A next batch that is older than the last: of an old generation, or the worker's clock was set back.
+        """Return whether a batch with the next number is older than the last.
 
-        The ring, or a snapshot, knows which.
+        It is of an old generation, or the worker's clock was set back; the ring, or a snapshot, tells which.
         """
         can_ask = self._can_replay or self._can_snapshot
         return self._numbers_restart and can_ask and 0.0 < ts < self._last_ts
@@ -329,7 +329,7 @@ class Cursor:
     # --- what to do about it --------------------------------------------------------------------------
 
     def _recover(self) -> list[Action]:
-        """Something is missing, or in doubt."""
+        """Ask for missing batches, or clear a doubt."""
         is_sure = self._has_last or not self._doubted or self.next_seq == 0
         if self._can_replay and is_sure:
             return self._replay()
@@ -347,7 +347,7 @@ class Cursor:
         return [RequestReplay(self.replay_start)]
 
     def _replay_from_oldest(self) -> list[Action]:
-        if self.next_seq is None:  # nothing is known that would have to be replaced
+        if self.next_seq is None:  # nothing was applied that would have to be replaced
             self.next_seq = 0
         self.mode = Mode.REPLAYING
         self._before_replay = self.next_seq
@@ -357,10 +357,10 @@ class Cursor:
 
     def _begin_with_oldest(self, seq: int, payload: bytes) -> list[Action]:
         self._forget_position()
-        return [Reset(f"all there is, from batch {seq} on"), self._apply(seq, payload), *self._drain()]
+        return [Reset(f"all batches, from {seq} on"), self._apply(seq, payload), *self._drain()]
 
     def _on_checked(self, seq: int, payload: bytes) -> list[Action]:
-        """The replay's first batch should be the one that was applied last."""
+        """Check that the first replayed batch is the one that was applied last."""
         if seq != self._check:
             return [Drop(seq)]
         self._check = None
@@ -369,7 +369,7 @@ class Cursor:
         return []
 
     def _snapshot(self) -> list[Action]:
-        """Whatever has arrived until now will be part of the snapshot, so there is no need to keep it."""
+        """Ask for a snapshot. Waiting batches are dropped, because the snapshot will contain them."""
         self.mode = Mode.SNAPSHOTTING
         self._pending.clear()
         self._audit.close()
@@ -378,7 +378,7 @@ class Cursor:
         return [RequestSnapshot()]
 
     def _begin_anew(self, reason: str, seq: int = -1, payload: bytes = b"") -> list[Action]:
-        """The numbers start again; batch `seq` is the first that has come."""
+        """Begin a new generation, whose numbers start at 0. Batch `seq` is the first that has come."""
         self._forget_position()
         self.mode = Mode.LIVE
         self.next_seq = 0
@@ -389,7 +389,7 @@ class Cursor:
         return [Reset(reason), *kept, *self._recover()]
 
     def _give_up(self) -> list[Action]:
-        """What is missing cannot be had: go on with the latest batches that follow each other."""
+        """Give up missing batches: continue with the latest batches that follow each other."""
         self.mode = Mode.LIVE
         self._forget_stragglers()
         actions = [] if self._doubted else self._drain()
@@ -406,7 +406,7 @@ class Cursor:
         return actions
 
     def _forget_position(self) -> None:
-        """What was applied counts no more."""
+        """Forget the position, because all that was applied no longer counts."""
         self._audit.close()
         self._check, self._from_oldest = None, False
         self._last_ts, self._max_ts, self._has_last = 0.0, inf, False
@@ -429,7 +429,7 @@ class Cursor:
         return Apply(seq, payload)
 
     def _drain(self) -> list[Action]:
-        """Apply what is pending and next."""
+        """Apply the pending batches that are next."""
         actions: list[Action] = []
         while self.next_seq is not None and (payload := self._pending.get(self.next_seq)) is not None:
             if self._is_straggler(batch_ts(payload)):
@@ -439,7 +439,7 @@ class Cursor:
         return actions
 
     def _keep(self, seq: int, payload: bytes) -> list[Action]:
-        """Hold a live batch back. The oldest make room: the replay under way, or the next, brings them."""
+        """Hold a live batch back. The oldest batches make room: this replay, or the next, brings them."""
         self._highest_seq = max(self._highest_seq, seq)
         known = self._pending.get(seq)
         if known is not None and batch_ts(known) >= batch_ts(payload):
@@ -447,7 +447,7 @@ class Cursor:
         return [Drop(gone) for gone in self._pending.keep(seq, payload)]
 
     def _forget_stragglers(self) -> None:
-        """They say nothing of what is published."""
+        """Forget waiting stragglers: their numbers do not show what is published."""
         gone = [seq for seq in self._pending if self._is_straggler(batch_ts(self._pending.get(seq) or b""))]
         for seq in gone:
             self._pending.forget(seq)

@@ -1,19 +1,18 @@
-"""vLLM's KV events on the wire, both ways. SGLang writes the same, with signed hashes.
+"""Read and write vLLM's KV events. SGLang writes the same format, with signed hashes.
 
 Payload: msgpack array `[ts, [event, ...], dp_rank | nil]`. An event is a map with the tag `type` (vLLM >= 0.20,
 SGLang) or an array whose first element is the tag (older). Unknown keys, further positions and unknown kinds
 of event are ignored. Block hashes are u64, i64 (read as u64) or bytes (the last 8, big endian). Blocks that are stored
-in another medium may come without tokens: whoever has kept their hashes knows them. The salt of a tenant stands in the
-`extra_keys` of a sequence's first block alone, and in every event in a key `cache_salt` where SGLang or we wrote
-it.
+in another medium may come without tokens: a follower that kept their hashes knows the tokens. The salt of a tenant is
+in the `extra_keys` of a sequence's first block. Events of SGLang and of our engines also have it as `cache_salt`.
 
-An engine whose model mixes kinds of attention has several groups of layers (`group_idx`; nil or absent: 0), each
-with blocks of its own, and calls equal prefixes in all of them by the same hash. A prefix can be taken up where the
-layers that look at all of it have it, so of `BlockStored` only those count that say they are of such a group
-(`kv_cache_spec_kind` of FULL_ATTENTION, whatever the number) or, where the kind is not said, those of group 0.
-`BlockRemoved` does not say the kind; therefore the group becomes part of the name: every hash in an event of group g,
-the parent's too, is read as `hash ^ (g * GROUP_FACTOR mod 2**64)`, and the removal of what was not counted names
-nothing. In the array form the two stand at positions 9 and 10 (removed: 3); what is no u16, or no text, is not said.
+An engine whose model mixes kinds of attention has several groups of layers (`group_idx`; nil or absent: 0). Each group
+has blocks of its own, and all groups name equal prefixes by the same hash. A prefix can be reused if the layers with
+full attention hold it. A `BlockStored` therefore counts only if its `kv_cache_spec_kind` is in FULL_ATTENTION, or, if
+it has no kind, if its group is 0. `BlockRemoved` has no kind; so the group becomes part of the name: every hash in an
+event of group g, also the parent's, is read as `hash ^ (g * GROUP_FACTOR mod 2**64)`. The removal of a block that did
+not count then names no block. In the array form the two fields are at positions 9 and 10 (removed: 3); a group that is
+no u16, or a kind that is no text, counts as absent.
 """
 
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ _DEVICE = "GPU"
 
 _Hash = int | bytes
 _Token = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
-# Eagle sends pairs: [token, the one after it]. They are lists here because msgspec 0.22 crashes in the garbage
+# Eagle sends pairs: [token, next token]. They are lists here because msgspec 0.22 crashes in the garbage
 # collector on a union of a bounded integer and a tuple of fixed length.
 _Tokens = tuple[_Token | list[_Token], ...]
 _BlockSize = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -66,7 +65,7 @@ class _StoredMap(Struct, tag_field="type", tag="BlockStored", gc=False):
     group_idx: _Group | None = None
     kv_cache_spec_kind: str | None = None
     extra_keys: Raw = Raw()
-    cache_salt: str | None = None  # SGLang's, and ours: decoders of vLLM ignore it
+    cache_salt: str | None = None  # of SGLang and of our engines; decoders of vLLM ignore it
 
 
 class _RemovedMap(Struct, tag_field="type", tag="BlockRemoved", gc=False):
@@ -88,12 +87,12 @@ class _StoredArray(Struct, array_like=True, tag="BlockStored", gc=False):
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: Raw = Raw()
-    group_idx: object = None  # some producers have something else in these places
+    group_idx: object = None  # some producers use these positions for something else
     kv_cache_spec_kind: object = None
 
     @property
     def cache_salt(self) -> None:
-        """Only the map form has it."""
+        """Return None, because only the map form has a salt."""
 
 
 class _RemovedArray(Struct, array_like=True, tag="BlockRemoved", gc=False):
@@ -111,7 +110,7 @@ _ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
 
 
 class _MapBatch(Struct, array_like=True, gc=False):
-    """What today's engines send, read in one go."""
+    """The batch of today's engines, read at once."""
 
     ts: float
     events: Annotated[list[_MapEvent], Meta(max_length=MAX_EVENTS)]
@@ -119,7 +118,7 @@ class _MapBatch(Struct, array_like=True, gc=False):
 
 
 class _AnyBatch(Struct, array_like=True, gc=False):
-    """All else: each event is looked at by itself."""
+    """A batch of another form, whose events are read one by one."""
 
     ts: float
     events: Annotated[list[Raw], Meta(max_length=MAX_EVENTS)]
@@ -135,7 +134,7 @@ class _ArrayKind(Struct, array_like=True):
 
 
 class _StoredOut(Struct, tag_field="type", tag="BlockStored", omit_defaults=True, gc=False):
-    """As vLLM 0.32 writes it: the first seven fields always, the rest where it says something."""
+    """The form of vLLM 0.32: the first seven fields are always written, the rest if set."""
 
     block_hashes: Sequence[int]
     parent_block_hash: int | None
@@ -173,7 +172,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def batch_ts(payload: bytes) -> float:
-    """When the batch was made, by the publisher's clock: `[ts, ...]`; 0.0 if that is not said as all engines do."""
+    """Return the time at which the batch was made, by the publisher's clock; 0.0 if it is not a plain double."""
     if len(payload) < 10 or payload[1] != _FLOAT_64:
         return 0.0
     ts: float = _F64.unpack_from(payload, 2)[0]
@@ -181,7 +180,7 @@ def batch_ts(payload: bytes) -> float:
 
 
 def decode_payload(payload: bytes | memoryview, *, max_bytes: int = MAX_PAYLOAD_BYTES) -> EventBatch:
-    """Read one batch. Raises WireError for whatever is not one, and for more than `max_bytes`."""
+    """Read one batch. Raises WireError for bytes that are no batch, and for more than `max_bytes`."""
     if len(payload) > max_bytes:
         raise WireError(f"kv events of {len(payload)} bytes", hint=f"at most {max_bytes} are accepted")
     try:
@@ -192,7 +191,7 @@ def decode_payload(payload: bytes | memoryview, *, max_bytes: int = MAX_PAYLOAD_
 
 
 def encode_payload(events: Sequence[KvEvent], ts: float, dp_rank: int | None = 0) -> bytes:
-    """One batch in the map form of vLLM 0.32. Our `salt` goes where vLLM puts it, and into a key of ours."""
+    """Write one batch in the map form of vLLM 0.32. A salt is written where vLLM has it, and as `cache_salt`."""
     return _encoder.encode((ts, [_to_wire(event) for event in events], dp_rank))
 
 
@@ -215,14 +214,14 @@ def _that_count(events: Sequence[_MapEvent | _ArrayEvent]) -> list[KvEvent]:
 
 
 def _read_event(raw: Raw) -> _MapEvent | _ArrayEvent | None:
-    """One event of either form; None if it is of a kind that this version does not know."""
+    """Read one event of either form; None for a kind that this version does not know."""
     if memoryview(raw)[0] in _ARRAY_HEADERS:
         return _array_event.decode(raw) if _array_kind.decode(raw).type in _KINDS else None
     return _map_event.decode(raw) if _map_kind.decode(raw).type in _KINDS else None
 
 
 def _from_wire(event: _MapEvent | _ArrayEvent) -> KvEvent | None:
-    """None for the blocks of a group that does not count."""
+    """Convert one event; None for the blocks of a group that does not count."""
     if isinstance(event, _StoredMap | _StoredArray):
         return _stored(event) if _counts(event) else None
     if isinstance(event, _RemovedMap | _RemovedArray):
@@ -244,15 +243,18 @@ def _stored(event: _StoredMap | _StoredArray) -> Stored:
 
 
 def _salt(event: _StoredMap | _StoredArray) -> str | None:
-    """vLLM says it among what it mixes into the hash of a sequence's first block, as `[adapter, ..., salt, ...]`:
-    the adapter only where there is one, images as pairs, the digest of prompt embeddings as bytes."""
+    """Return the salt of an event, if any.
+
+    vLLM has it in the keys of a sequence's first block, `[adapter, ..., salt, ...]`: the adapter if there is one,
+    images as pairs, the digest of prompt embeddings as bytes.
+    """
     if event.cache_salt is not None or isinstance(event, _StoredArray) or event.parent_block_hash is not None:
         return event.cache_salt
     if len(memoryview(event.extra_keys)) < _LEAST_WITH_SALT:
         return None
     try:
         first = _extra_keys_decoder.decode(event.extra_keys)[0]
-    except (msgspec.MsgspecError, IndexError, RecursionError):  # another engine's: not said
+    except (msgspec.MsgspecError, IndexError, RecursionError):  # another engine's keys: no salt
         return None
     texts = [key for key in first or () if isinstance(key, str)]
     if event.lora_name and texts[:1] == [event.lora_name]:
@@ -261,14 +263,14 @@ def _salt(event: _StoredMap | _StoredArray) -> str | None:
 
 
 def _counts(event: _StoredMap | _StoredArray) -> bool:
-    """The group looks at all of a prefix, or it is the first of an engine that does not say."""
+    """Return whether the group has full attention, or is the first group of an engine that does not tell the kind."""
     if isinstance(event.kv_cache_spec_kind, str):
         return event.kv_cache_spec_kind in FULL_ATTENTION
     return _fold(event) == 0
 
 
 def _fold(event: _StoredMap | _StoredArray | _RemovedMap | _RemovedArray) -> int:
-    """What keeps the hashes of this event's group apart from those of the others (u64; 0: group 0)."""
+    """Return the u64 that tells the hashes of this event's group from those of other groups; 0 for group 0."""
     group = event.group_idx
     return group * GROUP_FACTOR & _U64 if type(group) is int and 0 <= group <= 0xFFFF else 0
 
@@ -286,7 +288,10 @@ def _hash(value: _Hash, fold: int) -> EngineHash:
 
 
 def _tokens(tokens: _Tokens, expected: int) -> tuple[int, ...]:
-    """`tokens`, as many as the blocks hold, or none; pairs give one more, the last pair's second."""
+    """Return the tokens of the blocks, or none. Pairs give one more token, the second of the last pair.
+
+    Raises ValueError for another number of tokens.
+    """
     if len(tokens) not in (0, expected):
         raise ValueError(f"{len(tokens)} tokens where the blocks hold {expected}")
     if list not in set(map(type, tokens)):
@@ -298,7 +303,7 @@ def _tokens(tokens: _Tokens, expected: int) -> tuple[int, ...]:
 
 
 def _lora(name: str | None, lora_id: int | None) -> str | None:
-    """The adapter's name; an engine too old to tell it still keeps its blocks apart from the base model's."""
+    """Return the adapter's name, or one made of its id: old engines do not send names."""
     if name:
         return name
     return None if lora_id is None else f"lora-id-{lora_id}"
@@ -327,7 +332,7 @@ def _to_wire(event: KvEvent) -> object:
 
 
 def _extra_keys(event: Stored) -> list[list[str] | None]:
-    """Per block what vLLM mixes into its hash: the adapter everywhere, the salt where a sequence starts."""
+    """Return what vLLM mixes into the hash of each block: the adapter, and for the first of a sequence the salt."""
     lora = [event.lora] if event.lora else []
     salt = [event.salt] if event.salt and event.parent is None else []
     keys: list[list[str] | None] = [lora or None] * len(event.hashes)

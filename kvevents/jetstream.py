@@ -1,4 +1,4 @@
-"""What we use of NATS JetStream: a connection that comes back, one stream, consumers that are asked for messages."""
+"""Use NATS JetStream: a connection that is restored, one stream, and pull consumers."""
 
 import asyncio
 import json
@@ -20,19 +20,19 @@ from protocol.errors import PeerLostError
 log = logging.getLogger(__name__)
 
 STREAM = "kvmesh-kv-events"
-SUBJECTS = "kvmesh.kv-events"  # and what follows it
-FAILURES = (nats.errors.Error, TimeoutError, OSError)  # of the server or the way to it
-NUMBER_HEADER = "Nats-Msg-Id"  # `<publisher>-<seq>`; the server drops one that it has seen
+SUBJECTS = "kvmesh.kv-events"  # the prefix of all subjects
+FAILURES = (nats.errors.Error, TimeoutError, OSError)  # of the server or the connection to it
+NUMBER_HEADER = "Nats-Msg-Id"  # `<publisher>-<seq>`; the server drops a message whose id it has seen
 
 _MAX_AGE_S = 3600.0
 _MAX_BYTES = 1 << 30
 _SEEN_S = 120.0
-_TIMEOUT_S = 2.0  # of a question to the server
+_TIMEOUT_S = 2.0  # of a request to the server
 _RETRY_S = (0.1, 2.0)  # first and longest wait for a server
 _RECONNECT_S = 0.5
 _EXPIRES_S = 20.0  # of a request for messages
 _HEARTBEAT_S = 1.0
-_SILENCE_S = 3.0  # of a server that owes heartbeats
+_SILENCE_S = 3.0  # of a server that should send heartbeats
 _SLICE = 256  # messages asked for at a time
 _FORGET_READER_S = 30.0
 
@@ -41,9 +41,9 @@ T = TypeVar("T")
 
 
 async def connect(client: Client, url: str, on_interruption: Interruption | None = None) -> JetStreamContext:
-    """Waits for the server; from then on `client` connects again by itself, for as long as it takes.
+    """Wait for the server and connect. Afterwards `client` reconnects by itself, for as long as it takes.
 
-    `on_interruption` is called with False when the connection is lost, and with True when it is there again.
+    `on_interruption` is called with False when the connection is lost, and with True when it is restored.
     """
     failures = 0
 
@@ -70,7 +70,7 @@ async def connect(client: Client, url: str, on_interruption: Interruption | None
         disconnected_cb=disconnected,
         reconnected_cb=reconnected,
         max_reconnect_attempts=-1,
-        reconnect_time_wait=_RECONNECT_S,  # type: ignore[arg-type]  # parts of a second do work
+        reconnect_time_wait=_RECONNECT_S,  # type: ignore[arg-type]  # fractions of a second do work
         ping_interval=5,
     )
     return client.jetstream(timeout=_TIMEOUT_S)
@@ -82,7 +82,7 @@ async def disconnect(client: Client) -> None:
 
 
 async def make_stream(stream: JetStreamContext) -> None:
-    """One that an operator made with other limits is taken as it is."""
+    """Make the stream. A stream that an operator made with other limits is used as it is."""
     config = StreamConfig(
         name=STREAM,
         subjects=[f"{SUBJECTS}.>"],
@@ -120,16 +120,16 @@ def _reason(error: Exception) -> str:
 
 
 def number_of(message: Msg | RawStreamMsg) -> int | None:
-    """The batch's, None if the message is no batch."""
+    """Return the number of the batch; None if the message is no batch."""
     text = (message.headers or {}).get(NUMBER_HEADER, "").rpartition("-")[2]
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
 
 
 async def find(stream: JetStreamContext, subject: str, start: int) -> int | None:
-    """Where in the stream the batches of `subject` from number `start` on begin; None: there are none.
+    """Return the place in the stream of the first batch of `subject` with number `start` or more; None: there is none.
 
-    Numbers grow along the stream, so this needs some twenty questions at most. Not to be asked while the stream is
-    being made: that kills a server of version 2.9.
+    Numbers grow along the stream, so some twenty requests at most find it. Do not call this while the stream is being
+    made: that crashes a server of version 2.9.
     """
     try:
         last = await stream.get_last_msg(STREAM, subject)
@@ -152,12 +152,12 @@ async def find(stream: JetStreamContext, subject: str, start: int) -> int | None
 
 
 class PullSubscription:
-    """Asks a consumer for messages and gives them to `take`. The server sends heartbeats while there are none."""
+    """Asks a consumer for messages and gives them to `take`. The server sends heartbeats in pauses."""
 
     def __init__(
         self, client: Client, consumer: str, take: Callable[[Msg], None], on_pause: Callable[[], Awaitable[None]]
     ) -> None:
-        """`on_pause` is called when there is nothing to take for the moment."""
+        """Make a subscription. `on_pause` is called when there is no message for the moment."""
         self._client = client
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{STREAM}.{consumer}"
         self._take = take
@@ -168,7 +168,7 @@ class PullSubscription:
         self._heard = asyncio.Event()
 
     async def follow(self) -> None:
-        """Take all that comes. Raises one of FAILURES when that ends."""
+        """Take messages as they come. Raises one of FAILURES in the end."""
         subscription = await self._client.subscribe(self._inbox, cb=self._on_message)
         try:
             while True:
@@ -178,7 +178,7 @@ class PullSubscription:
             await _unsubscribe(subscription)
 
     async def take_now(self, count: int, silence_s: float) -> None:
-        """Take `count` messages that are there. Raises one of FAILURES."""
+        """Take `count` messages that the stream has. Raises one of FAILURES."""
         subscription = await self._client.subscribe(self._inbox, cb=self._on_message)
         try:
             for first in range(0, count, _SLICE):
@@ -212,7 +212,7 @@ class PullSubscription:
             self._take(message)
         elif status == "100":  # a heartbeat
             await self._on_pause()
-        elif status in ("404", "408"):  # there are no more, for as long as was asked
+        elif status in ("404", "408"):  # no more messages came within the time of the request
             self._left = 0
         else:
             self.fail(f"status {status} of {self._subject}")
@@ -241,14 +241,14 @@ async def read(
     except _EnoughError:
         pass
     finally:
-        with suppress(*FAILURES):  # the server forgets it by itself, only later
+        with suppress(*FAILURES):  # the server forgets the consumer by itself later
             await client.publish(f"$JS.API.CONSUMER.DELETE.{STREAM}.{consumer.name}")
     if reading.has_hole:
         raise PeerLostError(f"messages of {subject} were lost on the way")
 
 
 class _EnoughError(Exception):
-    """Whoever reads wants no more."""
+    """The reader wants no more messages."""
 
 
 class _Reading:

@@ -1,8 +1,8 @@
-"""KV events over NATS JetStream: one stream for the mesh, in it a subject for every publisher's process.
+"""Publish and follow KV events over NATS JetStream: one stream for the mesh, one subject for each publisher's process.
 
-The stream keeps what was published for an hour, within a gigabyte, through restarts of the server. A batch is one
-message: the payload as over ZMQ, its number in the message id. A follower has one consumer for all subjects; what
-that does not bring it reads from the stream.
+The stream keeps batches for an hour, within a gigabyte, through restarts of the server. A batch is one message: the
+payload as over ZMQ, its number in the message id. A follower has one consumer for all subjects, and reads missed
+batches from the stream.
 """
 
 import asyncio
@@ -33,20 +33,20 @@ from protocol.ids import WorkerId
 
 log = logging.getLogger(__name__)
 
-_BATCH_BYTES = 512 << 10  # a NATS server takes messages of 1 MB
+_BATCH_BYTES = 512 << 10  # a NATS server accepts messages of 1 MB
 _ACK_S = 2.0
 _CLOSE_S = 1.0
 _CANCEL_AGAIN_S = 0.5
 _MAX_UNACKNOWLEDGED = 1024
-_FORGET_DURABLE_S = 3600.0  # a follower that was away for longer begins anew
+_FORGET_DURABLE_S = 3600.0  # a follower that was away for longer starts from new batches
 _FORGET_FOLLOWER_S = 30.0
 
 
 class NatsKvEventPublisher:
     """Implements kvevents.transport.Publisher.
 
-    Batches wait here until the server has stored them, in order, also while it is away. When too many wait, the
-    oldest are given up (`lost`), and followers find the gap in the numbers.
+    Batches wait here, in order, until the server has stored them, also while the server is away. When too many wait,
+    the oldest are dropped (`lost`), and followers find the gap in the numbers.
     """
 
     replay_endpoint = ""
@@ -60,8 +60,8 @@ class NatsKvEventPublisher:
         max_queued_batches: int = 10_000,
         max_queued_bytes: int = 64 << 20,
     ) -> None:
-        """`url`: nats://host:port of the server, which need not be up yet. Raises ConfigError for another."""
-        self._id = secrets.token_hex(6)  # of this process: the numbers under it are its own
+        """Begin to publish to `url`, nats://host:port of a server that need not be up yet. Raises ConfigError."""
+        self._id = secrets.token_hex(6)  # of this process, whose batches are numbered from 0
         self._subject = f"{jetstream.SUBJECTS}.{_token(worker_id)}.{dp_rank}.{self._id}"
         self.endpoint = f"{_without_password(url)}/{self._subject}"
         self.lost = 0
@@ -97,7 +97,7 @@ class NatsKvEventPublisher:
         self._queue.append(batch)
         self._queued_bytes += len(batch.payload)
         while len(self._queue) > self._max_batches or self._queued_bytes > self._max_bytes:
-            self._count_loss("it has not stored them in time")
+            self._count_loss("the server has not stored them in time")
             self._drop_first()
         self._queued.set()
         self._all_stored.clear()
@@ -125,19 +125,19 @@ class NatsKvEventPublisher:
             await jetstream.disconnect(client)
 
     async def _send(self, stream: JetStreamContext, batch: "_Batch") -> None:
-        """Until the server has it: one after the other, so that the stream has them in order."""
+        """Send one batch until the server has stored it. One batch at a time keeps their order in the stream."""
         try:
             await jetstream.until_it_works(lambda: self._store(stream, batch), f"{self.endpoint} stores no KV events")
         except nats.errors.MaxPayloadError:
-            self._count_loss(f"{len(batch.payload)} bytes are more than its max_payload")
-        if self._queue and self._queue[0] is batch:  # else it was given up meanwhile
+            self._count_loss(f"a batch of {len(batch.payload)} bytes is over the server's max_payload")
+        if self._queue and self._queue[0] is batch:  # else it was dropped meanwhile
             self._drop_first()
 
     async def _store(self, stream: JetStreamContext, batch: "_Batch") -> None:
         headers = {jetstream.NUMBER_HEADER: f"{self._id}-{batch.seq}"}
         try:
             await stream.publish(self._subject, batch.payload, timeout=_ACK_S, headers=headers)
-        except nats.js.errors.NoStreamResponseError:  # the server has lost its store
+        except nats.js.errors.NoStreamResponseError:  # the server has lost its stream
             await jetstream.make_stream(stream)
             raise
 
@@ -169,7 +169,7 @@ class NatsLink:
 
 
 class NatsServer:
-    """One follower's connection to one server: a consumer for all subjects, and replays."""
+    """A follower's connection to one server, with a consumer for all subjects, and replays."""
 
     def __init__(self, url: str, durable: str) -> None:
         self.listeners: dict[str, Listener] = {}  # by subject
@@ -177,13 +177,13 @@ class NatsServer:
         self._durable = _token(durable)
         self._client = Client()
         self._stream = self._client.jetstream()
-        self._is_ready = asyncio.Event()  # the stream is there, and a consumer
+        self._is_ready = asyncio.Event()  # the stream and a consumer exist
         self._pull: jetstream.PullSubscription | None = None
-        self._unacknowledged: Msg | None = None  # the last one: it stands for all before it
+        self._unacknowledged: Msg | None = None  # the last message; its acknowledgement covers all before it
         self._task = _begin(self._run(), f"follow kv events of {url}")
 
     async def replay(self, subject: str, start: int, take: TakeBatch, silence_s: float) -> None:
-        """See kvevents.transport.EventLink."""
+        """Replay batches of `subject`, as kvevents.transport.EventLink says."""
 
         def on_message(message: Msg) -> bool:
             seq = jetstream.number_of(message)
@@ -216,7 +216,7 @@ class NatsServer:
             await jetstream.disconnect(self._client)
 
     async def _follow(self, consumer: str) -> None:
-        """Until that fails."""
+        """Follow the consumer until that fails."""
         self._pull = jetstream.PullSubscription(self._client, consumer, self._on_message, self._acknowledge)
         try:
             await self._pull.follow()
@@ -226,7 +226,7 @@ class NatsServer:
             self._pull = None
 
     def _on_interruption(self, is_over: bool) -> None:
-        """The server has forgotten what it was asked for, and perhaps its stream."""
+        """Note that the server has forgotten the requests, and perhaps its stream."""
         self._is_ready.clear()
         if is_over and self._pull is not None:
             self._pull.fail("reconnected")
@@ -248,13 +248,13 @@ class NatsServer:
             await self._client.publish(message.reply, b"+ACK")
 
     async def _consumer(self) -> ConsumerInfo:
-        """That of our name, if nobody else uses it; else one that is forgotten with us."""
+        """Return the consumer of our name, if nobody else uses it; else one that the server forgets with us."""
         await jetstream.make_stream(self._stream)
         if self._durable:
             info = await self._durable_consumer()
             if not info.num_waiting:
                 return info
-            log.warning("somebody else follows KV events as %r; give each router a name of its own", self._durable)
+            log.warning("another router follows KV events as %r; give each router a name of its own", self._durable)
             self._durable = ""
         config = ConsumerConfig(
             deliver_policy=DeliverPolicy.NEW,
@@ -279,7 +279,7 @@ class NatsServer:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:
-    """(server, subject) of nats://host:port/subject. Raises ConfigError."""
+    """Split nats://host:port/subject into (server, subject). Raises ConfigError."""
     server, _, subject = endpoint.removeprefix("nats://").partition("/")
     _without_password(f"nats://{server}")
     if not re.fullmatch(r"[^\s*>/]+", subject) or not subject.startswith(f"{jetstream.SUBJECTS}."):
@@ -288,7 +288,7 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
 
 
 def _without_password(url: str) -> str:
-    """nats://host:port, which others may know. Raises ConfigError if `url` is none."""
+    """Return nats://host:port, without user and password. Raises ConfigError if `url` is no such URL."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or 4222
@@ -300,7 +300,7 @@ def _without_password(url: str) -> str:
 
 
 def _token(name: str) -> str:
-    """`name` as one part of a subject, or as a consumer's name."""
+    """Escape `name` for use as one part of a subject, or as a consumer's name."""
     return quote(name, safe="").replace(".", "%2E")
 
 
@@ -316,14 +316,14 @@ def _on_end(task: asyncio.Task[None]) -> None:
 
 
 def _heed_cancellation() -> None:
-    """Before Python 3.12 `asyncio.wait_for`, which the client uses, can swallow one."""
+    """Raise a pending cancellation: before Python 3.12 `asyncio.wait_for`, which the client uses, can swallow it."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    """Cancel it until it heeds that, see `_heed_cancellation`."""
+    """Cancel a task until it ends, see `_heed_cancellation`."""
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=_CANCEL_AGAIN_S)

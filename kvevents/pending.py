@@ -1,10 +1,10 @@
-"""Live batches that cannot be applied yet. Pure; bounded for one source, and for all sources together."""
+"""Hold live batches that cannot be applied yet. Pure; bounded for each source, and for all sources together."""
 
 from collections.abc import Iterator
 
 
 class PendingBudget:
-    """Payload bytes that all sources of a follower may hold back together."""
+    """The payload bytes that all sources of a follower may hold back together."""
 
     def __init__(self, max_bytes: int = 256 << 20) -> None:
         self.max_bytes = max_bytes
@@ -12,7 +12,7 @@ class PendingBudget:
 
 
 class PendingBatches:
-    """Of one source, by number. The oldest kept make room; a source makes room for itself, not for others."""
+    """The batches of one source, by number. The oldest make room, but only for batches of their own source."""
 
     def __init__(self, max_batches: int, max_bytes: int, budget: PendingBudget) -> None:
         self._max_batches = max_batches
@@ -35,7 +35,7 @@ class PendingBatches:
         return self._payloads.get(seq)
 
     def keep(self, seq: int, payload: bytes) -> list[int]:
-        """Returns the numbers that had to make room; `seq` itself may be among them."""
+        """Keep a batch; return the numbers that had to make room. `seq` itself may be among them."""
         self.forget(seq)
         self._payloads[seq] = payload
         self._count(len(payload))
@@ -55,7 +55,7 @@ class PendingBatches:
         self._count(-self._num_bytes)
 
     def latest_run(self) -> int | None:
-        """First of the newest that follow each other."""
+        """Return the first number of the newest run of batches that follow each other."""
         first = self.highest
         while first is not None and first - 1 in self._payloads:
             first -= 1

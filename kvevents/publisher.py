@@ -24,9 +24,9 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _PURPOSE = "publish KV events"
 _SEQ = struct.Struct(">Q")
 _REPLAY_SLICE = 32  # batches sent to one client before the loop gets its turn
-_MAX_REPLAYS = 256  # at a time; beyond that the oldest is given up, its client will ask again
+_MAX_REPLAYS = 256  # at a time; beyond that the oldest is dropped, and its client will ask again
 _QUEUED_REPLAYS = 256  # batches that a slow client may leave in our memory
-_QUEUED_EVENTS = 4096  # the same for a subscriber; what does not fit it has to ask for
+_QUEUED_EVENTS = 4096  # the same for a subscriber, which must ask for batches that did not fit
 _REQUEST_BYTES = 1024
 _RETRY_S = 0.02  # for a client whose queue is full, if the socket does not wake us before
 _PATIENCE_S = 30.0  # with a client whose queue stays full
@@ -35,8 +35,8 @@ _PATIENCE_S = 30.0  # with a client whose queue stays full
 class KvEventPublisher:
     """Sends batches `[topic, seq u64 BE, payload]` to all subscribers and keeps the latest for replay.
 
-    Implements kvevents.transport.Publisher. Must be made on a running event loop. Ports given as `*` are free ones:
-    see `endpoint`, `replay_endpoint`. `advertise_host` replaces the host in those, for subscribers elsewhere.
+    Implements kvevents.transport.Publisher. Must be made on a running event loop. A port `*` takes a free one: see
+    `endpoint`, `replay_endpoint`. `advertise_host` replaces the host in both, for subscribers on other hosts.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class KvEventPublisher:
         self._loop = asyncio.get_running_loop()
         self._pub = open_socket(zmq.PUB, send=_QUEUED_EVENTS)
         router = open_socket(zmq.ROUTER, send=_QUEUED_REPLAYS, max_bytes=_REQUEST_BYTES)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say when a client is gone or full, do not drop in silence
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # report a client that is gone or full, do not drop silently
         try:
             self.endpoint = bind_socket(self._pub, bind, advertise_host, to=_PURPOSE)
             self.replay_endpoint = bind_socket(router, replay_bind, advertise_host, to=_PURPOSE)
@@ -70,13 +70,13 @@ class KvEventPublisher:
 
     @property
     def last_seq(self) -> int:
-        """Of the latest batch, -1 before the first: the number that a snapshot taken now stands for."""
+        """The number of the latest batch, -1 before the first. A snapshot taken now has this number."""
         return self._ring.next_seq - 1
 
     def publish(self, events: Sequence[KvEvent]) -> int:
-        """Send `events` as one batch, or several if they are large; the last sequence number. Never blocks.
+        """Send `events` as one batch, or several if they are large; return the last number. Never blocks.
 
-        A subscriber whose queue is full misses the batch and finds out by the next one.
+        A subscriber whose queue is full misses the batch, and finds the gap at the next one.
         """
         for part in in_parts(events):
             payload = encode_payload(part, time.time(), self._dp_rank)
@@ -88,10 +88,10 @@ class KvEventPublisher:
         """A second call does nothing."""
         self._replays.clear()
         self._router.close()
-        self._pub.close(linger=200)  # ms, for what is on its way
+        self._pub.close(linger=200)  # ms, for batches on their way
 
     def _on_request(self, frames: Frames) -> None:
-        """`[client, (b"",) start_seq]`. A new request of a client replaces its last."""
+        """Take a request `[client, (b"",) start_seq]`. A new request of a client replaces its last."""
         client, start = frames[0], frames[-1]
         if len(frames) not in (2, 3) or len(start) != _SEQ.size:
             log.warning("ignored a malformed replay request of %d frames", len(frames))
@@ -103,7 +103,7 @@ class KvEventPublisher:
         self._schedule(self._loop.call_soon(self._send_replays))
 
     def _send_replays(self) -> None:
-        """Send every client its next slice, then come back for those that are not done."""
+        """Send every client its next slice, and plan the next round for the clients that need more."""
         blocked = 0
         for client, replay in list(self._replays.items()):
             match self._send_slice(client, replay):
@@ -117,7 +117,7 @@ class KvEventPublisher:
             self._schedule(self._loop.call_later(_RETRY_S, self._send_replays))
 
     def _schedule(self, handle: asyncio.Handle) -> None:
-        """`handle` is the next round; there is one at a time."""
+        """Make `handle` the next round, and cancel the round that was planned."""
         if self._next_round is not None:
             self._next_round.cancel()
         self._next_round = handle
@@ -141,7 +141,7 @@ class KvEventPublisher:
 @dataclass(slots=True)
 class _Replay:
     next_seq: int
-    deadline: float  # loop time; moves on with every batch that the client's queue takes
+    deadline: float  # loop time; renewed by every batch that the client's queue takes
 
 
 class _Sent(Enum):

@@ -1,4 +1,4 @@
-"""The latest published batches, kept for those who missed some. Pure; bounded by batches and bytes."""
+"""Keep the latest published batches for followers that missed some. Pure; bounded by batches and bytes."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from itertools import islice
 
 
 class ReplayRing:
-    """Payloads of consecutive sequence numbers, the oldest dropped first; the newest is always kept."""
+    """The payloads of consecutive numbers. The oldest is dropped first, the newest is always kept."""
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
         self._max_batches = max_batches
@@ -17,11 +17,11 @@ class ReplayRing:
 
     @property
     def first_seq(self) -> int:
-        """The oldest batch kept; equal to `next_seq` if there is none."""
+        """The number of the oldest batch kept; `next_seq` if there is none."""
         return self.next_seq - len(self._payloads)
 
     def append(self, payload: bytes) -> int:
-        """Keep `payload` under the next sequence number, which is returned."""
+        """Keep `payload` under the next number, and return the number."""
         self._payloads.append(payload)
         self.num_bytes += len(payload)
         while len(self._payloads) > 1 and self._is_too_large():
@@ -30,7 +30,7 @@ class ReplayRing:
         return self.next_seq - 1
 
     def since(self, seq: int, limit: int) -> Iterator[tuple[int, bytes]]:
-        """At most `limit` batches that are kept, from `seq` on."""
+        """Return at most `limit` kept batches from `seq` on."""
         start = min(max(seq - self.first_seq, 0), len(self._payloads))
         first = self.first_seq + start
         return enumerate(islice(self._payloads, start, start + limit), first)

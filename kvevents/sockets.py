@@ -1,7 +1,7 @@
-"""ZMQ sockets on the running event loop, several times faster than zmq.asyncio.
+"""Run ZMQ sockets on the event loop, several times faster than zmq.asyncio.
 
-A ZMQ file descriptor is edge triggered: it says "look again", once, and any call on the socket may use that
-up. So every wake-up reads until there is nothing left, and every send is followed by another look.
+A ZMQ file descriptor is edge triggered: it signals once, and any call on the socket may consume the signal. So every
+wake-up reads until there is nothing left, and every send is followed by another look.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 
 Frames = list[bytes]
 
-_MAX_SOCKETS = 16_384  # of a process; two for each worker that it hosts or follows. ZMQ's own limit is 1023
-_SLICE_S = 0.001  # about: of one socket, then it is the turn of others
+_MAX_SOCKETS = 16_384  # of a process; two for each worker that it hosts or follows. ZMQ's default is 1023
+_SLICE_S = 0.001  # about, for one socket before the turn of others
 _CLOCK_EVERY = 8  # messages
 
 
 class LoopSocket:
-    """A socket whose messages go to `on_message`: per turn of the loop at most `budget`, and for about a millisecond.
+    """A socket whose messages go to `on_message`: in a turn of the loop at most `budget`, for about a millisecond.
 
-    `on_wake` is called when the socket woke us: what could not be sent before may be sendable now. It is a
-    hint, and can be missed.
+    `on_wake` is called when the socket woke the loop, because a message may be sendable now. It is a hint, and can be
+    missed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LoopSocket:
         return self._socket.closed
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Send now, or return False if the socket cannot take it. Raises zmq.ZMQError if it never will."""
+        """Send now. Return False if the socket cannot take the message now; raise zmq.ZMQError if it never will."""
         self.look_soon()
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
@@ -61,12 +61,12 @@ class LoopSocket:
         return True
 
     def read_all(self) -> None:
-        """Read all that has come, however long that takes."""
+        """Read all messages that have come, however long that takes."""
         while not self._drain():
             pass
 
     def look_soon(self) -> None:
-        """Look at the socket in the next turn of the loop, whatever its descriptor says."""
+        """Look at the socket in the next turn of the loop, also without a signal of its descriptor."""
         if self._next_look is None and not self.closed:
             self._next_look = self._loop.call_soon(self._look)
 
@@ -92,7 +92,7 @@ class LoopSocket:
             self.look_soon()
 
     def _drain(self) -> bool:
-        """Read until nothing is left (True) or the turn is used up."""
+        """Read until nothing is left (True) or the turn is used up (False)."""
         end = self._loop.time() + _SLICE_S
         for number in range(self._budget):
             if self.closed:  # by on_message
@@ -111,12 +111,12 @@ class LoopSocket:
 
 
 def open_socket(kind: int, *, receive: int = 1000, send: int = 1000, max_bytes: int = -1) -> zmq.Socket[bytes]:
-    """A socket that waits for nobody when it is closed and queues at most that many messages per peer.
+    """Open a socket that closes without waiting, and queues at most so many messages for each peer.
 
     A peer that sends a message of more than `max_bytes` is disconnected.
     """
     context = zmq.Context[zmq.Socket[bytes]].instance()
-    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)  # counts as long as there is none
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)  # has an effect only before the first socket
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, receive)
@@ -130,7 +130,7 @@ def open_socket(kind: int, *, receive: int = 1000, send: int = 1000, max_bytes: 
 
 
 def bind_socket(socket: zmq.Socket[bytes], address: str, advertise_host: str | None, *, to: str) -> str:
-    """Bind, and return the address at which others reach it. `to`: what for. Raises ConfigError."""
+    """Bind, and return the address for peers. `to` says what for, in the text of the ConfigError."""
     try:
         socket.bind(address)
     except zmq.ZMQError as error:

@@ -31,37 +31,37 @@ from protocol.messages import KvDigest
 
 log = logging.getLogger(__name__)
 
-_FIRST_RECHECKS_S = (0.1, 1.0)  # for what was published before the subscription had arrived
+_FIRST_RECHECKS_S = (0.1, 1.0)  # finds batches that were published before the subscription arrived
 
 Request = RequestReplay | RequestSnapshot | RequestDigest
 
 
 class Sink(Protocol):
-    """Keeps what the workers hold. Called on the event loop, in order; must not block."""
+    """A record of what the workers hold. It is called on the event loop, in order, and must not block."""
 
     def on_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> None:
-        """The next batch, as on the wire (kvevents/formats.py). Raises WireError if it is unreadable."""
+        """Take the next batch, as on the wire (kvevents/formats.py). Raises WireError if it is unreadable."""
 
     def on_reset(self, worker_id: WorkerId, dp_rank: int, payloads: Sequence[bytes]) -> None:
-        """Forget all of that rank; it holds what `payloads` say, in order. Raises WireError if they are unreadable."""
+        """Replace all that is known of that rank by the batches `payloads`. Raises WireError if they are unreadable."""
 
     def digest(self, worker_id: WorkerId, dp_rank: int) -> Digest | None:
-        """Of all that rank holds by what was applied so far; None: no digests are kept."""
+        """Return the digest of all that the rank holds by the applied batches; None: no digests are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to wait for what, and how often."""
+    """The times to wait, and the numbers of tries."""
 
     answer_s: float = 5.0  # of silence during a replay, and for a digest
     snapshot_s: float = 30.0
     tries: int = 4  # of a replay or a snapshot
     backoff_s: float = 0.2  # before the second try, then twice as long each time
-    recheck_s: float = 30.0  # between looks for losses that no later batch has told of
-    at_once: int = 16  # workers that are asked for something at the same time
+    recheck_s: float = 30.0  # between looks for losses that no later batch has shown
+    at_once: int = 16  # requests to workers at the same time
 
     def before_try(self, number: int) -> float:
-        """Seconds to wait before try `number`, counted from 0."""
+        """Return the seconds to wait before try `number`, counted from 0."""
         return self.backoff_s * 2 ** (min(number, 8) - 1) if number else 0.0
 
 
@@ -72,7 +72,7 @@ class KvEventSubscriber:
     """
 
     def __init__(self, sink: Sink, *, patience: Patience | None = None, links: Links | None = None) -> None:
-        """`links` are closed with the subscriber."""
+        """Make a subscriber, which closes `links` when it is closed."""
         self.stats: Counter[str] = Counter()
         self._links = links or Links()
         self._shared = _Shared(sink, patience or Patience(), self._links, self.stats)
@@ -80,9 +80,9 @@ class KvEventSubscriber:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, source: KvSource) -> None:
-        """Begin to follow a source; one with the same worker and rank is replaced, and what it held is forgotten.
+        """Begin to follow a source. It replaces one of the same worker and rank, whose content is forgotten.
 
-        Raises ConfigError for an endpoint that is none.
+        Raises ConfigError for a bad endpoint.
         """
         key = (source.worker_id, source.dp_rank)
         if key in self._feeds:
@@ -97,26 +97,26 @@ class KvEventSubscriber:
         task.add_done_callback(self._on_done)
 
     def remove(self, worker_id: WorkerId) -> None:
-        """Follow no rank of this worker any more: `sink` is not called for it again. Unknown ones are no error."""
+        """Stop following all ranks of a worker: `sink` is not called for it again. An unknown worker is no error."""
         for key in [key for key in self._feeds if key[0] == worker_id]:
             self._feeds.pop(key).close()
 
     def is_live(self, worker_id: WorkerId, dp_rank: int = 0) -> bool:
-        """All that is known to be published there was delivered."""
+        """Return whether all batches known to be published there were delivered."""
         feed = self._feeds.get((worker_id, dp_rank))
         return feed is not None and feed.is_live
 
     def positions(self) -> Mapping[tuple[WorkerId, int], Position]:
-        """Up to where the sink was fed: with a copy of what it holds now, a follower can go on from there."""
+        """Return the positions up to which the sink was fed. A follower with a copy of the sink can resume there."""
         return {key: position for key, feed in self._feeds.items() if (position := feed.position) is not None}
 
     @property
     def pending_bytes(self) -> int:
-        """Payload bytes of batches that cannot be applied yet, of all sources."""
+        """The payload bytes of batches of all sources that cannot be applied yet."""
         return self._shared.budget.used_bytes
 
     async def close(self) -> None:
-        """Follow nothing any more. A second call does nothing."""
+        """Stop following all sources. A second call does nothing."""
         for worker_id in {key[0] for key in self._feeds}:
             self.remove(worker_id)
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -129,7 +129,7 @@ class KvEventSubscriber:
 
 
 class _Shared:
-    """What all feeds of a subscriber have in common."""
+    """The objects that all feeds of a subscriber share."""
 
     def __init__(self, sink: Sink, patience: Patience, links: Links, stats: Counter[str]) -> None:
         self.sink = sink
@@ -141,7 +141,7 @@ class _Shared:
 
 
 class _Feed:
-    """One source: its link brings what comes, `run` asks for what has to be asked for.
+    """A source: its link brings live batches, and `run` makes the requests of the cursor.
 
     Implements kvevents.transport.Listener.
     """
@@ -184,9 +184,9 @@ class _Feed:
         self.task.cancel()
 
     async def run(self) -> None:
-        """Carry out what the cursor asks for, and recheck while that is nothing.
+        """Make the requests of the cursor, and recheck while there are none.
 
-        Ends by cancellation, which `asyncio.wait_for` can swallow before Python 3.12; then by `_is_closed`.
+        Cancellation ends this; `_is_closed` does where `asyncio.wait_for` of Python 3.11 swallows the cancellation.
         """
         rechecks = chain(_FIRST_RECHECKS_S, repeat(self._patience.recheck_s))
         in_a_row = 0
@@ -217,7 +217,7 @@ class _Feed:
             case RequestDigest() if self._source.digest is not None:
                 await self._compare(self._source.digest)
 
-    # --- what is asked for ----------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------
 
     async def _replay(self) -> None:
         self._stats["replays"] += 1
@@ -252,7 +252,7 @@ class _Feed:
             try:
                 async with self._slots, asyncio.timeout(self._patience.snapshot_s):
                     snapshot = await take()
-            except Exception as error:  # whatever it is, the feed must not stop at a gap
+            except Exception as error:  # no error may stop the feed at a gap
                 is_bug = not isinstance(error, MeshError | OSError)
                 log.warning("%s: no snapshot (%r)", self._name, error, exc_info=is_bug)
             else:
@@ -272,7 +272,7 @@ class _Feed:
         else:
             self._carry_out(self._cursor.on_digest(answer.seq, Digest(answer.blocks, answer.value)))
 
-    # --- what comes -----------------------------------------------------------------------------------
+    # --- events of the link -----------------------------------------------------------------------------------
 
     def on_live(self, seq: int, payload: bytes) -> None:
         self._carry_out(self._cursor.on_live(seq, payload))
@@ -284,15 +284,15 @@ class _Feed:
         self._carry_out(self._cursor.on_reconnected())
 
     def on_unreadable(self, what: str) -> None:
-        """Once in the log per source, always in the statistics."""
+        """Count unreadable data, and log the first of each source as a warning."""
         self._stats["unreadable"] += 1
         log.log(logging.DEBUG if self._complained else logging.WARNING, "%s: %s", self._name, what)
         self._complained = True
 
-    # --- what has to be done --------------------------------------------------------------------------
+    # --- actions of the cursor --------------------------------------------------------------------------
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
-        """In order; what follows from a batch that is applied comes after all that was asked for before."""
+        """Carry out actions in order. Actions that an applied batch causes come after all of them."""
         pending = deque(actions)
         while pending and not self._is_closed:
             match pending.popleft():
@@ -321,7 +321,7 @@ class _Feed:
 
     def _reset(self, reset: Reset) -> None:
         self._stats["resets"] += 1
-        log.info("%s: begin anew (%s)", self._name, reset.reason)
+        log.info("%s: starting again (%s)", self._name, reset.reason)
         try:
             self._sink.on_reset(self._source.worker_id, self._source.dp_rank, reset.payloads)
         except WireError as error:
@@ -337,13 +337,13 @@ class _Feed:
             return None
 
     def _on_divergence(self, in_a_row: int) -> None:
-        """Said once, and once more if that did not help; then only counted."""
+        """Count a divergence. Log the first, and the second if the new snapshot did not help."""
         self._stats["divergences"] += 1
         if in_a_row == 1:
-            log.warning("%s: what is known of it is not what it holds; it is taken over anew", self._name)
+            log.warning("%s: the index differs from what the worker holds; a new snapshot is taken", self._name)
         elif in_a_row == 2:
             log.warning(
-                "%s: taken over anew, it differed again: the index is full, or there is a bug; asking less often",
+                "%s: the index differs again after a snapshot: it is full, or there is a bug; comparing less often",
                 self._name,
             )
 

@@ -17,7 +17,7 @@ from protocol.messages import KvDigest
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that a worker holds after batch `seq`, as payloads of its event format, parents before children."""
+    """A worker's content after batch `seq`, as payloads of its event format, parents before children."""
 
     seq: int
     payloads: Sequence[bytes]
@@ -25,7 +25,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """Where one data-parallel rank of a worker publishes. "" and None: it does not offer that."""
+    """The place where one data-parallel rank of a worker publishes. "" and None: the rank does not offer that."""
 
     worker_id: WorkerId
     endpoint: str  # tcp://host:port or ipc://path of a ZMQ publisher; nats://host:port/subject
@@ -34,54 +34,54 @@ class KvSource:
     topic: str = ""  # ZMQ: a prefix; "" takes all
     snapshot: Callable[[], Awaitable[Snapshot]] | None = None
     digest: Callable[[], Awaitable[KvDigest]] | None = None
-    resume: Position | None = None  # what the sink holds of this source already, see KvEventSubscriber.positions
+    resume: Position | None = None  # the sink holds the batches before it, see KvEventSubscriber.positions
 
 
 class Publisher(Protocol):
-    """Sends one engine's KV events to all who follow. Belongs to the event loop it was made on."""
+    """Sends the KV events of one engine to all followers. Belongs to the event loop on which it was made."""
 
     endpoint: str  # for KvSource
     replay_endpoint: str
 
     @property
     def last_seq(self) -> int:
-        """Of the latest batch, -1 before the first: the number that a snapshot taken now stands for."""
+        """The number of the latest batch, -1 before the first. A snapshot taken now has this number."""
 
     def publish(self, events: Sequence[KvEvent]) -> int:
-        """Send `events` as one batch, or several if they are large; the last sequence number. Never blocks."""
+        """Send `events` as one batch, or several if they are large; return the last number. Never blocks."""
 
     async def close(self) -> None:
-        """Send what is on its way, within a second, and free everything. A second call does nothing."""
+        """Send waiting batches, within a second, and free everything. A second call does nothing."""
 
 
 class Listener(Protocol):
-    """What a link tells of its source."""
+    """The receiver of a link's events."""
 
     def on_live(self, seq: int, payload: bytes) -> None: ...
 
     def on_unreadable(self, what: str) -> None: ...
 
     def on_disconnected(self) -> None:
-        """What comes next may come from another process."""
+        """Note that the next batches may come from another process."""
 
     def on_reconnected(self) -> None:
-        """What was published meanwhile has not come."""
+        """Note that batches published meanwhile have not come."""
 
 
-TakeBatch = Callable[[int, bytes], bool]  # a batch; False: enough
+TakeBatch = Callable[[int, bytes], bool]  # takes a batch; False: enough
 
 
 class EventLink(Protocol):
-    """Brings one source's events to its listener, from its making on."""
+    """Brings the events of one source to its listener, from the moment at which it is made."""
 
     can_replay: bool
     numbers_restart: bool  # see kvevents.cursor.Cursor
 
     async def replay(self, start: int, take: TakeBatch, silence_s: float) -> None:
-        """Give `take` all batches kept from `start` on, in order, until there are no more or it has enough.
+        """Give `take` all kept batches from `start` on, in order, until there are no more or `take` has enough.
 
         Raises TimeoutError after `silence_s` without a batch, or PeerLostError.
         """
 
     def close(self) -> None:
-        """The listener hears nothing more. A second call does nothing."""
+        """Close the link; the listener gets no more events. A second call does nothing."""

@@ -1,4 +1,4 @@
-"""Follow one publisher over ZMQ: a SUB socket for what comes, a DEALER for each replay."""
+"""Follow one publisher over ZMQ: a SUB socket for live batches, a DEALER for each replay."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from kvevents.sockets import Frames, LoopSocket, open_socket
 from kvevents.transport import KvSource, Listener, TakeBatch
 from protocol.errors import ConfigError
 
-_QUEUED_BATCHES = 4096  # of one worker, while the loop is busy
+_QUEUED_BATCHES = 4096  # of one worker, kept while the loop is busy
 _QUEUED_REPLAYS = 256
 _SEQ_BYTES = 8
 
@@ -27,7 +27,7 @@ class ZmqLink:
         self._was_cut = False
         self.can_replay = bool(source.replay_endpoint)
         if self.can_replay:
-            _connect_dealer(source).close()  # a bad address is found now
+            _connect_dealer(source).close()  # finds a bad address now
         sub = open_socket(zmq.SUB, receive=_QUEUED_BATCHES, max_bytes=MAX_PAYLOAD_BYTES)
         watch = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         sub.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
@@ -53,23 +53,23 @@ class ZmqLink:
             dealer.close()
 
     def close(self) -> None:
-        if not self._sub.closed:  # telling of an event that nobody takes would block the thread of all sockets
+        if not self._sub.closed:  # an event that nobody takes would block the thread of all sockets
             self._watched.disable_monitor()
         self._watch.close()
         self._sub.close()
 
     def _on_batch(self, frames: Frames) -> None:
-        """`[topic, seq, payload]`."""
+        """Take a message `[topic, seq, payload]`."""
         if len(frames) != 3 or len(frames[1]) != _SEQ_BYTES:
             self._listener.on_unreadable(f"a message of {len(frames)} frames is no batch")
             return
         self._listener.on_live(int.from_bytes(frames[1], "big"), frames[2])
 
     def _on_connection(self, frames: Frames) -> None:
-        """ZMQ connects again by itself, and tells nobody but who watches."""
+        """Take an event of the monitor: ZMQ reconnects by itself, and only the monitor shows it."""
         event = parse_monitor_message(frames)["event"]
         if event == zmq.EVENT_DISCONNECTED:
-            self._sub.read_all()  # that came before
+            self._sub.read_all()  # messages that came before
             self._was_cut = True
             self._listener.on_disconnected()
         elif self._was_cut:
@@ -85,7 +85,7 @@ class _ReplayReader:
         self.ended = False
 
     def on_message(self, frames: Frames) -> None:
-        """`[b"", topic, seq, payload]`, without the topic from older engines; the end has seq -1."""
+        """Take `[b"", topic, seq, payload]`, without the topic from older engines; the end has seq -1."""
         self.heard.set()
         if self.ended:
             return

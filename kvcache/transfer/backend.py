@@ -1,4 +1,4 @@
-"""The transfer seam, and the choice of what stands behind it."""
+"""The transfer seam, and the choice of a backend."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,7 +20,7 @@ class TransferBackend(Protocol):
     name: str
 
     def allocate(self, num_bytes: int) -> memoryview | None:
-        """Memory that peers can read for a KV cache on the CPU; None: any memory will do."""
+        """Return memory for a KV cache on the CPU that peers can read; None: any memory will do."""
 
     async def register(self, region: KvRegion, worker_id: WorkerId, address: str) -> None:
         """Make `region` readable for peers. `address` is the request plane, where offers are released."""
@@ -29,18 +29,18 @@ class TransferBackend(Protocol):
         """Let peers fetch local blocks until `release`; the caller keeps them pinned until then."""
 
     def release(self, offer_id: int, nonce: int) -> bool:
-        """End an offer; True if it stood. After that its blocks may be reused."""
+        """End an offer, whose blocks may then be reused. Return True if the offer stood."""
 
     async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int]) -> int:
-        """Copy the offered blocks from number `skip` on into local `into`, in order; returns bytes.
+        """Copy the offered blocks from number `skip` on into local `into`, in order; return the bytes copied.
 
-        Raises TransferError if the peer is gone, the offer has ended or the layouts differ. When it returns
-        or raises, CancelledError included, nothing writes to `into` any more. A copy that is under way cannot
-        be stopped: from a peer that hangs, cancelled or not, `fetch` returns when that peer goes on or dies.
+        Raises TransferError if the peer is gone, the offer has ended or the layouts differ. When `fetch` returns or
+        raises, also CancelledError, nothing writes to `into` any more. A running copy cannot be stopped: if the peer
+        hangs, `fetch` returns, cancelled or not, when that peer continues or dies.
         """
 
     async def close(self) -> None:
-        """Let go of all memory and threads. A second call does nothing."""
+        """Free all memory and threads. A second call does nothing."""
 
 
 def open_backend(name: str) -> TransferBackend:

@@ -1,8 +1,8 @@
-"""KV transfer over NIXL (UCX): RDMA between hosts, CUDA IPC or GPUDirect on GPUs, shared memory or TCP.
+"""Transfer KV over NIXL (UCX): RDMA between hosts, CUDA IPC or GPUDirect on GPUs, shared memory or TCP.
 
-NIXL calls block (with cross-memory attach `transfer` itself is the copy) and its own progress thread burns a
-core, so the agent lives on one thread of ours that sleeps while nothing is to be done. That thread also makes
-progress for peers that read from us, which UCX needs while connecting and over TCP: only while offers stand.
+NIXL calls block: with cross-memory attach, `transfer` itself is the copy. NIXL's own progress thread uses a whole core.
+So the agent lives on one thread of ours, which sleeps while there is no work. While offers stand, that thread also
+makes progress for peers that read from us; UCX needs that while it connects, and over TCP.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ Steps = Generator[None, None, int]  # a fetch on the agent's thread: yields whil
 
 
 class _NixlPeer(msgspec.Struct, frozen=True):
-    """How to read a worker's memory: NIXL metadata, and where blocks and slots lie."""
+    """The data that a peer needs to read a worker's memory: NIXL metadata, the places of blocks and slots."""
 
     agent: str
     metadata: bytes
@@ -49,7 +49,7 @@ class _NixlPeer(msgspec.Struct, frozen=True):
 
 
 def _import_nixl() -> Any:
-    """The NIXL API. It logs to stdout on its own, which belongs to whoever reads our output."""
+    """Import the NIXL API, and keep it from logging to stdout, which is for our own output."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     api = importlib.import_module("nixl._api")
     nixl_log = logging.getLogger("nixl")
@@ -60,11 +60,11 @@ def _import_nixl() -> Any:
 
 
 def why_unavailable() -> str:
-    """ "" if NIXL loads and has UCX here, else the reason."""
+    """Return "" if NIXL loads and has UCX on this host, else the reason."""
     try:
         api = _import_nixl()
         plugins = api.nixl_agent("kvmesh-probe", api.nixl_agent_config(backends=[])).get_plugin_list()
-    except Exception as error:  # the package runs native code on import: whatever it raises is the reason
+    except Exception as error:  # the package runs native code on import: any error is the reason
         return f"{type(error).__name__}: {error}"
     return "" if "UCX" in plugins else f"it has no UCX plugin, only {plugins}"
 
@@ -110,8 +110,8 @@ class NixlBackend:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
             job.aborted = True
-            await asyncio.wait([done])  # until NIXL has let go of the blocks
-            done.exception()  # said to nobody: the caller has left
+            await asyncio.wait([done])  # until NIXL no longer uses the blocks
+            done.exception()  # the caller has left: nobody gets the error
             raise
 
     async def close(self) -> None:
@@ -131,7 +131,7 @@ class _Fetch:
 
 
 class _AgentThread(threading.Thread):
-    """Owns the NIXL agent. Commands: a _Fetch to run, "" to look again (an offer stands), None to end."""
+    """Owns the NIXL agent. The commands are a _Fetch to run, "" to look again (an offer stands) and None to end."""
 
     def __init__(
         self, worker_id: WorkerId, region: KvRegion, slots: np.ndarray[Any, Any], has_offers: Callable[[], bool]
@@ -146,7 +146,7 @@ class _AgentThread(threading.Thread):
         self._ended = False
         self._running: list[tuple[_Fetch, Steps]] = []
         self._peers: OrderedDict[WorkerId, str] = OrderedDict()  # worker -> NIXL agent name
-        self._scratch = np.zeros(NUM_SLOTS, dtype=np.uint64)  # where remote slots are read to
+        self._scratch = np.zeros(NUM_SLOTS, dtype=np.uint64)  # remote slots are read into it
         self._scratch_free = list(range(NUM_SLOTS))
         self._device = 0 if region.device == "cpu" else int(region.device.partition(":")[2] or 0)
         self._memory = "DRAM" if region.device == "cpu" else "VRAM"
@@ -155,7 +155,7 @@ class _AgentThread(threading.Thread):
 
     def submit(self, command: _Fetch | None) -> None:
         self._commands.put(command)
-        if self._ended:  # nobody takes commands any more
+        if self._ended:  # the thread takes no more commands
             self._refuse_the_rest()
 
     def wake(self) -> None:
@@ -182,11 +182,11 @@ class _AgentThread(threading.Thread):
         if self._has_offers():
             try:
                 self._agent.get_new_notifs()
-            except Exception as error:  # a peer that went away; whoever still reads from us will find out
+            except Exception as error:  # a peer that left; peers that still read from us will find out
                 log.warning("NIXL could not make progress: %s", _describe(error))
 
     def _end_fetches(self) -> None:
-        """Give what runs a moment to end: until then NIXL may write into the KV cache."""
+        """Give running fetches a moment to end, because until then NIXL may write into the KV cache."""
         give_up = time.monotonic() + _END_S
         for job, _ in self._running:
             job.aborted = True
@@ -237,7 +237,7 @@ class _AgentThread(threading.Thread):
         self._agent = None
 
     def _serve_commands(self) -> bool:
-        """Take the commands that wait; sleep as long as nothing has to be polled. False: end."""
+        """Take the waiting commands; sleep while nothing has to be polled. Return False for the end."""
         timeout = _FETCH_POLL_S if self._running else _OFFER_POLL_S if self._has_offers() else None
         while True:
             try:
@@ -260,7 +260,7 @@ class _AgentThread(threading.Thread):
                 job.result.set_result(done.value)
             except TransferError as error:
                 job.result.set_exception(error)
-            except Exception as error:  # NIXL's own errors: the peer is gone, or its memory is
+            except Exception as error:  # an error of NIXL: the peer is gone, or its memory is
                 self._forget_agent(self._peers.pop(job.ticket.worker_id, ""))
                 job.result.set_exception(
                     TransferError(f"NIXL could not read from {job.ticket.worker_id}: {_describe(error)}")
@@ -290,7 +290,7 @@ class _AgentThread(threading.Thread):
         return num_bytes
 
     def _check_offer(self, job: _Fetch, name: str, peer: _NixlPeer) -> Generator[None, None, None]:
-        """Read the offer's slot after the blocks: its nonce proves that they were not reused meanwhile."""
+        """Read the offer's slot after the blocks: the nonce proves that the blocks were not reused meanwhile."""
         if not self._scratch_free:
             raise TransferError("too many KV transfers at once", hint="lower --max-num-seqs")
         here = self._scratch_free.pop()
@@ -318,8 +318,8 @@ class _AgentThread(threading.Thread):
             "READ", agent.get_xfer_descs(local, local_memory), agent.get_xfer_descs(remote, remote_memory), name
         )
         try:
-            # Also when the caller has given up, wait: releasing a transfer does not stop UCX. Over TCP it goes
-            # on writing into our blocks for as long as the transfer is in progress.
+            # Wait also when the caller has given up: to release a transfer does not stop UCX. Over TCP it continues
+            # to write into our blocks while the transfer is in progress.
             state = agent.transfer(handle)
             while state == "PROC":
                 yield

@@ -1,4 +1,4 @@
-"""What the transfer backends share: the offers of a worker, their slots, and the plan of a copy."""
+"""Keep the offers of a worker and their slots, and plan copies: all transfer backends share this."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ NUM_SLOTS = 4096  # standing offers of one worker; each costs 8 bytes that peers
 
 @dataclass(frozen=True, slots=True)
 class Offerer:
-    """Who offers: what every ticket of a worker says."""
+    """The worker that offers: the part that all tickets of a worker have in common."""
 
     worker_id: WorkerId
     address: str  # host:port of the request plane
@@ -22,10 +22,10 @@ class Offerer:
 
 
 class Offers:
-    """The standing offers of one worker. Pure but for the slots that it writes, and peers read."""
+    """The standing offers of one worker. Pure, except that it writes the slots that peers read."""
 
     def __init__(self, offerer: Offerer, slots: memoryview) -> None:
-        """`slots`: u64 [num_slots], all zero."""
+        """Use `slots`, u64 [num_slots], all zero."""
         self._offerer = offerer
         self._slots = slots
         self._free = list(range(len(slots) - 1, -1, -1))
@@ -36,7 +36,7 @@ class Offers:
         return len(self._standing)
 
     def open(self, block_ids: Sequence[int], num_tokens: int) -> Ticket:
-        """Raises OverloadedError if every slot is taken."""
+        """Make an offer. Raises OverloadedError if every slot is taken."""
         if not self._free:
             raise OverloadedError(f"{len(self)} KV offers stand, none was fetched", hint="add decode workers")
         ticket = Ticket(
@@ -57,7 +57,7 @@ class Offers:
         return ticket
 
     def close(self, offer_id: int, nonce: int) -> bool:
-        """Zero the slot: from now on a reader finds out that it came too late. True if the offer stood."""
+        """Zero the slot, so that a reader sees that it came too late. Return True if the offer stood."""
         ticket = self._standing.get(offer_id)
         if ticket is None or ticket.nonce != nonce:
             return False
@@ -69,7 +69,7 @@ class Offers:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks that lie side by side at both ends, so that one copy moves them."""
+    """Blocks that lie side by side on both sides, so that one copy moves them."""
 
     remote: int
     local: int
@@ -77,7 +77,7 @@ class Run:
 
 
 def plan_copy(remote: Sequence[int], local: Sequence[int]) -> list[Run]:
-    """Join neighbours: the fewest copies that move remote[i] to local[i] in order."""
+    """Return the fewest copies that move remote[i] to local[i] in order: neighbours are joined."""
     runs: list[Run] = []
     start = 0
     for i in range(1, len(remote) + 1):
@@ -89,7 +89,7 @@ def plan_copy(remote: Sequence[int], local: Sequence[int]) -> list[Run]:
 
 
 def check_fetch(ticket: Ticket, skip: int, into: Sequence[int], backend: str, layout: KvLayout) -> list[int]:
-    """The peer's block ids to copy. Raises TransferError if ticket and local cache do not fit together."""
+    """Return the peer's block ids to copy. Raises TransferError if ticket and local cache do not fit together."""
     if ticket.backend != backend:
         raise TransferError(
             f"{ticket.worker_id} offers KV over {ticket.backend!r}, this worker fetches over {backend!r}",
@@ -100,7 +100,7 @@ def check_fetch(ticket: Ticket, skip: int, into: Sequence[int], backend: str, la
             f"KV layout is {layout} here and {ticket.layout} on {ticket.worker_id}",
             hint="start all workers of a model with the same --block-size, dtype and model",
         )
-    if ticket.nonce == 0:  # it would match every slot that is not in use
+    if ticket.nonce == 0:  # 0 would match every unused slot
         raise TransferError(f"the KV offer of {ticket.worker_id} has no nonce")
     wanted = list(ticket.block_ids[skip:])
     if len(wanted) != len(into):

@@ -1,7 +1,7 @@
-"""KV transfer through shared memory, for hosts where NIXL cannot load. One host, one user, CPU memory only.
+"""Transfer KV through shared memory, where NIXL cannot load. One host, one user, CPU memory only.
 
-The KV cache lies in a memfd; a peer maps /proc/<pid>/fd/<fd> read-only. There is no file to leave behind:
-the memory goes with the last process that maps it, also after `kill -9`.
+The KV cache lies in a memfd; a peer maps /proc/<pid>/fd/<fd> read-only. No file is left behind: the memory is freed
+with the last process that maps it, also after `kill -9`.
 
     u64 generation | u64 slots [NUM_SLOTS] | KV blocks
 """
@@ -24,7 +24,7 @@ from protocol.ids import WorkerId, new_generation
 from protocol.messages import Ticket, decode, encode
 
 _HEADER_BYTES = 8 * (1 + NUM_SLOTS)
-Map = np.ndarray[Any, np.dtype[np.uint8]]  # the memory of a peer; it is unmapped when nobody uses it any more
+Map = np.ndarray[Any, np.dtype[np.uint8]]  # the memory of a peer; unmapped when no reference is left
 
 
 class _ShmPeer(msgspec.Struct, frozen=True):
@@ -80,8 +80,8 @@ class ShmBackend:
         try:
             return await asyncio.shield(copying)
         except asyncio.CancelledError:
-            await asyncio.wait([copying])  # a memcpy cannot be stopped: the blocks are ours until it ends
-            copying.exception()  # said to nobody: the caller has left
+            await asyncio.wait([copying])  # a memcpy cannot be stopped: keep the blocks until it ends
+            copying.exception()  # the caller has left: nobody gets the error
             raise
 
     def _copy(self, ticket: Ticket, wanted: Sequence[int], into: Sequence[int]) -> int:
@@ -94,7 +94,7 @@ class ShmBackend:
             start, size = _HEADER_BYTES + run.remote * block_bytes, run.count * block_bytes
             if run.remote < 0 or start + size > len(memory):
                 raise TransferError(f"{ticket.worker_id} offers block {run.remote}, beyond its KV cache")
-            ctypes.memmove(self._region.block_address(run.local), source + start, size)  # lets go of the GIL
+            ctypes.memmove(self._region.block_address(run.local), source + start, size)  # releases the GIL
             num_bytes += size
         words = memory[:_HEADER_BYTES].view(np.uint64)
         if not 0 <= ticket.slot < NUM_SLOTS or int(words[1 + ticket.slot]) != ticket.nonce:
@@ -110,7 +110,7 @@ class ShmBackend:
             return known
 
     def _forget_dead_peers(self) -> None:
-        """A map keeps the whole KV cache of its process in memory, also after that has died."""
+        """Unmap dead peers: a map keeps the whole KV cache of a process in memory after the process has died."""
         for peer in list(self._peers):
             try:
                 os.close(_open(peer))
@@ -125,7 +125,7 @@ class ShmBackend:
 
 
 def _open(peer: _ShmPeer) -> int:
-    """A descriptor of the peer's memory. Raises OSError if the process is gone, or not ours to look into."""
+    """Open the peer's memory; return a descriptor. Raises OSError if the process is gone, or is another user's."""
     return os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 

@@ -185,7 +185,7 @@ def test_what_nobody_answered_for_is_asked_for_again_where_there_are_no_snapshot
     assert cursor.on_replay_failed() == [Reset("batches before 5 are lost"), Apply(5, b(5))]
     assert cursor.on_recheck() == [RequestReplay(0)]
     assert cursor.on_live(6, b(6)) == []
-    assert cursor.on_replayed(1, b(1)) == [Reset("all there is, from batch 1 on"), Apply(1, b(1))]
+    assert cursor.on_replayed(1, b(1)) == [Reset("all batches, from 1 on"), Apply(1, b(1))]
     assert applied(action for seq in (2, 3, 4, 5) for action in cursor.on_replayed(seq, b(seq))) == [2, 3, 4, 5, 6]
     assert cursor.on_replay_end() == []
     assert cursor.on_recheck() == [RequestReplay(6)]
