@@ -1,4 +1,4 @@
-"""`python -m planner`: decide how many workers there are."""
+"""Run the planner as a process: `python -m planner`."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""How many workers keep an SLO where each does both halves of a request. Pure.
+"""Compute how many workers keep an SLO where each worker does both halves of a request. Pure.
 
-Prompts and answers share a worker's time: a step takes what its prompt tokens take and what one token for every running
-request takes. Of the two SLOs, that of the ITL bounds how much of the time may go to prompts.
+Prompts and answers share a worker's time. A step takes the time of its prompt tokens, and the time of one token for
+every running request. The SLO of the ITL bounds how much of the time may go to prompts.
 """
 
 import math
@@ -24,15 +24,13 @@ from protocol.errors import ConfigError
 from protocol.profile import Profile
 
 HALVINGS = 24  # of the search for a share of the time
-LEAST_SHARE = 1e-6  # of the time, that goes to prompts
-CHANCE = (
-    1.0  # standard deviations of the prompts that come during an answer; more requests under way have room of their own
-)
+LEAST_SHARE = 1e-6  # of a worker's time that goes to prompts
+CHANCE = 1.0  # standard deviations of the number of prompts that come during one answer
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of one worker, used as far as it may be. `fits`: it keeps the ITL at all; if not, batch is 1."""
+    """The load of one worker that is used as much as it may be. If it cannot keep the ITL, `fits` is false, batch 1."""
 
     rps: float
     prompt_share: float  # of its time, that goes to prompts
@@ -46,7 +44,10 @@ class Capacity:
 
 
 def both_halves(prefill: Profile, decode: Profile) -> Profile:
-    """One profile of a worker whose two tables may come from two files. Raises ConfigError."""
+    """Return one profile of a worker whose two tables come from two files.
+
+    Raise ConfigError if the files describe two kinds of workers.
+    """
     if (prefill.gpus, prefill.dp_size) != (decode.gpus, decode.dp_size):
         raise ConfigError(
             f"the profiles are of two kinds of workers: {prefill.mapping} on {prefill.gpus} GPUs, {decode.mapping} on "
@@ -59,15 +60,15 @@ def both_halves(prefill: Profile, decode: Profile) -> Profile:
 def aggregated_capacity(
     profile: Profile, demand: Demand, itl_slo_s: float, utilization: float, correction: float = 1.0
 ) -> Capacity:
-    """The most requests/s of this kind that one worker takes. `correction`: how much slower steps are than profiled.
+    """Return the most requests/s of this kind that one worker takes. `correction`: measured over profiled step time.
 
-    If a share w of its time goes to prompts, a token takes step / (1 - w) in the mean; while an answer is written by
-    chance more prompts come, w' = w + sqrt(w * time of a prompt / time of an answer). So
+    If a share w of the worker's time goes to prompts, a token takes step / (1 - w) on average. During one answer, more
+    prompts than average may come: w' = w + sqrt(w * time of a prompt / time of an answer). The bounds are
 
         requests/s <= w / time of a prompt,  w <= utilization
         requests/s <= utilization * b * (1 - w) / (osl * step(b)),  step(b) / (1 - w') <= ITL
 
-    The first bound grows with w, the second falls: sought is where they meet.
+    The first bound grows with w, the second falls. The result is where they meet.
     """
     prompt_s = prefill_time_s(profile, demand.uncached_tokens) / profile.dp_size
     answer_s = max(1.0, demand.osl_tokens) * itl_slo_s
@@ -90,13 +91,13 @@ def aggregated_capacity(
 
 
 def aggregated_need(profile: Profile, demand: Demand, slo: Slo, utilization: float, correction: float = 1.0) -> Need:
-    """Workers that carry the load, have room for the requests under way and a few more, and start prompts in time."""
+    """Return the workers that carry the load, have room for its running requests, and start prompts in time."""
     one = aggregated_capacity(profile, demand, slo.itl_s, utilization, correction)
     return pool_of(one, profile, demand, slo, utilization)
 
 
 def pool_of(one: Capacity, profile: Profile, demand: Demand, slo: Slo, utilization: float) -> Need:
-    """The same from the capacity of one worker for requests of these lengths."""
+    """Return the workers that the demand needs, if the capacity of `one` worker is known."""
     if demand.rps <= 0:
         return Need(workers=0, utilization=0.0)
     under_way = demand.rps * demand.osl_tokens * one.itl_s
@@ -116,10 +117,10 @@ def pool_of(one: Capacity, profile: Profile, demand: Demand, slo: Slo, utilizati
 
 
 def prompt_times_s(profile: Profile, demand: Demand, one: Capacity) -> tuple[float, float]:
-    """How long a prompt keeps a worker from the next one, and how soon its first token comes if none is before it.
+    """Return how long a prompt occupies a worker, and how soon its first token comes if no prompt is before it.
 
-    Running requests get a token in every step: a prompt has its share of those of the steps that it is in, and its
-    first token comes after whole steps, of which one was under way when it came.
+    Running requests get a token in every step, so a prompt also takes its share of their time. The first token comes
+    after whole steps, and one step was already running when the prompt came.
     """
     prompt_s = prefill_time_s(profile, demand.uncached_tokens)
     steps = demand.uncached_tokens / profile.max_step_tokens

@@ -1,4 +1,4 @@
-"""What may be ordered of what is wanted: minima, the GPU budget, and how fast counts may change. Pure."""
+"""Limit what is ordered: minima, the GPU budget, and how fast counts may change. Pure."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class ScalingLimits:
-    """`prefill_gpus`, `decode_gpus`: of one worker, at least 1 (one without a GPU counts as one)."""
+    """The bounds of a fleet. `prefill_gpus` and `decode_gpus` are those of one worker, at least 1."""
 
     prefill_gpus: int
     decode_gpus: int
@@ -34,7 +34,7 @@ class ScalingLimits:
 
 
 def limits_of(config: PlannerConfig, prefill_gpus: int, decode_gpus: int) -> ScalingLimits:
-    """Raises ConfigError if the minima alone need more than the budget."""
+    """Return the bounds of these settings. Raise ConfigError if the minima alone need more than the budget."""
     limits = ScalingLimits(
         prefill_gpus=max(1, prefill_gpus),
         decode_gpus=max(1, decode_gpus),
@@ -60,7 +60,7 @@ def counted_gpus(profile: Profile) -> int:
 
 
 def published_budget(wanted: Counts, limits: ScalingLimits) -> Counts:
-    """The reference's rule: shrink prefill in proportion, decode gets what is left. (0, 0) if the minima do not fit."""
+    """Apply the reference's rule: prefill shrinks in proportion, decode gets the rest; (0, 0) below the minima."""
     if limits.gpus(wanted) <= limits.max_gpus:
         return wanted
     if limits.gpus(limits.fewest) > limits.max_gpus:
@@ -72,10 +72,10 @@ def published_budget(wanted: Counts, limits: ScalingLimits) -> Counts:
 
 
 def within_budget(wanted: Counts, limits: ScalingLimits) -> Counts:
-    """At least the minima; if the budget is short, the split that covers most of what both roles want.
+    """Return at least the minima. If the budget is short, return the split that covers most of what both roles want.
 
-    Covered is the smaller of the two shares ordered / wanted: requests need both. So the wanted ratio is kept as
-    closely as whole workers allow. No role gets more than it wants, but for its minimum.
+    A split covers the smaller of the two shares ordered / wanted, because requests need both roles. So the wanted ratio
+    is kept as closely as whole workers allow. No role gets more than it wants, except its minimum.
     """
     most = Counts(max(wanted.prefill, limits.min_prefill), max(wanted.decode, limits.min_decode))
     if limits.gpus(most) <= limits.max_gpus:
@@ -94,9 +94,9 @@ def within_budget(wanted: Counts, limits: ScalingLimits) -> Counts:
 def clamp(
     wanted: Counts, current: Counts, draining: Counts, limits: ScalingLimits
 ) -> tuple[Counts, tuple[Reason, ...]]:
-    """What to order now, coming from `current` (ready and starting), and which limits held it back.
+    """Return what to order now, and the limits that held it back. `current` counts ready and starting workers.
 
-    Workers that drain still hold their GPUs: nothing is ordered in their place before they are gone.
+    Draining workers still hold their GPUs: nothing is ordered in their place before they are gone.
     """
     reasons: list[Reason] = []
     goal = within_budget(wanted, limits)
@@ -128,7 +128,7 @@ def _step(current: int, goal: int, limits: ScalingLimits) -> int:
 
 
 def _fit(wanted: Counts, current: Counts, draining: Counts, limits: ScalingLimits) -> Counts:
-    """First nothing more is ordered; if what there is exceeds the budget by itself, that shrinks at once."""
+    """Order no more than the budget allows. If the present workers alone exceed the budget, shrink at once."""
     prefill, decode = wanted.prefill, wanted.decode
     busy = limits.gpus(draining)
     while limits.gpus(Counts(prefill, decode)) + busy > limits.max_gpus:

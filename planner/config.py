@@ -1,4 +1,4 @@
-"""Settings of the planner's service; those of its core are in planner/model.py and count here too."""
+"""Settings of the planner's service. It also has the settings of the core (planner/model.py)."""
 
 from typing import Annotated, Literal
 
@@ -19,29 +19,31 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     discovery: DiscoveryUrl = "file:.run/discovery"
     connector: Annotated[
         Literal["local", "compose", "kubernetes", "virtual", "dry-run"],
-        Meta(description="who starts and stops workers; dry-run: nobody, decisions are recorded alone"),
+        Meta(description="what starts and stops workers; dry-run: nothing, decisions are only recorded"),
     ] = "dry-run"
     shadow: Annotated[
         bool,
-        Meta(description="decide beside a planner that acts: never apply, believe that each order was carried out"),
+        Meta(description="decide beside a planner that acts: never apply, assume that each order is carried out"),
     ] = False
     source: Annotated[
         Literal["frontends", "prometheus"], Meta(description="where the traffic is read: /metrics of the frontends")
     ] = "frontends"
     frontends: Annotated[
-        tuple[str, ...], Meta(description="frontends: http://host:port of each; default: those found by discovery")
+        tuple[str, ...], Meta(description="frontends: http://host:port of each; default: all in discovery")
     ] = ()
     prometheus_url: Annotated[str, Meta(description="prometheus: the server, http://host:port")] = ""
     prometheus_matcher: Annotated[
         str, Meta(description='prometheus: labels of the frontends\' series, e.g. job="kvmesh-frontend"')
     ] = ""
     prometheus_window_s: Annotated[
-        float, Meta(gt=0, description="prometheus: traffic is asked for in pieces of this length; 4 scrapes or more")
+        float, Meta(gt=0, description="prometheus: length of one piece of traffic; at least 4 scrapes")
     ] = 60.0
     prefill_profile: Annotated[
         str, Meta(description="file of `kvmesh profile` for prefill workers; mock: the mock engine's own model")
     ] = ""
-    decode_profile: Annotated[str, Meta(description="the same for decode workers; default: --prefill-profile")] = ""
+    decode_profile: Annotated[
+        str, Meta(description="file of `kvmesh profile` for decode workers; default: --prefill-profile")
+    ] = ""
     mock_speedup: Annotated[float, Meta(gt=0, description="profile mock: --mock-speedup of the workers")] = 1.0
     mock_kv_tokens: Annotated[int, Meta(ge=1, description="profile mock: KV tokens of a worker")] = 32768
     mock_num_seqs: Annotated[int, Meta(ge=1, description="profile mock: --max-num-seqs of the workers")] = 32
@@ -49,17 +51,17 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     local_control: Annotated[str, Meta(description=f"local: unix:<run directory>/control/{CONTROL_FILE}")] = ""
     compose_command: Annotated[str, Meta(description="compose: the command, as for a shell")] = "docker compose"
     compose_files: Annotated[tuple[str, ...], Meta(description="compose: files (-f)")] = ()
-    compose_project: Annotated[str, Meta(description="compose: project (-p); default: that of its folder")] = ""
+    compose_project: Annotated[str, Meta(description="compose: project (-p); default: the folder's")] = ""
     compose_prefill: Annotated[str, Meta(description="compose: service of the prefill workers")] = "prefill"
     compose_decode: Annotated[str, Meta(description="compose: service of the decode workers")] = "decode"
     kubernetes_prefill: Annotated[
         str, Meta(description="kubernetes: deployment/<name> or leaderworkerset/<name> of the prefill workers")
     ] = "deployment/kvmesh-prefill"
-    kubernetes_decode: Annotated[str, Meta(description="kubernetes: the same for decode workers")] = (
+    kubernetes_decode: Annotated[str, Meta(description="kubernetes: <kind>/<name> of the decode workers")] = (
         "deployment/kvmesh-decode"
     )
-    kubernetes_namespace: Annotated[str, Meta(description="kubernetes: default: that of the service account")] = ""
-    kubernetes_url: Annotated[str, Meta(description="kubernetes: API server; default: of the pod's environment")] = ""
+    kubernetes_namespace: Annotated[str, Meta(description="kubernetes: namespace; default: the service account's")] = ""
+    kubernetes_url: Annotated[str, Meta(description="kubernetes: API server; default: from the pod's environment")] = ""
     kubernetes_account: Annotated[
         str, Meta(description="kubernetes: folder with token, ca.crt and namespace of the service account")
     ] = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -71,10 +73,10 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     virtual_token_file: Annotated[
         str, Meta(description="virtual: file with a secret that callers send as Authorization: Bearer; empty: none")
     ] = ""
-    record_file: Annotated[str, Meta(description="JSON lines of all decisions; empty: none is written")] = (
+    record_file: Annotated[str, Meta(description="file of all decisions, JSON lines; empty: none")] = (
         ".run/planner.jsonl"
     )
-    record_mib: Annotated[float, Meta(gt=0, description="of that file and the one before it together, at most")] = 16.0
+    record_mib: Annotated[float, Meta(gt=0, description="most MiB of that file and the one before it together")] = 16.0
     host: Annotated[str, Meta(description="address of /metrics")] = "127.0.0.1"
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
     log_level: LogLevel = "info"

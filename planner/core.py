@@ -1,11 +1,11 @@
-"""What to order next. Pure: observations go in, decisions come out; time is what an observation says.
+"""Decide what to order next. Pure: observations go in, decisions come out, and an observation says what time it is.
 
     core = PlannerCore(config, prefill_profile, decode_profile)
     decision = core.decide(observation)  # at least every `reactive_interval_s`; traffic in pieces of any length
 
-Two loops. The predictive one runs whenever traffic of `predictive_interval_s` has come together: forecast, correct,
-size, clamp. The reactive one runs in between, adds what queues and the last seconds ask for, and never goes below what
-the predictive one planned. A decision is always a whole answer: the counts that should be ordered from now on.
+There are two loops. The predictive loop runs at the end of every `predictive_interval_s` of traffic: forecast, correct,
+size, clamp. The reactive loop runs in between. It adds what queues and the last seconds ask for, and never goes below
+the predictive loop's plan. A decision is always complete: the counts that should be ordered from now on.
 """
 
 import math
@@ -26,9 +26,9 @@ from protocol.profile import Profile
 WARM_UP = 3  # intervals known before anything is taken away, after the start and after an outage
 HYSTERESIS = 0.04  # more load than forecast that the rest must carry before workers are taken away
 DOWN_MEMORY = 2  # intervals in which fewer workers must have been enough
-REST = 12  # intervals after a role got more in which one worker less is taken for noise
-SMALL = 0.1  # share of a role's workers that is no more than one worker is
-RECENT_S = 20.0  # arrivals that the reactive loop looks at
+REST = 12  # intervals after a role got more workers in which a need for one worker less is taken for noise
+SMALL = 0.1  # a step of this share of a role's workers is as small as one worker
+RECENT_S = 20.0  # the reactive loop looks at the arrivals of this time
 CALM_S = 60.0  # how long the rest must have been able to carry the load before the reactive loop takes one away
 
 Loop = Literal["predictive", "reactive", "none"]
@@ -36,7 +36,7 @@ Loop = Literal["predictive", "reactive", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ForecastPlan:
-    """What the predictive loop planned last. The reactive loop never goes below `floor`."""
+    """The last plan of the predictive loop. The reactive loop never goes below `floor`."""
 
     floor: Counts
     needed: Counts
@@ -145,14 +145,14 @@ class PlannerCore:
             pressed = Counts(prefill.workers, decode.workers)
             wanted = _most(floor, pressed)
             reasons += [*prefill.reasons, *decode.reasons]
-        # what the margin of time holds back may be of use in the other role
+        # Workers that are held back by the wait before a step down may be useful in the other role.
         wanted = self._lent(wanted, _most(careful, pressed))
         return self._order(seen, wanted, "predictive", reasons)
 
     def _settled(self, role: str, needed: int, current: int, enough: Sequence[int]) -> int:
-        """Up at once; down only as far as was enough, with a margin, in each of the last intervals.
+        """Go up at once, and down only as far as was enough, with a margin, in each of the last intervals.
 
-        A small step down soon after a step up is left out: around the border of two counts noise decides.
+        A small step down soon after a step up is left out: near the border between two counts, noise decides.
         """
         if needed >= current or len(enough) < DOWN_MEMORY:
             return max(needed, current)
@@ -174,7 +174,7 @@ class PlannerCore:
         calm, calmed = self._calm(seen, floor)
         if wanted == self._target:
             wanted, reasons = calm, reasons + calmed
-        else:  # the plan's sum is kept, if not its split
+        else:  # the sum of the plan is kept; its split may change
             wanted = self._lent(wanted, _most(pressed, Counts(prefill.least, decode.least)))
             self._plan = replace(self._plan, floor=_least(floor, wanted))
         return self._order(seen, wanted, "reactive", [*doubts, *reasons])
@@ -183,9 +183,9 @@ class PlannerCore:
         return self._capacity.pressures(seen, self._traffic.recent(seconds))
 
     def _lent(self, wanted: Counts, least: Counts) -> Counts:
-        """If one role grows, the other gives what it has beyond `least`, to be turned instead of started.
+        """Let one role give its workers beyond `least` to the role that grows: a flip instead of a start.
 
-        What it has beyond it is known when a few intervals are: the first seconds say nothing of answers yet.
+        This needs a few known intervals: the first seconds do not show yet how long answers are.
         """
         assert self._target is not None
         if not self._can_flip or self._traffic.known_intervals < WARM_UP:
@@ -199,14 +199,14 @@ class PlannerCore:
 
     @property
     def _can_flip(self) -> bool:
-        """There are two roles, their workers are of a kind, and a start would take longer."""
+        """Return whether there are two roles with equal workers, and a flip is faster than a start."""
         config, limits = self._config, self._limits
         if self._capacity.is_aggregated:
             return False
         return config.flips and config.flip_s < config.start_s and limits.prefill_gpus == limits.decode_gpus
 
     def _calm(self, seen: Observation, floor: Counts) -> tuple[Counts, list[Reason]]:
-        """One worker of a role less, if the rest could have carried the load for a while."""
+        """Take away one worker of a role if the rest could have carried the load for a while."""
         assert self._target is not None
         prefill, decode = self._pressures(seen, CALM_S)
         counts, reasons = self._target, []
@@ -260,7 +260,7 @@ class PlannerCore:
         return self._decision(seen, loop, Action.HOLD if counts == current else Action.SCALE, told, flip)
 
     def _limits_now(self, seen: Observation) -> ScalingLimits:
-        """Who is starting is never taken away, unless the budget leaves no choice."""
+        """Raise the minima to the starting workers: they are not taken away unless the budget leaves no choice."""
         limits = self._limits
         kept = Counts(max(limits.min_prefill, seen.prefill.starting), max(limits.min_decode, seen.decode.starting))
         if limits.gpus(kept) > limits.max_gpus:
@@ -268,7 +268,7 @@ class PlannerCore:
         return replace(limits, min_prefill=kept.prefill, min_decode=kept.decode)
 
     def _flip(self, seen: Observation, current: Counts, counts: Counts) -> Flip | None:
-        """Workers that leave one role while the other grows."""
+        """Return the workers that leave one role while the other grows."""
         if not self._can_flip:
             return None
         prefill, decode = counts.prefill - current.prefill, counts.decode - current.decode

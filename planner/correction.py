@@ -1,4 +1,4 @@
-"""How much slower, or faster, workers are than their profile says: observed against expected, bounded. Pure."""
+"""Estimate how much slower or faster workers are than their profile: observed over expected, bounded. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from protocol.profile import Profile
 
 LOWEST, HIGHEST = 0.7, 2.0
 WEIGHT = 0.2  # of a new ratio
-MIN_REQUESTS = 20  # of an interval: fewer say nothing
+MIN_REQUESTS = 20  # in an interval: fewer are no evidence
 FULL = 0.95  # share of the KV, or of the sequences, beyond which requests wait for a place
-BUSIEST = 0.75  # utilization beyond which waiting, not the worker, makes the TTFT
-MOST_PROMPTS = 0.9  # share of an aggregated worker's time that prompts are taken to have at most
+BUSIEST = 0.75  # utilization beyond which the TTFT is mostly waiting
+MOST_PROMPTS = 0.9  # the largest share of an aggregated worker's time that is ascribed to prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,10 @@ def corrected(
     workers: tuple[int, int],
     observed: tuple[float | None, float | None],
 ) -> Corrections:
-    """`profiles`, `workers`: of prefill and decode; `observed`: mean TTFT and ITL, None if they are not known."""
+    """Return new factors. `profiles` and `workers` are those of prefill and decode.
+
+    `observed` is the mean TTFT and the mean ITL, None where they are not known.
+    """
     if requests < MIN_REQUESTS:
         return _too_few(before, requests)
     ttft_s, itl_s = observed
@@ -50,7 +53,10 @@ def corrected(
 def corrected_aggregated(
     before: Corrections, profile: Profile, demand: Demand, requests: float, workers: int, itl_s: float | None
 ) -> Corrections:
-    """Of workers that do both halves. Their TTFT is mostly waiting; their ITL tells of slow prompts, too."""
+    """Return new factors for workers that do both halves: only the ITL is corrected.
+
+    The TTFT of such workers is mostly waiting. Their ITL also shows slow prompts.
+    """
     if requests < MIN_REQUESTS:
         return _too_few(before, requests)
     prompt_s = prefill_time_s(profile, demand.uncached_tokens) / profile.dp_size
@@ -66,7 +72,10 @@ def _too_few(before: Corrections, requests: float) -> Corrections:
 def _itl_corrected(
     before: float, profile: Profile, demand: Demand, workers: int, itl_s: float | None, prompt_share: float
 ) -> tuple[float, list[str]]:
-    """`prompt_share`: of the time, in which no token comes. And why nothing is concluded, if so."""
+    """Return the factor of the ITL, and why it stays as it is, if it does.
+
+    `prompt_share` is the share of the time in which prompts are computed and no token comes.
+    """
     if itl_s is None or not math.isfinite(itl_s) or itl_s <= 0:
         return before, []
     held_tokens = _held_tokens(demand, workers, itl_s)
@@ -77,10 +86,9 @@ def _itl_corrected(
 
 
 def _held_tokens(demand: Demand, workers: int, itl_s: float) -> float:
-    """On each worker, by Little's law from the ITL that was seen.
+    """Return the tokens held on each worker, by Little's law from the observed ITL.
 
-    With the batch that the profile's own ITL would make, a step a little slower would count twice: it makes the batch
-    larger, and that the step slower again.
+    The profile's own ITL would count a slow step twice: it makes the batch larger, and that makes the step slower.
     """
     return demand.rps * demand.osl_tokens * itl_s / max(1, workers) * demand.context_tokens
 

@@ -1,4 +1,4 @@
-"""`kvmesh planner explain`: show what a planner has decided lately, and why."""
+"""Show what a planner has decided lately, and why: `kvmesh planner explain`."""
 
 import os
 import time
@@ -93,7 +93,7 @@ def row_of(record: Record) -> list[str]:
 
 
 def counts(fleet: RoleFleet | None, target: int) -> str:
-    """`3+1 -> 5`: three are ready, one starts, five are asked for."""
+    """Write `3+1 -> 5` for three ready workers, one that starts, and five that are asked for."""
     if fleet is None:
         return f"? -> {target}"
     there = str(fleet.ready) + (f"+{fleet.starting}" if fleet.starting else "")

@@ -1,7 +1,7 @@
-"""What comes next of a series of equal intervals. Pure: samples go in, paths come out.
+"""Forecast a series of equal intervals. Pure: samples go in, paths come out.
 
-Every method forecasts in every interval; what it said is held against what came. `auto` takes the one that was best of
-late (a rolling back-test that refits nothing), and the interval around a forecast is what its errors were.
+Every method forecasts in every interval, and each forecast is compared with the sample that came. `auto` takes the
+method that was best lately: a rolling back-test without refits. The past errors are the interval around a forecast.
 """
 
 import math
@@ -16,15 +16,15 @@ import numpy as np
 Method = Literal["auto", "constant", "average", "holt-winters", "arima", "kalman", "seasonal"]
 
 HISTORY = 4096  # samples kept: two days of minutes
-FIT_SAMPLES = 96  # that a model is fitted to
+FIT_SAMPLES = 96  # a model is fitted to the latest of this number
 AVERAGE_SAMPLES = 4
 MIN_KALMAN = 5
 MIN_FIT = 16  # samples below which nothing from statsmodels is fitted
 REFIT_EVERY = 16  # samples between two searches for a model's parameters
-SCORED = 40  # errors that a method is judged by, the latest
+SCORED = 40  # a method is judged by its latest errors, this number of them
 MIN_SCORED = 6
-SWITCH_GAIN = 0.9  # `auto` changes its method for one whose error is so many times smaller
-GROWTH = 2.0  # no forecast goes beyond so many times the most that was seen of late
+SWITCH_GAIN = 0.9  # `auto` changes to a method whose error is less than this share of the present method's
+GROWTH = 2.0  # no forecast exceeds this multiple of the largest recent sample
 FIND_PERIOD_EVERY = 16
 MIN_CORRELATION = 0.5
 
@@ -35,12 +35,15 @@ _Path = list[float]
 
 
 class CannotForecastError(Exception):
-    """Says why a method has no forecast now."""
+    """A method has no forecast now; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """`path[k]`, `upper[k]`: of the interval k + 1 from now. `note`: why it is not the method that was asked for."""
+    """A forecast. `path[k]` and `upper[k]` belong to the interval k + 1 from now.
+
+    `note` says why `method` is not the one that was asked for.
+    """
 
     path: tuple[float, ...]
     upper: tuple[float, ...]
@@ -53,10 +56,10 @@ class Forecast:
 
 
 class Forecaster:
-    """Of one series."""
+    """Forecasts one series with all methods, and judges them."""
 
     def __init__(self, method: Method = "auto", quantile: float = 0.9, period: int = 0) -> None:
-        """`quantile`: share of the cases that are to come out below `upper`; `period` [samples], 0: find it."""
+        """Forecast so that a share `quantile` of the samples is below `upper`. `period` is in samples; 0: find it."""
         self._method: Method = method
         self._quantile = quantile
         self._given_period = period
@@ -72,11 +75,11 @@ class Forecaster:
 
     @property
     def samples(self) -> int:
-        """How many are known, zeros before the first request left out."""
+        """Return how many samples are known, without the zeros before the first request."""
         return sum(1 for sample in self._samples if sample is not None)
 
     def add(self, value: float | None) -> None:
-        """One interval; None, or what is no number >= 0: not known."""
+        """Add one interval. None, or a value that is not a number >= 0, means that it is not known."""
         if value is not None and not (math.isfinite(value) and value >= 0):
             value = None
         if not self._samples and not value:
@@ -88,7 +91,7 @@ class Forecaster:
             self._judge(value)
 
     def forecast(self, steps: int) -> Forecast:
-        """The next `steps` intervals. Raises CannotForecastError without a sample."""
+        """Forecast the next `steps` intervals. Raise CannotForecastError if there is no sample."""
         filled = without_gaps(self._samples)
         if not filled:
             raise CannotForecastError("no sample yet")
@@ -103,7 +106,7 @@ class Forecaster:
         return Forecast(tuple(path), upper, method, note)
 
     def errors(self) -> dict[str, float]:
-        """Mean absolute error of each method, of late; in units of the square root of what it had forecast."""
+        """Return the recent mean absolute error of each method, in units of the square root of its forecast."""
         return {name: statistics.fmean(map(abs, errors)) for name, errors in self._errors.items() if errors}
 
     # -------------------------------------------------------------------------------------------------
@@ -155,7 +158,7 @@ class Forecaster:
                     self._errors.setdefault(method, deque(maxlen=SCORED)).append(error)
 
     def _scale(self, value: float) -> float:
-        """Counts vary with the square root of what is expected: errors at night and at noon become comparable."""
+        """Return the unit of errors. Counts vary with the square root of their mean: night and noon get comparable."""
         return math.sqrt(max(value, 0.02 * self._highest, 1e-9))
 
     def _choose(self, said: dict[Method, _Path], failed: dict[Method, str]) -> tuple[Method, str]:
@@ -182,7 +185,7 @@ class Forecaster:
         }
 
     def _margin(self, method: Method, filled: Sequence[float]) -> float:
-        """How far above its forecasts things came out, at the quantile, in units of `_scale`; 0 at least."""
+        """Return how far samples exceeded the method's forecasts, at the quantile, in units of `_scale`; at least 0."""
         errors = self._errors.get(method, ())
         normal = statistics.NormalDist().inv_cdf(min(max(self._quantile, 0.001), 0.999))
         if len(errors) < MIN_SCORED:
@@ -194,10 +197,7 @@ class Forecaster:
 
 
 class Remembered:
-    """A mean over requests: those of `memory_s` ago count 1/e. Enough for lengths and shares. None: nothing is known.
-
-    It does not matter in how many pieces they are told.
-    """
+    """A mean over requests in which requests of `memory_s` ago count 1/e. The number of pieces does not matter."""
 
     def __init__(self, memory_s: float) -> None:
         self._memory_s = memory_s
@@ -205,7 +205,7 @@ class Remembered:
         self._total = 0.0
 
     def add(self, value: float | None, requests: float, seconds: float) -> None:
-        """The mean of so many requests, of a piece of so many seconds."""
+        """Add the mean `value` of `requests` that came within `seconds`."""
         if value is None or not math.isfinite(value) or value < 0 or requests <= 0:
             return
         kept = math.exp(-max(0.0, seconds) / self._memory_s)
@@ -218,7 +218,7 @@ class Remembered:
 
 
 def without_gaps(samples: Sequence[float | None] | deque[float | None]) -> list[float]:
-    """What is not known becomes the line between its neighbours; nothing is made up at the end."""
+    """Fill gaps with the line between their neighbours. A gap at the end is left out."""
     filled: list[float] = []
     gap = 0
     for sample in samples:
@@ -237,7 +237,7 @@ _NOISES = ((0.01, 0.0), (0.1, 0.0), (1.0, 0.0), (0.01, 0.001), (0.1, 0.01), (1.0
 
 
 def kalman(samples: Sequence[float], steps: int) -> _Path:
-    """A level and a slope that drift. How fast is chosen by the likelihood, of a few rates; see `_filter`."""
+    """Forecast with a level and a slope that drift. The likelihood chooses among a few rates of drift."""
     if len(samples) < MIN_KALMAN:
         raise CannotForecastError(f"{len(samples)} samples, it takes {MIN_KALMAN}")
     level, slope, _ = max((_filter(samples, *noise) for noise in _NOISES), key=lambda result: result[2])
@@ -245,7 +245,7 @@ def kalman(samples: Sequence[float], steps: int) -> _Path:
 
 
 def _filter(samples: Sequence[float], level_noise: float, slope_noise: float) -> tuple[float, float, float]:
-    """Level, slope and log-likelihood. Noises are variances, those of an observation are 1 (its scale is estimated)."""
+    """Return level, slope and log-likelihood. Noises are variances in units of the variance of an observation."""
     level, slope = samples[0], 0.0
     p00, p01, p11 = 1.0, 0.0, 0.1 if slope_noise else 0.0
     squares = logs = 0.0
@@ -265,7 +265,7 @@ def _filter(samples: Sequence[float], level_noise: float, slope_noise: float) ->
 
 
 def seasonal(samples: Sequence[float], steps: int, period: int) -> _Path:
-    """As one period ago, times how much more or less there is of late than there was then."""
+    """Repeat the samples of one period ago, scaled to the present level."""
     if period < 2:
         raise CannotForecastError("no period is given, none was found")
     if len(samples) < period + AVERAGE_SAMPLES:
@@ -281,7 +281,7 @@ def _smooth(samples: Sequence[float], at: int) -> float:
 
 
 def find_period(samples: Sequence[float]) -> int:
-    """The lag at which the series is most like itself; 0 if it is not, or if there are not two periods yet."""
+    """Return the lag with the largest autocorrelation; 0 if that is small, or there are not two periods yet."""
     if len(samples) < 4 * AVERAGE_SAMPLES:
         return 0
     values = np.asarray(samples) - np.mean(samples)
@@ -293,7 +293,7 @@ def find_period(samples: Sequence[float]) -> int:
     longest = len(values) // 2
     overlap = len(values) - np.arange(longest + 1)
     alike = lags[: longest + 1] / lags[0] * len(values) / overlap
-    below = np.flatnonzero(alike < 0)  # the first lobe is likeness with itself, no period
+    below = np.flatnonzero(alike < 0)  # the first lobe is correlation with itself, not a period
     if not len(below):
         return 0
     first = int(below[0])
@@ -302,7 +302,7 @@ def find_period(samples: Sequence[float]) -> int:
 
 
 class _HoltWinters:
-    """Exponential smoothing of a level and a damped slope; statsmodels finds its weights now and then."""
+    """Exponential smoothing of a level and a damped slope. statsmodels finds its weights from time to time."""
 
     def __init__(self) -> None:
         self._weights: tuple[float, float, float] | None = None  # of level and slope, and the damping
@@ -338,7 +338,7 @@ def damped_holt(
     samples: Sequence[float], steps: int, level_weight: float, slope_weight: float, damping: float
 ) -> _Path:
     early = samples[: 2 * AVERAGE_SAMPLES]
-    half = len(early) // 2  # two samples alone would say little of a slope that few weights ever forget
+    half = len(early) // 2  # two samples alone are a poor start of a slope that is forgotten slowly
     slope = (statistics.fmean(early[half:]) - statistics.fmean(early[:half])) / (len(early) - half)
     level = statistics.fmean(early) - slope * (len(early) - 1) / 2
     for sample in samples[1:]:
@@ -354,7 +354,7 @@ def damped_holt(
 
 
 class _Arima:
-    """ARIMA(1, 1, 1); its parameters are searched for now and then."""
+    """ARIMA(1, 1, 1). Its parameters are searched from time to time."""
 
     def __init__(self) -> None:
         self._parameters: Sequence[float] | None = None
@@ -388,7 +388,7 @@ def _quietly(fit: Callable[[], Iterable[float]]) -> _Path:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of fits that did not converge: the back-test judges them
+            warnings.simplefilter("ignore")  # a fit that did not converge is judged by the back-test
             return [float(value) for value in fit()]
     except (ValueError, ArithmeticError, IndexError, np.linalg.LinAlgError) as error:
         raise CannotForecastError(f"cannot be fitted: {error}") from error

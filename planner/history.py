@@ -74,10 +74,10 @@ class RecentTraffic:
 
 
 class TrafficHistory:
-    """Everything that the planner knows of the traffic until now."""
+    """Keeps everything that the planner knows of the traffic."""
 
     def __init__(self, config: PlannerConfig, memory_s: float) -> None:
-        """`memory_s`: how far back `recent` can look."""
+        """Remember pieces of traffic for `memory_s`; `recent` can look back that far."""
         self._interval_s = config.predictive_interval_s
         self._memory_s = memory_s
         self.rates = Forecaster(config.forecast, config.headroom, round(config.season_s / self._interval_s))

@@ -1,4 +1,4 @@
-"""One planner at a time: of those that have put up a card, the one that did so first acts."""
+"""Let one planner act at a time: the one whose card in discovery is the oldest."""
 
 import asyncio
 import os
@@ -10,12 +10,12 @@ from mesh.discovery import Discovery, Put, Registration
 from protocol.errors import WireError
 from protocol.messages import Message, decode, encode
 
-SETTLE_S = 1.0  # in which a planner that started in the same moment must have been seen
+SETTLE_S = 1.0  # after this time, the card of a planner that started in the same moment is visible
 PREFIX = "planners/"
 
 
 class PlannerCard(Message, frozen=True):
-    """A planner, under `planners/<when it came>-<random>`: the first of these acts, the others wait their turn."""
+    """The card of a planner, under `planners/<start time>-<random>`. The planner with the first key acts."""
 
     name: str
     pid: int = 0
@@ -25,7 +25,7 @@ class PlannerCard(Message, frozen=True):
 
 
 class Lease:
-    """Ours as long as no key is before our own. Of clocks on several hosts: who came long before is first."""
+    """The right to act. It is ours while no key is before our own."""
 
     def __init__(self, discovery: Discovery, card: PlannerCard, wall_ns: Callable[[], int] = time.time_ns) -> None:
         self._discovery = discovery
@@ -36,7 +36,7 @@ class Lease:
         self._visible_at_s: float | None = None
 
     async def hold(self) -> None:
-        """Put up our card and follow those of others, until cancelled or the watch ends."""
+        """Put up our card and follow the cards of others, until cancelled or the watch ends."""
         self._registration = await self._discovery.put(self.key, encode(self._card))
         try:
             async for change in self._discovery.watch(PREFIX):
@@ -52,12 +52,12 @@ class Lease:
             await self._registration.withdraw()
 
     def is_ours(self, at_s: float) -> bool:
-        """Whether we may act at `at_s` of the loop's clock."""
+        """Return whether we may act at `at_s` of the loop's clock."""
         is_first = bool(self._present) and min(self._present) == self.key
         return is_first and self._visible_at_s is not None and at_s - self._visible_at_s >= SETTLE_S
 
     def holder(self) -> str:
-        """Who it is, for people."""
+        """Return the name of the planner that acts, "" if it is ours."""
         if not self._present or min(self._present) == self.key:  # ours, as soon as nobody has objected
             return ""
         card = self._present[min(self._present)]

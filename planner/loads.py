@@ -1,4 +1,4 @@
-"""What workers report of themselves on their /metrics pages."""
+"""Read the loads that workers report on their /metrics pages."""
 
 import asyncio
 import logging
@@ -23,10 +23,10 @@ USED_BLOCKS, QUEUED_TOKENS = _P + "used_blocks", _P + "queued_tokens"
 
 
 def read_load(page: str, card: WorkerCard, isl_tokens: float | None = None) -> WorkerLoad:
-    """Pure. Where a worker does not count its queued tokens, each that waits is taken for a prompt of `isl_tokens`.
+    """Return the load on a page. Pure. Raise WireError if the page has none.
 
-    Of a page that several workers share, the samples labelled with this one's name count, if there are any.
-    Raises WireError if what is told is not a load.
+    If a worker does not count its queued tokens, each waiting request counts as a prompt of `isl_tokens`. If several
+    workers share the page, the samples that are labelled with this worker's name count.
     """
     gauges = _gauges(page, card.name)
     missing = [name for name in (RUNNING, WAITING, USED_BLOCKS) if not math.isfinite(gauges.get(name, math.nan))]
@@ -58,7 +58,7 @@ def _gauges(page: str, worker: str) -> Mapping[str, float]:
 
 
 def shared_out(loads: tuple[WorkerLoad, ...], waiting_tokens: float) -> tuple[WorkerLoad, ...]:
-    """With what waits in routers, evenly: it is going to come to these workers. Pure."""
+    """Add the tokens that wait in routers, in equal parts: they will come to these workers. Pure."""
     more = _count(waiting_tokens / max(1, len(loads)))
     return tuple(replace(load, queued_tokens=load.queued_tokens + more) for load in loads)
 
@@ -68,7 +68,7 @@ def _count(value: float) -> int:
 
 
 async def fetch_load(http: aiohttp.ClientSession, card: WorkerCard, isl_tokens: float | None = None) -> WorkerLoad:
-    """Raises MeshError if the worker does not say."""
+    """Return the load of a worker. Raise MeshError if it has no readable page."""
     if not card.metrics_url:
         raise MeshError(f"{card.name} has no /metrics page")
     return read_load(await fetch_page(http, card.metrics_url, TIMEOUT_S), card, isl_tokens)
@@ -77,7 +77,7 @@ async def fetch_load(http: aiohttp.ClientSession, card: WorkerCard, isl_tokens: 
 async def fetch_loads(
     http: aiohttp.ClientSession, cards: Sequence[WorkerCard], isl_tokens: float | None
 ) -> tuple[WorkerLoad, ...]:
-    """By name. Empty if one of them does not say: a load that is missing must not look like none."""
+    """Return all loads, sorted by name; none if one is missing: a missing load must not look like an idle worker."""
     turn = asyncio.Semaphore(AT_ONCE)
 
     async def fetch(card: WorkerCard) -> WorkerLoad | None:

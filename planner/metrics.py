@@ -1,4 +1,4 @@
-"""All metrics of the planner. Label values come from closed sets. What is not known is NaN, never 0."""
+"""All metrics of the planner. Label values come from closed sets. A figure that is not known is NaN, never 0."""
 
 import math
 
@@ -9,22 +9,22 @@ from planner.model import Observation, RoleFleet, ScalingDecision, Traffic
 _P = "kvmesh_planner_"
 NAN = math.nan
 
-REPLICAS = Gauge(_P + "replicas", "Workers there are.", ["role", "state"])  # ready, starting, draining
-TARGET = Gauge(_P + "target_replicas", "Workers that were last asked for.", ["role"])
-NEEDED = Gauge(_P + "needed_replicas", "Workers the forecast asks for, before limits.", ["role"])
+REPLICAS = Gauge(_P + "replicas", "Workers that exist.", ["role", "state"])  # ready, starting, draining
+TARGET = Gauge(_P + "target_replicas", "Workers in the last decision.", ["role"])
+NEEDED = Gauge(_P + "needed_replicas", "Workers that the forecast asks for, before limits.", ["role"])
 RPS = Gauge(_P + "observed_requests_per_second", "Requests that arrived, in the last interval.")
 ISL = Gauge(_P + "observed_isl_tokens", "Mean tokens of a prompt, in the last interval.")
 OSL = Gauge(_P + "observed_osl_tokens", "Mean tokens of an answer, in the last interval.")
 HITS = Gauge(_P + "observed_hit_share", "Share of prompt tokens found in a cache, in the last interval.")
 TTFT = Gauge(_P + "observed_ttft_seconds", "Mean TTFT of the last interval.")
 ITL = Gauge(_P + "observed_itl_seconds", "Mean ITL of the last interval.")
-PREDICTED_RPS = Gauge(_P + "predicted_requests_per_second", "Requests to be ready for.")
-CORRECTION = Gauge(_P + "correction", "Observed against expected.", ["of"])  # ttft, itl
-GPU_HOURS = Counter(_P + "gpu_hours_total", "GPU-hours of all workers since the planner acts.")
+PREDICTED_RPS = Gauge(_P + "predicted_requests_per_second", "Forecast requests per second.")
+CORRECTION = Gauge(_P + "correction", "Observed over expected times.", ["of"])  # ttft, itl
+GPU_HOURS = Counter(_P + "gpu_hours_total", "GPU-hours of all workers since the planner started to act.")
 DECISIONS = Counter(_P + "decisions_total", "Decisions, once for each of their reasons.", ["loop", "action", "code"])
 APPLIED = Counter(_P + "applied_total", "Decisions handed to the connector.", ["outcome"])  # ok, partial, error
-FLIPS = Counter(_P + "flips_total", "Workers told to change their role.", ["to_role"])
-LATE = Counter(_P + "unknown_traffic_total", "Times at which an interval's traffic was not to be had.")
+FLIPS = Counter(_P + "flips_total", "Workers that were asked to change their role.", ["to_role"])
+LATE = Counter(_P + "unknown_traffic_total", "Steps without traffic figures.")
 ACTING = Gauge(_P + "is_acting", "1: this planner holds the lease.")
 
 

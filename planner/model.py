@@ -1,4 +1,4 @@
-"""What the planner sees, wants and decides. Values only."""
+"""The values that the planner's core works on: its settings, observations and decisions."""
 
 from enum import Enum
 from typing import Annotated, Literal
@@ -7,40 +7,40 @@ from msgspec import Meta, Struct
 
 
 class PlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the pure core; the service has its own settings beside it (planner/config.py)."""
+    """Settings of the pure core. The service has more settings (planner/config.py)."""
 
     ttft_slo_s: Annotated[float, Meta(gt=0, description="TTFT to keep")] = 0.5
     itl_slo_s: Annotated[float, Meta(gt=0, description="gap between tokens to keep")] = 0.05
     mode: Annotated[
         Literal["disaggregated", "aggregated"],
-        Meta(description="aggregated: each worker does both halves; what is set and told of decode is of them"),
+        Meta(description="aggregated: each worker does both halves; settings and counts of decode are theirs"),
     ] = "disaggregated"
     min_prefill: Annotated[int, Meta(ge=0, description="fewest prefill workers, where there are such")] = 1
     min_decode: Annotated[int, Meta(ge=1, description="fewest decode workers")] = 1
     max_gpus: Annotated[int, Meta(ge=1, description="GPUs of all workers together, at most")] = 8
     max_step_up: Annotated[int, Meta(ge=1, description="workers of a role added in one decision")] = 8
     max_step_down: Annotated[int, Meta(ge=1, description="workers of a role taken away in one decision")] = 2
-    predictive_interval_s: Annotated[float, Meta(gt=0, description="of the slow loop, that forecasts")] = 60.0
-    reactive_interval_s: Annotated[float, Meta(gt=0, description="of the fast loop, that looks at queues")] = 5.0
+    predictive_interval_s: Annotated[float, Meta(gt=0, description="interval of the loop that forecasts")] = 60.0
+    reactive_interval_s: Annotated[float, Meta(gt=0, description="interval of the loop that looks at queues")] = 5.0
     forecast: Annotated[
         Literal["auto", "constant", "average", "holt-winters", "arima", "kalman", "seasonal"],
-        Meta(description="how traffic is forecast; auto: what was best of late"),
+        Meta(description="how traffic is forecast; auto: the method that was best lately"),
     ] = "auto"
     headroom: Annotated[float, Meta(gt=0, lt=1, description="quantile of the forecast to be ready for")] = 0.6
-    season_s: Annotated[float, Meta(ge=0, description="how long a season of the traffic lasts; 0: found out")] = 0.0
+    season_s: Annotated[float, Meta(ge=0, description="length of one season of the traffic; 0: find it")] = 0.0
     target_utilization: Annotated[float, Meta(gt=0, le=1, description="share of a worker's capacity to use")] = 0.8
     start_s: Annotated[float, Meta(ge=0, description="from the order of a worker until it takes requests")] = 30.0
     flips: Annotated[bool, Meta(description="turn idle prefill workers into decode workers and back")] = True
-    flip_s: Annotated[float, Meta(ge=0, description="how long such a turn takes, without the drain")] = 3.0
+    flip_s: Annotated[float, Meta(ge=0, description="time of such a change, without the drain")] = 3.0
     predictive: Annotated[bool, Meta(description="run the slow loop")] = True
     reactive: Annotated[bool, Meta(description="run the fast loop")] = True
 
 
 class RoleFleet(Struct, frozen=True, kw_only=True):
-    """Workers of one role. Those of an aggregated fleet are told as decode workers."""
+    """The workers of one role. Workers of an aggregated fleet count as decode workers."""
 
     ready: int
-    starting: int = 0  # ordered, not ready: they are never taken away
+    starting: int = 0  # ordered and not ready: never taken away
     draining: int = 0
 
     @property
@@ -49,23 +49,23 @@ class RoleFleet(Struct, frozen=True, kw_only=True):
 
 
 class Traffic(Struct, frozen=True, kw_only=True):
-    """Of one interval that has ended. None, or not a number: not known. Means over the requests of the interval."""
+    """The traffic of one interval that has ended. Lengths and times are means over its requests; None: not known."""
 
     start_s: float
     end_s: float
-    requests: float | None  # that arrived
+    requests: float | None  # the number that arrived
     isl_tokens: float | None = None
     osl_tokens: float | None = None
-    hit_share: float | None = None  # of all prompt tokens, those found in a cache
+    hit_share: float | None = None  # share of all prompt tokens that were found in a cache
     ttft_s: float | None = None  # observed mean
     itl_s: float | None = None
 
 
 class WorkerLoad(Struct, frozen=True, kw_only=True):
-    """What one ready worker reports at an instant."""
+    """The load that one ready worker reports."""
 
     name: str
-    queued_tokens: int = 0  # of prompts, to compute before a new one
+    queued_tokens: int = 0  # of prompts that are computed before a new one
     running: int = 0
     waiting: int = 0
     kv_tokens: int = 0
@@ -73,12 +73,12 @@ class WorkerLoad(Struct, frozen=True, kw_only=True):
 
 
 class Observation(Struct, frozen=True, kw_only=True):
-    """All that the planner is told at `at_s` (any monotonic clock)."""
+    """The planner's view of the fleet and the traffic at `at_s` of any monotonic clock."""
 
     at_s: float
     prefill: RoleFleet
     decode: RoleFleet
-    traffic: Traffic | None = None  # one that was not told before; None: nothing new, or the source is away
+    traffic: Traffic | None = None  # since the last one; None: nothing new, or the source is away
     prefill_loads: tuple[WorkerLoad, ...] = ()  # empty: not known
     decode_loads: tuple[WorkerLoad, ...] = ()
 
@@ -89,14 +89,14 @@ class Action(Enum):
 
 
 class Flip(Struct, frozen=True, kw_only=True):
-    """Turn `count` workers of one role into the other; they are part of the target counts already."""
+    """Turn `count` workers of one role into the other. The target counts include them already."""
 
     to_role: Literal["prefill", "decode"]
     count: int
 
 
 class Reason(Struct, frozen=True, kw_only=True):
-    """Why, for people and for `kvmesh planner explain`: `code` is stable, `text` has the figures."""
+    """A reason of a decision, for `kvmesh planner explain`: `code` is stable, `text` has the figures."""
 
     code: str
     text: str
@@ -107,7 +107,7 @@ def reason(code: str, text: str) -> Reason:
 
 
 class ScalingDecision(Struct, frozen=True, kw_only=True):
-    """The counts that should be ordered from now on (ready + starting). A HOLD repeats what is ordered."""
+    """The counts that should be ordered from now on: ready and starting. A HOLD repeats the present counts."""
 
     at_s: float
     loop: Literal["predictive", "reactive", "none"]

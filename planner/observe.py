@@ -1,4 +1,4 @@
-"""Find out what goes on: who is there, what frontends have counted, what workers have in hand. A thin shell."""
+"""Observe the mesh: its workers, the counts of its frontends, the loads of its workers. A thin shell."""
 
 import asyncio
 import logging
@@ -26,17 +26,17 @@ MAX_CARDS = 65_536
 
 
 class MeshView:
-    """Who has a card in discovery."""
+    """Knows which workers and frontends have a card in discovery."""
 
     def __init__(self, decoding: Role = Role.DECODE) -> None:
-        """`decoding`: the role of the workers that write answers. If it is AGGREGATED, there are no others."""
+        """Count workers of the role `decoding` as those that write answers. AGGREGATED: there are no others."""
         self._roles = (Role.AGGREGATED,) if decoding is Role.AGGREGATED else (Role.PREFILL, Role.DECODE)
-        self._told: set[Role] = set()  # roles that are there and not counted
+        self._told: set[Role] = set()  # roles that are present and not counted
         self._workers: dict[str, WorkerCard] = {}
         self._frontends: dict[str, FrontendCard] = {}
 
     async def follow(self, discovery: Discovery) -> None:
-        """Until the watch ends."""
+        """Follow the cards until the watch ends."""
         async for change in discovery.watch(""):
             kind, _, _ = change.key.partition("/")
             if not isinstance(change, Put):
@@ -74,16 +74,16 @@ class MeshView:
         return [card for card in self._workers.values() if card.role is role]
 
     def frontends(self) -> dict[str, int]:
-        """How many processes answer, by URL."""
+        """Return how many processes answer at each URL."""
         urls = [card.url for card in self._frontends.values()]
         return {url: urls.count(url) for url in urls}
 
 
 class TrafficSource(Protocol):
     async def piece(self, at_s: float) -> Traffic | None:
-        """What came since the piece before; None: nothing new, or not known, then `problem` says why.
+        """Return the traffic since the last piece. None means nothing new, or not known: then `problem` says why.
 
-        Does not raise MeshError.
+        A source does not raise MeshError.
         """
 
     @property
@@ -91,14 +91,14 @@ class TrafficSource(Protocol):
 
     @property
     def waiting(self) -> float:
-        """Requests that no worker has been given yet, as far as is known."""
+        """Return how many requests wait in routers, as far as is known."""
 
 
 class FrontendSource:
-    """The frontends' own pages."""
+    """Reads the /metrics pages of the frontends."""
 
     def __init__(self, http: aiohttp.ClientSession, frontends: Callable[[], dict[str, int]], longest_s: float) -> None:
-        """`frontends`: how many processes answer, by URL. `longest_s`: a piece that is open for so long is given up."""
+        """Read the pages that `frontends` names, with their processes. A piece open for `longest_s` is given up."""
         self._http = http
         self._frontends = frontends
         self._longest_s = longest_s
@@ -126,12 +126,12 @@ class FrontendSource:
 
 
 class PrometheusSource:
-    """A Prometheus server that scrapes them."""
+    """Asks a Prometheus server that scrapes the frontends."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, matcher: str, window_s: float) -> None:
-        """`matcher`: labels that pick the frontends' series, as in PromQL: job="frontend".
+        """Ask for the series that the PromQL `matcher` picks, such as job="frontend".
 
-        `window_s`: the length of a piece, some times as long as it is between two scrapes.
+        A piece is `window_s` long: several times the interval between two scrapes.
         """
         self._http = http
         self._url = url.rstrip("/")
@@ -139,7 +139,7 @@ class PrometheusSource:
         self._window_s = window_s
         self._next_s = -math.inf
         self.problem = ""
-        self.waiting = 0.0  # a sample is too old for it
+        self.waiting = 0.0  # not known: a sample is too old for it
 
     async def piece(self, at_s: float) -> Traffic | None:
         if at_s < self._next_s:
@@ -167,7 +167,7 @@ class PrometheusSource:
 
 
 def read_answer(body: str) -> float | None:
-    """The value of an instant query that gives one number; None if it gives none, or nan. Raises WireError. Pure."""
+    """Return the number of an instant query; None if it is empty or nan. Raise WireError for any other answer. Pure."""
     try:
         answer: Any = msgspec.json.decode(body)
         if answer["status"] != "success":
@@ -184,7 +184,7 @@ def read_answer(body: str) -> float | None:
 
 
 class Observer:
-    """Puts together what the core is told."""
+    """Puts together the observations of the core."""
 
     def __init__(self, http: aiohttp.ClientSession, view: MeshView, source: TrafficSource) -> None:
         self._http = http

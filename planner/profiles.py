@@ -1,4 +1,4 @@
-"""What a worker of each role can do, for the planner: from a file, or for the mock engine from its own model."""
+"""Open the profiles of prefill and decode workers: from files, or from the mock engine's own model."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ MOCK = "mock"  # instead of a file
 
 
 def open_profiles(config: ServiceConfig) -> tuple[Profile, Profile]:
-    """Of prefill and of decode workers. Raises ConfigError."""
+    """Return the profiles of prefill and decode workers. Raise ConfigError if a file or a table is missing."""
     prefill = _open(config, config.prefill_profile, "--prefill-profile")
     decode = _open(config, config.decode_profile or config.prefill_profile, "--decode-profile")
     check_tables(prefill, decode)
@@ -38,9 +38,9 @@ def _open(config: ServiceConfig, path: str, flag: str) -> Profile:
 def polynomial_profile(
     total_kv_tokens: int, max_num_seqs: int, max_step_tokens: int, speedup: float = 1.0, itl_s: float = 0.0
 ) -> Profile:
-    """The mock engine's own model as tables; linear in between, off by less than 1 % of a step.
+    """Return the mock engine's own model as tables, exact to 1 % of a step between the points.
 
-    `itl_s`: of every step that decodes, where that is fixed; 0: as modelled.
+    `itl_s` is the time of every decode step, if it is fixed; 0: as modelled.
     """
     timing = PolynomialTiming(total_kv_tokens, speedup)
     isl_tokens = sorted({*range(1, max_step_tokens, max(1, max_step_tokens // 32)), max_step_tokens})
@@ -51,7 +51,7 @@ def polynomial_profile(
         model="any",
         engine="mock",
         device="none",
-        gpus=1,  # it stands for one
+        gpus=1,  # a mock worker stands for one GPU
         provider="polynomial",
         notes=f"protocol.timing.PolynomialTiming, {speedup:g} times as fast",
         prefill=PrefillTable(isl_tokens=isl_tokens, ttft_s=[timing.prefill_s(tokens) for tokens in isl_tokens]),

@@ -1,7 +1,7 @@
-"""The fast loop: what queues, caches and the last seconds' arrivals say that the forecast did not. Pure.
+"""The fast loop: react to queues, caches and recent arrivals that the forecast did not expect. Pure.
 
-It adds when there is evidence that the SLO breaks, and takes one away when the rest can clearly carry the load. What is
-starting counts as there: a queue that waits for a worker on its way is no reason to order another.
+The loop adds workers on evidence that the SLO breaks, and takes one away when the rest can clearly carry the load.
+Starting workers count as present: a queue that waits for a worker on its way is no reason to order another.
 """
 
 import math
@@ -14,11 +14,11 @@ from planner.model import Reason, RoleFleet, WorkerLoad
 from planner.sizing import Demand, Need, Slo, decode_capacity, decode_need, prefill_need, prefill_time_s
 from protocol.profile import Profile
 
-CATCH_UP_S = 20.0  # in which a queue is to be gone
-SENSITIVITY = 0.8  # of the SLO: what the rest may come to before one worker is taken away
+CATCH_UP_S = 20.0  # a queue should be gone after this time
+SENSITIVITY = 0.8  # share of the SLO that the rest may reach when one worker is taken away
 KV_FULL = 0.9
 KV_CALM = 0.7  # share of the rest's KV that may be in use after one is taken away
-MIN_RECENT_S = 10.0  # that it must be of: the first seconds' prompts say little of those to come
+MIN_RECENT_S = 10.0  # arrivals of less time are no evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """`workers`: how many of the role the evidence asks for; 0: none. `least`: as many could carry what there is."""
+    """The evidence of one role. It asks for `workers`, 0: none; `least` of them could carry the present load."""
 
     workers: int
     least: int
@@ -116,7 +116,7 @@ def decode_pressure(
 def aggregated_pressure(
     rules: Rules, fleet: RoleFleet, loads: Sequence[WorkerLoad], recent: RecentTraffic | None
 ) -> Pressure:
-    """Of workers that do both halves. Without traffic figures it is not known what a queue or a batch means."""
+    """Return the pressure on workers that do both halves. Without traffic figures there is none."""
     if recent is None:
         return Pressure(0, fleet.ordered)
     demand, ready = recent.demand, max(1, fleet.ready)
@@ -158,7 +158,7 @@ def aggregated_pressure(
 def _by_arrivals(
     role: str, need: Callable[[Demand], Need], fleet: RoleFleet, recent: RecentTraffic, reasons: list[Reason]
 ) -> int:
-    """Workers for the last seconds' arrivals, if even a cautious reading of them is too much for those ordered."""
+    """Return the workers for the recent arrivals, if the ordered ones are too few even for a cautious reading."""
     if recent.seconds < MIN_RECENT_S:
         return 0
     least = need(recent.at_least()).workers

@@ -1,4 +1,4 @@
-"""Every decision with its reasons, in a file of JSON lines that does not grow beyond a bound."""
+"""Record every decision with its reasons, in JSON lines, in files of bounded size."""
 
 import logging
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from protocol.messages import UNREADABLE
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 1 << 20
-MAX_LOADS = 64  # of workers of a role, in a record: those with the most in hand
+MAX_LOADS = 64  # of one role in a record: those of the busiest workers
 
 
 class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line. `applied` is None where nothing was to be done, `error` says why it was not."""
+    """A line of the record. `applied` is None if nothing was due; `error` says why an order failed."""
 
     ts_s: float  # wall clock
     planner: str
@@ -34,7 +34,7 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def kept(observation: Observation | None) -> Observation | None:
-    """As much of it as is recorded, however many workers there are."""
+    """Return the part of an observation that is recorded, bounded for any number of workers."""
     if observation is None:
         return None
     return replace(
@@ -51,10 +51,10 @@ def _busiest(loads: tuple[WorkerLoad, ...]) -> tuple[WorkerLoad, ...]:
 
 
 class RecordFile:
-    """When the file has half of the bound, it becomes `<name>.1`, in place of what that was before."""
+    """Appends records. A file that has reached half of the bound replaces `<name>.1`."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Raises ConfigError if nothing can be written there."""
+        """Raise ConfigError if `path` cannot be written."""
         self._path = path
         self._max_bytes = max_bytes
         try:
@@ -65,7 +65,7 @@ class RecordFile:
             raise ConfigError(f"no record can be written to {path}: {error}", hint="set --record-file") from error
 
     def add(self, record: Record) -> None:
-        """One write of some kilobytes, every few seconds. A full disk is logged, and stops nobody."""
+        """Write one record, some kilobytes every few seconds. A full disk is logged and stops nothing."""
         line = msgspec.json.encode(record) + b"\n"
         try:
             if self._size and self._size + len(line) > self._max_bytes // 2:
@@ -83,7 +83,7 @@ def older(path: Path) -> Path:
 
 
 def read_records(path: Path, last: int) -> list[Record]:
-    """The last of them, oldest first. A line that is cut off, or not ours, is passed over. Raises ConfigError."""
+    """Return the last records, oldest first, without unreadable lines. Raise ConfigError if there is no record."""
     if not path.exists():
         raise ConfigError(f"there is no record at {path}", hint="start a planner, or set --record-file")
     records: list[Record] = []

@@ -1,7 +1,7 @@
-"""The reference's published formulas: what the benchmark holds ours against, and a check of our own reading. Pure.
+"""The reference's published formulas, which the benchmark compares ours with. Pure.
 
-Two generations of them. Neither leaves room for a queue: they plan for servers that are used to 100 %, of requests
-that all are as long as the mean and come one after the other.
+There are two generations of them. Neither leaves room for a queue: they plan for servers that are 100 % busy, with
+requests of equal length that come one after the other.
 """
 
 import math
@@ -14,7 +14,7 @@ from protocol.profile import Profile
 def legacy_prefill(
     requests: float, isl_tokens: float, interval_s: float, tokens_per_s_gpu: float, gpus: int, correction: float = 1.0
 ) -> int:
-    """`requests` in one interval; a correction above 1 is not believed."""
+    """Return the prefill workers for `requests` in one interval. A correction above 1 counts as 1."""
     return math.ceil(requests * isl_tokens / interval_s * min(1.0, correction) / tokens_per_s_gpu / gpus)
 
 
@@ -23,7 +23,7 @@ def legacy_decode(requests: float, osl_tokens: float, interval_s: float, tokens_
 
 
 def decode_throughput(profile: Profile, context_tokens: float, itl_slo_s: float, correction: float = 1.0) -> float:
-    """Tokens/s of one GPU at the fullest KV whose ITL fits, sought from the top down; of the emptiest if none does."""
+    """Return tokens/s of one GPU at the fullest KV whose ITL fits; at the emptiest if none fits."""
     wanted_s = itl_slo_s / correction if correction > 0 else itl_slo_s
     step = 100
     for percent in range(step, 0, -1):
@@ -35,7 +35,7 @@ def decode_throughput(profile: Profile, context_tokens: float, itl_slo_s: float,
 
 
 def legacy_sizing(prefill: Profile, decode: Profile, demand: Demand, slo: Slo, interval_s: float) -> Counts:
-    """From the throughputs of the profiles; prefix hits are not looked at."""
+    """Size both roles by the throughputs of the profiles, without prefix hits: the first generation."""
     requests = demand.rps * interval_s
     prefill_rate = demand.isl_tokens / max(prefill.prefill_s(demand.isl_tokens), 1e-9) / max(1, prefill.gpus)
     decode_rate = decode_throughput(decode, demand.context_tokens, slo.itl_s)
@@ -46,7 +46,7 @@ def legacy_sizing(prefill: Profile, decode: Profile, demand: Demand, slo: Slo, i
 
 
 def reference_sizing(prefill: Profile, decode: Profile, demand: Demand, slo: Slo, limits: ScalingLimits) -> Counts:
-    """The newer one: requests/s over what one worker does, with prefix hits; then the budget."""
+    """Size both roles by the requests/s of one worker, with prefix hits and the budget: the second generation."""
     ttft_s = prefill_time_s(prefill, demand.uncached_tokens)
     prefills = math.ceil(demand.rps * ttft_s)
     if ttft_s > slo.ttft_s:

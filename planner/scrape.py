@@ -1,4 +1,4 @@
-"""Read a /metrics page: of all that stands there, the samples that are asked for."""
+"""Fetch /metrics pages and read samples from them."""
 
 import asyncio
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ MAX_PAGE_BYTES = 8 << 20
 
 
 def samples(page: str, prefix: str) -> Iterator[Sample]:
-    """Of the metrics whose names begin with `prefix`. Pure. Raises WireError for what is no such page."""
-    lines = [line for line in page.splitlines() if line.startswith(prefix)]  # most of a page is of no interest here
+    """Yield the samples whose names begin with `prefix`. Pure. Raise WireError if the page cannot be read."""
+    lines = [line for line in page.splitlines() if line.startswith(prefix)]  # most lines of a page are not needed
     try:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             yield from family.samples
@@ -23,7 +23,7 @@ def samples(page: str, prefix: str) -> Iterator[Sample]:
 
 
 async def fetch_page(http: aiohttp.ClientSession, url: str, timeout_s: float, **params: str) -> str:
-    """Raises UnreachableError, WireError for too much, MeshError for a status that is not 200."""
+    """Return a page. Raise UnreachableError, WireError if it is too large, MeshError for a status other than 200."""
     try:
         async with asyncio.timeout(timeout_s), http.get(url, params=params or None) as response:
             body = await bounded(response, MAX_PAGE_BYTES)
@@ -35,7 +35,7 @@ async def fetch_page(http: aiohttp.ClientSession, url: str, timeout_s: float, **
 
 
 async def bounded(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """The body. Raises WireError if it is larger."""
+    """Return the body of a response. Raise WireError if it is larger than `max_bytes`."""
     parts: list[bytes] = []
     size = 0
     async for part in response.content.iter_chunked(1 << 16):

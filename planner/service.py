@@ -31,19 +31,19 @@ from protocol.errors import ConfigError, FeedLostError
 log = logging.getLogger(__name__)
 
 LEASE_POLL_S = 0.5
-LATE_PIECES = 12  # a piece of traffic that could not be closed for so many ticks is given up
-MAYBE_SEVERAL = 2  # processes behind a URL of which only the address is known
-MAX_GAP_TICKS = 3.0  # of a longer gap between two looks nothing is known of the GPU-hours
+LATE_PIECES = 12  # a piece of traffic that could not be closed for this many ticks is given up
+MAYBE_SEVERAL = 2  # processes assumed behind a URL of which only the address is known
+MAX_GAP_TICKS = 3.0  # GPU-hours are not counted over a longer gap between two steps
 
 
 class Core(Protocol):
-    """planner.core.PlannerCore, or what a test puts in its place."""
+    """Decides; planner.core.PlannerCore does, and tests have their own."""
 
     def decide(self, seen: Observation) -> ScalingDecision: ...
 
 
-class Sees(Protocol):
-    """planner.observe.Observer, or what a test puts in its place."""
+class Observes(Protocol):
+    """Observes the mesh; planner.observe.Observer does, and tests have their own."""
 
     async def observe(self, at_s: float, fleets: Fleets) -> Observation: ...
 
@@ -54,7 +54,7 @@ class Sees(Protocol):
 async def serve(config: ServiceConfig, stop: asyncio.Event) -> None:
     """Plan until `stop` is set; the workers then stay as they are.
 
-    Raises ConfigError, and FeedLostError if discovery ends: a planner that sees nobody must not go on.
+    Raise ConfigError for bad settings, and FeedLostError if discovery ends: a planner that sees nobody must stop.
     """
     watch_parent(stop)
     prefill, decode = open_profiles(config)
@@ -98,7 +98,7 @@ async def serve(config: ServiceConfig, stop: asyncio.Event) -> None:
 
 
 def planned_with(config: ServiceConfig) -> ServiceConfig:
-    """Without role flips where nobody could carry them out: a start takes longer, and is ordered earlier."""
+    """Return the settings, without role flips if the connector cannot flip: then starts are ordered earlier."""
     return config if KINDS[config.connector].can_flip else replace(config, flips=False)
 
 
@@ -108,7 +108,7 @@ async def lost_if_it_ends(feed: Awaitable[None]) -> None:
 
 
 def open_source(config: ServiceConfig, http: aiohttp.ClientSession, view: MeshView) -> TrafficSource:
-    """Raises ConfigError."""
+    """Return the source of the traffic figures. Raise ConfigError for a bad URL."""
     if config.source == "frontends":
         named = dict.fromkeys((url.rstrip("/") for url in config.frontends), MAYBE_SEVERAL)
         return FrontendSource(http, lambda: named or view.frontends(), LATE_PIECES * tick_s(config))
@@ -126,7 +126,7 @@ def tick_s(config: ServiceConfig) -> float:
 
 
 def present(view: MeshView) -> Fleets:
-    """Who has joined the mesh: all that can be known where nobody tells what is being started."""
+    """Return the workers that have joined the mesh. Starting workers are not known here."""
     return Fleets(prefill=RoleFleet(ready=len(view.prefilling())), decode=RoleFleet(ready=len(view.decoding())))
 
 
@@ -135,32 +135,32 @@ def always(at_s: float) -> bool:
 
 
 class Planner:
-    """The loop: one look, one decision, and what is to be done about it, every tick."""
+    """The loop: in every tick it observes, decides, applies and records."""
 
     def __init__(
         self,
         config: ServiceConfig,
         core: Core,
-        observer: Sees,
+        observer: Observes,
         connector: Connector,
         records: RecordFile | None,
         gpus: tuple[int, int],
     ) -> None:
-        """`gpus`: of one prefill and one decode worker."""
+        """Plan with these parts. `gpus` are those of one prefill and of one decode worker."""
         self._config = config
         self._core = core
         self._observer = observer
         self._connector = connector
         self._records = records
         self._gpus = gpus
-        self._last_s: float | None = None  # when it looked last
-        self._flip: Flip | None = None  # it was decided and could not be told
+        self._last_s: float | None = None  # time of the last step
+        self._flip: Flip | None = None  # was decided, and its order failed
         self._target: tuple[int, int] | None = None
         self._problem = ""
         self._said = ""
 
     async def run(self, stop: asyncio.Event, acts: Callable[[float], bool], holder: Callable[[], str]) -> None:
-        """Until `stop` is set. `acts`: whether this planner may, at a time of the loop's clock; `holder`: else, who."""
+        """Plan until `stop` is set, while `acts` is true for the loop's time. `holder` names the planner that acts."""
         clock = asyncio.get_running_loop().time
         waiting_for = ""
         while not stop.is_set():
@@ -178,7 +178,7 @@ class Planner:
             await either(stop, max(0.05, at_s + tick_s(self._config) - clock()))
 
     async def step(self, at_s: float) -> ScalingDecision | None:
-        """One look and what follows from it; None if it is not known who is there."""
+        """Observe, decide and apply once. Return None if the present workers are not known."""
         try:
             fleets = await self._connector.fleets()
         except ConnectorError as error:
@@ -190,7 +190,7 @@ class Planner:
         decision = await asyncio.to_thread(self._core.decide, observation)  # a refitted forecast takes up to a second
         if observation.traffic is None and self._observer.problem:
             metrics.LATE.inc()
-            text = f"the traffic is not known: {self._observer.problem}"
+            text = f"the traffic figures are missing: {self._observer.problem}"
             decision = replace(decision, reasons=(*decision.reasons, Reason(code="no-traffic", text=text)))
         decision = self._with_flip(decision)
         metrics.show_decision(decision)
@@ -210,14 +210,14 @@ class Planner:
         return decision
 
     def _is_due(self, decision: ScalingDecision, fleets: Fleets) -> bool:
-        """Also when it was decided before and is not so: an order that failed or was cut short is given again."""
+        """Return whether the counts differ from the decision: an order that failed is given again."""
         return decision.flip is not None or (decision.prefill, decision.decode) != (
             fleets.prefill.ordered,
             fleets.decode.ordered,
         )
 
     def _with_flip(self, decision: ScalingDecision) -> ScalingDecision:
-        """A flip that could not be told is part of the same target when that is tried again."""
+        """Repeat a flip whose order failed, as long as the target is the same."""
         target = (decision.prefill, decision.decode)
         if target != self._target:
             self._target, self._flip = target, None
@@ -226,10 +226,10 @@ class Planner:
         return decision
 
     def _blind(self, at_s: float, error: ConnectorError) -> None:
-        """Nobody knows who is there: nothing is decided."""
+        """Record that the workers are not known, and decide nothing."""
         metrics.APPLIED.labels("error").inc()
         prefill, decode = self._target or (0, 0)
-        reason = Reason(code="no-fleet", text=f"it is not known which workers there are: {error}")
+        reason = Reason(code="no-fleet", text=f"the connector cannot list the workers: {error}")
         decision = ScalingDecision(
             at_s=at_s, loop="none", action=Action.HOLD, prefill=prefill, decode=decode, reasons=(reason,)
         )
@@ -247,14 +247,14 @@ class Planner:
     def _tell(
         self, observation: Observation | None, decision: ScalingDecision, applied: Applied | None, error: str
     ) -> None:
-        """What changes something, and what goes wrong for the first time, is logged; everything is recorded."""
+        """Log changes and new failures, and record everything."""
         why = "; ".join(f"{reason.code}: {reason.text}" for reason in decision.reasons) or "as decided before"
         if error and error != self._problem:
             log.warning("not done: %s", error)
         elif applied is not None:
             notes = "".join(f"; {note}" for note in applied.notes)
             said = f"{decision.prefill} prefill, {decision.decode} decode{notes}"
-            if applied.is_complete or said != self._said:  # what waits for something is not said at every look
+            if applied.is_complete or said != self._said:  # an order that waits is not logged in every step
                 log.info("%s: %s", said, why)
             self._said = said
         self._problem = error
@@ -274,7 +274,7 @@ class Planner:
 
 
 async def either(stop: asyncio.Event, timeout_s: float) -> None:
-    """Until `stop` is set or the time has passed."""
+    """Wait until `stop` is set or the time has passed."""
     try:
         async with asyncio.timeout(timeout_s):
             await stop.wait()

@@ -1,9 +1,9 @@
-"""How many prefill and decode workers keep an SLO, from what a profile says of one. Pure.
+"""Compute how many prefill and decode workers keep an SLO, from the profile of one worker. Pure.
 
-A prefill worker is a server that takes one prompt after the other; prompts that find all of them busy wait (M/G/c). A
-decode worker holds a batch; the batches together hold as many requests as there are under way, which varies as a
-Poisson number does. Both are planned so that a share of requests close to one stays within the SLO, and so that no
-worker is used beyond `target_utilization` of what it can do: a queue at 100 % has no end.
+A prefill worker is a server that takes one prompt after the other; prompts that find all workers busy wait (M/G/c). A
+decode worker holds a batch. All batches together hold the running requests, whose number is Poisson distributed. Both
+roles are planned so that nearly all requests stay within the SLO, and so that no worker is used beyond
+`target_utilization` of its capacity: a queue at 100 % grows without end.
 """
 
 import math
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from protocol.errors import ConfigError
 from protocol.profile import Profile
 
-MAX_WORKERS = 4096  # of a role; what would take more is told as that many
-MISSED_SHARE = 0.01  # of requests that may find too long a queue, by the formula
-SPREAD = 2.33  # standard deviations of the requests under way that decode workers have room for: 99 %
-WORK_VARIATION = 1.0  # squared coefficient of variation of a prompt's work: as if exponential
+MAX_WORKERS = 4096  # of a role; a larger need is reported as this number
+MISSED_SHARE = 0.01  # of the requests may find too long a queue, by the formula
+SPREAD = 2.33  # decode workers have room for this many standard deviations of running requests: 99 %
+WORK_VARIATION = 1.0  # squared coefficient of variation of a prompt's work, as of an exponential distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Requests as they come: means, `hit_share` of their prompts' tokens lies in a cache."""
+    """The mean load. `hit_share` of the prompts' tokens lies in a cache."""
 
     rps: float
     isl_tokens: float
@@ -39,13 +39,13 @@ class Demand:
 
     @property
     def context_tokens(self) -> float:
-        """Of a request in the middle of its answer."""
+        """Return the context of a request in the middle of its answer."""
         return max(1.0, self.isl_tokens + self.osl_tokens / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCapacity:
-    """Of one worker that just keeps the ITL. `fits`: it does so at all; if not, batch is 1."""
+    """The load of one worker that just keeps the ITL. If it cannot keep the ITL, `fits` is false and batch is 1."""
 
     batch: int
     itl_s: float
@@ -55,10 +55,10 @@ class DecodeCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """`fits`: the SLO can be kept with more workers; if not, they are as many as the load takes without it."""
+    """The workers that a load takes. If no number keeps the SLO, `fits` is false, and they only carry the load."""
 
     workers: int
-    utilization: float  # of each, with so many
+    utilization: float  # of each worker
     fits: bool = True
 
 
@@ -73,13 +73,13 @@ def check_tables(prefill: Profile, decode: Profile) -> None:
 
 
 def prefill_time_s(profile: Profile, tokens: float) -> float:
-    """One prompt alone, cut into steps of at most `max_step_tokens`."""
+    """Return the time of one prompt alone, cut into steps of at most `max_step_tokens`."""
     whole, rest = divmod(tokens, profile.max_step_tokens)
     return whole * profile.prefill_s(profile.max_step_tokens) + profile.prefill_s(rest)
 
 
 def waiting_share(servers: int, work: float) -> float:
-    """Erlang C: the share of arrivals that find all `servers` busy; `work` [erlangs]. 1 if it is too much for them."""
+    """Return the share of arrivals that find all `servers` busy, by Erlang C; 1 if `work` [erlangs] is too much."""
     if work >= servers:
         return 1.0
     blocked = 1.0
@@ -89,9 +89,9 @@ def waiting_share(servers: int, work: float) -> float:
 
 
 def late_share(servers: int, rps: float, service_s: float, patience_s: float) -> float:
-    """The share of arrivals that wait longer than `patience_s`.
+    """Return the share of arrivals that wait longer than `patience_s`.
 
-    Erlang C for how many wait; the wait of those falls off exponentially with the mean of Allen and Cunneen.
+    Erlang C gives how many wait; their waits are exponentially distributed, with the mean of Allen and Cunneen.
     """
     work = rps * service_s
     if work >= servers:
@@ -103,7 +103,7 @@ def late_share(servers: int, rps: float, service_s: float, patience_s: float) ->
 
 
 def mean_wait_s(servers: int, rps: float, service_s: float) -> float:
-    """Infinite if the servers cannot keep up."""
+    """Return the mean wait; infinite if the servers cannot keep up."""
     work = rps * service_s
     if work >= servers:
         return math.inf
@@ -111,12 +111,12 @@ def mean_wait_s(servers: int, rps: float, service_s: float) -> float:
 
 
 def prefill_need(profile: Profile, demand: Demand, slo: Slo, utilization: float, correction: float = 1.0) -> Need:
-    """Workers so that all but a few prompts start early enough. `correction`: how much slower than the profile."""
+    """Return the workers with which nearly all prompts start in time. `correction`: measured over profiled time."""
     service_s = prefill_time_s(profile, demand.uncached_tokens) * correction
     work = demand.rps * service_s
     if work <= 0:
         return Need(workers=0, utilization=0.0)
-    ranks = profile.dp_size  # of a worker: each takes a prompt of its own
+    ranks = profile.dp_size  # each rank of a worker takes a prompt of its own
     fewest = min(MAX_WORKERS, math.ceil(work / (utilization * ranks) - 1e-9))
     patience_s = slo.ttft_s - service_s
     if patience_s < 0:
@@ -128,7 +128,7 @@ def prefill_need(profile: Profile, demand: Demand, slo: Slo, utilization: float,
 
 
 def decode_capacity(profile: Profile, demand: Demand, itl_slo_s: float, correction: float = 1.0) -> DecodeCapacity:
-    """The largest batch whose step is fast enough at the context of a request half done, within KV and sequences."""
+    """Return the largest batch that fits, and whose step is fast enough in the middle of the answers."""
     context = demand.context_tokens
     most = max(1, min(int(profile.total_kv_tokens / context), profile.max_num_seqs))
 
@@ -145,7 +145,7 @@ def decode_capacity(profile: Profile, demand: Demand, itl_slo_s: float, correcti
 
 
 def decode_need(profile: Profile, demand: Demand, slo: Slo, utilization: float, correction: float = 1.0) -> Need:
-    """Workers whose batches have room for the requests under way, and for as many more as chance brings."""
+    """Return the workers whose batches have room for the running requests, and for random peaks of their number."""
     if demand.rps <= 0 or demand.osl_tokens <= 0:
         return Need(workers=0, utilization=0.0)
     capacity = decode_capacity(profile, demand, slo.itl_s, correction)

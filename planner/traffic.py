@@ -1,6 +1,7 @@
-"""From what frontends have counted to the traffic of an interval. Pure.
+"""Compute the traffic of an interval from the counters of frontends. Pure.
 
-What is missing, late or no number is None, never 0: a planner that takes an outage for silence sends workers home.
+A figure that is missing, late or not a number is None, never 0. A planner that took an outage for an idle mesh would
+stop its workers.
 """
 
 import math
@@ -13,7 +14,7 @@ from protocol.errors import WireError
 
 _P = "kvmesh_frontend_"
 _ROUTER_WAITING = "kvmesh_router_waiting"
-# Of requests that never were work for a worker.
+# Outcomes of requests that never were work for a worker.
 NO_DEMAND = frozenset(
     {
         "invalid_request",
@@ -28,14 +29,14 @@ NO_DEMAND = frozenset(
     }
 )
 NO_GENERATION = frozenset({"embeddings"})  # endpoints
-MAX_REMEMBERED = 64  # frontends that have gone and may come back
+MAX_REMEMBERED = 64  # frontends that have left and may come back
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What one frontend has counted since it started, or the difference of two such counts."""
+    """The counters of one frontend since its start, or the difference of two readings."""
 
-    ended: float = 0.0  # requests, but those of NO_DEMAND
+    ended: float = 0.0  # requests, without those of NO_DEMAND
     inflight: float = 0.0
     isl_sum: float = 0.0
     isl_count: float = 0.0
@@ -56,12 +57,12 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One frontend's /metrics page, as far as it is of interest here."""
+    """The figures of one frontend's /metrics page that are used here."""
 
     totals: Totals
-    started_s: float  # wall clock; of several processes the last one's
-    processes: int = 1  # that share the port and count together
-    waiting: float = 0.0  # requests in its router's queue; of a router by itself nothing is known here
+    started_s: float  # wall clock; the last start if there are several processes
+    processes: int = 1  # processes that share the port and count together
+    waiting: float = 0.0  # requests in the queue of its router; 0 if the router is a process of its own
 
 
 NOTHING = Totals()
@@ -78,7 +79,7 @@ _BY_SAMPLE = {f"{_P}{name}_{part}": f"{field}_{part}" for name, field in _SUMS.i
 
 
 def read_page(page: str, processes: int = 1) -> Page:
-    """Raises WireError for what is not a frontend's page, or holds what is no number."""
+    """Return the figures of a page. Raise WireError if it is not a frontend's, or holds a value that is not finite."""
     sums = {field.name: 0.0 for field in fields(Totals)}
     seen = False
     for sample in samples(page, _P):
@@ -99,7 +100,7 @@ def read_page(page: str, processes: int = 1) -> Page:
 
 
 def traffic_of(delta: Totals, start_s: float, end_s: float) -> Traffic:
-    """`delta`: counted in between. Means are over what ended, requests are those that arrived."""
+    """Return the traffic of two readings' difference. Means are over requests that ended; `requests` arrived."""
 
     def mean(total: float, count: float) -> float | None:
         return total / count if count > 0 and math.isfinite(total) else None
@@ -117,10 +118,10 @@ def traffic_of(delta: Totals, start_s: float, end_s: float) -> Traffic:
 
 
 class TrafficMeter:
-    """Adds up what several frontends count between the ends of intervals.
+    """Adds up the counters of several frontends between the ends of intervals.
 
-    A frontend that starts anew counts from 0 again; one that goes has counted until it was read last; one that was
-    there before us counts from when it is first read.
+    A frontend that restarts counts from 0 again. One that leaves counts until its last reading. One that started before
+    us counts from its first reading.
     """
 
     def __init__(self, began_wall_s: float) -> None:
@@ -128,19 +129,19 @@ class TrafficMeter:
         self._last: dict[str, Page] = {}
         self._counted = NOTHING
         self._start_s: float | None = None  # of the interval; None: nothing was read yet
-        self._missing: frozenset[str] = frozenset()  # they did not answer last time
-        self._anybody = False  # was asked last time
-        self._lost = False  # something was counted that we shall never know
+        self._missing: frozenset[str] = frozenset()  # frontends that did not answer last time
+        self._anybody = False  # there were frontends to ask last time
+        self._lost = False  # a part of the counts can never be known
         self.problem = ""  # why the last interval could not be closed
 
     def on_scrape(self, at_s: float, pages: Mapping[str, Page | None]) -> None:
-        """`pages`: by URL, of all frontends there are; None: it does not answer, or not with what can be read."""
+        """Take in the pages of all present frontends, by URL. None: it does not answer, or its page cannot be read."""
         self._anybody = bool(pages)
         self._missing = frozenset(url for url, page in pages.items() if page is None)
         for url, page in pages.items():
             if page is not None:
                 self._count(url, page)
-                self._last.pop(url, None)  # the most recent go last
+                self._last.pop(url, None)  # the most recent reading moves to the end
                 self._last[url] = page
         for url in list(self._last)[: max(0, len(self._last) - MAX_REMEMBERED)]:
             if url not in pages:
@@ -158,18 +159,18 @@ class TrafficMeter:
         is_reset = page.totals.ended < before.totals.ended or page.totals.isl_count < before.totals.isl_count
         if not is_reset and page.started_s <= before.started_s:
             self._counted = self._counted.plus(page.totals.minus(before.totals))
-        elif page.processes > 1 or before.processes > 1:  # one of them died: what the others count is in both
+        elif page.processes > 1 or before.processes > 1:  # one of several died; both readings count the others
             self._lost = True
         else:
             self._counted = self._counted.plus(page.totals)
 
     def close(self, at_s: float) -> Traffic | None:
-        """The piece that ends now, or None, and `problem` says why: then the next one begins where this one did."""
-        if not self._anybody:  # all have gone at once, or discovery has: that is not silence
+        """Return the piece that ends now. None: `problem` says why, and the next piece begins where this one did."""
+        if not self._anybody:  # all frontends have left at once, or discovery has: that is no idle mesh
             self.problem = "there is no frontend"
             return None
         if self._start_s is None:
-            self.problem = "no frontend has told what it counts"
+            self.problem = "no frontend's counters were read yet"
             return None
         if at_s <= self._start_s:  # counting has just begun
             self.problem = ""
@@ -183,14 +184,14 @@ class TrafficMeter:
         return None if lost else traffic_of(counted, start_s, at_s)
 
     def give_up(self, at_s: float, longest_s: float) -> None:
-        """What was begun more than `longest_s` ago would say nothing about now: begin anew."""
+        """Begin a new piece if the present one began more than `longest_s` ago: it is too old to be useful."""
         if self._start_s is not None and at_s - self._start_s > longest_s:
             self._start_s = None
             self._last.clear()
 
 
 def queries(matcher: str, window_s: float) -> dict[str, str]:
-    """PromQL by field of Totals: counted by all frontends in the last `window_s`. `matcher` picks their series."""
+    """Return PromQL for each field of Totals, over `window_s` of all frontends whose series `matcher` picks."""
 
     def increase(name: str, more: str = "") -> str:
         labels = ",".join(filter(None, [matcher, more, 'endpoint!="embeddings"']))
@@ -204,14 +205,14 @@ def queries(matcher: str, window_s: float) -> dict[str, str]:
 
 
 def age_query(matcher: str) -> str:
-    """Seconds since the newest sample of any frontend."""
+    """Return PromQL for the seconds since the newest sample of any frontend."""
     return f"time() - max(timestamp({_P}inflight{{{matcher}}}))"
 
 
 def traffic_told(answers: Mapping[str, float | None], start_s: float, end_s: float) -> Traffic | None:
-    """`answers`: to `queries`, None for an empty one. A count that was never begun is 0, if others of it were told.
+    """Return the traffic from the answers to `queries`, or None if the number of requests is not known.
 
-    None if the number of requests is not known.
+    A counter without any sample is 0: its frontend has not counted yet.
     """
     known = {name: value for name, value in answers.items() if value is not None}
     if "inflight" not in known or not all(map(math.isfinite, known.values())):

@@ -1,1 +1,1 @@
-"""Who makes workers come and go: one module per kind behind the seam in planner/connectors/connector.py."""
+"""Start and stop workers: one module for each kind of connector. kinds.py lists them, connector.py is the seam."""

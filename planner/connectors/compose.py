@@ -1,4 +1,4 @@
-"""Workers that are services of docker compose: `up --scale`. Which container goes, compose decides."""
+"""Scale services of docker compose with `up --scale`. Compose decides which container is stopped."""
 
 import asyncio
 import os
@@ -13,12 +13,12 @@ from planner.connectors.steps import applied_of, steps_to
 from planner.model import RoleFleet, ScalingDecision
 
 LIST_TIMEOUT_S = 20.0
-SCALE_TIMEOUT_S = 180.0  # containers that go are waited for: their stop_grace_period
+SCALE_TIMEOUT_S = 180.0  # compose waits for containers that stop, up to their stop_grace_period
 MAX_OUTPUT_BYTES = 8 << 20
 
 
 class Container(msgspec.Struct, frozen=True):
-    """What `docker compose ps --format json` says of one, as far as it is of interest here."""
+    """The fields of `docker compose ps --format json` that are used here."""
 
     service: str = msgspec.field(name="Service", default="")
     state: str = msgspec.field(name="State", default="")
@@ -29,7 +29,10 @@ class ComposeConnector:
     name = "compose"
 
     def __init__(self, command: str, files: Sequence[str], project: str, *, prefill: str, decode: str) -> None:
-        """`command`: as for a shell. `prefill`, `decode`: services, "" for no prefill workers. Raises ConfigError."""
+        """Raise ConfigError if both roles are one service.
+
+        `command` is written as for a shell. `prefill` and `decode` are services; "" means no prefill workers.
+        """
         check_distinct(self.name, prefill, decode)
         self._command = [*shlex.split(command), *(word for file in files for word in ("-f", file))]
         self._command += ["-p", project] if project else []
@@ -59,7 +62,7 @@ class ComposeConnector:
         pass
 
     async def _run(self, arguments: Sequence[str], timeout_s: float) -> str:
-        """Its output. Raises ConnectorError. A call that takes too long is ended: it can be made again."""
+        """Return the command's output. Raise ConnectorError if it fails, or takes too long and is killed."""
         command = [*self._command, *arguments]
         shown = shlex.join(command[:4])
         try:
@@ -99,7 +102,7 @@ async def open_connector(config: ServiceConfig, present: Present) -> ComposeConn
 
 
 def read_containers(listed: str) -> list[Container]:
-    """Of one JSON list, or one object a line: versions of compose differ. Pure. Raises ConnectorError."""
+    """Read one JSON list, or one object in each line: versions of compose differ. Raise ConnectorError otherwise."""
     try:
         if listed.lstrip().startswith("["):
             return msgspec.json.decode(listed, type=list[Container])
@@ -109,7 +112,7 @@ def read_containers(listed: str) -> list[Container]:
 
 
 def fleet_of(containers: Sequence[Container], service: str) -> RoleFleet:
-    """A container without a health check is ready when it runs. One that has ended, or is ill, still is ordered."""
+    """Count the containers of a service. Without a health check, a container is ready when it runs."""
     own = [c for c in containers if service and c.service == service]
     there = [c for c in own if c.state not in ("exited", "dead", "removing")]
     ready = sum(c.state == "running" and c.health in ("", "healthy") for c in there)

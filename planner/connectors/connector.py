@@ -1,4 +1,4 @@
-"""The connector seam: how a decision becomes workers. Each kind passes tests/contracts/test_planner_connectors.py."""
+"""The connector seam: a decision becomes workers. Each kind passes tests/contracts/test_planner_connectors.py."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -10,7 +10,7 @@ from protocol.errors import ConfigError, MeshError
 
 
 class ConnectorError(MeshError):
-    """What makes the workers cannot be reached, or has refused. Nothing is known of what was done: ask, try again."""
+    """The connector's other side cannot be reached, or has refused. What was done is not known: ask, then try again."""
 
     code = "connector"
 
@@ -27,31 +27,31 @@ Present = Callable[[], Fleets]
 
 
 class Applied(Struct, frozen=True, kw_only=True):
-    """What has become of a decision so far."""
+    """The state of a decision that is being carried out."""
 
     prefill: int  # ordered now, as RoleFleet.ordered counts
     decode: int
-    flipped: int = 0  # workers that have been told to change their role
-    is_complete: bool = True  # else it is to be applied again later
-    notes: tuple[str, ...] = ()  # what was not done as it was asked, and why
+    flipped: int = 0  # workers that were asked to change their role
+    is_complete: bool = True  # if false, the decision has to be applied again later
+    notes: tuple[str, ...] = ()  # each says what was not done as asked, and why
 
 
 class Connector(Protocol):
     name: str
 
     async def fleets(self) -> Fleets:
-        """What is there now. Raises ConnectorError if nobody can tell."""
+        """Return the workers that exist now. Raise ConnectorError if that is not known."""
 
     async def apply(self, decision: ScalingDecision) -> Applied:
-        """Order what the decision says: more at once, fewer only as far as no worker that starts is taken away.
+        """Order what the decision says. More workers are ordered at once; no worker that is starting is taken away.
 
-        Never fewer than asked, and a second call with the same decision changes nothing more. A flip that cannot be
-        done is told in the notes, with the name of who refused; the counts are then reached without it.
-        Raises ConnectorError; a part may then have been done.
+        There are never fewer workers than asked for, and a second call with the same decision changes nothing. A flip
+        that cannot be done is reported in the notes, and the counts are reached without it.
+        Raise ConnectorError if the order fails; a part of it may then have been done.
         """
 
     async def close(self) -> None:
-        """The workers stay as they are. A second call does nothing."""
+        """Release resources and leave the workers as they are. A second call does nothing."""
 
 
 def check_distinct(connector: str, prefill: str, decode: str) -> None:

@@ -1,4 +1,4 @@
-"""Nobody starts or stops anything: what would be done is told, and the workers are those that have joined the mesh."""
+"""Change nothing, and report what would have been ordered. The workers are those that have joined the mesh."""
 
 from planner.config import ServiceConfig
 from planner.connectors.connector import Applied, Fleets, Present
@@ -10,7 +10,7 @@ class DryRunConnector:
     name = "dry-run"
 
     def __init__(self, present: Present) -> None:
-        """`present`: who has a card in discovery."""
+        """Take the workers from `present`: those that have a card in discovery."""
         self._present = present
 
     async def fleets(self) -> Fleets:

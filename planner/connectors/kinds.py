@@ -13,7 +13,7 @@ from planner.connectors.connector import Connector, Present
 
 @dataclass(frozen=True, slots=True)
 class ConnectorKind:
-    """How a connector is opened, and whether it can turn a worker of one role into a worker of the other."""
+    """A way to open a connector. `can_flip`: the connector can turn a worker of one role into one of the other."""
 
     open: Callable[[ServiceConfig, Present], Awaitable[Connector]]
     can_flip: bool

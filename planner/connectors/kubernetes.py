@@ -1,6 +1,6 @@
-"""Workers that are pods of Deployments or LeaderWorkerSets: their scale subresource, with the pod's service account.
+"""Scale Deployments, StatefulSets or LeaderWorkerSets through their scale subresource, as the pod's service account.
 
-Needs get on the workloads, get and patch on their /scale: docs/planner-operations.md has the Role.
+The account needs `get` on the workloads, `get` and `patch` on their /scale: docs/planner-operations.md has the Role.
 """
 
 import os
@@ -22,7 +22,7 @@ from protocol.messages import UNREADABLE
 
 TIMEOUT_S = 15.0
 MAX_BODY_BYTES = 4 << 20
-TRIES = 3  # of a patch that meets another's
+TRIES = 3  # of a patch that conflicts with another change
 _KINDS = {
     "deployment": "apis/apps/v1/namespaces/{namespace}/deployments/{name}",
     "statefulset": "apis/apps/v1/namespaces/{namespace}/statefulsets/{name}",
@@ -32,16 +32,16 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Where the API server is, and who we are there."""
+    """The address of the API server, and the credentials for it."""
 
     url: str
     namespace: str
-    token_file: Path  # it is renewed while we run
+    token_file: Path  # Kubernetes renews it while we run
     ca_file: Path | None
 
 
 def account_of(folder: str, url: str, namespace: str) -> Account:
-    """From the files that Kubernetes puts into a pod. Raises ConfigError outside of one."""
+    """Read the account from the files that Kubernetes puts into a pod. Raise ConfigError outside of a pod."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not url and not host:
         raise ConfigError("there is no Kubernetes here", hint="run the planner in a pod, or set --kubernetes-url")
@@ -59,7 +59,7 @@ def account_of(folder: str, url: str, namespace: str) -> Account:
 
 
 def workload_path(workload: str, namespace: str) -> str:
-    """`deployment/decode` -> its path under the API server. Raises ConfigError."""
+    """Return the path of a workload such as `deployment/decode`. Raise ConfigError if it is not one."""
     kind, _, name = workload.partition("/")
     if kind not in _KINDS or not name or not all(c.isalnum() or c in "-." for c in name):
         raise ConfigError(f"no workload {workload!r}", hint=f"write <kind>/<name>, kind: {', '.join(_KINDS)}")
@@ -70,9 +70,9 @@ class KubernetesConnector:
     name = "kubernetes"
 
     def __init__(self, account: Account, *, prefill: str, decode: str) -> None:
-        """`prefill`, `decode`: deployment/<name> or leaderworkerset/<name>; "" for no prefill workers.
+        """Raise ConfigError if a workload cannot be read, or both roles are one workload.
 
-        Raises ConfigError.
+        `prefill` and `decode` are <kind>/<name>; "" means no prefill workers.
         """
         check_distinct(self.name, prefill, decode)
         self._account = account
@@ -90,7 +90,7 @@ class KubernetesConnector:
         steps = steps_to(decision, fleets, name=self.name, can_flip=False, can_choose=False)
         changes = [(self._decode, fleets.decode, steps.decode)]
         changes += [(self._prefill, fleets.prefill, steps.prefill)] if self._prefill else []
-        # More before fewer: if the second call fails, there are too many rather than too few
+        # Scale up before down: if the second call fails, there are too many workers rather than too few.
         for path, fleet, count in sorted(changes, key=lambda change: change[2] < change[1].ordered):
             if count != fleet.ordered:
                 await self._scale(path, count)
@@ -114,7 +114,7 @@ class KubernetesConnector:
             return
 
     async def _call(self, method: str, path: str, body: object = None) -> Any:
-        """The JSON object that comes back. Raises ConnectorError."""
+        """Return the JSON object of the answer. Raise ConnectorError for any other answer."""
         if self._http is None:
             self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S))
             if self._account.ca_file is not None:
@@ -150,13 +150,13 @@ async def open_connector(config: ServiceConfig, present: Present) -> KubernetesC
 
 
 class ConflictError(ConnectorError):
-    """Somebody else has changed it at the same time."""
+    """Another client has changed the workload at the same time."""
 
 
 def fleet_of(workload: Any) -> RoleFleet:
-    """Of a Deployment, StatefulSet or LeaderWorkerSet. Pure. Raises ConnectorError.
+    """Count the pods of a Deployment, StatefulSet or LeaderWorkerSet. Raise ConnectorError for any other object.
 
-    `replicas` of the status are pods that exist, with those that are not ready; more than the spec's are going.
+    `status.replicas` counts all pods that exist, ready or not. Pods beyond `spec.replicas` are draining.
     """
     wanted = _number(workload, "spec", "replicas", default=1)
     exist = _number(workload, "status", "replicas", default=0)

@@ -1,4 +1,4 @@
-"""Workers that `kvmesh up` runs as processes of this host, asked over its control socket."""
+"""Scale the workers that `kvmesh up` runs as processes of this host, over its control socket."""
 
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ class LocalConnector:
     name = "local"
 
     def __init__(self, control: str, decoding: Role = Role.DECODE) -> None:
-        """`control`: unix:<path>. `decoding`: AGGREGATED where workers do both halves. Raises ConfigError."""
+        """Raise ConfigError unless `control` is unix:<path>. `decoding` is AGGREGATED where workers do both halves."""
         scheme, _, path = control.partition(":")
         if scheme != "unix" or not path:
             raise ConfigError(

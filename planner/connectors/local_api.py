@@ -1,4 +1,4 @@
-"""What `kvmesh up` is asked and answers over its control socket: JSON over HTTP.
+"""The requests and answers of the control socket of `kvmesh up`: JSON over HTTP.
 
 GET /workers -> WorkersReport; POST /scale ScaleRequest -> Scaled; POST /flip FlipRequest -> Flipped. A refusal of the
 whole request is a status of 400 or more with {"error": {"code", "message"}}.
@@ -19,13 +19,13 @@ Count = Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
 
 class MemberReport(Struct, frozen=True, kw_only=True):
     name: str
-    role: Role  # that it has or is about to have
+    role: Role  # its role, or the role that it is about to have
     state: State
     pid: int | None = None
 
 
 class Refusal(Struct, frozen=True):
-    """Of one worker; the name is "" for what was asked as a whole."""
+    """A reason why a worker did not do what was asked. The name is "" if the whole request is meant."""
 
     name: str
     why: str
@@ -33,7 +33,7 @@ class Refusal(Struct, frozen=True):
 
 class WorkersReport(Struct, frozen=True, kw_only=True):
     workers: tuple[MemberReport, ...]
-    failures: tuple[Refusal, ...] = ()  # of late: workers that were given up, roles that were not changed
+    failures: tuple[Refusal, ...] = ()  # the latest: workers that were given up, roles that were not changed
 
 
 class ScaleRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class ScaleRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Scaled(Struct, frozen=True, kw_only=True):
-    """A role's count is of those that are not being taken away."""
+    """The workers of each role that are not being taken away."""
 
     counts: dict[Role, int]
     started: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class FlipRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Flipped(Struct, frozen=True, kw_only=True):
-    """`flipped` have been told and are at it, or have done it."""
+    """The workers in `flipped` are changing their role, or have changed it."""
 
     flipped: tuple[str, ...] = ()
     refused: tuple[Refusal, ...] = ()

@@ -1,4 +1,4 @@
-"""A fleet that is imagined: it begins as the real one, and every order is carried out in time, on paper."""
+"""Imagine a fleet: it begins as the real one, and every order is carried out after the time that it would take."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -12,13 +12,13 @@ class ShadowConnector:
     name = "shadow"
 
     def __init__(self, real: Connector, clock: Callable[[], float], start_s: float, flip_s: float) -> None:
-        """`start_s`, `flip_s`: how long a worker takes to start, and to change its role."""
+        """A worker takes `start_s` to start, and `flip_s` to change its role."""
         self._real = real
         self._clock = clock
         self._start_s = start_s
         self._flip_s = flip_s
         self._ready: dict[str, int] = {}
-        self._due_s: dict[str, list[float]] = {"prefill": [], "decode": []}  # when those that start are ready
+        self._due_s: dict[str, list[float]] = {"prefill": [], "decode": []}  # when starting workers are ready
 
     async def fleets(self) -> Fleets:
         if not self._ready:

@@ -1,4 +1,4 @@
-"""From what is there to what was decided, in steps that are safe to repeat. Pure."""
+"""Turn a decision into steps that are safe to repeat. Pure."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ RoleName = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The flip first, then the counts to order; `notes`: what is not done as it was asked."""
+    """The flip comes first, then the counts to order. `notes` say what is not done as asked."""
 
     prefill: int
     decode: int
@@ -21,8 +21,11 @@ class Steps:
 
 
 def steps_to(decision: ScalingDecision, fleets: Fleets, *, name: str, can_flip: bool, can_choose: bool) -> Steps:
-    """`name`: of the connector, for the notes. `can_choose`: it takes away workers that are ready and no others;
-    else it takes none while some of the role start."""
+    """Return the steps from `fleets` to the decision. `name` is the connector's, for the notes.
+
+    With `can_choose` the connector takes away ready workers only. Without it, the connector takes no worker of a role
+    away while others of that role start.
+    """
     notes: list[str] = []
     prefill, decode, flip = fleets.prefill, fleets.decode, 0
     flip_to = decision.flip.to_role if decision.flip is not None else None
@@ -56,7 +59,7 @@ def steps_to(decision: ScalingDecision, fleets: Fleets, *, name: str, can_flip: 
 
 
 def reachable(fleet: RoleFleet, asked: int, *, can_choose: bool) -> int:
-    """How many may be ordered now on the way to `asked`."""
+    """Return how many workers may be ordered now, on the way to `asked`."""
     if asked >= fleet.ordered or fleet.starting == 0:
         return asked
     if not can_choose:
@@ -65,7 +68,7 @@ def reachable(fleet: RoleFleet, asked: int, *, can_choose: bool) -> int:
 
 
 def applied_of(decision: ScalingDecision, prefill: int, decode: int, flipped: int, notes: tuple[str, ...]) -> Applied:
-    """`prefill`, `decode`: what is ordered now."""
+    """Report a decision of which `prefill` and `decode` workers are ordered now."""
     return Applied(
         prefill=prefill,
         decode=decode,

@@ -1,10 +1,10 @@
-"""Workers that somebody else starts and stops, who asks what is wanted and says what was done. HTTP and JSON.
+"""Serve decisions to an orchestrator that starts and stops workers itself. HTTP and JSON.
 
     GET  /decision                  -> {"decision_id": 3, "prefill": 2, "decode": 5, "flip": null, "reasons": [...]}
-    GET  /decision?after=3          -> the same, or 204 if there is none after number 3
+    GET  /decision?after=3          -> the same, or 204 if decision 3 is the latest
     POST /decision/3/acknowledge    {"prefill": 2, "decode": 5, "done": true, "notes": []}
 
-An acknowledgement says how many workers are ordered now. `done: false` tells of a part, and more will follow.
+An acknowledgement says how many workers are ordered now. `done: false` reports a part; another one will follow.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _Count = Annotated[int, Meta(ge=0, le=1_000_000)]
 
 
 class Order(Struct, frozen=True, kw_only=True):
-    """What GET /decision answers."""
+    """The answer to GET /decision."""
 
     decision_id: int
     prefill: int
@@ -53,7 +53,7 @@ class Acknowledgement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def read_token(path: str) -> str:
-    """ "" for no path. Raises ConfigError."""
+    """Return the token in a file, "" for no path. Raise ConfigError if it is missing or too short."""
     if not path:
         return ""
     try:
@@ -75,20 +75,20 @@ class VirtualConnector:
         token: str = "",
         clock: Callable[[], float] = lambda: asyncio.get_running_loop().time(),
     ) -> None:
-        """`present`: who has joined the mesh. `timeout_s`: what is not acknowledged by then is an error."""
+        """Take the workers from `present`. A decision that is not acknowledged after `timeout_s` is an error."""
         self._present = present
         self._timeout_s = timeout_s
         self._token = token
         self._clock = clock
         self._order: Order | None = None
         self._ordered_s = 0.0
-        self._told: Acknowledgement | None = None  # the last, of whatever order
-        self._answer: Acknowledgement | None = None  # to the order that stands
+        self._told: Acknowledgement | None = None  # the last one, to any order
+        self._answer: Acknowledgement | None = None  # to the present order
         self._listener = AsyncExitStack()
         self.url = ""
 
     async def start(self, host: str, port: int) -> None:
-        """Raises ConfigError if the address cannot be had."""
+        """Listen for the orchestrator. Raise ConfigError if the address cannot be used."""
         routes = [
             Route("GET", "/decision", self._tell, error_body=error_body),
             Route("POST", "/decision/{number}/acknowledge", self._hear, error_body=error_body),
@@ -101,7 +101,7 @@ class VirtualConnector:
         log.info("decisions can be fetched", extra={"url": f"{self.url}/decision"})
 
     async def fleets(self) -> Fleets:
-        """Ready are those who have joined; what was acknowledged beyond them is starting."""
+        """Count workers that have joined as ready, and acknowledged ones beyond them as starting."""
         there = self._present()
         if self._told is None:
             return there
@@ -126,7 +126,7 @@ class VirtualConnector:
         assert self._order is not None
         answer = self._answer
         if (answer is None or not answer.done) and self._clock() - self._ordered_s > self._timeout_s:
-            self._ordered_s = self._clock()  # and it stands: told again after as long
+            self._ordered_s = self._clock()  # the decision still stands; the next error comes after another timeout
             raise ConnectorError(
                 f"nobody has acknowledged decision {self._order.decision_id} within {self._timeout_s:g} s",
                 hint=f"does the orchestrator poll {self.url}/decision?",
@@ -178,7 +178,7 @@ class VirtualConnector:
 
 
 async def open_connector(config: ServiceConfig, present: Present) -> VirtualConnector:
-    """Raise ConfigError if the token cannot be read or the address cannot be had."""
+    """Raise ConfigError if the token cannot be read or the address cannot be used."""
     connector = VirtualConnector(present, config.virtual_timeout_s, read_token(config.virtual_token_file))
     await connector.start(config.virtual_host, config.virtual_port)
     return connector
