@@ -1,1 +1,5 @@
-"""`kvmesh profile`: how long prompts and steps take on a worker, measured or estimated, and what to deploy for it."""
+"""Profile workers, and plan a deployment from their profiles: `kvmesh profile`.
+
+A profile says how long prompts and decode steps take on one kind of worker. It is measured (measure.py) or estimated
+(estimate.py). picks.py chooses mappings and counts, deployment/ writes their files, commands/ has the command line.
+"""

@@ -1,4 +1,4 @@
-"""`kvmesh profile`."""
+"""Choose a command of `kvmesh profile`."""
 
 import importlib
 import sys
@@ -7,10 +7,13 @@ from mesh.lifecycle import run_command
 from protocol.errors import ConfigError
 
 COMMANDS = {
-    "measure": ("profiler.commands.measure", "a server that runs, or an engine in this process"),
-    "estimate": ("profiler.commands.estimate", "without hardware: from a model's config.json and a data sheet"),
-    "plan": ("profiler.commands.plan", "which mappings and how many workers keep an SLO; writes the deployment"),
-    "import": ("profiler.commands.import_npz", "a profile from a NumPy archive that another tool has written"),
+    "measure": ("profiler.commands.measure", "measure a running server, or an engine in this process"),
+    "estimate": (
+        "profiler.commands.estimate",
+        "estimate from a model's config.json and a data sheet, without hardware",
+    ),
+    "plan": ("profiler.commands.plan", "choose mappings and counts that keep an SLO; write the deployment"),
+    "import": ("profiler.commands.import_npz", "make a profile of a NumPy archive that another tool wrote"),
 }
 
 

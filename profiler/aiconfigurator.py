@@ -1,4 +1,4 @@
-"""Estimates by NVIDIA's aiconfigurator: kernels measured on the GPUs, added up for a model. An optional package."""
+"""Estimate with NVIDIA's aiconfigurator, which adds up kernels measured on GPUs. The package is optional."""
 
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -12,14 +12,14 @@ from workers.engines.mapping import MappingKind, ParallelMapping
 
 
 class AiConfigurator:
-    """An `Estimator`. Its first call takes some seconds: the package reads its tables."""
+    """An `Estimator`. Its first call takes some seconds, because the package reads its tables."""
 
     name = "aiconfigurator"
 
     def __init__(
         self, model_path: Path, gpu: Gpu, mapping: ParallelMapping, engine: str, limits: Callable[[int], WorkerLimits]
     ) -> None:
-        """`limits`: what fits, which the package does not tell for engines in general. Raises ConfigError."""
+        """Raise ConfigError without the package or its data. `limits` returns what fits, which the package does not."""
         try:
             from aiconfigurator.cli.api import cli_estimate
 
@@ -51,15 +51,15 @@ class AiConfigurator:
         return float(self._ask(mode="static_ctx", isl=isl_tokens, osl=1, batch_size=1).ttft) / 1e3
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
-        """Its batch is that of one rank."""
+        """Ask for the batch of one rank, as the package counts."""
         each = -(-batch // self._mapping.ranks)
         return float(self._ask(mode="static_gen", isl=context_tokens, osl=2, batch_size=each).tpot) / 1e3
 
     def _ask(self, **question: Any) -> Any:
-        """Whatever the package says no with becomes one error: it has many, and they change."""
+        """Return the package's estimate. Every exception of the package becomes a ConfigError: it has many kinds."""
         try:
             answer = self._estimate(**self._common, **question)
-            self._common["backend_version"] = answer.backend_version  # looking for the newest takes a second each time
+            self._common["backend_version"] = answer.backend_version  # finding the newest takes a second each time
             return answer
         except Exception as error:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A worker behind an OpenAI-compatible API: ours, vLLM, or another that takes token ids on /v1/completions."""
+"""Measure a worker behind an OpenAI-compatible API that takes token ids on /v1/completions: ours, vLLM, or another."""
 
 import time
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ ASK_TIMEOUT_S = 10.0
 
 
 class Known(Struct, frozen=True, kw_only=True):
-    """What the caller says of the server; 0: the server is to say it."""
+    """Facts about the server that the caller gives; 0: ask the server."""
 
     context_tokens: int = 0
     total_kv_tokens: int = 0
@@ -55,14 +55,14 @@ class MeasuredServer:
 
     def __init__(self, url: str, model: str, known: Known, api_key: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.model = model  # "": the only one there is; known after `limits`
+        self.model = model  # "": the server's only one; known after `limits`
         self.engine = "openai"  # known after `limits`
         self._counts_tokens = False  # known after `limits`
         self._known = known
         self._http = ServerHttp(self.url, api_key)
 
     async def limits(self) -> WorkerLimits:
-        """Raises ConfigError for what neither the server nor the caller tells, UnreachableError."""
+        """Return the limits. Raise ConfigError if neither the server nor the caller says one, UnreachableError."""
         server = await self._server()
         self.model = server.model
         self.engine = "" if server.kind is OPENAI else server.kind.name
@@ -87,7 +87,7 @@ class MeasuredServer:
             "stream_options": self._stream_options(),
         }
         times_s: list[float] = []
-        counts: list[int | None] = []  # tokens until then, where the server says so
+        counts: list[int | None] = []  # tokens until then, if the server counts them
         usage = None
         sent_s = time.perf_counter()
         async for events in self._http.events("/v1/completions", body):
@@ -109,7 +109,7 @@ class MeasuredServer:
         return read_models(body, self.model, kind_of)
 
     async def _metrics(self) -> str:
-        """Empty where there are none: not every server has them."""
+        """Return the /metrics page; "" if the server has none."""
         try:
             status, body = await self._http.get("/metrics", ASK_TIMEOUT_S)
         except MeshError:
@@ -122,7 +122,7 @@ class MeasuredServer:
         return value
 
     def _stream_options(self) -> dict[str, bool]:
-        """vLLM can tell in every event how many tokens there are; others refuse what they do not know."""
+        """Return options of the stream. vLLM counts tokens in every event; other servers refuse unknown options."""
         return {"include_usage": True} | ({"continuous_usage_stats": True} if self._counts_tokens else {})
 
 
@@ -135,9 +135,9 @@ def check_url(url: str) -> None:
 def timeline_of(
     sent_s: float, times_s: Sequence[float], counts: Sequence[int | None], usage: StreamUsage | None, max_tokens: int
 ) -> Timeline:
-    """Where a server counts tokens only at the end, each event is taken to bring equally many.
+    """Return when the tokens came. If the server counts tokens only at the end, all events bring equally many.
 
-    Raises EngineError for an answer that is not what was asked for.
+    Raise EngineError if the answer is not what was asked for.
     """
     if usage is None or not times_s:
         raise EngineError("a stream ended without tokens or without usage", hint="the server must do include_usage")

@@ -1,4 +1,4 @@
-"""Profiles without hardware: the same tables as a measurement's, filled by an estimator."""
+"""Fill the tables of a profile with an estimator, without hardware."""
 
 from typing import Protocol
 
@@ -22,19 +22,19 @@ BATCH_POINTS = 10
 
 
 class Estimator(Protocol):
-    """Of one model, GPU and mapping. Every one passes tests/profiler/test_estimators.py."""
+    """Estimates one model on one GPU and mapping. Every estimator passes tests/profiler/test_estimators.py."""
 
     @property
     def name(self) -> str: ...
 
     def limits(self, max_num_seqs: int) -> WorkerLimits:
-        """Raises ConfigError if the model does not fit."""
+        """Return what the worker can hold. Raise ConfigError if the model does not fit."""
 
     def prefill_s(self, isl_tokens: int) -> float:
-        """One prompt for every data-parallel rank, alone."""
+        """Return the time of one prompt on every data-parallel rank, with nothing beside it."""
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
-        """One step of so many sequences of that length."""
+        """Return the time of one step of `batch` sequences with `context_tokens` each."""
 
 
 def estimate_profile(
@@ -47,7 +47,7 @@ def estimate_profile(
     max_num_seqs: int,
     notes: str,
 ) -> Profile:
-    """Raises ConfigError."""
+    """Return the profile. Raise ConfigError if the model does not fit."""
     limits = estimator.limits(max_num_seqs)
     prefill = [
         PrefillPoint(isl_tokens=isl, ttft_s=estimator.prefill_s(isl), spread=0.0, repeats=1)

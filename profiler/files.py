@@ -1,4 +1,4 @@
-"""Where profiles lie on disk."""
+"""Read and write the files of profiles."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def profile_path(folder: Path, mapping: str, role: str = "both") -> Path:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """As JSON, and the tables beside it as NPZ. Raises ConfigError if the folder does not take them."""
+    """Write a profile as JSON, and its tables as NPZ. Raise ConfigError if the folder cannot be written."""
     check_profile(profile, str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profiles(paths: tuple[str, ...]) -> list[Profile]:
-    """Folders stand for all profiles in them. Raises ConfigError."""
+    """Read profiles; a folder stands for all profiles in it. Raise ConfigError if there is none."""
     files: list[Path] = []
     for path in map(Path, paths):
         files += sorted(path.glob("*.json")) if path.is_dir() else [path]

@@ -1,4 +1,4 @@
-"""What vendors' data sheets say of GPUs. Dense rates: those with structured sparsity, twice as high, help no LLM."""
+"""List GPUs with the rates of their data sheets: dense rates, because structured sparsity does not help LLMs."""
 
 from msgspec import Struct
 
@@ -8,14 +8,14 @@ from protocol.errors import ConfigError
 class Gpu(Struct, frozen=True, kw_only=True):
     name: str
     bf16_flops_s: float
-    fp8_flops_s: float  # 0: it has none
+    fp8_flops_s: float  # 0: the GPU has no FP8
     memory_bytes: float
     memory_bytes_s: float
     link_bytes_s: float  # to the other GPUs of a node, in one direction
-    aiconfigurator: str = ""  # what that tool calls it
+    aiconfigurator: str = ""  # its name in that tool
 
     def flops_s(self, weight_bits: int) -> float:
-        """Weights of 4 bits are multiplied as bf16: that is what common kernels do."""
+        """Return the FLOP/s for weights of that size. Common kernels multiply weights of 4 bits as bf16."""
         return self.fp8_flops_s if weight_bits == 8 and self.fp8_flops_s else self.bf16_flops_s
 
 
@@ -81,7 +81,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Raises ConfigError."""
+    """Return the GPU. Raise ConfigError for an unknown name."""
     gpu = GPUS.get(name.lower())
     if gpu is None:
         raise ConfigError(f"no data sheet of a GPU {name!r}", hint=f"there are: {', '.join(GPUS)}")

@@ -1,4 +1,4 @@
-"""Which points of a worker are measured, and the tables that they make. Pure."""
+"""Choose the points of a worker that are measured, and make tables of them. Pure."""
 
 import math
 from bisect import bisect_left
@@ -11,11 +11,11 @@ from protocol.profile import DecodeTable, PrefillTable
 
 SHORTEST_PROMPT_TOKENS = 16
 SHORTEST_CONTEXT_TOKENS = 64
-FULL = 0.9  # share of the KV cache that the fullest point takes: beyond it engines preempt
+FULL = 0.9  # share of the KV cache at the fullest point: beyond it engines preempt
 
 
 class WorkerLimits(Struct, frozen=True, kw_only=True):
-    """What a worker can hold."""
+    """The sizes that a worker can hold."""
 
     context_tokens: int  # prompt and answer together
     total_kv_tokens: int
@@ -23,7 +23,7 @@ class WorkerLimits(Struct, frozen=True, kw_only=True):
 
 
 class PrefillPoint(Struct, frozen=True, kw_only=True, tag="prefill"):
-    """`ttft_s`: median over the repeats. `spread`: (largest - smallest) / median of them."""
+    """A measured prompt length. `ttft_s` is the median of the repeats, `spread` is (max - min) / median."""
 
     isl_tokens: int
     ttft_s: float
@@ -32,7 +32,7 @@ class PrefillPoint(Struct, frozen=True, kw_only=True, tag="prefill"):
 
 
 class DecodePoint(Struct, frozen=True, kw_only=True, tag="decode"):
-    """`batch` sequences of about `context_tokens`; `kv_tokens`: held by all, in the middle of the measurement."""
+    """A measured batch of sequences of about `context_tokens`. They hold `kv_tokens` in the middle of the time."""
 
     context_tokens: int
     batch: int
@@ -51,15 +51,15 @@ class DecodeCell(Struct, frozen=True):
 
 
 def prefill_axis(limits: WorkerLimits, count: int) -> list[int]:
-    """At most `count` prompt lengths, even steps of their logarithm up to the longest that leaves a token to say."""
+    """Return at most `count` prompt lengths, in even logarithmic steps; the longest leaves room for an answer."""
     longest = min(limits.context_tokens - 2, int(limits.total_kv_tokens * FULL))
     return _geometric(min(SHORTEST_PROMPT_TOKENS, longest), longest, count)
 
 
 def decode_cells(limits: WorkerLimits, contexts: int, batches: int, answer_tokens: int) -> list[DecodeCell]:
-    """At most `contexts` x `batches`, the cheap ones first; a sequence of alone is always among them.
+    """Return at most `contexts` x `batches` cells, cheap ones first; a batch of one is always among them.
 
-    `answer_tokens`: that a sequence may grow beyond its context while it is measured.
+    A sequence may grow by `answer_tokens` beyond its context while it is measured.
     """
     longest = max(1, min(limits.context_tokens, int(limits.total_kv_tokens * FULL)) - answer_tokens)
     cells = []
@@ -78,10 +78,10 @@ def prefill_table(points: Iterable[PrefillPoint]) -> PrefillTable | None:
 
 
 def decode_table(points: Iterable[DecodePoint]) -> DecodeTable | None:
-    """Each context is a column with batches, and so KV tokens, of its own; the table has them all on one axis.
+    """Return a table with one axis of KV tokens for all contexts. Each context is a column with its own batches.
 
-    Between two points of a column it is linear. What a worker cannot reach, less than one sequence or more than fit,
-    goes on as between the nearest two points, and never rises towards fewer tokens: neighbouring columns need it.
+    Between two points of a column the table is linear. Beyond the points that a worker can reach, it continues with
+    the slope of the nearest two points, and never rises towards fewer tokens.
     """
     columns: dict[int, dict[float, float]] = defaultdict(dict)
     for point in points:
@@ -100,7 +100,7 @@ def widest_spread(points: Sequence[Point]) -> float:
 
 
 def _on_line(line: Sequence[tuple[float, float]], at: float) -> float:
-    """Of points (x, y) with increasing x."""
+    """Return the value at `at` on a line of points (x, y) with increasing x."""
     if len(line) == 1:
         return line[0][1]
     right = min(max(bisect_left(line, (at,)), 1), len(line) - 1)
@@ -114,7 +114,7 @@ def _on_line(line: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def _geometric(first: int, last: int, count: int) -> list[int]:
-    """Increasing, `first` and `last` among them where `count` is two or more; fewer where they would be the same."""
+    """Return increasing numbers in even logarithmic steps, with `first` and `last` if `count` is two or more."""
     if count == 1 or first >= last:
         return [last]
     step = math.log(last / first) / (count - 1)

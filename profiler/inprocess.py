@@ -1,4 +1,4 @@
-"""A worker's engine in this process, without HTTP or mesh: what the engine itself takes."""
+"""Measure a worker's engine in this process, without HTTP or mesh."""
 
 import itertools
 import time
@@ -15,17 +15,17 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class MeasuredEngine:
-    """A `MeasuredWorker`; it owns the engine. `clock`: any, in seconds."""
+    """A `MeasuredWorker` that owns its engine. `clock` is any clock in seconds."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine = engine
         self._clock = clock
         self._numbers = itertools.count()
         self._info: EngineInfo | None = None
-        self.start_s = 0.0  # that the engine took to load, known after `limits`
+        self.start_s = 0.0  # time that the engine took to load, known after `limits`
 
     async def limits(self) -> WorkerLimits:
-        """Starts the engine. Raises MeshError with what to do about it."""
+        """Start the engine and return its limits. Raise MeshError if it cannot start."""
         info = await self.info()
         return WorkerLimits(
             context_tokens=info.context_tokens,

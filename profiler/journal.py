@@ -1,6 +1,6 @@
-"""Points on disk as they come, so that a second run goes on where the first one ended.
+"""Write each measured point to disk at once, so that a second run continues where the first one ended.
 
-One JSON object per line: first what was measured and how, then the points.
+Each line is a JSON object: first the subject of the run, then its points.
 """
 
 import os
@@ -17,7 +17,7 @@ MAX_JOURNAL_BYTES = 16 << 20
 
 
 class Subject(Struct, frozen=True, kw_only=True, tag="subject"):
-    """What two runs must have in common for the one to go on with the points of the other."""
+    """The subject of a run. A run continues with the points of another only if both subjects are equal."""
 
     model: str
     engine: str
@@ -32,22 +32,22 @@ _decoder: msgspec.json.Decoder[Subject | PrefillPoint | DecodePoint] = msgspec.j
 
 
 class Journal:
-    """Of one run. Use as a context manager."""
+    """The points of one run, a context manager."""
 
     def __init__(self, path: Path, subject: Subject, *, fresh: bool = False) -> None:
-        """Raises ConfigError if the file there is of something else. `fresh`: throw it away."""
+        """Raise ConfigError if the file has another subject. `fresh` removes the file first."""
         if fresh:
             path.unlink(missing_ok=True)
         self.points: list[Point] = _read(path, subject) if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = b"".join(msgspec.json.encode(row) + b"\n" for row in [subject, *self.points])
-        scratch = path.with_suffix(".new")  # what a crash cut off is left out for good
+        scratch = path.with_suffix(".new")  # a line that a crash cut off is removed
         scratch.write_bytes(whole)
         scratch.replace(path)
         self._file = path.open("ab")
 
     def add(self, point: Point) -> None:
-        """Is on disk when this returns."""
+        """Add a point; it is on disk when this returns."""
         self._file.write(msgspec.json.encode(point) + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -19,13 +19,13 @@ from protocol.errors import EngineError, MeshError
 
 T = TypeVar("T")
 
-SHORT_TOKENS = 16  # of the prompt that wakes a worker up
-NOISY = 0.25  # a spread beyond which a point is measured twice as often
-MAX_TRIES = 4  # of a batch whose sequences did not decode together for long enough
+SHORT_TOKENS = 16  # of the prompt that warms up a worker
+NOISY = 0.25  # a point with a larger spread is measured twice as often
+MAX_TRIES = 4  # for a batch whose sequences did not decode together for long enough
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
-    """One answer: `tokens[i]` of them had come by `at_s[i]`; both increase. `prompt_tokens`: as the server counts."""
+    """The times of an answer: `tokens[i]` tokens had come by `at_s[i]`. The server counts `prompt_tokens`."""
 
     sent_s: float
     at_s: Sequence[float]
@@ -34,29 +34,29 @@ class Timeline(Struct, frozen=True, kw_only=True):
 
 
 class MeasuredWorker(Protocol):
-    """A worker. Times are of any one clock."""
+    """A worker that can be measured. Its times are of any one clock."""
 
     async def limits(self) -> WorkerLimits: ...
 
     async def answer(self, prompt: Sequence[int], max_tokens: int) -> Timeline:
-        """`max_tokens` greedy tokens, whatever the model would rather say. Raises MeshError."""
+        """Have the worker answer exactly `max_tokens` greedy tokens. Raise MeshError if it fails."""
 
     async def close(self) -> None: ...
 
 
 class MeasurePlan(Struct, frozen=True, kw_only=True):
-    """What is measured, and how carefully."""
+    """The points to measure, and the care with which they are measured."""
 
     prefill_points: int = 12  # 0: none
     context_points: int = 6  # 0: no decoding
     batch_points: int = 6
     repeats: int = 3
-    steps: int = 32  # of decoding that count
-    warm_steps: int = 8  # that all sequences have done before
+    steps: int = 32  # decode steps that are measured
+    warm_steps: int = 8  # decode steps of all sequences before them
     wave: int = 1  # prompts at once: data-parallel ranks, each of which computes one
     seed: int = 0
-    lowest_token: int = 100  # of prompts: ids from here on
-    token_range: int = 900  # so many
+    lowest_token: int = 100  # prompts are token ids from here on
+    token_range: int = 900  # prompts use this number of token ids
 
 
 class Work(Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class Work(Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """To compute, for the time left."""
+        """Return the tokens to compute, to estimate the remaining time."""
         return sum(map(prefill_weight, self.prefill)) + sum(map(decode_weight, self.decode))
 
 
@@ -88,7 +88,7 @@ def work_left(work: Work, points: Sequence[Point]) -> Work:
 
 
 def prefill_weight(isl_tokens: int) -> int:
-    return isl_tokens + 64  # what a prompt costs, however short it is
+    return isl_tokens + 64  # the fixed cost of a prompt
 
 
 def decode_weight(cell: DecodeCell) -> int:
@@ -103,13 +103,13 @@ async def measure(
     salt: str,
     on_point: Callable[[Point, int], None],
 ) -> None:
-    """Tell `on_point` of every point when it is there, with its weight.
+    """Measure all points, and call `on_point` with each point and its weight.
 
-    `salt`: of this run. A worker that still holds the prompts of another run would else find them in its cache.
+    `salt` differs between runs: otherwise a worker could find the prompts of another run in its cache.
     """
     prompts = Prompts(plan, salt)
     if work.prefill or work.decode:
-        await target.answer(prompts.unique(SHORT_TOKENS), 2)  # what happens only once is not measured
+        await target.answer(prompts.unique(SHORT_TOKENS), 2)  # work that happens only once is not measured
     for isl in work.prefill:
         on_point(await measure_prefill(target, plan, isl, prompts), prefill_weight(isl))
     for cell in work.decode:
@@ -117,7 +117,7 @@ async def measure(
 
 
 class Prompts:
-    """Random token ids. No two prompts of a run begin alike, so that no cache helps."""
+    """Makes prompts of random token ids. No two prompts of a run begin alike, so that no cache helps."""
 
     def __init__(self, plan: MeasurePlan, salt: str) -> None:
         self._plan = plan
@@ -129,7 +129,7 @@ class Prompts:
 
 
 async def measure_prefill(target: MeasuredWorker, plan: MeasurePlan, isl_tokens: int, prompts: Prompts) -> PrefillPoint:
-    """A wave of `plan.wave` prompts of that length: it has taken as long as its last one."""
+    """Measure waves of `plan.wave` prompts. A wave takes as long as its slowest prompt."""
 
     async def once() -> float:
         wave = [target.answer(prompts.unique(isl_tokens), 1) for _ in range(plan.wave)]
@@ -146,10 +146,10 @@ async def measure_prefill(target: MeasuredWorker, plan: MeasurePlan, isl_tokens:
 async def measure_decode(
     target: MeasuredWorker, plan: MeasurePlan, cell: DecodeCell, limits: WorkerLimits, prompts: Prompts
 ) -> DecodePoint:
-    """The step of `cell.batch` sequences whose context is `cell.context_tokens` in the middle of the measurement.
+    """Measure the step of `cell.batch` sequences, of `cell.context_tokens` each in the middle of the measurement.
 
-    Their prompts are computed before, by the same requests with an answer of one token: with a prefix cache all
-    sequences then begin to decode within a few steps of each other, without one they wait for the last prompt.
+    The same requests first compute the prompts, with an answer of one token. With a prefix cache, all sequences then
+    begin to decode within a few steps of each other; without one, they wait for the last prompt.
     """
     length = max(1, cell.context_tokens - plan.warm_steps - plan.steps // 2)
     batch = [prompts.unique(length) for _ in range(cell.batch)]
@@ -185,14 +185,17 @@ async def measure_decode(
 
 
 class Window(NamedTuple):
-    """A time in which all sequences of a batch decoded."""
+    """A period in which all sequences of a batch decoded."""
 
     itl_s: float  # median over the sequences
     kv_tokens: float  # held by all of them in its middle
 
 
 def window_of(timelines: Sequence[Timeline], warm_steps: int, steps: int) -> Window | None:
-    """From when the last sequence has `warm_steps` tokens for `steps` more. None: one had ended before."""
+    """Return the period of `steps` tokens that begins when every sequence has `warm_steps` tokens.
+
+    Return None if a sequence ended before the end of that period.
+    """
     opens_s = max(_time_of(timeline, warm_steps) for timeline in timelines)
     itls_s, kv_tokens = [], 0.0
     for timeline in timelines:
@@ -215,7 +218,7 @@ def _time_of(timeline: Timeline, tokens: int) -> float:
 
 
 def check_lengths(timelines: Sequence[Timeline], prompt_tokens: int) -> None:
-    """Raises EngineError if the worker did not get what was meant."""
+    """Raise EngineError if the worker counts another number of prompt tokens."""
     for timeline in timelines:
         if timeline.prompt_tokens != prompt_tokens:
             raise EngineError(
@@ -225,7 +228,7 @@ def check_lengths(timelines: Sequence[Timeline], prompt_tokens: int) -> None:
 
 
 async def repeated(once: Callable[[], Awaitable[T]], repeats: int, seconds: Callable[[T], float]) -> list[T]:
-    """`repeats` results, twice as many if they are far apart."""
+    """Return `repeats` results, twice as many if they are far apart."""
     results = [await once() for _ in range(repeats)]
     if spread_of([seconds(result) for result in results]) > NOISY:
         results += [await once() for _ in range(repeats)]
@@ -238,7 +241,7 @@ def spread_of(times_s: Sequence[float]) -> float:
 
 
 async def together(answers: Iterable[Coroutine[None, None, Timeline]]) -> list[Timeline]:
-    """In order. The first failure ends the others, and is raised."""
+    """Return the answers in order. The first failure ends the others, and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(answer, name="profile: one answer") for answer in answers]

@@ -1,6 +1,6 @@
-"""Profiles as NumPy archives, with the names that others in the field use for the same tables.
+"""Read and write profiles as NumPy archives, with the array names that other tools use.
 
-Times are milliseconds. The decode arrays are one entry per cell: KV tokens held, context of a sequence, step.
+Times are milliseconds. The decode arrays have one entry per cell: KV tokens held, context of a sequence, step.
 """
 
 import zipfile
@@ -36,10 +36,10 @@ def write_npz(profile: Profile, path: Path) -> None:
 
 
 def read_npz(path: Path, profile: Profile) -> Profile:
-    """`profile` with the tables of the archive; those that it has not are left out.
+    """Return `profile` with the tables of the archive. Raise ConfigError if it has none, or they cannot be used.
 
-    The decode arrays are cells in any order, or two axes and a matrix [kv, context]. Cells that a whole grid would
-    have and the file has not take the nearest one's step (in shares of the axes). Raises ConfigError.
+    The decode arrays are cells in any order, or two axes and a matrix [kv, context]. A cell that is missing from the
+    grid takes the step of the nearest cell, measured in shares of the axes.
     """
     arrays = _arrays(path)
     prefill, decode = _prefill(path, arrays), _decode(path, arrays)

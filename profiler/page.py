@@ -1,4 +1,4 @@
-"""The options as a page of their own, on which a person picks another one. Pure: one file, no network."""
+"""Write all options as an HTML page on which a person can pick one. Pure: one file, no network."""
 
 from pathlib import Path
 from string import Template
@@ -12,7 +12,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def page_of(picks: Picks, command: str) -> str:
-    """`command`: that has made these picks; with `--pick <number>` it writes another one's files."""
+    """Return the page. `command` made these picks; with `--pick <number>` it writes the files of another option."""
     shown = sorted({*picks.front, *_recommended(picks), *range(min(MAX_POINTS, len(picks.options)))})
     data = {
         "goal": picks.goal,
@@ -30,5 +30,5 @@ def _recommended(picks: Picks) -> list[int]:
 
 
 def _in_script(json: str) -> str:
-    """Nothing in a name may end the script it stands in."""
+    """Escape characters, so that no name can end the script in which it stands."""
     return json.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026").replace("\u2028", "\\u2028")

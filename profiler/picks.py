@@ -1,6 +1,6 @@
-"""Which mappings and how many workers of each keep an SLO on a budget of GPUs. Pure.
+"""Choose mappings and counts of workers that keep an SLO on a budget of GPUs. Pure.
 
-One formula for what a worker carries, planner/sizing.py's: what is recommended here is what the planner would order.
+The formulas are those of planner/sizing.py, so the planner would order the workers that are recommended here.
 """
 
 import math
@@ -14,9 +14,9 @@ from planner.sizing import MISSED_SHARE, SPREAD, Demand, late_share, mean_wait_s
 from protocol.errors import ConfigError
 from protocol.profile import Profile
 
-MAX_BATCHES = 24  # of a decode mapping that are looked at
+MAX_BATCHES = 24  # of a decode mapping that are tried
 MAX_BUDGET = 1024
-NEARLY = 0.99  # of the best rate: then fewer GPUs are better
+NEARLY = 0.99  # share of the best rate above which fewer GPUs are better
 
 
 class Goal(Struct, frozen=True, kw_only=True):
@@ -25,9 +25,9 @@ class Goal(Struct, frozen=True, kw_only=True):
     isl_tokens: int
     osl_tokens: int
     gpus: int
-    hit_share: float = 0.0  # of prompts' tokens that lie in a cache
-    utilization: float = 0.8  # of a worker, at most
-    rps: float = 0.0  # to carry; 0: as many as the GPUs can
+    hit_share: float = 0.0  # share of the prompts' tokens that lies in a cache
+    utilization: float = 0.8  # the most of a worker's capacity
+    rps: float = 0.0  # requests/s to carry; 0: as many as the GPUs can
 
     @property
     def demand(self) -> Demand:
@@ -35,16 +35,16 @@ class Goal(Struct, frozen=True, kw_only=True):
 
 
 class Option(Struct, frozen=True, kw_only=True):
-    """A fleet, and what it does for the goal's requests. Counts of GPUs: a worker without any counts as one."""
+    """A fleet, and its figures for the goal's requests. A worker without GPUs counts as one GPU."""
 
     prefill_mapping: str
     decode_mapping: str
     prefill_workers: int
     decode_workers: int
     gpus: int
-    batch: int  # of a decode worker, at most
+    batch: int  # the largest of a decode worker
     rps: float
-    ttft_s: float  # mean: the wait and the prompt; the transfer of its KV is not in it
+    ttft_s: float  # mean of wait and prompt, without the transfer of the KV
     itl_s: float
     tokens_s_gpu: float
     tokens_s_user: float
@@ -64,13 +64,13 @@ class Option(Struct, frozen=True, kw_only=True):
 class Picks(Struct, frozen=True, kw_only=True):
     goal: Goal
     options: list[Option]  # the best of each pair of mappings and batch
-    front: list[int]  # of `options`: none is better in both tokens/s/GPU and tokens/s/user; the TTFT is kept
-    recommended: int | None  # of `options`; None: nothing keeps the SLO
+    front: list[int]  # indices of the Pareto front of tokens/s/GPU and tokens/s/user, with the TTFT kept
+    recommended: int | None  # an index; None: nothing keeps the SLO
     reasons: list[Reason]
 
 
 def pick(prefill: Sequence[Profile], decode: Sequence[Profile], goal: Goal) -> Picks:
-    """Raises ConfigError for profiles that cannot serve together."""
+    """Return all options with the recommended one. Raise ConfigError for profiles that cannot serve together."""
     check_together([*prefill, *decode], goal)
     options = [option for p in prefill for d in decode for option in options_of(p, d, goal)]
     if goal.rps:
@@ -94,7 +94,7 @@ def check_together(profiles: Sequence[Profile], goal: Goal) -> None:
 
 
 def options_of(prefill: Profile, decode: Profile, goal: Goal) -> Iterator[Option]:
-    """For each batch: the split that carries most on the budget, and the one that carries most for each GPU."""
+    """Yield, for each batch, the split that carries most on the budget, and the one that carries most per GPU."""
     most = (goal.gpus - counted_gpus(decode)) // counted_gpus(prefill)
     rates = [prefill_rps(prefill, workers, goal) for workers in range(1, most + 1)]
     for batch in batches_of(decode, goal.demand):
@@ -103,7 +103,7 @@ def options_of(prefill: Profile, decode: Profile, goal: Goal) -> Iterator[Option
             best = [max(splits, key=lambda option: (option.rps, -option.gpus))]
             best.append(max(splits, key=lambda option: (option.tokens_s_gpu, option.rps)))
             best += sorted(enough(splits, goal), key=lambda option: option.gpus)[:1]
-            yield from dict.fromkeys(best)  # in order: people pick by number
+            yield from dict.fromkeys(best)  # the order is stable, because people pick by number
 
 
 def enough(splits: Iterable[Option], goal: Goal) -> list[Option]:
@@ -111,9 +111,9 @@ def enough(splits: Iterable[Option], goal: Goal) -> list[Option]:
 
 
 def splits_of(prefill: Profile, decode: Profile, batch: int, rates: Sequence[float], goal: Goal) -> Iterator[Option]:
-    """For each number of prefill workers: as many decode workers as keep up with them, and one less.
+    """Yield, for each number of prefill workers, the decode workers that keep up with them, and one less.
 
-    `rates[i]`: requests/s that i + 1 prefill workers carry.
+    `rates[i]` is the requests/s that i + 1 prefill workers carry.
     """
     for workers, rate in enumerate(rates, 1):
         most = (goal.gpus - workers * counted_gpus(prefill)) // counted_gpus(decode)
@@ -124,7 +124,7 @@ def splits_of(prefill: Profile, decode: Profile, batch: int, rates: Sequence[flo
 
 
 def fewest_decode(decode: Profile, batch: int, rps: float, most: int, goal: Goal) -> int:
-    """That carry `rps`; `most` if so many do not."""
+    """Return the fewest decode workers that carry `rps`; `most` if even those do not."""
     low, high = 1, most
     while low < high:
         middle = (low + high) // 2
@@ -159,7 +159,10 @@ def option_of(
 
 
 def prefill_rps(profile: Profile, workers: int, goal: Goal) -> float:
-    """That so many workers start early enough for the TTFT; if no prompt can be: that keep them busy as they may be."""
+    """Return the requests/s that the workers start in time for the TTFT.
+
+    If no prompt can be in time, return the requests/s that keep the workers as busy as allowed.
+    """
     servers = workers * profile.dp_size
     service_s = max(1e-9, prefill_time_s(profile, goal.demand.uncached_tokens))
     most = servers * goal.utilization / service_s
@@ -175,9 +178,9 @@ def prefill_rps(profile: Profile, workers: int, goal: Goal) -> float:
 
 
 def decode_rps(profile: Profile, workers: int, batch: int, goal: Goal) -> float:
-    """That so many workers have room for, with batches of `batch`: solved for the requests under way.
+    """Return the requests/s that the workers have room for with batches of `batch`.
 
-    under_way / utilization <= room, and under_way + SPREAD sqrt(under_way) <= room
+    The running requests satisfy both under_way / utilization <= room and under_way + SPREAD sqrt(under_way) <= room.
     """
     room = workers * batch
     root = (math.sqrt(SPREAD**2 + 4 * room) - SPREAD) / 2
@@ -186,7 +189,7 @@ def decode_rps(profile: Profile, workers: int, batch: int, goal: Goal) -> float:
 
 
 def batches_of(profile: Profile, demand: Demand) -> list[int]:
-    """From one to the most that fit, even steps of the logarithm."""
+    """Return batches from one to the largest that fits, in even logarithmic steps."""
     most = max(1, min(int(profile.total_kv_tokens / demand.context_tokens), profile.max_num_seqs))
     return sorted({round(most ** (i / (MAX_BATCHES - 1))) for i in range(MAX_BATCHES)})
 
@@ -196,7 +199,7 @@ def step_s(profile: Profile, batch: int, demand: Demand) -> float:
 
 
 def pareto_front(options: Sequence[Option]) -> list[int]:
-    """By increasing tokens/s/user."""
+    """Return the indices of the front, by increasing tokens/s/user."""
     order = sorted(
         (i for i, option in enumerate(options) if option.meets_ttft),
         key=lambda i: (-options[i].tokens_s_user, -options[i].tokens_s_gpu),
@@ -209,7 +212,7 @@ def pareto_front(options: Sequence[Option]) -> list[int]:
 
 
 def recommend(options: Sequence[Option], goal: Goal) -> int | None:
-    """Of those that keep the SLO: what carries most, or what is asked for, on the fewest GPUs; then the fastest."""
+    """Return the option that keeps the SLO and carries most, or what is asked for, on the fewest GPUs."""
     meeting = [i for i, option in enumerate(options) if option.meets and option.rps >= goal.rps]
     if not meeting:
         return None
@@ -266,7 +269,7 @@ def prefill_time_of(option: Option, prefill: Sequence[Profile], goal: Goal) -> f
 def why_not(
     options: Sequence[Option], prefill: Sequence[Profile], decode: Sequence[Profile], goal: Goal
 ) -> Iterator[Reason]:
-    """What stands in the way, with the nearest that can be had."""
+    """Yield the reasons why nothing keeps the SLO, each with the nearest possible figure."""
     if not options:
         smallest = min(map(counted_gpus, prefill)) + min(map(counted_gpus, decode))
         yield Reason(code="gpus", text=f"one worker of each role takes {smallest} GPUs, there are {goal.gpus}")

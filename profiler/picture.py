@@ -1,4 +1,4 @@
-"""The Pareto front as a PNG."""
+"""Draw the Pareto front as a PNG."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from protocol.errors import ConfigError
 
 
 def draw_front(picks: Picks, path: Path) -> None:
-    """Raises ConfigError without matplotlib."""
+    """Draw the front. Raise ConfigError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,8 +1,8 @@
-"""How fast a worker could be, by what its GPUs compute and read in a second. Pure.
+"""Estimate how fast a worker could be, from what its GPUs compute and read in a second. Pure.
 
 A step takes the longer of arithmetic and memory, then the exchange between its GPUs, then a fixed overhead. Real
-kernels reach shares of a data sheet's rates; the shares here are single numbers for all models, so that an estimate
-tells mappings apart and says what is out of reach, but is no measurement: see docs/profiler.md for how far off it is.
+kernels reach shares of a data sheet's rates. The shares here are the same for all models: an estimate compares
+mappings and shows what is out of reach, but it is not a measurement. docs/profiler.md says how exact it is.
 """
 
 from msgspec import Struct
@@ -15,24 +15,24 @@ from workers.engines.mapping import MappingKind, ParallelMapping
 
 
 class Shares(Struct, frozen=True, kw_only=True):
-    """What is reached of the data sheet."""
+    """The shares of the data sheet's rates that are reached."""
 
     compute: float = 0.7
     memory: float = 0.8
     link: float = 0.7
-    usable_memory: float = 0.9  # of a GPU, for weights and KV
-    reserve_bytes: float = 2e9  # of that, for activations and graphs
-    overhead_s: float = 0.001  # of a step: launches, sampling, scheduling
+    usable_memory: float = 0.9  # share of a GPU's memory for weights and KV
+    reserve_bytes: float = 2e9  # of that memory, for activations and graphs
+    overhead_s: float = 0.001  # launches, sampling and scheduling of a step
     exchange_s: float = 10e-6  # latency of one collective operation
 
 
 class Roofline:
-    """An `Estimator`."""
+    """An `Estimator` from data sheets."""
 
     name = "roofline"
 
     def __init__(self, shape: ModelShape, gpu: Gpu, mapping: ParallelMapping, shares: Shares | None = None) -> None:
-        """Raises ConfigError if the mapping is none for this model."""
+        """Raise ConfigError if the model cannot be spread by this mapping."""
         if mapping.kind != MappingKind.TP and not shape.experts:
             raise ConfigError(
                 f"{mapping.name} distributes experts, {shape.name} has none", hint=f"use tp{mapping.gpus}"
@@ -49,7 +49,7 @@ class Roofline:
         self._parts = 1 if mapping.kind == MappingKind.DEP else mapping.gpus  # of attention and what all tokens share
 
     def limits(self, max_num_seqs: int) -> WorkerLimits:
-        """Raises ConfigError if the model does not fit."""
+        """Return what the worker can hold. Raise ConfigError if the model does not fit."""
         shape, gpu, mapping = self._shape, self._gpu, self._mapping
         usable = gpu.memory_bytes * self._shares.usable_memory - self._shares.reserve_bytes
         free = usable - self.weight_bytes_per_gpu
@@ -75,11 +75,11 @@ class Roofline:
 
     @property
     def kv_bytes_per_gpu(self) -> float:
-        """Of one token, on a GPU that holds its sequence: heads beyond their number are kept more than once."""
+        """Return the KV bytes of one token on each GPU. With more GPUs than KV heads, heads are stored twice or more."""
         return self._shape.kv_bytes_per_token / min(self._parts, self._shape.kv_heads)
 
     def prefill_s(self, isl_tokens: int) -> float:
-        """With a prompt on every rank."""
+        """Return the time of a prompt on every rank."""
         shape, tokens = self._shape, isl_tokens * self._mapping.ranks
         per_token = shape.active_params - shape.head_params
         flops = float(2 * per_token * tokens + 2 * shape.head_params * self._mapping.ranks)
@@ -93,20 +93,23 @@ class Roofline:
         return self._step_s(flops, self._weights_read(batch) + kv_bytes, batch)
 
     def _weights_read(self, tokens: int) -> float:
-        """Bytes that each GPU reads."""
+        """Return the bytes of weights that each GPU reads."""
         shape = self._shape
         routed = shape.moe_layers * shape.touched_experts(tokens) * shape.expert_params / self._mapping.gpus
         return shape.bytes_of((shape.common_params + shape.head_params) / self._parts + routed)
 
     def _step_s(self, flops: float, bytes_per_gpu: float, tokens: int) -> float:
-        """`flops` and `tokens`: of the whole worker."""
+        """Return the time of a step. `flops` and `tokens` are those of the whole worker."""
         shares, gpu = self._shares, self._gpu
         compute_s = flops / self._mapping.gpus / (gpu.flops_s(self._shape.weight_bits) * shares.compute)
         memory_s = bytes_per_gpu / (gpu.memory_bytes_s * shares.memory)
         return max(compute_s, memory_s) + self._exchange_s(tokens) + shares.overhead_s
 
     def _exchange_s(self, tokens: int) -> float:
-        """tp, tep: two all-reduces a layer. dep: tokens go to their experts and come back, two exchanges a layer."""
+        """Return the time of the exchange between GPUs.
+
+        tp and tep take two all-reduces in each layer. In dep, tokens go to their experts and come back.
+        """
         shape, gpus = self._shape, self._mapping.gpus
         if gpus == 1:
             return 0.0

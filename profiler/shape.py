@@ -1,4 +1,4 @@
-"""What a model computes and reads, counted from its config.json. Pure but for reading that file."""
+"""Count what a model computes and reads, from its config.json. Pure except for reading that file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,23 +16,23 @@ _DTYPE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "float8_e4m3fn": 8}
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """Parameters are counts, of one layer where the name says so. Norms and biases are left out: below 0.1 %."""
+    """The sizes of a model. Names with `layer` count one layer. Norms and biases are left out: below 0.1 %."""
 
     name: str
     layers: int
     hidden: int
     attention_layer_params: int
-    dense_layers: int  # with one feed-forward network; the others have experts
-    dense_layer_params: int  # of such a network
+    dense_layers: int  # layers with one feed-forward network; the others have experts
+    dense_layer_params: int  # of one such network
     experts: int = 0
     experts_per_token: int = 0
     expert_params: int = 0  # of one expert of one layer
     shared_layer_params: int = 0  # experts that every token takes, and the gate
     head_params: int
-    embedding_params: int  # beside the head; 0: they are the same
-    kv_heads: int  # over which the KV cache can be split; 1: latent attention, it cannot
-    kv_bytes_per_token: int  # all layers
-    prefill_pair_flops: int  # of one query and one key, all layers
+    embedding_params: int  # beside the head; 0: head and embedding are one matrix
+    kv_heads: int  # the KV cache can be split over this number of GPUs; 1 for latent attention
+    kv_bytes_per_token: int  # of all layers
+    prefill_pair_flops: int  # of one query and one key, in all layers
     decode_pair_flops: int
     weight_bits: int
     context_tokens: int
@@ -43,7 +43,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def common_params(self) -> int:
-        """That every token is multiplied with, without the head."""
+        """Return the parameters that every token is multiplied with, without the head."""
         return (
             self.layers * self.attention_layer_params
             + self.dense_layers * self.dense_layer_params
@@ -52,7 +52,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def routed_params(self) -> int:
-        """Of all experts together."""
+        """Return the parameters of all experts together."""
         return self.moe_layers * self.experts * self.expert_params
 
     @property
@@ -61,7 +61,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def active_params(self) -> int:
-        """That one token is multiplied with, the head among them."""
+        """Return the parameters that one token is multiplied with, including the head."""
         routed = self.moe_layers * self.experts_per_token * self.expert_params
         return self.common_params + routed + self.head_params
 
@@ -69,16 +69,16 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return params * self.weight_bits / 8
 
     def touched_experts(self, tokens: float) -> float:
-        """Of one layer, by so many tokens that choose evenly: E (1 - (1 - k/E)^tokens)."""
+        """Return the experts of one layer that `tokens` choose, if they choose evenly: E (1 - (1 - k/E)^tokens)."""
         if not self.experts:
             return 0.0
         return float(self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens))
 
 
 def read_shape(folder: Path, kv_bits: int = 0) -> ModelShape:
-    """Of the config.json in `folder`. `kv_bits`: of the KV cache; 0: those of the model's dtype.
+    """Return the sizes of the model in `folder`. Raise ConfigError if it has no config.json of a language model.
 
-    Raises ConfigError.
+    `kv_bits` is the size of a value in the KV cache; 0: that of the model's dtype.
     """
     path = folder / "config.json" if folder.is_dir() else folder
     try:
@@ -98,7 +98,7 @@ def read_shape(folder: Path, kv_bits: int = 0) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], name: str, kv_bits: int = 0) -> ModelShape:
-    """Raises KeyError, TypeError, ValueError for a config that is none of a language model."""
+    """Return the sizes. Raise KeyError, TypeError or ValueError if the config is not a language model's."""
     text = config.get("text_config") or config
     hidden, layers, heads = (int(text[key]) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     bits = _DTYPE_BITS.get(str(text.get("torch_dtype") or text.get("dtype") or "bfloat16"), 16)
@@ -134,7 +134,7 @@ def _grouped_attention(text: Mapping[str, Any], hidden: int, layers: int, heads:
 
 
 def _latent_attention(text: Mapping[str, Any], hidden: int, layers: int, heads: int, kv_bits: int) -> dict[str, int]:
-    """Keys and values are kept as one vector per token that all heads share; decoding works on it directly."""
+    """Count latent attention: one vector per token replaces keys and values, and decoding works on it directly."""
     rank, rope, nope, value = (
         int(text[key]) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     )
@@ -153,7 +153,7 @@ def _latent_attention(text: Mapping[str, Any], hidden: int, layers: int, heads: 
 
 
 def _experts(text: Mapping[str, Any], hidden: int, layers: int) -> dict[str, int]:
-    """Named differently by every family of models."""
+    """Count the experts. Every family of models names them differently."""
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     count = next((int(text[name]) for name in names if text.get(name)), 0)
     if not count:

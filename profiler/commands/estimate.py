@@ -1,4 +1,4 @@
-"""`kvmesh profile estimate`: profiles of mappings on GPUs that are not at hand."""
+"""Estimate profiles of mappings on GPUs that are not at hand: `kvmesh profile estimate`."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ class EstimateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A flag wins over `KVMESH_PROFILE_ESTIMATE_<NAME>`, that over the file of `--config`, that over the default."""
 
     model_path: Annotated[str, Meta(description="Hugging Face folder, or its config.json; weights are not read")]
-    model: Annotated[str, Meta(description="name for the record; default: that of the folder")] = ""
+    model: Annotated[str, Meta(description="name of the model; default: the folder's")] = ""
     gpu: Annotated[str, Meta(description=f"one of {', '.join(GPUS)}")] = "h100"
     mapping: Annotated[tuple[str, ...], Meta(description="tp<n>, tep<n>, dep<n>; repeat it")] = (
         "tp1",
@@ -35,12 +35,16 @@ class EstimateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     provider: Annotated[
         Literal["roofline", "aiconfigurator"], Meta(description="aiconfigurator: a package with measured kernels")
     ] = "roofline"
-    engine: Annotated[Literal["vllm", "sglang", "trtllm"], Meta(description="that is to run the model")] = "vllm"
+    engine: Annotated[Literal["vllm", "sglang", "trtllm"], Meta(description="engine that will run the model")] = "vllm"
     max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in one step")] = 256
-    kv_bits: Annotated[Literal[0, 8, 16], Meta(description="of the KV cache; 0: those of the model")] = 0
-    compute_share: Annotated[float, Meta(gt=0, le=1, description="roofline: reached of the data sheet's FLOP/s")] = 0.7
-    memory_share: Annotated[float, Meta(gt=0, le=1, description="roofline: reached of its memory bandwidth")] = 0.8
-    out_dir: Annotated[str, Meta(description="for the profiles")] = "profiles"
+    kv_bits: Annotated[Literal[0, 8, 16], Meta(description="bits of a value in the KV cache; 0: the model's")] = 0
+    compute_share: Annotated[
+        float, Meta(gt=0, le=1, description="roofline: reached share of the data sheet's FLOP/s")
+    ] = 0.7
+    memory_share: Annotated[float, Meta(gt=0, le=1, description="roofline: reached share of its memory bandwidth")] = (
+        0.8
+    )
+    out_dir: Annotated[str, Meta(description="folder for the profiles")] = "profiles"
 
 
 def main(argv: list[str]) -> int:
@@ -65,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def estimates(config: EstimateConfig, console: Console) -> list[Profile]:
-    """Raises ConfigError if there is none."""
+    """Return the profiles of the mappings that fit. Raise ConfigError if none fits."""
     shape, gpu = read_shape(Path(config.model_path), config.kv_bits), find_gpu(config.gpu)
     profiles = []
     for mapping in [parse_mapping(name) for name in config.mapping]:
@@ -89,7 +93,7 @@ def one_estimate(config: EstimateConfig, shape: ModelShape, gpu: Gpu, mapping: P
 def open_estimator(
     config: EstimateConfig, shape: ModelShape, gpu: Gpu, mapping: ParallelMapping
 ) -> tuple[Estimator, str]:
-    """And what the record says of it. Raises ConfigError."""
+    """Return an estimator, and the notes of its profile. Raise ConfigError if it cannot estimate the mapping."""
     roofline = Roofline(shape, gpu, mapping, Shares(compute=config.compute_share, memory=config.memory_share))
     counted = f"{shape.total_params / 1e9:.1f} B parameters, {shape.active_params / 1e9:.1f} B for a token"
     if config.provider == "roofline":

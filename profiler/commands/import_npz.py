@@ -1,4 +1,4 @@
-"""`kvmesh profile import`: tables of another tool, as a profile."""
+"""Make a profile of another tool's tables: `kvmesh profile import`."""
 
 import os
 from pathlib import Path
@@ -19,13 +19,13 @@ class ImportConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A flag wins over `KVMESH_PROFILE_IMPORT_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     npz: Annotated[str, Meta(description="archive with prefill_isl, prefill_ttft_ms, decode_active_kv_tokens, ...")]
-    model: Annotated[str, Meta(description="of which the tables are")]
-    engine: Annotated[str, Meta(description="of which the tables are")]
-    device: Annotated[str, Meta(description="of which the tables are")] = "unknown"
+    model: Annotated[str, Meta(description="model of the tables")]
+    engine: Annotated[str, Meta(description="engine of the tables")]
+    device: Annotated[str, Meta(description="device of the tables")] = "unknown"
     mapping: Annotated[str, Meta(description="tp<n>, tep<n> or dep<n>")] = "tp1"
-    total_kv_tokens: Annotated[int, Meta(ge=0, description="of a worker; 0: the most that the decode table has")] = 0
+    total_kv_tokens: Annotated[int, Meta(ge=0, description="KV tokens of a worker; 0: the decode table's most")] = 0
     max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in one step")] = 256
-    out_dir: Annotated[str, Meta(description="for the profile")] = "profiles"
+    out_dir: Annotated[str, Meta(description="folder for the profile")] = "profiles"
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def imported(config: ImportConfig) -> Profile:
-    """Raises ConfigError."""
+    """Return the profile. Raise ConfigError if the archive has no usable tables."""
     mapping = parse_mapping(config.mapping)
     bare = Profile(
         model=config.model,

@@ -1,4 +1,4 @@
-"""`kvmesh profile measure`: a running server, several of them side by side, or an engine in this process."""
+"""Measure running servers, several side by side, or an engine in this process: `kvmesh profile measure`."""
 
 import asyncio
 import os
@@ -42,22 +42,26 @@ class MeasureConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A flag wins over `KVMESH_PROFILE_MEASURE_<NAME>`, that over the file of `--config`, that over the default."""
 
     url: Annotated[tuple[str, ...], Meta(description="server to measure; repeat it for one mapping each")] = ()
-    mapping: Annotated[tuple[str, ...], Meta(description="of each --url: tp<n>, tep<n>, dep<n>; default: tp1")] = ()
-    model: Annotated[str, Meta(description="as the servers call it; default: the only one they have")] = ""
+    mapping: Annotated[
+        tuple[str, ...], Meta(description="mapping of each --url: tp<n>, tep<n>, dep<n>; default: tp1")
+    ] = ()
+    model: Annotated[str, Meta(description="model's name on the servers; default: their only one")] = ""
     role: Annotated[Literal["both", "prefill", "decode"], Meta(description="what is measured")] = "both"
-    device: Annotated[str, Meta(description="what it runs on, for the record; in process: cpu, cuda, auto")] = "auto"
+    device: Annotated[str, Meta(description="hardware, for the record; in process: cpu, cuda, auto")] = "auto"
     gpus: Annotated[
-        Annotated[int, Meta(ge=0)] | None, Meta(description="that one worker takes; default: the mapping's")
+        Annotated[int, Meta(ge=0)] | None, Meta(description="GPUs of one worker; default: the mapping's")
     ] = None
     engine: Annotated[
         StartedEngineName | None,
-        Meta(description="in this process, default torch; with --url for the record, default: as the server tells"),
+        Meta(description="in this process, default torch; with --url for the record, default: asked from the server"),
     ] = None
     model_path: Annotated[str, Meta(description="without --url: Hugging Face folder; default: the tiny model")] = str(
         CHECKPOINT_DIR
     )
     engine_args: Annotated[str, Meta(description="without --url: vLLM's own flags")] = ""
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Meta(description="torch: of weights")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], Meta(description="torch: type of the weights")
+    ] = "auto"
     random_weights: Annotated[bool, Meta(description="torch: the folder has only config.json")] = False
     block_size: Annotated[int, Meta(ge=1, le=1024, description="without --url: tokens per KV block")] = 16
     num_blocks: Annotated[int, Meta(ge=2, description="without --url: KV blocks")] = 2048
@@ -66,32 +70,36 @@ class MeasureConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(description="tokens of one step; default: 512 in process, with --url a prompt is one step"),
     ] = None
     mock_speedup: Annotated[float, Meta(ge=0, description="mock: how much faster than modelled")] = 1.0
-    context_tokens: Annotated[int, Meta(ge=0, description="longest context; 0: as the server tells")] = 0
-    total_kv_tokens: Annotated[int, Meta(ge=0, description="of its KV cache; 0: as the server tells")] = 0
+    context_tokens: Annotated[int, Meta(ge=0, description="longest context; 0: ask the server")] = 0
+    total_kv_tokens: Annotated[int, Meta(ge=0, description="tokens of the KV cache; 0: ask the server")] = 0
     max_num_seqs: Annotated[int, Meta(ge=0, description="sequences in one step; 0: 32 in process, else required")] = 0
-    prefill_points: Annotated[int, Meta(ge=1, le=256, description="prompt lengths, at most")] = 12
-    context_points: Annotated[int, Meta(ge=1, le=64, description="contexts of decoding sequences, at most")] = 5
-    batch_points: Annotated[int, Meta(ge=1, le=64, description="batches for each context, at most")] = 5
-    repeats: Annotated[int, Meta(ge=1, le=100, description="of each point; the median counts")] = 3
+    prefill_points: Annotated[int, Meta(ge=1, le=256, description="most prompt lengths")] = 12
+    context_points: Annotated[int, Meta(ge=1, le=64, description="most contexts of decoding sequences")] = 5
+    batch_points: Annotated[int, Meta(ge=1, le=64, description="most batches for each context")] = 5
+    repeats: Annotated[int, Meta(ge=1, le=100, description="measurements of each point; the median counts")] = 3
     steps: Annotated[int, Meta(ge=2, le=4096, description="decode steps of a measurement")] = 32
     warm_steps: Annotated[int, Meta(ge=1, le=4096, description="decode steps before them")] = 8
-    seed: Annotated[int, Meta(ge=0, description="of the prompts")] = 0
-    lowest_token: Annotated[int, Meta(ge=0, description="prompts are ids from here on")] = 100
-    token_range: Annotated[int, Meta(ge=2, description="so many ids; they must be in the vocabulary")] = 900
-    out_dir: Annotated[str, Meta(description="for profiles, and points while it runs")] = "profiles"
-    fresh: Annotated[bool, Meta(description="begin anew; else a run that was stopped goes on")] = False
-    start_s: Annotated[float, Meta(ge=0, description="from the order of a worker until it serves; 0: not known")] = 0.0
-    notes: Annotated[str, Meta(description="for the record")] = ""
+    seed: Annotated[int, Meta(ge=0, description="seed of the prompts")] = 0
+    lowest_token: Annotated[int, Meta(ge=0, description="lowest token id in prompts")] = 100
+    token_range: Annotated[
+        int, Meta(ge=2, description="number of token ids in prompts; they must be in the vocabulary")
+    ] = 900
+    out_dir: Annotated[str, Meta(description="folder for profiles, and for points while it runs")] = "profiles"
+    fresh: Annotated[bool, Meta(description="start again; default: continue a stopped run")] = False
+    start_s: Annotated[
+        float, Meta(ge=0, description="time from the order of a worker until it serves; 0: not known")
+    ] = 0.0
+    notes: Annotated[str, Meta(description="text for the record")] = ""
 
 
 IN_PROCESS_STEP_TOKENS = 512
 ENVIRON_PREFIX = "KVMESH_PROFILE_MEASURE_"
-API_KEY = "KVMESH_PROFILE_API_KEY"  # of the servers; a flag would be seen by all users of this machine
+API_KEY = "KVMESH_PROFILE_API_KEY"  # of the servers; all users of this machine could see a flag
 
 
 @dataclass(slots=True)
 class Measurement:
-    """One worker to measure."""
+    """A worker to measure."""
 
     mapping: str
     target: MeasuredServer | MeasuredEngine
@@ -114,7 +122,7 @@ def main(argv: list[str]) -> int:
 
 
 async def until_stopped(config: MeasureConfig, stop: asyncio.Event, console: Console) -> int:
-    """130 if `stop` came first: a second run goes on."""
+    """Measure, and return the exit code: 130 if `stop` came first. The same command then continues."""
     working = asyncio.create_task(measure_all(config, console), name="profile")
     stopping = asyncio.create_task(stop.wait(), name="wait for Ctrl-C")
     await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -122,7 +130,7 @@ async def until_stopped(config: MeasureConfig, stop: asyncio.Event, console: Con
     if not working.done():
         working.cancel()
         await asyncio.wait({working, stopping})
-        console.print(f"stopped; the points so far are in {config.out_dir}, the same command goes on with them")
+        console.print(f"stopped; the points so far are in {config.out_dir}, the same command continues")
         return 130
     for path in working.result():
         print(path, flush=True)
@@ -130,7 +138,7 @@ async def until_stopped(config: MeasureConfig, stop: asyncio.Event, console: Con
 
 
 async def measure_all(config: MeasureConfig, console: Console) -> list[Path]:
-    """The profiles, one for each mapping, measured at the same time. The first failure ends all and is raised."""
+    """Measure all mappings at the same time and return the profiles. The first failure ends all and is raised."""
     jobs = jobs_of(config)
     with progress_bar(console) as progress:
         try:
@@ -142,7 +150,7 @@ async def measure_all(config: MeasureConfig, console: Console) -> list[Path]:
 
 
 def jobs_of(config: MeasureConfig) -> list[Measurement]:
-    """Raises ConfigError for settings that do not fit together."""
+    """Return the workers to measure. Raise ConfigError for settings that do not fit together."""
     names = config.mapping or ("tp1",)
     if config.url and len(names) != len(config.url):
         raise ConfigError(
@@ -209,7 +217,7 @@ def plan_of(config: MeasureConfig, mapping: str) -> MeasurePlan:
 
 
 async def measure_one(config: MeasureConfig, job: Measurement, progress: Progress) -> Path:
-    """Writes the profile when all points are there. The path is that of its JSON."""
+    """Measure all points, write the profile and return the path of its JSON."""
     plan, path = plan_of(config, job.mapping), profile_path(Path(config.out_dir), job.mapping, config.role)
     row = progress.add_task(f"{job.mapping}: starting", total=None, points="")
     async with AsyncExitStack() as stack:
@@ -227,7 +235,7 @@ async def measure_one(config: MeasureConfig, job: Measurement, progress: Progres
 async def take_points(
     target: MeasuredWorker, plan: MeasurePlan, limits: WorkerLimits, journal: Journal, progress: Progress, row: TaskID
 ) -> None:
-    """Those that the journal does not have."""
+    """Measure the points that the journal does not have."""
     work = work_of(plan, limits)
     left = work_left(work, journal.points)
     count = len(work.prefill) + len(work.decode)
@@ -247,7 +255,7 @@ async def take_points(
 
 
 def capped(limits: WorkerLimits, config: MeasureConfig) -> WorkerLimits:
-    """By what the caller wants less of."""
+    """Return the limits, lowered to what the settings ask for."""
     return WorkerLimits(
         context_tokens=min(limits.context_tokens, config.context_tokens or limits.context_tokens),
         total_kv_tokens=min(limits.total_kv_tokens, config.total_kv_tokens or limits.total_kv_tokens),
@@ -298,7 +306,7 @@ async def profile_of(
 
 
 def hardware_of(config: MeasureConfig, mapping_gpus: int) -> tuple[str, int]:
-    """What a worker ran on, and how many GPUs it took: what was said of it, else what can be known here."""
+    """Return the device and the GPUs of a worker: as the settings say, otherwise as found here."""
     if config.url:
         return config.device, mapping_gpus if config.gpus is None else config.gpus
     on_cpu = config.engine == "mock" or config.device == "cpu" or (config.device == "auto" and not has_gpu())

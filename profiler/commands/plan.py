@@ -1,4 +1,4 @@
-"""`kvmesh profile plan`: from profiles and an SLO to a deployment."""
+"""Plan a deployment from profiles and an SLO: `kvmesh profile plan`."""
 
 import os
 import shlex
@@ -32,27 +32,28 @@ class PlanConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefill_profiles: Annotated[
         tuple[str, ...], Meta(description="only for prefill workers; default: --profiles that have a prefill table")
     ] = ()
-    decode_profiles: Annotated[tuple[str, ...], Meta(description="the same for decode workers")] = ()
+    decode_profiles: Annotated[
+        tuple[str, ...], Meta(description="only for decode workers; default: --profiles that have a decode table")
+    ] = ()
     ttft_slo_s: Annotated[float, Meta(gt=0, description="TTFT to keep")] = 0.5
     itl_slo_s: Annotated[float, Meta(gt=0, description="gap between tokens to keep")] = 0.05
-    isl: Annotated[int, Meta(ge=1, description="tokens of a prompt, mean")] = 2048
-    osl: Annotated[int, Meta(ge=1, description="tokens of an answer, mean")] = 256
-    hit_share: Annotated[float, Meta(ge=0, lt=1, description="of prompt tokens that lie in a cache")] = 0.0
-    gpus: Annotated[
-        int, Meta(ge=1, description="GPUs of all workers together, at most; a CPU worker counts as one")
-    ] = 8
+    isl: Annotated[int, Meta(ge=1, description="mean tokens of a prompt")] = 2048
+    osl: Annotated[int, Meta(ge=1, description="mean tokens of an answer")] = 256
+    hit_share: Annotated[float, Meta(ge=0, lt=1, description="share of prompt tokens that lie in a cache")] = 0.0
+    gpus: Annotated[int, Meta(ge=1, description="most GPUs of all workers together; a CPU worker counts as one")] = 8
     rps: Annotated[float, Meta(ge=0, description="requests/s to carry; 0: as many as the GPUs can")] = 0.0
     target_utilization: Annotated[float, Meta(gt=0, le=1, description="share of a worker's capacity to use")] = 0.8
     pick: Annotated[
-        Annotated[int, Meta(ge=0)] | None, Meta(description="write this option of the page instead of the recommended")
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="write the files of this option instead of the recommended one"),
     ] = None
-    out_dir: Annotated[str, Meta(description="for the deployment, the page and the picture")] = "plan"
+    out_dir: Annotated[str, Meta(description="folder for the deployment, the page and the picture")] = "plan"
     png: Annotated[bool, Meta(description="draw the Pareto front")] = True
     json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
     image: Annotated[str, Meta(description="container image")] = "kvmesh:0.1.0"
     model_path: Annotated[str, Meta(description="the model's folder in the containers")] = "/models/tiny"
-    namespace: Annotated[str, Meta(description="of Kubernetes")] = "default"
-    connector: Annotated[str, Meta(description="of the planner that planner.toml is for")] = "compose"
+    namespace: Annotated[str, Meta(description="namespace in Kubernetes")] = "default"
+    connector: Annotated[str, Meta(description="connector in planner.toml")] = "compose"
 
 
 def main(argv: list[str]) -> int:
@@ -96,7 +97,7 @@ def draw(picks: Picks, path: Path, console: Console) -> None:
 
 
 def profiles_of(config: PlanConfig) -> tuple[list[Profile], list[Profile]]:
-    """Those with a prefill and those with a decode table. Raises ConfigError if there are none."""
+    """Return the profiles with a prefill and with a decode table. Raise ConfigError if there are none."""
     both = [] if config.prefill_profiles and config.decode_profiles else read_profiles(config.profiles)
     prefill = read_profiles(config.prefill_profiles) if config.prefill_profiles else both
     decode = read_profiles(config.decode_profiles) if config.decode_profiles else both
@@ -132,7 +133,7 @@ def goal_of(config: PlanConfig) -> Goal:
 
 
 def chosen_option(config: PlanConfig, picks: Picks) -> Option | None:
-    """Raises ConfigError for a number that no option has."""
+    """Return the picked or recommended option. Raise ConfigError for a number that no option has."""
     if config.pick is None:
         return None if picks.recommended is None else picks.options[picks.recommended]
     if config.pick >= len(picks.options):
@@ -163,7 +164,7 @@ def write_deployment(deployment: Deployment, out: Path, connector: str) -> None:
 
 
 def command_of(argv: list[str]) -> str:
-    """What the page shows: this run's, without the pick."""
+    """Return this command without --pick, for the page."""
     kept = list(argv)
     for i, word in enumerate(argv):
         if word == "--pick":
@@ -210,7 +211,7 @@ def table_of(picks: Picks) -> Table:
 
 
 def thinned(picks: Picks) -> list[int]:
-    """Even parts of the front, both ends, and what is recommended."""
+    """Return options at even steps of the front, both ends, and the recommended option."""
     last = len(picks.front) - 1
     rows = min(SHOWN_ROWS, len(picks.front))
     even = {picks.front[round(i * last / max(1, rows - 1))] for i in range(rows)}

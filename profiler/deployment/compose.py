@@ -9,7 +9,7 @@ COMPOSE_FILES = ["docker-compose.yml", "docker-compose.planner.yml", "compose.ov
 
 
 def compose_override(deployment: Deployment) -> str:
-    """To be laid over docker-compose.yml and docker-compose.planner.yml, whose workers can be scaled."""
+    """Return an override of docker-compose.yml and docker-compose.planner.yml, whose workers can be scaled."""
     services = {role: _compose_worker(deployment, role) for role in ("prefill", "decode")}
     if deployment.model_path != BUILT_IN_MODEL:
         services["frontend"] = {"volumes": [_model_volume_of_compose(deployment)]}  # beside its own: the tokenizer
@@ -25,7 +25,7 @@ def compose_override(deployment: Deployment) -> str:
 
 
 def _compose_worker(deployment: Deployment, role: str) -> dict[str, Any]:
-    """Replicas of one service: named and addressed as compose does their containers."""
+    """Return a service with replicas. Each worker takes its name and address from its container."""
     words = ["python", "-m", "workers", "--name", f"{role}-$$(hostname)", "--advertise-host", "$$(hostname -i)"]
     line = " ".join([*words, *map(_shell_word, worker_flags(deployment, role))])
     profile = deployment.profile(role)

@@ -10,7 +10,7 @@ from workers.engines.mapping import parse_mapping
 from workers.engines.registry import ENGINES, STARTED
 
 DISCOVERY = "file:/run/kvmesh/discovery"
-BUILT_IN_MODEL = "/models/tiny"  # lies in the image
+BUILT_IN_MODEL = "/models/tiny"  # in our image
 IN_THE_IMAGE = {kind.name for kind in ENGINES.values() if kind.is_bundled}
 MAX_RANKS = 64  # the most that `kvmesh worker --dp-size` takes
 
@@ -28,7 +28,7 @@ class Deployment(Struct, frozen=True, kw_only=True):
         return self.prefill if role == "prefill" else self.decode
 
     def engine(self, role: str) -> str:
-        """Raises ConfigError for one that cannot be started: a server that did not tell what it runs."""
+        """Return the engine. Raise ConfigError if workers cannot start it: the measured server did not name it."""
         if (engine := self.profile(role).engine) not in STARTED:
             raise ConfigError(
                 f"the {role} profile is of the engine {engine!r}, workers have {', '.join(STARTED)}",
@@ -41,7 +41,7 @@ class Deployment(Struct, frozen=True, kw_only=True):
 
 
 def warnings_of(deployment: Deployment) -> list[Reason]:
-    """What the files cannot bring about."""
+    """Return what the files alone cannot achieve."""
     found = []
     if deployment.model_path == BUILT_IN_MODEL and {deployment.prefill.engine, deployment.decode.engine} - IN_THE_IMAGE:
         found.append(
@@ -67,7 +67,7 @@ def warnings_of(deployment: Deployment) -> list[Reason]:
                 Reason(
                     code="estimate",
                     text=f"the {role} profile is an estimate ({profile.provider}): measure one worker before you "
-                    "rely on it",
+                    "rely on the plan",
                 )
             )
     return found

@@ -15,7 +15,7 @@ PLANNER_FOLDER = "/etc/kvmesh-planner"
 
 
 def kubernetes_manifests(deployment: Deployment) -> str:
-    """A frontend with its service, prefill and decode workers, and a planner that may scale these two."""
+    """Return the manifests of a frontend with its service, both kinds of workers, and the planner."""
     documents = [
         _claim(deployment),
         _frontend(deployment),
@@ -124,7 +124,7 @@ def _model_volume(deployment: Deployment) -> dict[str, Any]:
 
 
 def _planner(deployment: Deployment) -> list[dict[str, Any]]:
-    """With the right to change how many workers there are, and no other."""
+    """Return the planner's manifests. It gets the right to scale the two worker Deployments, and no other right."""
     name = "kvmesh-planner"
     files = {
         "planner.toml": planner_toml(deployment, PLANNER_FOLDER, "kubernetes"),

@@ -8,7 +8,7 @@ from profiler.deployment.deployment import DISCOVERY, Deployment
 
 
 def planner_toml(deployment: Deployment, folder: str, connector: str) -> str:
-    """`folder`: where prefill.json and decode.json lie for the planner."""
+    """Return planner.toml. The planner finds prefill.json and decode.json in `folder`."""
     goal = deployment.goal
     start_s = max(deployment.prefill.start_s, deployment.decode.start_s)
     settings: dict[str, Any] = {
@@ -29,7 +29,7 @@ def planner_toml(deployment: Deployment, folder: str, connector: str) -> str:
     if connector == "kubernetes":
         settings |= {"discovery": DISCOVERY, "kubernetes_namespace": deployment.namespace}
         settings |= {"record_file": "/run/kvmesh/planner.jsonl", "host": "0.0.0.0"}
-        settings["frontends"] = ["http://kvmesh-frontend:8000"]  # who listens on 0.0.0.0 tells just that
+        settings["frontends"] = ["http://kvmesh-frontend:8000"]  # the frontend's card says 0.0.0.0
     if connector == "compose":
         settings |= {"compose_files": COMPOSE_FILES, "discovery": "file:.run/compose/discovery"}
         settings["frontends"] = ["http://127.0.0.1:8000"]

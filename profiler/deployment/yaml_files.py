@@ -1,4 +1,4 @@
-"""Plain values as YAML that people can read: texts of several lines as blocks, lists of plain values in one line."""
+"""Write YAML that people can read: texts of several lines are blocks, lists of plain values stand in one line."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ _PLAIN = re.compile(r"[A-Za-z/][\w./-]*(?: [\w./-]+)*")  # needs no quotes in an
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's writer, without anchors: people edit one place, and mean that place."""
+    """PyYAML's writer without anchors, so that people can edit one place alone."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
