@@ -75,7 +75,7 @@ class Roofline:
 
     @property
     def kv_bytes_per_gpu(self) -> float:
-        """Return the KV bytes of one token on each GPU. With more GPUs than KV heads, heads are stored twice or more."""
+        """Return the KV bytes of one token on each GPU. With more GPUs than KV heads, heads are stored repeatedly."""
         return self._shape.kv_bytes_per_token / min(self._parts, self._shape.kv_heads)
 
     def prefill_s(self, isl_tokens: int) -> float:
