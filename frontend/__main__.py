@@ -1,4 +1,4 @@
-"""`python -m frontend`: run one frontend."""
+"""Run one frontend: `python -m frontend`."""
 
 import os
 import sys

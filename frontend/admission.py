@@ -1,4 +1,4 @@
-"""How many requests are in progress, and whether more may begin."""
+"""Count the requests in progress, and decide whether more may begin."""
 
 import asyncio
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class Admission:
         return _Until(self, deadline, task)
 
     def too_late(self) -> MeshError:
-        """Why a request that ran out of time was ended."""
+        """Return why a request that ran out of time was ended."""
         if self._is_cut_off:
             return DrainingError("this frontend has stopped", hint="try again")
         return DeadlineExceededError("the request took longer than its timeout")

@@ -1,4 +1,4 @@
-"""From deltas of tokens to parts of an answer: detokenize, look for stop strings, parse, place logprobs. Pure."""
+"""Turn deltas of tokens into parts of an answer: detokenize, look for stop strings, parse, place logprobs. Pure."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -16,14 +16,14 @@ class PlacedLogprob(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What can be shown after one delta. Logprobs come with the text they belong to."""
+    """A part holds what can be shown after one delta. Logprobs come with the text they belong to."""
 
     events: Sequence[Event] = ()
     logprobs: Sequence[PlacedLogprob] = ()
 
     @property
     def text(self) -> str:
-        """Its prose."""
+        """Return the prose of the part."""
         return "".join([event.text for event in self.events if isinstance(event, Content)])
 
 
@@ -31,7 +31,7 @@ NOTHING = Part()
 
 
 class GrowingAnswer:
-    """One answer as it grows.
+    """Builds one answer, delta by delta.
 
     The result depends on the tokens only, not on how they are cut into deltas: where stop strings or logprobs
     are asked for, tokens are looked at one by one, and the answer ends with the token that completes a stop
@@ -62,7 +62,7 @@ class GrowingAnswer:
         parser: Parser | None = None,
         only_one_call: bool = False,
     ) -> None:
-        """`only_one_call`: where the model begins a second call of a tool, the answer ends."""
+        """Make an empty answer; with `only_one_call` it ends where the model begins a second call of a tool."""
         self._detokenizer = detokenizer
         self._parser = parser
         self._only_one_call = only_one_call
@@ -157,7 +157,7 @@ class GrowingAnswer:
         return self._part(texts)
 
     def _match(self, text: str) -> str:
-        """`text` as far as it can be shown."""
+        """Return `text` as far as it can be shown."""
         self._decoded_chars += len(text)
         if self._stops is None or self.completion_tokens <= self._min_tokens:
             return text
@@ -182,7 +182,7 @@ class GrowingAnswer:
         return Part(self._parse(text), self._ready_logprobs() if self._waiting else ())
 
     def _ready_logprobs(self) -> list[PlacedLogprob]:
-        """Those whose text has begun to show; at the end all, but not those of a stop string."""
+        """Return the logprobs whose text has begun to show; at the end all, but not those of a stop string."""
         waiting = self._waiting
         ends_whole = self.finish_reason is not None and (self._stops is None or self._stops.hit is None)
         ready = len(waiting)
@@ -205,7 +205,7 @@ def _logprobs_of(delta: Delta, n: int) -> tuple[TokenLogprob, ...] | None:
 
 
 def _shown_tokens(delta: Delta) -> Sequence[int]:
-    """Without the stop token that ended the answer: it counts as a token and is no text."""
+    """Return the tokens without the stop token that ended the answer: it counts as a token and is no text."""
     ids = delta.token_ids
     if delta.stop_token is not None and ids and ids[-1] == delta.stop_token:
         return ids[:-1]

@@ -35,7 +35,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
 
 
 def validation_error(text: str) -> InvalidRequestError:
-    """msgspec's words as OpenAI's: the message names the parameter, and so does `param`."""
+    """Return OpenAI's error for msgspec's: the message names the parameter, and so does `param`."""
     found = _PATH.search(text)
     path = shortened(found.group(1)) if found else ""
     reason = text[: found.start()] if found else text
@@ -56,7 +56,7 @@ def _join(path: str, name: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """As an error may repeat it: a body may hold megabytes."""
+    """Shorten what an error repeats: a body may hold megabytes."""
     return text if len(text) <= MAX_TOLD_CHARS else text[:MAX_TOLD_CHARS] + "..."
 
 
@@ -65,7 +65,7 @@ def refuse(param: str, reason: str) -> NoReturn:
 
 
 def not_supported(param: str, what: str = "", hint: str = "leave it out") -> NoReturn:
-    """`what` the parameter is, if its name alone does not say it."""
+    """Refuse a parameter by name; `what` says what it is, if its name alone does not."""
     reason = f"The parameter '{param}' is not supported" + (f": {what}" if what else "")
     raise InvalidRequestError(reason, hint=hint, param=param)
 

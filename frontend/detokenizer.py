@@ -38,16 +38,18 @@ class Detokenizer(Protocol):
         ...
 
     def plain_texts(self) -> dict[int, bytes] | None:
-        """Of tokens, as they stand between the quotes of a JSON string: up to the next `push` they may be shown so
-        without one. Empty where it takes `push`; None where it does for all."""
+        """Return the texts of tokens as they stand between the quotes of a JSON string. Up to the next `push` these
+        tokens may be shown without one. The text is empty where a token takes `push`; None says that every token
+        does."""
         ...
 
 
 class TokenDecoder(Protocol):
-    """What all streams of one tokenizer share."""
+    """Holds what all streams of one tokenizer share."""
 
     def stream(self, shown: frozenset[str] = NONE_SHOWN) -> Detokenizer:
-        """`shown`: special tokens that are text like others; all else of them is left out."""
+        """Return a new stream. The special tokens in `shown` are text like others; the other special tokens are left
+        out."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -144,7 +146,7 @@ class _PlainTexts(dict[int, bytes]):
 
 
 class _TokenView:
-    """What is shown of each token, to all streams that show the same special tokens."""
+    """Holds the text of each token, for all streams that show the same special tokens."""
 
     def __init__(self, decoder: ByteLevelDecoder, shown: frozenset[str]) -> None:
         self.bytes = _ShownBytes(decoder, shown)
@@ -193,7 +195,7 @@ class ByteLevelDetokenizer:
 
 @dataclass(frozen=True, slots=True)
 class PieceRules:
-    """What a decoder of the piece kind does with the tokens."""
+    """Says what a decoder of the piece kind does with the tokens."""
 
     replace: tuple[tuple[str, str], ...] = ()  # in every token, in order
     byte_fallback: bool = False  # tokens named <0x0A> are bytes
@@ -203,7 +205,7 @@ class PieceRules:
 
 
 def piece_rules(spec: dict[str, Any] | None) -> PieceRules | None:
-    """None if the decoder is of another kind, or has steps in an order that is not known here."""
+    """Return the rules of a decoder; None if it is of another kind, or has steps in an order that is not known here."""
     match _steps(spec):
         case [{"type": "Metaspace", "replacement": str(sign), "prepend_scheme": str(scheme)}]:
             return PieceRules(replace=((sign, " "),), bare_first="" if scheme == "never" else sign)
@@ -229,7 +231,7 @@ def _replacements(steps: list[dict[str, Any]]) -> tuple[tuple[str, str], ...] | 
 
 
 def fallback_byte(token: str) -> int | None:
-    """0x0A for the token <0x0A>, else None."""
+    """Return 0x0A for the token <0x0A>, None for a token that is no byte."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return int(token[3:5], 16)
@@ -274,7 +276,7 @@ class _PlainPieces(dict[int, bytes]):
 
 @dataclass(frozen=True, slots=True)
 class _PieceView:
-    """What is shown of each token, to all streams that show the same special tokens."""
+    """Holds the text of each token, for all streams that show the same special tokens."""
 
     pieces: _Pieces
     first_pieces: _Pieces  # as they are at the beginning
@@ -382,7 +384,7 @@ class PieceDetokenizer:
 
 
 class WindowDecoder:
-    """For decoders that are not known by name, such as WordPiece."""
+    """Decodes with decoders that are not known by name, such as WordPiece."""
 
     def __init__(self, tokenizer: Tokenizer, names: TokenNames) -> None:
         self._tokenizer = tokenizer

@@ -41,7 +41,7 @@ class StreamWriter(Protocol):
 
 
 class Dialect(Protocol):
-    """How one API asks for answers and gets them."""
+    """The way in which one API asks for answers and gets them."""
 
     name: str  # of its endpoint in metrics
     id_prefix: str  # of the ids of its requests

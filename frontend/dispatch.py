@@ -227,7 +227,7 @@ class Dispatcher:
 
 
 class _Generation(msgspec.Struct):
-    """One request for an answer, over all its attempts."""
+    """Holds one request for an answer, over all its attempts."""
 
     request: GenerateRequest
     hints: Hints
@@ -248,7 +248,8 @@ class _Failures:
         "problem", "workers")  # fmt: skip
 
     def __init__(self, generated: Sequence[int], deadline: float, patience_s: float) -> None:
-        """`generated` grows with the answer; a request that has lost its worker waits `patience_s` for another one."""
+        """Begin without failures. `generated` grows with the answer; a request that lost its worker waits `patience_s`
+        for another one."""
         self._generated = generated
         self._deadline = deadline
         self._patience_s = patience_s

@@ -49,7 +49,7 @@ class TimeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What the handlers of all endpoints use. One per application."""
+    """Holds what the handlers of all endpoints use. There is one per application."""
 
     models: ModelRegistry
     generator: Generator
@@ -65,7 +65,7 @@ Handler = Callable[[Services, Request], Awaitable[Reply | ReplyStream]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One route of the API."""
+    """A route of the API: its place, its handler, its description."""
 
     method: str
     path: str  # as mesh.http.server.Route has it
@@ -94,7 +94,7 @@ async def answer(dialect: Dialect, services: Services, request: Request) -> Repl
 
 
 class Exchange:
-    """One request and its reply."""
+    """Answers one request."""
 
     __slots__ = (
         "_dialect",
@@ -151,7 +151,7 @@ class Exchange:
         return outlet.end()
 
     def _reply_headers(self, job: Job) -> dict[str, str]:
-        """With where it ran, if the caller wants to know."""
+        """Return the headers, with the placement if the caller wants to know it."""
         return self._headers | (placement_headers(job.branches[0].trace) if job.parsed.hints.explain else {})
 
     def refuse(self, error: MeshError) -> Reply:
@@ -160,7 +160,7 @@ class Exchange:
         return refusal(error, self._dialect.error_body(error, self._shown_id), self._headers)
 
     async def _fail(self, error: MeshError) -> Reply | ReplyStream:
-        """After the headers a failure can only be the stream's last event."""
+        """Report a failure; after the headers it can only be the last event of the stream."""
         if self._stream is None or self._stream.reply is None:
             return self.refuse(error)
         self.outcome = outcome(error)
@@ -200,7 +200,7 @@ def identified(handler: Handler, prefix: str, error_body: Callable[[MeshError, s
 
 
 def as_failure(error: Exception, request_id: str) -> MeshError:
-    """What the client is told. A bug met by one request must not end as something like an answer."""
+    """Return what the client is told. A bug met by one request must not end as something like an answer."""
     if isinstance(error, MeshError):
         return error
     log.error("request %s failed", request_id, exc_info=error)

@@ -1,4 +1,4 @@
-"""How a model writes thoughts and tool calls, and the parser that reads one answer."""
+"""Know how a model writes thoughts and tool calls, and open the parser that reads one answer."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from protocol.parsers import HARMONY, NONE, reasoning_parser_name, tool_parser_n
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What one model writes, beside prose."""
+    """Says what one model writes beside prose."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -39,7 +39,7 @@ class AnswerFormat:
         return frozenset(found)
 
     def parser(self, tools: Tools | None, prompt_tail: str, *, is_guided: bool) -> Parser | None:
-        """For one answer; `prompt_tail`: how the rendered prompt ends. None: all is prose.
+        """Return the parser of one answer, None if all of it is prose. `prompt_tail` is the end of the rendered prompt.
 
         An answer that is held to a format from its first token on has no room for thoughts.
 

@@ -12,7 +12,7 @@ MAX_EXPLANATIONS = 8  # of one request, the latest: it may be placed again and a
 
 
 class Trace(Struct):
-    """What happened to one request on its way; filled while it runs."""
+    """Records what happened to one request on its way; it is filled while the request runs."""
 
     placed: Placed | None = None  # the last placement
     prefill_worker: str | None = None  # names of those that did their part
@@ -28,7 +28,8 @@ class Trace(Struct):
 
 
 class Hints(Struct, frozen=True):
-    """What the caller asks of the mesh, beside the answer. The names are those of protocol.messages.RouteRequest."""
+    """Says what the caller asks of the mesh, beside the answer. The names are those of
+    protocol.messages.RouteRequest."""
 
     disaggregate: bool | None = None  # None: the router decides
     pin: str | None = None  # the worker that has to decode
@@ -46,17 +47,17 @@ class DeltaConsumer(Protocol):
     lane: TokenLane | None  # a shorter way than `take`, once there is one; it asks for nothing but its `generated`
 
     def take(self, delta: Delta) -> bool:
-        """Whether it wants the next one at once. If not, it is done or full."""
+        """Take a delta; return whether the next one is wanted at once. If not, the consumer is done or full."""
         ...
 
     @property
     def is_done(self) -> bool:
-        """It wants no more: what is still being generated is cancelled."""
+        """Return whether no more is wanted: what is still being generated is cancelled."""
         ...
 
     @property
     def is_full(self) -> bool:
-        """It can take nothing now; deltas wait, and grow where they are made."""
+        """Return whether nothing can be taken now; deltas wait, and grow where they are made."""
         ...
 
     async def until_ready(self) -> None: ...
@@ -73,7 +74,8 @@ class Generator(Protocol):
         ...
 
     async def preview(self, request: GenerateRequest, hints: Hints, deadline: float) -> Placed:
-        """Where it would run if it came now, with the explanation; nothing is booked or sent. Raises MeshError."""
+        """Return where the request would run if it came now, with the explanation. Nothing is booked or sent. Raise
+        MeshError."""
         ...
 
     async def embed(self, request: EmbedRequest, hints: Hints, deadline: float) -> Embedding:

@@ -1,4 +1,4 @@
-"""What the headers of a request ask of the mesh. Pure.
+"""Read what the headers of a request ask of the mesh. Pure.
 
 They are believed: whoever may set them may take another's place in the queue. A gateway in front of the mesh has to
 set them, or to strip those that come from outside.

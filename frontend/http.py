@@ -24,7 +24,8 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontendApi:
-    """`app` serves it; `admission` drains it. A client that leaves cancels its request."""
+    """The application of one frontend: `app` serves it, `admission` drains it. A client that leaves cancels its
+    request."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class FrontendApi:
         metrics_folder: Path | None = None,
         endpoints: Sequence[Endpoint] = ENDPOINTS,
     ) -> None:
-        """`metrics_folder`: where the processes that share our port meet."""
+        """Build the application; in `metrics_folder` the processes that share our port meet."""
         self.admission = Admission(settings.max_inflight)
         services = Services(
             models,

@@ -39,7 +39,7 @@ class AnswerTiming(msgspec.Struct):
 
 
 class Heading(msgspec.Struct, frozen=True):
-    """What stands at the top of every chunk and of the whole answer."""
+    """The fields at the top of every chunk and of the whole answer."""
 
     id: str
     created: int  # unix seconds
@@ -59,7 +59,7 @@ class TokenCounts(msgspec.Struct, frozen=True):
 
 
 class Branch(msgspec.Struct):
-    """One answer of a request."""
+    """A branch is one answer of a request."""
 
     index: int
     request: GenerateRequest
@@ -70,7 +70,7 @@ class Branch(msgspec.Struct):
 
 
 class Job(msgspec.Struct):
-    """One request on its way."""
+    """A job is one request on its way."""
 
     parsed: ParsedRequest
     model: Model

@@ -28,7 +28,7 @@ class PlainTokenLane:
     )  # fmt: skip
 
     def __init__(self, now: Callable[[], float], write: Callable[[bytes], bool], head: bytes, tail: bytes) -> None:
-        """`write` takes chunks and gives whether the client keeps up."""
+        """Make the lane of one answer. `write` takes a chunk and returns whether the client keeps up."""
         self._now = now
         self._write = write
         self._head = head
@@ -40,8 +40,8 @@ class PlainTokenLane:
         self._most = self._passed = self._num_tokens = 0
 
     def bind(self, take: Take, most: int) -> None:
-        """Whatever is to go the long way is given to `take`, with the number of messages that passed since the last
-        one it was given; a message after `most` others is."""
+        """Bind the lane to a stream. A message that has to go the long way is given to `take`, with the number of
+        messages that passed since the last one. So is a message after `most` others."""
         self._take = take
         self._most = most
         self._passed = 0
@@ -66,7 +66,7 @@ class PlainTokenLane:
         return self._take(raw, passed)
 
     def take_count(self) -> int:
-        """Of the tokens that passed since the last call."""
+        """Return how many tokens passed since the last call."""
         count, self._num_tokens = self._num_tokens, 0
         return count
 

@@ -1,4 +1,4 @@
-"""Which models the mesh serves, and what the frontend needs to know of each."""
+"""Know which models the mesh serves, and what the frontend needs to know of each."""
 
 import asyncio
 import logging
@@ -59,7 +59,7 @@ class Model:
 
 
 class ModelFacts(NamedTuple):
-    """What loading a model takes, as its workers tell it."""
+    """Facts that loading a model takes, as its workers report them."""
 
     model_path: str
     context_tokens: int
@@ -70,7 +70,7 @@ class ModelFacts(NamedTuple):
 
 @dataclass(slots=True)
 class ServedModel:
-    """What the workers of one model agree on."""
+    """Holds what the workers of one model agree on."""
 
     name: str
     facts: ModelFacts  # told by one of its workers, or the last one
@@ -121,8 +121,8 @@ class ModelRegistry:
         cache_bytes: int = CACHE_BYTES,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tokenizer`, `cache_bytes`: of every model, see Tokenizer.load. Raises ConfigError if the package for that
-        is missing."""
+        """Make an empty registry; `tokenizer` and `cache_bytes` are those of Tokenizer.load, for every model. Raise
+        ConfigError if a package is missing."""
         require_backend(tokenizer)
         self._now = now
         self._tokenizer: BackendName = tokenizer
@@ -175,7 +175,7 @@ class ModelRegistry:
         return served.loading
 
     def _on_loaded(self, served: ServedModel, task: asyncio.Task[Model]) -> None:
-        """To the log as well: nobody may have asked for the model yet."""
+        """Report a failed load in the log as well: perhaps nobody has asked for the model yet."""
         served.retry_at = self._now() + RETRY_S
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed: %s", task.get_name(), error)
@@ -206,12 +206,13 @@ class ModelRegistry:
         return served
 
     def _with_lora(self, name: str) -> ServedModel | None:
-        """Of several models with an adapter of that name, one that is ready."""
+        """Return a model with an adapter of that name, one that is ready if there is any."""
         having = [served for served in self._served.values() if name in served.loras]
         return next((served for served in having if served.ready), having[0] if having else None)
 
     def names(self) -> Iterator[tuple[str, ServedModel]]:
-        """What can be asked for: models that are ready, and their adapters. Each name once, as `find` reads it."""
+        """Yield what can be asked for: models that are ready, and their adapters. Each name comes once, as `find` reads
+        it."""
         seen = set(self._served)
         for served in self.ready():
             yield served.name, served

@@ -187,7 +187,8 @@ def _responses(operation: Operation, described: Described) -> Schema:
 
 
 def _event(operation: Operation, described: Described) -> Schema:
-    """Of one event, its data being text that holds JSON: OpenAPI 3.1 leaves open what the schema of a stream is."""
+    """Describe one event, whose data is text that holds JSON: OpenAPI 3.1 leaves open what the schema of a stream
+    is."""
     data: Schema = {
         "type": "string",
         "contentMediaType": JSON,

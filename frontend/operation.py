@@ -18,7 +18,7 @@ OWN_FAILURES = (400, 401, 404, 408, 413, 431, 500, 503)  # of what the frontend 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeNotes:
-    """What the types of the bodies do not say."""
+    """Says what the types of the bodies do not."""
 
     partly: Sequence[tuple[type[Struct], Mapping[str, Only]]] = ()  # fields of which only some values are supported
     read_later: Mapping[tuple[type[Struct], str], Sequence[type[Struct]]] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class ShapeNotes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What one endpoint takes and gives."""
+    """Says what one endpoint takes and gives."""
 
     summary: str
     request: tuple[Kind, ...] = ()  # the body is one of these

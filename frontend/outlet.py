@@ -17,17 +17,17 @@ ERROR_WRITE_S = 1.0  # for telling a client that may not read any more that its 
 
 
 class Outlet(Protocol):
-    """Where the parts of the answers go."""
+    """Takes the parts of the answers."""
 
     has_lanes: bool
 
     def put(self, branch: Branch, part: Part) -> bool:
-        """Whether it is not full."""
+        """Take a part; return whether more can be taken."""
         ...
 
     def lane(self, branch: Branch, now: Callable[[], float]) -> TokenLane | None:
-        """After a `put`, where the answer is plain: how tokens that are text alone can go out without it, until the
-        last. None: not now."""
+        """Return how tokens that are text alone can go out without `put`, until the last one; None if they cannot now.
+        It is asked after a `put`, where the answer is plain."""
         ...
 
     @property

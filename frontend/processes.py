@@ -43,7 +43,7 @@ async def serve_processes(config: FrontendConfig, config_file: str, stop: asynci
 
 
 async def until_stopped(stop: asyncio.Event, supervisor: Supervisor) -> None:
-    """Also returns when a process cannot be kept running."""
+    """Wait until `stop`; also return when a process cannot be kept running."""
     waiting = [asyncio.create_task(event.wait()) for event in (stop, supervisor.failed)]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -24,7 +24,7 @@ ReadT = TypeVar("ReadT")
 
 
 class TokenizedPrompt(msgspec.Struct):
-    """What the model reads, for one or more answers."""
+    """A prompt as the model reads it, for one or more answers."""
 
     tokens: bytes  # u32 little endian
     tail: str = ""  # of a rendered chat

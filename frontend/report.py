@@ -14,7 +14,8 @@ _NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]")
 
 
 def trace_report(job: Job) -> TraceReport | None:
-    """What happened to the request (to its first answer, where it has several), if the caller wants to know."""
+    """Return what happened to the request (to its first answer, where it has several), if the caller wants to know
+    it."""
     explain = job.parsed.hints.explain
     if not (job.parsed.trace or explain):
         return None

@@ -44,7 +44,7 @@ class ParamNames(Struct, frozen=True):
 
 
 class ParsedBody(Struct, frozen=True, kw_only=True):
-    """What every body asks for."""
+    """Holds what every body asks for."""
 
     model: str
     cache_salt: str | None = None

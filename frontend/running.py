@@ -112,7 +112,7 @@ async def _generate(
 
 
 def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Of several answers that failed one is told; a MeshError rather than a bug's."""
+    """Return the failure that is reported where several answers failed: a MeshError rather than a bug's."""
     flat: list[BaseException] = []
     todo: list[BaseException] = [failures]
     while todo:

@@ -1,4 +1,4 @@
-"""Who may use the API, and over which connections: API keys and TLS, each from files that flags name."""
+"""Guard the API: API keys and TLS, each from files that flags name."""
 
 import hashlib
 import hmac
@@ -33,7 +33,7 @@ class ApiKey(NamedTuple):
 
 
 def read_api_keys(text: str, source: str) -> list[ApiKey]:
-    """One key a line, then the tenant it stands for, if any; `#` begins a comment.
+    """Read one key a line, then the tenant it stands for, if any; `#` begins a comment.
 
     Raises ConfigError that names the line, and never the key.
     """
@@ -64,7 +64,7 @@ class WatchedFiles(Generic[T]):
     """Keeps what was read from files, and reads them again once they have changed."""
 
     def __init__(self, look: Callable[[], Stamp], read: Callable[[], T], name: str, clock: Callable[[], float]) -> None:
-        """`name`: what the files hold, for the log. Raise ConfigError."""
+        """Read the files; `name` says what they hold, for the log. Raise ConfigError."""
         self._look = look
         self._read_files = read
         self._name = name
@@ -157,7 +157,7 @@ def _digest(key: str) -> bytes:
 def tls_context(
     cert: str, key: str, client_ca: str, *, clock: Callable[[], float] = time.monotonic
 ) -> ssl.SSLContext | None:
-    """For a listener; None without `cert`. All are paths of PEM files, "" where not given.
+    """Return the TLS context of a listener; None without `cert`. All are paths of PEM files, "" where not given.
 
     Without `key` it is looked for in the file of `cert`. With `client_ca`, clients need a certificate signed by it.
     Files that change count for the connections that come then. Raises ConfigError.
@@ -178,7 +178,7 @@ class TlsRenewal:
     """Called in each handshake (not only for a client that names the server): gives it the files as they are now."""
 
     def __init__(self, paths: tuple[str, str, str], clock: Callable[[], float]) -> None:
-        """`paths`: certificate, key, clients' CA. Raise ConfigError."""
+        """Read the files at `paths`: certificate, key, clients' CA. Raise ConfigError."""
         self._paths = paths
         self.files = WatchedFiles(self._look, partial(_load_context, *paths), "TLS files", clock)
 

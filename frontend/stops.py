@@ -38,14 +38,15 @@ class StopMatcher:
         return held
 
     def _first_hit(self, text: str, held_chars: int) -> tuple[int, int, str] | None:
-        """(end, start, stop) of the hit that ends first. None ends in what was held back, so none is looked for there:
-        of a text that repeats itself, every look would cost the length of the text times that of the stop."""
+        """Return (end, start, stop) of the hit that ends first. No hit ends in what was held back, so none is looked
+        for there: of a text that repeats itself, every look would cost the length of the text times that of the
+        stop."""
         starts = [text.find(stop, max(0, held_chars + 1 - len(stop))) for stop in self._stops]
         hits = [(at + len(stop), at, stop) for at, stop in zip(starts, self._stops, strict=True) if at >= 0]
         return min(hits, default=None)
 
     def _held_from(self, text: str) -> int:
-        """Where the longest tail of `text` that may still become a stop string begins."""
+        """Return where the longest tail of `text` that may still become a stop string begins."""
         for start in range(max(0, len(text) - self._max_held_chars), len(text)):
             if text[start] in self._first_chars:
                 tail = text[start:]

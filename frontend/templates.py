@@ -31,7 +31,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 class ChatTemplate:
-    """One compiled template, with the special tokens it may write."""
+    """Renders chats with one compiled template and the special tokens it may write."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises ConfigError if `source` is no template."""
@@ -63,7 +63,8 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         param: str = "messages",
     ) -> str:
-        """`options`: further names for the template; `param`: where the messages come from, for errors.
+        """Return the chat as text. `options` are further names for the template; `param` is where the messages come
+        from, for errors.
 
         Raises InvalidRequestError if it refuses the messages.
         """
@@ -95,7 +96,8 @@ class ChatTemplate:
         return _up_to_mark(text) if continue_final_message else text
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
-        """Without nulls, as transformers passes it; `developer` is `system` to templates before that name."""
+        """Return the message without nulls, as transformers passes it; `developer` is `system` to templates before that
+        name."""
         plain = {key: value for key, value in message.items() if value is not None}
         if plain.get("role") == "developer" and not self._knows_developer:
             plain["role"] = "system"
@@ -103,7 +105,8 @@ class ChatTemplate:
 
 
 def _marked(content: object) -> str:
-    """With a mark behind it: to look for the text itself would find it in what the template writes after it, too.
+    """Return the content with a mark behind it: to look for the text itself would find it in what the template writes
+    after it, too.
 
     The space behind the mark is lost where a template strips what it is given.
     """
@@ -113,7 +116,7 @@ def _marked(content: object) -> str:
 
 
 def _up_to_mark(text: str) -> str:
-    """Without what the template writes behind the last message, so that the model goes on with it."""
+    """Return the text without what the template writes behind the last message, so that the model continues it."""
     final, mark, rest = text.rpartition(_END_OF_FINAL)
     if not mark:
         raise _not_continued("is changed by the model's chat template")
@@ -129,7 +132,7 @@ def _not_continued(why: str) -> InvalidRequestError:
 
 
 def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and its like, from tokenizer_config.json or from the older special_tokens_map.json."""
+    """Return bos_token and its like, from tokenizer_config.json or from the older special_tokens_map.json."""
     merged = _read_object(folder / "special_tokens_map.json") | dict(config)
     tokens: dict[str, str] = {}
     for name in _SPECIAL_TOKENS:
@@ -180,7 +183,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the model's words for training; here it is transparent."""
+    """Lets `{% generation %}`, which marks the model's words for training, pass."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -213,7 +216,7 @@ def _strftime_now(format: str) -> str:
 
 
 class _DictFactory:
-    """`dict` for templates, without the attributes of the type."""
+    """Makes a `dict` for templates, without the attributes of the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -223,7 +226,7 @@ class _DictFactory:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace` that keeps no underscore names, as in transformers: they are a way out of the sandbox."""
+    """A `namespace` that keeps no underscore names, as in transformers: they are a way out of the sandbox."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # a template may write namespace(self=1)
         self, rest = args[0], args[1:]

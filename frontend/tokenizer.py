@@ -66,7 +66,8 @@ class Tokenizer:
     def from_json(
         cls, data: bytes, origin: str = "tokenizer.json", backend: BackendName = "auto", cache_bytes: int = CACHE_BYTES
     ) -> "Tokenizer":
-        """`cache_bytes`: bound of the cache of pieces; 0 is none. Raises ConfigError."""
+        """Make the tokenizer of a tokenizer.json; `cache_bytes` bounds the cache of pieces, 0 is none. Raise
+        ConfigError."""
         try:
             text = data.decode()
             reference = tokenizers.Tokenizer.from_str(text)
@@ -89,7 +90,7 @@ class Tokenizer:
 
     @property
     def backend_name(self) -> str:
-        """Which library is used: hf or fastokens."""
+        """Return which library is used: hf or fastokens."""
         return self._backend.name
 
     async def encode_packed(self, text: str, *, add_special_tokens: bool, salt: str = "") -> bytes:
@@ -111,7 +112,7 @@ class Tokenizer:
         return self._framed(text, lookup, add_special_tokens)
 
     def encode_now(self, text: str, add_special_tokens: bool = False, salt: str = "") -> bytes:
-        """As `encode_packed`, in this thread whatever the length."""
+        """Do as `encode_packed` does, in this thread whatever the length."""
         lookup = self._look_up(text, salt)
         self._encode_new(lookup)
         return self._framed(text, lookup, add_special_tokens)
@@ -165,7 +166,7 @@ class Tokenizer:
         return self._decoder.stream(shown)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for by itself; may be part of a character. Special tokens have their name."""
+        """Return the bytes of one token by itself, which may be part of a character. Special tokens have their name."""
         return self._decoder.token_bytes(token_id)
 
     def special_token_id(self, text: str) -> int | None:
@@ -183,7 +184,7 @@ class Lookup:
     __slots__ = ("ids", "kept", "new", "new_chars", "pieces", "salt")
 
     def __init__(self, salt: str, pieces: list[str], ids: list[bytes | None], kept: int) -> None:
-        """`kept`: how many of the pieces, from the first, belong into the cache."""
+        """Note what was found of the pieces; the first `kept` of them belong into the cache."""
         self.salt = salt
         self.pieces = pieces
         self.ids = ids
@@ -200,7 +201,7 @@ Frame = Callable[[str, bytes], bytes]  # (text, its ids) -> its ids with the spe
 
 
 def frame_of(tokenizer: tokenizers.Tokenizer) -> Frame:
-    """How the tokenizer puts special tokens around a text: some before, some after, whatever the text is."""
+    """Find how the tokenizer puts special tokens around a text: some before, some after, whatever the text is."""
     encode = HfBackend(tokenizer).encode
 
     def encode_framed(text: str) -> bytes:

@@ -59,7 +59,7 @@ class WholeAnswer:
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens; for choosing between answers."""
+        """Return the mean logprob of the tokens; for choosing between answers."""
         if not self.logprobs:
             return 0.0
         return sum(placed.entry.logprob for placed in self.logprobs) / len(self.logprobs)

@@ -49,7 +49,7 @@ def chat_messages(system: str | Sequence[OnlyText] | None, messages: Sequence[Me
 
 
 def continues(said: Sequence[ChatMessage]) -> bool:
-    """Whether the answer goes on with the last message. Raises InvalidRequestError if it cannot."""
+    """Return whether the answer continues the last message. Raise InvalidRequestError if it cannot."""
     last = said[-1]
     if last["role"] != "assistant":
         return False

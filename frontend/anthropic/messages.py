@@ -95,7 +95,7 @@ GOING_ON: Final = Stop(None, None)
 
 
 def stop_of(job: Job) -> Stop:
-    """Why a complete answer ended."""
+    """Return why a complete answer ended."""
     answer = job.branches[0].answer
     if answer.stopped_by is not None:
         return Stop("stop_sequence", answer.stopped_by)
@@ -134,8 +134,8 @@ def framed(name: str, fields: bytes) -> bytes:
 
 
 class MessagesWriter:
-    """Of a delta only what is new in it is encoded anew. A block is opened by the first event that belongs to it, and
-    closed by the first that does not."""
+    """Writes an answer as events: a block is opened by the first event that belongs to it, and closed by the first that
+    does not. Only what is new in a delta is encoded each time."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

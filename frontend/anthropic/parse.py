@@ -68,7 +68,7 @@ def parse_count(body: bytes) -> ParsedRequest:
 
 
 def _prompt(request: CountRequest) -> dict[str, Any]:
-    """What makes the prompt, and what the answer is held to, as fields of ParsedRequest."""
+    """Return what makes the prompt, and what the answer is held to, as fields of ParsedRequest."""
     refuse_unsupported(request, PROMPT_DEFAULTS)
     messages = chat_messages(request.system, request.messages)
     goes_on = continues(messages)
@@ -98,7 +98,7 @@ class _Turn(msgspec.Struct):
 
 
 class _Glance(msgspec.Struct):
-    """As much of a body as says what kinds of blocks and tools it holds."""
+    """The part of a body that says what kinds of blocks and tools it holds."""
 
     messages: list[_Turn] = []
     tools: list[_Typed] | None = None

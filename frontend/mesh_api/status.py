@@ -1,4 +1,4 @@
-"""What operators and tools read: health, metrics and the description of the API. None of them needs a key."""
+"""Serve what operators and tools read: health, metrics and the description of the API. None of them needs a key."""
 
 from importlib.resources import files
 

@@ -1,4 +1,5 @@
-"""What the answers of chat and text completions have in common: usage, the whole response, the chunks of a stream."""
+"""Write what the answers of chat and text completions have in common: usage, the whole response, the chunks of a
+stream."""
 
 from collections.abc import Sequence
 from typing import Final, TypeVar
@@ -41,7 +42,7 @@ def whole_response(kind: str, job: Job, choices: Sequence[ChoiceT], counts: Toke
 
 
 class ChunkWriter:
-    """Of a chunk only what is new in it is encoded anew."""
+    """Writes the chunks of a stream; only what is new in a chunk is encoded each time."""
 
     def __init__(self, kind: str, job: Job) -> None:
         self._job = job
@@ -53,17 +54,17 @@ class ChunkWriter:
         self._set_usage(b',"usage":null' if job.parsed.include_usage else b"")  # as OpenAI's, in all but the last
 
     def _set_usage(self, usage: bytes) -> None:
-        """What chunks say of it from now on."""
+        """Set what chunks report of the usage from now on."""
         self._event_tail = b"]" + usage + b"}\n\n"
         self._unfinished = b',"logprobs":null,"finish_reason":null}' + self._event_tail
 
     def _count_on(self) -> None:
-        """Where every chunk tells the usage of the whole request so far."""
+        """Report the usage of the request so far, if every chunk has to."""
         if self._job.parsed.is_usage_continuous:
             self._set_usage(b',"usage":' + encode(usage_of(self._job.counts())))
 
     def chunk(self, index: int, content: bytes, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
-        """`content`: the choice's own fields, `"text":"..."` or `"delta":{...}`."""
+        """Return one chunk; `content` is the choice's own fields, `"text":"..."` or `"delta":{...}`."""
         rest = (content, b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}", self._event_tail)
         return self._heads[index] + b"".join(rest)
 
@@ -72,7 +73,7 @@ class ChunkWriter:
         return self._heads[index] + content + self._unfinished
 
     def end(self, counts: TokenCounts) -> bytes:
-        """What follows the last finish reason: usage if it was asked for, and what happened to the request."""
+        """Return what follows the last finish reason: usage if it was asked for, and what happened to the request."""
         trace = trace_report(self._job)
         if not self._job.parsed.include_usage and trace is None:
             return DONE

@@ -95,7 +95,7 @@ class ChatWriter(ChunkWriter):
         return b"".join([self.plain(index, b'"delta":' + _delta(event)) for event in events])
 
     def _with_logprobs(self, index: int, part: Part) -> bytes:
-        """They go with the first chunk of the part."""
+        """Write logprobs with the first chunk of the part."""
         logprobs = encode(chat_logprobs(self._job.model.tokenizer, part.logprobs))
         first, *rest = [_delta(event) for event in part.events] or [b'{"content":""}']
         chunks = [self.chunk(index, b'"delta":' + first, logprobs)]

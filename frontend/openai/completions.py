@@ -46,7 +46,7 @@ class CompletionsDialect:
 
 
 def the_likeliest(parsed: ParsedRequest, answers: Sequence[WholeAnswer]) -> Sequence[WholeAnswer]:
-    """Of the `best_of` answers to each prompt, the `n` with the largest mean logprob, likeliest first."""
+    """Return the `n` likeliest of the `best_of` answers to each prompt, by their mean logprob, likeliest first."""
     if parsed.best_of == parsed.n:
         return answers
     chosen: list[WholeAnswer] = []
@@ -66,7 +66,7 @@ def completion_choice(job: Job, index: int, answer: WholeAnswer) -> CompletionCh
 
 
 def _logprobs(job: Job, placed: Sequence[PlacedLogprob]) -> CompletionLogprobs | None:
-    """None if the caller did not ask for them: choosing between answers takes them as well."""
+    """Return the logprobs, None if the caller did not ask for them: choosing between answers takes them as well."""
     if job.parsed.sampling.top_logprobs is None:
         return None
     return completion_logprobs(job.model.tokenizer, placed)

@@ -36,6 +36,6 @@ def completion_logprobs(tokenizer: Tokenizer, placed: Sequence[PlacedLogprob]) -
 
 
 def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
-    """(text, logprob, bytes). Part of a character shows as U+FFFD in the text and exactly in the bytes."""
+    """Return (text, logprob, bytes). Part of a character shows as U+FFFD in the text and exactly in the bytes."""
     data = tokenizer.token_bytes(token_id)
     return data.decode(errors="replace"), max(logprob, LEAST_LOGPROB), list(data)

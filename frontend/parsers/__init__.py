@@ -1,1 +1,1 @@
-"""From a model's raw text to prose, thoughts and tool calls: pure machines that read it piece by piece."""
+"""Turn a model's raw text into prose, thoughts and tool calls: pure machines that read it piece by piece."""

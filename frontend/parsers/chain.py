@@ -36,7 +36,7 @@ class ChainedParser:
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """The same events with neighbours of one kind (arguments: of one call) joined, and empty texts left out."""
+    """Return the same events with neighbours of one kind (arguments: of one call) joined, and empty texts left out."""
     merged: list[Event] = []
     for (kind, index), group in groupby(filter(_says_something, events), key=_kind_and_index):
         if kind is CallBegun:

@@ -1,4 +1,4 @@
-"""What a parser makes of a model's text, and the seam that every parser fills."""
+"""Define what a parser makes of a model's text, and the seam that every parser fills."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class CallBegun(msgspec.Struct, frozen=True, gc=False):
 
 
 class CallArguments(msgspec.Struct, frozen=True, gc=False):
-    """More of a call's arguments. Joined, the fragments of one call are the JSON text of one object."""
+    """A fragment of a call's arguments. Joined, the fragments of one call are the JSON text of one object."""
 
     index: int
     fragment: str
@@ -60,7 +60,7 @@ class Parser(Protocol):
         ...
 
     def push(self, text: str) -> Sequence[Event]:
-        """What is certain after this further text; may be empty."""
+        """Return what is certain after this further text; may be empty."""
         ...
 
     def flush(self) -> Sequence[Event]:

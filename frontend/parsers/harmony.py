@@ -48,7 +48,7 @@ class Header(NamedTuple):
 
 
 def read_header(raw: str) -> Header | None:
-    """What a message is whose header, up to `<|message|>`, is `raw`; None if it makes no sense.
+    """Return what a message is whose header, up to `<|message|>`, is `raw`; None if it makes no sense.
 
     Without a channel it is read like `commentary`, if nothing but a role, a recipient and a type stands in it.
     """
@@ -168,7 +168,7 @@ class HarmonyParser:
         return True
 
     def _end_header(self, events: list[Event]) -> bool:
-        """At `<|message|>`: begin what the header says; True if it says nothing, so that the marker is text."""
+        """Begin what the header says, at `<|message|>`. Return True if it says nothing, so that the marker is text."""
         if (header := read_header(self._header)) is None:
             self._give_header_up(events)
             return True
@@ -178,7 +178,7 @@ class HarmonyParser:
         return False
 
     def _give_header_up(self, events: list[Event]) -> None:
-        """It was none: what was written is prose, and so is what follows."""
+        """Give the header up: what was written is prose, and so is what follows."""
         events.append(Content(self._header))
         self._begin_message(_ChannelKind.PROSE)
 
@@ -204,7 +204,8 @@ class HarmonyParser:
 
 
 def _may_be_header(raw: str) -> bool:
-    """Whether `raw`, from its first marker on, can still become a header. The prompt's role stands before the first."""
+    """Return whether `raw`, from its first marker on, can still become a header. The prompt's role stands before the
+    first."""
     if len(raw) > MAX_HEADER_CHARS:
         return False
     raw = raw.lstrip()
@@ -224,5 +225,5 @@ HARMONY = ReasoningFormat(
 
 
 def is_harmony(template_source: str) -> bool:
-    """Whether a chat template writes messages in this format."""
+    """Return whether a chat template writes messages in this format."""
     return CHANNEL in template_source and MESSAGE in template_source

@@ -24,7 +24,7 @@ from protocol.parsers import reasoning_parser_name
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How one family of models marks its thoughts."""
+    """Says how one family of models marks its thoughts."""
 
     name: str
     open: Callable[[bool], Parser]  # True: the prompt itself opened the thoughts
@@ -40,7 +40,7 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """What opens thoughts, what closes them, and what begins a call that closes them too."""
+    """Says what opens thoughts, what closes them, and what begins a call that closes them too."""
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]
@@ -173,7 +173,8 @@ _QWEN_CALLS = ("<tool_call>\n{", "<tool_call>{", "<tool_call>\n<function=", "<to
 
 
 def _tagged(name: str, tags: Tags, *, forced: bool = False, also_seen: tuple[str, ...] = ()) -> ReasoningFormat:
-    """`also_seen`: tokens by which a call begins, where the tags do not show them."""
+    """Return a format with tags. `also_seen` holds the tokens by which a call begins, where the tags do not show
+    them."""
     return ReasoningFormat(
         name=name,
         open=lambda opened: TaggedThoughts(tags, inside=opened or forced),
@@ -247,7 +248,7 @@ def guess_reasoning_format(template_source: str) -> str:
 
 
 def prompt_opens_thoughts(prompt_tail: str, format: ReasoningFormat) -> bool:
-    """Whether a rendered prompt ends with an open start tag. `prompt_tail`: its last characters, 64 will do.
+    """Return whether a rendered prompt ends with an open start tag. `prompt_tail`: its last characters, 64 will do.
 
     A tag that other text follows does not count: it may be a user's.
     """
@@ -255,7 +256,7 @@ def prompt_opens_thoughts(prompt_tail: str, format: ReasoningFormat) -> bool:
 
 
 def prompt_closes_thoughts(prompt_tail: str, format: ReasoningFormat) -> bool:
-    """Whether a rendered prompt ends with an end tag, as where thinking is switched off."""
+    """Return whether a rendered prompt ends with an end tag, as where thinking is switched off."""
     return prompt_tail.rstrip().endswith(format.end)
 
 

@@ -33,13 +33,13 @@ class MarkerFinder:
         self._max_held_chars = max(map(len, markers), default=1) - 1
 
     def absent(self, text: str) -> bool:
-        """No marker is in `text`, nor the beginning of one: the quick test for plain text."""
+        """Return whether no marker is in `text`, nor the beginning of one: the quick test for plain text."""
         if self._only_first:
             return text.find(self._only_first) < 0
         return self._first_chars.isdisjoint(text)
 
     def find(self, text: str, at: int = 0) -> tuple[int, str]:
-        """(where it begins, the marker); without one ("") where the tail that may become one begins."""
+        """Return (where it begins, the marker); without a marker, where the tail begins that may become one, and ""."""
         if self._pattern is None or (self._only_first and text.find(self._only_first, at) < 0):
             return len(text), ""
         if found := self._pattern.search(text, at):
@@ -60,18 +60,18 @@ def marker_finder(markers: tuple[str, ...]) -> MarkerFinder:
 
 
 def escaped(text: str) -> str:
-    """`text` as it stands inside a JSON string."""
+    """Return `text` as it stands inside a JSON string."""
     return quoted(text)[1:-1]
 
 
 def quoted(text: str) -> str:
-    """`text` as a JSON string, which UTF-8 can carry even if `text` has half a surrogate pair."""
+    """Return `text` as a JSON string, which UTF-8 can carry even if `text` has half a surrogate pair."""
     plain = _plain_json(text)
     return plain if plain.isascii() or encodable(plain) else json.dumps(text)
 
 
 def is_json(text: str) -> bool:
-    """`text` is one JSON value, nested at most MAX_JSON_DEPTH deep, with white space around it."""
+    """Return whether `text` is one JSON value, nested at most MAX_JSON_DEPTH deep, with white space around it."""
     scanner = JsonScanner()
     fragment, end = scanner.feed(text, 0, len(text))
     return fragment == text[:end] and scanner.complete and not text[end:].strip(" \t\n\r")
@@ -218,6 +218,6 @@ class JsonScanner:
 
 
 def _run(pattern: re.Pattern[str], text: str, at: int, end: int) -> int:
-    """Where the run of `pattern`, which may be empty, ends."""
+    """Return where the run of `pattern`, which may be empty, ends."""
     found = pattern.match(text, at, end)
     return found.end() if found else at

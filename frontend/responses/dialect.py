@@ -121,7 +121,7 @@ def response_id(job: Job) -> str:
 
 
 def failure_code(error: MeshError) -> str:
-    """One of those that OpenAI's clients know."""
+    """Return one of the codes that OpenAI's clients know."""
     if isinstance(error, OverloadedError):
         return "rate_limit_exceeded"
     return "invalid_prompt" if isinstance(error, InvalidRequestError) else "server_error"
@@ -146,7 +146,7 @@ def items_of(job: Job, answer: WholeAnswer) -> list[OutputItem]:
 
 
 def last_status(reason: FinishReason) -> ItemStatus:
-    """Of the item with which the answer ends."""
+    """Return the status of the item with which the answer ends."""
     return "incomplete" if reason is FinishReason.LENGTH else "completed"
 
 

@@ -40,7 +40,7 @@ def sse(event: StreamEvent) -> bytes:
 
 
 class GrowingItem(ABC):
-    """`output_index`: of the item among those of the answer."""
+    """An item as it grows; `output_index` is its place among the items of the answer."""
 
     prefix: ClassVar[str]  # of its id
 
@@ -54,14 +54,14 @@ class GrowingItem(ABC):
         return "".join(self.fragments)
 
     def delta(self, fragment: str, sequence_number: int) -> bytes:
-        """More of it, as an event."""
+        """Return an event with more of the item."""
         self.fragments.append(fragment)
         head, middle, tail = self._prepared
         return head + b"%d" % sequence_number + middle + encode(fragment) + tail
 
     @cached_property
     def _prepared(self) -> tuple[bytes, bytes, bytes]:
-        """Of a delta, what stands before its number, before its text, and after that."""
+        """Return what stands in a delta before its number, before its text, and after its text."""
         head, number, rest = sse(self._empty_delta()).partition(b'"sequence_number":')
         middle, text, tail = rest.partition(b'"delta":')
         return head + number, middle.removeprefix(b"0") + text, tail.removeprefix(b'""')
@@ -77,7 +77,7 @@ class GrowingItem(ABC):
 
     @abstractmethod
     def item(self, status: ItemStatus) -> OutputItem:
-        """As far as it has grown."""
+        """Return the item as far as it has grown."""
 
 
 class GrowingMessage(GrowingItem):

@@ -334,7 +334,7 @@ def _joined(*texts: str) -> str:
 
 
 def _thoughts(item: ReasoningItem) -> str:
-    """As they were thought, else their summary; encrypted ones are none."""
+    """Return the thoughts, else their summary; encrypted ones are none."""
     parts: Sequence[ThoughtPart] = item.content or item.summary or ()
     return "\n".join([part.text for part in parts])
 
@@ -359,7 +359,7 @@ def _part(part: ContentPart, where: str) -> str:
 
 
 def _read(value: dict[str, Any], shape: type[ShapeT], where: str) -> ShapeT:
-    """`value`, which stands at `where` in the body, as `shape`. Raises InvalidRequestError."""
+    """Return `value`, which stands at `where` in the body, as `shape`. Raise InvalidRequestError."""
     try:
         return msgspec.convert(value, shape)
     except msgspec.ValidationError as error:

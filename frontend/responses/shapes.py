@@ -278,7 +278,7 @@ class ShownTool(Struct, frozen=True, tag_field="type", tag="function"):
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """What an answer repeats of its request."""
+    """The settings of a request, as its answer repeats them."""
 
     background: bool = False
     instructions: str | None = None

@@ -39,7 +39,7 @@ class TokenizerBackend(Protocol):
 
 
 class HfBackend:
-    """`tokenizers`: 0.25-0.7 us per character."""
+    """Tokenizes with `tokenizers`: 0.25-0.7 us per character."""
 
     name = "hf"
     inline_chars = 8 * 1024
@@ -56,8 +56,8 @@ class HfBackend:
 
 
 class FastokensBackend:
-    """`fastokens`: 0.003-0.07 us per character. Releases the GIL. Its caches of words grow to some 240 MiB if
-    all prompts bring new words."""
+    """Tokenizes with `fastokens`: 0.003-0.07 us per character. It releases the GIL. Its caches of words grow to some
+    240 MiB if all prompts bring new words."""
 
     name = "fastokens"
     inline_chars = 64 * 1024
@@ -65,7 +65,7 @@ class FastokensBackend:
     most_piece_chars = 4096
 
     def __init__(self, data: str) -> None:
-        """`data`: a tokenizer.json. Raises Exception where it is not supported, ImportError without the package."""
+        """Read `data`, a tokenizer.json. Raise Exception where it is not supported, ImportError without the package."""
         # Threads of its own make a text of megabytes faster, and every call dearer. Read once, at the first call.
         os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
         self._tokenizer = import_module("fastokens").Tokenizer.from_json_str(data)
@@ -123,7 +123,7 @@ MAX_SPECIAL_TEXTS = 64  # some tokenizers have thousands that are reserved
 
 
 def difference(one: TokenizerBackend, other: TokenizerBackend, special: Sequence[str]) -> str:
-    """Where two backends differ first, in words; "" if they agree on all probes."""
+    """Return where two backends differ first, in words; "" if they agree on all probes."""
     texts = probes(special[:MAX_SPECIAL_TEXTS])
     for text, ids, other_ids in zip(texts, one.encode(texts), other.encode(texts), strict=True):
         if ids != other_ids:

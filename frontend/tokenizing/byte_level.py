@@ -12,7 +12,7 @@ CHAR_OF_BYTE = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 
 
 def written(text: str) -> str:
-    """`text` as a byte-level vocabulary writes it."""
+    """Return `text` as a byte-level vocabulary writes it."""
     return "".join([CHAR_OF_BYTE[byte] for byte in text.encode()])
 
 

@@ -1,4 +1,4 @@
-"""Where a text may be cut so that its pieces, tokenized one by one, give exactly the tokens of the whole. Pure.
+"""Find where a text may be cut so that its pieces, tokenized one by one, give exactly the tokens of the whole. Pure.
 
 Two kinds of places, both found from the `tokenizer.json` alone; where nothing can be proven there is no cut.
 
@@ -46,7 +46,7 @@ ACT_PER_CHARACTER = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", 
 
 @dataclass(frozen=True, slots=True)
 class CutRules:
-    """Where the texts of one tokenizer may be cut."""
+    """Says where the texts of one tokenizer may be cut."""
 
     plain: re.Pattern[str] | None = None  # a match starts at a cut in plain text
     dropped_chars: int = 0  # after a cut in plain text
@@ -58,7 +58,8 @@ class CutRules:
         return self.plain is not None or self.anchor is not None
 
     def pieces(self, text: str, least_chars: int, most_chars: int) -> list[str]:
-        """`text` in pieces: cut before an added token after `least_chars`, else in plain text after `most_chars`.
+        """Return `text` in pieces: cut before an added token after `least_chars`, else in plain text after
+        `most_chars`.
 
         Where a piece ends depends only on the text before and a few characters after: equal beginnings give equal
         pieces. A piece is longer where there is no place for a cut. Each character is looked at once or twice.
@@ -80,7 +81,7 @@ class CutRules:
         return pieces
 
     def _anchor_at(self, text: str, start: int, end: int) -> int:
-        """Where the first added token starts in text[start:end], -1 if none does."""
+        """Return where the first added token starts in text[start:end], -1 if none does."""
         first = -1
         for char in self.anchor_chars:
             if (at := self._find(text, char, start, end)) >= 0:
@@ -171,7 +172,7 @@ class _Pair:
 
 
 class _NoCut(Exception):
-    """It cannot be proven that a cut at such a pair is exact."""
+    """Raised where it cannot be proven that a cut at such a pair is exact."""
 
 
 def _plain_cuts(spec: dict[str, Any], normalize: Callable[[str], str]) -> tuple[re.Pattern[str] | None, int]:
@@ -223,7 +224,8 @@ class _Prover:
         return "\0".join(self.model["vocab"])
 
     def safe_left(self, left: str, right: str) -> str:
-        """Those of `left` after which, and before `right`, a cut is exact. Raises if that cannot be told."""
+        """Return those of `left` after which, and before `right`, a cut is exact. Raise _NoCut if that cannot be
+        told."""
         if self.prepends and right != " ":
             raise _NoCut
         pair = self._normalized(left, right)
@@ -254,7 +256,7 @@ class _Prover:
         return left + right in self.added_texts or left in self.greedy_ends
 
     def _unmerged(self, pair: _Pair) -> str:
-        """Those on the left which no token of a BPE holds directly before the right."""
+        """Return those on the left which no token of a BPE holds directly before the right."""
         model = self.model
         if model.get("type") != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
             raise _NoCut
@@ -306,7 +308,7 @@ def _never_joined(pattern: str, left: str, right: str) -> Joint:
 
 
 def _follow(pair: _Pair, step: Step) -> None:
-    """What pre-tokenizer `step` does to the pair. Raises if it may join the two, or is not known."""
+    """Follow what pre-tokenizer `step` does to the pair. Raise _NoCut if it may join the two, or is not known."""
     left, right = pair.left, pair.right
     match step:
         case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": str(behavior), "invert": False}:

@@ -1,4 +1,4 @@
-"""How often a piece of a prompt needed no tokenizing."""
+"""Count how often a piece of a prompt needed no tokenizing."""
 
 from prometheus_client import Counter
 

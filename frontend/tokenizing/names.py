@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 
 class TokenNames:
-    """What each token is called in the tokenizer.json."""
+    """Knows what each token is called in the tokenizer.json."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
@@ -19,7 +19,7 @@ class TokenNames:
         self.longest_chars = max(map(len, ids), default=1)
 
     def __len__(self) -> int:
-        """One more than the highest token id."""
+        """Return one more than the highest token id."""
         return len(self._names)
 
     def name(self, token_id: int) -> str | None:

@@ -1,4 +1,4 @@
-"""What a split pattern of a pre-tokenizer can never join. Pure.
+"""Find what a split pattern of a pre-tokenizer can never join. Pure.
 
 A pre-tokenizer splits a text with a regular expression, from left to right, each match starting where the last one
 ended. Whether a text may be cut between two characters without changing the matches can be read off the pattern:
@@ -25,7 +25,7 @@ class UnknownPattern(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """What a part of a pattern may do at the border between `left` and `right`.
+    """Says what a part of a pattern may do at the border between `left` and `right`.
 
     Whether it may ... (True too where it is not known):
     """
@@ -62,7 +62,7 @@ class Joint:
         )
 
     def repeated(self, least: int, more_than_once: bool, *, exact: bool) -> "Joint":
-        """`exact`: nothing but these bounds is known to be meant."""
+        """Return the joint of a repetition; with `exact`, nothing but these bounds is known to be meant."""
         again = more_than_once and self.ends and (self.starts or self.asks_first)
         return Joint(
             empty=self.empty or least == 0,
@@ -80,7 +80,7 @@ ASSERTION = Joint(empty=True, asks_first=True)
 
 
 def joint(pattern: str, left: str, right: str) -> Joint:
-    """What matches of `pattern` may do where one of the characters `left` stands before the character `right`.
+    """Return what matches of `pattern` may do where one of the characters `left` stands before the character `right`.
 
     Raises UnknownPattern.
     """
@@ -158,7 +158,7 @@ class _Parser:
         return found
 
     def _bounds(self) -> tuple[int, bool] | None:
-        """(least, may be more than once) of a quantifier, if one stands here."""
+        """Return (least, may be more than once) of a quantifier, if one stands here."""
         for sign, bounds in (("*", (0, True)), ("+", (1, True)), ("?", (0, False))):
             if self._skip(sign):
                 return bounds

@@ -1,4 +1,4 @@
-"""How models write calls of tools, by the name of the format."""
+"""Know how models write calls of tools, by the name of the format."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

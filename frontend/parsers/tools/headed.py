@@ -109,7 +109,7 @@ class SectionedCalls(CallMachine):
 
 
 class DeepseekCalls(SectionedCalls):
-    """Of DeepSeek: V3 and R1 write the type of a tool, its name, and the arguments in a fenced block,
+    """Reads DeepSeek's calls. V3 and R1 write the type of a tool, its name, and the arguments in a fenced block,
 
         <｜tool▁call▁begin｜>function<｜tool▁sep｜>name, a line ```json, {...}, a line ```<｜tool▁call▁end｜>
 
@@ -151,7 +151,7 @@ class DeepseekCalls(SectionedCalls):
 
 
 class KimiCalls(SectionedCalls):
-    """Of Kimi K2: <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>.
+    """Reads Kimi K2's calls: <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>.
 
     What stands before the arguments is the call's id.
     """

@@ -87,7 +87,7 @@ def _value(tokens: _Tokens, depth: int) -> str:
 
 
 def _items(tokens: _Tokens, closer: str, depth: int) -> tuple[list[str], int]:
-    """What stands up to `closer`, and how many commas."""
+    """Return what stands up to `closer`, and the number of commas."""
     items: list[str] = []
     commas = 0
     while tokens.peek() != ("mark", closer):

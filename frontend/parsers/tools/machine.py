@@ -1,4 +1,4 @@
-"""What the parsers of all formats share: prose around calls, text that is kept until it is known what it is."""
+"""Share what the parsers of all formats need: prose around calls, text that is kept until it is known what it is."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class CallMachine:
         return False  # a call may begin wherever it likes
 
     def push(self, text: str) -> Sequence[Event]:
-        """What is certain after this further text; may be empty."""
+        """Return what is certain after this further text; may be empty."""
         if self._plain and self._openers.absent(text):
             return (Content(text),) if text else ()
         self._text += text
@@ -76,11 +76,11 @@ class CallMachine:
     # --- for a format to say -------------------------------------------------------------------------
 
     def _opened(self, marker: str) -> State:
-        """What comes after this opener."""
+        """Return the state after this opener."""
         raise NotImplementedError
 
     def _bare(self, char: str) -> State | None:
-        """What comes if `char`, with only white space before it, begins a call without a marker."""
+        """Return the state after `char` if, with only white space before it, it begins a call without a marker."""
         return None
 
     # --- states ---------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class CallMachine:
         return True
 
     def _broken_off(self) -> bool:
-        """What is left of a call that broke off."""
+        """Read what remains of a call that broke off."""
         where, marker = self._enders.find(self._text, self._at)
         if where > self._at:
             self._say(self._text[self._at : where])
@@ -182,7 +182,7 @@ class CallMachine:
         return True
 
     def _say(self, text: str) -> None:
-        """What is read but not told, and `text`, are prose."""
+        """Report as prose what was read and not yet reported, and `text`."""
         if said := "".join(self._raw) + text:
             self._events.append(Content(said))
         self._raw.clear()
@@ -193,7 +193,7 @@ class CallMachine:
         self._at += chars
 
     def _skip_space(self) -> bool:
-        """Whether anything else follows."""
+        """Skip white space; return whether anything else follows."""
         end = _run_end(_SPACE_RUN, self._text, self._at, len(self._text))
         if end > self._at:
             self._take(end - self._at)
@@ -213,14 +213,14 @@ class CallMachine:
         return False
 
     def _starts(self, marker: str) -> bool | None:
-        """Whether `marker` is next; None: too early to say."""
+        """Return whether `marker` is next; None if it is too early to say."""
         if self._text.startswith(marker, self._at):
             return True
         rest = self._text[self._at : self._at + len(marker)]
         return None if len(rest) < len(marker) and marker.startswith(rest) else False
 
     def _expect(self, *choices: tuple[str, State]) -> bool:
-        """After white space, go on with the choice whose marker is next; give up if none is."""
+        """Continue, after white space, with the choice whose marker is next; give up if none is."""
         if not self._skip_space():
             return False
         undecided = False

@@ -20,7 +20,7 @@ class JsonCalls(CallMachine):
     """
 
     def __init__(self, names: frozenset[str] = frozenset()) -> None:
-        """`names`: the only ones that make an object a call; empty: any name does."""
+        """Read calls. Only an object with one of `names` is a call; without `names` any object with a name is."""
         super().__init__()
         self._names = names
         self._after_object: State = self._call_read
@@ -148,7 +148,7 @@ class JsonCalls(CallMachine):
         return True
 
     def _next_object(self) -> bool:
-        """In an array of objects."""
+        """Read on in an array of objects."""
         return self._expect((",", self._object_ahead), ("]", self._call_read))
 
     # --- steps ----------------------------------------------------------------------------------------

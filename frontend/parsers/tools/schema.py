@@ -1,4 +1,4 @@
-"""What a tool's JSON schema says: the types of arguments written without types, and the schemas of guides."""
+"""Read a tool's JSON schema: the types of arguments written without types, and the schemas of guides."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ def _brackets(types: frozenset[str]) -> Sequence[str]:
 
 
 def _types(schema: object, root: Mapping[str, object]) -> frozenset[str]:
-    """Of all alternatives that `schema` leads to."""
+    """Return the types of all alternatives that `schema` leads to."""
     types: set[str] = set()
     ahead: list[object] = [schema]
     seen: set[str] = set()
@@ -70,7 +70,7 @@ def _types(schema: object, root: Mapping[str, object]) -> frozenset[str]:
 
 
 def _look_at(schema: object, root: Mapping[str, object], seen: set[str]) -> tuple[frozenset[str], list[object]]:
-    """(types that this schema names, schemas that have to be looked at as well)."""
+    """Return (types that this schema names, schemas that have to be looked at as well)."""
     match schema:
         case {"type": str(name)}:
             return frozenset({name}) & ANY_TYPE or ANY_TYPE, []
@@ -107,7 +107,7 @@ def _type_name(value: object) -> str:
 
 
 def _resolve(pointer: str, root: object) -> object:
-    """What a `#/...` reference names, None if nothing."""
+    """Return what a `#/...` reference names, None if nothing."""
     if not pointer.startswith("#"):
         return None
     for part in pointer[1:].split("/")[1:]:
@@ -122,7 +122,8 @@ def _resolve(pointer: str, root: object) -> object:
 
 
 def required_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
-    """Of an answer that calls at least one of `tools`, without `parallel` exactly one: see `CallsAsJson`.
+    """Return the schema of an answer that calls at least one of `tools`, without `parallel` exactly one: see
+    `CallsAsJson`.
 
     Definitions of the tools move to the root, under names of their own, and references follow them.
     Raises InvalidRequestError if a schema is nested too deep.
@@ -136,7 +137,7 @@ def required_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
 
 
 def named_schema(tool: Tool) -> dict[str, Any]:
-    """Of an answer that is the arguments of one call of `tool`: see `ArgumentsAsJson`."""
+    """Return the schema of an answer that is the arguments of one call of `tool`: see `ArgumentsAsJson`."""
     return {"type": "object", **tool.parameters}
 
 
@@ -161,13 +162,13 @@ def _call_schema(index: int, tool: Tool, definitions: dict[str, Any]) -> dict[st
 
 
 class _Moved:
-    """Where the parts of one tool's schema stand in the guide's."""
+    """Says where the parts of one tool's schema stand in the guide's."""
 
     def __init__(self, index: int) -> None:
         self._index = index
 
     def prefix(self, keyword: str) -> str:
-        """Before the names of definitions that stood under `keyword`."""
+        """Return what stands before the names of definitions that stood under `keyword`."""
         return f"tool{self._index}_{keyword.strip('$')}_"
 
     def reference(self, pointer: str) -> str:

@@ -50,7 +50,7 @@ class TaggedCalls(CallMachine):
         self._arguments_told = 0
 
     def _begin_value(self) -> bool:
-        """Of the argument `_key`."""
+        """Begin the value of the argument `_key`."""
         self._types = argument_types(self._schemas.get(self._name, {}), self._key)
         lead = ("{" if not self._arguments_told else ", ") + quoted(self._key) + ": "
         self._argue(lead + '"' if self._types == TEXT else lead)
