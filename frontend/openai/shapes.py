@@ -72,7 +72,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class RequestBase(Strict, frozen=True):
-    """What chat and text completions have in common."""
+    """Holds what chat and text completions have in common."""
 
     model: ModelName
     stream: bool | None = None

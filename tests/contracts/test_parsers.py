@@ -1,4 +1,4 @@
-"""What every parser of answers promises, whatever text comes and however it is cut."""
+"""Parsers of answers keep the promises of the seam, whatever text comes and however it is cut."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -71,7 +71,7 @@ def byte_level(*patterns: str, normalizer: normalizers.Normalizer | None = None)
 
 
 def prefix_space() -> Tokenizer:
-    """As older GPT-2 and RoBERTa models: a space is put before every text."""
+    """Return a tokenizer as of older GPT-2 and RoBERTa models: a space is put before every text."""
     tokenizer = byte_level()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     return tokenizer
@@ -85,7 +85,8 @@ def whole_lines() -> Tokenizer:
 
 
 def sentence_pieces(*, prepend: bool) -> Tokenizer:
-    """As Llama 2 (`prepend`) and Gemma: byte-pair encoding of characters in whole texts, bytes for the rest."""
+    """Return a tokenizer as of Llama 2 (`prepend`) and Gemma: byte-pair encoding of characters in whole texts, bytes
+    for the rest."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     bytes_and_more = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -112,7 +113,7 @@ def _without_added(spec: str, names: list[str]) -> str:
 
 
 def metaspace(scheme: str, *, split: bool) -> Tokenizer:
-    """As newer Llama-2-like tokenizers."""
+    """Return a tokenizer as newer ones that are like Llama 2's."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=True)
     _trained(tokenizer, trainers.BpeTrainer(
@@ -124,7 +125,7 @@ def metaspace(scheme: str, *, split: bool) -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As T5 and XLM-R."""
+    """Return a tokenizer as of T5 and XLM-R."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.Sequence([
         normalizers.NFKC(), normalizers.Strip(left=False, right=True), normalizers.Replace(Regex(" {2,}"), " ")

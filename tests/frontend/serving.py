@@ -61,7 +61,7 @@ class Served:
         self.generator = generator
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
-        """(status, headers, JSON or text)."""
+        """Post a body; return (status, headers, JSON or text)."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self.session.post(self.url + path, data=data, headers=names) as reply:
@@ -111,7 +111,7 @@ async def serving(
 
 
 def able_card(folder: Path, **fields: Any) -> WorkerCard:
-    """Of a worker that can do everything; its model thinks and calls tools."""
+    """Return the card of a worker that can do everything; its model thinks and calls tools."""
     card = tiny.card("w", path=folder, context_tokens=4096)
     known = {"features": tuple(Feature), "tool_parser": "hermes", "reasoning_parser": "qwen3"}
     return replace(card, **(known | fields))

@@ -1,4 +1,4 @@
-"""From deltas to parts: the tokens decide, not how they are cut."""
+"""Deltas become parts: the tokens decide, not how they are cut."""
 
 import json
 from itertools import pairwise

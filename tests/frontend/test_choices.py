@@ -89,7 +89,7 @@ async def test_each_streamed_chat_answer_begins_with_its_role(able: Served) -> N
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_usage_in_every_chunk_counts_up_to_the_last(able: Served, path: str) -> None:
-    """As load generators ask for it."""
+    """Load generators ask for it in this way."""
     able.generator.scripts = [[*words("one", " 2", " 3", " 4")]]
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, usage, _ = await able.events(path, BODIES[path] | {"stream_options": options})
@@ -113,7 +113,7 @@ async def test_without_include_usage_a_stream_has_none(able: Served, path: str, 
 
 
 async def test_the_others_wait_for_the_first_ones_first_token(able: Served) -> None:
-    """By then the prompt is cached: it is computed once."""
+    """The prompt is cached by then, so that it is computed once."""
     gate = asyncio.Event()
     able.generator.scripts = [[gate, *words("one")], words("two"), words("three")]
     running = asyncio.create_task(able.post("/v1/chat/completions", CHAT | {"n": 3}))

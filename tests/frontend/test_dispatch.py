@@ -1,4 +1,4 @@
-"""One request through the mesh, when workers do well, fail, vanish or are given up."""
+"""The dispatcher carries a request through the mesh, when workers do well, fail, vanish or are given up."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -75,7 +75,7 @@ def request_of(max_tokens: int = 10) -> GenerateRequest:
 
 
 class Run:
-    """One request to a mesh of fakes."""
+    """Carries one request to a mesh of fakes."""
 
     def __init__(self, *workers: FakeWorker) -> None:
         self.mesh = FakeMesh(*workers)
@@ -217,7 +217,8 @@ async def test_each_placement_of_a_migrated_answer_is_told_of_its_first_token() 
 
 
 async def test_progress_is_told_as_long_as_the_request_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also before its first token: a booking of which nothing is heard ends, and the load would be forgotten."""
+    """Progress is reported before the first token as well: a booking of which nothing is heard ends, and the load would
+    be forgotten."""
     monkeypatch.setattr(dispatch, "PROGRESS_S", 0.002)
     begin, go_on = asyncio.Event(), asyncio.Event()
     run = Run(decode([begin, 4, go_on, 10]))
@@ -234,7 +235,7 @@ async def test_progress_is_told_as_long_as_the_request_lives(monkeypatch: pytest
 
 
 async def test_progress_counts_from_the_placement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was generated before is part of the prompt that was placed."""
+    """The tokens that were generated before are part of the prompt that was placed."""
     monkeypatch.setattr(dispatch, "PROGRESS_S", 0.002)
     hold = asyncio.Event()
     run = Run(decode([6, LOST], name="a"), decode([3, hold, 10], name="b"))
@@ -502,7 +503,7 @@ async def test_a_full_queue_is_said_at_once_with_when_to_come_back() -> None:
 
 
 async def test_a_full_queue_ends_a_request_whose_worker_could_not_be_reached() -> None:
-    """Nothing was begun, so that the caller may as well come back."""
+    """The caller may as well come back, because nothing was begun."""
     go_on = asyncio.Event()
     a = decode([go_on, UnreachableError("x")], name="a")
     run = Run(a, decode(name="b"))

@@ -1,4 +1,4 @@
-"""What an endpoint reads from a request beside its body, and what it says in its headers."""
+"""An endpoint reads more of a request than its body, and says more than the body of its reply: headers."""
 
 from typing import cast
 

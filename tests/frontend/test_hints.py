@@ -1,4 +1,4 @@
-"""What the headers of a request ask of the mesh, and which are refused."""
+"""Headers of a request ask something of the mesh; some are refused."""
 
 import pytest
 from hypothesis import given

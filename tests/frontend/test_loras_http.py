@@ -24,7 +24,7 @@ async def adapted(able_folder: Path) -> AsyncIterator[Served]:
 
 
 async def names(served: Served) -> list[tuple[str, str | None]]:
-    """(name, the model it belongs to) of what is listed."""
+    """Return (name, the model it belongs to) of what is listed."""
     _, body = await served.get("/v1/models")
     return [(model["id"], model["parent"]) for model in body["data"]]
 
@@ -103,7 +103,7 @@ async def test_a_worker_that_only_prefills_makes_no_adapter(adapted: Served, abl
 
 @pytest.fixture
 async def two(adapted: Served, tmp_path: Path) -> Served:
-    """Beside tiny a model with another tokenizer, another template and fewer abilities."""
+    """Serve tiny, and a model with another tokenizer, another template and fewer abilities."""
     tokenizer = type(BACKEND).from_str(BACKEND.to_str())
     tokenizer.add_tokens([AddedToken("fox", normalized=False)])
     folder = tiny.save_model(tmp_path, OTHER_TEMPLATE, tokenizer)

@@ -1,4 +1,4 @@
-"""Which models are served, by the cards of the workers."""
+"""The models that are served follow from the cards of the workers."""
 
 import asyncio
 import logging

@@ -506,7 +506,7 @@ def test_an_error_does_not_repeat_megabytes(fields: dict[str, Any]) -> None:
 
 
 def parameters_of(module: ModuleType) -> set[str]:
-    """All that the official client's request type knows, streamed or not."""
+    """Return all that the official client's request type knows, streamed or not."""
     kinds = [kind for name, kind in vars(module).items() if name.startswith("CompletionCreateParams")]
     return {field for kind in kinds for field in getattr(kind, "__annotations__", {})}
 

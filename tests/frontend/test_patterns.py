@@ -1,4 +1,4 @@
-"""What a split pattern can join, against what a real engine joins."""
+"""The analysis of a split pattern agrees with what a real engine joins."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""What the cache of pieces keeps, and for how long."""
+"""The cache of pieces keeps what was asked for lately, and no more than its bound."""
 
 import threading
 

@@ -181,7 +181,7 @@ async def test_a_harmony_models_channels_are_thoughts_and_answer(tmp_path: Path)
 
 
 async def test_thoughts_with_the_official_client(able: Served) -> None:
-    """It knows no such field and hands it on as it came."""
+    """The client knows no such field and hands it on as it came."""
     async with able.openai() as client:
         able.generator.script = words(THOUGHT)
         whole = await client.chat.completions.create(model="tiny", messages=CHAT["messages"])

@@ -36,7 +36,7 @@ CHECKS = {
 
 
 def configured(mode: str, phases: Sequence[str], **more: Any) -> SchemathesisConfig:
-    """`mode`: "positive", or "all" for data that does not fit as well."""
+    """Return settings of schemathesis: the mode "positive" sends data that fits, "all" also data that does not."""
     generation = {
         "mode": mode,
         "max-examples": EXAMPLES or (40 if LARGE else 8),
@@ -56,7 +56,8 @@ def configured(mode: str, phases: Sequence[str], **more: Any) -> SchemathesisCon
 
 
 def narrowed(document: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
-    """With names that there are, so that most requests go all the way, and answers that hold what is described only."""
+    """Put in names that there are, so that most requests go all the way, and let answers hold what is described
+    only."""
     document = json.loads(json.dumps(document))
     schemas = document["components"]["schemas"]
     for schema in schemas.values():
@@ -138,7 +139,8 @@ def names_the_fault(context: Any, response: Any, case: Any) -> None:
 
 
 def is_a_whole_stream(context: Any, response: Any, case: Any) -> None:
-    """It ends as its API says, and never just stops. What each event holds is checked against the description."""
+    """Check that a stream ends as its API says, and never just stops. What each event holds is checked against the
+    description."""
     if response.status_code != 200:
         return
     assert response.headers["content-type"] == [SSE]

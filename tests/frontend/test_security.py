@@ -282,7 +282,8 @@ class Rotation:
 
 
 async def common_name(url: str, context: ssl.SSLContext, server_name: str) -> str:
-    """Of the certificate that the server shows. Reads, since a server refuses a TLS 1.3 client after its handshake."""
+    """Return the common name of the certificate that the server shows. Read from the server, because it refuses a TLS
+    1.3 client after its handshake."""
     port = int(url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=server_name)
     try:

@@ -42,7 +42,7 @@ def test_after_a_hit_nothing_is_shown() -> None:
 
 
 def test_a_text_that_repeats_itself_costs_little_per_token_whatever_the_stops() -> None:
-    """What is held back is not searched anew: of 2 ms a token, other streams would stand still."""
+    """Text that is held back is not searched again: with 2 ms for a token, other streams would stand still."""
     alike = ["a" * n + "b" + "a" * (700 - n) for n in range(335, 366)]
     matcher = StopMatcher([*alike, "a" * 1000 + "b"])
     began = time.process_time()

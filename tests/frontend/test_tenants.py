@@ -1,4 +1,4 @@
-"""Whose request it is, where API keys stand for tenants."""
+"""A request belongs to the tenant of its API key."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

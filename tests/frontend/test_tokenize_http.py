@@ -1,4 +1,4 @@
-"""What the mesh makes of texts and chats, over real sockets; no worker is asked."""
+"""The mesh turns texts and chats into tokens and back, over real sockets; no worker is asked."""
 
 from pathlib import Path
 from typing import Any

@@ -68,7 +68,7 @@ def test_only_special_tokens_are_hidden(tokenizer: Tokenizer) -> None:
 
 
 def watched(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
-    """What the backend is asked for from now on: (on the main thread, characters)."""
+    """Return what the backend is asked for from now on: (on the main thread, characters)."""
     calls: list[tuple[bool, int]] = []
     encode = tokenizer._backend.encode
 

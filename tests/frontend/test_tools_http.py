@@ -39,7 +39,7 @@ def prompt_of(served: Served) -> str:
 
 
 def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
-    """(name, arguments) of each."""
+    """Return (name, arguments) of each call."""
     return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message["tool_calls"]]
 
 

@@ -25,7 +25,7 @@ CHATML = (
 
 @cache
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen."""
+    """Return a tokenizer as of GPT-2, Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def byte_level() -> Tokenizer:
 
 @cache
 def metaspace() -> Tokenizer:
-    """As T5: pieces with a sign for the space, no bytes."""
+    """Return a tokenizer as of T5: pieces with a sign for the space, no bytes."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -52,7 +52,7 @@ def metaspace() -> Tokenizer:
 
 
 def byte_fallback(*, strip: bool = True) -> Tokenizer:
-    """As Llama 2 (`strip`) and Gemma: pieces, and bytes for what no piece covers."""
+    """Return a tokenizer as of Llama 2 (`strip`) and Gemma: pieces, and bytes for what no piece covers."""
     vocab = {token: n for n, token in enumerate(["<unk>", *SPECIAL])}
     vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
     for piece in ["▁", "h", "e", "l", "o", "a", "▁a", "ll", "▁▁", "é", "fox", "▁fox", "\n"]:
@@ -73,7 +73,7 @@ def byte_fallback_unstripped() -> Tokenizer:
 
 @cache
 def word_piece() -> Tokenizer:
-    """As BERT: a decoder that is not known by name."""
+    """Return a tokenizer as of BERT: a decoder that is not known by name."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)

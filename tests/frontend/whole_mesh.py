@@ -123,7 +123,7 @@ async def _worker(name: str, role: Role, place: str, model_path: Path, context_t
 
 
 async def _until_ready(url: str) -> None:
-    """Until the frontend has seen both workers."""
+    """Wait until the frontend has seen both workers."""
     async with httpx.AsyncClient(base_url=url) as http:
         while sum((await http.get("/health")).json()["workers"].get(MODEL, {}).values()) < 2:
             await asyncio.sleep(0.02)

@@ -69,7 +69,7 @@ class Served:
         return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0)
 
     async def post(self, body: Any, path: str = "/v1/messages", **headers: str) -> tuple[int, Any, Any]:
-        """(status, headers, JSON or text)."""
+        """Post a body; return (status, headers, JSON or text)."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self._session.post(self.url + path, data=data, headers=names) as reply:
@@ -84,7 +84,7 @@ class Served:
         return read_events(text)
 
     def prompt(self) -> str:
-        """What the model read of the last request."""
+        """Return what the model read of the last request."""
         return BACKEND.decode(unpack_tokens(self.generator.requests[-1].prompt), skip_special_tokens=False)
 
 

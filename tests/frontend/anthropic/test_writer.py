@@ -38,7 +38,7 @@ def loaded(path: Path) -> Model:
 
 
 def answered(model: Model, deltas: list[Delta]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the whole answer, what the stream tells)."""
+    """Return (the whole answer, what the stream tells)."""
     dialect = MessagesDialect()
     call = dialect.parse(json.dumps(ASKED | {"tools": [WEATHER]}).encode())
     job = asyncio.run(prepare(call, model, RequestId("msg-1"), 0.0))

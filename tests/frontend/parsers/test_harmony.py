@@ -1,4 +1,4 @@
-"""gpt-oss's messages: thoughts, prose and calls, the headers models get wrong, any cutting."""
+"""Messages of gpt-oss: thoughts, prose and calls, the headers models get wrong, any cutting."""
 
 import re
 import time
@@ -211,7 +211,7 @@ def test_a_text_without_headers_comes_out_whole_but_for_whitespace(text: str) ->
 
 
 def _told(event: Event) -> str:
-    """What an event says, without the empty object that a call without arguments gets."""
+    """Return what an event says, without the empty object that a call without arguments gets."""
     match event:
         case Content(text) | Reasoning(text):
             return text

@@ -52,7 +52,7 @@ def test_defaults_are_openais() -> None:
 
 
 def test_no_parameter_of_the_official_client_is_unknown() -> None:
-    """Each is honoured or refused on purpose."""
+    """The shape has a field for each parameter, to be honoured or refused on purpose."""
     ours = set(ResponsesRequest.__struct_fields__)
     assert set(ResponseCreateParamsBase.__annotations__) - ours == set()
 

@@ -58,7 +58,7 @@ def cut(text: str, sizes: list[int], reason: FinishReason) -> list[Delta]:
 
 
 def answered(job: Job, deltas: list[Delta]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(the whole answer, the events of the stream)."""
+    """Return (the whole answer, the events of the stream)."""
     dialect = ResponsesDialect()
     writer, whole = dialect.writer(job), WholeAnswer(0)
     chunks = []
@@ -131,7 +131,7 @@ def part(token: str, *events: Event) -> Part:
 
 
 def told(model: Model, *parts: Part) -> list[tuple[str, str]]:
-    """(delta, tokens that came with it) of all prose."""
+    """Return (delta, tokens that came with it) of all prose."""
     job = job_for(model, include=["message.output_text.logprobs"])
     writer = ResponsesDialect().writer(job)
     chunks = [writer.opening(), *[writer.part(0, each) for each in parts]]

@@ -1,4 +1,4 @@
-"""What is no call, or stops being one, is prose: nothing that the model wrote is lost."""
+"""Prose is what is no call, or stops being one: nothing that the model wrote is lost."""
 
 import pytest
 

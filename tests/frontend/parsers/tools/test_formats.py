@@ -213,7 +213,7 @@ def test_arguments_are_an_object_of_json(name: str, text: str, expected: list[Ev
 def test_cut_short_anywhere_what_came_out_is_a_beginning_of_the_whole(
     name: str, text: str, expected: list[Event]
 ) -> None:
-    """But for prose at the end: what was read of a call that does not go on."""
+    """Prose at the end may differ: what was read of a call that does not continue."""
     for size in range(len(text)):
         events = run(tool_format(name).open(TOOLS), [text[:size]])
         if events and isinstance(events[-1], Content):

@@ -1,4 +1,4 @@
-"""Where a value of JSON that arrives in pieces ends, and where it stops being JSON."""
+"""The scanner finds where a value of JSON that arrives in pieces ends, and where it stops being JSON."""
 
 import json
 
