@@ -90,7 +90,7 @@ def test_any_cutting_gives_the_same_events(subject: Subject, data: st.DataObject
 @each_parser
 @given(st.data())
 @settings(max_examples=examples(50))
-def test_a_parser_that_is_plain_stays_so_and_may_be_left_out(subject: Subject, data: st.DataObject) -> None:
+def test_a_plain_parser_stays_plain_and_may_be_skipped(subject: Subject, data: st.DataObject) -> None:
     parser, was_plain = subject.open(), False
     for piece in data.draw(cut(data.draw(texts(*subject.parts)))):
         events = parser.push(piece)
@@ -117,7 +117,7 @@ def test_after_the_thoughts_an_answer_is_plain(name: str) -> None:
 @each_parser
 @given(st.data())
 @settings(max_examples=examples(50))
-def test_prose_and_thoughts_are_pieces_of_the_text_in_their_order(subject: Subject, data: st.DataObject) -> None:
+def test_prose_and_thoughts_are_pieces_of_the_text(subject: Subject, data: st.DataObject) -> None:
     text = data.draw(texts(*subject.parts))
     parser = subject.open()
     events = [*parser.push(text), *parser.flush()]  # not joined: markers may stand between

@@ -43,7 +43,7 @@ def test_the_stop_token_counts_and_does_not_show() -> None:
         assert one.finish_reason is FinishReason.STOP
 
 
-def test_a_stop_string_ends_the_answer_in_the_middle_of_a_delta() -> None:
+def test_a_stop_string_ends_the_answer_within_a_delta() -> None:
     one = answer("quick")
     part = one.on_delta(Delta(ids("the quick brown fox"), FinishReason.LENGTH))
     assert part.text == "the "
@@ -71,7 +71,7 @@ def test_before_min_tokens_no_text_is_a_stop_string() -> None:
     assert one.on_delta(Delta(tokens, FinishReason.LENGTH)).text == "no no no"
 
 
-def test_logprobs_come_with_their_text_and_never_from_behind_a_stop() -> None:
+def test_logprobs_come_with_their_text_up_to_a_stop() -> None:
     one = answer("quick", logprobs=True)
     first, rest = ids("the"), ids(" quick")
     part = one.on_delta(Delta(first, logprobs=logprobs(first)))
@@ -125,7 +125,7 @@ TWO_CALLS = (
 
 @given(st.lists(st.integers(1, 200), max_size=4), st.booleans(), st.sampled_from([(), ("zzz",)]))
 @settings(max_examples=examples(60))
-def test_without_parallel_calls_the_token_that_begins_a_second_one_is_the_last(
+def test_without_parallel_calls_a_second_call_ends_the_answer(
     cuts: list[int], wants_logprobs: bool, stops: tuple[str, ...]
 ) -> None:
     """However the tokens are cut into deltas: what is told, counted and scored is the same."""

@@ -128,7 +128,7 @@ def test_without_a_proof_plain_text_is_not_cut(change: dict, why: str) -> None:
     assert rules.plain is None or not rules.plain.search("a b c"), why
 
 
-def test_unsplit_text_is_not_cut_where_a_token_holds_both_sides() -> None:
+def test_no_cut_where_a_token_holds_both_sides() -> None:
     spec = json.loads(reference("bytes, not split").to_str())
     spec["model"]["vocab"]["aĠb"] = len(spec["model"]["vocab"])
     rules = cut_rules(spec, str)

@@ -128,7 +128,7 @@ async def test_one_worker_does_both_halves(checked: list[Run]) -> None:
     assert run.trace.cached_tokens == 7
 
 
-async def test_a_prefill_worker_that_gives_only_a_ticket_leaves_all_tokens_to_the_decode_worker(
+async def test_after_a_ticket_alone_the_decode_worker_generates_all_tokens(
     checked: list[Run],
 ) -> None:
     ticket = Ticket(
@@ -159,7 +159,7 @@ async def test_a_prefill_worker_hands_over_to_a_decode_worker(checked: list[Run]
     assert run.trace.cached_tokens == 7, "what prefill said counts"
 
 
-async def test_an_answer_that_ends_with_its_first_token_needs_no_decode_worker() -> None:
+async def test_an_answer_of_one_token_needs_no_decode_worker() -> None:
     p, d = prefill(), decode()
     run = await Run(p, d)(max_tokens=1)
     assert run.tokens == answer(PROMPT, 1)
@@ -167,7 +167,7 @@ async def test_an_answer_that_ends_with_its_first_token_needs_no_decode_worker()
     assert run.mesh.released == []
 
 
-async def test_the_offer_is_released_with_the_first_token_of_the_decode_worker() -> None:
+async def test_the_decode_workers_first_token_releases_the_offer() -> None:
     begin, go_on = asyncio.Event(), asyncio.Event()
     run = Run(prefill(), decode([begin, 1, go_on, 10]))
     async with aclosing(run.generate()) as deltas:
@@ -205,13 +205,13 @@ async def test_the_first_token_is_told_once_with_what_was_reused() -> None:
     assert (await Run(decode())()).mesh.reused == [7]
 
 
-async def test_of_a_disaggregated_request_the_prefill_worker_says_what_was_reused() -> None:
+async def test_the_prefill_worker_reports_the_reused_tokens() -> None:
     pull = Delta((answer(PROMPT, 2)[1],), cached_tokens=3, pull=PullReport("fake", 640, 1, 0.1))
     run = await Run(prefill(), decode([pull, 10]))()
     assert run.mesh.reused == [7]
 
 
-async def test_each_placement_of_a_migrated_answer_is_told_of_its_first_token() -> None:
+async def test_every_placement_of_a_migrated_answer_reports_its_first_token() -> None:
     run = await Run(decode([2, LOST], name="a"), decode([LOST], name="b"), decode(name="c"))()
     assert run.mesh.reused == [7, 7], "b has said nothing"
 
@@ -248,7 +248,7 @@ async def test_progress_counts_from_the_placement(monkeypatch: pytest.MonkeyPatc
     await answering
 
 
-async def test_what_was_expected_to_be_cached_is_that_of_the_worker_that_computes_the_prompt() -> None:
+async def test_expected_overlap_is_that_of_the_worker_computing_the_prompt() -> None:
     whole = await Run(decode(overlap_blocks=1))()
     assert whole.trace.overlap_tokens == 16
     halves = await Run(prefill(overlap_blocks=2), decode(overlap_blocks=1))()
@@ -347,7 +347,7 @@ async def test_each_worker_is_tried_once_and_in_the_routers_order(checked: list[
     assert run.trace.migrations == 3
 
 
-async def test_after_four_workers_it_gives_up_with_what_the_last_one_said(checked: list[Run]) -> None:
+async def test_four_failed_workers_end_a_request_with_the_last_error(checked: list[Run]) -> None:
     run = Run(*[decode([1, PeerLostError(f"lost {name}")], name=name) for name in "abcde"])
     checked.append(run)
     with pytest.raises(PeerLostError, match="lost d"):
@@ -373,7 +373,7 @@ async def test_engines_that_break_are_counted_over_all_attempts() -> None:
     assert (c.requests, run.mesh.booked, run.mesh.open_calls) == ([], set(), 0)
 
 
-async def test_a_failed_decode_leg_is_prefilled_again_with_what_was_said(checked: list[Run]) -> None:
+async def test_after_a_failed_decode_leg_the_answer_is_prefilled_too(checked: list[Run]) -> None:
     p, a, b = prefill(), decode([3, LOST], name="a"), decode(name="b")
     run = await Run(p, a, b)()
     checked.append(run)
@@ -383,7 +383,7 @@ async def test_a_failed_decode_leg_is_prefilled_again_with_what_was_said(checked
     assert len(run.mesh.offered) == 2
 
 
-async def test_a_decode_worker_that_dies_before_its_first_token_costs_no_offer(checked: list[Run]) -> None:
+async def test_a_decode_worker_dying_at_once_leaks_no_offer(checked: list[Run]) -> None:
     run = await Run(prefill(), decode([LOST], name="a"), decode(name="b"))()
     checked.append(run)
     assert run.tokens == answer(PROMPT, 10)
@@ -411,7 +411,7 @@ async def test_workers_that_cannot_be_reached_are_no_attempts(checked: list[Run]
     assert run.trace.cached_tokens == 7, "those of the one that computed the prompt"
 
 
-async def test_the_cached_tokens_of_a_migrated_answer_are_those_of_the_first_worker() -> None:
+async def test_a_migrated_answer_keeps_the_first_workers_cached_tokens() -> None:
     run = await Run(decode([Delta(tuple(answer(PROMPT, 1)), cached_tokens=3), LOST], name="a"), decode(name="b"))()
     assert run.trace.cached_tokens == 3
 
@@ -441,7 +441,7 @@ async def test_without_any_worker_a_new_request_is_refused_at_once() -> None:
     assert len(run.mesh.routed) == 1
 
 
-async def test_a_request_that_lost_the_last_worker_waits_for_a_replacement(checked: list[Run]) -> None:
+async def test_a_request_without_workers_left_waits_for_a_replacement(checked: list[Run]) -> None:
     run = Run(decode([3, LOST], name="a"))
     checked.append(run)
     answering = asyncio.create_task(run())
@@ -471,7 +471,7 @@ async def test_patience_ends_with_the_deadline(checked: list[Run]) -> None:
     assert asyncio.get_running_loop().time() - started < 0.18, "long before patience would have ended"
 
 
-async def test_a_router_that_is_gone_while_a_request_migrates_is_waited_for(checked: list[Run]) -> None:
+async def test_a_migrating_request_waits_for_the_router(checked: list[Run]) -> None:
     go_on = asyncio.Event()
     a = decode([3, go_on, LOST], name="a")
     run = Run(a, decode(name="b"))
@@ -493,7 +493,7 @@ async def test_overload_of_the_only_worker_is_said_at_once() -> None:
     assert len(run.mesh.routed) == 2, "no retries: the caller is told when to come back"
 
 
-async def test_a_full_queue_is_said_at_once_with_when_to_come_back() -> None:
+async def test_a_full_queue_refuses_at_once_with_retry_after() -> None:
     run = Run(decode())
     run.mesh.route_problem = OverloadedError("the queue is full", retry_after_s=7)
     with pytest.raises(OverloadedError) as refused:
@@ -502,7 +502,7 @@ async def test_a_full_queue_is_said_at_once_with_when_to_come_back() -> None:
     assert len(run.mesh.routed) == 1
 
 
-async def test_a_full_queue_ends_a_request_whose_worker_could_not_be_reached() -> None:
+async def test_a_full_queue_ends_a_request_with_an_unreachable_worker() -> None:
     """The caller may as well come back, because nothing was begun."""
     go_on = asyncio.Event()
     a = decode([go_on, UnreachableError("x")], name="a")
@@ -515,7 +515,7 @@ async def test_a_full_queue_ends_a_request_whose_worker_could_not_be_reached() -
         await answering
 
 
-async def test_a_full_queue_does_not_cut_off_an_answer_that_has_begun(checked: list[Run]) -> None:
+async def test_a_full_queue_does_not_end_a_begun_answer(checked: list[Run]) -> None:
     go_on = asyncio.Event()
     a = decode([3, go_on, LOST], name="a")
     run = Run(a, decode(name="b"))
@@ -563,7 +563,7 @@ async def cancelled_while(run: Run, worker: FakeWorker) -> None:
     assert (run.mesh.booked, run.mesh.open_calls) == (set(), 0)
 
 
-async def test_a_client_that_leaves_while_its_request_waits_in_the_queue() -> None:
+async def test_a_client_may_leave_while_its_request_is_queued() -> None:
     d = decode()
     run = Run(d)
     run.mesh.has_room = asyncio.Event()
@@ -582,7 +582,7 @@ async def test_a_client_that_leaves_during_prefill() -> None:
     assert run.mesh.released == []
 
 
-async def test_a_client_that_leaves_before_the_first_token_of_the_decode_worker(checked: list[Run]) -> None:
+async def test_a_client_may_leave_before_the_decode_workers_first_token(checked: list[Run]) -> None:
     d = decode([asyncio.Event()])
     run = Run(prefill(), d)
     checked.append(run)
@@ -606,7 +606,7 @@ async def test_a_client_that_leaves_while_a_replacement_is_waited_for(checked: l
         await answering
 
 
-async def test_a_prefill_worker_that_cannot_be_told_of_the_release_harms_no_answer() -> None:
+async def test_a_failed_release_harms_no_answer() -> None:
     run = Run(prefill(), decode())
     run.mesh.release_fails = LOST
     await run()

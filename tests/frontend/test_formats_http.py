@@ -50,9 +50,7 @@ async def test_a_format_reaches_the_engine(able: Served, path: str, asked: Any, 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("text", ['{"city": "<think>Rom</think>"}', '{"call": "<tool_call>{}</tool_call>"}'])
-async def test_an_answer_in_a_format_is_not_searched_for_thoughts_and_calls(
-    able: Served, text: str, stream: bool
-) -> None:
+async def test_a_guided_answer_is_not_searched_for_calls(able: Served, text: str, stream: bool) -> None:
     able.generator.script = [*[Delta((token,)) for token in ids(text)], *words()]
     if stream:
         *chunks, _ = await able.events("/v1/chat/completions", CHAT | {"response_format": OBJECT})
@@ -97,7 +95,7 @@ async def test_all_workers_of_a_model_have_to_be_able(able_folder: Path) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_schema_that_the_engine_cannot_compile_is_the_callers_error(able: Served, stream: bool) -> None:
+async def test_a_schema_the_engine_cannot_compile_is_a_400(able: Served, stream: bool) -> None:
     able.generator.script = [InvalidRequestError("the schema cannot be compiled: 'if' is not known")]
     body = CHAT | {"response_format": SCHEMA, "stream": stream}
     status, _, reply = await able.post("/v1/chat/completions", body)

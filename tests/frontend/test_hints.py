@@ -23,7 +23,7 @@ def test_every_header_sets_its_hint() -> None:
     assert {known.field for known in HEADERS.values()} <= set(Hints.__struct_fields__)
 
 
-def test_names_of_headers_have_no_case_and_others_are_not_ours() -> None:
+def test_header_names_have_no_case_and_foreign_ones_pass() -> None:
     headers = [("X-KVMesh-Tenant", "a"), ("x-request-id", "r"), ("user-agent", "kvmesh")]
     assert with_headers(Hints(), headers) == Hints(tenant="a")
 
@@ -55,7 +55,7 @@ def test_a_bad_value_is_refused_by_the_headers_name(name: str, text: str) -> Non
     assert refused.value.param == f"x-kvmesh-{name}"
 
 
-def test_an_unknown_header_is_refused_and_the_known_ones_are_named() -> None:
+def test_refusing_an_unknown_header_names_the_known_ones() -> None:
     with pytest.raises(InvalidRequestError, match=r"x-kvmesh-proirity is not known; there are: .*x-kvmesh-priority"):
         of(proirity="1")
 

@@ -119,9 +119,7 @@ def long_way(monkeypatch: pytest.MonkeyPatch) -> list[Delta]:
     return seen
 
 
-async def test_the_first_and_the_last_go_the_long_way_and_so_do_parts_of_characters(
-    served: Served, long_way: list[Delta]
-) -> None:
+async def test_first_last_and_incomplete_characters_go_the_long_way(served: Served, long_way: list[Delta]) -> None:
     fox = ids("🦊")
     assert len(fox) > 1
     plain = ids(" and goes on")
@@ -230,7 +228,7 @@ def test_all_else_goes_the_long_way_whole(bench: Bench, name: str) -> None:
     assert bench.lane.take_count() == 1
 
 
-def test_the_long_way_hears_now_and_then_how_many_have_passed(bench: Bench) -> None:
+def test_the_long_way_is_told_how_many_tokens_passed(bench: Bench) -> None:
     for _ in range(9):
         bench.give(Delta((1,)))
     one = encode(Delta((1,)))
@@ -255,7 +253,7 @@ def test_a_lane_that_is_bound_to_nothing_says_so(bench: Bench) -> None:
         bench.give(Delta((1,)))
 
 
-def test_a_lane_that_is_let_go_of_while_it_looks_for_a_text_does_not_crash(bench: Bench) -> None:
+def test_releasing_a_lane_during_a_lookup_does_not_crash(bench: Bench) -> None:
     class Letting(dict[int, bytes]):
         def __missing__(self, token: int) -> bytes:
             bench.lane.release()

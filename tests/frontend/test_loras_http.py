@@ -76,9 +76,7 @@ async def test_adapters_come_and_go_with_their_workers(adapted: Served, able_fol
     assert (await adapted.post("/v1/completions", TEXT | {"model": "critic"}))[0] == 404
 
 
-async def test_while_the_model_has_no_worker_its_adapters_are_worth_coming_back_for(
-    adapted: Served, able_folder: Path
-) -> None:
+async def test_adapters_of_a_model_without_workers_get_a_503(adapted: Served, able_folder: Path) -> None:
     adapted.models.remove(WorkerId("w"))
     for step in range(2):
         status, headers, body = await adapted.post("/v1/completions", TEXT | {"model": "poet"})
@@ -149,7 +147,7 @@ async def test_how_thoughts_are_written_is_each_models_own(two: Served) -> None:
         assert reply["choices"][0]["message"]["content"] == content
 
 
-async def test_an_adapter_of_two_models_is_that_of_the_one_that_is_ready(two: Served) -> None:
+async def test_an_adapter_of_two_models_belongs_to_the_ready_one(two: Served) -> None:
     await two.post("/v1/completions", TEXT | {"model": "poet"})
     two.models.remove(WorkerId("w"))
     await two.post("/v1/completions", TEXT | {"model": "poet"})

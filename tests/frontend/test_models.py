@@ -48,9 +48,7 @@ def test_a_worker_may_correct_itself_and_change_its_model() -> None:
     assert [served.name for served in registry.ready()] == ["other"]
 
 
-async def test_a_worker_with_an_unknown_parser_serves_nothing_until_another_comes(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+async def test_a_worker_with_an_unknown_parser_serves_nothing(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     registry = ModelRegistry()
     registry.add(replace(tiny.card("odd", path=tiny.save_model(tmp_path)), tool_parser="foo"))
     assert "the worker 'odd'" in caplog.text
@@ -84,7 +82,7 @@ async def test_a_model_is_loaded_once_and_survives_an_impatient_caller(tmp_path:
     assert first.cancelled()
 
 
-async def test_a_failed_load_is_tried_again_but_not_by_every_request(tmp_path: Path) -> None:
+async def test_a_failed_load_is_retried_but_not_by_every_request(tmp_path: Path) -> None:
     now = 100.0
     registry = ModelRegistry(now=lambda: now)
     registry.add(tiny.card("a", path=tmp_path))
@@ -98,7 +96,7 @@ async def test_a_failed_load_is_tried_again_but_not_by_every_request(tmp_path: P
     assert (await registry.get("tiny")).template is not None
 
 
-async def test_workers_that_are_started_anew_with_other_settings_are_believed_without_a_pause(tmp_path: Path) -> None:
+async def test_restarted_workers_with_other_settings_count_at_once(tmp_path: Path) -> None:
     registry = ModelRegistry(now=lambda: 0.0)
     registry.add(replace(tiny.card("a", path=tmp_path / "none"), tool_parser="none"))
     with pytest.raises(ConfigError):
@@ -111,7 +109,7 @@ async def test_workers_that_are_started_anew_with_other_settings_are_believed_wi
 
 
 @pytest.mark.parametrize("backend", ["hf", "fastokens"])
-async def test_all_models_have_the_tokenizer_and_the_cache_that_are_set(tmp_path: Path, backend: BackendName) -> None:
+async def test_settings_of_tokenizer_and_cache_reach_every_model(tmp_path: Path, backend: BackendName) -> None:
     registry = ModelRegistry(backend, cache_bytes=1 << 20)
     registry.add(tiny.card("a", path=tiny.save_model(tmp_path)))
     tokenizer = (await registry.get("tiny")).tokenizer
@@ -125,7 +123,7 @@ def test_a_tokenizer_that_is_not_installed_ends_the_start(monkeypatch: pytest.Mo
         ModelRegistry("fastokens")
 
 
-async def test_a_tokenizer_that_would_be_wrong_is_told_in_the_log_and_to_callers(
+async def test_an_unsuitable_tokenizer_is_reported_in_log_and_reply(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = ModelRegistry("fastokens")

@@ -72,7 +72,7 @@ def test_operations_have_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
-def test_every_parameter_of_a_request_is_described_and_no_other_is_taken(kind: type[Struct]) -> None:
+def test_a_requests_schema_has_exactly_its_parameters(kind: type[Struct]) -> None:
     schema = schema_of(kind)
     assert schema["properties"].keys() == {field.encode_name for field in fields(kind)}
     assert schema["additionalProperties"] is False
@@ -124,7 +124,7 @@ def test_whoever_is_told_to_come_back_is_told_when() -> None:
                 assert "retry-after" in operation["responses"][status]["headers"], (method, path, status)
 
 
-def test_what_can_fail_in_a_request_that_is_run_is_described() -> None:
+def test_every_failure_of_a_chat_is_described() -> None:
     statuses = {http_failure(code).status for code in CODES} | {500}
     of_routing_and_media_types = {405, 415}
     chat = DOCUMENT["paths"]["/v1/chat/completions"]["post"]
@@ -139,7 +139,7 @@ def test_a_stream_is_described_by_its_events() -> None:
     assert "message_start" in json.dumps(event["properties"]["data"]["contentSchema"])
 
 
-async def test_it_is_served_and_so_is_a_page_that_shows_it(able: Served) -> None:
+async def test_the_document_and_its_page_are_served(able: Served) -> None:
     status, document = await able.get("/openapi.json")
     assert status == 200
     assert document["paths"] == DOCUMENT["paths"]

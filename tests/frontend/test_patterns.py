@@ -48,7 +48,7 @@ def test_what_may_stand_over_a_cut(pattern: str, joins: bool) -> None:
     assert joint(pattern, "abZ0", " ").joins == joins
 
 
-def test_to_match_the_right_side_alone_no_assertion_may_be_needed() -> None:
+def test_the_right_side_alone_must_match_without_assertions() -> None:
     assert joint(r"\s+", "a", " ").alone
     assert joint(r"x?[ \n]y*", "a", " ").alone
     assert not joint(r"\s+(?!\S)", "a", " ").alone

@@ -139,7 +139,7 @@ async def test_that_a_model_thinks_is_guessed_from_its_template(able_folder: Pat
         assert (await message_for(served, THOUGHT))["reasoning_content"] == "First a."
 
 
-async def test_where_the_prompt_opens_the_thoughts_the_answer_begins_in_them(tmp_path: Path) -> None:
+async def test_an_answer_begins_in_thoughts_opened_by_the_prompt(tmp_path: Path) -> None:
     async with serving(able_card(tiny.save_model(tmp_path, ALWAYS_THINKS))) as served:
         message = await message_for(served, "First a.\n</think>\n\nIt is b.")
         assert prompt_of(served).endswith("<|im_start|>assistant\n<think>\n")

@@ -110,7 +110,7 @@ def test_keys_are_compared_in_constant_time_with_all(guard: ApiKeyGuard, monkeyp
         ("sk-a one\nsk-a two", "line 2 .* same key"),
     ],
 )
-def test_a_file_that_is_no_list_of_keys_is_refused_without_showing_them(text: str, says: str) -> None:
+def test_a_bad_key_file_is_refused_without_showing_keys(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
         read_api_keys(text, "FILE")
     assert "sk-" not in str(refused.value)
@@ -125,9 +125,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ApiKeyGuard(str(tmp_path / "binary"))
 
 
-def test_a_changed_file_is_read_again_and_a_broken_one_is_not(
-    keys_file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_changed_keys_count_and_a_broken_file_does_not(keys_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     guard = ApiKeyGuard(str(keys_file), clock=lambda: now)
     first, third = request(("x-api-key", "sk-first")), request(("x-api-key", "sk-third"))

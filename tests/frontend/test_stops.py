@@ -29,7 +29,7 @@ def test_only_what_may_begin_a_stop_is_held_back() -> None:
     assert matcher.push("ual") == "\n\nUsual"
 
 
-def test_the_stop_that_ends_first_wins_and_of_equals_the_longer() -> None:
+def test_the_stop_ending_first_wins_then_the_longer() -> None:
     assert run(["abcd", "bc"], ["xabcd"]) == ("xa", "bc")
     assert run(["bc", "abc"], ["xabcd"]) == ("x", "abc")
 
@@ -41,7 +41,7 @@ def test_after_a_hit_nothing_is_shown() -> None:
     assert matcher.flush() == ""
 
 
-def test_a_text_that_repeats_itself_costs_little_per_token_whatever_the_stops() -> None:
+def test_repetitive_text_costs_little_whatever_the_stop_strings() -> None:
     """Text that is held back is not searched again: with 2 ms for a token, other streams would stand still."""
     alike = ["a" * n + "b" + "a" * (700 - n) for n in range(335, 366)]
     matcher = StopMatcher([*alike, "a" * 1000 + "b"])

@@ -19,7 +19,7 @@ async def guarded(tmp_path: Path, able_folder: Path) -> AsyncIterator[Served]:
 
 
 @pytest.mark.parametrize(("key", "tenant"), [("sk-acme", "acme"), ("sk-ajax", "ajax"), ("sk-gateway", "mine")])
-async def test_the_tenant_of_an_api_key_wins_over_that_of_the_header(guarded: Served, key: str, tenant: str) -> None:
+async def test_the_api_keys_tenant_wins_over_the_headers(guarded: Served, key: str, tenant: str) -> None:
     status, _, _ = await guarded.post("/v1/chat/completions", CHAT, x_api_key=key, x_kvmesh_tenant="mine")
     assert status == 200
     assert guarded.generator.hints[-1].tenant == tenant

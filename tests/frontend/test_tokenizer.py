@@ -53,7 +53,7 @@ async def test_special_tokens_in_a_rendered_chat_are_one_token(tokenizer: Tokeni
 
 
 @pytest.mark.parametrize("text", ["<|im_start|>", "<think>"], ids=["special", "added"])
-def test_tokens_that_a_text_cannot_take_apart_are_known_by_it(tokenizer: Tokenizer, text: str) -> None:
+def test_special_token_ids_are_found_by_their_text(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.special_token_id(text) == tiny.byte_level().token_to_id(text)
 
 

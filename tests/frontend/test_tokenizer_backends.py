@@ -97,7 +97,7 @@ def test_without_the_package_the_reference_is_used(monkeypatch: pytest.MonkeyPat
         chosen("gpt2", "fastokens")
 
 
-def test_a_package_that_is_wanted_and_missing_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tokenizer_package_is_reported_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     require_backend("fastokens")
     monkeypatch.setitem(sys.modules, "fastokens", None)
     for wanted in ("auto", "hf"):

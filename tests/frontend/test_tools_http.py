@@ -149,7 +149,7 @@ async def test_what_is_no_call_is_content_as_it_was_written(able: Served, text: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_that_breaks_off_at_the_limit_is_not_a_finished_one(able: Served, stream: bool) -> None:
+async def test_a_call_cut_by_the_limit_is_not_finished(able: Served, stream: bool) -> None:
     able.generator.script = [Delta(ids('<tool_call>{"name": "weather", "arguments": {"ci'), FinishReason.LENGTH)]
     if stream:
         *chunks, _ = await able.events(PATH, ASKED)
@@ -228,9 +228,7 @@ UNGUIDED = tuple(feature for feature in Feature if feature is not Feature.GUIDED
 
 
 @pytest.mark.parametrize(("choice", "status"), [("required", 400), (NAMED, 400), ("auto", 200), ("none", 200)])
-async def test_a_forced_call_needs_an_engine_that_can_hold_an_answer(
-    able_folder: Path, choice: Any, status: int
-) -> None:
+async def test_a_forced_call_needs_an_engine_with_guides(able_folder: Path, choice: Any, status: int) -> None:
     async with serving(able_card(able_folder, features=UNGUIDED)) as served:
         got, _, body = await served.post(PATH, ASKED | {"tool_choice": choice})
     assert got == status
@@ -240,9 +238,7 @@ async def test_a_forced_call_needs_an_engine_that_can_hold_an_answer(
 
 
 @pytest.mark.parametrize(("choice", "status"), [("auto", 400), ("required", 200), (NAMED, 200), ("none", 200)])
-async def test_a_model_whose_calls_nobody_can_read_can_only_be_forced(
-    able_folder: Path, choice: Any, status: int
-) -> None:
+async def test_a_model_without_a_parser_can_only_be_forced(able_folder: Path, choice: Any, status: int) -> None:
     async with serving(able_card(able_folder, tool_parser="none")) as served:
         got, _, body = await served.post(PATH, ASKED | {"tool_choice": choice})
     assert got == status
@@ -257,7 +253,7 @@ async def test_how_calls_are_written_is_guessed_from_the_template(able_folder: P
     assert calls_of(message) == [("weather", {"city": "Köln"})]
 
 
-async def test_a_template_that_refuses_tools_is_told_with_its_words_and_by_the_endpoints_name(tmp_path: Path) -> None:
+async def test_a_templates_refusal_of_tools_reaches_the_client(tmp_path: Path) -> None:
     folder = tiny.save_model(tmp_path, "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}hi")
     response = {"model": "tiny", "input": "hi", "tools": [{"type": "function", "name": "f", "parameters": {}}]}
     async with serving(able_card(folder)) as served:

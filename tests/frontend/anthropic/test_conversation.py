@@ -39,7 +39,7 @@ def test_text_is_text_as_a_string_or_in_blocks() -> None:
     assert said(("user", [text("a"), text("b")])) == [{"role": "user", "content": "a\nb"}]
 
 
-def test_the_system_prompt_comes_first_and_an_empty_one_is_none() -> None:
+def test_the_system_prompt_comes_first_unless_empty() -> None:
     system = {"role": "system", "content": "be kind\nbe brief"}
     blocks = [text("be kind") | {"cache_control": {"type": "ephemeral"}}, text("be brief")]
     assert said(("user", "hi"), system=blocks) == [system, {"role": "user", "content": "hi"}]

@@ -227,7 +227,7 @@ async def test_tokens_are_counted_without_a_worker(served: Served) -> None:
     assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
 
 
-async def test_a_prompt_that_is_sure_not_to_fit_is_not_counted(served: Served) -> None:
+async def test_a_prompt_sure_not_to_fit_is_not_counted(served: Served) -> None:
     served.models.add(
         tiny.card("s", model="small", path=served.models.find("tiny").facts.model_path, context_tokens=16)
     )
@@ -301,7 +301,7 @@ async def test_an_error_after_the_headers_tells_it_too(served: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_without_parallel_use_of_tools_the_answer_ends_before_a_second_call(served: Served, stream: bool) -> None:
+async def test_disabled_parallel_use_ends_the_answer_before_a_second_call(served: Served, stream: bool) -> None:
     served.generator.script = words(calling("Oslo"), calling("Rome"), " and so on")
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     body = ASKED | {"tools": [WEATHER], "tool_choice": choice}

@@ -42,7 +42,7 @@ def chain() -> ChainedParser:
     return ChainedParser(REASONING_PARSERS["think"].open(False), Shouts())
 
 
-def test_calls_are_looked_for_in_the_answer_and_not_in_the_thoughts() -> None:
+def test_calls_are_read_in_the_answer_not_in_thoughts() -> None:
     assert run(chain(), ["<think>RUN!</think>ok RUN! done"]) == [
         Reasoning("RUN!"),
         Content("ok "),

@@ -50,11 +50,11 @@ def test_stop_tokens_need_not_be_in_the_text() -> None:
         "<|start|>assistant<|channel|>commentary to=functions.weather",
     ],
 )
-def test_a_message_to_a_function_is_a_call_wherever_the_recipient_stands(header: str) -> None:
+def test_a_message_to_a_function_is_a_call(header: str) -> None:
     assert read(f"{header}<|message|>{WEATHER}<|call|>") == call(0, "weather", WEATHER)
 
 
-def test_a_call_begins_before_its_arguments_and_they_come_as_written() -> None:
+def test_a_call_begins_before_its_unchanged_arguments() -> None:
     parser = HARMONY.open(False)
     assert parser.push("<|channel|>commentary to=functions.f <|constrain|>json<|mess") == []
     assert parser.push("age|>") == [CallBegun(0, "f")]
@@ -106,7 +106,7 @@ def test_prose_that_begins_like_a_recipient_is_prose() -> None:
     assert read("to") == [Content("to")]
 
 
-def test_a_header_that_breaks_off_is_shown_as_written_and_reading_goes_on() -> None:
+def test_a_broken_header_is_shown_and_reading_continues() -> None:
     assert read(f"<|channel|>?? what{NEXT}{ANALYSIS}hm{NEXT}{FINAL}4.") == [
         Content("<|channel|>?? what"),
         Reasoning("hm"),
@@ -225,7 +225,7 @@ def _told(event: Event) -> str:
 
 
 @pytest.mark.parametrize("piece", ["a", " ", "<", "<|", "<|start|>", "<|channel|>x", "<|end|>"])
-def test_a_long_answer_costs_no_more_per_character_than_a_short_one(piece: str) -> None:
+def test_cost_per_character_does_not_grow_with_the_answer(piece: str) -> None:
     def cpu_s(pieces: int) -> float:
         parser = HARMONY.open(False)
         begin = time.process_time()

@@ -41,7 +41,7 @@ def test_between_the_tags_are_thoughts_and_after_them_the_answer(format: Reasoni
 
 
 @every_format
-def test_where_the_prompt_opened_the_thoughts_no_start_tag_is_needed(format: ReasoningFormat) -> None:
+def test_thoughts_opened_by_the_prompt_need_no_start_tag(format: ReasoningFormat) -> None:
     assert run(format.open(True), [f"hm{format.end}yes"]) == [Reasoning("hm"), Content("yes")]
 
 
@@ -51,7 +51,7 @@ def test_a_forced_format_starts_inside_the_thoughts(format: ReasoningFormat) -> 
 
 
 @other_formats
-def test_without_a_start_tag_all_is_answer_as_it_was_written(format: ReasoningFormat) -> None:
+def test_without_a_start_tag_everything_is_the_answer(format: ReasoningFormat) -> None:
     text = f"\n yes {format.end}\n{format.start} no"
     assert run(format.open(False), [text]) == [Content(text)]
 
@@ -86,7 +86,7 @@ def test_granite_may_write_heres() -> None:
 # --- whitespace --------------------------------------------------------------------------------------------
 
 
-def test_whitespace_before_the_start_tag_is_dropped_only_if_the_tag_comes() -> None:
+def test_whitespace_is_dropped_only_before_a_start_tag() -> None:
     assert read("glm45", " \n<think>hm</think>yes") == [Reasoning("hm"), Content("yes")]
     assert read("glm45", " \n<thin") == [Content(" \n<thin")]
     assert read("glm45", " \n") == [Content(" \n")]
@@ -96,7 +96,7 @@ def test_only_newlines_next_to_the_tags_are_dropped() -> None:
     assert read("think", "<think>\n a\n \n\n</think>\n\n    code\n\n") == [Reasoning(" a\n "), Content("    code\n\n")]
 
 
-def test_newlines_wait_until_it_is_known_whether_the_end_tag_follows() -> None:
+def test_newlines_are_held_back_before_a_possible_end_tag() -> None:
     parser = THINK.open(True)
     assert parser.push("a\n") == [Reasoning("a")]
     assert parser.push("\n") == []
@@ -135,7 +135,7 @@ def test_qwen_may_think_about_the_tag_of_calls() -> None:
 # --- the prompt ----------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_ends_with_the_start_tag_opens_the_thoughts() -> None:
+def test_a_prompt_ending_with_the_start_tag_opens_thoughts() -> None:
     assert prompt_opens_thoughts("<|im_start|>assistant\n<think>\n", THINK)
     assert prompt_opens_thoughts("<｜Assistant｜><think>", REASONING_PARSERS["deepseek_r1"])
 
@@ -171,7 +171,7 @@ def test_a_prompt_that_says_nothing_leaves_a_forced_format_forced(format: Reason
 # --- names -----------------------------------------------------------------------------------------------------
 
 
-def test_formats_are_found_by_name_also_as_other_servers_write_it() -> None:
+def test_formats_are_found_by_other_servers_names_too() -> None:
     assert reasoning_format("deepseek_r1") is reasoning_format("DeepSeek-R1") is REASONING_PARSERS["deepseek_r1"]
     assert reasoning_format("qwen3-thinking").name == "qwen3"
     assert all(reasoning_format(name).name == name for name in REASONING_PARSERS)
@@ -232,9 +232,7 @@ def test_any_cutting_gives_the_same(format: ReasoningFormat, case: tuple[str, li
 
 @every_format
 @given(text=ANY_TEXT, opened=st.booleans())
-def test_nothing_is_lost_but_one_pair_of_tags_and_the_whitespace_beside_them(
-    format: ReasoningFormat, text: str, opened: bool
-) -> None:
+def test_only_one_pair_of_tags_with_its_whitespace_disappears(format: ReasoningFormat, text: str, opened: bool) -> None:
     events = run(format.open(opened), [text])
     thought, answer = _thought_and_answer(events)
     starts, ends = _tags(format)
@@ -266,7 +264,7 @@ def _thought_and_answer(events: list[Event]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("piece", ["\n", "<", "</", "<tool_call>\n", " "])
-def test_a_long_answer_costs_no_more_per_character_than_a_short_one(piece: str) -> None:
+def test_cost_per_character_does_not_grow_with_the_answer(piece: str) -> None:
     def cpu_s(pieces: int) -> float:
         parser = REASONING_PARSERS["qwen3"].open(True)
         begin = time.process_time()

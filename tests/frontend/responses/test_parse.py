@@ -77,7 +77,7 @@ def test_logprobs_are_included_on_request() -> None:
     assert parsed(top_logprobs=0).sampling.top_logprobs is None
 
 
-def test_thoughts_are_sent_in_plain_text_so_that_encrypted_ones_may_be_asked_for() -> None:
+def test_asking_for_encrypted_thoughts_is_accepted() -> None:
     parsed(include=["reasoning.encrypted_content"])
 
 
@@ -185,7 +185,7 @@ def test_calls_are_forced_by_a_guide() -> None:
         assert call.guide is not None and call.guide.kind is GuideKind.JSON_SCHEMA
 
 
-def test_without_a_choice_of_tools_the_model_is_told_of_none() -> None:
+def test_tool_choice_none_hides_all_tools() -> None:
     call = parsed(tools=[WEATHER], tool_choice="none")
     assert call.tools is None
     assert [tool.name for tool in call.settings.tools] == ["weather"], "the answer repeats them all the same"

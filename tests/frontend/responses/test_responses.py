@@ -441,7 +441,7 @@ async def test_parsed_output_with_the_official_client(served: Served) -> None:
     assert json.loads(guide.value)["required"] == ["city", "degrees"]
 
 
-async def test_a_stream_that_broke_off_is_no_answer_to_the_official_client(served: Served) -> None:
+async def test_the_official_client_raises_for_a_broken_stream(served: Served) -> None:
     served.generator.script = [Delta(ids("Once")), PeerLostError("worker w died")]
     async with served.client() as client:
         stream = await client.responses.create(model="tiny", input="hi", stream=True)

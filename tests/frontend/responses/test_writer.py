@@ -166,7 +166,7 @@ def test_logprobs_of_thoughts_calls_and_markers_are_left_out(model: Model, other
     assert told(model, before, *other, part("b", Content("b"))) == [("a", "a"), ("b", "b")]
 
 
-def test_the_call_ids_of_models_that_write_their_own_are_kept(model: Model) -> None:
+def test_call_ids_written_by_the_model_are_kept(model: Model) -> None:
     writer = ResponsesDialect().writer(job_for(model))
     chunk = writer.part(0, Part((CallBegun(0, "weather", "functions.weather:0"), CallArguments(0, "{}"))))
     assert b'"call_id":"functions.weather:0"' in chunk

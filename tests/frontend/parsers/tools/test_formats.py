@@ -210,9 +210,7 @@ def test_arguments_are_an_object_of_json(name: str, text: str, expected: list[Ev
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), SAMPLES.values(), ids=SAMPLES.keys())
-def test_cut_short_anywhere_what_came_out_is_a_beginning_of_the_whole(
-    name: str, text: str, expected: list[Event]
-) -> None:
+def test_events_of_a_cut_answer_begin_the_whole_ones(name: str, text: str, expected: list[Event]) -> None:
     """Prose at the end may differ: what was read of a call that does not continue."""
     for size in range(len(text)):
         events = run(tool_format(name).open(TOOLS), [text[:size]])
@@ -246,7 +244,7 @@ def begins(events: list[Event], whole: list[Event]) -> bool:
     return events == whole[: len(events)]
 
 
-def test_a_call_begins_as_soon_as_its_name_is_there_and_its_arguments_follow_as_they_come() -> None:
+def test_a_call_begins_with_its_name_and_streams_its_arguments() -> None:
     parser = tool_format("hermes").open(TOOLS)
     assert list(parser.push('<tool_call>{"name": "now')) == []
     assert list(parser.push('", "arguments": ')) == [CallBegun(0, "now")]
@@ -270,7 +268,7 @@ def test_other_types_go_out_when_they_are_complete() -> None:
     assert merge(parser.push("2</arg_value>")) == [CallArguments(0, "12")]
 
 
-def test_names_and_aliases_are_found_and_an_unknown_one_lists_them() -> None:
+def test_names_and_aliases_are_found_else_listed() -> None:
     assert tool_format("qwen25") is tool_format("hermes") is TOOL_PARSERS["hermes"]
     assert tool_format("Qwen3-Coder") is TOOL_PARSERS["qwen3_coder"]
     assert tool_format("glm47") is TOOL_PARSERS["glm45"]

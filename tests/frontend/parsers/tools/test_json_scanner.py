@@ -110,7 +110,7 @@ def test_a_quoted_text_can_always_be_encoded() -> None:
     assert quoted("half \ud83d").encode() == b'"half \\ud83d"'
 
 
-def test_the_first_marker_is_found_and_the_beginning_of_one_is_where_holding_back_starts() -> None:
+def test_the_first_marker_or_its_possible_beginning_is_found() -> None:
     finder = MarkerFinder(["<a>", "\n</x>", "</x>"])
     assert finder.find("..<a></x>") == (2, "<a>")
     assert finder.find("..\n</x>") == (2, "\n</x>")

@@ -64,7 +64,7 @@ def test_anything_else_is_refused(text: str) -> None:
 
 @given(st.text("[](){}'\"\\,:0123456789.eE-+_ TrueNoneabcx\n", max_size=40))
 @settings(max_examples=examples(300))
-def test_no_text_makes_it_fail_and_what_it_writes_is_json(text: str) -> None:
+def test_no_literal_makes_it_fail_and_output_is_json(text: str) -> None:
     written = json_of_literal(text)
     if written is not None:
         json.loads(written)

@@ -49,7 +49,7 @@ def test_the_types_that_a_schema_allows(schema: object, types: set[str]) -> None
     assert argument_types(root, "k") == types
 
 
-def test_an_argument_that_the_schema_does_not_know_may_be_anything() -> None:
+def test_an_argument_unknown_to_the_schema_may_be_anything() -> None:
     assert argument_types({}, "k") == argument_types({"properties": []}, "k") == ANY_TYPE
 
 
@@ -81,7 +81,7 @@ def test_a_schema_that_branches_without_end_is_given_up() -> None:
         ("", set(), '""'),
     ],
 )  # fmt: skip
-def test_a_value_is_read_as_its_types_allow_and_is_a_string_otherwise(text: str, types: set[str], written: str) -> None:
+def test_a_value_fits_its_types_or_is_a_string(text: str, types: set[str], written: str) -> None:
     assert typed(text, frozenset(types)) == written
 
 
@@ -139,7 +139,7 @@ def test_an_answer_held_to_required_calls_is_read_as_calls() -> None:
     assert run(CallsAsJson(), list(text)) == [*call(0, "f", '{"a": "]"}'), *call(1, "g", "{}")]
 
 
-def test_an_answer_held_to_one_call_is_its_arguments_from_the_first_character() -> None:
+def test_an_answer_held_to_one_call_is_all_arguments() -> None:
     parser = ArgumentsAsJson("f")
     assert list(parser.push(' {"a"')) == [CallBegun(0, "f"), CallArguments(0, '{"a"')]
     assert run(ArgumentsAsJson("f"), list('{"a": 1}\n')) == call(0, "f", '{"a": 1}')

@@ -39,7 +39,7 @@ def texts_by_index(chunks: list[Any]) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_n_answers_are_choices_in_order_and_the_prompt_counts_once(able: Served, path: str) -> None:
+async def test_n_choices_are_ordered_and_count_the_prompt_once(able: Served, path: str) -> None:
     able.generator.scripts = [words("one"), words("two", " two"), [Delta(ids("three"), FinishReason.LENGTH)]]
     _, _, body = await able.post(path, BODIES[path] | {"n": 3})
     assert [(choice["index"], text_of(choice), choice["finish_reason"]) for choice in body["choices"]] == [
@@ -52,7 +52,7 @@ async def test_n_answers_are_choices_in_order_and_the_prompt_counts_once(able: S
     assert body["usage"]["total_tokens"] == sum(counts)
 
 
-async def test_each_answer_has_a_request_id_and_a_seed_of_its_own(able: Served) -> None:
+async def test_every_answer_has_its_own_request_id_and_seed(able: Served) -> None:
     for _ in range(2):
         _, _, body = await able.post("/v1/chat/completions", CHAT | SEEDED | {"n": 3})
         names = [request.request_id for request in able.generator.requests[-3:]]
@@ -137,16 +137,14 @@ async def test_a_stop_string_ends_one_answer_and_not_its_siblings(able: Served) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_first_answer_that_fails_at_once_is_a_status_and_nothing_else_is_begun(
-    able: Served, stream: bool
-) -> None:
+async def test_a_first_answer_failing_at_once_starts_no_other(able: Served, stream: bool) -> None:
     able.generator.scripts = [[OverloadedError("full")]]
     status, headers, body = await able.post("/v1/chat/completions", CHAT | {"n": 3, "stream": stream})
     assert (status, body["error"]["code"], headers["Retry-After"]) == (429, "overloaded", "1")
     assert len(able.generator.requests) == 1
 
 
-async def test_one_answer_that_fails_fails_the_request_and_cancels_the_others(able: Served) -> None:
+async def test_one_failed_answer_cancels_the_others(able: Served) -> None:
     able.generator.scripts = [words("one"), [Delta(ids("two")), EngineError("broken")], [Delta(ids("three")),
                               asyncio.Event()]]  # fmt: skip
     status, _, body = await able.post("/v1/chat/completions", CHAT | {"n": 3})
@@ -222,7 +220,7 @@ def likely(text: str, logprob: float) -> list[Delta]:
     return [Delta(ids(text), FinishReason.LENGTH, scored(ids(text), logprob))]
 
 
-async def test_of_best_of_answers_the_likeliest_n_are_given_likeliest_first(able: Served) -> None:
+async def test_best_of_returns_the_n_likeliest_answers_in_order(able: Served) -> None:
     able.generator.scripts = [likely("one", -2.0), likely("two", -0.1), likely("a longer three", -0.5)]
     _, _, body = await able.post("/v1/completions", TEXT | {"best_of": 3, "n": 2})
     chosen = [(choice["index"], choice["text"], choice["logprobs"]) for choice in body["choices"]]
@@ -231,7 +229,7 @@ async def test_of_best_of_answers_the_likeliest_n_are_given_likeliest_first(able
     assert body["usage"]["completion_tokens"] == len(ids("one")) + len(ids("two")) + len(ids("a longer three"))
 
 
-async def test_logprobs_of_the_likeliest_are_shown_where_they_are_asked_for(able: Served) -> None:
+async def test_best_of_shows_logprobs_only_on_request(able: Served) -> None:
     able.generator.scripts = [likely("one", -2.0), likely("two", -0.1)]
     _, _, body = await able.post("/v1/completions", TEXT | {"best_of": 2, "logprobs": 1})
     [choice] = body["choices"]
@@ -258,7 +256,7 @@ async def test_an_echo_begins_the_answer_with_the_prompt(able: Served) -> None:
     assert [chunk["choices"][0]["text"] for chunk in chunks[:2]] == ["the fox", "a dog"]
 
 
-async def test_of_the_echo_nothing_is_a_stop_string_and_nothing_is_counted(able: Served) -> None:
+async def test_an_echo_neither_stops_the_answer_nor_counts(able: Served) -> None:
     _, _, body = await able.post("/v1/completions", TEXT | {"echo": True, "prompt": "STOP here", "stop": "STOP"})
     [choice] = body["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("STOP hereOnce upon a time", "stop")
@@ -338,7 +336,7 @@ async def test_several_answers_with_the_official_client(able: Served) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_of_several_answers_the_first_is_traced_and_only_on_request(able: Served, path: str) -> None:
+async def test_only_the_first_answer_is_traced_on_request(able: Served, path: str) -> None:
     able.generator.script.insert(0, lambda trace: setattr(trace, "decode_worker", "d1"))
     _, _, body = await able.post(path, BODIES[path] | {"n": 2, "kvmesh": {"trace": True}})
     assert body["kvmesh"]["decode_worker"] == "d1"

@@ -47,13 +47,13 @@ def test_defaults_are_openais() -> None:
 
 
 @pytest.mark.parametrize("nest", [b"[]", b"{}"])
-def test_a_body_that_would_unfold_to_many_times_its_size_is_refused_unread(nest: bytes) -> None:
+def test_a_body_with_too_many_brackets_is_refused_unread(nest: bytes) -> None:
     body = b'{"model":"tiny","messages":[],"metadata":{"a":[' + b",".join([nest] * (MAX_NESTS + 1)) + b"]}}"
     with pytest.raises(InvalidRequestError, match="opening brackets and braces, more than"):
         parse_chat(body)
 
 
-def test_a_chat_has_a_largest_number_of_messages_and_a_message_of_calls() -> None:
+def test_numbers_of_messages_and_tool_calls_are_bounded() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat(messages=USER * (MAX_MESSAGES + 1))
     assert caught.value.param == "messages"
@@ -179,14 +179,14 @@ def test_tools_are_shown_to_templates_in_openais_shape() -> None:
         ({"type": "function", "function": {"name": "time"}}, ToolChoice.NAMED, "time"),
     ],
 )
-def test_what_is_not_left_to_the_model_holds_the_answer_to_a_schema(choice: Any, kind: ToolChoice, named: str) -> None:
+def test_forced_tool_choices_hold_the_answer_to_a_schema(choice: Any, kind: ToolChoice, named: str) -> None:
     call = chat(tools=[WEATHER, TIME], tool_choice=choice, parallel_tool_calls=False)
     assert call.tools is not None
     assert (call.tools.choice, call.tools.named, call.tools.parallel) == (kind, named, False)
     assert (call.guide is not None) == (kind is not ToolChoice.AUTO)
 
 
-def test_the_schema_of_a_forced_call_is_that_of_its_tools() -> None:
+def test_a_forced_call_has_the_schema_of_its_tools() -> None:
     required = schema_of(chat(tools=[WEATHER, TIME], tool_choice="required"))
     assert (required["type"], required["minItems"], "maxItems" in required) == ("array", 1, False)
     names = [item["properties"]["name"]["enum"] for item in required["items"]["anyOf"]]
@@ -537,7 +537,7 @@ NOT_HONOURED: Mapping[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CHAT_DEFAULTS)
-def test_what_is_not_honoured_is_refused_by_name_and_with_a_hint(name: str) -> None:
+def test_unsupported_parameters_are_refused_by_name_with_a_hint(name: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         chat(**{name: NOT_HONOURED[name]})
     assert refused.value.param == name

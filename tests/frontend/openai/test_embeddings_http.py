@@ -69,7 +69,7 @@ async def test_inputs_are_texts_or_token_ids_one_or_several(able: Served, given:
     assert body["usage"]["prompt_tokens"] == sum(map(len, tokens))
 
 
-async def test_vectors_come_in_the_order_of_the_inputs_not_of_the_workers(able: Served) -> None:
+async def test_vectors_come_in_the_order_of_the_inputs(able: Served) -> None:
     gate = asyncio.Event()
     able.generator.embed_script = [gate]  # the first waits for the second
     running = asyncio.create_task(able.post(PATH, ASKED | {"input": [[5], [6, 7]]}))
