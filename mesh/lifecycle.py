@@ -47,12 +47,20 @@ def run(main: Main) -> int:
 
 
 def run_command(name: str, main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Run a command of `kvmesh` and return its exit code. An expected failure is one line on stderr."""
+    """Run a command of `kvmesh` and return its exit code. An expected failure is one line on stderr.
+
+    A reader that closes standard output, such as `head`, ends the command in silence.
+    """
     try:
-        return int(main(argv))
+        code = int(main(argv))
+        sys.stdout.flush()
+        return code
     except MeshError as error:
         print(f"kvmesh {name}: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
+        return 128 + signal.SIGPIPE
 
 
 def settle() -> None:
