@@ -81,7 +81,7 @@ class SideReport(Struct, frozen=True, kw_only=True):
     cpu_us_per_token: dict[str, float]  # by process; "engine": all that vLLM has started below
 
 
-class EngineReport(Struct, frozen=True, kw_only=True):
+class EngineBenchReport(Struct, frozen=True, kw_only=True):
     throughput_ratio: float | None  # kvmesh / bare, the median of the rounds
     added_ttft_p50_ms: float | None  # the median of the differences, request by request
     added_itl_p50_ms: float | None
@@ -281,7 +281,7 @@ class EngineRounds:
     waits: dict[str, ClientWaits] = field(default_factory=dict)
 
 
-async def measure(config: EngineBenchConfig, console: Console) -> EngineReport:
+async def measure(config: EngineBenchConfig, console: Console) -> EngineBenchReport:
     measured = EngineRounds()
     async with AsyncExitStack() as running:
         console.print("starting both; vLLM takes its time")
@@ -348,13 +348,13 @@ def body_of(config: EngineBenchConfig, prompt: str) -> bytes:
 # --- what it gave -----------------------------------------------------------------------------------------
 
 
-def report_of(config: EngineBenchConfig, measured: EngineRounds) -> EngineReport:
+def report_of(config: EngineBenchConfig, measured: EngineRounds) -> EngineBenchReport:
     rounds = zip(measured.rounds[KVMESH], measured.rounds[BARE], strict=True)
     ratios = [round(tokens_s(config, ours) / tokens_s(config, bare), 4) for ours, bare in rounds]
     outcomes = [outcome for of_side in measured.rounds.values() for outcome in of_side]
     failed = [len(outcome.failures) for outcome in outcomes] + [len(of.failures) for of in measured.waits.values()]
     others = [outcome.others_s / outcome.wall_s for outcome in outcomes]
-    return EngineReport(
+    return EngineBenchReport(
         throughput_ratio=round(statistics.median(ratios), 4) if ratios else None,
         added_ttft_p50_ms=added_ms(measured.waits, lambda waits: waits.ttft_s),
         added_itl_p50_ms=added_ms(measured.waits, lambda waits: waits.itl_s),
@@ -417,7 +417,7 @@ def said(config: EngineBenchConfig, outcome: LoadOutcome) -> str:
     return f"{tokens_s(config, outcome):,.1f} tokens/s, {others}" + "".join(failures)
 
 
-def table_of(report: EngineReport) -> Table:
+def table_of(report: EngineBenchReport) -> Table:
     title = f"{report.machine}, {report.others_cores} cores busy with other programs; vLLM {report.engine_args}"
     table = Table(title=title, title_justify="left")
     for column in ("", "measured", "goal"):

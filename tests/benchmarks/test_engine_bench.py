@@ -11,7 +11,7 @@ from benchmarks.engine import (
     GOALS,
     KVMESH,
     EngineBenchConfig,
-    EngineReport,
+    EngineBenchReport,
     EngineRounds,
     Side,
     environment,
@@ -147,7 +147,7 @@ def test_it_compares_two_real_sides(capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--rounds", "1", "--requests", "4", "--pairs", "2", "--osl-tokens", "8", "--isl-tokens", "16"]
     assert main(["engine", "--json", *flags]) == 0
     report = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert set(report) == {*EngineReport.__struct_fields__} >= {*GOALS}
+    assert set(report) == {*EngineBenchReport.__struct_fields__} >= {*GOALS}
     assert report["errors"] == 0
     assert report["throughput_ratio"] > 0
     assert report["added_ttft_p50_ms"] is not None
