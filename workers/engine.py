@@ -39,7 +39,7 @@ class EngineInfo:
     dp_size: int = 1  # total_blocks, max_num_seqs: of each rank
     roles: tuple[Role, ...] = ()  # between which it can change while it runs, if it is Turnable
     serves: bool = True  # else it computes for another node's worker, and the mesh does not hear of it
-    tells_events: bool = True  # of its KV cache; else routers guess what it holds
+    tells_events: bool = True  # of its KV cache; if not, routers guess which blocks it holds
     capacity: float = 1.0  # by its profile: speed against the other workers of its role
 
 
@@ -64,7 +64,7 @@ class EngineReport:
 
 
 class Caching(Protocol):
-    """An engine, or one data-parallel rank of it: what it tells of its cache."""
+    """An engine, or one data-parallel rank of it, as the source of its KV events."""
 
     def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
         """Call `listener` on the event loop, once a step, with what the block pool stored and removed."""
@@ -108,7 +108,7 @@ class Engine(Caching, Protocol):
 
 @runtime_checkable
 class Ranked(Protocol):
-    """An engine of data-parallel ranks, each of which tells events of its own."""
+    """An engine of data-parallel ranks, each with KV events of its own."""
 
     @property
     def ranks(self) -> Sequence[Caching]: ...
@@ -146,7 +146,7 @@ class ReportsLoad(Protocol):
 
 @runtime_checkable
 class Controllable(Protocol):
-    """An engine that operators can tell to do something besides answering requests."""
+    """An engine that carries out calls of operators."""
 
     async def control(self, request: Control) -> ControlReply:
-        """Carry out what is asked. Raises InvalidRequestError for what cannot be done here, and EngineError."""
+        """Carry out the call. Raises InvalidRequestError if this engine cannot do it, and EngineError."""

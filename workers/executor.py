@@ -46,7 +46,7 @@ class Row:
     prompt: Sequence[int]  # all prompt tokens, for the penalties
     output: Sequence[int]  # all tokens of the answer so far; its length numbers the random draw
     banned: Sequence[int] = ()  # tokens that must not be chosen now (stop tokens below min_tokens)
-    guide: Matcher | None = None  # only what it allows is chosen, whatever else the row asks for
+    guide: Matcher | None = None  # only tokens that it allows are chosen, whatever else the row asks for
     embed: bool = False  # a vector of the prompt instead of a token: `sample` says when
     lora: str | None = None
 
@@ -81,7 +81,7 @@ class Executor(Protocol):
     """All methods block; the step engine calls them one at a time, from a thread of its own unless there is a pace."""
 
     def load(self) -> ModelInfo:
-        """Read the model. Raises ConfigError if the folder or the device will not do."""
+        """Read the model. Raises ConfigError if the folder or the device cannot be used."""
 
     def allocate_kv(self, num_blocks: int, memory: memoryview | None) -> KvRegion:
         """Make the KV cache: num_blocks * layout.block_bytes, zeroed, in `memory` where one is given."""

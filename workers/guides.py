@@ -158,7 +158,7 @@ class Guides:
         )
         matcher = LLMatcher(self._tokenizer, _grammar(guide), log_level=0, limits=limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the lexer is built by need: what it cannot do shows here
+            matcher.compute_bitmask()  # the lexer is built on demand: a pattern that it cannot compile fails here
         if matcher.is_error():
             raise InvalidRequestError(
                 f"the {_named(guide)} cannot be followed: {_first_line(matcher.get_error())}", param="guide"
@@ -182,7 +182,7 @@ def open_guides(model_path: Path, vocab_size: int, eos_token_ids: Sequence[int])
 
 
 def _grammar(guide: Guide) -> str:
-    """The guide in the notation of llguidance. Raises InvalidRequestError."""
+    """Return the guide in the notation of llguidance. Raises InvalidRequestError."""
     from llguidance import LLMatcher
 
     match guide.kind:

@@ -1,4 +1,4 @@
-"""A worker's place in the mesh: its card, and what it tells of its cache. It can leave, and come back as another."""
+"""A worker's place in the mesh: its card and its KV events. It can leave, and come back under another id."""
 
 import logging
 import os
@@ -38,7 +38,7 @@ class Membership:
             rank.on_kv_events(lambda events, number=number: self.publishers[number].publish(events))  # type: ignore[misc]
 
     async def join(self, info: EngineInfo) -> None:
-        """Be found by routers, or tell them what has changed. Does nothing for an engine that serves nobody."""
+        """Join the mesh, or report to routers what has changed. Does nothing for an engine that serves nobody."""
         if info.serves:
             card = make_card(
                 self._config,
@@ -67,7 +67,7 @@ class Membership:
         except BaseException:
             self.worker_id = worker_id
             raise
-        if tells_events:  # nothing can come between what was published before and what the snapshot holds
+        if tells_events:  # no event can come between the earlier batches and the snapshot
             for rank, publisher in zip(self._ranks, fresh, strict=True):
                 if events := rank.kv_snapshot():
                     publisher.publish(events)

@@ -138,6 +138,6 @@ def _problem(running: _Running, task: asyncio.Task[int]) -> str:
     error = task.exception()
     if error is None or isinstance(error, MeshError):
         return str(error or "")
-    # A bug met by one pull: what lies in the blocks is anything but the prompt's KV.
+    # A bug met by one pull: the blocks do not have the prompt's KV.
     log.error("the pull of %s failed", running.request_id, exc_info=error)
     return f"{type(error).__name__}: {error}"

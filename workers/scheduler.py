@@ -115,9 +115,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """Steps in which each of `sequences` gets one token and nothing else happens, but for blocks filled and taken.
+    """Steps in which each of `sequences` gets one token; besides, blocks are only filled and taken.
 
-    It stands until the scheduler is told anything else.
+    The run is valid until the scheduler gets any other call.
     """
 
     sequences: tuple[SequenceState, ...]
@@ -228,14 +228,14 @@ class Scheduler:
         )
 
     def queue(self, sequence: SequenceState) -> None:
-        """Queue what was checked and made into a sequence elsewhere. Raises InvalidRequestError if it is here."""
+        """Queue a checked sequence. Raises InvalidRequestError if its request runs here already."""
         if sequence.request_id in self._known:
             raise InvalidRequestError(f"request {sequence.request_id} runs here already")
         self._known[sequence.request_id] = sequence
         self._waiting.append(sequence)
 
     def check_size(self, isl_tokens: int, num_generated: int, max_tokens: int) -> None:
-        """Raises InvalidRequestError for what can never run here, whatever its tokens are."""
+        """Raise InvalidRequestError for a request that can never run here, whatever its tokens are."""
         check_prompt(isl_tokens, num_generated, self._limits.context_tokens)
         if max_tokens <= num_generated:
             raise InvalidRequestError(f"{num_generated} of at most {max_tokens} tokens are generated already")
@@ -392,7 +392,7 @@ class Scheduler:
         return (
             sequence.num_missing == 1
             and bool(sequence.table)
-            and sequence.told_cached  # its first token is told by itself
+            and sequence.told_cached  # its first token has a delta of its own
             and sequence.num_computed // self.pool.block_size == sequence.num_committed
             and not (sequence.stop_ids or sequence.embed or request.offer_kv)
             and sequence.guide is None
@@ -414,7 +414,7 @@ class Scheduler:
         return self.pool.block_size - sequence.num_computed % self.pool.block_size
 
     def _growth(self, sequences: Sequence[SequenceState], most_steps: int) -> DecodeRun | None:
-        """The run of those, as far as the blocks go. None if they do not go a step."""
+        """Return the run of these sequences, as long as the free blocks allow. None if that is less than one step."""
         size = self.pool.block_size
         growth: list[int] = []
         for sequence in sequences:
@@ -576,7 +576,7 @@ class Scheduler:
 
     def _finish_reason(self, sequence: SequenceState, token: int) -> FinishReason | None:
         if sequence.guide is not None and sequence.guide.is_complete:
-            return FinishReason.STOP  # whatever min_tokens and ignore_eos say: nothing may follow
+            return FinishReason.STOP  # no token may follow, whatever min_tokens and ignore_eos say
         if token in sequence.stop_ids and len(sequence.output) > sequence.request.stop.min_tokens:
             return FinishReason.STOP
         if len(sequence.output) >= sequence.request.stop.max_tokens:

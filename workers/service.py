@@ -64,7 +64,7 @@ class Host:
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     """Work until `stop` is set, then leave the mesh and finish what is in flight.
 
-    Raises EngineError if an engine dies, in an ExceptionGroup where there are several workers: a supervisor starts
+    Raises EngineError if an engine dies, in an ExceptionGroup if there are several workers: a supervisor then starts
     the process again.
     """
     watch_parent(stop)

@@ -159,7 +159,7 @@ class StepEngine:
         self._listeners.append(listener)
 
     def kv_snapshot(self) -> list[KvEvent]:
-        self._publish_events()  # what is not told yet must not be told after the snapshot that contains it
+        self._publish_events()  # pending events must not be published after the snapshot that contains them
         return self._pool.snapshot()
 
     def kv_digest(self) -> Digest:
@@ -253,7 +253,7 @@ class StepEngine:
 
     async def _execute(self, rows: Sequence[Row]) -> Sequence[Result]:
         if self._pace is not None:
-            await self._pace.keep(rows)  # first: meanwhile what was handed on of the step before is sent
+            await self._pace.keep(rows)  # first: meanwhile the deltas of the step before are sent
             return self._executor.execute(rows)
         # Shielded: a step that has begun writes to the cache until it ends, whoever gives up on it.
         loop = asyncio.get_running_loop()
@@ -323,8 +323,10 @@ class StepEngine:
                 vector.set_exception(failure)
 
     def _plan_events(self) -> None:
-        """Publish after the tokens of this step have been sent: in the next turn of the loop their callers take them,
-        and what is sent in a turn is written at its end."""
+        """Publish after the tokens of this step have been sent.
+
+        Their callers take them in the next turn of the loop, and what a turn sends is written at its end.
+        """
         if not self._events_planned:
             self._events_planned = True
             loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
-"""A worker turns from one role to another while it runs: seconds, where a new one would have to load its model.
+"""Turn a worker from one role to another while it runs: that takes seconds, a new worker would have to load its model.
 
-It leaves the mesh, finishes what it runs, hands over what it offers, and joins under another id: routers forget the
-one and learn the other, whose first events tell what is cached. One turn at a time, to its end whoever asked for it
-and left; only the end of the worker stops it.
+The worker leaves the mesh, finishes its requests, hands over its offers, and joins under another id. Routers forget the
+old worker and learn the new one, whose first events have the cached blocks. There is one turn at a time. It continues
+if its caller leaves; only the end of the worker stops it.
 """
 
 import asyncio

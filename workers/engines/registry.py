@@ -27,7 +27,7 @@ class EngineKind:
     title: str  # its name in a sentence
     summary: str  # for --help
     folder: str = ""  # below workers/engines; default: the name
-    features: tuple[Feature, ...]  # the most it can do; the card of a started worker lists what that one does
+    features: tuple[Feature, ...]  # the most it can do; the card of a started worker has the features of that worker
     roles: tuple[Role, ...] = tuple(Role)
     flips: bool = False  # its workers can change their role while they run
     takes: frozenset[str] = frozenset()  # those of `OPTIONAL` that it reads

@@ -1,4 +1,4 @@
-"""Follow a server's KV events into what is known of its cache."""
+"""Follow a server's KV events into a mirror of its cache."""
 
 from kvevents.subscriber import KvEventSubscriber
 from kvevents.transport import KvSource

@@ -36,7 +36,7 @@ class ServerHttp:
         )
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body. Raises UnreachableError, PeerLostError, WireError for a body that is too large."""
+        """Return status and body. Raises UnreachableError, PeerLostError, WireError for a body that is too large."""
         with _mesh_errors(self.url):
             async with asyncio.timeout(timeout_s), self._get(path) as response:
                 return response.status, await _whole(response, MAX_ANSWER_BYTES)
@@ -45,14 +45,14 @@ class ServerHttp:
         return self._session.get(self.url + path, allow_redirects=False)
 
     async def post(self, path: str, body: dict[str, Any]) -> bytes:
-        """The whole answer. Raises what `refusal` makes of an error, and as `get` does. Cancelling it closes."""
+        """Return the whole answer. Raises as `get` does, and the error that `refusal` makes. Cancelling it closes."""
         async with self._posted(path, body) as response:
             return await _whole(response, MAX_ANSWER_BYTES)
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[list[bytes], None]:
-        """The data of server-sent events, those together that came together. Raises as `post` does.
+        """Yield the data of server-sent events; those that came together, together. Raises as `post` does.
 
-        Closing it closes the connection, which is how servers are told that nobody waits any more.
+        Closing it closes the connection: servers take that for the end of the request.
         """
         reader = SseReader()
         async with self._posted(path, body) as response:
@@ -90,7 +90,7 @@ class ServerHttp:
 
 
 async def _whole(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """The body. Raises WireError if it is larger."""
+    """Return the body. Raises WireError if it is larger than `max_bytes`."""
     parts, size = [], 0
     async for part in response.content.iter_any():
         size += len(part)

@@ -64,7 +64,7 @@ def _vllm_fields(request: GenerateRequest, max_tokens: int) -> Body:
 
 
 def structured_outputs(guide: Guide) -> dict[str, Any]:
-    """A guide in vLLM's words. Raises InvalidRequestError if its value is not JSON where it has to be."""
+    """Return a guide in vLLM's words. Raises InvalidRequestError if its value is not JSON where it has to be."""
     match guide.kind:
         case GuideKind.JSON:
             return {"json_object": True}

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 log = logging.getLogger(__name__)
 
-MAX_CHARS = 4 << 20  # of what a server tells at once: vLLM's are a few dozen KiB
+MAX_CHARS = 4 << 20  # of one page of metrics: vLLM's has a few dozen KiB
 
 
 class ServerMetrics(Collector):

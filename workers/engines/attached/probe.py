@@ -70,10 +70,10 @@ class _Props(msgspec.Struct):
 
 
 def read_models(body: bytes, wanted: str, kind_of: Callable[[str], ServerKind]) -> AttachedServer:
-    """Return what /v1/models tells of the model `wanted`, as the server calls it; "": the only one it has.
+    """Return what /v1/models says of the model `wanted`, as the server calls it; "": the only one it has.
 
-    `kind_of`: the kind of server by `owned_by`. Raise WireError for what is no such list, ConfigError if the model
-    is not in it.
+    `kind_of`: the kind of server by `owned_by`. Raise WireError for any other body, ConfigError if the model is not in
+    the list.
     """
     models = _decode(body, _Models, "/v1/models").data
     if len(models) > MAX_NAMES:
@@ -106,7 +106,7 @@ def read_cache_config(metrics: str) -> tuple[int, int] | None:
 
 
 def read_load(metrics: str, names: LoadMetrics) -> ServerLoad:
-    """Sum over the ranks; the usage is their mean. Zeros for what is not there."""
+    """Return the load summed over the ranks, with the mean of their usage. Zeros for metrics that are missing."""
     shares = [value for _, value in _samples(metrics, names.cache_usage)]
     return ServerLoad(
         running=_total(value for _, value in _samples(metrics, names.running)),
@@ -131,7 +131,7 @@ def read_event_sources(body: bytes, host: str) -> dict[int, EventSource]:
 
 
 def read_props(body: bytes) -> tuple[int | None, int | None]:
-    """Sequences at once, and tokens each of them can have, from llama.cpp's /props. Raises WireError."""
+    """Return the sequences at once, and the tokens each can have, from llama.cpp's /props. Raises WireError."""
     props = _decode(body, _Props, "/props")
     settings = props.default_generation_settings
     return props.total_slots, None if settings is None else settings.n_ctx
@@ -184,7 +184,10 @@ def _decode(body: bytes, kind: type[T], path: str) -> T:
 
 
 def only_rank(sources: Mapping[int, EventSource]) -> EventSource | None:
-    """The source of a server with one rank; None if it has none, or several, of which one answers whatever we say."""
+    """Return the source of a server with one rank.
+
+    None if it has no source, or several ranks: any of them may then answer.
+    """
     return next(iter(sources.values())) if len(sources) == 1 else None
 
 

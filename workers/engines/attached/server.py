@@ -1,7 +1,7 @@
-"""The types of what is known of a server. Pure.
+"""The types of facts about a server. Pure.
 
-A `ServerKind` says how servers of one kind differ from others: workers/engines/attached/kinds.py has all of them.
-An `AttachedServer` says what one server told of itself.
+A `ServerKind` says how servers of one kind differ from others: workers/engines/attached/kinds.py has all of them. An
+`AttachedServer` has the facts that one server reported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ class Disaggregation:
 
 @dataclass(frozen=True, slots=True)
 class LoadMetrics:
-    """The names of a server's metrics that tell its load."""
+    """The names of a server's load metrics."""
 
     running: str
     waiting: str
@@ -49,7 +49,7 @@ class ServerLoad:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A question about the server, and what its answer adds to what is known."""
+    """A question about the server, and how its answer is added to the facts."""
 
     paths: Sequence[str]  # asked in order until one answers 200
     read: Callable[["AttachedServer", bytes, str], "AttachedServer"]  # also takes the server's host; raises WireError
@@ -60,7 +60,7 @@ class ServerKind:
     """The differences between servers of one kind and others."""
 
     name: str
-    owner: str = ""  # as what they write `owned_by` in /v1/models
+    owner: str = ""  # their `owned_by` in /v1/models
     features: tuple[Feature, ...] = (Feature.COMPLETIONS,)  # of those that generate
     honours: frozenset[str]  # parameters that they do not drop
     fields: Callable[[GenerateRequest, int], Body]  # of /v1/completions, beside those that all servers take

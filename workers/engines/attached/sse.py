@@ -15,7 +15,7 @@ class SseReader:
         self._event_bytes = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The data of the events that end in `piece`, in order. Raises WireError for an event that is too large."""
+        """Return the data of the events that end in `piece`, in order. Raises WireError for one that is too large."""
         *lines, rest = piece.split(b"\n")
         if lines:
             lines[0] = self._rest + lines[0]

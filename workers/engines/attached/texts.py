@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from protocol.errors import ConfigError
 
-_ANCHOR = "\n"  # what stands before a piece, so that it is not tokenized as the beginning of a text
+_ANCHOR = "\n"  # put before a piece, so that the piece is not tokenized as the beginning of a text
 
 
 class Texts:

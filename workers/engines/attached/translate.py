@@ -164,7 +164,7 @@ def read_vector(data: bytes) -> bytes:
 
 
 def read_answer(data: bytes) -> ServerAnswer:
-    """Raises WireError for what is no answer of /v1/completions."""
+    """Return the answer of /v1/completions. Raises WireError for any other body."""
     try:
         answer = msgspec.json.decode(data, type=ServerAnswer)
     except UNREADABLE as error:

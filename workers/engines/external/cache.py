@@ -34,7 +34,7 @@ class EngineCache:
         self._digest = 0  # sum of the terms of all in _copies
 
     def apply(self, rank: int, events: Iterable[KvEvent]) -> None:
-        """Take what rank `rank` says that it stored and removed. Raises WireError for blocks of another size."""
+        """Apply the events of rank `rank`. Raises WireError for blocks of another size."""
         if not 0 <= rank < len(self._mirrors):
             raise WireError(f"events of rank {rank}, the engine has {len(self._mirrors)}", hint="check --dp-size")
         self._tell(self._merged(rank, self._mirrors[rank].apply(events)))

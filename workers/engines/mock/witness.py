@@ -41,7 +41,7 @@ class Witness:
         self._seen: dict[str, Seen] = {}
 
     def take(self, rows: Sequence[Row]) -> list[Seen]:
-        """Compare what `rows` build on and write what they add. Raises EngineError for KV that is not their own."""
+        """Compare the KV that `rows` build on, and write theirs. Raises EngineError for KV that is not their own."""
         before, self._seen = self._seen, {}  # those that are not in this step are compared in whole when they are
         return [self._take(row, before.get(row.request_id)) for row in rows]
 

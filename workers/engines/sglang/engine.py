@@ -78,7 +78,7 @@ from workers.engines.sglang.translate import SglangAnswer, generate_kwargs
 log = logging.getLogger(__name__)
 
 WARM_UP_TIMEOUT_S = 1800.0  # kernels are compiled
-DEFAULT_MAX_NUM_SEQS = 64  # where SGLang was not told how many
+DEFAULT_MAX_NUM_SEQS = 64  # if SGLang has no limit of its own
 _WARM_UP = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 _QUEUED_METRICS = 64
 

@@ -71,7 +71,7 @@ class Sglang:
 
 def load_sglang() -> Sglang:
     """Import it: tens of seconds. Raises ConfigError where it is not installed."""
-    os.environ.setdefault("SGLANG_USE_PICKLE_IPC", "0")  # it would tell its load as pickles, which are never opened
+    os.environ.setdefault("SGLANG_USE_PICKLE_IPC", "0")  # else it sends its load as pickles, which are never opened
     try:
         sglang = import_module("sglang")
         server_args = import_module("sglang.srt.server_args")
@@ -176,7 +176,7 @@ _metrics = msgspec.msgpack.Decoder(Metrics)
 
 
 def read_metrics(payload: bytes) -> Metrics:
-    """Raises WireError. A pickle, which SGLang can be told to send, is none: it is never opened."""
+    """Return the metrics. Raises WireError, also for a pickle, which SGLang can be set to send: it is never opened."""
     try:
         return _metrics.decode(payload)
     except msgspec.MsgspecError as error:

@@ -32,7 +32,7 @@ _MAX_PENALTY = 2.0
 def generate_kwargs(
     request: GenerateRequest, *, context_tokens: int, has_tokenizer: bool, bootstrap: Bootstrap | None = None
 ) -> dict[str, Any]:
-    """All but the `rid`. Raises InvalidRequestError for what SGLang could not honour."""
+    """Return all arguments but the `rid`. Raises InvalidRequestError for a parameter that SGLang would not honour."""
     prompt = unpack_tokens(request.prompt)
     check_prompt(len(prompt), len(request.generated), context_tokens)
     kwargs: dict[str, Any] = {
@@ -132,7 +132,7 @@ class SglangAnswer:
         meta: Mapping[str, Any] = output["meta_info"]
         finish = meta.get("finish_reason")
         if isinstance(finish, Mapping) and finish.get("type") == "abort":
-            self.has_ended = True  # its output_ids repeat what was sent
+            self.has_ended = True  # its output_ids repeat tokens that were sent
             raise _abort_error(finish)
         tokens = self._new(output.get("output_ids") or ())
         reason = _finish_reason(finish)

@@ -1,7 +1,7 @@
-"""Arguments of TensorRT-LLM's LLM class, from the worker's settings and from what was given after `--`. Pure.
+"""Build the arguments of TensorRT-LLM's LLM class from the worker's settings and the flags after `--`. Pure.
 
 TensorRT-LLM has no flags for them, so those after `--` are read here: `--max-batch-size 64`, `--enable-attention-dp`,
-`--kv-cache-config.free-gpu-memory-fraction 0.8`. A value that is JSON is taken as that, anything else as text.
+`--kv-cache-config.free-gpu-memory-fraction 0.8`. A value that is JSON is taken as JSON, any other as text.
 """
 
 import json
@@ -93,7 +93,7 @@ def prune(arguments: Arguments, known: Collection[str]) -> tuple[dict[str, Any],
 
 
 def read_given(parts: Sequence[str]) -> dict[str, Any]:
-    """Nested by the dots in the names. Raises ConfigError for what is no flag."""
+    """Return the flags, nested by the dots in their names. Raises ConfigError for a word that is no flag."""
     given: dict[str, Any] = {}
     rest = list(parts)
     while rest:

@@ -94,7 +94,7 @@ class TrtllmEngine:
         self._llm = llm = await self._launch.result()
         await self._warm_up(trtllm, llm)
         if self._arguments.tells_events:
-            await self._take_events(llm)  # the first tell how large the cache is
+            await self._take_events(llm)  # the first event has the size of the cache
             self._polls.append(asyncio.create_task(self._poll(self._take_events), name="poll KV events"))
         self._polls.append(asyncio.create_task(self._poll(self._take_stats), name="poll statistics"))
         self._life.info = info = await self._describe(llm)

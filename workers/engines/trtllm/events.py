@@ -71,10 +71,10 @@ class TrtllmEventReader:
         self._block_size = block_size
         self._next_ids: dict[int, int] = {}  # by rank
         self._window: int | None = None  # the largest
-        self.gpu_blocks = 0  # of one rank, once `created` has told
+        self.gpu_blocks = 0  # of one rank, known after `created`
 
     def read(self, raw: object) -> News:
-        """Raises WireError for what is no event."""
+        """Return the news in one event. Raises WireError for anything else."""
         event = _decode(raw)
         data = event.data
         lost = self._is_gap(event)

@@ -90,7 +90,7 @@ def _fields(variant: Variant) -> Collection[str]:
 
 
 def launch(trtllm: Trtllm, arguments: Arguments, kwargs: dict[str, Any]) -> Llm:
-    """Blocks for minutes. Raises ConfigError if it does not come up."""
+    """Start the engine; blocks for minutes. Raises ConfigError if it does not come up."""
     try:
         return trtllm.launch(arguments.variant, kwargs)
     except (SystemExit, Exception) as error:

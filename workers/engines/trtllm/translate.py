@@ -81,7 +81,7 @@ def read_ticket(ticket: Ticket, generated: Sequence[int]) -> ContextState:
 
 
 def input_ids(request: GenerateRequest, context_tokens: int, state: ContextState | None) -> list[int]:
-    """The prompt; with a `state` the tokens that came with it are no part of it. Raises InvalidRequestError."""
+    """Return the prompt, without the tokens that came with a `state`. Raises InvalidRequestError."""
     generated = request.generated if state is None else request.generated[: -len(state.first_gen_tokens)]
     prompt = unpack_tokens(request.prompt)
     check_prompt(len(prompt), len(generated), context_tokens)

@@ -72,7 +72,7 @@ class LaunchPlan:
 
 
 def leads(config: WorkerConfig) -> bool:
-    """False: this node computes for the worker of another one. Raises ConfigError for a --node-rank that is none."""
+    """Return whether this node leads; if not, it computes for another one. Raises ConfigError for a bad --node-rank."""
     given = split_flags(config.engine_args)
     text, _ = _take(["--node-rank" if flag == "-r" else flag for flag in given], "node-rank")
     try:

@@ -68,7 +68,7 @@ class Driver(Protocol):
     def generate(
         self, question: VllmQuestion, request_id: str, salt: str | None, adapter: LoadedAdapter | None, rank: int
     ) -> AsyncGenerator[VllmStep, None]:
-        """Closing it aborts the request. Raises InvalidRequestError, EngineError."""
+        """Yield the steps of one answer. Closing it aborts the request. Raises InvalidRequestError, EngineError."""
 
     async def embed(
         self, prompt: Sequence[int], request_id: str, salt: str | None, adapter: LoadedAdapter | None

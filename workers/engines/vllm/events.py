@@ -1,4 +1,4 @@
-"""Follow the KV events of the vLLM in this worker, and tell the mesh what each of its ranks caches."""
+"""Follow the KV events of the vLLM in this worker, and tell the mesh which blocks each of its ranks caches."""
 
 import asyncio
 import logging

@@ -30,7 +30,7 @@ class Guard:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Kills what is still there of the watched. Blocks until that is done; a second call does nothing."""
+        """Kill the watched processes that are still there. Blocks until that is done; a second call does nothing."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()

@@ -40,7 +40,7 @@ class VllmNode:
         self._life.info = info = EngineInfo(
             model=self._name,
             model_path=self._model_path,
-            block_size=0,  # these are the leader's to tell
+            block_size=0,  # the leader reports these
             total_blocks=0,
             context_tokens=0,
             max_num_seqs=0,
@@ -53,7 +53,7 @@ class VllmNode:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         raise _serves_nobody()
-        yield  # an iterator, as of every engine
+        yield  # makes this an iterator, as the seam wants
 
     async def embed(self, request: EmbedRequest) -> Embedding:
         raise _serves_nobody()
@@ -62,7 +62,7 @@ class VllmNode:
         """Do nothing: this node offers nothing."""
 
     def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
-        """The leader tells them."""
+        """Do nothing: the leader has the events."""
 
     def kv_snapshot(self) -> list[KvEvent]:
         return []

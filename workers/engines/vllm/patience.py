@@ -28,7 +28,7 @@ class PullClock:
 async def within(
     limit_s: float, steps: AsyncGenerator[VllmStep, None], num_queued: Callable[[], int]
 ) -> AsyncGenerator[VllmStep, None]:
-    """The steps of a request that pulls; its first one shows that the pull is over. Raises PullFailedError.
+    """Yield the steps of a request that pulls; its first step shows that the pull is over. Raises PullFailedError.
 
     A pull that is given up is aborted: vLLM does not reuse its blocks until NIXL has ended the transfer.
     """

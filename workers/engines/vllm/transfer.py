@@ -11,7 +11,7 @@ from protocol.errors import ConfigError
 from protocol.messages import Role
 from workers.config import WorkerConfig
 
-TRANSFER = "vllm-nixl"  # what the worker's card and its tickets call vLLM's NIXL connector
+TRANSFER = "vllm-nixl"  # the name of vLLM's NIXL connector on cards and tickets
 
 _NIXL = "NixlConnector"
 _CHAIN = "MultiConnector"
@@ -19,7 +19,7 @@ _NAMES = {"nixl": _NIXL, "offloading": "OffloadingConnector", "lmcache": "LMCach
 _NONE = "none"
 _CONNECTOR_MODULE = "workers.engines.vllm.connector"
 _KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.AGGREGATED: "kv_both"}
-_KEEPS = "kv_both"  # what a connector does that brings KV back to the worker it came from
+_KEEPS = "kv_both"  # the role of a connector that brings KV back to the same worker
 _NOT_ON_CPUS = {"OffloadingConnector", "SimpleCPUOffloadConnector"}
 _GIB = 1 << 30
 
@@ -117,7 +117,7 @@ def _part(name: str, config: WorkerConfig) -> dict[str, Any]:
     return part
 
 
-# --- what is left out -----------------------------------------------------------------------------------
+# --- what is completed ----------------------------------------------------------------------------------
 
 
 def _complete_nixl(part: dict[str, Any], role: str, config: WorkerConfig) -> None:

@@ -40,7 +40,7 @@ class VllmQuestion:
     """A request in vLLM's words."""
 
     prompt: list[int]
-    expected: tuple[int, ...]  # what it has to answer first: tokens that exist already
+    expected: tuple[int, ...]  # the answer has to begin with these tokens, which exist already
     sampling: dict[str, Any]  # fields of vLLM's SamplingParams
     guide: dict[str, Any] | None  # fields of its StructuredOutputsParams
     kv: dict[str, Any] | None  # kv_transfer_params
@@ -48,7 +48,7 @@ class VllmQuestion:
 
 
 def whole(request: GenerateRequest, context_tokens: int) -> VllmQuestion:
-    """Compute all of it here. Raises InvalidRequestError."""
+    """Return the question that computes all of the answer here. Raises InvalidRequestError."""
     tokens = _tokens(request, context_tokens)
     if request.guide is not None and request.generated:
         raise EngineError(
@@ -58,7 +58,9 @@ def whole(request: GenerateRequest, context_tokens: int) -> VllmQuestion:
 
 
 def offering(request: GenerateRequest, context_tokens: int) -> VllmQuestion:
-    """A prefill leg: one token, and a ticket for the rest if there is one. Raises InvalidRequestError."""
+    """Return the question of a prefill leg: one token, and a ticket if the answer continues. Raises
+    InvalidRequestError.
+    """
     question = whole(request, context_tokens)
     if question.sampling["max_tokens"] == 1:
         return question
@@ -67,7 +69,7 @@ def offering(request: GenerateRequest, context_tokens: int) -> VllmQuestion:
 
 
 def pulling(request: GenerateRequest, ticket: Ticket, block_size: int, context_tokens: int) -> VllmQuestion:
-    """A decode leg. Raises TransferError for a ticket that does not belong to the request, else as `whole`."""
+    """Return the question of a decode leg. Raises TransferError for another request's ticket, else as `whole`."""
     tokens = _tokens(request, context_tokens)
     kv = read_ticket(ticket, block_size)
     if ticket.num_tokens != len(tokens) - 1 or not request.generated:
