@@ -14,7 +14,7 @@ _NOTHING = LoadReport()
 
 
 class ToldReports:
-    """What one listener was told last. Pure; the time is a parameter.
+    """The last reports that one listener was sent. Pure; the time is a parameter.
 
     A report is due when it has changed, and again every `repeat_s` as long as it says something.
     """
@@ -41,7 +41,7 @@ class LoadReports:
     """Answers the worker's method `load`. While the load does not change, no timer runs unless a report stands."""
 
     def __init__(self, ranks: Sequence[object], interval_s: float) -> None:
-        """`interval_s`: between two reports to one listener, at least; 0: there are no reports."""
+        """Wait `interval_s` at least between two reports to one listener; 0: there are no reports."""
         self._interval_s = interval_s
         self._repeat_s = max(interval_s, REPEAT_S)
         self._ranks = reporting_ranks(ranks, interval_s)
