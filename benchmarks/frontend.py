@@ -1,7 +1,7 @@
 """Run `kvmesh bench frontend`: measure what the frontend, with its router inside, costs per request and per token.
 
-Frontend, four mock workers and the load are processes of their own on this host and share its cores, so what counts is
-the CPU time of the frontend's processes. The workers answer at once; for the paced case a second mesh is started, whose
+Frontend, four mock workers and the load are processes of their own on this host. They share its cores, so the CPU time
+of the frontend's processes counts. The workers answer at once; for the paced case a second mesh is started, whose
 workers emit one token per stream every 5 ms. Prompts are random common words, which suits a tokenizer that remembers
 words. Sampling is the default, and all answers have their full length.
 """

@@ -32,10 +32,10 @@ class Rate:
 class Shape:
     """Describe requests. Lengths are log-normal around their means, with `spread` as their sigma; 0: all equal.
 
-    `groups` > 0: each request begins with one of so many prefixes of `prefix_tokens`, which are part of its ISL.
-    `turns` > 1: each arrival is a conversation of so many turns; a turn comes `pause_s` on average after the answer to
-    the last one would have been read (its OSL at `read_tokens_per_s`), and its prompt is all that was said before and
-    `isl_tokens` more. The rate is that of all turns.
+    `groups` > 0: each request begins with one of `groups` prefixes of `prefix_tokens`, which are part of its ISL.
+    `turns` > 1: each arrival is a conversation of `turns` turns. The next turn comes when the answer has been read (its
+    OSL at `read_tokens_per_s`) and `pause_s` on average have passed. Its prompt is the whole conversation and
+    `isl_tokens` more. The rate counts all turns.
     """
 
     isl_tokens: float = 3000.0

@@ -1,7 +1,7 @@
 """Sequences of the simulation: the names of their blocks stand for tokens, which no part has.
 
-To the prefix hashes of the mesh a block is two "tokens" here, the halves of its name, so the router's index and the
-block pool work as they do live, whatever the real block size is.
+For the mesh's prefix hashes a block is two "tokens" here, the halves of its name. The router's index and the block
+pool then work as they do live, with any block size.
 """
 
 from array import array

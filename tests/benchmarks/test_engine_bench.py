@@ -48,7 +48,7 @@ def test_a_steps_least_work_is_counted() -> None:
     assert shape.decode_bytes(3, 100) - shape.weight_bytes == 300 * 128 * 1024
 
 
-def test_it_runs_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_steps_run_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--isl-tokens", "40", "--batch", "2", "--context-tokens", "30", "--block-size", "16", "--rounds", "1"]
     assert main(["engine", "steps", "--shape", str(CHECKPOINT_DIR), "--device", "cpu", "--json", *flags]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -143,7 +143,7 @@ def test_both_sides_have_the_environment_of_a_worker() -> None:
 
 @needs_vllm
 @pytest.mark.timeout(600)
-def test_it_compares_two_real_sides(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_engine_benchmark_compares_two_real_sides(capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--rounds", "1", "--requests", "4", "--pairs", "2", "--osl-tokens", "8", "--isl-tokens", "16"]
     assert main(["engine", "--json", *flags]) == 0
     report = json.loads(capfd.readouterr().out.splitlines()[-1])

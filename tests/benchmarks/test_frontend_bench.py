@@ -197,7 +197,7 @@ def test_quantiles() -> None:
 
 
 @pytest.mark.e2e
-def test_it_measures_every_case_on_a_mesh_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_frontend_benchmark_measures_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["frontend", "--scale", "0.002", "--runs", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(report) == {*FrontendReport.__struct_fields__} == {*GOALS, "machine", "others_cores", "vocabulary"}

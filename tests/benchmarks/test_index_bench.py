@@ -20,7 +20,9 @@ def test_a_chain_has_one_full_holder_and_half_holders() -> None:
     assert (index.num_blocks, index.num_entries) == (2 * bench.CHAIN, 4 * bench.CHAIN)
 
 
-def test_it_reports_every_figure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_index_benchmark_reports_every_figure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(bench, "in_a_process", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(bench, "SMALL", bench.CHAIN)
     monkeypatch.setattr(bench, "PLACED_WORKERS", 4)

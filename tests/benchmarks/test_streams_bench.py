@@ -148,7 +148,7 @@ def test_more_streams_than_files_are_refused_with_advice(monkeypatch: pytest.Mon
 
 
 @pytest.mark.e2e
-def test_it_measures_streams_on_a_mesh_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_streams_benchmark_runs_on_its_own_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["streams", "--streams", "20", "--itl-s", "0.5", "--window-s", "0.5", "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(report) == {*StreamsReport.__struct_fields__}
@@ -197,7 +197,7 @@ async def test_a_wrong_answer_is_an_error_and_the_client_continues() -> None:
 
 
 @pytest.mark.e2e
-def test_it_measures_memory_on_a_mesh_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_soak_benchmark_runs_on_its_own_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["soak", "--requests", "200", "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(report) == {*SoakReport.__struct_fields__}

@@ -79,7 +79,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["a:8000", "tcp://a:1", "http://", "http://a:99999", "http://[::1", ""])
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="http://host:port"):
         name_of(url)
 

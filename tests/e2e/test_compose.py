@@ -196,7 +196,7 @@ def test_a_service_is_restarted_watched_and_given_time_to_drain(service: str) ->
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_peers_are_told_the_service_s_name_as_its_host(service: str) -> None:
+def test_peers_reach_a_service_by_its_name(service: str) -> None:
     flags = dict(pairwise(SERVICES[service]["command"]))
     assert flags["--host"] == "0.0.0.0"
     if flags["-m"] == "workers":

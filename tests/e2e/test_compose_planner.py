@@ -40,7 +40,7 @@ def test_each_container_has_its_own_worker_name_and_address(role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_it_is_healthy_while_its_own_card_is_there(role: str) -> None:
+def test_a_worker_is_healthy_while_its_card_is_there(role: str) -> None:
     kind, line = SCALED[role]["healthcheck"]["test"]
     assert kind == "CMD-SHELL"
     assert f"workers%2F{role}-$$(hostname)-*" in line

@@ -140,7 +140,7 @@ def test_an_explanation_names_what_happened(any_router: Mesh) -> None:
     assert report["overlap_tokens"] == report["cached_tokens"] == 0
 
 
-def test_what_is_predicted_is_what_is_found(any_router: Mesh) -> None:
+def test_predicted_cached_tokens_are_found(any_router: Mesh) -> None:
     mesh, prompt = any_router, prompt_of(150, 11)
     complete(mesh, prompt)
     expected = len(prompt) // 16 * 16

@@ -74,13 +74,13 @@ def test_a_sibling_that_comes_before_the_events_is_counted_on() -> None:
     assert report.hit_share == pytest.approx(19 / 40), "the last token of a prompt is always computed, with its block"
 
 
-def test_what_was_evicted_is_not_counted_on() -> None:
+def test_an_evicted_prefix_is_not_predicted() -> None:
     rows = [row(20 * i, range(1000 * (i % 3), 1000 * (i % 3) + 50)) for i in range(12)]
     report = run(rows, blocks_per_worker=100)
     assert report.hit_share == report.predicted_hit_share == 0.0
 
 
-def test_what_is_evicted_is_no_hit() -> None:
+def test_an_evicted_prefix_is_no_hit() -> None:
     rows = [row(0, range(80)), row(20, range(100, 180)), row(40, range(80))]
     assert run(rows, blocks_per_worker=100).hit_share < 0.3
     assert run(rows, blocks_per_worker=200).hit_share == pytest.approx(79 / 240)

@@ -100,7 +100,7 @@ def test_the_kv_of_a_prompt_needs_transfer_time() -> None:
     assert slow.itl_s.mean == pytest.approx(fast.itl_s.mean + 0.1)
 
 
-def test_what_the_decode_worker_has_is_not_moved_again() -> None:
+def test_blocks_cached_on_the_decode_worker_are_not_moved() -> None:
     turns = [request(0.0, 96, 2, thread=1), request(10.0, 960, 2, thread=1)]
     slow = run(turns, timed(mode="disaggregated", workers=2, kv_bandwidth_gbps=1.0))
     fast = run(turns, timed(mode="disaggregated", workers=2, kv_bandwidth_gbps=0.0))
@@ -257,7 +257,7 @@ def test_an_interval_without_requests_has_no_means() -> None:
     assert (traffic.requests, traffic.isl_tokens, traffic.ttft_s, traffic.hit_share) == (0, None, None, None)
 
 
-def test_what_waits_in_the_router_is_seen_at_the_workers() -> None:
+def test_requests_waiting_in_the_router_count_as_worker_load() -> None:
     script = Script({})
     crowd = [request(1.0, 1000, 2, thread) for thread in range(8)]
     run(crowd, fixed(rate_s=0.01, saturation_tokens=500, policy="kv", blocks=1000), PlannerHook(script.decide, 5.0))
