@@ -37,7 +37,7 @@ class _Stretch:
     step_s: float
 
 
-class _Running:
+class _RunInProgress:
     """Track a run of decode steps in progress. Its steps are computed for the next `MOST_RUN_S`."""
 
     def __init__(self, run: DecodeRun, now: float, step_s: Callable[[int, int], float]) -> None:
@@ -109,7 +109,7 @@ class SimWorker:
         self._on_outputs = on_outputs
         self._on_pull = on_pull
         self._step: Step | None = None
-        self._run: _Running | None = None
+        self._run: _RunInProgress | None = None
         self.set_timing(timing)
 
     @property
@@ -199,7 +199,7 @@ class SimWorker:
     def _begin(self, now: float) -> None:
         run = self.scheduler.plan_run()
         if run is not None and run.steps > 1:
-            self._run = _Running(run, now, self._decode_s)
+            self._run = _RunInProgress(run, now, self._decode_s)
             self.busy_s += self._run.ends_s - now
             self._wake_at(self._run.ends_s)
             return
