@@ -1,4 +1,4 @@
-"""What every connector of the planner promises, and what each promises beyond."""
+"""The promises of every connector of the planner, and the further promises of each kind."""
 
 import json
 import sys
@@ -44,7 +44,7 @@ def decision(prefill: int, decode: int, flip: Flip | None = None) -> ScalingDeci
 
 
 class World(Protocol):
-    """What a connector acts on. `can_flip`: it changes roles; `acts`: it changes anything."""
+    """The fleet that a connector acts on. `can_flip`: it changes roles; `acts`: it changes anything."""
 
     connector: Connector
     can_flip: bool
@@ -53,19 +53,19 @@ class World(Protocol):
     async def start(self, cleanup: AsyncExitStack) -> None: ...
 
     async def carry_out(self) -> None:
-        """Whoever carries orders out in a while does so now; nobody who starts is ready by that."""
+        """Carry out pending orders now. Workers that start are not ready by that."""
 
     async def all_ready(self) -> None:
-        """Whoever starts is ready now."""
+        """Make all starting workers ready."""
 
     async def ordered(self) -> tuple[int, int]:
-        """What there really is, ready or starting."""
+        """Return the workers that really exist, ready or starting."""
 
     def break_down(self) -> None:
-        """From now on orders fail ..."""
+        """Let orders fail from now on."""
 
     def mend(self) -> None:
-        """... and no longer."""
+        """Let orders succeed again."""
 
 
 class LocalWorld:
@@ -286,13 +286,13 @@ async def world(
 # --- all of them --------------------------------------------------------------------------------------
 
 
-async def test_it_tells_who_is_there(world: World) -> None:
+async def test_the_fleets_are_the_present_workers(world: World) -> None:
     fleets = await world.connector.fleets()
     assert (fleets.prefill.ready, fleets.decode.ready) == (PREFILL, DECODE)
     assert (fleets.prefill.ordered, fleets.decode.ordered) == (PREFILL, DECODE)
 
 
-async def test_more_are_ordered_at_once_and_told_as_starting_until_they_are_ready(world: World) -> None:
+async def test_more_workers_are_ordered_at_once_and_count_as_starting(world: World) -> None:
     await world.connector.apply(decision(4, 5))
     await world.carry_out()
     if not world.acts:
@@ -307,7 +307,7 @@ async def test_more_are_ordered_at_once_and_told_as_starting_until_they_are_read
     assert (fleets.prefill.ready, fleets.decode.ready) == (4, 5)
 
 
-async def test_to_apply_a_decision_again_changes_nothing_more(world: World) -> None:
+async def test_applying_a_decision_again_changes_nothing(world: World) -> None:
     for wanted in (decision(3, 5), decision(1, 2), decision(2, 1, Flip(to_role="prefill", count=1))):
         await world.connector.apply(wanted)
         await world.carry_out()
@@ -319,13 +319,13 @@ async def test_to_apply_a_decision_again_changes_nothing_more(world: World) -> N
         await world.all_ready()
 
 
-async def test_fewer_are_kept_and_no_fewer_than_asked(world: World) -> None:
+async def test_surplus_workers_leave_and_no_more(world: World) -> None:
     await world.connector.apply(decision(1, 1))
     await world.carry_out()
     assert await world.ordered() == ((1, 1) if world.acts else (PREFILL, DECODE))
 
 
-async def test_what_was_done_is_told_and_whether_it_is_all(world: World) -> None:
+async def test_the_result_says_whether_the_order_is_complete(world: World) -> None:
     applied = await world.connector.apply(decision(2, 4))
     await world.carry_out()
     applied = await world.connector.apply(decision(2, 4))
@@ -335,7 +335,7 @@ async def test_what_was_done_is_told_and_whether_it_is_all(world: World) -> None
         assert any("dry-run" in note for note in applied.notes)
 
 
-async def test_nobody_who_starts_is_taken_away_and_that_is_told(world: World) -> None:
+async def test_starting_workers_stay_and_a_note_says_so(world: World) -> None:
     await world.connector.apply(decision(2, 6))
     await world.carry_out()
     if not world.acts or isinstance(world, VirtualWorld):  # there the orchestrator sees to it
@@ -351,7 +351,7 @@ async def test_nobody_who_starts_is_taken_away_and_that_is_told(world: World) ->
     assert await world.ordered() == (2, 3)
 
 
-async def test_a_flip_is_done_or_refused_by_name_and_the_counts_are_reached_either_way(world: World) -> None:
+async def test_the_counts_are_reached_with_or_without_the_flip(world: World) -> None:
     flip = decision(1, 4, Flip(to_role="decode", count=1))
     await world.connector.apply(flip)
     await world.carry_out()
@@ -360,7 +360,7 @@ async def test_a_flip_is_done_or_refused_by_name_and_the_counts_are_reached_eith
     assert await world.ordered() == (1, 4)
 
 
-async def test_who_flips_says_how_many_and_who_cannot_says_so(world: World) -> None:
+async def test_the_number_of_flips_or_a_refusal_is_reported(world: World) -> None:
     flip = decision(1, 4, Flip(to_role="decode", count=1))
     applied = await world.connector.apply(flip)
     if isinstance(world, VirtualWorld):
@@ -374,7 +374,7 @@ async def test_who_flips_says_how_many_and_who_cannot_says_so(world: World) -> N
     assert any(note.startswith(world.connector.name) for note in applied.notes)
 
 
-async def test_a_failure_is_told_and_the_next_try_succeeds(world: World) -> None:
+async def test_a_failure_is_raised_and_the_next_try_succeeds(world: World) -> None:
     if isinstance(world, DryWorld):
         pytest.skip("nothing can fail")
     world.break_down()
@@ -413,7 +413,7 @@ async def test_both_roles_in_one_service_or_workload_are_refused(connector: str)
 # --- local --------------------------------------------------------------------------------------------
 
 
-async def test_a_worker_that_will_not_flip_is_named_with_its_reason(tmp_path: Path) -> None:
+async def test_a_worker_that_refuses_a_flip_is_named(tmp_path: Path) -> None:
     async with AsyncExitStack() as cleanup:
         world = LocalWorld(tmp_path)
         await world.start(cleanup)
@@ -425,7 +425,7 @@ async def test_a_worker_that_will_not_flip_is_named_with_its_reason(tmp_path: Pa
         assert await world.ordered() == (1, 4), "without the flip"
 
 
-async def test_workers_that_do_both_halves_are_told_and_scaled_as_decode_workers(tmp_path: Path) -> None:
+async def test_aggregated_workers_count_and_scale_as_decode_workers(tmp_path: Path) -> None:
     host = FakeHost()
     await host.start(0, 0, aggregated=2)
     async with AsyncExitStack() as cleanup:
@@ -439,7 +439,7 @@ async def test_workers_that_do_both_halves_are_told_and_scaled_as_decode_workers
         assert list(host.roles().values()) == [Role.AGGREGATED] * 3
 
 
-def test_a_control_socket_that_is_none_is_refused() -> None:
+def test_an_address_that_is_no_control_socket_is_refused() -> None:
     with pytest.raises(ConfigError, match="--local-control"):
         LocalConnector("http://localhost")
 
@@ -447,7 +447,7 @@ def test_a_control_socket_that_is_none_is_refused() -> None:
 # --- compose ------------------------------------------------------------------------------------------
 
 
-async def test_compose_is_called_with_files_and_project_and_only_when_something_changes(
+async def test_compose_is_called_with_files_and_only_for_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = ComposeWorld(tmp_path, monkeypatch)
@@ -462,7 +462,7 @@ async def test_compose_is_called_with_files_and_project_and_only_when_something_
     ]  # fmt: skip
 
 
-async def test_compose_leaves_prefill_alone_where_there_is_none(
+async def test_compose_leaves_prefill_alone_without_prefill_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = ComposeWorld(tmp_path, monkeypatch)
@@ -480,7 +480,7 @@ async def test_without_docker_the_error_says_what_to_set() -> None:
         await connector.fleets()
 
 
-async def test_what_is_no_list_of_containers_is_refused() -> None:
+async def test_an_unreadable_list_of_containers_is_refused() -> None:
     connector = ComposeConnector("echo {broken", [], "", prefill="p", decode="d")
     with pytest.raises(ConnectorError, match="no list of containers"):
         await connector.fleets()
@@ -498,18 +498,20 @@ async def cluster(tmp_path: Path) -> AsyncIterator[KubernetesWorld]:
         yield world
 
 
-async def test_a_change_that_meets_another_is_tried_again(cluster: KubernetesWorld) -> None:
+async def test_a_conflicting_change_is_tried_again(cluster: KubernetesWorld) -> None:
     cluster.server.conflicts = 2
     await cluster.connector.apply(decision(3, 3))
     assert await cluster.ordered() == (3, 3)
 
 
-async def test_more_are_ordered_before_fewer(cluster: KubernetesWorld) -> None:
+async def test_scaling_up_comes_before_scaling_down(cluster: KubernetesWorld) -> None:
     await cluster.connector.apply(decision(1, 4))
     assert [count for _, count in cluster.server.patches] == [4, 1]
 
 
-async def test_kubernetes_leaves_prefill_alone_where_there_is_none(cluster: KubernetesWorld, tmp_path: Path) -> None:
+async def test_kubernetes_leaves_prefill_alone_without_prefill_workers(
+    cluster: KubernetesWorld, tmp_path: Path
+) -> None:
     account = Account(cluster.server.url, "ns", tmp_path / "token", None)
     connector = KubernetesConnector(account, prefill="", decode="leaderworkerset/d")
     assert await connector.fleets() == Fleets(prefill=RoleFleet(ready=0), decode=RoleFleet(ready=DECODE))
@@ -519,7 +521,7 @@ async def test_kubernetes_leaves_prefill_alone_where_there_is_none(cluster: Kube
     assert await cluster.ordered() == (PREFILL, 4)
 
 
-async def test_a_token_that_was_renewed_is_read_anew(cluster: KubernetesWorld) -> None:
+async def test_a_renewed_token_is_read_again(cluster: KubernetesWorld) -> None:
     await cluster.connector.fleets()
     cluster.server.token = "another"
     with pytest.raises(ConnectorError, match="401"):
@@ -528,24 +530,24 @@ async def test_a_token_that_was_renewed_is_read_anew(cluster: KubernetesWorld) -
     await cluster.connector.fleets()
 
 
-async def test_who_lacks_the_right_is_told_which_to_give(cluster: KubernetesWorld) -> None:
+async def test_a_missing_right_is_named(cluster: KubernetesWorld) -> None:
     cluster.server.refuse_with = 403
     with pytest.raises(ConnectorError, match="Role"):
         await cluster.connector.apply(decision(3, 3))
 
 
-async def test_pods_that_go_are_told_as_draining(cluster: KubernetesWorld) -> None:
+async def test_surplus_pods_count_as_draining(cluster: KubernetesWorld) -> None:
     await cluster.connector.apply(decision(2, 1))
     assert (await cluster.connector.fleets()).decode == RoleFleet(ready=1, draining=2)
 
 
 @pytest.mark.parametrize("workload", ["pod/x", "deployment/", "deployment", "deployment/../x", "deployment/a?b"])
-def test_what_is_no_workload_is_refused(workload: str) -> None:
+def test_a_name_that_is_no_workload_is_refused(workload: str) -> None:
     with pytest.raises(ConfigError, match="<kind>/<name>"):
         workload_path(workload, "ns")
 
 
-def test_an_account_is_what_kubernetes_put_into_the_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_account_comes_from_the_pods_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "namespace").write_text("serving\n")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
@@ -568,7 +570,7 @@ async def orchestrated() -> AsyncIterator[VirtualWorld]:
         yield world
 
 
-async def test_a_decision_has_a_number_and_is_asked_for_after_the_last_one(orchestrated: VirtualWorld) -> None:
+async def test_decisions_are_numbered_and_served_after_a_number(orchestrated: VirtualWorld) -> None:
     async with orchestrated.http.get("/decision") as response:
         assert response.status == 204
     await orchestrated.connector.apply(decision(3, 4))
@@ -579,7 +581,7 @@ async def test_a_decision_has_a_number_and_is_asked_for_after_the_last_one(orche
         assert response.status == 204
 
 
-async def test_until_it_is_acknowledged_a_decision_is_incomplete(orchestrated: VirtualWorld) -> None:
+async def test_a_decision_is_incomplete_until_acknowledged(orchestrated: VirtualWorld) -> None:
     applied = await orchestrated.connector.apply(decision(3, 4))
     assert (applied.is_complete, applied.prefill, applied.decode) == (False, PREFILL, DECODE)
     async with orchestrated.http.post(
@@ -602,7 +604,7 @@ async def test_until_it_is_acknowledged_a_decision_is_incomplete(orchestrated: V
         (1, {"prefill": 3, "decode": 4, "notes": ["x" * 400] * 200}, 413),
     ],
 )
-async def test_an_acknowledgement_that_cannot_be_is_refused(
+async def test_an_impossible_acknowledgement_is_refused(
     orchestrated: VirtualWorld, number: int, said: dict, status: int
 ) -> None:
     await orchestrated.connector.apply(decision(3, 4))
@@ -611,7 +613,7 @@ async def test_an_acknowledgement_that_cannot_be_is_refused(
     assert not (await orchestrated.connector.apply(decision(3, 4))).is_complete
 
 
-async def test_without_the_token_nothing_is_told(orchestrated: VirtualWorld) -> None:
+async def test_a_request_without_the_token_is_refused(orchestrated: VirtualWorld) -> None:
     async with orchestrated.http.get("/decision", headers={"authorization": "Bearer wrong"}) as response:
         assert response.status == 401
 
@@ -628,7 +630,7 @@ def test_a_token_that_is_too_short_or_missing_is_refused(tmp_path: Path) -> None
 # --- shadow -------------------------------------------------------------------------------------------
 
 
-async def test_a_shadow_never_touches_what_is_there() -> None:
+async def test_a_shadow_never_changes_the_real_fleet() -> None:
     world = ShadowWorld()
     await world.connector.apply(decision(5, 5))
     assert world.fleets == Fleets(prefill=RoleFleet(ready=PREFILL), decode=RoleFleet(ready=DECODE))

@@ -1,4 +1,4 @@
-"""How many workers an SLO takes where each does both halves, and how the planner follows a load with them."""
+"""Sizing of workers that do both halves, and how the planner follows a load with them."""
 
 import math
 import random
@@ -40,7 +40,7 @@ def one_speed(tokens_per_s: float, step_s: float, total_kv_tokens: int = 10**6) 
 # --- sizing -------------------------------------------------------------------------------------------
 
 
-def test_the_itl_bounds_the_share_of_the_time_that_goes_to_prompts() -> None:
+def test_the_itl_bounds_the_time_that_goes_to_prompts() -> None:
     """Prompts of 0.1 s, steps of 0.01 s, answers of 5 s at the SLO of 0.05 s: w + sqrt(w * 0.1 / 5) = 0.8, w = 0.683.
 
     That is 6.83 prompts a second; their tokens come every 0.01 / (1 - 0.683) s.
@@ -52,14 +52,14 @@ def test_the_itl_bounds_the_share_of_the_time_that_goes_to_prompts() -> None:
     assert aggregated_need(one_speed(10_000, 0.01), Demand(50.0, 1000, 100), SLO, 1.0).workers == 8
 
 
-def test_prompts_never_take_more_of_a_worker_than_may_be_used_of_it() -> None:
+def test_prompts_never_exceed_the_allowed_utilization() -> None:
     one = aggregated_capacity(one_speed(10_000, 0.001), Demand(1.0, 1000, 100), 1.0, 0.6)
     assert one.prompt_share == pytest.approx(0.6)
     assert one.rps == pytest.approx(6.0)
 
 
-def test_long_answers_are_bound_by_what_a_worker_holds() -> None:
-    """20,000 tokens are 20 requests of 1000; each takes 1990 steps of 0.01 s and hardly a prompt: 1 request/s."""
+def test_long_answers_are_bound_by_the_batch() -> None:
+    """KV of 20,000 tokens holds 20 requests of 1000; each takes 1990 steps of 0.01 s and little more: 1 request/s."""
     one = aggregated_capacity(one_speed(10_000, 0.01, 20_000), Demand(1.0, 5, 1990), 0.05, 1.0)
     assert one.batch == 20
     assert one.rps == pytest.approx(20 / 19.9, rel=0.01)
@@ -72,13 +72,13 @@ def test_longer_answers_leave_less_time_for_prompts() -> None:
     assert long.rps < short.rps
 
 
-def test_what_is_cached_is_no_work() -> None:
+def test_cached_prompts_are_no_work() -> None:
     cold = aggregated_need(one_speed(10_000, 0.01), Demand(50.0, 1000, 100), SLO, 0.8).workers
     warm = aggregated_need(one_speed(10_000, 0.01), Demand(50.0, 1000, 100, hit_share=0.75), SLO, 0.8).workers
     assert warm < cold / 2
 
 
-def test_an_slo_that_no_worker_keeps_is_said_and_the_load_still_carried() -> None:
+def test_an_impossible_slo_is_reported_and_the_load_carried() -> None:
     slow_steps = aggregated_need(one_speed(10_000, 0.1), Demand(10.0, 1000, 100), SLO, 0.8)
     slow_prompts = aggregated_need(one_speed(1000, 0.01), Demand(10.0, 1000, 100), SLO, 0.8)
     assert not slow_steps.fits and slow_steps.workers > 10
@@ -90,13 +90,13 @@ def test_slower_steps_take_more_workers() -> None:
     assert aggregated_need(SLOW, demand, slo, 0.8, 1.5).workers > aggregated_need(SLOW, demand, slo, 0.8).workers
 
 
-def test_without_requests_nobody_is_needed() -> None:
+def test_without_requests_no_worker_is_needed() -> None:
     assert aggregated_need(SLOW, Demand(0.0, 2000, 200), SLO, 0.8).workers == 0
 
 
 @settings(max_examples=examples(50))
 @given(demands(), st.floats(1.0, 3.0))
-def test_more_load_never_takes_fewer_and_no_worker_is_used_beyond_its_share(demand: Demand, more: float) -> None:
+def test_more_load_takes_more_workers_within_their_utilization(demand: Demand, more: float) -> None:
     light = aggregated_need(SLOW, demand, Slo(2.0, 0.25), 0.8)
     heavier = Demand(demand.rps * more, demand.isl_tokens, demand.osl_tokens, demand.hit_share)
     assert aggregated_need(SLOW, heavier, Slo(2.0, 0.25), 0.8).workers >= light.workers >= 1
@@ -116,7 +116,7 @@ def a_load(queued_tokens: int = 0, running: int = 0) -> WorkerLoad:
     return WorkerLoad(name="w", queued_tokens=queued_tokens, running=running, total_kv_tokens=SLOW.total_kv_tokens)
 
 
-def test_queues_and_crowds_ask_for_more_and_idle_workers_can_be_spared() -> None:
+def test_queues_order_workers_and_idle_ones_can_be_spared() -> None:
     recent, fleet = RecentTraffic(Demand(3.0, 2000, 200), 20.0), RoleFleet(ready=4)
     queued = aggregated_pressure(RULES, fleet, [a_load(queued_tokens=40_000)] * 4, recent)
     crowded = aggregated_pressure(RULES, fleet, [a_load(running=150)] * 4, recent)
@@ -126,7 +126,7 @@ def test_queues_and_crowds_ask_for_more_and_idle_workers_can_be_spared() -> None
     assert idle.workers == 0 and idle.least < 12
 
 
-def test_while_workers_start_or_nothing_is_known_queues_ask_for_nobody_and_nobody_is_spared() -> None:
+def test_queues_change_nothing_while_workers_start_or_without_figures() -> None:
     recent, loads = RecentTraffic(Demand(3.0, 2000, 200), 20.0), [a_load(queued_tokens=40_000)] * 4
     starting = aggregated_pressure(RULES, RoleFleet(ready=4, starting=2), loads, recent)
     unknown = aggregated_pressure(RULES, RoleFleet(ready=4), loads, None)
@@ -137,8 +137,8 @@ def test_while_workers_start_or_nothing_is_known_queues_ask_for_nobody_and_nobod
 # --- what the ITL tells -------------------------------------------------------------------------------
 
 
-def test_an_itl_as_prompts_and_steps_make_it_needs_no_correction_a_longer_one_does() -> None:
-    """8 workers, 2 requests/s of 1 s of prompt: a quarter of the time; the step of 0.03 s takes 0.04 s."""
+def test_only_an_itl_longer_than_the_model_needs_a_correction() -> None:
+    """Give 8 workers 2 requests/s with 1 s of prompt: a quarter of the time, so a step of 0.03 s takes 0.04 s."""
     profile, demand = one_speed(1000, 0.03), Demand(2.0, 1000, 100)
     same = later = Corrections()
     for _ in range(30):
@@ -184,9 +184,7 @@ def test_one_pool_follows_a_load_up_and_down() -> None:
 @settings(max_examples=examples(8))
 @given(seed=st.integers(0, 1 << 30), max_gpus=st.integers(2, 40), minimum=st.integers(1, 2), predictive=st.booleans())
 @example(seed=6, max_gpus=24, minimum=1, predictive=True)  # the reactive loop runs before the first plan
-def test_never_above_the_budget_never_below_the_minimum_whatever_is_observed(
-    seed: int, max_gpus: int, minimum: int, predictive: bool
-) -> None:
+def test_counts_stay_between_minimum_and_budget(seed: int, max_gpus: int, minimum: int, predictive: bool) -> None:
     rng = random.Random(seed)
     planner = a_planner(max_gpus=max_gpus, min_decode=minimum, predictive=predictive)
     fleet = FakeFleet(0, rng.randint(0, 5))

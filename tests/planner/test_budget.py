@@ -1,4 +1,4 @@
-"""What may be ordered of what is wanted."""
+"""Limits of what is ordered: minima, budget, steps."""
 
 import pytest
 from hypothesis import given
@@ -46,9 +46,7 @@ counts = st.builds(Counts, st.integers(0, 60), st.integers(0, 60))
         (Counts(3, 3), limits(3, (2, 2)), Counts(0, 0)),  # the minima do not fit
     ],
 )
-def test_the_published_rule_shrinks_prefill_and_leaves_the_rest_to_decode(
-    wanted: Counts, bounds: ScalingLimits, expected: Counts
-) -> None:
+def test_the_published_rule_shrinks_prefill_first(wanted: Counts, bounds: ScalingLimits, expected: Counts) -> None:
     assert published_budget(wanted, bounds) == expected
 
 
@@ -78,9 +76,7 @@ def test_the_published_rule_keeps_the_budget_and_the_minima(bounds: ScalingLimit
         (Counts(0, 0), limits(8), Counts(1, 1)),
     ],
 )
-def test_a_short_budget_is_split_so_that_both_roles_cover_as_much_as_can_be(
-    wanted: Counts, bounds: ScalingLimits, expected: Counts
-) -> None:
+def test_a_short_budget_covers_most_of_both_roles(wanted: Counts, bounds: ScalingLimits, expected: Counts) -> None:
     assert within_budget(wanted, bounds) == expected
 
 
@@ -106,7 +102,7 @@ def test_never_above_the_budget_never_below_the_minimum(
 
 
 @given(any_limits, counts, counts)
-def test_counts_change_no_faster_than_allowed_but_for_budget_and_minimum(
+def test_counts_change_no_faster_than_allowed_within_budget_and_minimum(
     bounds: ScalingLimits, wanted: Counts, current: Counts
 ) -> None:
     if bounds.gpus(current) > bounds.max_gpus:
@@ -119,7 +115,7 @@ def test_counts_change_no_faster_than_allowed_but_for_budget_and_minimum(
 
 
 @given(any_limits, counts)
-def test_what_is_wanted_and_fits_is_reached(bounds: ScalingLimits, wanted: Counts) -> None:
+def test_wanted_counts_that_fit_are_reached(bounds: ScalingLimits, wanted: Counts) -> None:
     current = Counts(bounds.min_prefill, bounds.min_decode)
     goal = within_budget(wanted, bounds)
     for _ in range(200):
@@ -128,14 +124,14 @@ def test_what_is_wanted_and_fits_is_reached(bounds: ScalingLimits, wanted: Count
 
 
 @given(st.integers(2, 60), st.integers(0, 60), st.integers(0, 60), st.integers(0, 30), st.integers(0, 30))
-def test_more_is_given_to_who_wants_more(max_gpus: int, prefill: int, decode: int, more_p: int, more_d: int) -> None:
+def test_the_role_that_wants_more_gets_more(max_gpus: int, prefill: int, decode: int, more_p: int, more_d: int) -> None:
     bounds = limits(max_gpus)
     little = within_budget(Counts(prefill, decode), bounds)
     much = within_budget(Counts(prefill + more_p, decode + more_d), bounds)
     assert bounds.gpus(much) >= bounds.gpus(little)
 
 
-def test_who_drains_still_holds_its_gpus() -> None:
+def test_draining_workers_still_hold_their_gpus() -> None:
     ordered, reasons = clamp(Counts(3, 5), Counts(3, 3), Counts(0, 1), limits(8))
     assert ordered == Counts(3, 4)
     assert "budget-wait" in {reason.code for reason in reasons}
@@ -146,14 +142,14 @@ def test_a_fleet_above_a_lowered_budget_shrinks_at_once() -> None:
     assert ordered == Counts(4, 4)
 
 
-def test_limits_say_why_they_held_something_back() -> None:
+def test_limits_give_their_reasons() -> None:
     _, reasons = clamp(Counts(20, 20), Counts(1, 1), NOBODY, limits(8, up=2))
     text = {reason.code: reason.text for reason in reasons}
     assert "20 prefill and 20 decode take 40 GPUs, the budget of 8 gives 4 and 4" in text["budget"]
     assert "at most 2 up" in text["rate-limit"]
 
 
-def test_minima_that_do_not_fit_the_budget_are_refused_at_the_start() -> None:
+def test_minima_beyond_the_budget_are_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="take 12 GPUs, the budget is 8"):
         limits_of(PlannerConfig(min_prefill=1, min_decode=2, max_gpus=8), 4, 4)
 

@@ -1,4 +1,4 @@
-"""What the planner orders, and why."""
+"""The planner's decisions and their reasons."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def driven(
     idle: bool = False,
     **lengths: float,
 ) -> list[ScalingDecision]:
-    """One decision every 5 s; a rate of None: the metrics are away."""
+    """Return one decision for every 5 s. A rate of None means that the metrics are away."""
     fleet = fleet or FakeFleet(4, 4)
     decisions = []
     steps = arrivals(lambda at_s: rate(start_s + at_s) or 0.0, seconds, STEP_S, seed)
@@ -76,7 +76,7 @@ def test_a_load_that_triples_is_followed_up_and_down() -> None:
 
 
 def test_capacity_is_ordered_before_it_is_needed() -> None:
-    """With a start of a minute and a load that rises steadily, what is ready carries what there is."""
+    """The load rises steadily and a start takes a minute: the ready workers carry the load at all times."""
     fleet = FakeFleet(3, 3, start_s=60.0)
     planner = core(start_s=60.0)
     short = 0
@@ -90,7 +90,7 @@ def test_capacity_is_ordered_before_it_is_needed() -> None:
     assert short == 0
 
 
-def test_the_figures_behind_a_decision_are_told() -> None:
+def test_a_decision_has_its_figures() -> None:
     decisions = driven(core(), lambda _: 6.0, 600)
     slow = [decision for decision in decisions if decision.loop == "predictive"][-1]
     assert {"forecast", "prefill-need", "decode-need"} <= codes(slow)
@@ -100,7 +100,7 @@ def test_the_figures_behind_a_decision_are_told() -> None:
     assert "2000 tokens in" in text and "200 out" in text
 
 
-def test_longer_answers_take_more_decode_workers_and_no_more_prefill_workers() -> None:
+def test_longer_answers_take_more_decode_workers_alone() -> None:
     short = driven(core(), lambda _: 6.0, 900, osl_tokens=100.0)[-1]
     long = driven(core(), lambda _: 6.0, 900, osl_tokens=800.0)[-1]
     assert long.decode > short.decode
@@ -113,7 +113,7 @@ def test_cached_prompts_take_fewer_prefill_workers() -> None:
     assert warm.prefill < cold.prefill
 
 
-def test_the_predictive_loop_runs_once_an_interval_and_the_reactive_one_in_between() -> None:
+def test_the_reactive_loop_runs_between_predictive_intervals() -> None:
     loops = [decision.loop for decision in driven(core(), lambda _: 6.0, 600)]
     assert loops.count("predictive") == 10
     assert loops.count("reactive") == 110
@@ -160,26 +160,26 @@ def seen_with(
     )
 
 
-def test_a_queue_that_breaks_the_ttft_orders_more_prefill_workers_within_seconds() -> None:
+def test_a_queue_that_breaks_the_ttft_orders_prefill_workers() -> None:
     decision = core().decide(seen_with((4, 4), 5.0, [load(queued_tokens=60_000)] * 4, [load()] * 4))
     assert decision.loop == "reactive"
     assert decision.prefill > 4
     assert "prefill-queue" in codes(decision)
 
 
-def test_a_queue_orders_nothing_more_while_workers_are_starting() -> None:
+def test_a_queue_orders_nothing_while_workers_start() -> None:
     decision = core().decide(seen_with((4, 4), 5.0, [load(queued_tokens=60_000)] * 4, [load()] * 4, starting=3))
     assert decision.prefill == 7
     assert "prefill-queue" not in codes(decision)
 
 
-def test_decode_workers_that_are_crowded_get_help() -> None:
+def test_crowded_decode_workers_get_help() -> None:
     decision = core().decide(seen_with((4, 2), 5.0, [load()] * 4, [load(running=180, kv_tokens=390_000)] * 2))
     assert decision.decode > 2
     assert "decode-crowded" in codes(decision)
 
 
-def test_a_burst_is_seen_in_the_arrivals_before_queues_are() -> None:
+def test_arrivals_show_a_burst_before_queues_do() -> None:
     planner, fleet = core(), FakeFleet(2, 2)
     driven(planner, lambda _: 3.0, 300, fleet)
     driven(planner, lambda _: 15.0, 15, fleet, start_s=300)
@@ -187,7 +187,7 @@ def test_a_burst_is_seen_in_the_arrivals_before_queues_are() -> None:
     assert prefill.ordered >= 5
 
 
-def test_the_reactive_loop_takes_back_only_what_is_above_the_plan() -> None:
+def test_the_reactive_loop_takes_back_only_workers_above_the_plan() -> None:
     planner, fleet = core(), FakeFleet(4, 4)
     driven(planner, lambda _: 8.0, 1200, fleet)
     floor = planner.state()["floor"]
@@ -214,7 +214,7 @@ def test_the_reactive_loop_takes_back_only_what_is_above_the_plan() -> None:
 
 
 def shifting(planner: PlannerCore, fleet: FakeFleet) -> list[ScalingDecision]:
-    """From long prompts with short answers to the opposite."""
+    """The load changes from long prompts with short answers to the opposite."""
     long = {"isl_tokens": 6000.0, "osl_tokens": 50.0}
     short = {"isl_tokens": 500.0, "osl_tokens": 900.0}
     first = driven(planner, lambda _: 6.0, 900, fleet, idle=True, **long)
@@ -226,7 +226,7 @@ def test_idle_prefill_workers_become_decode_workers() -> None:
     assert flips and {flip.to_role for flip in flips} == {"decode"}
 
 
-def test_no_role_gives_workers_away_before_a_few_intervals_are_known() -> None:
+def test_no_role_lends_workers_before_some_intervals_are_known() -> None:
     """Long prompts with short answers: prefill lacks workers from the first seconds, decode seems to have too many."""
     lengths = {"isl_tokens": 8000.0, "osl_tokens": 5.0}
     decisions = driven(core(), lambda _: 6.0, 600, FakeFleet(2, 8), idle=True, **lengths)
@@ -236,7 +236,7 @@ def test_no_role_gives_workers_away_before_a_few_intervals_are_known() -> None:
     assert decisions[-1].decode < 8
 
 
-def test_flips_can_be_turned_off_and_are_not_used_where_a_start_is_as_fast() -> None:
+def test_flips_are_used_only_if_enabled_and_faster_than_starts() -> None:
     assert not any(decision.flip for decision in shifting(core(flips=False), FakeFleet(6, 2)))
     assert not any(decision.flip for decision in shifting(core(start_s=3.0, flip_s=3.0), FakeFleet(6, 2)))
 
@@ -254,7 +254,7 @@ def settled(seconds: float = 900.0) -> tuple[PlannerCore, FakeFleet, ScalingDeci
     return planner, fleet, driven(planner, lambda _: 8.0, seconds, fleet)[-1]
 
 
-def test_without_figures_what_is_ordered_stays_and_it_is_said() -> None:
+def test_without_figures_the_fleet_stays_and_a_reason_says_so() -> None:
     planner, fleet, before = settled()
     away = driven(planner, lambda _: None, 1800, fleet, start_s=900)
     assert {(d.prefill, d.decode) for d in away} == {(before.prefill, before.decode)}
@@ -270,7 +270,7 @@ def test_after_an_outage_nothing_jumps() -> None:
     assert all(abs(d.prefill - before.prefill) <= 1 and abs(d.decode - before.decode) <= 1 for d in back)
 
 
-def test_the_first_figures_after_an_outage_may_hold_all_that_came_during_it_and_count_for_nothing() -> None:
+def test_the_first_figures_after_an_outage_are_ignored() -> None:
     planner, fleet, before = settled()
     driven(planner, lambda _: None, 600, fleet, start_s=900)
     decision = planner.decide(observe(fleet, 1505.0, 8.0 * 600, STEP_S))
@@ -280,7 +280,7 @@ def test_the_first_figures_after_an_outage_may_hold_all_that_came_during_it_and_
 
 
 @pytest.mark.parametrize("figure", [math.nan, math.inf, -5.0])
-def test_a_figure_that_is_no_number_is_not_believed(figure: float) -> None:
+def test_a_figure_that_is_not_a_number_is_ignored(figure: float) -> None:
     planner, fleet, before = settled()
     decisions = []
     for number in range(60):
@@ -291,7 +291,7 @@ def test_a_figure_that_is_no_number_is_not_believed(figure: float) -> None:
     assert "metrics-missing" in codes(decisions[0])
 
 
-def test_lengths_that_are_no_numbers_leave_the_known_ones() -> None:
+def test_lengths_that_are_not_numbers_change_nothing() -> None:
     planner, fleet, before = settled()
     nan = math.nan
     after = driven(planner, lambda _: 8.0, 600, fleet, start_s=900, isl_tokens=nan, osl_tokens=nan, hit_share=nan)
@@ -299,7 +299,7 @@ def test_lengths_that_are_no_numbers_leave_the_known_ones() -> None:
     assert planner.state()["isl_tokens"] == 2000.0
 
 
-def test_late_figures_count_for_nothing() -> None:
+def test_late_figures_are_ignored() -> None:
     planner, fleet, before = settled()
     late = observe(fleet, 700.0, 0.0)
     decision = planner.decide(msgspec.structs.replace(late, at_s=905.0))
@@ -307,7 +307,7 @@ def test_late_figures_count_for_nothing() -> None:
     assert (decision.prefill, decision.decode) == (before.prefill, before.decode)
 
 
-def test_one_interval_of_zeros_is_doubted_a_second_is_believed() -> None:
+def test_only_the_second_interval_of_zeros_is_believed() -> None:
     planner, fleet, before = settled()
     first = driven(planner, lambda _: 0.0, 60, fleet, start_s=900)
     assert (first[-1].prefill, first[-1].decode) == (before.prefill, before.decode)
@@ -330,12 +330,12 @@ def test_a_planner_that_restarts_takes_the_fleet_as_it_is() -> None:
     assert {(d.prefill, d.decode) for d in decisions} == {(9, 7)}
 
 
-def test_before_the_first_request_the_fleet_is_left_alone() -> None:
+def test_the_fleet_is_left_alone_before_the_first_request() -> None:
     decisions = driven(core(), lambda _: 0.0, 600, FakeFleet(3, 3))
     assert {(d.prefill, d.decode) for d in decisions} == {(3, 3)}
 
 
-def test_a_fleet_below_the_minimum_is_brought_up_even_without_figures() -> None:
+def test_a_fleet_below_the_minimum_grows_even_without_figures() -> None:
     decision = core(min_prefill=2, min_decode=3).decide(observe(FakeFleet(0, 0), 5.0, None))
     assert (decision.prefill, decision.decode) == (2, 3)
 
@@ -344,7 +344,7 @@ def test_a_fleet_below_the_minimum_is_brought_up_even_without_figures() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_constant_noisy_load_makes_no_flapping(seed: int) -> None:
+def test_a_constant_noisy_load_does_not_flap(seed: int) -> None:
     rate = 4.0 + seed * 0.7
     decisions = driven(core(), lambda _: rate, 4 * 3600, FakeFleet(5, 4), seed=seed)
     assert changes(decisions[240:]) <= 12  # in 220 minutes
@@ -358,9 +358,7 @@ def test_a_constant_noisy_load_makes_no_flapping(seed: int) -> None:
     gpus=st.sampled_from([1, 2]),
     flips=st.booleans(),
 )
-def test_never_above_the_budget_never_below_the_minimum_whatever_is_observed(
-    seed: int, max_gpus: int, minimum: int, gpus: int, flips: bool
-) -> None:
+def test_counts_stay_between_minimum_and_budget(seed: int, max_gpus: int, minimum: int, gpus: int, flips: bool) -> None:
     rng = random.Random(seed)
     limit = max(max_gpus, 2 * gpus)
     profile = an_8b(0.125, gpus=gpus)
@@ -398,7 +396,7 @@ def test_equal_observations_give_equal_decisions() -> None:
     assert driven(core(), lambda at_s: 5 + at_s / 200, 1200) == driven(core(), lambda at_s: 5 + at_s / 200, 1200)
 
 
-def test_its_state_is_plain_data() -> None:
+def test_the_state_is_plain_data() -> None:
     planner, _, _ = settled(300)
     assert json.loads(json.dumps(planner.state()))["target"]["prefill"] >= 1
 

@@ -1,4 +1,4 @@
-"""How far workers are from their profile."""
+"""Correction of profiles by observed times."""
 
 import math
 
@@ -17,7 +17,7 @@ TTFT_S = prefill_time_s(PROFILE, 2000) + mean_wait_s(4, 20.0, prefill_time_s(PRO
 
 
 def settled_itl_s(workers: int, slower: float = 1.0) -> float:
-    """Of workers that share the demand and take `slower` times the profile's time: the batch grows with the step."""
+    """Return the ITL of workers that take `slower` times the profile's time: the batch grows with the step."""
     itl_s = 0.01
     for _ in range(200):
         held_tokens = DEMAND.rps * DEMAND.osl_tokens * itl_s / workers * DEMAND.context_tokens
@@ -40,7 +40,7 @@ def test_workers_as_profiled_need_no_correction() -> None:
     assert (corrections.ttft, corrections.itl) == pytest.approx((1.0, 1.0))
 
 
-def test_slower_workers_are_learnt_bit_by_bit() -> None:
+def test_slower_workers_are_learnt_gradually() -> None:
     slow_itl_s = settled_itl_s(4, 1.5)
     once, often = after(1, 1.5 * TTFT_S, slow_itl_s), after(40, 1.5 * TTFT_S, slow_itl_s)
     assert 1.0 < once.ttft < 1.2 and 1.0 < once.itl < 1.2
@@ -48,7 +48,7 @@ def test_slower_workers_are_learnt_bit_by_bit() -> None:
     assert often.ttft == pytest.approx(1.5, rel=0.01)
 
 
-def test_a_batch_that_grew_because_steps_are_slow_is_not_counted_twice() -> None:
+def test_slow_steps_are_not_counted_twice() -> None:
     assert settled_itl_s(4, 1.2) > 1.25 * ITL_S
     assert after(40, None, settled_itl_s(4, 1.2)).itl == pytest.approx(1.2, rel=0.01)
 
@@ -61,24 +61,24 @@ def test_corrections_are_bounded(ttft_s: float, itl_s: float, intervals: int) ->
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, 0.0, -1.0])
-def test_what_is_not_known_changes_nothing(value: float | None) -> None:
+def test_unknown_latencies_change_nothing(value: float | None) -> None:
     assert after(5, value, value) == Corrections()
 
 
-def test_a_few_requests_say_nothing() -> None:
+def test_a_few_requests_change_nothing() -> None:
     corrections = after(5, 10.0, 10.0, requests=3)
     assert (corrections.ttft, corrections.itl) == (1.0, 1.0)
     assert "too few" in corrections.note
 
 
-def test_a_ttft_that_is_mostly_waiting_says_nothing_of_the_workers() -> None:
+def test_a_ttft_that_is_mostly_waiting_changes_nothing() -> None:
     busy = Demand(70.0, 2000, 200)  # 3.4 erlangs on 4 workers
     corrections = corrected(Corrections(), (PROFILE, PROFILE), busy, 1000, (4, 40), (5.0, None))
     assert corrections.ttft == 1.0
     assert "mostly waiting" in corrections.note
 
 
-def test_the_itl_of_a_full_decode_says_nothing_of_the_workers() -> None:
+def test_the_itl_of_full_decode_workers_changes_nothing() -> None:
     corrections = corrected(Corrections(), (PROFILE, PROFILE), DEMAND, 1000, (40, 0), (None, 5.0))
     crowded = Demand(500.0, 2000, 200)
     corrections = corrected(Corrections(), (PROFILE, PROFILE), crowded, 1000, (400, 1), (None, 5.0))

@@ -1,4 +1,4 @@
-"""`kvmesh planner explain`."""
+"""The command `kvmesh planner explain`."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def explain(record_file: Path, *flags: str) -> int:
     return command.explain(["--record-file", str(record_file), *flags])
 
 
-def test_the_last_decisions_are_shown_with_what_was_seen_and_why(
+def test_the_last_decisions_are_shown_with_observations_and_reasons(
     record_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert explain(record_file, "--last", "4") == 0
@@ -51,11 +51,11 @@ def test_only_changes_and_failures_are_shown_on_demand(record_file: Path, capsys
     assert [number for number in range(1, 6) if f"reason number {number}" in shown] == [3, 4]
 
 
-def test_records_can_be_had_as_they_are(record_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_are_printed_as_json(record_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     explain(record_file, "--json", "--last", "2")
     assert [line[:10] for line in capsys.readouterr().out.splitlines()] == ['{"ts_s":10'] * 2
 
 
-def test_without_a_record_the_error_says_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_record_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--record-file"):
         explain(tmp_path / "none.jsonl")

@@ -1,4 +1,4 @@
-"""What comes next of a series."""
+"""Forecasts of a series."""
 
 import math
 import random
@@ -24,7 +24,7 @@ METHODS: tuple[Method, ...] = ("auto", "constant", "average", "kalman", "seasona
 
 
 def fed(method: Method, values: Sequence[float | None], steps: int = 2, period: int = 0) -> Forecaster:
-    """One that has forecast at every sample, as in operation."""
+    """Return a forecaster that has forecast at every sample, as in operation."""
     forecaster = Forecaster(method, 0.9, period)
     for value in values:
         forecaster.add(value)
@@ -70,7 +70,7 @@ def test_noise_and_a_trend_have_no_season() -> None:
     assert find_period([float(k) for k in range(100)]) == 0
 
 
-def test_auto_takes_what_was_best_of_late() -> None:
+def test_auto_takes_the_recently_best_method() -> None:
     values = noisy(lambda k: 20 + 15 * math.sin(2 * math.pi * k / 12), 72, 0.5, seed=4)
     forecaster = fed("auto", values, steps=3)
     forecast, errors = forecaster.forecast(3), forecaster.errors()
@@ -80,7 +80,7 @@ def test_auto_takes_what_was_best_of_late() -> None:
     assert forecast.path == pytest.approx(expected, abs=4)
 
 
-def test_auto_leaves_a_method_that_has_become_bad() -> None:
+def test_auto_leaves_a_method_that_became_bad() -> None:
     ramp = [10.0 + 3 * k for k in range(40)]
     forecaster = fed("auto", ramp)
     assert forecaster.forecast(2).method not in ("constant", "average")
@@ -92,7 +92,7 @@ def test_auto_leaves_a_method_that_has_become_bad() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_interval_covers_about_as_many_cases_as_it_says(seed: int) -> None:
+def test_the_interval_covers_its_quantile(seed: int) -> None:
     values = noisy(lambda k: 50 + 10 * math.sin(k / 15), 240, 4.0, seed)
     forecaster, below, cases = Forecaster("kalman", 0.9), 0, 0
     for number, value in enumerate(values):
@@ -112,13 +112,13 @@ def test_zeros_before_the_first_request_are_left_out() -> None:
     assert forecaster.forecast(1).path == (8.0,)
 
 
-def test_what_is_no_number_is_a_gap() -> None:
+def test_a_value_that_is_not_a_number_is_a_gap() -> None:
     forecaster = fed("constant", [5.0, math.nan, -1.0, math.inf, None, 5.0])
     assert forecaster.samples == 2
     assert forecaster.forecast(1).path == (5.0,)
 
 
-def test_a_gap_is_bridged_by_a_line_and_not_extended_beyond_what_is_known() -> None:
+def test_a_gap_is_bridged_by_a_line_between_known_samples() -> None:
     assert without_gaps([1.0, None, None, 4.0, None]) == pytest.approx([1.0, 2.0, 3.0, 4.0])
 
 
@@ -128,14 +128,14 @@ def test_without_a_sample_there_is_no_forecast() -> None:
 
 
 @pytest.mark.parametrize("method", ["holt-winters", "arima", "seasonal", "kalman"])
-def test_a_method_that_cannot_falls_back_and_says_why(method: Method) -> None:
+def test_a_method_that_cannot_forecast_falls_back_with_a_note(method: Method) -> None:
     forecast = fed(method, [5.0, 6.0]).forecast(1)
     assert forecast.method == "average"
     assert forecast.note.startswith(f"{method}: ")
 
 
 @pytest.mark.parametrize("method", ["holt-winters", "arima"])
-def test_without_statsmodels_it_is_said(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_statsmodels_is_reported(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("statsmodels.tsa.holtwinters", "statsmodels.tsa.arima.model"):
         monkeypatch.setitem(sys.modules, module, None)
     forecast = fed(method, noisy(lambda k: 10.0 + k, 30, 1.0, seed=6)).forecast(1)
@@ -149,9 +149,7 @@ def test_without_statsmodels_it_is_said(method: Method, monkeypatch: pytest.Monk
     st.lists(st.floats(0, 1e6), min_size=1, max_size=30),
     st.integers(1, 5),
 )
-def test_a_forecast_is_finite_not_negative_and_does_not_run_away(
-    method: Method, values: list[float], steps: int
-) -> None:
+def test_a_forecast_is_finite_not_negative_and_bounded(method: Method, values: list[float], steps: int) -> None:
     forecaster = Forecaster(method, 0.9, period=4)
     for value in values:
         forecaster.add(value)
@@ -175,7 +173,7 @@ def test_a_damped_slope_flattens() -> None:
     assert path[2] - path[1] == pytest.approx(0.125)
 
 
-def test_a_remembered_mean_ignores_what_is_not_known() -> None:
+def test_a_remembered_mean_ignores_unknown_values() -> None:
     mean = Remembered(60.0)
     for value in (None, 10.0, math.nan, -1.0, math.inf, 10.0):
         mean.add(value, 5, 5.0)
@@ -192,7 +190,7 @@ def test_requests_count_alike_and_less_as_they_grow_old() -> None:
     assert mean.value == pytest.approx((4 * 17.5 / math.e + 4 * 40.0) / (4 / math.e + 4))
 
 
-def test_it_does_not_matter_in_how_many_pieces_traffic_is_told() -> None:
+def test_the_number_of_pieces_does_not_matter() -> None:
     whole, pieces = Remembered(180.0), Remembered(180.0)
     for mean in (3000.0, 2000.0, 2500.0):
         whole.add(mean, 120, 60.0)

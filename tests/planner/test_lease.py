@@ -1,4 +1,4 @@
-"""One planner at a time."""
+"""The lease: one planner acts at a time."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -50,38 +50,38 @@ def later(settled: bool = True) -> float:
     return asyncio.get_running_loop().time() + (SETTLE_S if settled else 0.0)
 
 
-async def test_the_only_planner_acts_once_others_would_have_been_seen(planners: Planners) -> None:
+async def test_the_only_planner_acts_after_the_settling_time(planners: Planners) -> None:
     lease = await planners.come("a")
     assert not lease.is_ours(later(settled=False))
     assert lease.is_ours(later())
     assert lease.holder() == ""
 
 
-async def test_who_comes_later_waits_and_knows_for_whom(planners: Planners) -> None:
+async def test_a_later_planner_waits_and_knows_the_holder(planners: Planners) -> None:
     first, second = await planners.come("a"), await planners.come("b")
     assert [one.is_ours(later()) for one in (first, second)] == [True, False]
     assert second.holder().startswith("a (pid ")
 
 
-async def test_when_the_first_goes_the_next_one_acts(planners: Planners) -> None:
+async def test_the_next_planner_acts_when_the_first_leaves(planners: Planners) -> None:
     first, second, third = [await planners.come(name) for name in "abc"]
     await planners.go(first)
     assert [one.is_ours(later()) for one in (second, third)] == [True, False]
 
 
-async def test_never_two_at_once_whoever_comes_and_goes(planners: Planners) -> None:
+async def test_two_planners_never_act_at_once(planners: Planners) -> None:
     there = [await planners.come(str(n)) for n in range(4)]
     while there:
         assert sum(one.is_ours(later()) for one in there) == 1
         await planners.go(there.pop(0))
 
 
-async def test_before_it_is_known_to_be_there_nobody_acts(planners: Planners) -> None:
+async def test_a_planner_acts_only_after_its_card_is_visible(planners: Planners) -> None:
     lease = Lease(planners.discovery, card_of("a", "", "", "local"))
     assert not lease.is_ours(later())
 
 
-async def test_a_card_that_cannot_be_read_counts_all_the_same(planners: Planners) -> None:
+async def test_an_unreadable_card_still_counts(planners: Planners) -> None:
     await planners.discovery.put(f"{PREFIX}0", b"\xc1")
     lease = await planners.come("a")
     assert not lease.is_ours(later())

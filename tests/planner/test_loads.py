@@ -1,4 +1,4 @@
-"""What workers report of themselves: a load that is missing must not look like none."""
+"""The loads that workers report. A missing load must not look like an idle worker."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -40,12 +40,12 @@ def test_all_ranks_of_a_worker_have_room_together() -> None:
     assert read_load(PAGE, card(dp_size=2)).total_kv_tokens == 3200
 
 
-def test_queued_tokens_are_told_or_else_guessed_from_those_that_wait() -> None:
+def test_queued_tokens_are_read_or_estimated_from_waiting_requests() -> None:
     assert read_load(PAGE, card(), isl_tokens=300.0).queued_tokens == 600
     assert read_load(PAGE + "kvmesh_worker_queued_tokens 77\n", card(), isl_tokens=300.0).queued_tokens == 77
 
 
-def test_of_a_page_that_workers_share_each_has_its_own_samples() -> None:
+def test_each_worker_has_its_samples_of_a_shared_page() -> None:
     shared = "".join(
         f'kvmesh_worker_{what}{{worker="{name}"}} {value}\n'
         for name, value in (("a-0", 1), ("a-1", 2))
@@ -57,7 +57,7 @@ def test_of_a_page_that_workers_share_each_has_its_own_samples() -> None:
 
 
 @pytest.mark.parametrize("page", ["", PAGE.replace("4.0", "NaN"), PAGE.replace("kvmesh_worker_used", "x"), "}{"])
-def test_what_is_not_told_is_an_error(page: str) -> None:
+def test_a_missing_gauge_is_an_error(page: str) -> None:
     with pytest.raises(WireError):
         read_load(page, card())
 
@@ -92,7 +92,7 @@ async def pages() -> AsyncIterator[Pages]:
     await runner.cleanup()
 
 
-async def test_loads_come_by_name(pages: Pages) -> None:
+async def test_loads_are_sorted_by_name(pages: Pages) -> None:
     pages.pages = {"b": PAGE, "a": PAGE.replace("4.0", "1.0")}
     async with aiohttp.ClientSession() as http:
         loads = await fetch_loads(http, [card(name, f"{pages.url}/{name}") for name in "ba"], None)
@@ -100,14 +100,14 @@ async def test_loads_come_by_name(pages: Pages) -> None:
 
 
 @pytest.mark.parametrize("broken", [404, "", PAGE.replace("2.0", "NaN")])
-async def test_if_one_does_not_say_no_load_is_known(pages: Pages, broken: str | int) -> None:
+async def test_one_missing_load_makes_all_unknown(pages: Pages, broken: str | int) -> None:
     pages.pages = {"a": PAGE, "b": broken}
     async with aiohttp.ClientSession() as http:
         assert await fetch_loads(http, [card(name, f"{pages.url}/{name}") for name in "ab"], None) == ()
         assert await fetch_loads(http, [card("c")], None) == (), "it has no page"
 
 
-async def test_a_page_that_does_not_come_or_does_not_end_is_an_error(pages: Pages) -> None:
+async def test_a_late_or_too_large_page_is_an_error(pages: Pages) -> None:
     pages.pages = {"slow": -1, "huge": "x" * (MAX_PAGE_BYTES + 1)}
     async with aiohttp.ClientSession() as http:
         for name, said in (("slow", "does not answer"), ("huge", "more than")):
@@ -115,7 +115,7 @@ async def test_a_page_that_does_not_come_or_does_not_end_is_an_error(pages: Page
                 await fetch_page(http, f"{pages.url}/{name}", 0.3 if name == "slow" else 5.0)
 
 
-def test_what_waits_in_routers_is_shared_out_evenly() -> None:
+def test_tokens_waiting_in_routers_are_shared_evenly() -> None:
     loads = tuple(WorkerLoad(name=name, queued_tokens=tokens) for name, tokens in (("a", 100), ("b", 0)))
     assert [load.queued_tokens for load in shared_out(loads, 6000.0)] == [3100, 3000]
     assert shared_out((), 6000.0) == (), "workers that do not tell are not made to"

@@ -98,7 +98,7 @@ async def test_frontends_are_found_by_their_cards_once_for_each_port() -> None:
     await following
 
 
-async def test_who_is_counted_depends_on_the_mode_and_others_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_mode_decides_which_workers_count_and_others_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     discovery, split, pool = MemoryDiscovery(), MeshView(), MeshView(Role.AGGREGATED)
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("a", Role.AGGREGATED), ("b", Role.AGGREGATED)):
         await discovery.put(f"workers/{name}", encode(card(name, role)))
@@ -124,9 +124,7 @@ async def test_pieces_follow_each_other(server: Server, http: aiohttp.ClientSess
     assert [(t.start_s, t.end_s, t.requests) for t in (first, second)] == [(100.0, 105.0, 8.0), (105.0, 107.0, 1.0)]
 
 
-async def test_requests_that_wait_in_routers_are_told_as_they_are_now(
-    server: Server, http: aiohttp.ClientSession
-) -> None:
+async def test_waiting_requests_of_routers_are_current(server: Server, http: aiohttp.ClientSession) -> None:
     source = FrontendSource(http, lambda: {server.url: 1}, 60.0)
     told = []
     for server.waiting in (0, 7, 2):
@@ -135,7 +133,7 @@ async def test_requests_that_wait_in_routers_are_told_as_they_are_now(
     assert told == [0.0, 7.0, 2.0]
 
 
-async def test_what_a_frontend_does_not_say_is_unknown_and_why_is_told(
+async def test_a_silent_frontend_makes_traffic_unknown_with_a_reason(
     server: Server, http: aiohttp.ClientSession
 ) -> None:
     source = FrontendSource(http, lambda: {server.url: 1}, 60.0)
@@ -150,9 +148,7 @@ async def test_what_a_frontend_does_not_say_is_unknown_and_why_is_told(
     assert source.problem == ""
 
 
-async def test_after_a_long_time_without_a_look_nothing_is_concluded_from_what_was_counted_meanwhile(
-    server: Server, http: aiohttp.ClientSession
-) -> None:
+async def test_counts_of_a_long_pause_are_discarded(server: Server, http: aiohttp.ClientSession) -> None:
     source = FrontendSource(http, lambda: {server.url: 1}, 60.0)
     await source.piece(100.0)
     server.ended = 1_000_000
@@ -163,7 +159,7 @@ async def test_after_a_long_time_without_a_look_nothing_is_concluded_from_what_w
     assert (traffic.start_s, traffic.requests) == (5000.0, 2.0)
 
 
-async def test_an_observation_holds_what_was_seen(server: Server, http: aiohttp.ClientSession) -> None:
+async def test_an_observation_has_fleets_traffic_and_loads(server: Server, http: aiohttp.ClientSession) -> None:
     observer = Observer(http, MeshView(), FrontendSource(http, lambda: {server.url: 1}, 60.0))
     fleets = Fleets(prefill=RoleFleet(ready=1), decode=RoleFleet(ready=2, starting=1))
     await observer.observe(0.0, fleets)
@@ -178,7 +174,7 @@ async def test_an_observation_holds_what_was_seen(server: Server, http: aiohttp.
 # --- Prometheus ---------------------------------------------------------------------------------------
 
 
-async def test_prometheus_is_asked_once_for_each_window(server: Server, http: aiohttp.ClientSession) -> None:
+async def test_prometheus_is_asked_once_per_window(server: Server, http: aiohttp.ClientSession) -> None:
     server.values = {"timestamp": "3", "requests_total": "120", "delta": "-4"}
     server.values |= {"input_sequence_tokens_sum": "900", "input_sequence_tokens_count": "9"}
     source = PrometheusSource(http, server.url + "/", 'job="fe"', 60.0)
@@ -200,7 +196,7 @@ async def test_prometheus_is_asked_once_for_each_window(server: Server, http: ai
         ({"timestamp": "1", "requests_total": "120", "delta": None}, "how many"),
     ],
 )
-async def test_what_prometheus_has_not_or_not_lately_is_unknown(
+async def test_missing_or_old_samples_of_prometheus_are_unknown(
     server: Server, http: aiohttp.ClientSession, values: dict[str, str | None], says: str
 ) -> None:
     server.values = values
@@ -209,7 +205,7 @@ async def test_what_prometheus_has_not_or_not_lately_is_unknown(
     assert says in source.problem
 
 
-async def test_a_prometheus_that_is_away_is_asked_again_at_the_next_look(
+async def test_an_unreachable_prometheus_is_asked_again_in_the_next_step(
     server: Server, http: aiohttp.ClientSession
 ) -> None:
     server.values, server.is_up = {"timestamp": "1", "requests_total": "6", "delta": "0"}, False
@@ -221,7 +217,7 @@ async def test_a_prometheus_that_is_away_is_asked_again_at_the_next_look(
 
 
 @pytest.mark.parametrize("body", ["", "[]", "{}", '{"status":"error","error":"bad"}', answer("1")[:-3], answer("x")])
-def test_what_is_no_answer_is_refused(body: str) -> None:
+def test_an_unreadable_answer_of_prometheus_is_refused(body: str) -> None:
     with pytest.raises(WireError):
         read_answer(body)
 
@@ -234,5 +230,5 @@ def test_more_than_one_series_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf"])
-def test_no_number_is_unknown(value: str) -> None:
+def test_nan_is_unknown(value: str) -> None:
     assert read_answer(answer(value)) is None

@@ -97,14 +97,14 @@ def metric(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(f"kvmesh_planner_{name}", labels) or 0.0
 
 
-async def test_what_is_as_it_should_be_is_left_alone_and_recorded(rig: Rig) -> None:
+async def test_a_fleet_as_decided_is_left_alone_and_recorded(rig: Rig) -> None:
     record = await rig.step()
     assert rig.connector.applied == []
     assert record.applied is None
     assert [reason.code for reason in record.decision.reasons] == ["told"]
 
 
-async def test_what_is_decided_is_applied_once(rig: Rig) -> None:
+async def test_a_decision_is_applied_once(rig: Rig) -> None:
     rig.core.wants = (2, 5)
     record = await rig.step()
     assert record.applied == Applied(prefill=2, decode=5)
@@ -125,14 +125,14 @@ async def test_an_order_that_failed_is_given_again_with_its_flip(rig: Rig) -> No
     assert len(rig.connector.applied) == 3
 
 
-async def test_a_flip_that_could_not_be_told_is_forgotten_when_the_target_changes(rig: Rig) -> None:
+async def test_a_failed_flip_is_dropped_when_the_target_changes(rig: Rig) -> None:
     rig.core.wants, rig.core.flip, rig.connector.fails = (0, 3), Flip(to_role="decode", count=1), True
     await rig.step()
     rig.core.wants = (1, 3)
     assert (await rig.step()).decision.flip is None
 
 
-async def test_an_order_that_was_cut_short_is_given_again(rig: Rig) -> None:
+async def test_an_incomplete_order_is_given_again(rig: Rig) -> None:
     rig.core.wants, rig.connector.room = (1, 6), 4
     record = await rig.step()
     assert record.applied is not None
@@ -142,13 +142,13 @@ async def test_an_order_that_was_cut_short_is_given_again(rig: Rig) -> None:
     assert rig.connector.there.decode.ready == 6
 
 
-async def test_a_worker_that_is_gone_is_ordered_again(rig: Rig) -> None:
+async def test_a_lost_worker_is_ordered_again(rig: Rig) -> None:
     rig.connector.there = Fleets(prefill=RoleFleet(ready=1), decode=RoleFleet(ready=1))
     await rig.step()
     assert rig.connector.there.decode.ready == 2
 
 
-async def test_who_does_not_know_who_is_there_decides_nothing(rig: Rig) -> None:
+async def test_nothing_is_decided_if_the_workers_are_unknown(rig: Rig) -> None:
     rig.core.wants = (3, 3)
     await rig.step()
     rig.connector.is_blind = True
@@ -162,14 +162,14 @@ async def test_who_does_not_know_who_is_there_decides_nothing(rig: Rig) -> None:
     assert len(rig.core.seen) == 2
 
 
-async def test_traffic_that_is_not_known_is_told_with_the_reason(rig: Rig) -> None:
+async def test_unknown_traffic_is_reported_with_its_reason(rig: Rig) -> None:
     rig.observer.problem = "the frontend is away"
     record = await rig.step()
     assert "the frontend is away" in record.decision.reasons[-1].text
     assert rig.core.seen[0].traffic is None
 
 
-async def test_gpu_hours_count_all_who_are_there_and_not_what_nobody_saw(rig: Rig) -> None:
+async def test_gpu_hours_count_present_workers_and_skip_unobserved_time(rig: Rig) -> None:
     before = metric("gpu_hours_total")
     rig.connector.there = Fleets(prefill=RoleFleet(ready=1), decode=RoleFleet(ready=1, draining=1))
     rig.core.wants = (1, 1)
@@ -180,7 +180,7 @@ async def test_gpu_hours_count_all_who_are_there_and_not_what_nobody_saw(rig: Ri
     assert metric("gpu_hours_total") - before == pytest.approx((2 + 2 * 4) * 10 / 3600)
 
 
-async def test_figures_stand_in_the_metrics_and_the_unknown_ones_are_not_zero(rig: Rig) -> None:
+async def test_metrics_show_the_figures_and_nan_for_unknown_ones(rig: Rig) -> None:
     rig.observer.traffic = Traffic(start_s=0.0, end_s=5.0, requests=20.0, isl_tokens=300.0)
     rig.core.wants = (2, 5)
     before = metric("decisions_total", loop="reactive", action="scale", code="told")
@@ -208,13 +208,13 @@ async def running(rig: Rig, acts: Callable[[float], bool], until: Callable[[], b
     await task
 
 
-async def test_a_planner_without_the_lease_looks_at_nothing(rig: Rig) -> None:
+async def test_a_planner_without_the_lease_observes_nothing(rig: Rig) -> None:
     asked = count()
     await running(rig, lambda at_s: next(asked) > 10**9, lambda: next(asked) > 3)
     assert rig.core.seen == []
 
 
-async def test_with_the_lease_it_decides_at_once_and_stops_when_it_is_told(tmp_path: Path) -> None:
+async def test_with_the_lease_it_decides_at_once_until_stopped(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "planner.jsonl")
     await running(rig, lambda at_s: True, lambda: len(rig.core.seen) == 1)
 
@@ -236,11 +236,11 @@ async def test_a_planner_that_starts_takes_the_fleet_as_it_is(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("connector", "flips"), [("local", True), ("virtual", True), ("compose", False), ("kubernetes", False)]
 )
-def test_flips_are_planned_only_where_somebody_can_carry_them_out(connector: str, flips: bool) -> None:
+def test_flips_are_planned_only_with_connectors_that_can_flip(connector: str, flips: bool) -> None:
     assert planned_with(replace(ServiceConfig(), connector=connector)).flips is flips
 
 
-async def test_settings_that_do_not_fit_are_refused_before_anything_begins(tmp_path: Path) -> None:
+async def test_settings_that_do_not_fit_are_refused_at_the_start(tmp_path: Path) -> None:
     place = f"file:{tmp_path / 'discovery'}"
     base = ServiceConfig(discovery=place, record_file="", prefill_profile="mock")
     stop = asyncio.Event()
@@ -261,7 +261,7 @@ async def test_settings_that_do_not_fit_are_refused_before_anything_begins(tmp_p
             await serve(config, stop)
 
 
-async def test_a_service_runs_and_ends(tmp_path: Path) -> None:
+async def test_the_service_runs_and_ends(tmp_path: Path) -> None:
     record = tmp_path / "planner.jsonl"
     config = ServiceConfig(
         discovery=f"file:{tmp_path / 'discovery'}", record_file=str(record), prefill_profile="mock", shadow=True

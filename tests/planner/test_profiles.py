@@ -1,4 +1,4 @@
-"""What a worker can do: from files, or the mock engine's own model."""
+"""Profiles for the planner, from files or from the mock engine's own model."""
 
 from pathlib import Path
 
@@ -14,13 +14,13 @@ from protocol.timing import PolynomialTiming
 
 
 @given(st.integers(1, 512), st.floats(0.1, 50))
-def test_a_prompts_time_is_that_of_the_mock_engine_within_a_percent(tokens: int, speedup: float) -> None:
+def test_prompt_times_match_the_mock_engine_within_a_percent(tokens: int, speedup: float) -> None:
     profile, timing = polynomial_profile(32768, 32, 512, speedup), PolynomialTiming(32768, speedup)
     assert profile.prefill_s(tokens) == pytest.approx(timing.prefill_s(tokens), rel=0.01)
 
 
 @given(st.integers(0, 32768), st.integers(1, 32))
-def test_a_steps_time_is_that_of_the_mock_engine_within_a_percent(held: int, sequences: int) -> None:
+def test_step_times_match_the_mock_engine_within_a_percent(held: int, sequences: int) -> None:
     profile, timing = polynomial_profile(32768, 32, 512), PolynomialTiming(32768)
     assert profile.decode_s(held, held / sequences) == pytest.approx(timing.decode_s(sequences, held), rel=0.01)
 

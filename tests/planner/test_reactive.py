@@ -1,4 +1,4 @@
-"""What queues and the last seconds say."""
+"""The reactive loop's evidence: queues, caches and recent arrivals."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,13 +30,13 @@ def codes(pressure: Pressure) -> set[str]:
     return {reason.code for reason in pressure.reasons}
 
 
-def test_short_queues_are_no_reason_for_more() -> None:
+def test_short_queues_order_nothing() -> None:
     pressure = prefill_pressure(RULES, RoleFleet(ready=4), [worker(queued_tokens=2000)] * 4, RECENT)
     assert pressure.workers == 0
     assert not pressure.reasons
 
 
-def test_a_queue_longer_than_the_slo_asks_for_as_many_as_work_it_off() -> None:
+def test_a_queue_beyond_the_slo_orders_enough_workers() -> None:
     little = prefill_pressure(RULES, RoleFleet(ready=4), [worker(queued_tokens=15_000)] * 4, RECENT)
     much = prefill_pressure(RULES, RoleFleet(ready=4), [worker(queued_tokens=90_000)] * 4, RECENT)
     assert 4 < little.workers < much.workers
@@ -57,13 +57,13 @@ def test_arrivals_are_evidence_also_while_workers_are_starting() -> None:
 
 
 def test_a_few_more_arrivals_than_usual_are_chance() -> None:
-    """4 workers carry 8.1 requests/s; 9 in a second are no evidence, 9 a second for a minute are."""
+    """Four workers carry 8.1 requests/s. 9 requests in one second are no evidence, 9 a second for a minute are."""
     fleet = RoleFleet(ready=4)
     assert prefill_pressure(RULES, fleet, [], RecentTraffic(Demand(9.0, 2000, 200), 1.0)).workers == 0
     assert prefill_pressure(RULES, fleet, [], RecentTraffic(Demand(9.0, 2000, 200), 60.0)).workers > 4
 
 
-def test_arrivals_of_the_first_seconds_alone_are_no_evidence_however_many() -> None:
+def test_arrivals_of_the_first_seconds_are_no_evidence() -> None:
     """A minute that begins with a bunch looks like a rush; queues tell it if it is one."""
     fleet = RoleFleet(ready=4)
     assert prefill_pressure(RULES, fleet, [], RecentTraffic(Demand(40.0, 2000, 200), 5.0)).workers == 0
@@ -73,13 +73,13 @@ def test_arrivals_of_the_first_seconds_alone_are_no_evidence_however_many() -> N
     assert prefill_pressure(RULES, fleet, [], RecentTraffic(Demand(40.0, 2000, 200), 10.0)).workers > 4
 
 
-def test_a_batch_beyond_what_keeps_the_itl_asks_for_decode_workers() -> None:
+def test_a_batch_that_breaks_the_itl_orders_decode_workers() -> None:
     pressure = decode_pressure(RULES, RoleFleet(ready=3), [worker(running=BATCH + 5)] * 3, RECENT)
     assert pressure.workers > 3
     assert codes(pressure) == {"decode-crowded"}
 
 
-def test_kv_that_is_full_and_waited_for_asks_for_decode_workers() -> None:
+def test_full_kv_with_waiting_requests_orders_decode_workers() -> None:
     full = int(0.95 * PROFILE.total_kv_tokens)
     quiet = RecentTraffic(Demand(1.0, 2000, 200), 20.0)
     waited_for = [worker(running=5, waiting=1, kv_tokens=full)] * 2
@@ -92,7 +92,7 @@ def test_idle_workers_can_be_spared() -> None:
     assert decode_pressure(RULES, RoleFleet(ready=9), [worker()] * 9, RECENT).least < 9
 
 
-def test_workers_with_a_queue_cannot_be_spared_however_few_requests_come() -> None:
+def test_workers_with_a_queue_are_not_spared() -> None:
     quiet = RecentTraffic(Demand(0.1, 2000, 200), 60.0)
     queued = [worker(queued_tokens=8000)] * 3
     assert prefill_pressure(RULES, RoleFleet(ready=3), queued, quiet).least == 3
@@ -100,7 +100,7 @@ def test_workers_with_a_queue_cannot_be_spared_however_few_requests_come() -> No
     assert decode_pressure(RULES, RoleFleet(ready=3), running, quiet).least == 3
 
 
-def test_without_loads_nobody_is_spared() -> None:
+def test_without_loads_no_worker_is_spared() -> None:
     assert prefill_pressure(RULES, RoleFleet(ready=9), [], RECENT).least == 9
     assert decode_pressure(RULES, RoleFleet(ready=9), [], RECENT).least == 9
 

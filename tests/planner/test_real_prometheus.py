@@ -1,4 +1,4 @@
-"""What a real Prometheus server tells of real frontends is what they tell themselves."""
+"""A real Prometheus server reports the same traffic as the frontends themselves."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ def prometheus(mesh: Mesh, tmp_path: Path) -> Iterator[PrometheusProcess]:
 
 
 async def ask(mesh: Mesh) -> None:
-    """The same prompt each time: what is cached of it is, too."""
+    """Send the same prompt each time, so that its cached share is the same, too."""
     check_mock_answer(await asyncio.to_thread(lambda: Stream(mesh.url, list(range(100, 100 + ISL)), OSL).join()))
 
 
@@ -54,7 +54,7 @@ async def until_known(source: PrometheusSource, mesh: Mesh) -> None:
             await ask(mesh)
 
 
-async def test_traffic_is_the_same_by_way_of_a_server(mesh: Mesh, prometheus: PrometheusProcess) -> None:
+async def test_traffic_through_a_real_prometheus_is_the_same(mesh: Mesh, prometheus: PrometheusProcess) -> None:
     async with aiohttp.ClientSession() as http:
         itself = FrontendSource(http, lambda: {mesh.url: 1}, PATIENCE_S)
         server = PrometheusSource(http, prometheus.url, 'job="frontends"', WINDOW_S)
@@ -83,16 +83,14 @@ def check_close(own: Traffic | None, told: Traffic | None) -> None:
     assert told.hit_share == pytest.approx(own.hit_share, abs=0.1)
 
 
-async def test_a_server_that_scrapes_nobody_of_that_name_says_so(mesh: Mesh, prometheus: PrometheusProcess) -> None:
+async def test_a_server_without_such_series_says_so(mesh: Mesh, prometheus: PrometheusProcess) -> None:
     async with aiohttp.ClientSession() as http:
         server = PrometheusSource(http, prometheus.url, 'job="nobody"', WINDOW_S)
         assert await server.piece(time.time()) is None
     assert server.problem == "it has no sample of a frontend"
 
 
-async def test_labels_that_are_no_promql_are_told_in_the_servers_words(
-    mesh: Mesh, prometheus: PrometheusProcess
-) -> None:
+async def test_bad_labels_are_reported_in_the_servers_words(mesh: Mesh, prometheus: PrometheusProcess) -> None:
     async with aiohttp.ClientSession() as http:
         server = PrometheusSource(http, prometheus.url, "job=frontends", WINDOW_S)
         assert await server.piece(time.time()) is None

@@ -1,4 +1,4 @@
-"""Every decision in a file of JSON lines that does not grow beyond a bound."""
+"""The record of decisions: JSON lines in files of bounded size."""
 
 from pathlib import Path
 
@@ -27,21 +27,21 @@ def record(number: int) -> Record:
     )  # fmt: skip
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_records_are_read_as_written(tmp_path: Path) -> None:
     file = RecordFile(tmp_path / "deep" / "planner.jsonl", 1 << 20)
     for number in range(5):
         file.add(record(number))
     assert read_records(tmp_path / "deep" / "planner.jsonl", 3) == [record(number) for number in (2, 3, 4)]
 
 
-def test_a_planner_that_starts_anew_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_a_restarted_planner_continues_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "planner.jsonl"
     RecordFile(path, 1 << 20).add(record(1))
     RecordFile(path, 1 << 20).add(record(2))
     assert read_records(path, 10) == [record(1), record(2)]
 
 
-def test_the_files_together_stay_within_the_bound_and_the_last_records_are_kept(tmp_path: Path) -> None:
+def test_the_files_stay_bounded_and_keep_the_last_records(tmp_path: Path) -> None:
     path, bound = tmp_path / "planner.jsonl", 20_000
     file = RecordFile(path, bound)
     for number in range(500):
@@ -51,7 +51,7 @@ def test_the_files_together_stay_within_the_bound_and_the_last_records_are_kept(
     assert last == list(range(485, 500))
 
 
-def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+def test_a_cut_off_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "planner.jsonl"
     RecordFile(path, 1 << 20).add(record(1))
     with path.open("ab") as file:
@@ -60,13 +60,13 @@ def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     assert read_records(path, 10) == [record(1), record(2)]
 
 
-def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--record-file"):
         RecordFile(tmp_path / "file" / "planner.jsonl", 1 << 20)
 
 
-def test_a_disk_that_fails_later_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_fails_later_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "gone"
     file = RecordFile(folder / "planner.jsonl", 1 << 20)
     (folder / "planner.jsonl").unlink()
@@ -75,12 +75,12 @@ def test_a_disk_that_fails_later_stops_nobody(tmp_path: Path, caplog: pytest.Log
     assert "was not recorded" in caplog.text
 
 
-def test_without_a_file_the_error_says_so(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no record"):
         read_records(tmp_path / "none", 1)
 
 
-def test_of_many_workers_the_busiest_are_recorded() -> None:
+def test_the_busiest_of_many_workers_are_recorded() -> None:
     loads = tuple(WorkerLoad(name=f"w-{n}", queued_tokens=n) for n in range(500))
     fleet = RoleFleet(ready=500)
     seen = kept(Observation(at_s=0.0, prefill=fleet, decode=fleet, prefill_loads=loads, decode_loads=loads[:3]))

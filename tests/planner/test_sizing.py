@@ -1,4 +1,4 @@
-"""How many workers an SLO takes."""
+"""Sizing of prefill and decode workers."""
 
 import math
 
@@ -46,12 +46,12 @@ def test_erlang_c_of_one_server_is_its_utilization() -> None:
 
 
 def test_erlang_c_has_the_value_of_the_tables() -> None:
-    """10 servers, 7 erlangs: 22.17 % wait, for S / (n - a) * that in the mean."""
+    """Of arrivals at 10 servers with 7 erlangs, 22.17 % wait; the mean wait is S / (n - a) times that share."""
     assert waiting_share(10, 7.0) == pytest.approx(0.2217, abs=1e-4)
     assert mean_wait_s(10, 7.0, 1.0) == pytest.approx(0.2217 / 3, abs=1e-4)
 
 
-def test_who_offers_more_work_than_there_are_servers_makes_everybody_wait_for_ever() -> None:
+def test_more_work_than_servers_makes_waits_infinite() -> None:
     assert waiting_share(3, 3.0) == 1.0
     assert late_share(3, 4.0, 1.0, 100.0) == 1.0
     assert mean_wait_s(3, 4.0, 1.0) == math.inf
@@ -66,7 +66,7 @@ def test_more_servers_make_fewer_wait(servers: int, share: float) -> None:
 
 
 def test_prefill_is_not_planned_to_be_busy_all_the_time() -> None:
-    """10 prompts/s of 0.1 s are one erlang: one worker would be busy all the time and its queue without an end."""
+    """Ten prompts/s of 0.1 s are one erlang: one worker would always be busy, and its queue would grow without end."""
     need = prefill_need(one_speed(10_000, 0.01, 10**6), Demand(10.0, 1000, 100), SLO, 0.8)
     assert need.workers >= 2
     assert need.utilization <= 0.8
@@ -79,14 +79,14 @@ def test_a_tighter_ttft_takes_more_prefill_workers() -> None:
     assert tight > relaxed
 
 
-def test_what_is_cached_is_no_work() -> None:
+def test_cached_prompts_are_no_work() -> None:
     profile = one_speed(10_000, 0.01, 10**6)
     cold = prefill_need(profile, Demand(50.0, 1000, 100), SLO, 0.8).workers
     warm = prefill_need(profile, Demand(50.0, 1000, 100, hit_share=0.75), SLO, 0.8).workers
     assert (cold, warm) == (7, 2)
 
 
-def test_a_prompt_that_alone_takes_longer_than_the_slo_is_said_to_and_the_load_still_carried() -> None:
+def test_a_prompt_slower_than_the_slo_is_reported() -> None:
     need = prefill_need(one_speed(1000, 0.01, 10**6), Demand(10.0, 1000, 100), SLO, 0.8)
     assert not need.fits
     assert need.workers == 13  # 10 erlangs at 80 %
@@ -112,25 +112,25 @@ def test_the_batch_is_at_most_what_kv_and_sequences_allow() -> None:
     assert decode_capacity(profile, Demand(1.0, 1, 2), 1.0).batch == profile.max_num_seqs
 
 
-def test_an_itl_that_no_batch_keeps_is_said() -> None:
+def test_an_itl_that_no_batch_keeps_is_reported() -> None:
     need = decode_need(one_speed(10_000, 0.1, 10**6), Demand(1.0, 1000, 100), SLO, 0.8)
     assert not need.fits
     assert need.workers == 18  # each carries one sequence; 10 are under way, 17.4 by chance
 
 
 def test_decode_has_room_for_more_than_the_mean_under_way() -> None:
-    """4 requests/s * 100 tokens * 10 ms = 4 under way; by chance there are up to 4 + 2.33 * 2 in 99 % of the time."""
+    """Four requests/s * 100 tokens * 10 ms = 4 running requests; in 99 % of the time at most 4 + 2.33 * 2."""
     profile = one_speed(10_000, 0.01, 1050 * 4)  # batches of 4
     assert decode_need(profile, Demand(4.0, 1000, 100), SLO, 1.0).workers == math.ceil((4 + 2.33 * 2) / 4)
 
 
-def test_no_load_needs_nobody() -> None:
+def test_no_load_needs_no_worker() -> None:
     profile = an_8b()
     assert prefill_need(profile, Demand(0.0, 2000, 200), SLO, 0.8).workers == 0
     assert decode_need(profile, Demand(0.0, 2000, 200), SLO, 0.8).workers == 0
 
 
-def test_slower_workers_than_the_profile_says_are_more() -> None:
+def test_workers_slower_than_their_profile_are_more() -> None:
     profile, demand = an_8b(), Demand(100.0, 2000, 200)
     assert prefill_need(profile, demand, SLO, 0.8, 1.5).workers > prefill_need(profile, demand, SLO, 0.8).workers
     assert decode_need(profile, demand, SLO, 0.8, 1.5).workers > decode_need(profile, demand, SLO, 0.8).workers
@@ -161,7 +161,7 @@ def test_the_legacy_formulas_give_their_published_values(
 
 @pytest.mark.parametrize(("rps", "expected"), [(10, (1, 1)), (20, (2, 1))])
 def test_the_legacy_formulas_scale_as_the_published_scenario(rps: int, expected: tuple[int, int]) -> None:
-    """3000/150 tokens; an 8B model on one GPU per role: 40,000 tokens/s prefill, 10,000 tokens/s decode."""
+    """Published scenario: 3000/150 tokens, an 8B model, 40,000 tokens/s prefill and 10,000 tokens/s decode per GPU."""
     assert (legacy_prefill(rps * 60, 3000, 60, 40_000, 1), legacy_decode(rps * 60, 150, 60, 10_000, 1)) == expected
 
 
@@ -169,20 +169,20 @@ def test_the_legacy_formulas_divide_by_the_gpus_of_a_worker() -> None:
     assert (legacy_prefill(20, 3000, 60, 40_000, 2), legacy_decode(20, 150, 60, 5_000, 4)) == (1, 1)
 
 
-def test_the_legacy_prefill_does_not_believe_that_workers_are_slow() -> None:
+def test_the_legacy_prefill_ignores_slow_workers() -> None:
     assert legacy_prefill(1000, 3000, 60, 40_000, 1, 2.5) == legacy_prefill(1000, 3000, 60, 40_000, 1, 1.0) == 2
     assert legacy_prefill(1000, 3000, 60, 40_000, 1, 0.5) == 1
 
 
 def test_the_published_interpolation_gives_the_published_request_rates() -> None:
-    """110,893.48 tokens/s of prefill saturate at 36.96 requests/s of 3000, 10,226.60 of decode at 68.18 of 150."""
+    """Published: 110,893.48 tokens/s prefill saturate at 36.96 requests/s of 3000, 10,226.60 decode at 68.18 of 150."""
     assert legacy_prefill(36.96, 3000, 1, 110_893.48, 1) == 1
     assert legacy_prefill(36.97, 3000, 1, 110_893.48, 1) == 2
     assert legacy_decode(68.17, 150, 1, 10_226.60, 1) == 1
     assert legacy_decode(68.18, 150, 1, 10_226.60, 1) == 2
 
 
-def test_the_decode_throughput_is_that_of_the_fullest_kv_that_keeps_the_itl() -> None:
+def test_decode_throughput_is_measured_at_the_fullest_allowed_kv() -> None:
     profile = an_8b()
     context, slo_s = 2100, 0.02
     rate = decode_throughput(profile, context, slo_s)
@@ -205,7 +205,7 @@ def test_ours_never_plans_with_fewer_workers_than_the_reference(demand: Demand) 
     assert max(1, ours[1]) >= theirs.decode
 
 
-def test_the_legacy_sizing_does_not_see_what_is_cached() -> None:
+def test_the_legacy_sizing_ignores_cached_tokens() -> None:
     profile = an_8b()
     cold, warm = Demand(100.0, 4000, 100), Demand(100.0, 4000, 100, hit_share=0.9)
     assert legacy_sizing(profile, profile, cold, SLO, 60) == legacy_sizing(profile, profile, warm, SLO, 60)

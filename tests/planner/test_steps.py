@@ -1,4 +1,4 @@
-"""From what is there to what was decided, in steps that are safe to repeat."""
+"""Steps from the present fleet to the decided one, which are safe to repeat."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +45,7 @@ def all_ready(there: Fleets) -> Fleets:
 
 
 @given(decisions, fleets, fleets, st.booleans(), st.booleans())
-def test_never_fewer_than_asked_and_in_the_end_as_many(
+def test_counts_are_never_below_and_finally_as_asked(
     decision: ScalingDecision, prefill: RoleFleet, decode: RoleFleet, can_flip: bool, can_choose: bool
 ) -> None:
     there = Fleets(prefill=prefill, decode=decode)
@@ -61,7 +61,7 @@ def test_never_fewer_than_asked_and_in_the_end_as_many(
 
 
 @given(decisions, fleets, fleets)
-def test_who_cannot_flip_does_not_and_says_so(decision: ScalingDecision, prefill: RoleFleet, decode: RoleFleet) -> None:
+def test_a_connector_that_cannot_flip_says_so(decision: ScalingDecision, prefill: RoleFleet, decode: RoleFleet) -> None:
     there = Fleets(prefill=prefill, decode=decode)
     could = steps_to(decision, there, name="stone", can_flip=True, can_choose=True)
     cannot = steps_to(decision, there, name="stone", can_flip=False, can_choose=True)
@@ -69,7 +69,7 @@ def test_who_cannot_flip_does_not_and_says_so(decision: ScalingDecision, prefill
     assert any("stone cannot turn" in note for note in cannot.notes) == (could.flip > 0)
 
 
-def test_a_flip_takes_no_more_than_one_role_has_to_spare_and_the_other_lacks() -> None:
+def test_a_flip_takes_only_spare_workers() -> None:
     there = Fleets(prefill=RoleFleet(ready=4), decode=RoleFleet(ready=2))
     wanted = ScalingDecision(
         at_s=0.0, loop="none", action=Action.SCALE, prefill=3, decode=6, flip=Flip(to_role="decode", count=3)
@@ -78,7 +78,7 @@ def test_a_flip_takes_no_more_than_one_role_has_to_spare_and_the_other_lacks() -
     assert (steps.flip_to, steps.flip, steps.prefill, steps.decode) == ("decode", 1, 3, 6)
 
 
-def test_those_who_start_stay_and_as_many_ready_ones_as_were_asked_for() -> None:
+def test_starting_workers_stay_beside_the_ready_ones_asked_for() -> None:
     assert reachable(RoleFleet(ready=1, starting=3), 1, can_choose=True) == 4
     assert reachable(RoleFleet(ready=3, starting=1), 2, can_choose=True) == 3
     assert reachable(RoleFleet(ready=3, starting=1), 2, can_choose=False) == 4

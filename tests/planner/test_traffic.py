@@ -1,4 +1,4 @@
-"""From what frontends have counted to the traffic of an interval: what is missing is unknown, never zero."""
+"""Traffic of an interval from the counters of frontends. A missing figure is unknown, never zero."""
 
 import math
 
@@ -28,7 +28,7 @@ def page(ended: float = 0, inflight: float = 0, *, started_s: float = OLD, proce
 
 
 def meter(*scrapes: dict[str, Page | None]) -> TrafficMeter:
-    """One that has read these, a second apart, from second 0 on."""
+    """Return a meter that has read these pages, one each second, from second 0 on."""
     one = TrafficMeter(BEGAN_S)
     for at_s, pages in enumerate(scrapes):
         one.on_scrape(float(at_s), pages)
@@ -61,7 +61,7 @@ def text_of_a_frontend(inflight: float = 3) -> str:
     return generate_latest(registry).decode()
 
 
-def test_a_page_is_added_up_over_endpoints_that_generate_and_outcomes_that_were_demand() -> None:
+def test_a_page_counts_generating_endpoints_and_real_demand() -> None:
     read = read_page(text_of_a_frontend())
     assert read.started_s == 77
     assert read.totals == Totals(
@@ -70,12 +70,12 @@ def test_a_page_is_added_up_over_endpoints_that_generate_and_outcomes_that_were_
 
 
 @pytest.mark.parametrize("text", ["", "hello\n", "kvmesh_frontend_requests_total{ 1\n", "# nothing\nup 1\n"])
-def test_what_is_not_a_frontends_page_is_refused(text: str) -> None:
+def test_a_page_that_is_no_frontends_is_refused(text: str) -> None:
     with pytest.raises(WireError):
         read_page(text)
 
 
-def test_a_page_that_holds_no_number_is_refused() -> None:
+def test_a_page_with_nan_is_refused() -> None:
     with pytest.raises(WireError, match="no number"):
         read_page(text_of_a_frontend(math.nan))
 
@@ -83,12 +83,12 @@ def test_a_page_that_holds_no_number_is_refused() -> None:
 # --- the interval -------------------------------------------------------------------------------------
 
 
-def test_what_arrived_is_what_ended_and_what_is_now_in_progress_more_than_before() -> None:
+def test_arrivals_are_ended_requests_plus_the_growth_in_progress() -> None:
     one = meter({"a": page(100, 5)}, {"a": page(107, 9)})
     assert requests(one, 10.0) == 11
 
 
-def test_means_are_over_the_interval_alone() -> None:
+def test_means_cover_the_interval_alone() -> None:
     before = page(100, isl_sum=50_000, isl_count=100, ttft_sum=90, ttft_count=100, itl_sum=1, itl_count=10)
     after = page(
         104, isl_sum=50_800, isl_count=104, osl_sum=60, osl_count=3, cached_tokens=200, ttft_sum=91, ttft_count=104,
@@ -102,7 +102,7 @@ def test_means_are_over_the_interval_alone() -> None:
     assert traffic.itl_s == pytest.approx(0.05)
 
 
-def test_silence_is_zero_requests_and_means_that_nobody_knows() -> None:
+def test_an_idle_interval_has_zero_requests_and_unknown_means() -> None:
     traffic = meter({"a": page(7)}, {"a": page(7)}).close(10.0)
     assert traffic is not None
     assert traffic.requests == 0.0
@@ -121,14 +121,14 @@ def test_without_frontends_nothing_is_known() -> None:
     assert requests(meter({"a": None}), 10.0) is None
 
 
-def test_when_all_frontends_have_gone_at_once_that_is_not_taken_for_silence() -> None:
+def test_the_loss_of_all_frontends_is_no_idle_interval() -> None:
     one = meter({"a": page(100)}, {})
     assert requests(one, 10.0) is None
     one.on_scrape(11.0, {"a": page(130)})
     assert requests(one, 11.0) == 30
 
 
-def test_a_frontend_that_does_not_answer_leaves_the_interval_open_until_it_does() -> None:
+def test_a_silent_frontend_leaves_the_interval_open() -> None:
     one = meter({"a": page(100), "b": page(5)}, {"a": page(103), "b": None})
     assert requests(one, 10.0) is None
     assert "b" in one.problem
@@ -138,11 +138,11 @@ def test_a_frontend_that_does_not_answer_leaves_the_interval_open_until_it_does(
     assert (traffic.start_s, traffic.requests) == (0.0, 8)
 
 
-def test_one_that_does_not_answer_in_the_middle_of_an_interval_loses_nothing() -> None:
+def test_a_missed_reading_within_an_interval_loses_nothing() -> None:
     assert requests(meter({"a": page(1)}, {"a": None}, {"a": page(4)}), 10.0) == 3
 
 
-def test_an_interval_that_stays_open_for_too_long_is_given_up() -> None:
+def test_an_interval_open_for_too_long_is_given_up() -> None:
     one = meter({"a": page(100)}, {"a": None})
     one.give_up(100.0, 60.0)
     one.on_scrape(101.0, {"a": page(100_000)})
@@ -156,38 +156,38 @@ def test_a_restarted_frontend_counts_from_zero() -> None:
     assert requests(one, 10.0) == 1 + 3
 
 
-def test_one_that_restarted_and_has_more_than_before_is_still_seen_to_have_restarted() -> None:
+def test_a_restart_is_seen_even_if_counters_grew() -> None:
     assert requests(meter({"a": page(3)}, {"a": page(50, started_s=NEW)}), 10.0) == 50
 
 
-def test_when_one_of_several_processes_dies_the_interval_is_unknown_not_enormous() -> None:
+def test_the_death_of_one_process_makes_the_interval_unknown() -> None:
     one = meter({"a": page(100_000, processes=2)}, {"a": page(60_000, started_s=NEW, processes=2)})
     assert requests(one, 10.0) is None
     one.on_scrape(12.0, {"a": page(60_004, started_s=NEW, processes=2)})
     assert requests(one, 12.0) == 4
 
 
-def test_a_frontend_that_goes_has_counted_what_was_read_last() -> None:
+def test_a_frontend_that_leaves_counts_until_its_last_reading() -> None:
     assert requests(meter({"a": page(5), "b": page(1)}, {"a": page(9), "b": page(1)}, {"b": page(3)}), 10.0) == 6
 
 
-def test_one_that_was_there_before_the_planner_counts_from_when_it_is_first_read() -> None:
+def test_an_older_frontend_counts_from_its_first_reading() -> None:
     assert (
         requests(meter({"b": page(1)}, {"b": page(1), "a": page(1_000_000)}, {"b": page(1), "a": page(1_000_002)}), 9)
         == 2
     )
 
 
-def test_one_that_started_after_the_planner_counts_from_its_start() -> None:
+def test_a_newer_frontend_counts_from_its_start() -> None:
     assert requests(meter({"b": page(1)}, {"b": page(1), "a": page(7, started_s=NEW)}), 9.0) == 7
 
 
-def test_one_that_goes_and_comes_back_unchanged_is_not_counted_twice() -> None:
+def test_a_frontend_that_comes_back_is_not_counted_twice() -> None:
     there, back = page(5, started_s=NEW), page(8, started_s=NEW)
     assert requests(meter({"a": there, "b": page()}, {"b": page()}, {"a": back, "b": page()}), 9.0) == 3
 
 
-def test_an_interval_of_no_length_is_none() -> None:
+def test_an_interval_without_length_is_none() -> None:
     assert requests(meter({"a": page(5)}), 0.0) is None
 
 
@@ -195,8 +195,8 @@ def test_an_interval_of_no_length_is_none() -> None:
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), min_size=2, max_size=30),
     st.sets(st.integers(1, 28), max_size=5),
 )
-def test_however_it_is_cut_into_intervals_the_sum_is_what_arrived(steps: list[tuple[int, int]], cuts: set[int]) -> None:
-    """`steps`: (arrived, then ended of those in progress) of each second."""
+def test_intervals_of_any_length_add_up_to_the_arrivals(steps: list[tuple[int, int]], cuts: set[int]) -> None:
+    """Each of `steps` is one second: requests that arrived, and requests in progress that ended."""
     one, told, arrived, ended = TrafficMeter(BEGAN_S), 0.0, 0, 0
     one.on_scrape(0.0, {"a": page(0, 0)})
     for at_s, (come, done) in enumerate(steps, 1):
@@ -211,7 +211,7 @@ def test_however_it_is_cut_into_intervals_the_sum_is_what_arrived(steps: list[tu
 # --- a Prometheus server ------------------------------------------------------------------------------
 
 
-def test_every_sum_is_asked_for_with_the_labels_that_pick_the_frontends() -> None:
+def test_every_query_has_the_labels_of_the_frontends() -> None:
     asked = queries('job="fe"', 60)
     assert set(asked) == set(Totals.__dataclass_fields__)
     assert all('job="fe"' in query and "[60s]" in query for query in asked.values())
@@ -227,9 +227,9 @@ def test_answers_become_traffic() -> None:
     assert (traffic.requests, traffic.isl_tokens, traffic.ttft_s) == (32.0, 10.0, None)
 
 
-def test_without_the_gauge_that_every_frontend_has_nothing_is_known() -> None:
+def test_without_the_inflight_gauge_nothing_is_known() -> None:
     assert traffic_told({"ended": 30.0, "inflight": None}, 0.0, 60.0) is None
 
 
-def test_what_is_no_number_makes_the_answer_unknown() -> None:
+def test_an_answer_that_is_not_a_number_is_unknown() -> None:
     assert traffic_told({"ended": math.nan, "inflight": 1.0}, 0.0, 60.0) is None

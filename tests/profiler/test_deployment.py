@@ -1,4 +1,4 @@
-"""`kvmesh profile plan`: the files that it writes are such as compose, Kubernetes and our own services read."""
+"""The files of `kvmesh profile plan` can be read by compose, Kubernetes and our own services."""
 
 import io
 import json
@@ -76,7 +76,7 @@ def test_the_override_fits_over_our_compose_files(plan: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="needs docker-compose; no daemon")
-def test_compose_itself_reads_the_files_together(plan: Path) -> None:
+def test_compose_reads_the_files_together(plan: Path) -> None:
     names = [ROOT / "docker-compose.yml", ROOT / "docker-compose.planner.yml", plan / "compose.override.yml"]
     files = [word for name in names for word in ("-f", str(name))]
     command = ["docker-compose", "--project-directory", str(ROOT), *files, "config"]
@@ -97,7 +97,7 @@ def target_of(volume: str | dict[str, Any]) -> str:
     return volume.split(":")[1] if isinstance(volume, str) else str(volume["target"])
 
 
-def test_a_containers_command_is_one_that_workers_understand(plan: Path) -> None:
+def test_workers_understand_a_containers_command(plan: Path) -> None:
     services = yaml.safe_load((plan / "compose.override.yml").read_text())["services"]
     base = yaml.safe_load((ROOT / "docker-compose.planner.yml").read_text())["services"]
     for role in (Role.PREFILL, Role.DECODE):
@@ -151,7 +151,7 @@ def test_manifests_have_a_deployment_for_each_role(plan: Path) -> None:
                 assert spec["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] >= 1
 
 
-def test_the_planner_in_the_cluster_reads_its_files_and_may_scale_what_it_names(plan: Path, tmp_path: Path) -> None:
+def test_the_planner_reads_its_files_and_may_scale_its_workloads(plan: Path, tmp_path: Path) -> None:
     documents = list(yaml.safe_load_all((plan / "kubernetes.yaml").read_text()))
     files = next(d["data"] for d in documents if d["kind"] == "ConfigMap")
     for name, text in files.items():
@@ -307,7 +307,7 @@ def test_numbers_of_options_are_the_same_in_every_process(profiles: Path, tmp_pa
 # --- when it cannot be ------------------------------------------------------------------------------------
 
 
-def test_when_nothing_keeps_the_slo_it_says_why_and_writes_no_deployment(
+def test_an_impossible_slo_gives_reasons_and_no_deployment(
     profiles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--profiles", str(profiles), "--out-dir", str(tmp_path), "--no-png", "--itl-slo-s", "0.0001"]
@@ -316,7 +316,7 @@ def test_when_nothing_keeps_the_slo_it_says_why_and_writes_no_deployment(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "plan.json"]
 
 
-def test_flags_that_lead_nowhere_say_what_to_do(profiles: Path, tmp_path: Path) -> None:
+def test_unusable_profiles_say_what_to_do(profiles: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no profiles in"):
         main(["plan", "--profiles", str(tmp_path)])
     with pytest.raises(ConfigError, match=r"no profile at .*; write one with"):

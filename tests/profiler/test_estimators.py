@@ -1,4 +1,4 @@
-"""What every estimator keeps to, and what a roofline says of models and GPUs whose figures are known."""
+"""Rules that every estimator keeps, and rooflines of models and GPUs whose figures are known."""
 
 import json
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def test_weights_of_fp8_models_take_a_byte() -> None:
     assert shape.bytes_of(10) == 10
 
 
-def test_a_model_in_a_model_of_pictures_is_found() -> None:
+def test_a_language_model_within_a_vision_model_is_found() -> None:
     assert shape_of({"text_config": MIXTRAL, "vision_config": {}}, "m") == shape_of(MIXTRAL, "m")
 
 
@@ -81,7 +81,7 @@ def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
     assert llama().touched_experts(5) == 0
 
 
-def test_what_is_no_model_config_says_so(tmp_path: Path) -> None:
+def test_a_file_that_is_no_model_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no model config"):
         read_shape(tmp_path)
     (tmp_path / "config.json").write_text('{"hidden_size": 3}')
@@ -122,15 +122,15 @@ class TestEveryEstimator:
             assert times_s[0] > 0
             assert all(a <= b for a, b in pairwise(times_s))
 
-    def test_it_is_near_what_an_8b_model_takes_on_two_of_these_gpus(
+    def test_estimates_are_near_known_figures_of_an_8b_model(
         self, make: Callable[[Path], Estimator], tmp_path: Path
     ) -> None:
-        """2 x 8e9 x 4000 / 2 / 989e12 = 32 ms at the data sheet's best; 8e9 x 2 / 2 / 4.8e12 = 1.7 ms."""
+        """At the data sheet's best, 2 x 8e9 x 4000 / 2 / 989e12 = 32 ms and 8e9 x 2 / 2 / 4.8e12 = 1.7 ms."""
         estimator = make(tmp_path)
         assert 0.032 < estimator.prefill_s(4000) < 0.1
         assert 0.0017 < estimator.decode_s(1, 100) < 0.006
 
-    def test_limits_are_what_fits(self, make: Callable[[Path], Estimator], tmp_path: Path) -> None:
+    def test_limits_are_within_the_memory(self, make: Callable[[Path], Estimator], tmp_path: Path) -> None:
         limits = make(tmp_path).limits(64)
         assert limits.max_num_seqs == 64
         assert 1_000_000 < limits.total_kv_tokens < 2 * 141e9 / (128 * 1024)
@@ -163,7 +163,7 @@ def test_nothing_is_faster_than_the_data_sheet(isl: int, compute: float, memory:
     assert roofline.decode_s(1, isl) > (2 * shape.active_params + isl * shape.kv_bytes_per_token) / gpu.memory_bytes_s
 
 
-def test_a_cache_of_grouped_heads_is_split_and_a_latent_one_is_not() -> None:
+def test_only_a_cache_of_grouped_heads_is_split() -> None:
     grouped = [Roofline(llama(), GPUS["h100"], parse_mapping(name)) for name in ("tp1", "tp8", "tp16")]
     assert [r.kv_bytes_per_gpu / 1024 for r in grouped] == [128, 16, 16]
     latent = shape_of(DEEPSEEK_V3, "m")
@@ -195,7 +195,7 @@ def test_a_model_that_does_not_fit_says_what_it_needs() -> None:
         Roofline(shape_of(DEEPSEEK_V3, "m"), GPUS["h200"], parse_mapping("tp1")).limits(1)
 
 
-def test_mappings_that_are_none_for_a_model_are_refused() -> None:
+def test_mappings_that_a_model_cannot_have_are_refused() -> None:
     with pytest.raises(ConfigError, match="has none; use tp4"):
         Roofline(llama(), GPUS["h100"], parse_mapping("dep4"))
     with pytest.raises(ConfigError, match="cannot be spread evenly"):
@@ -224,7 +224,7 @@ def test_estimated_profiles_are_valid_and_grow_with_the_work(shape: ModelShape, 
         assert all(a <= b for a, b in pairwise(row[column] for row in profile.decode.itl_s))
 
 
-def test_the_command_writes_what_fits_and_says_what_does_not(
+def test_the_command_writes_fitting_mappings_and_names_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
@@ -240,7 +240,7 @@ def test_the_command_writes_what_fits_and_says_what_does_not(
         main([*argv, "--mapping", "tp1"])
 
 
-def test_without_the_package_its_provider_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_provider_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "aiconfigurator", None)
     monkeypatch.setitem(__import__("sys").modules, "aiconfigurator.cli", None)
     monkeypatch.setitem(__import__("sys").modules, "aiconfigurator.cli.api", None)

@@ -1,4 +1,4 @@
-"""Every flag that `kvmesh profile plan` writes reaches the parser that will read it, with the value that was meant."""
+"""Generated flags: `kvmesh profile plan` writes flags that their parsers read with the intended values."""
 
 import shlex
 from collections.abc import Sequence
@@ -176,7 +176,7 @@ def test_more_vllm_ranks_than_a_worker_takes_are_warned_of() -> None:
     assert [reason.code for reason in warnings_of(deployment_of("vllm", "dep128"))] == ["dep", "dep"]
 
 
-def test_our_own_engines_get_their_sizes_as_settings_of_the_worker() -> None:
+def test_our_own_engines_get_sizes_as_worker_settings() -> None:
     assert sizing_flags(profile_of("torch", "tp1"), 8) == ["--max-num-seqs", "256", "--max-step-tokens", "8192"]
 
 

@@ -1,4 +1,4 @@
-"""Which points are measured, and the tables they become."""
+"""The points that are measured, and the tables of them."""
 
 from itertools import pairwise
 
@@ -36,7 +36,7 @@ def test_prompts_fit_the_worker_and_increase(limits: WorkerLimits, count: int) -
 
 
 @given(any_limits, st.integers(1, 8), st.integers(1, 8), st.integers(1, 60))
-def test_batches_fit_the_worker_and_one_sequence_alone_is_always_there(
+def test_batches_fit_the_worker_and_include_one_sequence(
     limits: WorkerLimits, contexts: int, batches: int, answer: int
 ) -> None:
     cells = decode_cells(limits, contexts, batches, answer)
@@ -68,7 +68,7 @@ def test_beyond_the_largest_batch_a_step_gets_no_faster() -> None:
     assert [row[0] for row in table.itl_s] == [3.0, 2.0, 2.0]
 
 
-def test_nothing_measured_is_no_table() -> None:
+def test_no_points_make_no_table() -> None:
     assert decode_table([]) is None
     assert prefill_table([]) is None
 

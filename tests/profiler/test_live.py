@@ -1,4 +1,4 @@
-"""`kvmesh profile measure`: engines in this process, servers over HTTP, runs that are stopped and go on."""
+"""The command `kvmesh profile measure`: engines in this process, servers over HTTP, runs that are continued."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ def rounded(point: Point) -> Point:
 
 
 @pytest.mark.parametrize("answers", range(0, 12, 2))
-async def test_a_run_that_dies_between_points_goes_on_where_it_was(tmp_path: Path, answers: int) -> None:
+async def test_a_run_that_dies_continues_at_the_next_point(tmp_path: Path, answers: int) -> None:
     timing = PolynomialTiming(LIMITS.total_kv_tokens)
     whole = await run_points(PacedTarget(timing, LIMITS), tmp_path / "whole.jsonl")
     dying = PacedTarget(timing, LIMITS)
@@ -82,7 +82,7 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
         assert journal.points == [PREFILL, PREFILL]
 
 
-def test_points_of_something_else_are_neither_taken_nor_thrown_away_unasked(tmp_path: Path) -> None:
+def test_points_of_another_subject_are_kept_and_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     with Journal(path, SUBJECT) as journal:
         journal.add(PREFILL)
@@ -95,7 +95,7 @@ def test_points_of_something_else_are_neither_taken_nor_thrown_away_unasked(tmp_
         assert journal.points == []
 
 
-def test_a_file_that_holds_no_points_is_told_so(tmp_path: Path) -> None:
+def test_a_file_without_points_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("hello\n")
     with pytest.raises(ConfigError, match="holds no points"):
         Journal(tmp_path / "p.jsonl", SUBJECT)
@@ -123,7 +123,7 @@ def test_an_engine_in_this_process_is_measured(engine: str, tmp_path: Path, caps
     assert path.with_suffix(".npz").exists()
 
 
-async def test_ctrl_c_keeps_the_points_and_the_same_command_goes_on(
+async def test_ctrl_c_keeps_the_points_and_the_command_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_for((), ("tp1",), tmp_path, engine="mock", num_blocks=64, mock_speedup=50)
@@ -191,7 +191,7 @@ def config_for(urls: Sequence[str], mappings: Sequence[str], folder: Path, **mor
     )
 
 
-async def test_servers_are_measured_side_by_side_each_for_its_mapping(tmp_path: Path) -> None:
+async def test_servers_are_measured_side_by_side(tmp_path: Path) -> None:
     servers = [SteppingServer(tells_events=False) for _ in range(2)]
     async with servers[0].running(), servers[1].running():
         config = config_for([server.url for server in servers], ["tp1", "dep2"], tmp_path)
@@ -213,7 +213,7 @@ async def test_servers_are_measured_side_by_side_each_for_its_mapping(tmp_path: 
     assert body["temperature"] == 0
 
 
-async def test_no_two_prompts_begin_alike_but_those_that_decode(tmp_path: Path) -> None:
+async def test_only_decoding_prompts_repeat(tmp_path: Path) -> None:
     server = SteppingServer(tells_events=False)
     async with server.running():
         await measure_all(config_for([server.url], ["tp1"], tmp_path, context_tokens=300), Console(quiet=True))
@@ -221,7 +221,7 @@ async def test_no_two_prompts_begin_alike_but_those_that_decode(tmp_path: Path) 
     assert len(set(starts)) == len(starts)
 
 
-async def test_a_server_that_does_not_tell_its_cache_needs_flags(tmp_path: Path) -> None:
+async def test_a_server_that_hides_its_cache_size_needs_flags(tmp_path: Path) -> None:
     server = OpenAiServer()
     async with server.running():
         with pytest.raises(ConfigError, match="does not tell what --context-tokens says"):
@@ -236,7 +236,7 @@ async def test_a_server_that_stops_early_is_not_measured(tmp_path: Path) -> None
             await measure_all(config_for([server.url], ["tp1"], tmp_path), Console(quiet=True))
 
 
-async def test_what_a_server_says_against_it_is_told(tmp_path: Path) -> None:
+async def test_a_servers_refusal_is_reported(tmp_path: Path) -> None:
     server = VllmServer(tells_events=False)
     async with server.running():
         server.knobs.refuse_with = (400, {"error": {"message": "no such thing", "code": 400}})
@@ -248,7 +248,7 @@ async def test_what_a_server_says_against_it_is_told(tmp_path: Path) -> None:
             await measure_all(config_for([server.url], ["tp1"], tmp_path), Console(quiet=True))
 
 
-async def test_without_a_server_it_says_where_none_is(tmp_path: Path) -> None:
+async def test_an_unreachable_server_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnreachableError, match=r"127\.0\.0\.1:1"):
         await measure_all(config_for(["http://127.0.0.1:1"], ["tp1"], tmp_path), Console(quiet=True))
 
@@ -261,7 +261,7 @@ async def test_the_key_comes_from_the_environment(tmp_path: Path, monkeypatch: p
         assert await measure_all(config_for([server.url], ["tp1"], tmp_path), Console(quiet=True))
 
 
-async def test_an_endpoint_closes_twice() -> None:
+async def test_a_measured_server_closes_twice() -> None:
     endpoint = MeasuredServer("http://127.0.0.1:1/v1", "", Known())
     assert endpoint.url == "http://127.0.0.1:1"
     await endpoint.close()
@@ -272,7 +272,7 @@ async def test_an_endpoint_closes_twice() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=30))
-def test_counts_of_the_server_are_taken_and_an_event_without_tokens_is_not(counts: list[int]) -> None:
+def test_token_counts_of_the_server_win_over_events(counts: list[int]) -> None:
     told = [sum(counts[: i + 1]) for i in range(len(counts))]
     usage = StreamUsage(prompt_tokens=7, completion_tokens=told[-1])
     times = [float(i) for i in range(len(told))]
@@ -288,7 +288,7 @@ def test_without_counts_each_event_brings_its_share(events: int, tokens: int) ->
     assert len(timeline.tokens) == events
 
 
-def test_a_stream_without_usage_is_none() -> None:
+def test_a_stream_without_usage_is_refused() -> None:
     with pytest.raises(EngineError, match="without tokens or without usage"):
         timeline_of(0.0, [1.0], [None], None, 1)
 
@@ -311,7 +311,7 @@ async def test_settings_that_do_not_fit_together_are_refused(config: MeasureConf
         jobs_of(config)
 
 
-def test_unknown_commands_and_flags_name_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_commands_and_flags_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"no command 'nonsense'.*measure, estimate, plan, import"):
         main(["nonsense"])
     with pytest.raises(ConfigError, match="--repeats"):
@@ -320,7 +320,7 @@ def test_unknown_commands_and_flags_name_what_there_is(capsys: pytest.CaptureFix
     assert "estimate" in capsys.readouterr().out
 
 
-def test_the_plan_is_what_the_worker_can_do() -> None:
+def test_the_plan_stays_within_the_worker() -> None:
     work = work_of(PLAN, LIMITS)
     assert 1 <= len(work.prefill) <= 3
     assert 1 <= len(work.decode) <= 4

@@ -56,14 +56,14 @@ def profile_of(points: Sequence[Point]) -> Profile:
     )
 
 
-async def test_prompts_take_what_the_worker_takes_exactly() -> None:
+async def test_prompt_times_are_exact() -> None:
     timing = PolynomialTiming(LIMITS.total_kv_tokens)
     for point in await points_of(PacedTarget(timing, LIMITS)):
         if isinstance(point, PrefillPoint):
             assert point.ttft_s == pytest.approx(timing.prefill_s(point.isl_tokens), rel=1e-9)
 
 
-async def test_steps_take_what_the_worker_takes_exactly_where_that_is_linear() -> None:
+async def test_step_times_are_exact_where_they_are_linear() -> None:
     timing = LinearTiming()
     decoded = [p for p in await points_of(PacedTarget(timing, LIMITS)) if isinstance(p, DecodePoint)]
     assert decoded
@@ -73,7 +73,7 @@ async def test_steps_take_what_the_worker_takes_exactly_where_that_is_linear() -
 
 
 @pytest.mark.parametrize("caches", [True, False])
-async def test_between_its_points_a_profile_is_half_a_percent_off_the_model_and_four_at_worst(caches: bool) -> None:
+async def test_a_profile_is_within_four_percent_between_points(caches: bool) -> None:
     """The fit is a parabola over the KV usage, the table straight between its points."""
     timing = PolynomialTiming(LIMITS.total_kv_tokens)
     plan = MeasurePlan(prefill_points=16, context_points=5, batch_points=12, repeats=1)
@@ -91,13 +91,13 @@ async def test_between_its_points_a_profile_is_half_a_percent_off_the_model_and_
     assert max(errors) < 0.04
 
 
-async def test_sequences_that_wait_for_each_others_prompts_are_measured_when_all_of_them_decode() -> None:
-    """Without a prefix cache the first sequence is far ahead when the last one begins."""
+async def test_sequences_are_measured_only_while_all_decode() -> None:
+    """There is no prefix cache, so the first sequence is far ahead when the last one begins."""
     point = (await decode_points(PacedTarget(LinearTiming(), LIMITS, caches=False), DecodeCell(1000, 32)))[0]
     assert point.itl_s == pytest.approx(0.002 + 0.0005 * 32 + 1e-7 * point.kv_tokens, rel=1e-3)
 
 
-async def test_a_worker_without_room_for_both_says_what_to_change() -> None:
+async def test_a_worker_without_room_says_what_to_change() -> None:
     small = WorkerLimits(context_tokens=60, total_kv_tokens=65_536, max_num_seqs=32)
     with pytest.raises(EngineError, match=r"32 sequences of 59 tokens did not decode 16 steps together.*--steps"):
         await decode_points(PacedTarget(LinearTiming(), small, caches=False), DecodeCell(59, 32), small)
@@ -110,7 +110,7 @@ async def decode_points(target: PacedTarget, cell: DecodeCell, limits: WorkerLim
     return [point for point in points if isinstance(point, DecodePoint)]
 
 
-async def test_a_wave_is_as_long_as_its_slowest_prompt_and_ranks_compute_side_by_side() -> None:
+async def test_a_wave_takes_as_long_as_its_slowest_prompt() -> None:
     timing = LinearTiming()
     plan = MeasurePlan(prefill_points=3, context_points=0, wave=4, repeats=1)
     for ranks, prompts_one_after_the_other in ((4, 1), (1, 4)):
@@ -120,7 +120,7 @@ async def test_a_wave_is_as_long_as_its_slowest_prompt_and_ranks_compute_side_by
             assert point.ttft_s == pytest.approx(expected)
 
 
-async def test_no_prompt_of_a_run_is_found_in_the_cache_nor_one_of_another_run() -> None:
+async def test_no_prompt_is_found_in_a_cache() -> None:
     target = PacedTarget(LinearTiming(), LIMITS)
     plan = MeasurePlan(prefill_points=4, context_points=0, repeats=3)
     for salt in ("first", "second"):
@@ -131,7 +131,7 @@ async def test_no_prompt_of_a_run_is_found_in_the_cache_nor_one_of_another_run()
         assert [point.spread for point in points] == pytest.approx([0, 0, 0, 0], abs=1e-9)
 
 
-async def test_what_was_measured_is_not_measured_again() -> None:
+async def test_measured_points_are_not_measured_again() -> None:
     points = await points_of(PacedTarget(LinearTiming(), LIMITS))
     work = work_of(PLAN, LIMITS)
     left = work_left(work, points[:5])
@@ -140,7 +140,7 @@ async def test_what_was_measured_is_not_measured_again() -> None:
     assert work_left(work, points) == Work(prefill=[], decode=[])
 
 
-async def test_results_that_are_far_apart_are_taken_twice_as_often() -> None:
+async def test_noisy_results_are_measured_twice_as_often() -> None:
     results = iter([1.0, 1.1, 5.0, 1.0, 1.0, 1.0])
 
     async def once() -> float:
@@ -155,9 +155,7 @@ def test_the_spread_is_relative_to_the_median() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 20), st.floats(1e-3, 1.0), st.floats(0, 5))
-def test_the_window_is_where_all_decode_whatever_their_start(
-    per_read: int, steps: int, itl_s: float, late_s: float
-) -> None:
+def test_the_window_begins_when_all_sequences_decode(per_read: int, steps: int, itl_s: float, late_s: float) -> None:
     """Servers may tell several tokens at once."""
 
     def timeline(start_s: float, reads: int) -> Timeline:

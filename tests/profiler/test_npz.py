@@ -23,12 +23,12 @@ WHOLE = Profile(
 )
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_archives_are_read_as_written(tmp_path: Path) -> None:
     write_npz(WHOLE, tmp_path / "p.npz")
     assert read_npz(tmp_path / "p.npz", BARE) == WHOLE
 
 
-def test_names_and_units_are_the_fields(tmp_path: Path) -> None:
+def test_array_names_and_units_are_those_of_other_tools(tmp_path: Path) -> None:
     write_npz(WHOLE, tmp_path / "p.npz")
     with np.load(tmp_path / "p.npz") as arrays:
         assert list(arrays["prefill_isl"]) == [10, 20]
@@ -46,7 +46,7 @@ def test_cells_may_come_in_any_order(order: list[int]) -> None:
     assert WHOLE.decode == _read(path, decode_active_kv_tokens=kv, decode_context_length=context, decode_itl=itl).decode
 
 
-def test_axes_with_a_matrix_are_the_same_cells() -> None:
+def test_axes_with_a_matrix_give_the_same_cells() -> None:
     itl = np.arange(1.0, 7.0).reshape(3, 2) * 1e3
     arrays = {"decode_active_kv_tokens": [100, 200, 300], "decode_context_length": [10, 20], "decode_itl": itl}
     assert WHOLE.decode == _read(Path("p.npz"), **arrays).decode
@@ -85,12 +85,12 @@ def _read(path: Path, **arrays: object) -> Profile:
         ),
     ],
 )
-def test_what_is_no_profile_is_refused_by_name(arrays: dict[str, object], problem: str) -> None:
+def test_a_bad_archive_is_refused_by_name(arrays: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         _read(Path("p.npz"), **arrays)
 
 
-def test_what_is_no_archive_is_refused_and_nothing_in_it_is_run(tmp_path: Path) -> None:
+def test_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
     (tmp_path / "p.npz").write_bytes(b"not an archive")
     with pytest.raises(ConfigError, match="is no NumPy archive"):
         read_npz(tmp_path / "p.npz", BARE)
@@ -109,7 +109,7 @@ def test_an_archive_becomes_a_profile(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (profile.prefill, profile.decode) == (WHOLE.prefill, WHOLE.decode)
 
 
-def test_tables_of_prompts_alone_do_not_tell_the_cache(tmp_path: Path) -> None:
+def test_prompt_tables_alone_need_the_cache_size(tmp_path: Path) -> None:
     np.savez(tmp_path / "p.npz", prefill_isl=[1], prefill_ttft_ms=[1.0])
     with pytest.raises(ConfigError, match="--total-kv-tokens"):
         main(["--npz", str(tmp_path / "p.npz"), "--model", "m", "--engine", "e", "--out-dir", str(tmp_path)])

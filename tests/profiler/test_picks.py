@@ -1,4 +1,4 @@
-"""Which fleet keeps an SLO on a budget: within it, never dominated, and as the planner would order it."""
+"""Fleets that keep an SLO on a budget: within it, never dominated, and as the planner would order them."""
 
 import pytest
 from hypothesis import given, settings
@@ -52,7 +52,7 @@ goals = st.builds(
 
 @settings(max_examples=examples(40))
 @given(goals)
-def test_what_is_recommended_keeps_the_slo_within_the_budget(goal: Goal) -> None:
+def test_the_recommended_option_keeps_slo_and_budget(goal: Goal) -> None:
     picks = pick(TP, TP, goal)
     for option in picks.options:
         assert option.gpus <= goal.gpus
@@ -74,7 +74,7 @@ def test_what_is_recommended_keeps_the_slo_within_the_budget(goal: Goal) -> None
 
 @settings(max_examples=examples(25))
 @given(goals)
-def test_the_front_has_no_dominated_point_and_dominates_all_others(goal: Goal) -> None:
+def test_the_front_dominates_all_other_points(goal: Goal) -> None:
     options = pick(TP, TP, goal).options
     front = pareto_front(options)
     for i in front:
@@ -97,7 +97,7 @@ def test_the_front_has_no_dominated_point_and_dominates_all_others(goal: Goal) -
 
 @settings(max_examples=examples(12))
 @given(goals)
-def test_no_split_of_any_mapping_carries_more_than_the_recommended_one(goal: Goal) -> None:
+def test_no_split_carries_more_than_the_recommended_one(goal: Goal) -> None:
     """Against all splits, not only those that were looked at."""
     goal = replace(goal, rps=0.0, gpus=min(goal.gpus, 10))
     picks = pick(TP[:2], TP[:2], goal)
@@ -117,7 +117,7 @@ def test_no_split_of_any_mapping_carries_more_than_the_recommended_one(goal: Goa
 
 @settings(max_examples=examples(12))
 @given(goals, st.integers(1, 12))
-def test_more_gpus_never_carry_less_and_a_looser_slo_neither(goal: Goal, more: int) -> None:
+def test_more_gpus_and_looser_slos_never_carry_less(goal: Goal, more: int) -> None:
     goal = replace(goal, rps=0.0)
 
     def carried(goal: Goal) -> float:
@@ -168,7 +168,7 @@ def test_data_parallel_ranks_serve_prompts_side_by_side() -> None:
     assert prefill_rps(ranks, 1, GOAL) == prefill_rps(TP[0], 4, GOAL)
 
 
-def test_a_slow_prompt_is_told_with_the_fastest_that_can_be_had() -> None:
+def test_a_slow_prompt_is_reported_with_the_fastest_possible() -> None:
     picks = pick(TP, TP, replace(GOAL, ttft_slo_s=0.001))
     assert picks.recommended is None
     assert picks.front == []
@@ -176,14 +176,14 @@ def test_a_slow_prompt_is_told_with_the_fastest_that_can_be_had() -> None:
     assert "the SLO is 1 ms" in picks.reasons[0].text
 
 
-def test_a_slow_step_is_told_with_the_fastest_that_can_be_had() -> None:
+def test_a_slow_step_is_reported_with_the_fastest_possible() -> None:
     picks = pick(TP[:1], TP[:1], replace(GOAL, itl_slo_s=0.001))
     assert picks.recommended is None
     assert picks.front
     assert [reason.code for reason in picks.reasons] == ["itl"]
 
 
-def test_too_few_gpus_and_too_much_load_are_told() -> None:
+def test_too_few_gpus_and_too_much_load_are_reported() -> None:
     assert [reason.code for reason in pick(TP[2:], TP[2:], replace(GOAL, gpus=7)).reasons] == ["gpus"]
     picks = pick(TP, TP, replace(GOAL, rps=1e4))
     assert picks.recommended is None
@@ -196,7 +196,7 @@ def test_a_small_load_takes_the_fewest_gpus() -> None:
     assert picks.options[picks.recommended].gpus == 2
 
 
-def test_reasons_have_the_figures_and_the_second_best() -> None:
+def test_reasons_give_figures_and_the_second_best() -> None:
     reasons = {reason.code: reason.text for reason in pick(TP, TP, GOAL).reasons}
     assert set(reasons) == {"carries", "ttft", "itl", "second"}
     assert "the SLO is 500 ms" in reasons["ttft"]

@@ -14,7 +14,7 @@ from protocol.timing import PolynomialTiming
 
 
 def an_8b(speedup: float = 1.0, total_kv_tokens: int = 400_000, gpus: int = 1) -> Profile:
-    """By the polynomial of the mock engine."""
+    """Return a profile by the polynomial of the mock engine."""
     timing = PolynomialTiming(total_kv_tokens, speedup)
     isl_tokens = [1, *range(256, 8193, 256)]
     kv_tokens = [total_kv_tokens * part // 32 for part in range(33)]
@@ -75,7 +75,7 @@ class FakeFleet:
 
 
 def arrivals(rate: Callable[[float], float], seconds: float, step_s: float, seed: int) -> Iterator[tuple[float, int]]:
-    """(end of the step, requests in it), as chance has it."""
+    """Yield the end of each step and the random number of its requests."""
     rng = random.Random(seed)
     for number in range(int(seconds / step_s)):
         yield (number + 1) * step_s, poisson(rng, rate(number * step_s) * step_s)
@@ -100,7 +100,7 @@ def observe(
     idle: bool = False,
     **lengths: float,
 ) -> Observation:
-    """`requests` of the last step; None: there are no figures. `idle`: workers tell that they have nothing to do."""
+    """Return an observation. None `requests` means no figures; with `idle`, workers report that they have no work."""
     prefill, decode = fleet.seen(at_s)
     nothing = WorkerLoad(name="idle", total_kv_tokens=400_000)
     prefill_loads = tuple(loads) or ((nothing,) * prefill.ready if idle else ())
