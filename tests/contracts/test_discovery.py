@@ -1,4 +1,4 @@
-"""The contract of every discovery backend, and what the file backend promises beyond it."""
+"""Test the contract of every discovery backend, and further promises of the file backend."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ async def take(changes: AsyncIterator[Change], count: int) -> list[Change]:
     return [await asyncio.wait_for(anext(changes), PATIENCE_S) for _ in range(count)]
 
 
-async def test_a_watcher_sees_what_is_there_and_what_comes_and_goes(discovery: Discovery) -> None:
+async def test_a_watcher_sees_present_keys_and_all_changes(discovery: Discovery) -> None:
     await discovery.put("workers/a", b"1")
     changes = discovery.watch("workers/")
     assert await take(changes, 1) == [Put("workers/a", b"1")]
@@ -101,7 +101,7 @@ asyncio.run(main())
 """
 
 
-async def test_the_key_of_a_killed_process_goes_with_its_lease_and_of_a_stalled_one_comes_back(
+async def test_keys_of_killed_processes_expire_and_of_stalled_ones_return(
     tmp_path: Path,
 ) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""What every transport of KV events promises: whoever follows ends with what the workers hold."""
+"""Test the contract of every transport of KV events: a follower ends with the content of the workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -243,7 +243,7 @@ async def test_workers_and_ranks_are_kept_apart(wire: Wire, index: Index, subscr
     await index.holds(20, 21, 22, 23, 24, worker_id=W2)
 
 
-async def test_a_worker_that_was_removed_is_heard_no_more_and_can_come_back(
+async def test_a_removed_worker_is_silent_and_can_return(
     wire: Wire, index: Index, subscriber: KvEventSubscriber
 ) -> None:
     publisher, other = wire.publisher(), wire.publisher(W2)
@@ -261,7 +261,7 @@ async def test_a_worker_that_was_removed_is_heard_no_more_and_can_come_back(
     await index.holds(1, 2)
 
 
-async def test_a_follower_that_kept_its_index_goes_on_where_it_was(wire: Wire, index: Index) -> None:
+async def test_a_follower_resumes_with_its_kept_index(wire: Wire, index: Index) -> None:
     publisher = wire.publisher()
     source = await wire.source(publisher)
     first = KvEventSubscriber(index, patience=PATIENCE)

@@ -1,4 +1,4 @@
-"""What every KV transfer backend promises. The peer is a real process; the bytes really move."""
+"""Test the contract of every KV transfer backend. The peer is a real process, and the bytes really move."""
 
 import asyncio
 import base64
@@ -81,7 +81,7 @@ async def pair(
 
 
 def content(block: int) -> int:
-    """What kv_peer fills a block with."""
+    """Return the bytes with which kv_peer fills a block."""
     return (block + 1) % 251
 
 

@@ -92,7 +92,7 @@ def check_log(path: Path, start: int) -> None:
 
 
 def all_there(mesh: Mesh, names: tuple[str, ...]) -> bool:
-    """In discovery, and seen by the frontend that runs now."""
+    """Return whether the workers are in discovery and known to the running frontend."""
     workers = mesh.workers()
     if set(workers) != set(names) or not mesh.entries("frontends/"):
         return False

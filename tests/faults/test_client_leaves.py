@@ -49,7 +49,7 @@ def test_some_leave_and_the_others_do_not_notice(mesh: Mesh) -> None:
 
 
 def test_at_any_moment(mesh: Mesh) -> None:
-    """Also while a request is placed, prefilled, handed over: 80 clients leave, one each millisecond.
+    """Let 80 clients leave, one each millisecond, also while a request is placed, prefilled or handed over.
 
     A ticket may be on its way to a client that has just left: its offer is left to its lease.
     """

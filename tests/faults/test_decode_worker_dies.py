@@ -1,4 +1,4 @@
-"""kill -9 of decode workers in mid-stream."""
+"""Test kill -9 of decode workers in mid-stream."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_a_worker_that_was_started_again_is_used_again(mesh: Mesh) -> None:
     until(used, what="a request for the new worker")
 
 
-def test_tokens_of_the_real_engine_go_on_as_they_would_have(nixl_mesh: Mesh) -> None:
+def test_migrated_tokens_of_the_real_engine_are_unchanged(nixl_mesh: Mesh) -> None:
     prompts = [prompt_of(n, n) for n in LENGTHS if n <= 100]
     plain = {"kvmesh": {"disaggregate": False}, "cache_salt": "plain"}
     expected = [Stream(nixl_mesh.url, prompt, 400, **plain) for prompt in prompts]
@@ -66,8 +66,8 @@ def test_without_another_worker_streams_wait_for_the_replacement(lone_mesh: Mesh
             assert int(stream.headers["retry-after"]) > 0
 
 
-def test_a_killed_worker_gives_up_the_offer_it_was_to_fetch(mesh: Mesh) -> None:
-    """At once: the frontend releases it, its lease would take longer."""
+def test_the_offer_for_a_killed_worker_is_released(mesh: Mesh) -> None:
+    """The frontend releases the offer at once; its lease would take longer."""
     pinned = {"disaggregate": True, "worker": "decode-0"}
     with mesh.stopped("decode-0"):
         held = [Stream(mesh.url, prompt_of(n, n), 20, kvmesh=pinned) for n in LENGTHS]
@@ -80,8 +80,8 @@ def test_a_killed_worker_gives_up_the_offer_it_was_to_fetch(mesh: Mesh) -> None:
         check_mock_answer(stream.join())
 
 
-def test_a_dead_worker_is_noticed_by_requests_that_did_not_begin(lone_mesh: Mesh) -> None:
-    """Its card stands until the lease has passed: a request sent there must not hang or look answered."""
+def test_waiting_requests_notice_a_dead_worker(lone_mesh: Mesh) -> None:
+    """A dead worker's card stays until its lease has passed. A request sent there must not hang or look answered."""
     lone_mesh.kill("decode-0")
     streams = [Stream(lone_mesh.url, prompt_of(20, i), 5, timeout_s=8) for i in range(20)]
     for stream in streams:

@@ -16,7 +16,7 @@ PROMPT = list(range(100, 150))
 
 
 def put(mesh: Mesh, key: str, value: bytes) -> Path:
-    """As a peer would, or somebody else."""
+    """Put a key into discovery, as a peer would."""
     path = mesh.run_dir / "discovery" / f"{quote(key, safe='')}.key"
     path.write_bytes(value)
     return path
@@ -78,7 +78,7 @@ def test_a_card_with_an_endpoint_that_is_none_harms_nobody(mesh: Mesh) -> None:
     assert mesh.find_frontend() == frontend
 
 
-def test_a_worker_that_is_nowhere_costs_a_request_no_more_than_a_try(mesh: Mesh) -> None:
+def test_an_absent_worker_costs_a_request_one_try(mesh: Mesh) -> None:
     joined = joins(mesh)
     cards = mesh.workers()
     paths = []
@@ -96,7 +96,7 @@ def test_a_worker_that_is_nowhere_costs_a_request_no_more_than_a_try(mesh: Mesh)
     until(lambda: log(mesh).count("worker left worker=a-") == 2)
 
 
-def test_when_the_run_directory_is_removed_the_mesh_makes_it_again(mesh: Mesh) -> None:
+def test_a_removed_run_directory_is_made_again(mesh: Mesh) -> None:
     streams = [Stream(mesh.url, [i, *PROMPT], 100) for i in range(4)]
     for stream in streams:
         stream.until_tokens(3)

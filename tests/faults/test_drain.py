@@ -19,7 +19,7 @@ from tests.support.streams import Stream, check_failed_loudly, check_mock_answer
 
 
 class OwnMesh:
-    """`kvmesh up` that makes its run directory itself, below `tmp`."""
+    """Start `kvmesh up`, which makes its run directory itself, below `tmp`."""
 
     def __init__(self, tmp: Path, *flags: str) -> None:
         self.tmp = tmp
@@ -65,7 +65,7 @@ def test_ctrl_c_lets_streams_finish_and_refuses_new_ones(own: OwnMesh) -> None:
     own.check_nothing_is_left()
 
 
-def test_streams_that_take_longer_than_the_drain_end_with_an_error(tmp_path: Path) -> None:
+def test_streams_longer_than_the_drain_end_with_an_error(tmp_path: Path) -> None:
     own = OwnMesh(tmp_path, "--drain-timeout-s", "0.3")
     streams = [Stream(own.mesh.url, prompt_of(n, n), 5000) for n in LENGTHS]
     for stream in streams:

@@ -1,4 +1,4 @@
-"""kill -9 of the frontend: workers let go of its requests, and it is started again."""
+"""Test kill -9 of the frontend: workers drop its requests, and it is restarted."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ def until_frontend(mesh: Mesh, old_pid: int) -> None:
 
 
 def check_broke_off(stream: Stream) -> None:
-    """What the client has is right, and does not look like a whole answer."""
+    """The client's part of the answer is right, and does not look complete."""
     assert not stream.is_done
     assert stream.finish_reason is None
     assert stream.tokens == mock_answer(stream.prompt, stream.max_tokens)[: len(stream.tokens)]
 
 
-def test_workers_give_up_the_requests_of_a_dead_frontend_at_once(lone_mesh: Mesh) -> None:
+def test_workers_drop_requests_of_a_dead_frontend_at_once(lone_mesh: Mesh) -> None:
     streams = [Stream(lone_mesh.url, prompt_of(n, n), 5000) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)

@@ -22,7 +22,7 @@ async def open_engine() -> StepEngine:
     return engine
 
 
-async def test_a_pull_that_is_cancelled_before_it_began_frees_its_blocks() -> None:
+async def test_a_pull_cancelled_before_its_start_frees_its_blocks() -> None:
     prefiller, decoder = await open_engine(), await open_engine()
     request = GenerateRequest(
         request_id=RequestId("r"),
@@ -53,7 +53,7 @@ async def test_a_pull_that_is_cancelled_before_it_began_frees_its_blocks() -> No
     await prefiller.stop()
 
 
-async def test_a_call_that_is_cancelled_with_the_frame_that_opens_it_is_forgotten() -> None:
+async def test_a_call_cancelled_by_its_opening_frame_is_forgotten() -> None:
     started: list[Call] = []
 
     async def forever(call: Call) -> None:

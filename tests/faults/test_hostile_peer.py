@@ -1,4 +1,4 @@
-"""What a broken or hostile peer sends to a worker is refused, and harms nobody else."""
+"""Test that input of a broken or hostile peer is refused by a worker, and harms nobody else."""
 
 import os
 import random
@@ -96,7 +96,7 @@ async def test_a_ticket_that_lies_costs_the_pull_and_no_more(transfer: str, requ
         await plane.tell(cards["prefill-0"].address, "release", ReleaseOffer(offer_id=offer_id, nonce=nonce), 5)
 
     async def offered(name: str) -> tuple[Delta, Ticket]:
-        """Each lie has an offer of its own: none outlives its lease while the others are told."""
+        """Forged tickets have one offer each, so that no offer expires while others are tried."""
         [first] = await ask(plane, cards["prefill-0"].address, generate(f"{name}, offered", offer_kv=True))
         assert first.ticket is not None
         return first, first.ticket

@@ -33,7 +33,7 @@ from workers.engines.mock.executor import mock_token
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
-def test_a_request_ends_by_its_deadline_and_nothing_is_left_of_it(mesh: Mesh, name: str) -> None:
+def test_a_request_ends_at_its_deadline_and_frees_everything(mesh: Mesh, name: str) -> None:
     pinned = {"kvmesh": {"trace": True, "disaggregate": True, "worker": "decode-0"}}
     with mesh.stopped(name):
         streams = [Stream(mesh.url, prompt_of(n, n), 20, timeout_s=0.5, **pinned) for n in LENGTHS]
@@ -46,7 +46,7 @@ def test_a_request_ends_by_its_deadline_and_nothing_is_left_of_it(mesh: Mesh, na
     check_mock_answer(Stream(mesh.url, prompt_of(30), 5, **pinned).join())
 
 
-def test_streams_that_stall_in_the_middle_end_by_their_deadline_with_an_error(mesh: Mesh) -> None:
+def test_stalled_streams_end_at_their_deadline_with_an_error(mesh: Mesh) -> None:
     pinned = {"kvmesh": {"worker": "decode-0"}}
     streams = [Stream(mesh.url, prompt_of(n, n), 1000, timeout_s=1.0, **pinned) for n in LENGTHS]
     for stream in streams:
@@ -69,7 +69,7 @@ def test_a_short_stall_is_only_a_delay(mesh: Mesh) -> None:
         assert stream.trace["migrations"] == 0
 
 
-def test_a_worker_that_stalls_for_longer_than_its_lease_comes_back(mesh: Mesh) -> None:
+def test_a_worker_stalled_beyond_its_lease_returns(mesh: Mesh) -> None:
     """While it is away requests go elsewhere without a try; then it is found again, with what its cache holds."""
     prompt = prompt_of(200, 3)
     pinned = {"kvmesh": {"trace": True, "disaggregate": False, "worker": "decode-0"}}
@@ -158,7 +158,7 @@ async def frontend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         assert process.wait(PATIENCE_S) == 0
 
 
-async def test_streams_of_a_hung_worker_go_on_elsewhere_once_the_keepalive_has_given_it_up(frontend: Frontend) -> None:
+async def test_streams_of_a_hung_worker_migrate_after_the_keepalive(frontend: Frontend) -> None:
     prompts = [prompt_of(n, n) for n in LENGTHS]
     traces, paces = [Trace() for _ in prompts], [asyncio.Event() for _ in prompts]
     answers = [

@@ -1,4 +1,4 @@
-"""kill -9 of prefill workers: before, between and after the hand-over of the KV."""
+"""Test kill -9 of prefill workers before, during and after the hand-over of the KV."""
 
 import itertools
 
@@ -56,7 +56,7 @@ def test_killed_after_the_pull(mesh: Mesh) -> None:
         assert stream.trace["prefill_worker"] == "prefill-0"
 
 
-def test_without_a_prefill_worker_decode_workers_compute_prompts_until_there_is_one_again(mesh: Mesh) -> None:
+def test_decode_workers_compute_prompts_while_no_prefill_worker_lives(mesh: Mesh) -> None:
     killed = mesh.kill("prefill-0")
     streams = [Stream(mesh.url, prompt_of(n, n), 10, kvmesh=DISAGGREGATE) for n in LENGTHS]
     for stream in streams:
@@ -72,7 +72,7 @@ def test_without_a_prefill_worker_decode_workers_compute_prompts_until_there_is_
 
 
 @pytest.mark.parametrize("transfer", ["nixl", "shm"])
-def test_a_new_prefill_worker_hands_over_as_the_old_one_did(transfer: str, request: pytest.FixtureRequest) -> None:
+def test_a_new_prefill_worker_hands_over_kv(transfer: str, request: pytest.FixtureRequest) -> None:
     mesh: Mesh = request.getfixturevalue("nixl_mesh" if transfer == "nixl" else "mesh")
     firsts = itertools.count()
 

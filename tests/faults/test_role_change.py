@@ -91,7 +91,7 @@ class Load:
             self.done.append(Stream(self._mesh.url, prompt_of(20 + 10 * number, 100 * number + i), 20, **trace).join())
 
 
-def test_a_prefill_worker_becomes_a_decode_worker_and_back_under_load(four: Mesh) -> None:
+def test_a_worker_changes_its_role_and_back_under_load(four: Mesh) -> None:
     before = four.workers()["prefill-1"]
     with Load(four) as load:
         load.until_prefilled_by("prefill-1")
@@ -153,7 +153,7 @@ def test_its_cache_is_kept_and_routers_know_of_it(four: Mesh) -> None:
     set_role(four, "decode-1", Role.DECODE)
 
 
-def test_a_role_that_it_has_and_one_that_there_is_not(four: Mesh) -> None:
+def test_its_own_role_and_unknown_roles_change_nothing(four: Mesh) -> None:
     before = four.workers()["decode-0"]
     reply = set_role(four, "decode-0", Role.DECODE)
     assert (reply.worker_id, reply.detail) == (before.worker_id, "it is a decode worker already")

@@ -1,4 +1,4 @@
-"""kill -9 of a router that runs by itself: streams go on, and soon another one places requests."""
+"""Test kill -9 of a router that runs by itself: streams continue, and soon another router places requests."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def ask(mesh: Mesh, length: int, first: int = 0, max_tokens: int = 10) -> Stream
 
 
 def in_flight(mesh: Mesh) -> int:
-    """As the router sees it; -1 as long as it does not answer."""
+    """Return the number as the router reports it; -1 while the router does not answer."""
     try:
         return int(httpx.get(router(mesh).http_url + "/health", verify=TRUSTED).json()["in_flight"])
     except httpx.HTTPError:
@@ -47,7 +47,7 @@ def answered(mesh: Mesh) -> bool:
     return True
 
 
-def test_streams_go_on_and_new_requests_are_told_to_come_back(routed: Mesh) -> None:
+def test_streams_continue_and_new_requests_get_a_retry_time(routed: Mesh) -> None:
     streams = [Stream(routed.url, prompt_of(n, n), 80) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)
@@ -61,7 +61,7 @@ def test_streams_go_on_and_new_requests_are_told_to_come_back(routed: Mesh) -> N
 
 
 def test_the_new_router_counts_what_runs(routed: Mesh) -> None:
-    """Those whose requests run tell it; when they have ended, nothing is left."""
+    """The frontends report running requests to a new router; when these end, no booking is left."""
     streams = [Stream(routed.url, prompt_of(n, n), 1000) for n in LENGTHS]  # they outlast the start of a router
     for stream in streams:
         stream.until_tokens(5)
@@ -87,7 +87,7 @@ def test_the_new_router_learns_what_the_caches_hold(routed: Mesh) -> None:
     until(known, what="the prefix to be found again")
 
 
-def test_a_request_that_loses_its_worker_while_there_is_no_router_waits_for_both(routed: Mesh) -> None:
+def test_a_request_without_worker_and_router_waits_for_both(routed: Mesh) -> None:
     streams = [Stream(routed.url, prompt_of(n, n), 80) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)

@@ -1,4 +1,4 @@
-"""What is announced of an engine that tells of every copy it stores and removes."""
+"""Test the announcements for an engine that reports every copy that it stores and removes."""
 
 import random
 from collections import Counter
@@ -19,7 +19,7 @@ BLOCK = 2
 
 
 def key_of(tokens: Sequence[int], lora: str | None = None, salt: str | None = None) -> EngineHash:
-    """What the engine calls the block that ends these tokens: nothing like our names."""
+    """Return the engine's hash of the block that ends these tokens, which differs from our names."""
     return EngineHash(random.Random(repr((tuple(tokens), lora, salt))).getrandbits(64))
 
 
@@ -90,7 +90,7 @@ def test_blocks_that_follow_known_ones_are_announced_as_their_children() -> None
     assert event == Stored(names(TOKENS)[2:], names(TOKENS)[1], (5, 6), BLOCK)
 
 
-def test_adapters_and_tenants_have_names_of_their_own_in_every_block() -> None:
+def test_adapters_and_tenants_never_share_a_block_name() -> None:
     mirror = CacheMirror(BLOCK)
     mirror.apply([stored(TOKENS[:2], lora="poet", salt="tenant")])
     [event] = mirror.apply([stored(TOKENS, start=1, lora="poet", salt="tenant")])
@@ -104,7 +104,7 @@ def test_adapters_and_tenants_have_names_of_their_own_in_every_block() -> None:
     )
 
 
-def test_a_second_copy_is_not_announced_and_neither_is_its_end() -> None:
+def test_a_second_copy_is_never_announced() -> None:
     mirror = CacheMirror(BLOCK)
     mirror.apply([stored(TOKENS)])
     assert mirror.apply([stored(TOKENS), removed(TOKENS, 0, 1, 2)]) == []
@@ -113,7 +113,7 @@ def test_a_second_copy_is_not_announced_and_neither_is_its_end() -> None:
     assert mirror.digest == Digest(0, 0)
 
 
-def test_what_follows_a_block_that_is_gone_goes_with_it_children_first() -> None:
+def test_a_removed_block_takes_its_followers_children_first() -> None:
     mirror = CacheMirror(BLOCK)
     mirror.apply([stored(TOKENS)])
     first, second, third = names(TOKENS)
@@ -135,7 +135,7 @@ def test_a_block_that_cannot_be_reached_leaves_without_a_word() -> None:
     assert mirror.apply([stored(TOKENS[:2])]) == [Stored(names(TOKENS)[:1], None, (1, 2), BLOCK)]
 
 
-def test_two_names_of_the_engine_for_one_prefix_are_one_of_ours() -> None:
+def test_two_engine_hashes_of_one_prefix_become_one_name() -> None:
     mirror = CacheMirror(BLOCK)
     mirror.apply([stored(TOKENS[:2])])
     twin = Stored((EngineHash(7),), None, (1, 2), BLOCK)

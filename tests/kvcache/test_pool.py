@@ -1,4 +1,4 @@
-"""Which blocks are shared, kept and evicted, and what the pool announces about it."""
+"""Test which blocks are shared, kept and evicted, and what the pool announces."""
 
 from collections.abc import Iterable
 
@@ -86,7 +86,7 @@ def test_a_double_release_is_refused() -> None:
         pool.release(held)
 
 
-def test_a_chain_is_announced_as_one_event_and_eviction_from_its_end() -> None:
+def test_a_chain_is_one_event_and_is_evicted_leaf_first() -> None:
     pool = BlockPool(3, BLOCK)
     pool.release(fill(pool, [1, 1, 2, 2, 3, 3]))
     names = tuple(sequence_hashes([1, 1, 2, 2, 3, 3], BLOCK))
@@ -125,7 +125,7 @@ def test_the_digest_is_that_of_what_is_shared() -> None:
     assert pool.digest == Digest(0, 0)
 
 
-def test_the_digest_does_not_depend_on_the_order_nor_on_what_was_computed_twice() -> None:
+def test_the_digest_ignores_order_and_duplicates() -> None:
     one, other = BlockPool(8, BLOCK), BlockPool(8, BLOCK)
     for pool, prompts in ((one, ([1, 1, 2, 2], [3, 3])), (other, ([3, 3], [1, 1, 2, 2], [3, 3]))):
         for prompt in prompts:
@@ -136,7 +136,7 @@ def test_the_digest_does_not_depend_on_the_order_nor_on_what_was_computed_twice(
 
 
 def replay(events: list) -> dict[int, tuple[int | None, tuple[int, ...]]]:
-    """What a follower of the events believes: hash -> (parent, tokens)."""
+    """A follower of the events, which keeps hash -> (parent, tokens)."""
     held: dict[int, tuple[int | None, tuple[int, ...]]] = {}
     for event in events:
         match event:
@@ -186,7 +186,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def take_all(self) -> None:
-        """`available_blocks` is a promise."""
+        """Check that `allocate` can give `available_blocks`."""
         self.pool.release(self.pool.allocate(self.pool.available_blocks))
 
     @rule()

@@ -1,4 +1,4 @@
-"""When digests are compared, and how often."""
+"""Test when digests are compared, and how often."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +8,7 @@ from protocol.events import Digest
 
 
 def held(number: int) -> Digest:
-    """What a follower that has missed nothing holds after a batch."""
+    """Return the digest of a follower that has missed nothing, after a batch."""
     return Digest(number, 1000 + number)
 
 

@@ -14,7 +14,7 @@ def names(count: int, first: int = 2**63) -> tuple[EngineHash, ...]:
 
 
 def effects(events: list[KvEvent]) -> list[object]:
-    """What each block is told, one by one."""
+    """Return the fields of each block, one by one."""
     told: list[object] = []
     for event in events:
         match event:

@@ -1,4 +1,4 @@
-"""Whatever happens on the way, an index that follows the events ends as the union of the workers' block pools.
+"""Test that an index that follows events ends as the union of the workers' pools, whatever is lost on the way.
 
 Real block pools publish through real rings and payloads into a channel that loses, repeats, delays and reorders;
 a real cursor drives a real index. Replays, snapshots and digests are answered late, in pieces or not at all, while
@@ -42,7 +42,7 @@ Batch = tuple[int, bytes]
 
 @dataclass(frozen=True)
 class Kind:
-    """What a worker offers to its followers."""
+    """The services that a worker offers to its followers."""
 
     ring_batches: int = 4
     replay: bool = True
@@ -70,7 +70,7 @@ class Clock:
 
 
 class Worker:
-    """One process: a pool, and the ring that its events go through."""
+    """A worker process: a pool, and the ring through which its events go."""
 
     def __init__(self, kind: Kind, clock: Clock) -> None:
         self.kind = kind
@@ -117,7 +117,7 @@ class Worker:
 
 @dataclass
 class Answer:
-    """On its way to the follower. `pieces` are carried out one by one, each unless it was overtaken."""
+    """An answer on its way to the follower. Its `pieces` are delivered one by one, unless overtaken."""
 
     request: RequestReplay | RequestSnapshot | RequestDigest
     pieces: deque[Callable[[], list[Action]]] = field(default_factory=deque)
@@ -205,7 +205,7 @@ class Follower:
             pieces -= 1
 
     def fail(self) -> None:
-        """Nobody answers, or the answer was lost on its way."""
+        """Fail the request: nobody answers, or the answer was lost."""
         request = self.request if self.answer is None else self.answer.request
         if request is None or (self.answer is not None and self.request is not None):
             return
@@ -264,7 +264,7 @@ class World:
         return follower
 
     def publish_from(self, worker: Worker) -> None:
-        """Before anybody follows: these are live for nobody."""
+        """Publish batches before anybody follows, so that they are live for nobody."""
         worker.run_prompt([0, 1, 1, 0])
         worker.publish()
 

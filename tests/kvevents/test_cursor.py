@@ -84,7 +84,7 @@ def test_batches_in_order_are_applied_and_duplicates_dropped() -> None:
     assert cursor.on_live(1, b(1)) == [Drop(1)]
 
 
-def test_a_gap_is_filled_by_replay_which_begins_with_what_is_known() -> None:
+def test_a_replay_fills_a_gap_from_the_last_known_batch() -> None:
     cursor = live_cursor(3)
     assert cursor.on_live(5, b(5)) == [RequestReplay(2)]
     assert cursor.on_replayed(2, b(2)) == []
@@ -93,7 +93,7 @@ def test_a_gap_is_filled_by_replay_which_begins_with_what_is_known() -> None:
     assert cursor.on_replay_end() == []
 
 
-def test_a_second_gap_behind_the_first_is_asked_for_when_the_replay_ends() -> None:
+def test_a_second_gap_is_requested_after_the_replay() -> None:
     cursor = live_cursor(3)
     cursor.on_live(5, b(5))
     cursor.on_live(8, b(8))
@@ -102,7 +102,7 @@ def test_a_second_gap_behind_the_first_is_asked_for_when_the_replay_ends() -> No
     assert cursor.on_replay_end() == [RequestReplay(5)]
 
 
-def test_a_batch_that_came_just_too_late_for_the_replay_is_applied_at_its_end() -> None:
+def test_a_batch_that_misses_the_replay_is_applied_afterwards() -> None:
     cursor = Cursor()
     cursor.start()
     assert cursor.on_live(0, b(0)) == []
@@ -110,7 +110,7 @@ def test_a_batch_that_came_just_too_late_for_the_replay_is_applied_at_its_end() 
     assert cursor.mode is Mode.LIVE
 
 
-def test_a_ring_that_no_longer_reaches_back_leads_to_a_snapshot() -> None:
+def test_a_ring_that_is_too_short_leads_to_a_snapshot() -> None:
     cursor = live_cursor(3)
     cursor.on_live(9, b(9))
     assert cursor.on_replayed(7, b(7)) == [RequestSnapshot()]
@@ -136,7 +136,7 @@ def test_a_replay_that_brings_nothing_leads_to_a_snapshot() -> None:
     assert cursor.on_replay_end() == [RequestSnapshot()]
 
 
-def test_a_number_that_no_worker_reached_is_forgotten_with_the_snapshot() -> None:
+def test_a_snapshot_forgets_a_number_that_no_worker_reached() -> None:
     cursor = live_cursor(3)
     cursor.on_live(2**63, b(9))
     cursor.on_replayed(2, b(2))
@@ -159,7 +159,7 @@ def test_a_gap_without_any_way_back_forgets_and_goes_on() -> None:
     assert cursor.on_live(4, b(4)) == [Reset("batches before 4 are lost"), Apply(4, b(4))]
 
 
-def test_when_nobody_answers_the_newest_batches_that_follow_each_other_are_kept() -> None:
+def test_without_answers_the_newest_unbroken_run_is_kept() -> None:
     cursor = live_cursor(3, can_snapshot=False)
     for seq in (5, 7, 8):
         cursor.on_live(seq, b(seq))
@@ -168,7 +168,7 @@ def test_when_nobody_answers_the_newest_batches_that_follow_each_other_are_kept(
     assert applied(cursor.on_live(9, b(9))) == [9]
 
 
-def test_a_failed_snapshot_forgets_and_is_tried_again_at_the_recheck() -> None:
+def test_a_failed_snapshot_is_requested_again_at_the_recheck() -> None:
     cursor = live_cursor(3)
     cursor.on_live(9, b(9))
     cursor.on_replay_failed()
@@ -179,7 +179,7 @@ def test_a_failed_snapshot_forgets_and_is_tried_again_at_the_recheck() -> None:
     assert cursor.on_recheck() == [RequestReplay(12)]
 
 
-def test_what_nobody_answered_for_is_asked_for_again_where_there_are_no_snapshots() -> None:
+def test_without_snapshots_a_failed_replay_is_requested_again() -> None:
     cursor = live_cursor(3, can_snapshot=False)
     cursor.on_live(5, b(5))
     assert cursor.on_replay_failed() == [Reset("batches before 5 are lost"), Apply(5, b(5))]
@@ -237,7 +237,7 @@ def test_nothing_is_kept_that_will_not_be_applied() -> None:
 # --- another process takes the worker's place ---------------------------------------------------------
 
 
-def test_a_number_that_was_applied_but_with_a_later_time_is_a_new_generation() -> None:
+def test_an_old_number_with_a_later_time_starts_a_generation() -> None:
     cursor = live_cursor(5)
     reset, request = cursor.on_live(2, new(2))
     assert (reset, request) == (Reset("its batches begin again, here is 2"), RequestReplay(0))
@@ -259,7 +259,7 @@ def test_late_batches_of_before_a_snapshot_are_no_new_generation() -> None:
     assert cursor.on_live(6, new(6))[0] == Reset("its batches begin again, here is 6")
 
 
-def test_a_replay_that_shows_another_batch_where_the_last_was_begins_anew() -> None:
+def test_a_replay_with_a_changed_last_batch_starts_again() -> None:
     cursor = live_cursor(5)
     assert cursor.on_recheck() == [RequestReplay(4)]
     assert cursor.on_replayed(4, new(4)) == [Reset("its batch 4 is another one now"), RequestReplay(0)]
@@ -280,7 +280,7 @@ def test_after_a_lost_connection_nothing_is_applied_unchecked() -> None:
     assert cursor.on_replayed(4, new(4))[0] == Reset("its batch 4 is another one now")
 
 
-def test_a_connection_that_comes_back_to_the_same_process_goes_on() -> None:
+def test_a_reconnection_to_the_same_process_continues() -> None:
     cursor = live_cursor(5)
     cursor.on_disconnected()
     assert cursor.on_reconnected() == [RequestReplay(4)]
@@ -307,7 +307,7 @@ def test_a_connection_that_comes_back_during_a_replay_needs_another() -> None:
     assert cursor.on_replay_end() == []
 
 
-def test_a_process_that_cannot_be_asked_is_not_forgotten_and_not_trusted() -> None:
+def test_an_unreachable_process_is_neither_forgotten_nor_trusted() -> None:
     cursor = live_cursor(5)
     cursor.on_disconnected()
     cursor.on_reconnected()
@@ -332,7 +332,7 @@ def test_without_a_way_to_ask_a_lost_connection_forgets_all() -> None:
     assert cursor.on_live(2, b(2)) == [Reset("batches before 2 are lost"), Apply(2, b(2))]
 
 
-def test_a_straggler_of_an_old_generation_is_not_applied_but_looked_up() -> None:
+def test_a_straggler_of_an_old_generation_triggers_a_replay() -> None:
     cursor = live_cursor(5)
     cursor.on_live(0, new(0))
     cursor.on_replayed(0, new(0))
@@ -352,7 +352,7 @@ def test_a_clock_that_was_set_back_costs_a_replay() -> None:
     assert cursor.on_live(4, b(4)) == [Drop(4)]
 
 
-def test_engines_that_write_times_in_another_way_are_followed_all_the_same() -> None:
+def test_engines_with_other_time_formats_are_followed() -> None:
     cursor = live_cursor(2)
     assert applied(cursor.on_live(2, b"\x93\x01")) == [2]
     assert cursor.on_live(1, b"\x93\x01") == [Drop(1)]
@@ -360,7 +360,7 @@ def test_engines_that_write_times_in_another_way_are_followed_all_the_same() -> 
     assert cursor.on_replayed(2, b"\x93\x01") == []
 
 
-def test_where_each_process_has_its_own_name_an_empty_replay_says_nothing() -> None:
+def test_an_empty_replay_proves_nothing_if_processes_have_own_names() -> None:
     cursor = live_cursor(5, numbers_restart=False)
     cursor.on_disconnected()
     assert applied(cursor.on_live(5, b(5))) == [5]
@@ -386,7 +386,7 @@ def test_a_digest_that_differs_leads_to_a_snapshot() -> None:
     assert cursor.on_digest(2, OTHER) == [Diverged(1), RequestSnapshot()]
 
 
-def test_a_digest_is_compared_at_its_batch_though_others_came_meanwhile() -> None:
+def test_a_digest_is_compared_at_its_own_batch() -> None:
     cursor = asked_cursor()
     cursor.on_live(3, b(3))
     assert cursor.wants_digests
@@ -395,7 +395,7 @@ def test_a_digest_is_compared_at_its_batch_though_others_came_meanwhile() -> Non
     assert not cursor.wants_digests
 
 
-def test_a_digest_of_a_batch_that_has_not_come_is_compared_when_it_has() -> None:
+def test_a_digest_waits_for_its_batch() -> None:
     cursor = asked_cursor()
     assert cursor.on_digest(4, SAME) == [RequestReplay(2)]
     cursor.on_replayed(2, b(2))
@@ -405,7 +405,7 @@ def test_a_digest_of_a_batch_that_has_not_come_is_compared_when_it_has() -> None
     assert last == [Diverged(1), RequestSnapshot()]
 
 
-def test_a_batch_that_the_worker_has_published_by_its_word_is_given_a_recheck_to_come() -> None:
+def test_a_claimed_batch_has_until_the_next_recheck_to_arrive() -> None:
     cursor = asked_cursor()
     assert cursor.on_digest(3, SAME) == [RequestReplay(2)]
     cursor.on_replayed(2, b(2))
@@ -415,12 +415,12 @@ def test_a_batch_that_the_worker_has_published_by_its_word_is_given_a_recheck_to
     assert cursor.on_replay_end() == [RequestSnapshot()]
 
 
-def test_a_digest_of_a_lower_number_is_of_a_new_generation() -> None:
+def test_a_digest_with_a_lower_number_means_a_new_generation() -> None:
     cursor = asked_cursor()
     assert cursor.on_digest(1, SAME) == [Reset("its last batch is 1, and we had 2"), RequestReplay(0)]
 
 
-def test_a_worker_that_says_no_digest_is_asked_for_lost_batches() -> None:
+def test_without_a_digest_the_worker_is_asked_for_lost_batches() -> None:
     cursor = asked_cursor()
     assert cursor.on_digest_failed() == [RequestReplay(2)]
     assert cursor.on_digest(2, OTHER) == []
@@ -434,7 +434,7 @@ def test_a_reset_ends_a_comparison() -> None:
     assert cursor.on_digest(9, OTHER) == []
 
 
-def test_a_worker_that_always_differs_is_asked_less_and_less_often() -> None:
+def test_a_worker_that_always_differs_is_asked_less_often() -> None:
     cursor = live_cursor(3, can_digest=True)
     divergences = 0
     for _ in range(1000):
@@ -455,7 +455,7 @@ def test_without_snapshots_a_divergence_begins_anew() -> None:
 # --- going on -----------------------------------------------------------------------------------------
 
 
-def test_a_follower_that_kept_what_it_held_goes_on_where_it_was() -> None:
+def test_a_follower_resumes_at_its_kept_position() -> None:
     position = live_cursor(5).position
     cursor = Cursor(resume=position)
     assert cursor.start() == [RequestReplay(4)]
@@ -475,7 +475,7 @@ def test_what_cannot_be_checked_is_forgotten() -> None:
     ]
 
 
-def test_there_is_nothing_to_go_on_from_before_the_first_batch_and_after_losses() -> None:
+def test_no_position_exists_before_the_first_batch_or_after_losses() -> None:
     assert Cursor().position is None
     cursor = live_cursor(3, can_snapshot=False)
     cursor.on_live(5, b(5))

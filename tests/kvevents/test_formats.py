@@ -1,4 +1,4 @@
-"""vLLM's event format: what engines of all ages send, and what we send."""
+"""Test vLLM's event format, as engines of all versions and our own engines write it."""
 
 import gc
 from base64 import b64decode
@@ -45,7 +45,7 @@ def stored(*hashes: int, **changes: Any) -> Stored:
 
 
 def stored_map(**changes: object) -> dict[str, object]:
-    """As vLLM 0.32 was seen to send it."""
+    """Return an event as vLLM 0.32 sends it."""
     return {
         "type": "BlockStored",
         "block_hashes": [1, HIGH],
@@ -123,7 +123,7 @@ SLIDING = {"kv_cache_spec_kind": "sliding_window"}
         ({"group_idx": 1, "kv_cache_spec_kind": None}, False),
     ],
 )
-def test_blocks_count_where_a_group_of_layers_looks_at_all_of_a_prefix(said: dict[str, object], counts: bool) -> None:
+def test_only_blocks_of_full_attention_count(said: dict[str, object], counts: bool) -> None:
     assert len(decode(stored_map(**said))) == counts
 
 
@@ -201,7 +201,7 @@ def test_the_time_of_a_batch_is_read_without_reading_it(payload: bytes, ts: floa
     assert batch_ts(payload) == ts
 
 
-def test_pairs_of_tokens_become_tokens_and_the_one_after_the_last() -> None:
+def test_token_pairs_become_tokens_plus_the_last_second() -> None:
     (event,) = decode(stored_map(token_ids=[[0, 1], [1, 2], [2, 3], [3, 9]]))
     assert isinstance(event, Stored)
     assert event.token_ids == (0, 1, 2, 3, 9)

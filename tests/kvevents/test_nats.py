@@ -1,4 +1,4 @@
-"""KV events over a real NATS server: what tests/contracts/test_kv_events.py does not ask."""
+"""Test KV events over a real NATS server, beyond tests/contracts/test_kv_events.py."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,7 +25,7 @@ SUBJECT = f"{jetstream.SUBJECTS}.test"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test waits as long for a server as a mesh does."""
+    """Shorten the waits for a server."""
     for module, name in ((nats, "_ACK_S"), (nats, "_CLOSE_S"), (jetstream, "_TIMEOUT_S"), (jetstream, "_HEARTBEAT_S")):
         monkeypatch.setattr(module, name, 0.2)
     monkeypatch.setattr(jetstream, "_RECONNECT_S", 0.05)
@@ -67,7 +67,7 @@ async def client(server: NatsProcess) -> AsyncIterator[Client]:
 
 
 class Ears:
-    """Implements kvevents.transport.Listener: what came, without any replay."""
+    """Implements kvevents.transport.Listener: records live batches, without a replay."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
@@ -105,7 +105,7 @@ async def listen(publisher: NatsKvEventPublisher, durable: str) -> tuple[NatsSer
 # --- a server that goes away --------------------------------------------------------------------------
 
 
-async def test_nothing_is_lost_when_the_server_is_killed_and_comes_back(
+async def test_nothing_is_lost_when_the_server_restarts(
     own_server: NatsProcess, index: Index, subscriber: KvEventSubscriber
 ) -> None:
     publisher = NatsKvEventPublisher(own_server.url, W1)
@@ -140,7 +140,7 @@ async def test_a_server_that_is_started_last_gets_everything(
     server.stop()
 
 
-async def test_what_does_not_fit_the_queue_is_found_by_the_gap(
+async def test_batches_dropped_from_the_queue_leave_a_gap(
     own_server: NatsProcess, index: Index, subscriber: KvEventSubscriber, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher = NatsKvEventPublisher(own_server.url, W1, max_queued_batches=5)
@@ -194,7 +194,7 @@ async def test_without_a_server_closing_takes_no_longer_than_promised(tmp_path: 
 # --- durable consumers --------------------------------------------------------------------------------
 
 
-async def test_a_follower_that_comes_back_gets_what_it_missed_and_nothing_twice(server: NatsProcess) -> None:
+async def test_a_returning_follower_gets_each_missed_batch_once(server: NatsProcess) -> None:
     publisher = NatsKvEventPublisher(server.url, W1)
     first, ears = await listen(publisher, "router-a")
     for number in range(5):
@@ -227,7 +227,7 @@ async def test_a_durable_follower_goes_on_after_the_server_was_killed(own_server
     await publisher.close()
 
 
-async def test_two_followers_of_one_name_do_not_take_each_others_batches(
+async def test_followers_of_one_name_keep_their_own_batches(
     server: NatsProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher = NatsKvEventPublisher(server.url, W1)
@@ -277,7 +277,7 @@ async def test_a_message_that_is_no_batch_is_counted(server: NatsProcess, client
     await follower.close()
 
 
-async def test_a_stream_that_an_operator_has_made_is_used_as_it_is(
+async def test_a_stream_made_by_an_operator_is_used_unchanged(
     own_server: NatsProcess, index: Index, subscriber: KvEventSubscriber
 ) -> None:
     client = Client()
@@ -338,7 +338,7 @@ async def test_a_subject_of_nobody_is_refused(subscriber: KvEventSubscriber, sub
         subscriber.add(KvSource(W1, f"nats://127.0.0.1:9{subject}"))
 
 
-async def test_a_server_without_jetstream_is_named_with_its_flag(
+async def test_a_server_without_jetstream_is_reported_with_its_flag(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = NatsProcess(tmp_path, jetstream=False)

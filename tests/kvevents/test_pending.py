@@ -1,4 +1,4 @@
-"""What may be held back, of one source and of all."""
+"""Test how many batches may be held back, of one source and of all."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What a real SGLang 0.5.23 published on a CPU, read as the live path reads it.
+"""Test the recorded events of a real SGLang 0.5.23 on a CPU, read as the live path reads them.
 
 data/sglang-0.5.23.msgpack was written by deploy/record_sglang_events.py: 64 blocks of 16 tokens, 21 prompts one at a
 time and three at once, evictions, an emptied cache. SGLang said of each prompt how much of it was cached: whoever
@@ -39,7 +39,7 @@ PAYLOADS: list[bytes] = [payload for _, _, payload in RECORDING.frames]
 
 
 def wire_events(payload: bytes) -> list[dict[str, Any]]:
-    """As they stand there, read by nobody's rules."""
+    """Return the recorded events as they are, without our decoder."""
     events: list[dict[str, Any]] = msgspec.msgpack.decode(payload)[1]
     return events
 
@@ -65,7 +65,7 @@ def read_names() -> Iterator[int]:
 
 @dataclass
 class Held:
-    """What SGLang holds by its own words: the prefix that each block ends, with its salt."""
+    """The content of SGLang by its own events: the prefix that each block ends, with its salt."""
 
     blocks: dict[EngineHash, tuple[str | None, tuple[int, ...]]] = field(default_factory=dict)
     parents: dict[EngineHash, EngineHash | None] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Held:
 
     @property
     def prefixes(self) -> set[SequenceHash]:
-        """The same blocks under our names."""
+        """Return the same blocks under our names."""
         return {sequence_hashes(tokens, PAGE, hash_seed(None, salt))[-1] for salt, tokens in self.blocks.values()}
 
     @property
@@ -128,7 +128,7 @@ def test_the_recording_has_what_makes_it_worth_keeping() -> None:
     assert max(len(wire_events(payload)) for payload in PAYLOADS) > 2
 
 
-def test_batches_are_numbered_from_0_without_a_gap_and_come_from_rank_0() -> None:
+def test_batches_of_rank_0_are_numbered_without_gaps() -> None:
     assert [topic for topic, _, _ in RECORDING.frames] == [b""] * len(PAYLOADS)
     assert [int.from_bytes(seq, "big") for _, seq, _ in RECORDING.frames] == list(range(len(PAYLOADS)))
     batches = [decode_payload(payload) for payload in PAYLOADS]
@@ -137,12 +137,12 @@ def test_batches_are_numbered_from_0_without_a_gap_and_come_from_rank_0() -> Non
     assert all(batch.events for batch in batches)
 
 
-def test_names_are_signed_on_the_wire_and_not_where_they_are_read() -> None:
+def test_hashes_are_signed_on_the_wire_and_unsigned_after() -> None:
     assert min(wire_names()) < 0 < max(wire_names())
     assert list(read_names()) == [name % 2**64 for name in wire_names()]
 
 
-def test_every_block_is_full_and_comes_after_the_one_before_it() -> None:
+def test_every_block_is_full_and_follows_its_parent() -> None:
     held = Held()
     for event in chain.from_iterable(decode_payload(payload).events for payload in PAYLOADS):
         if isinstance(event, Stored):
@@ -153,7 +153,7 @@ def test_every_block_is_full_and_comes_after_the_one_before_it() -> None:
         held.apply(event)
 
 
-def test_what_is_removed_was_there_and_leaves_nothing_without_its_beginning() -> None:
+def test_removed_blocks_were_present_and_leave_whole_prefixes() -> None:
     held = Held()
     for payload in PAYLOADS:
         for event in decode_payload(payload).events:
@@ -250,7 +250,7 @@ def test_after_every_batch_a_follower_holds_what_sglang_holds(follower: Follower
         assert follower.digest == held.digest
 
 
-def test_a_follower_knows_of_every_prompt_what_sglang_found_of_it_in_its_cache(follower: Follower) -> None:
+def test_a_follower_finds_the_cached_tokens_that_sglang_found(follower: Follower) -> None:
     followed = 0
     for answer in RECORDING.answers:
         for payload in PAYLOADS[followed : answer.num_frames_before]:
@@ -309,7 +309,7 @@ def test_the_fakes_own_events_have_the_recorded_form(salt: str | None) -> None:
 
 
 def forms(events: Sequence[dict[str, Any]], kind: str) -> set[tuple[tuple[str, str], ...]]:
-    """What a parent is depends on the block, so it counts as one type."""
+    """Return the types of an event's fields. A parent counts as one type, because it depends on the block."""
     return {
         tuple((key, "parent" if key == "parent_block_hash" else type(value).__name__) for key, value in event.items())
         for event in events

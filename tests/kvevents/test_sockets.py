@@ -185,7 +185,7 @@ async def publishing(endpoints: tuple[str, str], *numbers: int) -> AsyncIterator
 
 
 @pytest.mark.parametrize("published", [0, 3, 4, 5, 6, 20])
-async def test_another_process_at_the_same_address_is_followed_from_its_beginning(
+async def test_a_new_process_at_an_address_is_followed_from_0(
     index: Index, subscriber: KvEventSubscriber, published: int
 ) -> None:
     endpoints = free_endpoint(), free_endpoint()
@@ -196,9 +196,7 @@ async def test_another_process_at_the_same_address_is_followed_from_its_beginnin
         await index.holds(*range(100, 100 + published))
 
 
-async def test_another_process_whose_next_number_is_the_expected_one_is_noticed(
-    index: Index, subscriber: KvEventSubscriber
-) -> None:
+async def test_a_new_process_with_the_expected_number_is_noticed(index: Index, subscriber: KvEventSubscriber) -> None:
     endpoints = free_endpoint(), free_endpoint()
     async with publishing(endpoints, 0, 1, 2):
         subscriber.add(KvSource(W1, *endpoints))
@@ -210,7 +208,7 @@ async def test_another_process_whose_next_number_is_the_expected_one_is_noticed(
         await index.holds(*range(100, 100 + second.last_seq + 1))
 
 
-async def test_sources_that_are_removed_while_their_connections_break_do_not_stop_the_others(
+async def test_removing_breaking_sources_does_not_stop_others(
     index: Index, subscriber: KvEventSubscriber, publisher: KvEventPublisher
 ) -> None:
     publisher.publish(blocks(1))
@@ -343,7 +341,7 @@ async def test_malformed_replay_requests_are_ignored(publisher: KvEventPublisher
     client.socket.close()
 
 
-async def test_a_client_that_does_not_read_holds_up_nobody_and_misses_nothing(publisher: KvEventPublisher) -> None:
+async def test_a_stalled_client_delays_nobody_and_misses_nothing(publisher: KvEventPublisher) -> None:
     filler = Stored((EngineHash(1),), None, tuple(range(70_000, 90_000)), 20_000)
     for _ in range(300):  # 30 MB: more than the sockets hold
         publisher.publish([filler])

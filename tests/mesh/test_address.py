@@ -1,4 +1,4 @@
-"""host:port, there and back."""
+"""Test that addresses are joined and split."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from mesh.address import join_address, split_address
     ("host", "address"),
     [("127.0.0.1", "127.0.0.1:80"), ("prefill-0", "prefill-0:80"), ("::1", "[::1]:80"), ("[::1]", "[::1]:80")],
 )
-def test_an_address_is_written_with_brackets_where_a_host_has_colons(host: str, address: str) -> None:
+def test_a_host_with_colons_gets_brackets(host: str, address: str) -> None:
     assert join_address(host, 80) == address
     assert split_address(address) == (host.strip("[]"), 80)
 

@@ -53,7 +53,7 @@ def test_defaults_hold_where_nothing_is_given() -> None:
     assert read() == Settings()
 
 
-def test_a_flag_wins_over_the_environment_that_over_the_file_that_over_the_default(tmp_path: Path) -> None:
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
     path = toml(tmp_path, 'block_size = 1\nname = "file"\nprefill_weight = 3')
     got = read("--config", path, "--block-size=3", env={"KVMESH_ROUTER_BLOCK_SIZE": "2", "KVMESH_ROUTER_NAME": "env"})
     assert (got.block_size, got.name, got.prefill_weight, got.policy) == (3, "env", 3.0, "kv")

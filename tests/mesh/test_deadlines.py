@@ -70,7 +70,7 @@ async def test_who_has_left_is_not_told_and_is_not_kept() -> None:
     assert len(deadlines) == 0
 
 
-async def test_an_entry_may_leave_and_others_may_come_while_it_is_told() -> None:
+async def test_entries_may_come_and_go_while_one_expires() -> None:
     deadlines, after = Deadlines(), Entry()
 
     class Restless(Entry):

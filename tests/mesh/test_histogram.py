@@ -50,7 +50,7 @@ def test_two_of_one_name_are_refused() -> None:
         LoopHistogram("waits", "Waits.", buckets=BOUNDS, registry=registry)
 
 
-def test_what_is_above_all_bounds_counts_in_the_last_bucket_alone() -> None:
+def test_values_above_all_bounds_count_in_the_last_bucket() -> None:
     registry = CollectorRegistry()
     LoopHistogram("waits", "Waits.", buckets=BOUNDS, registry=registry).labels().observe(math.inf)
     assert registry.get_sample_value("waits_bucket", {"le": "10.0"}) == 0

@@ -1,4 +1,4 @@
-"""From main(stop) to an exit code, in real processes with real signals."""
+"""Test the run from main(stop) to an exit code, in real processes with real signals."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ def say(text): print(text, flush=True)
 
 @contextmanager
 def service(body: str, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs `body`, which defines `main`; it says "up" when it listens for signals."""
+    """Run a process with `body`, which defines `main`; it prints "up" when it listens for signals."""
     process = subprocess.Popen(
         [sys.executable, "-c", f"{HEAD}\n{body}\nsys.exit(run(main))"],
         cwd=ROOT,
@@ -85,7 +85,7 @@ def test_a_second_signal_cancels_main(number: signal.Signals, code: int) -> None
         assert process.wait(PATIENCE_S) == code
 
 
-def test_a_third_signal_ends_a_main_that_will_not_be_cancelled() -> None:
+def test_a_third_signal_ends_a_main_that_resists_cancellation() -> None:
     stubborn = """
     while True:
         try: await asyncio.sleep(60)
@@ -149,7 +149,7 @@ def test_an_expected_failure_is_one_line(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "error: port 80 is taken; choose another\n"
 
 
-def test_a_failure_that_another_start_may_mend_has_another_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_settings_have_an_exit_code_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     async def main(stop: asyncio.Event) -> None:
         raise PeerLostError("the peer is gone")
 

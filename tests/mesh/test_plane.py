@@ -35,7 +35,7 @@ FULL = OverloadedError("full", hint="add workers", param="model", retry_after_s=
 
 
 class Service:
-    """Handlers that show what a test needs to see."""
+    """A server with handlers for the tests."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -153,7 +153,7 @@ async def test_a_silent_peer_is_given_up(monkeypatch: pytest.MonkeyPatch, client
                 await asyncio.wait_for(stream.next(), PATIENCE_S)
 
 
-async def test_a_suspect_that_does_not_answer_is_given_up_before_the_keepalive(
+async def test_a_silent_suspect_is_given_up_before_the_keepalive(
     monkeypatch: pytest.MonkeyPatch, client: PlaneClient
 ) -> None:
     monkeypatch.setattr(link_module, "SUSPECT_S", 0.02)
@@ -186,7 +186,7 @@ async def test_the_deadline_ends_a_call_on_both_sides(service: Service, client: 
     await asyncio.wait_for(service.cancelled.wait(), PATIENCE_S)
 
 
-async def test_a_deadline_ends_the_stream_and_nothing_else_of_its_task(service: Service, client: PlaneClient) -> None:
+async def test_a_deadline_ends_only_the_stream_not_its_task(service: Service, client: PlaneClient) -> None:
     """The stream is held by a generator that is suspended while its consumer does something slow."""
 
     async def messages() -> AsyncIterator[object]:
@@ -211,7 +211,7 @@ async def test_a_timeout_that_is_none_is_refused(service: Service, timeout_s: fl
     writer.close()
 
 
-async def test_an_offer_is_sent_in_its_order_or_not_at_all(service: Service, client: PlaneClient) -> None:
+async def test_an_offer_is_sent_in_order_or_not_at_all(service: Service, client: PlaneClient) -> None:
     taken: list[bool] = []
 
     async def offer(call: Call) -> None:
@@ -229,9 +229,7 @@ async def test_an_offer_is_sent_in_its_order_or_not_at_all(service: Service, cli
     assert taken[: WINDOW_MESSAGES + 2] == [too_large, *[True] * WINDOW_MESSAGES, beyond_credit]
 
 
-async def test_an_answer_too_large_for_a_frame_is_an_error_and_not_a_hang(
-    service: Service, client: PlaneClient
-) -> None:
+async def test_an_answer_too_large_for_a_frame_is_an_error(service: Service, client: PlaneClient) -> None:
     async def huge(call: Call) -> None:
         await call.send(bytes(40 << 20))
 
@@ -240,7 +238,7 @@ async def test_an_answer_too_large_for_a_frame_is_an_error_and_not_a_hang(
         await client.ask(service.server.address, "huge", None, bytes, 5)
 
 
-async def test_errors_arrive_as_what_they_are(service: Service, client: PlaneClient) -> None:
+async def test_errors_arrive_with_class_and_fields(service: Service, client: PlaneClient) -> None:
     with pytest.raises(NoWorkerError, match="no worker is ready"):
         await client.ask(service.server.address, "fail", None, int, 5)
     with pytest.raises(OverloadedError) as full:
@@ -252,7 +250,7 @@ async def test_errors_arrive_as_what_they_are(service: Service, client: PlaneCli
         await client.ask(service.server.address, "nonsense", None, int, 5)
 
 
-async def test_a_peer_that_is_not_there_is_reported_and_found_again_later(client: PlaneClient) -> None:
+async def test_an_absent_peer_is_reported_and_found_later(client: PlaneClient) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with pytest.raises(PeerLostError, match="cannot connect"):
@@ -467,7 +465,7 @@ async def test_a_full_consumer_is_waited_for(service: Service, client: PlaneClie
     assert taker.taken == list(range(300))
 
 
-async def test_a_full_consumer_holds_its_own_producer_back_and_no_other(service: Service, client: PlaneClient) -> None:
+async def test_a_full_consumer_holds_back_only_its_own_producer(service: Service, client: PlaneClient) -> None:
     taker = Taker(every=5)
     async with client.open(service.server.address, "count", 10_000, 5) as stream:
         feeding = asyncio.create_task(stream.feed(int, taker))
@@ -581,7 +579,7 @@ async def test_who_stops_feeding_leaves_nothing_behind(service: Service, client:
     assert taker.taken == []
 
 
-async def test_a_peer_that_sends_beyond_its_credit_is_hung_up_on(client: PlaneClient) -> None:
+async def test_a_peer_that_exceeds_its_credit_is_hung_up_on(client: PlaneClient) -> None:
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         frames = FrameReader()
         while not any(isinstance(frame, Open) for frame in frames.feed(await reader.read(4096))):

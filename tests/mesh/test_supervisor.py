@@ -82,7 +82,7 @@ def test_a_process_that_ran_well_starts_again_at_once() -> None:
     assert restart_delay_s([STABLE_S, 1.0]) == 0.0, "once may happen"
 
 
-def test_one_that_ends_early_again_and_again_waits_longer_each_time_and_is_given_up() -> None:
+def test_quick_exits_are_restarted_more_slowly_and_then_given_up() -> None:
     delays = [restart_delay_s([1.0] * n) for n in range(1, MAX_QUICK_EXITS + 2)]
     assert delays == [0.0, 1.0, 2.0, 4.0, None, None]
 
@@ -102,7 +102,7 @@ async def test_a_killed_process_is_started_again(watched: Watched) -> None:
     assert watched.told == ["p ended with signal SIGKILL, starting it again"]
 
 
-async def test_also_one_that_ended_well_is_started_again(watched: Watched) -> None:
+async def test_a_process_that_ended_with_code_0_is_restarted(watched: Watched) -> None:
     watched.start("print('up', flush=True)")
     await until(lambda: watched.told == ["p ended with exit code 0, starting it again"])
 
@@ -115,7 +115,7 @@ async def test_bad_settings_are_not_tried_again(watched: Watched) -> None:
     assert watched.told == []
 
 
-async def test_one_that_does_not_run_is_given_up_with_the_end_of_its_log(watched: Watched, impatient: None) -> None:
+async def test_a_failed_process_is_reported_with_its_last_lines(watched: Watched, impatient: None) -> None:
     watched.start("raise SystemExit('device lost')")
     failure = await watched.failed()
     assert isinstance(failure, EngineError)
@@ -139,7 +139,7 @@ async def test_a_failure_of_one_leaves_the_others_running(watched: Watched) -> N
     assert watched.supervisor.pids() == {"good": pid}
 
 
-async def test_output_goes_to_the_log_of_the_process_and_is_kept_over_starts(watched: Watched) -> None:
+async def test_the_log_of_a_process_is_kept_over_restarts(watched: Watched) -> None:
     watched.start("import sys; print('up', flush=True); print('oops', file=sys.stderr, flush=True)" + "; sys.exit(1)")
     await until(lambda: watched.supervisor.log_tail("p").count("oops") == 2)
     assert watched.supervisor.log_tail("p", 1) == "oops"
@@ -207,7 +207,7 @@ async def test_stopping_between_two_starts_leaves_no_process(watched: Watched, m
 
 
 async def test_all_are_stopped_at_once(watched: Watched) -> None:
-    """One after the other, three stubborn ones would take three times as long."""
+    """Three stubborn processes would take three times as long one after the other."""
     for name in "abc":
         watched.start(STUBBORN, name)
     for name in "abc":
@@ -242,7 +242,7 @@ async def test_stopping_one_leaves_the_others(watched: Watched) -> None:
     assert watched.supervisor.pid("a") is None
 
 
-async def test_who_is_asked_to_end_twice_gets_one_signal(watched: Watched) -> None:
+async def test_a_second_stop_sends_no_second_signal(watched: Watched) -> None:
     """A second one would tell it to hurry, and cut off what it still answers."""
     code = "import signal, time; signal.signal(15, lambda *a: print('told', flush=True)); print('up', flush=True); "
     watched.start(code + "time.sleep(0.3); time.sleep(0.3)")
@@ -266,7 +266,7 @@ async def test_started_anew_it_runs_as_it_was_respecified(watched: Watched) -> N
     assert list(watched.supervisor.pids()) == ["p"]
 
 
-async def test_the_failure_of_one_that_is_not_needed_is_told_to_who_started_it(watched: Watched) -> None:
+async def test_an_optional_process_reports_its_failure_to_its_owner(watched: Watched) -> None:
     failures: list[Exception] = []
     watched.supervisor.start(ProcessSpec("extra", ["-c", "import sys; sys.exit(2)"]), failures.append)
     await until(lambda: bool(failures))

@@ -7,7 +7,7 @@ from mesh.tally import LoopCounter, LoopGauge
 
 
 def lines(registry: CollectorRegistry) -> list[str]:
-    """Without the time of creation, which plain numbers do not have."""
+    """Return the samples without the creation time, which plain numbers do not have."""
     return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
 
 

@@ -61,7 +61,7 @@ def test_json_lines_have_one_object_per_record() -> None:
     }
 
 
-async def test_the_request_id_follows_into_tasks_and_ends_with_the_context() -> None:
+async def test_the_request_id_reaches_tasks_and_ends_with_its_context() -> None:
     out = io.StringIO()
     setup_logging("router", fmt="json", stream=out)
 
@@ -113,7 +113,7 @@ def test_no_value_breaks_a_json_line(value: object) -> None:
     assert json_lines(out)[0]["value"]
 
 
-def test_the_ready_line_says_where_the_metrics_and_the_mesh_are() -> None:
+def test_the_ready_line_has_metrics_and_discovery() -> None:
     out = io.StringIO()
     setup_logging("router", stream=out)
     log_ready(log, metrics="http://127.0.0.1:9100/metrics", discovery="file:.run/discovery", worker="w1")

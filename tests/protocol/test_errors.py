@@ -1,4 +1,4 @@
-"""Errors cross the wire whole."""
+"""Test that errors cross the wire whole."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from protocol.messages import Failure, decode, encode, error_of, failure_of
 
 
 def across(error: MeshError) -> MeshError:
-    """The error as a peer rebuilds it."""
+    """Return the error as a peer rebuilds it."""
     return error_of(decode(encode(failure_of(error)), Failure))
 
 
@@ -27,13 +27,13 @@ def test_an_error_arrives_with_its_class_and_fields(error: MeshError) -> None:
     assert (str(back), vars(back)) == (str(error), vars(error))
 
 
-def test_the_text_of_an_error_has_all_that_a_reader_needs() -> None:
+def test_the_text_has_message_hint_and_retry_time() -> None:
     assert str(OverloadedError("full", hint="add workers", retry_after_s=2.1)) == "full; add workers; retry after 3 s"
     assert str(OverloadedError("full", retry_after_s=0)) == "full; retry after 1 s"
     assert str(NoWorkerError("none")) == "none"
 
 
-def test_a_message_that_looks_like_a_time_to_retry_is_a_message() -> None:
+def test_a_message_is_not_parsed_for_a_retry_time() -> None:
     back = across(OverloadedError("full; retry after 9 s"))
     assert (back.message, back.retry_after_s) == ("full; retry after 9 s", None)
 

@@ -84,7 +84,7 @@ def test_tokens_come_in_whatever_buffer_of_u32(hash_tokens: object) -> None:
             hash_tokens(b"", block_size)
 
 
-def test_the_packed_form_is_native_where_it_was_built_and_is_wanted() -> None:
+def test_the_packed_form_is_native_where_built_and_wanted() -> None:
     wanted = native is not None and hashing.native.WANTED
     assert sequence_hash_bytes is (native.sequence_hash_bytes if wanted else plain_sequence_hash_bytes)
 

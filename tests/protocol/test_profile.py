@@ -59,7 +59,7 @@ def test_what_is_no_profile_is_refused_with_the_reason(tmp_path: Path, value: ob
         read_profile(written(tmp_path, value))
 
 
-def test_a_missing_file_and_one_that_is_too_large_are_refused(tmp_path: Path) -> None:
+def test_missing_and_too_large_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no profile at .*; write one with `kvmesh profile`"):
         read_profile(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="a profile has at most"):
@@ -77,9 +77,7 @@ def test_its_points_are_given_back() -> None:
 
 
 @given(kv_tokens=st.floats(0, 1e7), context=st.floats(0, 1e6))
-def test_a_step_takes_no_less_than_the_fastest_and_no_more_than_the_slowest_measured(
-    kv_tokens: float, context: float
-) -> None:
+def test_step_times_stay_between_the_measured_extremes(kv_tokens: float, context: float) -> None:
     assert 1.0 <= profile().decode_s(kv_tokens, context) <= 8.0
     assert profile().decode_s(kv_tokens, context) <= profile().decode_s(kv_tokens + 100, context) + 1e-9
 

@@ -1,4 +1,4 @@
-"""Names of blocks and prefixes: the same numbers as in the field's other routers."""
+"""Test the hashes of blocks and prefixes against the field's other routers, and the reading of messages."""
 
 import pytest
 from hypothesis import given
@@ -155,7 +155,7 @@ def test_an_empty_adapter_or_salt_is_none() -> None:
 
 
 @given(tokens_lists, st.integers(1, 8))
-def test_a_prefix_has_the_names_of_the_whole_as_far_as_it_goes(tokens: list[int], block_size: int) -> None:
+def test_a_prefix_has_the_first_hashes_of_the_whole(tokens: list[int], block_size: int) -> None:
     whole = sequence_hashes(tokens, block_size)
     part = sequence_hashes(tokens[: len(tokens) // 2], block_size)
     assert len(whole) == len(tokens) // block_size

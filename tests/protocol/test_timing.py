@@ -1,4 +1,4 @@
-"""How long steps take on an engine that computes nothing: the published fit, to the digit, and a profile's tables."""
+"""Test the step times of an engine that computes nothing: the published fit, to the digit, and profiles."""
 
 import pytest
 from hypothesis import given
@@ -32,7 +32,7 @@ def test_decode_by_the_fit_is_as_published(usage: float, decode_ms: float) -> No
     assert PolynomialTiming(TOTAL).decode_s(1, int(usage * TOTAL)) * 1000 == pytest.approx(decode_ms)
 
 
-def test_a_cache_that_is_counted_more_than_once_is_full_at_most() -> None:
+def test_shared_blocks_never_make_a_cache_more_than_full() -> None:
     """Sequences that share blocks may hold more tokens together than there are."""
     assert PolynomialTiming(100).decode_s(9, 900) == PolynomialTiming(100).decode_s(1, 100)
 
@@ -43,7 +43,7 @@ def test_nothing_to_do_takes_no_time(timing: Timing) -> None:
 
 
 @pytest.mark.parametrize(("isl", "ttft_s"), [(100, 0.1), (150, 0.2), (300, 0.4), (800, 0.9), (60, 0.02), (10, 0.0)])
-def test_prefill_by_a_profile_is_linear_also_beyond_its_points_and_never_below_zero(isl: int, ttft_s: float) -> None:
+def test_profile_prefill_is_linear_beyond_its_points_and_never_negative(isl: int, ttft_s: float) -> None:
     assert ProfileTiming(TABLES).prefill_s(isl) == pytest.approx(ttft_s)
 
 

@@ -1,4 +1,4 @@
-"""Every asynchronous test here runs on both event loops that a service may run on."""
+"""Run every asynchronous test here on both event loops that a service may use."""
 
 import asyncio
 from collections.abc import Callable, Mapping

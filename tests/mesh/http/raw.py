@@ -1,4 +1,4 @@
-"""An application that says what it got, a server whose inside can be looked at, and clients that send raw bytes."""
+"""Provide an application that echoes requests, a server that can be inspected, and clients that send raw bytes."""
 
 import asyncio
 import io
@@ -26,7 +26,7 @@ class Got(NamedTuple):
 
 @dataclass
 class Handlers:
-    """What the routes do; `gate` holds back those that wait."""
+    """The handlers of the routes. Those that wait are held back by `gate`."""
 
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     began: asyncio.Event = field(default_factory=asyncio.Event)
@@ -70,7 +70,7 @@ class Handlers:
         return reply
 
     async def wait(self, request: Request) -> Reply:
-        """Until the gate opens."""
+        """Wait until the gate opens."""
         self.began.set()
         try:
             await self.gate.wait()
@@ -139,7 +139,7 @@ class Site:
         return read_replies(await self.talk(*segments), methods)
 
     async def until_clean(self) -> None:
-        """Nothing is held once all connections are gone."""
+        """Wait until the server holds nothing, after all connections are gone."""
         async with asyncio.timeout(PATIENCE_S):
             while self.server.connections:
                 await asyncio.sleep(0)
@@ -209,7 +209,7 @@ def read_replies(data: bytes, methods: Sequence[str] = ("GET",)) -> list[Got]:
 
 
 class MemoryTransport(asyncio.Transport):
-    """What a connection writes, without a socket."""
+    """A transport that keeps what a connection writes, without a socket."""
 
     def __init__(self) -> None:
         super().__init__()

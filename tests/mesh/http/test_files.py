@@ -1,4 +1,4 @@
-"""How many files this process may have open."""
+"""Test how many files this process may have open."""
 
 import resource
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from mesh.http.files import make_room_for_files
 
 @pytest.fixture
 def limits() -> Iterator[tuple[int, int]]:
-    """(soft, hard), the soft one lowered for the test."""
+    """Yield (soft, hard) limits, with the soft one lowered for the test."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowered = soft - 10 if soft != resource.RLIM_INFINITY else 4096
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowered, hard))

@@ -1,4 +1,4 @@
-"""What a client can take of a server: memory, connections, time. And what remains when it leaves."""
+"""Test how much memory, connections and time a client can take, and that nothing is left when the client leaves."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ def code(body: bytes) -> Any:
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """Leave without a goodbye."""
+    """Reset the connection."""
     raw = writer.get_extra_info("socket")
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
@@ -95,7 +95,7 @@ async def test_a_body_is_refused_by_its_length_before_it_comes(small: Site) -> N
 
 
 @pytest.mark.parametrize("chunk", [1001, 100, 1])
-async def test_a_body_in_chunks_is_refused_where_it_becomes_too_large(small: Site, chunk: int) -> None:
+async def test_a_chunked_body_is_refused_once_it_is_too_large(small: Site, chunk: int) -> None:
     data = chunked("/echo", [b"a" * chunk] * (1001 // chunk + 1))
     [reply] = await small.ask(data + get("/echo"))
     assert (reply.status, code(reply.body)) == (413, "body_too_large")
@@ -140,10 +140,10 @@ async def test_too_many_connections_are_told_so(site: Site) -> None:
 
 
 @pytest.mark.parametrize(("possible", "takes"), [(50_000, 1000), (1000, 1000 - SPARE_FILES), (10, 1)])
-async def test_a_server_takes_no_more_connections_than_it_may_open_files(
+async def test_the_file_limit_bounds_the_number_of_connections(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, possible: int, takes: int
 ) -> None:
-    """The others get a 429; without a file to spare they would get nothing."""
+    """Further clients get a 429; without a spare file they would get nothing."""
     caplog.set_level(logging.INFO)
     asked: list[int] = []
     monkeypatch.setattr(server_module, "make_room_for_files", lambda wanted: asked.append(wanted) or possible)
@@ -174,7 +174,7 @@ async def test_what_comes_ahead_of_its_turn_is_bounded(site: Site) -> None:
     site.handlers.gate.set()
 
 
-async def test_a_client_that_reads_no_replies_gets_no_more_of_them(site: Site) -> None:
+async def test_a_client_that_does_not_read_gets_no_more_replies(site: Site) -> None:
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
     connection.setblocking(False)
@@ -252,7 +252,7 @@ async def drip(site: Site, start: bytes, drop: bytes) -> bytes:
     ],
     ids=["target", "head", "body", "chunks", "second request"],
 )
-async def test_a_request_that_does_not_come_to_its_end_times_out(small: Site, start: bytes, drop: bytes) -> None:
+async def test_an_unfinished_request_times_out(small: Site, start: bytes, drop: bytes) -> None:
     began = time.monotonic()
     reply = read_replies(await drip(small, start, drop))[-1]
     assert (reply.status, code(reply.body), reply.headers["connection"]) == (408, "request_timeout", "close")
@@ -281,7 +281,7 @@ async def test_a_reply_that_nobody_reads_is_given_up(small: Site) -> None:
     writer.transport.abort()
 
 
-async def test_a_stream_that_nobody_reads_is_cut_off_and_its_handler_cancelled(small: Site) -> None:
+async def test_an_unread_stream_is_cut_off_and_its_handler_cancelled(small: Site) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", small.port, limit=1024)
     writer.write(get("/endless"))
     async with asyncio.timeout(PATIENCE_S):
@@ -291,7 +291,7 @@ async def test_a_stream_that_nobody_reads_is_cut_off_and_its_handler_cancelled(s
 
 
 @pytest.mark.parametrize(("request_", "is_handled"), [(get("/slow"), True), (get("/large"), False)])
-async def test_a_client_that_reads_slowly_is_waited_for_as_long_as_it_reads(request_: bytes, is_handled: bool) -> None:
+async def test_a_slow_client_is_waited_for_while_it_reads(request_: bytes, is_handled: bool) -> None:
     handlers = Handlers()
     server = server_module.Server(App(handlers.routes(), SMALL))
     connection, transport = server.connect(), MemoryTransport()
@@ -358,8 +358,8 @@ async def test_a_client_that_leaves_cancels_its_handler_at_once(request_: bytes,
     assert any([await cancel_s() < CANCEL_S for _ in range(3)])
 
 
-async def test_a_client_that_closes_its_side_without_reading_cancels_its_stream(site: Site) -> None:
-    """What it has not read would keep a connection that is closed politely."""
+async def test_a_client_that_closes_without_reading_cancels_its_stream(site: Site) -> None:
+    """Unread data would keep a connection open that is closed politely."""
     _, writer = await asyncio.open_connection("127.0.0.1", site.port, limit=1024)
     writer.write(get("/endless"))
     await site.handlers.began.wait()
@@ -401,7 +401,7 @@ async def test_nothing_is_held_after_many_requests_of_all_kinds(site: Site) -> N
 # --- the server's end ---------------------------------------------------------------------------------
 
 
-async def test_at_the_end_idle_connections_close_and_streams_finish() -> None:
+async def test_closing_ends_idle_connections_and_lets_streams_finish() -> None:
     handlers = Handlers()
     async with listening(App(handlers.routes()), "127.0.0.1", 0) as url:
         port = int(url.rpartition(":")[2])
@@ -424,7 +424,7 @@ async def test_at_the_end_idle_connections_close_and_streams_finish() -> None:
         await asyncio.open_connection("127.0.0.1", port)
 
 
-async def test_at_the_end_handlers_that_go_on_are_cancelled_and_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_cancels_and_awaits_running_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "SHUTDOWN_S", 0.05)
     handlers = Handlers()
     async with listening(App(handlers.routes()), "127.0.0.1", 0) as url:
@@ -435,7 +435,7 @@ async def test_at_the_end_handlers_that_go_on_are_cancelled_and_awaited(monkeypa
     writer.close()
 
 
-async def test_at_the_end_a_slow_client_gets_the_rest_of_a_complete_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_lets_a_slow_client_read_a_complete_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "SHUTDOWN_S", 0.01)
     monkeypatch.setattr(server_module, "FLUSH_S", PATIENCE_S)
     handlers = Handlers()

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as clients see it: how messages are read, and how they are answered."""
+"""Test HTTP/1.1 as clients see it: how messages are read and answered."""
 
 import asyncio
 import json
@@ -66,7 +66,7 @@ async def test_empty_lines_before_a_request_are_skipped(site: Site) -> None:
 
 
 @pytest.mark.parametrize("header", ["", "Connection: keep-alive\r\n"])
-async def test_http_1_0_gets_whole_bodies_and_the_end_of_the_connection(site: Site, header: str) -> None:
+async def test_http_1_0_gets_no_chunks_and_one_reply(site: Site, header: str) -> None:
     [reply] = await site.ask(f"GET /echo HTTP/1.0\r\n{header}\r\n".encode())
     assert (reply.status, reply.headers["connection"]) == (200, "close")
     [reply] = await site.ask(f"GET /stream HTTP/1.0\r\n{header}\r\n".encode())
@@ -122,7 +122,7 @@ async def test_expect_100_is_answered_when_the_body_is_wanted(site: Site) -> Non
     writer.close()
 
 
-async def test_expect_100_is_not_answered_when_the_body_is_there_or_the_client_is_old(site: Site) -> None:
+async def test_expect_100_is_ignored_after_the_body_or_from_old_clients(site: Site) -> None:
     data = await site.talk(post("/echo", b"body", "Expect: 100-continue", CLOSE))
     assert b" 100 " not in data
     old = b"POST /echo HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n"
@@ -305,7 +305,7 @@ async def test_a_refused_client_that_goes_on_sending_gets_the_reply(site: Site) 
 
 
 async def replies_of(handler: Any, data: bytes, **settings: Any) -> bytes:
-    """What a server with this one handler, at GET /, sends."""
+    """Return the bytes that a server with this handler, at GET /, sends."""
     async with listening(App([Route("GET", "/", handler)], **settings), "127.0.0.1", 0) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(data)
@@ -354,7 +354,7 @@ async def test_a_reply_that_cannot_be_sent_is_none(reply: Reply) -> None:
     assert await replies_of(answer, get("/")) in (b"", b"reset")
 
 
-async def test_a_stream_with_a_header_that_breaks_the_head_is_a_500() -> None:
+async def test_a_line_break_in_a_stream_header_is_a_500() -> None:
     async def answer(request: Request) -> ReplyStream:
         return request.open_stream({"x": "a\nb"})
 
@@ -421,7 +421,7 @@ async def test_the_guard_sees_the_head_before_the_body_comes() -> None:
 
 
 @pytest.mark.parametrize("sent", ["my-id.7_A", "two words", "a" * 129, ""])
-async def test_every_reply_gives_the_clients_id_back_if_it_is_sane(sent: str) -> None:
+async def test_every_reply_returns_a_safe_client_id(sent: str) -> None:
     def guard(request: Request) -> None:
         if request.path == "/wait":
             raise OverloadedError("not you")

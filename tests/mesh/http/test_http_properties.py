@@ -23,7 +23,7 @@ IN_MEMORY = settings(max_examples=examples(150))
 
 
 async def feed(segments: Sequence[bytes], turns: int = 0) -> bytes:
-    """What a connection sends back for `segments`, with `turns` of the loop after each. Nothing may be left held."""
+    """Return the bytes sent for `segments`, with `turns` of the loop after each. Check that nothing is held."""
     server = Server(App(Handlers().routes(), LIMITS))
     failures: list[Any] = []
     server.loop.set_exception_handler(lambda loop, context: failures.append(context))
@@ -81,7 +81,7 @@ def test_any_cutting_gives_the_same_replies(requests: list[bytes], end: bytes, p
 
 
 def unchunked(data: bytes) -> list[Any]:
-    """How the chunks of a stream are cut depends on the turns of the loop."""
+    """Join the chunks of streams, because their sizes depend on the turns of the loop."""
     return [(reply.status, reply.headers, reply.body) for reply in read_replies(data)]
 
 

@@ -1,4 +1,4 @@
-"""The same server behind TLS: the transport is another one on each event loop."""
+"""Test the server behind TLS, where each event loop has a transport of its own."""
 
 import asyncio
 import ssl
@@ -60,7 +60,7 @@ async def test_replies_streams_and_refusals(site: Site) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02"], ids=["nothing", "a part"])
-async def test_who_does_not_come_to_the_end_of_the_handshake_is_hung_up_on(
+async def test_an_unfinished_handshake_is_hung_up_on(
     tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(server, "TLS_HANDSHAKE_S", 0.05)
