@@ -1,7 +1,7 @@
-"""Carry one request through the mesh: place it, prefill, hand the KV over, decode; go on elsewhere on a failure.
+"""Carry one request through the mesh: place it, prefill, hand the KV over, decode; continue elsewhere on a failure.
 
-A stream that loses its worker migrates: what was generated becomes part of the prompt for the next worker, and
-since a draw depends on the seed and the token's number alone, the answer goes on as it would have.
+A stream that loses its worker migrates: the tokens so far become part of the prompt for the next worker. A draw
+depends only on the seed and the token's number, so the answer continues with the same tokens.
 """
 
 import asyncio
@@ -44,19 +44,19 @@ log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 MAX_ATTEMPTS = 4
-MAX_ENGINE_FAILURES = 2  # a request that breaks engines shall not go round the mesh
+MAX_ENGINE_FAILURES = 2  # a request that breaks engines must not reach every worker
 REPLACEMENT_S = 15.0  # a request that lost its worker waits so long for another one to appear
 RETRY_S = 0.2
 RELEASE_TIMEOUT_S = 5.0
 PROGRESS_S = 2.0  # between reports on one answer to the router
-PROGRESS_TURNS = 20  # in which those on all answers are made: 10,000 at once would hold up the event loop for 50 ms
+PROGRESS_TURNS = 20  # the reports are spread over these turns: 10,000 at once would block the event loop for 50 ms
 SLOW_HASH_BYTES = 4 * 32_768  # of prompt; without native code a longer one would hold up the event loop for over 1 ms
 NOT_BEGUN = (UnreachableError, DrainingError, OverloadedError)  # the worker took no part: not an attempt
 ELSEWHERE = (PeerLostError, DrainingError, EngineError, CancelledByPeerError, OverloadedError)
 
 
 class _LegFailedError(Exception):
-    """A worker failed its part; another may do it."""
+    """Raised when a worker has failed its part; another worker may do it."""
 
     def __init__(self, worker_id: WorkerId, reason: MeshError) -> None:
         super().__init__(str(reason))
@@ -281,7 +281,7 @@ class _Failures:
 
 
 class _Leg:
-    """Takes the deltas of one placement: tells the booking, the trace, and the one who asked."""
+    """Takes the deltas of one placement: reports to the booking and the trace, and gives them to the consumer."""
 
     __slots__ = (
         "_before",
@@ -360,7 +360,7 @@ class _Leg:
         return self._consumer.is_full
 
     def report(self) -> None:
-        """Told now and then, before the first token as well: a long prompt may take longer than the booking's lease."""
+        """Report progress, also before the first token: a long prompt may take longer than the booking's lease."""
         self._booking.progress(len(self._generated) - self._before)
 
     def _note(self, delta: Delta) -> None:
@@ -376,7 +376,7 @@ class _Leg:
 
 
 class _Reports:
-    """Tells the router, every PROGRESS_S, how all running answers get on: one timer for all, none when idle."""
+    """Reports the progress of all running answers to the router every PROGRESS_S: one timer for all, none when idle."""
 
     def __init__(self) -> None:
         self._legs: set[_Leg] = set()

@@ -1,8 +1,8 @@
-"""The lane: how a token that is text alone gets from the worker's frame to the client's connection.
+"""The lane: the short way of a token that is text alone, from the worker's frame to the client's connection.
 
-Nearly all deltas of nearly all streams are tokens whose text the client gets as it is. What else there is to do for a
-delta is nothing, so they are not even decoded: a chunk's head, the tokens' texts, and its tail. All other deltas, the
-first and the last of an answer among them, go the long way, in their order.
+Nearly all deltas of nearly all streams are tokens whose text the client gets unchanged. Nothing else has to be done for
+such a delta, so it is not even decoded: a chunk is its head, the texts of the tokens, and its tail. All other deltas go
+the long way, in their order; the first and the last delta of an answer are among them.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ MOST_TOKENS = 256  # of one delta
 
 
 class PlainTokenLane:
-    """The specification of `TokenLane`, and what runs where no compiler was. For one answer.
+    """The lane of one answer: specifies the native `TokenLane`, and stands in for it where that was not built.
 
     Implements mesh.plane.client.Shortcut.
     """
@@ -51,7 +51,7 @@ class PlainTokenLane:
         self._take = None
 
     def __call__(self, raw: msgspec.Raw) -> bool:
-        """Take one message of msgpack; gives whether the client keeps up, or what `take` says."""
+        """Take one message of msgpack; return whether the client keeps up, or what `take` returns."""
         if self._take is None:
             raise RuntimeError("the lane is not bound to a stream")
         if (texts := self.texts) is not None and self._passed < self._most and (ids := _tokens_alone(raw)):
@@ -72,7 +72,7 @@ class PlainTokenLane:
 
 
 def _tokens_alone(raw: msgspec.Raw) -> list[int]:
-    """The tokens of a `protocol.messages.Delta` that has nothing else, as msgspec writes it; none if it has."""
+    """Return the tokens of a `protocol.messages.Delta` that has nothing else, as msgspec writes it; else none."""
     try:
         tokens, *others = msgspec.msgpack.decode(raw)
         usual = msgspec.msgpack.encode([tokens, *others])

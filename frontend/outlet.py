@@ -37,7 +37,7 @@ class Outlet(Protocol):
 
 
 class WholeOutlet:
-    """Keeps all parts until their answers are complete."""
+    """Keeps all parts until the answers are complete."""
 
     is_full = False
     has_lanes = False
@@ -66,7 +66,7 @@ class WholeOutlet:
 
 
 class SseOutlet:
-    """Writes parts to the client in the call that brings them. The last of several waits, to go out with the end."""
+    """Writes parts to the client in the call that brings them. The last part waits, to go out with the end."""
 
     has_lanes = True
 

@@ -49,7 +49,7 @@ class _BranchFeed:
         return wants_more
 
     def settle(self) -> None:
-        """Note what has passed by the lane."""
+        """Note the tokens that passed by the lane."""
         if (lane := self.lane) is not None and (count := lane.take_count()):
             self._answer.completion_tokens += count
             self._timing.last_token = lane.last_token_s
@@ -65,8 +65,8 @@ class _BranchFeed:
 
 
 async def run(job: Job, generator: Generator, outlet: Outlet, deadline: float) -> None:
-    """Have all answers generated. Raise MeshError, also if a stream ends before its answer does: a cut-off answer
-    must not look whole."""
+    """Have all answers generated. Raise MeshError, also if a stream ends before its answer does: an answer that was cut
+    off must not look complete."""
     if len(job.branches) == 1:
         await _generate(job, job.branches[0], generator, outlet, deadline)
         return

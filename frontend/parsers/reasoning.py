@@ -1,12 +1,12 @@
 """Thoughts between tags: formats by name, and the parser that tells thoughts from the answer.
 
-What all formats have in common:
+All formats have this in common:
 
-- Thoughts come first. A start tag is one only at the beginning of an answer (whitespace may precede it); one
-  in later prose is prose. The same holds for an end tag after the thoughts are over.
-- Newlines right after the start tag, right before what ends the thoughts and right after the end tag belong to
-  the tags and are dropped, and so is whitespace before the start tag. All else is kept as written.
-- Where the end tag never comes, the whole answer is thoughts.
+- Thoughts come first. A start tag counts only at the beginning of an answer (whitespace may precede it); later it is
+  prose. So is an end tag after the thoughts are over.
+- Newlines belong to the tags, and are dropped: right after the start tag, right before what ends the thoughts, right
+  after the end tag. So is whitespace before the start tag. All other text is kept as written.
+- If the end tag never comes, the whole answer is thoughts.
 - Some models begin a call without having ended their thoughts. The text that begins a call then ends them too,
   and stays in the answer, for a parser of calls to read.
 """
