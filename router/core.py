@@ -28,6 +28,7 @@ from router.placing import (
     cached_blocks,
     has_room,
     is_packed,
+    look,
     plan,
     prefix_of,
     who_may,
@@ -229,11 +230,11 @@ class RouterState:
             plans[item.request_id] = planned
             if isinstance(planned, MeshError) or not planned.is_full:
                 return True
-            if planned.legs[0].is_full:
-                holder = planned.computes.holder
+            if planned.first.is_full:
+                holder = planned.first.chosen.holder
                 ahead.tokens[holder] = ahead.tokens.get(holder, 0) + item.uncached_tokens
-            if now - item.payload.arrived_s > RESERVE_AFTER_S and is_packed(planned.decode, planned.view):
-                ahead.reserved.add(planned.decode.holder)
+            if now - item.payload.arrived_s > RESERVE_AFTER_S and is_packed(planned.last.chosen, planned.view):
+                ahead.reserved.add(planned.last.chosen.holder)
             return False
 
         while queue and (item := queue.pop_next(now, fits)) is not None:
@@ -266,28 +267,19 @@ class RouterState:
     # --- placements ------------------------------------------------------------------------------------------------
 
     def _plan(
-        self, request: RouteRequest, now: float, ahead: Ahead = NOTHING_AHEAD, *, scores_all: bool = False
+        self, request: RouteRequest, now: float, ahead: Ahead = NOTHING_AHEAD, scores_all: bool = False
     ) -> PlacementPlan:
         bound_to = None
         if request.session and self.rules.affinity_ttl_s:
             bound_to = self._affinity.get(_key(request), now)
-        return plan(
-            self.fleet,
-            self.rules,
-            request,
-            now,
-            rng=self._rng,
-            ahead=ahead,
-            bound_to=bound_to,
-            scores_all=scores_all,
-        )
+        return plan(look(self.fleet, self.rules, request, now, self._rng, ahead, bound_to, scores_all))
 
     def _book(self, planned: PlacementPlan, now: float, waited_s: float) -> Placed:
-        view, computes = planned.view, planned.computes
+        view, computes, decode = planned.view, planned.first.chosen, planned.last.chosen.holder
         request = view.request
         uncached = max(0, request.isl_tokens - computes.overlap[-1] * view.block_size)
-        self._take(request, planned.decode.holder, computes.holder, uncached, now)
-        chosen = [leg.chosen.holder for leg in reversed(planned.legs)]
+        self._take(request, decode, computes.holder, uncached, now)
+        chosen = [decode] if planned.first is planned.last else [decode, computes.holder]
         for holder in chosen:
             self.fleet.note_choice(holder)
         self._predict(request, chosen, now)
@@ -317,16 +309,15 @@ class RouterState:
         pool = self.fleet.pools[request.model]
         pool.spread.add(uncached_tokens)
         if request.session and self.rules.affinity_ttl_s:
-            self._affinity.bind(_key(request), planned.decode.holder, now)
-        deepest = max([c.overlap[-1] for c in planned.legs[0].candidates])
+            self._affinity.bind(_key(request), planned.last.chosen.holder, now)
+        deepest = max([c.overlap[-1] for c in planned.first.candidates])
         if deepest and not request.exclude:  # a retry is no demand
             pool.demand.asked(prefix_of(request.sequence_hashes, deepest), now)
 
     def _placed(self, planned: PlacementPlan, explanation: Explanation | None) -> Placed:
-        prefill = planned.prefill
         return Placed(
-            decode=self._target(planned.decode),
-            prefill=None if prefill is None else self._target(prefill),
+            decode=self._target(planned.last.chosen),
+            prefill=None if planned.first is planned.last else self._target(planned.first.chosen),
             reason=planned.reason,
             explanation=explanation,
         )

@@ -1,7 +1,7 @@
 """Plan where a request runs. Pure functions of the fleet, its load and the rules: nothing is booked here.
 
-`plan` looks at the fleet for one request, and chooses a worker for the whole request or one for each leg. It returns
-the choice with all facts that led to it.
+`look` gathers the facts for one request: which workers may take it, what they hold of its prompt, and what recomputing
+costs now. `plan` chooses by them a worker for the whole request, or one for each leg.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -72,62 +72,85 @@ class LegChoice(Struct):
 
 
 class PlacementPlan(Struct):
-    """A choice of workers for a request, if it were placed now."""
+    """A choice of workers for a request, if it were placed now. One worker: both legs are the same."""
 
-    legs: Sequence[LegChoice]  # the whole request; or its prefill, then its decode
+    first: LegChoice  # computes the prompt
+    last: LegChoice  # decodes
     reason: str  # why one worker or two
     view: RequestView
 
     @property
-    def decode(self) -> Candidate:
-        return self.legs[-1].chosen
-
-    @property
-    def prefill(self) -> Candidate | None:
-        """The worker of the prefill leg; None: one worker does both halves."""
-        return self.legs[0].chosen if len(self.legs) == 2 else None
-
-    @property
-    def computes(self) -> Candidate:
-        return self.legs[0].chosen
+    def legs(self) -> Sequence[LegChoice]:
+        return [self.first] if self.first is self.last else [self.first, self.last]
 
     @property
     def is_full(self) -> bool:
         """True if the request has to wait for the chosen workers."""
-        return self.legs[0].is_full or self.legs[-1].is_full
+        return self.first.is_full or self.last.is_full
 
 
-def plan(
+def look(
     fleet: WorkerFleet,
     rules: RouterRules,
     request: RouteRequest,
     now: float,
-    *,
     rng: Random,
     ahead: Ahead = NOTHING_AHEAD,
     bound_to: Holder | None = None,
     scores_all: bool = False,
-) -> PlacementPlan:
-    """Return where a request would run if it were placed now. Raises NoWorkerError.
+) -> RequestView:
+    """Return the view that a request is placed by. Raises NoWorkerError.
 
     ahead: what is kept for requests before it. bound_to: where its session runs. scores_all: the plan is to be
     explained, so workers that cannot be the cheapest are scored too.
     """
-    view = _look(fleet, rules, request, now, ahead, rng, bound_to, scores_all or request.explain)
+    pool, decoders, prefillers = who_may(fleet, request, now)
+    hashes = request.sequence_hashes
+    overlaps, active = fleet.find(pool, hashes, now)
+    num_slots = len(decoders) + len(prefillers)
+    if num_slots > FEW and not (scores_all or request.explain) and _may_shorten(fleet, rules, request, now):
+        apart = {*overlaps, *ahead.tokens, *ahead.reserved, *(() if bound_to is None else (bound_to,))}
+        if 2 * len(apart) < num_slots:
+            decoders, prefillers = fleet.shortlists(pool, apart)
+    computing = prefillers or decoders
+    if prefillers:
+        busy = pool.prefill_busy.of(len(pool.prefillers), now)
+    else:
+        busy = pool.decode_busy.of(len(pool.decoders), now)
+    depths = cached_blocks(pool, overlaps, computing)
+    deepest = max(depths, default=0)
+    asked = pool.demand.of(prefix_of(hashes, deepest), now) if deepest else 0.0
+    holders = depths.count(deepest) if deepest else 0
+    price = rules.recompute_price or recompute_price(busy, pool.spread.value, asked, holders)
+    block_size = computing[0].card.block_size
+    return RequestView(
+        fleet, rules, request, now, ahead, rng, bound_to, decoders, prefillers, block_size, overlaps, active, price,
+        busy, asked,
+    )  # fmt: skip
+
+
+def plan(view: RequestView) -> PlacementPlan:
+    """Return where the request would run if it were placed now.
+
+    Raises NoWorkerError if no decode worker can follow the prefill worker that the caller has pinned.
+    """
+    request = view.request
     whole = _choose_leg("whole", view.decoders, view)
-    first = _choose_leg("prefill", view.prefillers, view) if view.prefillers else None
+    prefill = _choose_leg("prefill", view.prefillers, view) if view.prefillers else None
     decision = decide(
         request.isl_tokens,
         whole.chosen.overlap[0] * view.block_size,
-        first is not None,
+        prefill is not None,
         _wish(request),
-        rules.local_prefill,
-        None if first is None else _backlog(first, whole, view),
+        view.rules.local_prefill,
+        None if prefill is None else _backlog(prefill, whole, view),
     )
-    if first is None or not decision.disaggregate:
-        return PlacementPlan([whole], decision.reason, view)
-    legs, problem = _split(first, whole, view)
-    return PlacementPlan(legs, problem or decision.reason, view)
+    if prefill is None or not decision.disaggregate:
+        return PlacementPlan(whole, whole, decision.reason, view)
+    decode, problem = _follow(prefill, whole, view)
+    if decode is None:
+        return PlacementPlan(whole, whole, problem, view)
+    return PlacementPlan(prefill, decode, decision.reason, view)
 
 
 def who_may(fleet: WorkerFleet, request: RouteRequest, now: float) -> tuple[Pool, Sequence[Slot], Sequence[Slot]]:
@@ -192,42 +215,6 @@ def is_packed(c: Candidate, view: RequestView, reserved: Collection[Holder] = ()
     return c.held_blocks + c.new_blocks > limits.blocks_share * card.total_blocks
 
 
-# --- the view ------------------------------------------------------------------------------------------------------
-
-
-def _look(
-    fleet: WorkerFleet,
-    rules: RouterRules,
-    request: RouteRequest,
-    now: float,
-    ahead: Ahead,
-    rng: Random,
-    bound_to: Holder | None,
-    scores_all: bool,
-) -> RequestView:
-    pool, decoders, prefillers = who_may(fleet, request, now)
-    hashes = request.sequence_hashes
-    overlaps, active = fleet.find(pool, hashes, now)
-    num_slots = len(decoders) + len(prefillers)
-    if num_slots > FEW and not scores_all and _may_shorten(fleet, rules, request, now):
-        apart = {*overlaps, *ahead.tokens, *ahead.reserved, *(() if bound_to is None else (bound_to,))}
-        if 2 * len(apart) < num_slots:
-            decoders, prefillers = fleet.shortlists(pool, apart)
-    computing = prefillers or decoders
-    role = computing[0].card.role
-    busy = pool.busy_of(role).of(len(pool.slots_of(role)), now)
-    depths = cached_blocks(pool, overlaps, computing)
-    deepest = max(depths, default=0)
-    asked = pool.demand.of(prefix_of(hashes, deepest), now) if deepest else 0.0
-    holders = depths.count(deepest) if deepest else 0
-    price = rules.recompute_price or recompute_price(busy, pool.spread.value, asked, holders)
-    block_size = computing[0].card.block_size
-    return RequestView(
-        fleet, rules, request, now, ahead, rng, bound_to, decoders, prefillers, block_size, overlaps, active, price,
-        busy, asked,
-    )  # fmt: skip
-
-
 def _may_shorten(fleet: WorkerFleet, rules: RouterRules, request: RouteRequest, now: float) -> bool:
     """Return whether workers that cannot be the cheapest may be left out: any worker may take the request."""
     is_for_all = not (request.lora or request.exclude or request.pin or request.pin_prefill)
@@ -267,30 +254,27 @@ def _wish(request: RouteRequest) -> bool | None:
     return True if request.pin_prefill is not None else request.disaggregate
 
 
-def _backlog(first: LegChoice, whole: LegChoice, view: RequestView) -> Backlog:
+def _backlog(prefill: LegChoice, whole: LegChoice, view: RequestView) -> Backlog:
     def until_done(c: Candidate) -> float:
         missing = max(0, view.request.isl_tokens - c.overlap[0] * view.block_size)
         return (c.queued_tokens + missing) / c.capacity
 
-    return Backlog(until_done(first.chosen), until_done(whole.chosen), first.is_full)
+    return Backlog(until_done(prefill.chosen), until_done(whole.chosen), prefill.is_full)
 
 
-def _split(first: LegChoice, whole: LegChoice, view: RequestView) -> tuple[list[LegChoice], str]:
-    """Return both legs, or `whole` and the reason why no decode worker can follow `first`.
-
-    Raises NoWorkerError if none can and the caller has pinned the prefill worker.
-    """
-    transfer = view.fleet.slots[first.chosen.holder].card.transfer
+def _follow(prefill: LegChoice, whole: LegChoice, view: RequestView) -> tuple[LegChoice | None, str]:
+    """Return the decode leg that follows a prefill leg, or None and the reason why none can."""
+    transfer = view.fleet.slots[prefill.chosen.holder].card.transfer
     compatible = [slot for slot in view.decoders if transfer and slot.card.transfer == transfer]
     if not compatible:
         problem, pinned = f"no decode worker can pull KV over {transfer!r}", view.request.pin_prefill
         if pinned is not None:
             raise NoWorkerError(f"{problem} from {pinned!r}", hint="start both with one --kv-transfer")
-        return [whole], problem
-    second = _choose_leg("decode", compatible, view)
-    if second.is_full and not whole.is_full and not _wish(view.request):
-        return [whole], "no decode worker that could pull KV has room"
-    return [first, second], ""
+        return None, problem
+    decode = _choose_leg("decode", compatible, view)
+    if decode.is_full and not whole.is_full and not _wish(view.request):
+        return None, "no decode worker that could pull KV has room"
+    return decode, ""
 
 
 # --- one leg -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from protocol.messages import Placed
 from router.core import RouterState
 from router.index import Holder
 from router.load import Share
-from router.placing import FEW, plan
+from router.placing import FEW, look, plan
 from router.rules import Saturation
 from router.shortlist import Shelves
 from tests.support.routing import A, D, P, card, holds, prompt, request, results, router, where
@@ -79,8 +79,8 @@ def test_a_worker_that_left_is_not_scored_or_kept() -> None:
 
 def test_of_many_idle_workers_one_is_weighed() -> None:
     state = router(*(card(f"d{number:03}") for number in range(200)))
-    planned = plan(state.fleet, state.rules, request(), 100.0, rng=Random(0))
-    assert len(planned.legs[0].candidates) == 1
+    planned = plan(look(state.fleet, state.rules, request(), 100.0, Random(0)))
+    assert len(planned.first.candidates) == 1
     explained = state.place(request("other", explain=True), 100.0).explanation
     assert explained is not None
     assert len(explained.candidates) == 64, "who asks for reasons is told of others"
