@@ -60,11 +60,11 @@ test-sglang: $(SGLANG) ## the tests that run real SGLang on the CPU
 	KVMESH_TEST_SGLANG=1 PYTHONPATH=.venv-sglang:deploy/sglang_stubs .venv-vllm/bin/python -m pytest --durations=5 \
 		tests/sglang $(ARGS)
 
-check: $(DEV) ## format, lint, types, import order
+check: $(DEV) ## format, lint, types, import order, structure
 	$(PY) -m ruff format --check --extend-exclude '*.md' .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest tests/test_import_order.py
+	$(PY) -m pytest tests/test_import_order.py tests/test_structure.py
 
 fmt: $(DEV) ## format, and mend what the linter can mend
 	$(PY) -m ruff format --extend-exclude '*.md' .
