@@ -52,9 +52,10 @@ class SimRouters:
             state.fleet.on_kv_events(worker.worker_id, 0, events)
 
     def report_load(self, workers: Sequence[SimWorker]) -> None:
-        """Let the workers report what they have to compute, after the lag of the events."""
+        """Let the workers report what they have to compute, after the lag of the events, at every interval."""
         reports = [(one.worker_id, LoadReport(queued_tokens=one.scheduler.certain_tokens)) for one in workers]
         self._agenda.later(self._config.event_lag_s, self._on_reports, reports)
+        self._agenda.at(self._agenda.now + self._config.load_report_interval_s, self.report_load, workers)
 
     def _on_reports(self, reports: Sequence[tuple[WorkerId, LoadReport]]) -> None:
         for number, state in enumerate(self.states):

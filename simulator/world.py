@@ -297,8 +297,8 @@ class World:
 
     def _begin_watching(self) -> None:
         self._agenda.at(PROGRESS_S, self._report_progress)
-        if self._config.load_report_interval_s:
-            self._agenda.at(self._config.load_report_interval_s, self._report_load)
+        if every_s := self._config.load_report_interval_s:
+            self._agenda.at(every_s, self._routers.report_load, self._fleet.workers)
         self._agenda.at(self._config.sample_s, self._sample)
         if self._hook is not None:
             PlannerLoop(
@@ -311,10 +311,6 @@ class World:
                 order=self._order,
                 leave=self._leave,
             )
-
-    def _report_load(self) -> None:
-        self._routers.report_load(self._fleet.workers)
-        self._agenda.at(self._agenda.now + self._config.load_report_interval_s, self._report_load)
 
     def _sample(self) -> None:
         next_s = self._records.sample(self._agenda.now, self._fleet, self._routers.waiting)
