@@ -46,7 +46,7 @@ def test_erlang_c_of_one_server_is_its_utilization() -> None:
 
 
 def test_erlang_c_has_the_value_of_the_tables() -> None:
-    """Of arrivals at 10 servers with 7 erlangs, 22.17 % wait; the mean wait is S / (n - a) times that share."""
+    """Ten servers with 7 erlangs let 22.17 % of the arrivals wait; the mean wait is S / (n - a) times that share."""
     assert waiting_share(10, 7.0) == pytest.approx(0.2217, abs=1e-4)
     assert mean_wait_s(10, 7.0, 1.0) == pytest.approx(0.2217 / 3, abs=1e-4)
 

@@ -196,7 +196,7 @@ def test_an_interval_without_length_is_none() -> None:
     st.sets(st.integers(1, 28), max_size=5),
 )
 def test_intervals_of_any_length_add_up_to_the_arrivals(steps: list[tuple[int, int]], cuts: set[int]) -> None:
-    """Each of `steps` is one second: requests that arrived, and requests in progress that ended."""
+    """Read one second for each of `steps`: requests that arrived, and requests in progress that ended."""
     one, told, arrived, ended = TrafficMeter(BEGAN_S), 0.0, 0, 0
     one.on_scrape(0.0, {"a": page(0, 0)})
     for at_s, (come, done) in enumerate(steps, 1):

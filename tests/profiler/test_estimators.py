@@ -125,7 +125,7 @@ class TestEveryEstimator:
     def test_estimates_are_near_known_figures_of_an_8b_model(
         self, make: Callable[[Path], Estimator], tmp_path: Path
     ) -> None:
-        """At the data sheet's best, 2 x 8e9 x 4000 / 2 / 989e12 = 32 ms and 8e9 x 2 / 2 / 4.8e12 = 1.7 ms."""
+        """The data sheet allows 2 x 8e9 x 4000 / 2 / 989e12 = 32 ms and 8e9 x 2 / 2 / 4.8e12 = 1.7 ms."""
         estimator = make(tmp_path)
         assert 0.032 < estimator.prefill_s(4000) < 0.1
         assert 0.0017 < estimator.decode_s(1, 100) < 0.006
