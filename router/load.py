@@ -83,11 +83,10 @@ class HolderLoad:
         return self.elsewhere.get(UNBOOKED, NOTHING)
 
     def explain_unbooked(self, tokens: float) -> None:
-        """Take tokens off the unbooked load: another router had booked them, and the worker's report came first."""
-        share = self.unbooked
-        self.elsewhere[UNBOOKED] = share._replace(
-            queued_tokens=max(0.0, min(share.queued_tokens, share.queued_tokens - tokens))
-        )
+        """Take tokens off the unbooked load that turned out to be booked, or done."""
+        share = self.elsewhere.get(UNBOOKED)
+        if share is not None:
+            self.elsewhere[UNBOOKED] = share._replace(queued_tokens=max(0, share.queued_tokens - tokens))
 
     def backlog(self, now: float) -> float:
         """Return how many of the booked prompt tokens are still to compute, at most."""
@@ -190,8 +189,8 @@ class ActiveLoad:
             load.elsewhere[router] = share
             if share == NOTHING:
                 del load.elsewhere[router]
-            if router != UNBOOKED and UNBOOKED in load.elsewhere:
-                load.explain_unbooked(share.queued_tokens - before.queued_tokens)
+            if router != UNBOOKED and share.queued_tokens > before.queued_tokens:
+                load.explain_unbooked(share.queued_tokens - before.queued_tokens)  # the worker's report came first
             load.total = _sum([load.own, *load.elsewhere.values()])
             self.changes.add(holder)
             self._count_busy(load, now)
@@ -300,8 +299,9 @@ class ActiveLoad:
             load.computes_since_s = now
         load.prefilling[request_id] = booking.prefill_tokens
         self._queue(booking.prefill, booking.prefill_tokens, now)
-        if load.most_backlog is not None:
-            load.most_backlog.note(load.backlog(now))
+        most = load.most_backlog
+        if most is not None and load.total.queued_tokens > most.since:  # otherwise the backlog is no new maximum
+            most.note(load.backlog(now))
 
     def _learn(self, request_id: RequestId, booking: _Booking, now: float) -> None:
         """Update the worker's speed with the time that the first prompt in its queue took."""
@@ -320,6 +320,8 @@ class ActiveLoad:
         if booking.prefill != booking.decode:
             self._of_holder[booking.prefill].discard(request_id)
             self.prefilling.discard(booking.prefill, booking.hashes)
+        if load.elsewhere:
+            load.explain_unbooked(booking.prefill_tokens)  # what the worker had to compute beyond it is done too
         self._queue(booking.prefill, -booking.prefill_tokens, now)
 
     def _queue(self, holder: Holder, tokens: int, now: float) -> None:

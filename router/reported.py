@@ -13,7 +13,7 @@ from protocol.messages import LoadReport
 from router.index import Holder
 from router.load import NOTHING, UNBOOKED, ActiveLoad, HolderLoad, RecentMost, Share
 
-MARK_S = 0.5  # reports are compared with the bookings of the last 0.5 to 1 s, or of the last two reports
+MARK_S = 0.4  # reports are compared with the bookings since the last report but one, and for this time at least
 
 
 class ReportedLoad:

@@ -98,7 +98,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     )
     load_report_interval_s: Annotated[
         float, Meta(ge=0, le=600, description="time between two reports of load to a router, at least; 0: no reports")
-    ] = 0.1
+    ] = 0.5
     metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /metrics; 0: any")] = 0
     discovery: DiscoveryUrl = "file:.run/discovery"
     max_calls: Annotated[int, Meta(ge=1, description="calls at once, beyond that they are refused")] = 4096

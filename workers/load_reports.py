@@ -23,6 +23,11 @@ class ToldReports:
         self._repeat_s = repeat_s
         self._told: dict[int, tuple[LoadReport, float]] = {}  # by rank: the report, and when
 
+    @property
+    def has_standing(self) -> bool:
+        """Whether a report that says something was told last, so that it must be repeated."""
+        return any(report.says_something for report, _ in self._told.values())
+
     def take_due(self, reports: Sequence[LoadReport], now: float) -> list[LoadReport]:
         """Return the reports that are to be sent now. They count as told."""
         due = [report for report in reports if self._is_due(report, now)]
@@ -56,17 +61,18 @@ class LoadReports:
         self._note_change()
 
     async def answer(self, call: Call) -> None:
+        """Report until the caller leaves or the worker stops. A change that is over within the interval is no news."""
         told, changed = ToldReports(self._repeat_s), asyncio.Event()
         now = asyncio.get_running_loop().time
+        changed.set()
         self._changed.add(changed)
         try:
             while self._ranks and not self._closed.is_set():
-                changed.clear()
-                reports = self._reports()
-                for report in told.take_due(reports, now()):
-                    await call.send(report)
+                await _wait(changed, self._repeat_s if told.has_standing else None)
                 await _wait(self._closed, self._interval_s)
-                await _wait(changed, self._repeat_s if any(report.says_something for report in reports) else None)
+                changed.clear()
+                for report in told.take_due(self._reports(), now()):
+                    await call.send(report)
         finally:
             self._changed.discard(changed)
 

@@ -262,9 +262,7 @@ class StepEngine:
     def _deliver(self, step: Step, results: Sequence[Result]) -> None:
         num_tokens = sum([len(row.token_ids) for row in step.rows])
         STEP_TOKENS.inc(num_tokens)
-        has_news = num_tokens > len(step.rows)  # of prompts
-        if has_news:
-            self._note_load_change()
+        has_news = has_prompts = num_tokens > len(step.rows)
         for output in self._scheduler.complete(step, results):
             if output.vector:
                 vector = self._vectors.get(output.request_id)
@@ -282,6 +280,8 @@ class StepEngine:
             has_news |= delta.finish_reason is not None
             if queue is not None:
                 queue.put(delta)
+        if has_prompts:
+            self._note_load_change()
         if has_news or time.monotonic() - self._published_s >= EVENTS_EVERY_S:
             self._plan_events()
 

@@ -132,6 +132,17 @@ def test_a_booking_that_is_heard_of_after_the_report_is_not_counted_twice() -> N
     assert load.of(HOLDER).unbooked == Share(300)
 
 
+def test_work_beyond_a_booking_ends_with_its_first_token() -> None:
+    load, reported = followed()
+    reported.on_report(W, LoadReport(queued_tokens=1), 0.0)
+    book(load, "r", 400, 0.5)
+    for now in (0.6, 1.2):
+        reported.on_report(W, LoadReport(queued_tokens=700), now)
+    assert load.of(HOLDER).total.queued_tokens == 700
+    load.prefill_done(RequestId("r"), 1.3)
+    assert load.of(HOLDER).total.queued_tokens == 0, "before the next report"
+
+
 @dataclass
 class SimpleWorker:
     """Computes prompts one after the other, at 1,000 tokens/s, and hears and reports with a lag."""

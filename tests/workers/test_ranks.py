@@ -28,6 +28,7 @@ from workers.config import WorkerConfig
 from workers.engine import EngineInfo
 from workers.engines.mock.answers import mock_token, mock_vector
 from workers.engines.opening import open_engine
+from workers.load_reports import reporting_ranks
 from workers.membership import make_card
 from workers.ranks import RankedEngine
 from workers.service import Worker
@@ -92,6 +93,11 @@ async def test_load_is_that_of_all_ranks(engine: RankedEngine) -> None:
     for rank in range(3):
         await ask(engine, rank)
     assert (engine.load().cached_blocks, engine.load().total_blocks, engine.load().queued_tokens) == (9, 3 * 2048, 0)
+
+
+async def test_each_rank_reports_its_own_load(engine: RankedEngine) -> None:
+    assert [number for number, _ in reporting_ranks(engine.ranks, 0.5)] == [0, 1, 2]
+    assert reporting_ranks(engine.ranks, 0.0) == [], "reports are switched off"
 
 
 async def test_each_rank_tells_its_own_events_and_snapshots(engine: RankedEngine) -> None:

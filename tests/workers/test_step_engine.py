@@ -1,6 +1,7 @@
 """Our own engine reports its blocks in time, and hands its tokens out in order."""
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -71,6 +72,17 @@ async def test_a_running_answers_blocks_are_reported_in_time(monkeypatch: pytest
     assert [blocks for _, blocks in seen] == [PROMPT // BLOCK] + [1] * (
         (PROMPT + ANSWER - 1) // BLOCK - PROMPT // BLOCK
     )
+
+
+async def test_prompts_longer_than_a_step_are_reported_until_they_are_computed() -> None:
+    engine = await started()
+    engine._scheduler._limits = dataclasses.replace(engine._scheduler._limits, max_step_tokens=3)
+    seen: list[int] = []
+    engine.on_load_change(lambda: seen.append(engine.report().queued_tokens))
+    async for _ in engine.generate(REQUEST):
+        pass
+    await engine.stop()
+    assert seen == [4, 1, 0, 0], "after each step of 3 tokens, and at the end"
 
 
 def tokens(deltas: Sequence[Delta]) -> list[int]:

@@ -8,7 +8,7 @@ BLOCKS = 100
 
 
 def looked(*looks: tuple[ServerLoad, int, int]) -> list[EngineReport]:
-    """`looks`: the metrics, the most own requests since the last look, and the own requests now."""
+    """Return the report after each look. A look: the metrics, most own requests since the last one, own requests."""
     callers = OutsideCallers()
     reports: list[EngineReport] = []
     for seen, most_own, own in looks:
