@@ -43,6 +43,7 @@ PLACED = Placed(
 CANDIDATE = {
     "leg": "whole", "worker": "d1", "dp_rank": 0, "overlap_blocks": [1, 1, 1, 1], "queued_tokens": 0,
     "held_blocks": 2, "requests": 1, "capacity": 1.0, "cost": 1.5, "terms": {"compute": 1.5}, "note": "chosen",
+    "unbooked_tokens": 0, "unbooked_blocks": 0, "unbooked_requests": 0,
 }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def reached() -> dict[str, bool]:
-    """Whether each operation that was tried has answered a request with 200."""
+    """Collect, for each operation that was tried, whether it has answered a request with 200."""
     return {}
 
 
@@ -121,8 +121,7 @@ def session() -> Iterator[requests.Session]:
 
 
 def has_not_failed(context: Any, response: Any, case: Any) -> None:
-    """A worker that is named and not there may come back, which is why that is a 503. Nothing else may be one, and
-    time runs out for those alone who give little."""
+    """Check that a 503 names a pinned worker that is not there, and that only a short timeout runs out."""
     if response.status_code == 503:
         assert re.search(r"no (prefill |decode )?worker ['\\]|has no rank \d", response.text), response.text
     if response.status_code == 504:
