@@ -88,7 +88,8 @@ class LocalConnector:
             return msgspec.json.decode(content, type=reply)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ConnectorError(
-                f"nobody answers at {self._path}: {error or 'it took too long'}", hint="is `kvmesh up` running?"
+                f"the control socket at {self._path} does not answer: {error or 'it took too long'}",
+                hint="is `kvmesh up` running?",
             ) from error
         except (*UNREADABLE, WireError) as error:
             raise ConnectorError(f"what answers at {self._path} cannot be understood: {error}") from error

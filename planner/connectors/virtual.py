@@ -128,7 +128,7 @@ class VirtualConnector:
         if (answer is None or not answer.done) and self._clock() - self._ordered_s > self._timeout_s:
             self._ordered_s = self._clock()  # the decision still stands; the next error comes after another timeout
             raise ConnectorError(
-                f"nobody has acknowledged decision {self._order.decision_id} within {self._timeout_s:g} s",
+                f"decision {self._order.decision_id} was not acknowledged within {self._timeout_s:g} s",
                 hint=f"does the orchestrator poll {self.url}/decision?",
             )
         if answer is None:

@@ -47,7 +47,7 @@ def warnings_of(deployment: Deployment) -> list[Reason]:
         found.append(
             Reason(
                 code="model",
-                text=f"the containers are told to serve {BUILT_IN_MODEL}, with {deployment.decode.engine}: name the "
+                text=f"the containers serve {BUILT_IN_MODEL} with {deployment.decode.engine}: name the "
                 "model's folder with --model-path, and an image that has the engine with --image",
             )
         )

@@ -380,7 +380,7 @@ async def test_a_failure_is_raised_and_the_next_try_succeeds(world: World) -> No
     world.break_down()
     with pytest.raises(ConnectorError) as failure:
         await world.connector.apply(decision(3, 3))
-        world.now_s += 61  # of an orchestrator that asks no more, it is told when it has had its time
+        world.now_s += 61  # an orchestrator that asks no more is reported after the timeout
         await world.connector.apply(decision(3, 3))
     assert len(str(failure.value)) > 20
     assert await world.ordered() == (PREFILL, DECODE)

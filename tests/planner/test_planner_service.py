@@ -21,7 +21,7 @@ from tests.support.patience import PATIENCE_S
 
 
 class FakeCore:
-    """Says what it is told to, and remembers what it saw."""
+    """Decides what the test sets, and remembers what it saw."""
 
     def __init__(self) -> None:
         self.seen: list[Observation] = []
