@@ -25,7 +25,7 @@ class ToldReports:
 
     @property
     def has_standing(self) -> bool:
-        """Whether a report that says something was told last, so that it must be repeated."""
+        """Return whether the last report of a rank says something, so that it must be repeated."""
         return any(report.says_something for report, _ in self._told.values())
 
     def take_due(self, reports: Sequence[LoadReport], now: float) -> list[LoadReport]:

@@ -164,7 +164,7 @@ class Metadata(Strict, frozen=True):
 
 
 class CountRequest(Strict, frozen=True):
-    """What the model reads: the body of count_tokens, and the larger part of any request."""
+    """Hold what the model reads: the body of count_tokens and the larger part of any request."""
 
     model: ModelName
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]

@@ -303,7 +303,7 @@ class DeltaToolCall(Struct, frozen=True, kw_only=True):
 
 
 class ChatDelta(Struct, frozen=True):
-    """What is new in a message."""
+    """Carry what a chunk adds to a message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET

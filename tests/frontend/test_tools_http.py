@@ -267,13 +267,13 @@ async def test_a_templates_refusal_of_tools_reaches_the_client(tmp_path: Path) -
 
 
 class Weather(pydantic.BaseModel):
-    """What it is like outside."""
+    """Ask for the weather."""
 
     city: str
 
 
 class Time(pydantic.BaseModel):
-    """What time is it?"""
+    """Ask for the time."""
 
 
 async def test_a_round_of_tools_with_the_official_client(able: Served) -> None:

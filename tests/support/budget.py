@@ -1,6 +1,6 @@
-"""How much work a test of a property does: a part of it in `make test`, all of it in `make test-all`.
+"""Set how many examples a property tries: a part of them in `make test`, all of them in `make test-all`.
 
-KVMESH_TEST_BUDGET=large asks for all of it.
+KVMESH_TEST_BUDGET=large asks for all of them.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""How the parallel workers share the tests.
+"""Distribute the tests over the parallel workers.
 
 A file is never split, because its fixtures would start once in each worker. Files that share running meshes stay
 together for the same reason.

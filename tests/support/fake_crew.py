@@ -116,7 +116,7 @@ class FakeHost:
         return self.loads.get(card.name, 0.0)
 
     async def _control(self, call: Call) -> None:
-        """Of whichever worker it is for: the one whose flip was told last, by its name in the crew."""
+        """Change the role of the worker whose flip the crew has reported last."""
         request = decode(call.body, Control)
         role = Role(request.arguments["role"])
         name = next(r.name for r in self.crew.reports() if r.state == "flipping" and r.name in self._cards)

@@ -38,7 +38,7 @@ Step = int | Delta | MeshError | asyncio.Event
 
 
 def answer(prompt: Sequence[int], count: int) -> list[int]:
-    """What the workers say."""
+    """Return the tokens that the workers answer with."""
     return [mock_token(prompt, i, VOCAB) for i in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""What is specified in Python and built natively, too: what holds for one has to hold for the other."""
+"""List what is specified in Python and built natively too, so that one test runs against both."""
 
 from collections.abc import Callable
 from typing import Any

@@ -92,7 +92,7 @@ class Mesh:
         until(lambda: self.workers_seen() == len(self.workers()), what=f"the frontend to hear of the new {name}")
 
     def workers_seen(self, url: str | None = None) -> int:
-        """How many the frontend, or that at `url`, knows: a card is there some milliseconds before it is read."""
+        """Return how many workers the frontend knows, or the one at `url`. It reads a card with some delay."""
         seen = self._scraper.get(f"{url or self.url}/health").json()["workers"]
         return sum(sum(of_model.values()) for of_model in seen.values())
 
