@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import psutil
 
 from cluster.config import ClusterConfig
 from cluster.control import control_socket
@@ -84,7 +85,7 @@ class Cluster:
         async for change in self._discovery.watch(""):
             if isinstance(change, Put) and change.key.startswith("frontends/"):
                 frontend = decode(change.value, FrontendCard)
-                if frontend.pid == self.supervisor.pid("frontend"):  # else it is the card of a killed mesh
+                if frontend.url != self.url and self._is_of_our_frontend(frontend.pid):
                     self.url = frontend.url
                     tell(f"frontend listens on {self.url}")
             elif isinstance(change, Put) and change.key.startswith("workers/"):
@@ -95,6 +96,14 @@ class Cluster:
             if self.url and len(self.cards) == expected:
                 break
         await self._until_frontend_sees(expected)
+
+    def _is_of_our_frontend(self, pid: int) -> bool:
+        """Whether this is our frontend or one of its processes. Else the card is left from a killed mesh."""
+        ours = self.supervisor.pid("frontend")
+        try:
+            return ours is not None and ours in (pid, psutil.Process(pid).ppid())
+        except psutil.NoSuchProcess:
+            return False
 
     async def _until_frontend_sees(self, workers: int) -> None:
         """Wait until the frontend, and a router with its own process, know the workers.

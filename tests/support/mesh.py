@@ -55,8 +55,8 @@ class Mesh:
         return {card.name: card for card in cards if psutil.pid_exists(card.pid)}
 
     def find_frontend(self) -> FrontendCard:
-        """The frontend that answers now; a restarted one may have another URL."""
-        [value] = self.entries("frontends/").values()
+        """Return a frontend that answers now. Several share one URL; a restarted one may have another URL."""
+        value, *_ = self.entries("frontends/").values()
         card = decode(value, FrontendCard)
         self.url = card.url
         return card
