@@ -84,5 +84,5 @@ def test_a_taken_port_is_an_error_and_leaves_no_process(mesh: Mesh, tmp_path: Pa
 def test_up_with_several_frontend_processes_is_up(tmp_path: Path) -> None:
     flags = ["--engine", "mock", "--mock-speedup", "0", "--kv-transfer", "shm", "--prefill", "0", "--decode", "1"]
     with running_mesh(tmp_path / "mesh", *flags, env={"KVMESH_FRONTEND_PROCESSES": "2"}) as mesh:
-        assert len(mesh.entries("frontends/")) == 2
+        until(lambda: len(mesh.entries("frontends/")) == 2, what="both frontends")
         assert complete(mesh.url)
