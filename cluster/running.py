@@ -98,7 +98,7 @@ class Cluster:
         await self._until_frontend_sees(expected)
 
     def _is_of_our_frontend(self, pid: int) -> bool:
-        """Whether this is our frontend or one of its processes. Else the card is left from a killed mesh."""
+        """Tell if this is our frontend or one of its processes; else the card is left from a killed mesh."""
         ours = self.supervisor.pid("frontend")
         try:
             return ours is not None and ours in (pid, psutil.Process(pid).ppid())
