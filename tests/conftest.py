@@ -1,7 +1,7 @@
-"""For all tests: how parallel workers share them, and how much work a property does.
+"""Configure all tests: how parallel workers share them, and how many examples a property tries.
 
-What a property's example takes is no part of it, an example that fails can be tried again, and no module leaves its
-environment variables to the next one (an engine in this process sets some, and workers inherit them).
+An example may take any time, and a failed example can be tried again. No module leaves its environment variables to
+the next one: an engine in this process sets some, and workers inherit them.
 """
 
 import os
