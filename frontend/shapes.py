@@ -26,6 +26,11 @@ class Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the shapes that clients send: a field that a shape does not have is refused."""
 
 
+class Lenient(Struct, frozen=True, kw_only=True):
+    """Base of the shapes inside a conversation. Unknown fields are ignored, because clients send back what a server
+    answered, with fields of their own."""
+
+
 class KvmeshOptions(Strict, frozen=True):
     """Our extension of the request, under `kvmesh`."""
 

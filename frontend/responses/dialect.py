@@ -40,7 +40,6 @@ from frontend.responses.shapes import (
     ResponsesRequest,
     ResponseUsage,
     StreamEvent,
-    TextConfig,
 )
 from frontend.responses.shapes import Event as SentEvent
 from frontend.shapes import encode
@@ -263,7 +262,6 @@ _ASKING = "Tell me a story."
 _NOTES = ShapeNotes(
     partly=(
         (ResponsesRequest, parse.DEFAULTS),
-        (TextConfig, parse.TEXT_DEFAULTS),
         (ReasoningConfig, parse.REASONING_DEFAULTS),
         (FunctionTool, parse.TOOL_DEFAULTS),
         (ContentPart, parse.PART_DEFAULTS),

@@ -92,7 +92,6 @@ DEFAULTS: Mapping[str, Only] = {
     "prompt": only(hint="no prompt templates are stored here; send instructions and input"),
     "background": only(False, hint="send stream, and stay connected"),
     "truncation": only("disabled", hint="input is never cut here; leave old items out yourself"),
-    "service_tier": only("auto", "default"),
     "moderation": only(hint="leave it out"),
     "context_management": only([], hint="leave it out"),
     "access_programs": only(hint="leave it out"),
@@ -101,10 +100,7 @@ DEFAULTS: Mapping[str, Only] = {
     "response_format": only(hint="send text.format"),
     "n": only(1),
 }
-TEXT_DEFAULTS: Mapping[str, Only] = {"verbosity": only("medium")}
 REASONING_DEFAULTS: Mapping[str, Only] = {
-    "summary": only("auto"),  # there are none: thoughts are shown whole
-    "generate_summary": only("auto"),
     "context": only("auto"),
     "mode": only("standard"),
 }
@@ -120,8 +116,6 @@ PART_DEFAULTS: Mapping[str, Only] = {name: only(hint="send text") for name in _F
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
     refuse_unsupported(request, DEFAULTS)
-    if request.text is not None:
-        refuse_unsupported(request.text, TEXT_DEFAULTS, "text.")
     if request.reasoning is not None:
         refuse_unsupported(request.reasoning, REASONING_DEFAULTS, "reasoning.")
 
@@ -165,16 +159,26 @@ def _settings(request: ResponsesRequest, specs: Sequence[FunctionTool], choice: 
         metadata=request.metadata or {},
         parallel_tool_calls=request.parallel_tool_calls is not False,
         prompt_cache_key=request.prompt_cache_key,
-        reasoning=ReasoningSettings(effort=_effort(request.reasoning)),
+        reasoning=_shown_reasoning(request.reasoning),
         safety_identifier=request.safety_identifier,
         temperature=or_default(request.temperature, 1.0),
-        text=TextSettings(_shown_format(request.text)),
+        text=TextSettings(_shown_format(request.text), _verbosity(request.text)),
         tool_choice=choice or "auto",
         tools=[_shown_tool(spec) for spec in specs],
         top_logprobs=request.top_logprobs or 0,
         top_p=or_default(request.top_p, 1.0),
         user=request.user,
     )
+
+
+def _shown_reasoning(reasoning: ReasoningConfig | None) -> ReasoningSettings:
+    if reasoning is None:
+        return ReasoningSettings()
+    return ReasoningSettings(reasoning.effort, reasoning.summary or reasoning.generate_summary)
+
+
+def _verbosity(text: TextConfig | None) -> str:
+    return (text.verbosity if text is not None else None) or "medium"
 
 
 def _shown_format(text: TextConfig | None) -> PlainTextFormat | JsonTextFormat | ShownSchemaFormat:

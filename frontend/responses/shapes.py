@@ -9,8 +9,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from frontend.openai.shapes import ChatLogprob, FunctionName, RequestBase, SchemaName
-from frontend.shapes import MAX_TOOLS, Count, Strict, TraceReport
+from frontend.openai.shapes import (
+    ChatLogprob,
+    FunctionName,
+    ReasoningEffort,
+    RequestBase,
+    SchemaName,
+    ServiceTier,
+    Verbosity,
+)
+from frontend.shapes import MAX_TOOLS, Count, Lenient, Strict, TraceReport
 
 MAX_METADATA = 16
 MAX_INPUT_ITEMS = 1 << 16
@@ -20,6 +28,7 @@ TEXT_PARTS = ("input_text", "output_text")
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
+SummaryKind = Literal["auto", "concise", "detailed"]
 Included = Annotated[str, Meta(extra_json_schema={"enum": list(INCLUDABLE)})]
 TextPartType = Annotated[str, Meta(extra_json_schema={"enum": list(TEXT_PARTS)})]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -47,13 +56,15 @@ class SchemaTextFormat(Strict, frozen=True, tag_field="type", tag="json_schema")
 
 class TextConfig(Strict, frozen=True):
     format: PlainTextFormat | JsonTextFormat | SchemaTextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Verbosity | None = None  # repeated in the answer; no model here knows it
 
 
 class ReasoningConfig(Strict, frozen=True):
-    effort: Annotated[str, Meta(max_length=32)] | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    effort: ReasoningEffort | None = None
+    # repeated in the answer and not used: thoughts are shown whole
+    summary: SummaryKind | None = None
+    generate_summary: SummaryKind | None = None  # the name before `summary`
+    # supported for their default only
     context: str | None = None
     mode: str | None = None
 
@@ -106,10 +117,10 @@ class ResponsesRequest(RequestBase, frozen=True, kw_only=True):
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
+    service_tier: ServiceTier | None = None
     # supported for their default only
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    service_tier: str | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
@@ -122,13 +133,9 @@ class ResponsesRequest(RequestBase, frozen=True, kw_only=True):
 # --- input items --------------------------------------------------------------------------------------
 
 
-class ContentPart(Strict, frozen=True):
+class ContentPart(Lenient, frozen=True):
     type: TextPartType
     text: str | None = None
-    # what our own answers carry
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    prompt_cache_breakpoint: Any = None  # ignored: prefixes are cached anyway
     # of parts that are known and not supported
     refusal: Any = None
     image_url: Any = None
@@ -140,46 +147,37 @@ class ContentPart(Strict, frozen=True):
     input_audio: Any = None
 
 
-class MessageItem(Strict, frozen=True):
+class MessageItem(Lenient, frozen=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[ContentPart]
     type: Literal["message"] | None = None
     id: str | None = None
     status: str | None = None
-    phase: str | None = None
 
 
-class FunctionCallItem(Strict, frozen=True):
+class FunctionCallItem(Lenient, frozen=True):
     call_id: str
     name: str
     arguments: str
     type: Literal["function_call"]
     id: str | None = None
     status: str | None = None
-    namespace: str | None = None
-    caller: Any = None
-    is_async: bool | None = msgspec.field(name="async", default=None)
-    created_by: str | None = None
 
 
-class FunctionOutputItem(Strict, frozen=True):
+class FunctionOutputItem(Lenient, frozen=True):
     call_id: str
     output: str | list[ContentPart]
     type: Literal["function_call_output"]
     id: str | None = None
-    name: str | None = None
     status: str | None = None
-    namespace: str | None = None
-    caller: Any = None
-    created_by: str | None = None
 
 
-class ThoughtPart(Strict, frozen=True):
+class ThoughtPart(Lenient, frozen=True):
     type: str
     text: str
 
 
-class ReasoningItem(Strict, frozen=True):
+class ReasoningItem(Lenient, frozen=True):
     type: Literal["reasoning"]
     summary: list[ThoughtPart] | None = None
     content: list[ThoughtPart] | None = None
