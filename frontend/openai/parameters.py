@@ -304,13 +304,14 @@ def message_of(message: Message, index: int) -> ChatMessage:
     if message.role not in ROLES:
         refuse(f"{where}.role", f"unknown role {shortened(message.role)!r}; expected one of {', '.join(ROLES)}")
     refuse_unsupported(message, MESSAGE_DEFAULTS, f"{where}.")
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
-        refuse(f"{where}.content", "null is allowed with tool calls only")
+    thoughts = message.reasoning_content or message.reasoning
+    if message.content is None and not (message.role == "assistant" and (message.tool_calls or thoughts)):
+        refuse(f"{where}.content", "null is allowed with tool calls or reasoning only")
     return {
         "role": message.role,
         "content": _content(message.content, where),
         "name": message.name,
-        "reasoning_content": message.reasoning_content,
+        "reasoning_content": thoughts,
         "tool_calls": _tool_calls(message, where),
         "tool_call_id": message.tool_call_id,
     }

@@ -1,7 +1,8 @@
 """OpenAI's wire shapes for chat and text completions: what comes in, what goes out.
 
 Fields that are known but not supported are here as well, so that they can be refused by name
-(`bodies.refuse_unsupported`); a field that is not here is unknown and refused by the decoder.
+(`bodies.refuse_unsupported`). A field that is not here is unknown: the decoder refuses the field in a parameter, and
+ignores the field in a message or a tool.
 """
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -16,6 +17,7 @@ from frontend.shapes import (
     MAX_USER_CHARS,
     Count,
     KvmeshOptions,
+    Lenient,
     ModelName,
     Salt,
     StopString,
@@ -102,7 +104,7 @@ class RequestBase(Strict, frozen=True):
     response_format: ResponseFormat | None = None
 
 
-class TextPart(Strict, frozen=True):
+class TextPart(Lenient, frozen=True):
     type: TextPartType
     text: str | None = None
     # of parts that are known and not supported
@@ -111,46 +113,43 @@ class TextPart(Strict, frozen=True):
     file: Any = None
     refusal: Any = None
     video_url: Any = None
-    cache_control: Any = None  # ignored: prefixes are cached anyway
-    prompt_cache_breakpoint: Any = None  # ignored for the same reason
 
 
-class FunctionCall(Strict, frozen=True):
+class FunctionCall(Lenient, frozen=True):
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Strict, frozen=True):
+class ToolCall(Lenient, frozen=True):
     """A call that an assistant made in an earlier turn."""
 
     function: FunctionCall
     id: str | None = None
     type: str | None = None
-    index: int | None = None
 
 
-class Message(Strict, frozen=True):
+class Message(Lenient, frozen=True):
     role: RoleName
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    # what our own answers and OpenAI's carry, so that a client can send them back as they were
+    reasoning: str | None = None  # the same thoughts, by the name that vLLM gives them
     refusal: str | None = None
+    # known and not supported
     audio: Any = None
     function_call: Any = None
-    annotations: list[Any] | None = None
 
 
-class FunctionSpec(Strict, frozen=True):
+class FunctionSpec(Lenient, frozen=True):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # JSON schema
-    strict: bool | None = None
+    strict: bool | None = None  # accepted: calls that are forced are always held to the schema
 
 
-class ToolSpec(Strict, frozen=True):
+class ToolSpec(Lenient, frozen=True):
     function: FunctionSpec
     type: Literal["function"] = "function"
 

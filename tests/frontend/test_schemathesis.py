@@ -60,19 +60,33 @@ def narrowed(document: dict[str, Any], *, streams: bool = False) -> dict[str, An
     only."""
     document = json.loads(json.dumps(document))
     schemas = document["components"]["schemas"]
-    for schema in schemas.values():
+    sent = named_in(
+        [operation.get("requestBody") for path in document["paths"].values() for operation in path.values()], schemas
+    )
+    for name, schema in schemas.items():
         properties = schema.get("properties", {})
         if schema.get("additionalProperties") is False and "model" in properties:
             properties["model"]["enum"] = [MODEL, ADAPTER]
             if streams and "stream" in properties:
                 properties["stream"] = {"enum": [True]}
                 schema["required"].append("stream")
-        if properties:
+        if properties and name not in sent:  # what is sent may have fields of its own in messages and tools
             schema.setdefault("additionalProperties", False)
     for operation in [operation for path in document["paths"].values() for operation in path.values()]:
         for parameter in operation.get("parameters", ()):
             parameter["schema"] |= NARROW.get(parameter["name"], {})
     return document
+
+
+def named_in(part: Any, schemas: dict[str, Any]) -> set[str]:
+    """Return the names of all schemas that the part of a document refers to, at any depth."""
+    found: set[str] = set()
+    left = [part]
+    while left:
+        new = set(re.findall('"#/components/schemas/([^"]+)"', json.dumps(left))) - found
+        found |= new
+        left = [schemas[name] for name in new]
+    return found
 
 
 NARROW: dict[str, Any] = {
