@@ -1,0 +1,30 @@
+"""List the clients that `make test-clients` runs, in the order of the table in docs/api.md."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+ENVIRONMENTS = ROOT / ".venv-clients"
+FLOWS = ("chat", "stream", "second_turn", "tools", "structured", "usage", "error", "cancel")
+NODE = "node"
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A script for one client. `more`: flows beyond the eight that its script reports."""
+
+    name: str
+    environment: str  # of requirements/, or "node"
+    script: str
+    more: tuple[str, ...] = ()
+
+    @property
+    def argv(self) -> list[str]:
+        script = str(HERE / self.script)
+        if self.environment == NODE:
+            return ["node", script]
+        return [str(ENVIRONMENTS / self.environment / "bin" / "python"), script]
+
+
+CLIENTS = (Client("openai-python", "sdks", "python/openai_chat.py"),)

@@ -1,0 +1,46 @@
+"""Start the two meshes that all clients share, and the clients' scripts. Only `make test-clients` does this."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clients.catalogue import CLIENTS, Client
+from tests.clients.runner import KEY, Runs
+from tests.support.mesh import running_mesh
+
+IS_ASKED = os.environ.get("KVMESH_TEST_CLIENTS") == "1"
+collect_ignore = [] if IS_ASKED else ["test_clients.py"]
+TINY = ("--prefill", "1", "--decode", "1")
+SLOW = (*TINY, "--engine", "mock", "--mock-itl-ms", "50")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-table", action="store_true", help="write the table of clients in docs/api.md")
+
+
+def asked_for(session: pytest.Session) -> list[Client]:
+    """Return the clients of the tests that this run has selected."""
+    names = {
+        item.callspec.params["client"].name for item in session.items if "client" in getattr(item, "fixturenames", ())
+    }
+    return [client for client in CLIENTS if client.name in names] or list(CLIENTS)
+
+
+@pytest.fixture(scope="session")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    folder: Path = tmp_path_factory.mktemp("meshes")
+    keys = folder / "keys"
+    keys.write_text(f"{KEY}\n")
+    keys.chmod(0o600)
+    flags = ("--api-keys-file", str(keys))
+    with running_mesh(folder / "tiny", *TINY, *flags) as tiny, running_mesh(folder / "slow", *SLOW, *flags) as slow:
+        yield {"KVMESH_URL": tiny.url, "KVMESH_SLOW_URL": slow.url}
+
+
+@pytest.fixture(scope="session")
+def runs(request: pytest.FixtureRequest, urls: dict[str, str]) -> Iterator[Runs]:
+    runs = Runs(asked_for(request.session), urls)
+    yield runs
+    runs.close()
