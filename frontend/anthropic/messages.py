@@ -1,7 +1,7 @@
 """POST /v1/messages: how a conversation is answered, whole or as a stream of content blocks."""
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,11 +20,13 @@ from frontend.anthropic.shapes import (
     AnswerText,
     AnswerThinking,
     AnswerToolUse,
+    Ending,
     ErrorAnswer,
     Message,
     MessagesRequest,
     ToolSpec,
     Usage,
+    UsageSoFar,
 )
 from frontend.anthropic.shapes import Event as StreamEvent
 from frontend.endpoint import generating
@@ -68,7 +70,7 @@ def answer_of(
         content=content,
         stop_reason=stop.reason,
         stop_sequence=stop.sequence,
-        usage=usage_of(counts),
+        usage=usage_of(counts, Usage),
         kvmesh=msgspec.UNSET if trace is None else trace,
     )
 
@@ -78,8 +80,11 @@ def message_id(job: Job) -> str:
     return job.heading.id.replace("-", "_", 1)
 
 
-def usage_of(counts: TokenCounts) -> Usage:
-    return Usage(
+UsageT = TypeVar("UsageT", bound=UsageSoFar)
+
+
+def usage_of(counts: TokenCounts, kind: type[UsageT]) -> UsageT:
+    return kind(
         input_tokens=counts.prompt - counts.cached,
         cache_read_input_tokens=counts.cached,
         output_tokens=counts.completion,
@@ -203,10 +208,10 @@ class MessagesWriter:
 
     def end(self, counts: TokenCounts) -> bytes:
         stop = stop_of(self._job)
-        delta = encode({"stop_reason": stop.reason, "stop_sequence": stop.sequence})
+        delta = encode(Ending(stop.reason, stop.sequence))
         trace = trace_report(self._job)
         last = b"" if trace is None else b',"kvmesh":' + encode(trace)
-        usage = b',"usage":' + encode(usage_of(counts))
+        usage = b',"usage":' + encode(usage_of(counts, UsageSoFar))
         return framed("message_delta", b',"delta":' + delta + usage) + framed("message_stop", last)
 
     def error(self, error: MeshError, request_id: str) -> bytes:

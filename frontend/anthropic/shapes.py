@@ -17,6 +17,7 @@ from frontend.shapes import (
     MAX_USER_CHARS,
     Count,
     KvmeshOptions,
+    Lenient,
     ModelName,
     Salt,
     StopString,
@@ -30,13 +31,13 @@ LEAST_BUDGET_TOKENS = 1024
 ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
-class TextBlock(Strict, frozen=True, tag_field="type", tag="text"):
+class TextBlock(Lenient, frozen=True, tag_field="type", tag="text"):
     text: str
     cache_control: Any = None  # ignored here and below: prefixes are cached anyway
     citations: list[Any] | None = None  # ignored: sources of an earlier answer
 
 
-class OnlyText(Strict, frozen=True):
+class OnlyText(Lenient, frozen=True):
     """A text block where no other may stand."""
 
     type: Literal["text"]
@@ -45,24 +46,27 @@ class OnlyText(Strict, frozen=True):
     citations: list[Any] | None = None
 
 
-class ThinkingBlock(Strict, frozen=True, tag_field="type", tag="thinking"):
+class ThinkingBlock(Lenient, frozen=True, tag_field="type", tag="thinking"):
     """Thoughts of an earlier answer."""
 
     thinking: str
     signature: str = ""  # not looked at: thoughts are not signed here
 
 
-class RedactedThinkingBlock(Strict, frozen=True, tag_field="type", tag="redacted_thinking"):
+class RedactedThinkingBlock(Lenient, frozen=True, tag_field="type", tag="redacted_thinking"):
     """Thoughts that nobody but Anthropic can read; dropped."""
 
     data: str
 
 
-class DirectCaller(Strict, frozen=True):
-    type: Literal["direct"]
+class DirectCaller(Lenient, frozen=True, tag_field="type", tag="direct"):
+    """The model has made the call itself, and no code that it runs."""
 
 
-class ToolUseBlock(Strict, frozen=True, tag_field="type", tag="tool_use"):
+BY_THE_MODEL = DirectCaller()
+
+
+class ToolUseBlock(Lenient, frozen=True, tag_field="type", tag="tool_use"):
     """A call that the model made in an earlier answer."""
 
     id: str
@@ -73,7 +77,7 @@ class ToolUseBlock(Strict, frozen=True, tag_field="type", tag="tool_use"):
     cache_control: Any = None
 
 
-class ToolResultBlock(Strict, frozen=True, tag_field="type", tag="tool_result"):
+class ToolResultBlock(Lenient, frozen=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[OnlyText] | None = None
     is_error: bool | None = None
@@ -84,12 +88,12 @@ class ToolResultBlock(Strict, frozen=True, tag_field="type", tag="tool_result"):
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
-class Message(Strict, frozen=True):
+class Message(Lenient, frozen=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class ToolSpec(Strict, frozen=True):
+class ToolSpec(Lenient, frozen=True):
     """A tool that the caller runs."""
 
     name: ToolName
@@ -203,7 +207,6 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
 class AnswerText(Struct, frozen=True, tag_field="type", tag="text"):
     text: str
-    citations: None = None
 
 
 class AnswerThinking(Struct, frozen=True, tag_field="type", tag="thinking"):
@@ -215,18 +218,36 @@ class AnswerToolUse(Struct, frozen=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
+    caller: DirectCaller = BY_THE_MODEL
 
 
 AnswerBlock = AnswerThinking | AnswerText | AnswerToolUse
 
 
-class Usage(Struct, frozen=True, kw_only=True):
+class UsageSoFar(Struct, frozen=True, kw_only=True):
     """The prompt has `input_tokens` and `cache_read_input_tokens` together."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+
+
+class CacheCreation(Struct, frozen=True):
+    """Tokens that were written to a cache which is paid for by time: there is none here."""
+
+    ephemeral_5m_input_tokens: int = 0
+    ephemeral_1h_input_tokens: int = 0
+
+
+NO_CACHE_CREATION = CacheCreation()
+
+
+class Usage(UsageSoFar, frozen=True, kw_only=True):
+    """The usage in `message_start` and in a whole answer."""
+
+    cache_creation: CacheCreation = NO_CACHE_CREATION
+    service_tier: str = "standard"
 
 
 class Answer(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
@@ -236,6 +257,7 @@ class Answer(Struct, frozen=True, kw_only=True, tag_field="type", tag="message")
     content: list[AnswerBlock]
     stop_reason: str | None  # null in message_start alone
     stop_sequence: str | None
+    stop_details: None = None
     usage: Usage
     kvmesh: TraceReport | UnsetType = UNSET
 
@@ -292,13 +314,14 @@ class BlockStop(Struct, frozen=True, tag_field="type", tag="content_block_stop")
 
 
 class Ending(Struct, frozen=True):
-    stop_reason: str
+    stop_reason: str | None
     stop_sequence: str | None
+    stop_details: None = None
 
 
 class MessageDelta(Struct, frozen=True, tag_field="type", tag="message_delta"):
     delta: Ending
-    usage: Usage
+    usage: UsageSoFar
 
 
 class MessageStop(Struct, frozen=True, tag_field="type", tag="message_stop"):

@@ -133,7 +133,7 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
                     blocks[-1]["input"] = json.loads(arguments[-1])
             case {"type": "message_delta", "delta": delta, "usage": usage}:
                 assert not is_open
-                message |= delta | {"usage": usage}
+                message |= delta | {"usage": message["usage"] | usage}
             case _:
                 raise AssertionError(f"unexpected: {event}")
     return message

@@ -38,6 +38,10 @@ from tests.support.patience import PATIENCE_S
 
 CALLING = ("<think>\nHm", "m.\n</think>\n\n", "I will", " look.\n", calling("Köln")[:30], calling("Köln")[30:])
 WITH_TOOLS: dict[str, Any] = ASKED | {"tools": [WEATHER]}
+NO_TIERS: dict[str, Any] = {  # what usage says of caches that are paid for by time, and of priority
+    "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+    "service_tier": "standard",
+}
 
 
 def cached(trace: Trace) -> None:
@@ -58,14 +62,16 @@ async def test_a_whole_answer(served: Served) -> None:
         "type": "message",
         "role": "assistant",
         "model": "tiny",
-        "content": [{"type": "text", "text": "Once upon a time", "citations": None}],
+        "content": [{"type": "text", "text": "Once upon a time"}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
+        "stop_details": None,
         "usage": {
             "input_tokens": len(prompt) - 4,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 4,
             "output_tokens": len(ids("Once")) + len(ids(" upon")) + len(ids(" a time")) + 1,
+            **NO_TIERS,
         },
     }
 
@@ -78,6 +84,7 @@ async def test_a_stream_is_exactly_anthropics(served: Served) -> None:
     assert re.fullmatch(r"msg_[0-9a-f]{24}", message["id"])
     assert (message["content"], message["stop_reason"], message["stop_sequence"]) == ([], None, None)
     call_id = blocks[9]["content_block"]["id"]
+    begun = {"type": "tool_use", "id": call_id, "name": "weather", "input": {}, "caller": {"type": "direct"}}
     assert [(block["type"].removeprefix("content_block_"), block["index"], block) for block in blocks] == [
         (kind, index, {"type": f"content_block_{kind}", "index": index} | rest)
         for kind, index, rest in [
@@ -86,11 +93,11 @@ async def test_a_stream_is_exactly_anthropics(served: Served) -> None:
             ("delta", 0, {"delta": {"type": "thinking_delta", "thinking": "m."}}),
             ("delta", 0, {"delta": {"type": "signature_delta", "signature": ""}}),
             ("stop", 0, {}),
-            ("start", 1, {"content_block": {"type": "text", "text": "", "citations": None}}),
+            ("start", 1, {"content_block": {"type": "text", "text": ""}}),
             ("delta", 1, {"delta": {"type": "text_delta", "text": "Once"}}),
             ("delta", 1, {"delta": {"type": "text_delta", "text": " upon"}}),
             ("stop", 1, {}),
-            ("start", 2, {"content_block": {"type": "tool_use", "id": call_id, "name": "weather", "input": {}}}),
+            ("start", 2, {"content_block": begun}),
             ("delta", 2, {"delta": {"type": "input_json_delta", "partial_json": '{"city": "Ulm"}'}}),
             ("stop", 2, {}),
         ]
@@ -101,8 +108,8 @@ async def test_a_stream_is_exactly_anthropics(served: Served) -> None:
         "cache_read_input_tokens": 4,
     }
     first_tokens = message["usage"]["output_tokens"]
-    assert message["usage"] == usage | {"output_tokens": first_tokens}
-    assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert message["usage"] == usage | {"output_tokens": first_tokens} | NO_TIERS
+    assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None, "stop_details": None}
     assert delta["usage"] == usage | {"output_tokens": delta["usage"]["output_tokens"]}
     assert delta["usage"]["output_tokens"] > first_tokens
     assert stop == {"type": "message_stop"}
@@ -121,7 +128,7 @@ async def test_text_is_escaped_and_characters_stay_whole(served: Served) -> None
     text = 'say "hi"\n\\ 🦊 é \u2028'
     served.generator.script = [*[Delta((token,)) for token in ids(text)], Delta((), FinishReason.LENGTH)]
     told = put_together(await served.events(ASKED))
-    assert told["content"] == [{"type": "text", "text": text, "citations": None}]
+    assert told["content"] == [{"type": "text", "text": text}]
     assert told["stop_reason"] == "max_tokens"
 
 
@@ -165,7 +172,7 @@ async def test_omitted_thoughts_leave_an_empty_block(served: Served, stream: boo
     told = put_together(await served.events(asked)) if stream else (await served.post(asked))[2]
     assert told["content"] == [
         {"type": "thinking", "thinking": "", "signature": ""},
-        {"type": "text", "text": "Yes", "citations": None},
+        {"type": "text", "text": "Yes"},
     ]
 
 

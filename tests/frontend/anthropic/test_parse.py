@@ -112,6 +112,23 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: s
     assert param.partition("[")[0].partition(".")[0] in str(error)
 
 
+def test_unknown_fields_inside_messages_blocks_and_tools_are_ignored() -> None:
+    extra = {"provider_specific_fields": {"refusal": None}, "citations": None, "extra": [1]}
+    call = {"type": "tool_use", "id": "t", "name": "weather", "input": {}, "caller": {"type": "direct", "by": "me"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "rain"} | extra]}
+    turns: list[tuple[str, list[dict[str, Any]]]] = [
+        ("user", [{"type": "text", "text": "hi"}]),
+        ("assistant", [{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "I look"}, call]),
+        ("user", [result]),
+    ]
+    plain = [{"role": role, "content": blocks} for role, blocks in turns]
+    told = [{"role": role, "content": [block | extra for block in blocks]} | extra for role, blocks in turns]
+    system = [{"type": "text", "text": "be kind"}]
+    assert parsed(messages=told, tools=[WEATHER | extra], system=[system[0] | extra]) == parsed(
+        messages=plain, tools=[WEATHER], system=system
+    )
+
+
 @pytest.mark.parametrize("missing", ["model", "messages", "max_tokens"])
 def test_what_is_missing_is_named(missing: str) -> None:
     with pytest.raises(InvalidRequestError) as error:

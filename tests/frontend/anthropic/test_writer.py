@@ -82,4 +82,4 @@ def test_a_stream_tells_the_whole_answer(thinking_model: Path, pieces: list[str]
 def test_a_chunk_of_text_is_one_event(thinking_model: Path, count: int) -> None:
     deltas = [*[Delta(ids(" fox"))] * count, Delta((END,), FinishReason.STOP, stop_token=END)]
     _, told = answered(loaded(thinking_model), deltas)
-    assert told["content"] == [{"type": "text", "text": " fox" * count, "citations": None}]
+    assert told["content"] == [{"type": "text", "text": " fox" * count}]
