@@ -6,6 +6,7 @@ text: sandboxed, its `tojson`, `raise_exception`, `strftime_now`, the `generatio
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -26,8 +27,24 @@ log = logging.getLogger(__name__)
 
 MAX_REFUSAL_CHARS = 500  # of a template's words
 _END_OF_FINAL = "\ue000end of the final message\ue000"  # stands there while the template is rendered
+_READS_REASONING = re.compile(r"""\.reasoning\b|(["'])reasoning\1""")
 ChatMessage = Mapping[str, Any]
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class WrittenArguments(dict[str, Any]):
+    """Holds arguments of an earlier call that are no JSON object: models write such, and limits cut calls off.
+
+    A template that writes arguments as JSON, or as they are, writes the text. A template that writes them one by one
+    finds one argument, `arguments`, with the text as its value.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(arguments=text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class ChatTemplate:
@@ -38,6 +55,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.source = source
         self._knows_developer = "developer" in source
+        self._reads_reasoning = _READS_REASONING.search(source) is not None
         try:
             self._template = _environment().from_string(source)
             # jinja2 copies these for every rendering, and chains of maps are slow to copy
@@ -96,11 +114,13 @@ class ChatTemplate:
         return _up_to_mark(text) if continue_final_message else text
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
-        """Return the message without nulls, as transformers passes it; `developer` is `system` to templates before that
-        name."""
+        """Return the message without nulls, as transformers passes it. `developer` is `system` to templates before that
+        name, and thoughts have two names: DeepSeek's `reasoning_content`, vLLM's `reasoning`."""
         plain = {key: value for key, value in message.items() if value is not None}
         if plain.get("role") == "developer" and not self._knows_developer:
             plain["role"] = "system"
+        if self._reads_reasoning and "reasoning_content" in plain:
+            plain["reasoning"] = plain["reasoning_content"]
         return plain
 
 
@@ -204,6 +224,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as it is; jinja2's own filter escapes HTML."""
+    if isinstance(value, WrittenArguments):
+        return value.text
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -35,7 +35,7 @@ from frontend.parameters import (
 )
 from frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
 from frontend.shapes import MAX_U32
-from frontend.templates import ChatMessage
+from frontend.templates import ChatMessage, WrittenArguments
 from protocol.messages import UNREADABLE, Guide, GuideKind, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; chats default to what the context leaves
@@ -312,7 +312,7 @@ def message_of(message: Message, index: int) -> ChatMessage:
         "content": _content(message.content, where),
         "name": message.name,
         "reasoning_content": thoughts,
-        "tool_calls": _tool_calls(message, where),
+        "tool_calls": _tool_calls(message),
         "tool_call_id": message.tool_call_id,
     }
 
@@ -333,24 +333,25 @@ def _part(part: TextPart, where: str) -> str:
     return part.text
 
 
-def _tool_calls(message: Message, where: str) -> list[dict[str, Any]] | None:
+def _tool_calls(message: Message) -> list[dict[str, Any]] | None:
     if not message.tool_calls:
         return None
     return [
         {
             "id": call.id,
             "type": "function",
-            "function": {
-                "name": call.function.name,
-                "arguments": arguments_of(call.function.arguments, f"{where}.tool_calls[{n}].function.arguments"),
-            },
+            "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments)},
         }
-        for n, call in enumerate(message.tool_calls)
+        for call in message.tool_calls
     ]
 
 
-def arguments_of(arguments: str | dict[str, Any] | None, param: str) -> dict[str, Any]:
-    """Templates write arguments with `tojson` and so want the object, not its JSON."""
+def arguments_of(arguments: str | dict[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of an earlier call as templates want them: an object, not its JSON.
+
+    Arguments that are no object are accepted, because a model may have written them so (OpenAI says that they may be
+    invalid JSON).
+    """
     if not arguments:
         return {}
     if isinstance(arguments, dict):
@@ -358,4 +359,4 @@ def arguments_of(arguments: str | dict[str, Any] | None, param: str) -> dict[str
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any])
     except UNREADABLE:
-        refuse(param, "not a JSON object")
+        return WrittenArguments(arguments)

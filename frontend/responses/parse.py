@@ -293,7 +293,7 @@ class Conversation:
             case "message":
                 self._add_message(_read(item, MessageItem, where), where)
             case "function_call":
-                self._add_call(_read(item, FunctionCallItem, where), where)
+                self._add_call(_read(item, FunctionCallItem, where))
             case "function_call_output":
                 self._add_output(_read(item, FunctionOutputItem, where), where)
             case "reasoning":
@@ -310,8 +310,8 @@ class Conversation:
             message["reasoning_content"] = self._thoughts
         self._append(message)
 
-    def _add_call(self, item: FunctionCallItem, where: str) -> None:
-        function = {"name": item.name, "arguments": arguments_of(item.arguments, f"{where}.arguments")}
+    def _add_call(self, item: FunctionCallItem) -> None:
+        function = {"name": item.name, "arguments": arguments_of(item.arguments)}
         call = {"id": item.call_id, "type": "function", "function": function}
         self._called[item.call_id] = item.name
         if not self.messages or self.messages[-1]["role"] != "assistant":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from frontend.openai.parameters import parse_chat
 from frontend.templates import ChatTemplate
 from protocol.errors import ConfigError, InvalidRequestError
 from tests.frontend import tiny
@@ -79,6 +80,67 @@ def test_developer_is_system_to_templates_that_do_not_know_it() -> None:
     turn = [{"role": "developer", "content": "x"}]
     assert ChatTemplate("{{ messages[0].role }}", {}).render(turn) == "system"
     assert ChatTemplate("{# developer #}{{ messages[0].role }}", {}).render(turn) == "developer"
+
+
+def test_thoughts_have_the_name_that_the_template_reads() -> None:
+    turn = [{"role": "assistant", "content": "x", "reasoning_content": "Hm."}]
+    for source in (
+        "{{ messages[0].reasoning }}",
+        "{{ messages[0]['reasoning'] }}",
+        '{{ messages[0].get("reasoning") }}',
+        "{{ messages[0].reasoning_content }}",
+    ):
+        assert ChatTemplate(source, {}).render(turn) == "Hm."
+    assert ChatTemplate("{# reasoning #}{{ messages[0] | length }}", {}).render(turn) == "3"
+
+
+CALL_BY_CALL = "{%- for call in messages[-1].tool_calls %}{% set call = call.function %}"
+WRITTEN_AS = {  # how templates of known models write the arguments of a call, and what cut-off arguments become
+    "qwen3": (
+        "{% if call.arguments is string %}{{ call.arguments }}{% else %}{{ call.arguments | tojson }}{% endif %}",
+        '{"city": "Par',
+    ),
+    "hermes": ("{% set args = call.arguments %}{{ args | tojson(indent=2) }}", '{"city": "Par'),
+    "print": ("{{ call.arguments }}", '{"city": "Par'),
+    "join": ("{{ 'x' ~ call.arguments }}", 'x{"city": "Par'),
+    "qwen3-coder": (
+        "{% for name, value in call.arguments | items %}<parameter={{ name }}>{{ value }}</parameter>{% endfor %}",
+        '<parameter=arguments>{"city": "Par</parameter>',
+    ),
+    "unsloth": (
+        "{% if call.arguments is mapping %}{% for name in call.arguments %}"
+        "{{ name }}={{ call.arguments[name] | tojson }}{% endfor %}{% endif %}",
+        'arguments="{\\"city\\": \\"Par"',
+    ),
+    "glm": (
+        "{% for name, value in call.arguments.items() %}{{ name }}: "
+        "{{ value | tojson if value is not string else value }}{% endfor %}",
+        'arguments: {"city": "Par',
+    ),
+    "gemma": (
+        "{% for name, value in call.arguments | dictsort %}{{ name }}:{{ value }}{% endfor %}",
+        'arguments:{"city": "Par',
+    ),
+    "whole": ("{{ call | tojson }}", '{"name": "f", "arguments": {"arguments": "{\\"city\\": \\"Par"}}'),
+}
+
+
+@pytest.mark.parametrize(("source", "text"), WRITTEN_AS.values(), ids=WRITTEN_AS)
+def test_arguments_that_are_no_object_are_rendered_by_every_template(source: str, text: str) -> None:
+    template = ChatTemplate(CALL_BY_CALL + source + "{% endfor %}", {})
+
+    def rendered(arguments: str | None) -> str:
+        called = {"tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        body = {"model": "m", "messages": [{"role": "assistant"} | called]}
+        messages = parse_chat(json.dumps(body).encode()).messages
+        assert messages is not None
+        return template.render(messages)
+
+    assert rendered('{"city": "Par') == text
+    assert "Paris" in rendered('{"city": "Paris"}')
+    for arguments in ("[]", "null", '"Paris"', "Paris", "{}{}", '{"a":' * 10_000):
+        assert rendered(arguments)
+    assert rendered("") == rendered(None) == rendered("{}")
 
 
 @pytest.mark.parametrize(

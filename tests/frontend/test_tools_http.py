@@ -163,6 +163,17 @@ async def test_a_call_cut_by_the_limit_is_not_finished(able: Served, stream: boo
     assert (arguments, reason) == ('{"ci', "length")
 
 
+async def test_our_own_cut_off_call_is_accepted_as_history(able: Served) -> None:
+    able.generator.script = [Delta(ids('<tool_call>{"name": "weather", "arguments": {"ci'), FinishReason.LENGTH)]
+    _, _, body = await able.post(PATH, ASKED)
+    cut = body["choices"][0]["message"]
+    assert cut["tool_calls"][0]["function"]["arguments"] == '{"ci'
+    result = {"role": "tool", "tool_call_id": cut["tool_calls"][0]["id"], "content": "not run"}
+    status, _, body = await able.post(PATH, ASKED | {"messages": [*CHAT["messages"], cut, result]})
+    assert status == 200, body
+    assert '{\\"ci' in prompt_of(able)
+
+
 async def test_each_of_several_answers_has_its_own_calls(able: Served) -> None:
     able.generator.scripts = [words(WEATHER_CALL), words("No."), words(TIME_CALL)]
     _, _, body = await able.post(PATH, ASKED | {"n": 3})

@@ -345,7 +345,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
         "messages[1].content[0].type",
     ),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 1}}]}]},
         "messages[0].tool_calls[0].function.arguments",
     ),
     ({"temperature": -0.1}, "temperature"),
