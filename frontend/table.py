@@ -6,12 +6,14 @@ from frontend.anthropic import count, messages
 from frontend.endpoint import Endpoint
 from frontend.mesh_api import route, status, tokenize
 from frontend.openai import chat, completions, embeddings, models
+from frontend.responses import count as input_tokens
 from frontend.responses import dialect as responses
 
 ENDPOINTS: Sequence[Endpoint] = (
     chat.ENDPOINT,
     completions.ENDPOINT,
     responses.ENDPOINT,
+    input_tokens.ENDPOINT,
     messages.ENDPOINT,
     count.ENDPOINT,
     embeddings.ENDPOINT,

@@ -314,6 +314,12 @@ class Response(Settings, frozen=True, kw_only=True):
     kvmesh: TraceReport | UnsetType = UNSET
 
 
+class InputTokens(Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
+    """The length of a prompt."""
+
+    input_tokens: int
+
+
 # --- the events of a stream ---------------------------------------------------------------------------
 
 

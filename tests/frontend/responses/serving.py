@@ -74,11 +74,11 @@ class Served:
     def sync_client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
 
-    async def post(self, body: Any, **headers: str) -> tuple[int, Any, Any]:
+    async def post(self, body: Any, path: str = "/v1/responses", **headers: str) -> tuple[int, Any, Any]:
         """Post a body; return (status, headers, JSON or text)."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         names = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with self._session.post(self.url + "/v1/responses", data=data, headers=names) as reply:
+        async with self._session.post(self.url + path, data=data, headers=names) as reply:
             text = await reply.text()
             is_json = reply.content_type == "application/json"
             return reply.status, reply.headers, json.loads(text) if is_json else text

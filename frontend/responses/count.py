@@ -1,0 +1,33 @@
+"""POST /v1/responses/input_tokens: how long the prompt of a response would be. No worker is asked."""
+
+import asyncio
+
+from frontend.endpoint import Endpoint, Services, identified, timeout_s
+from frontend.operation import ASKED_FAILURES, Operation
+from frontend.prompts import read_prompts
+from frontend.responses.parse import parse_responses
+from frontend.responses.shapes import InputTokens, ResponsesRequest
+from mesh.http.request import Reply, Request, json_reply
+
+
+async def count_input_tokens(services: Services, request: Request) -> Reply:
+    """Count the tokens that the same body would have as the prompt of a response. Raise MeshError."""
+    deadline = asyncio.get_running_loop().time() + timeout_s(request, services.limits)
+    with services.admission.enter(), services.admission.until(deadline):
+        parsed = parse_responses(request.body)
+        [prompt] = await read_prompts(parsed, await services.models.get(parsed.model))
+    return json_reply(InputTokens(prompt.num_tokens))
+
+
+ENDPOINT = Endpoint(
+    method="POST",
+    path="/v1/responses/input_tokens",
+    handler=identified(count_input_tokens, "count"),
+    operation=Operation(
+        summary="Count the tokens of a response's prompt",
+        request=(ResponsesRequest,),
+        reply=InputTokens,
+        failures=ASKED_FAILURES,
+        is_asked=True,
+    ),
+)
