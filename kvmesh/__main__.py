@@ -13,6 +13,7 @@ COMMANDS = {
     "demo": ("kvmesh.demo", "start a mesh, send it real requests, show what happened"),
     "doctor": ("kvmesh.doctor", "check this machine and say what to do"),
     "explain": ("kvmesh.explain", "ask a running mesh where a prompt would run, and why"),
+    "batch": ("kvmesh.batch.command", "send a file of requests, in OpenAI's batch format, to a running mesh"),
     "planner": ("kvmesh.planner", "decide how many workers run; `kvmesh planner explain` shows the reasons"),
     "demo-planner": ("kvmesh.demo_planner", "a load that triples and falls, and a planner that follows it"),
     "replay": ("simulator.replay", "simulate a mesh under a trace or synthetic load"),

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
@@ -22,12 +21,12 @@ from frontend.openai.parameters import parse_either
 from frontend.prompts import read_prompts
 from frontend.templates import ChatTemplate
 from frontend.tokenizer import Tokenizer
+from kvmesh.http_client import API_KEY, message_of, open_session
 from mesh.config import load
 from protocol.errors import ConfigError, MeshError, UnreachableError
 from protocol.messages import CandidateReport, Explanation, Target, WorkerCard, unpack_tokens
 
 TIMEOUT_S = 30.0
-API_KEY = "KVMESH_API_KEY"  # environment variable; a flag can be seen by other users of this machine
 LEGS = {"whole": "prompt and answer", "prefill": "the prompt", "decode": "the answer"}
 TIERS = ("device", "host", "disk", "elsewhere")
 
@@ -99,7 +98,7 @@ async def ask(config: ExplainConfig, prompt: str) -> bytes:
     content: dict[str, object] = {"prompt": prompt} if config.raw else {"messages": chat}
     asked = config.router or config.url
     try:
-        async with open_session(config.api_key or os.environ.get(API_KEY, ""), config.ca_file) as http:
+        async with open_session(config.api_key or os.environ.get(API_KEY, ""), config.ca_file, TIMEOUT_S) as http:
             return await (ask_router if config.router else ask_frontend)(http, asked, config.model, content)
     except aiohttp.ClientConnectorCertificateError as error:
         found = f"the certificate of {asked} is not trusted: {error.certificate_error}"
@@ -108,20 +107,6 @@ async def ask(config: ExplainConfig, prompt: str) -> bytes:
         reason = str(error) or f"it took more than {TIMEOUT_S:g} s"
         hint = "start a mesh with `kvmesh up`, or set --url"
         raise UnreachableError(f"no mesh answers at {asked}: {reason}", hint=hint) from error
-
-
-def open_session(api_key: str, ca_file: str) -> aiohttp.ClientSession:
-    """Return a client that sends the key and trusts what `ca_file` has signed. Raises ConfigError."""
-    try:
-        tls: ssl.SSLContext | bool = ssl.create_default_context(cafile=ca_file) if ca_file else True
-    except (OSError, ssl.SSLError) as error:
-        why = error.strerror or error
-        raise ConfigError(f"cannot read {ca_file}: {why}", hint="--ca-file takes certificates in PEM") from error
-    return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(TIMEOUT_S),
-        connector=aiohttp.TCPConnector(ssl=tls),
-        headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-    )
 
 
 async def ask_frontend(http: aiohttp.ClientSession, url: str, model: str, content: dict[str, object]) -> bytes:
@@ -168,14 +153,6 @@ async def fetch(http: aiohttp.ClientSession, method: str, url: str, body: object
         hint = f"set {API_KEY}, or --api-key" if response.status == 401 else ""
         raise MeshError(f"{url} answered {response.status}: {message_of(content)}", hint=hint)
     return content
-
-
-def message_of(content: bytes) -> str:
-    """Return the message in an error body of ours, or the beginning of any other body."""
-    try:
-        return str(msgspec.json.decode(content)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return content[:200].decode(errors="replace")
 
 
 def only(names: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from frontend.http import FrontendApi, HttpSettings
 from frontend.models import ModelRegistry
 from kvmesh import explain
 from kvmesh.explain import ExplainConfig, PlacementReply, unbooked
+from kvmesh.http_client import open_session
 from mesh.http.errors import UnauthorizedError
 from mesh.http.request import Reply, Request, json_reply
 from mesh.http.server import App, Route, listening
@@ -212,9 +213,9 @@ async def test_the_key_is_sent_and_a_missing_one_is_explained() -> None:
 
     app = App([Route("GET", "/v1/models", answer)])
     async with listening(app, "127.0.0.1", 0) as url:
-        async with explain.open_session("right", "") as http:
+        async with open_session("right", "", 30.0) as http:
             assert b'"m"' in await explain.fetch(http, "GET", f"{url}/v1/models")
-        async with explain.open_session("", "") as http:
+        async with open_session("", "", 30.0) as http:
             with pytest.raises(MeshError, match="set KVMESH_API_KEY"):
                 await explain.fetch(http, "GET", f"{url}/v1/models")
 
@@ -223,7 +224,7 @@ async def test_a_file_without_certificates_is_named(tmp_path: Path) -> None:
     (tmp_path / "no.pem").write_text("nothing")
     for name in ("no.pem", "absent.pem"):
         with pytest.raises(ConfigError, match=name):
-            explain.open_session("", str(tmp_path / name))
+            open_session("", str(tmp_path / name), 30.0)
 
 
 def test_load_of_other_callers_is_named() -> None:
