@@ -25,12 +25,11 @@ PIP_SETTINGS = {"global.index-url": "UV_DEFAULT_INDEX", "global.find-links": "UV
 
 def main() -> int:
     began = time.monotonic()
+    variables = uv_variables()
     for title, steps in plans():
         print(f"{title} ...", flush=True)
         for argv in steps:
-            if subprocess.run(
-                argv, env=uv_variables(), cwd=NODE if NODE.exists() else ROOT, stdin=subprocess.DEVNULL, check=False
-            ).returncode:
+            if subprocess.run(argv, env=variables, stdin=subprocess.DEVNULL, check=False).returncode:
                 print(f"FAILED: {' '.join(argv)}; what it said stands above", file=sys.stderr)
                 return 1
         done_mark(title).write_text(pins_of(title))
@@ -46,7 +45,7 @@ def plans() -> Iterator[tuple[str, list[list[str]]]]:
         if not is_done(file.stem):
             yield file.stem, python_steps(file)
     if (NODE / "package-lock.json").exists() and shutil.which("npm") and not is_done("node"):
-        yield "node", [["npm", "ci", "--no-audit", "--no-fund", "--loglevel=error"]]
+        yield "node", [["npm", "--prefix", str(NODE), "ci", "--no-audit", "--no-fund", "--loglevel=error"]]
 
 
 def python_steps(file: Path) -> list[list[str]]:

@@ -1,6 +1,7 @@
-"""What the scripts of clients print becomes results, and these become the table of docs/api.md."""
+"""Results are read from what scripts print, and become the table of docs/api.md."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,8 +91,6 @@ class Here(Client):
 
     @property
     def argv(self) -> list[str]:
-        import sys
-
         return [sys.executable, self.script]
 
 
