@@ -7,22 +7,30 @@ those of the assistant as they are, so that an answer that is sent back is again
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
+
+import msgspec
 
 from frontend.anthropic.shapes import (
     Block,
     Message,
     OnlyText,
     RedactedThinkingBlock,
+    ResultText,
     TextBlock,
     ThinkingBlock,
+    ToolReference,
     ToolResultBlock,
     ToolUseBlock,
 )
 from frontend.bodies import refuse
 from frontend.templates import ChatMessage
+from protocol.messages import UNREADABLE
 
+INVALID_JSON: Final = "INVALID_JSON"  # Anthropic's key for arguments that are no JSON object
 FAILED = "Error: "  # before the result of a tool that failed: templates know no other way to say it
+
+_object_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 class _Placed(NamedTuple):
@@ -67,7 +75,7 @@ def _blocks(message: Message, index: int) -> list[_Placed]:
     where = f"messages[{index}].content"
     if isinstance(message.content, str):
         return [_Placed(where, TextBlock(text=message.content))]
-    if not message.content:
+    if not message.content and message.role != "assistant":  # an answer may have been empty
         refuse(where, "it is empty")
     return [_Placed(f"{where}[{n}]", block) for n, block in enumerate(message.content)]
 
@@ -120,7 +128,26 @@ def _assistant(blocks: Iterable[_Placed], names: dict[str, str]) -> ChatMessage:
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:
     """Templates write arguments with `tojson` and so want the object, not its JSON."""
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": input_of(block)}}
+
+
+def input_of(block: ToolUseBlock) -> dict[str, Any]:
+    """Return the arguments as an object; what a cut-off call left of them is kept under Anthropic's key for it."""
+    if not isinstance(block.input, str):
+        return block.input or {}
+    try:
+        return _object_decoder.decode(block.input or "{}")
+    except UNREADABLE:
+        return {INVALID_JSON: block.input}
+
+
+def clear_thoughts(said: Sequence[ChatMessage], kept: int) -> list[ChatMessage]:
+    """Return the messages without thoughts, except the latest `kept` that have any."""
+    thoughtful = [index for index, message in enumerate(said) if message.get("reasoning_content")]
+    cleared = frozenset(thoughtful[: len(thoughtful) - kept]) if len(thoughtful) > kept else frozenset[int]()
+    return [
+        {**message, "reasoning_content": None} if index in cleared else message for index, message in enumerate(said)
+    ]
 
 
 def _text_block(placed: _Placed, role: str) -> TextBlock:
@@ -129,10 +156,10 @@ def _text_block(placed: _Placed, role: str) -> TextBlock:
     return placed.block
 
 
-def _text(content: str | Sequence[TextBlock | OnlyText] | None) -> str:
+def _text(content: str | Sequence[TextBlock | OnlyText | ResultText | ToolReference] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join([block.text for block in content])
+    return "\n".join([block.tool_name if isinstance(block, ToolReference) else block.text for block in content])
 
 
 def _misplaced(where: str, block: Block, role: str) -> NoReturn:

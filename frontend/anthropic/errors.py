@@ -2,10 +2,10 @@
 
 from msgspec import UNSET
 
-from frontend.anthropic.shapes import ErrorAnswer, ErrorDetail
+from frontend.anthropic.shapes import ErrorAnswer, ErrorDetail, ErrorReason
 from frontend.shapes import encode
 from mesh.http.errors import http_failure
-from protocol.errors import MeshError
+from protocol.errors import InvalidRequestError, MeshError
 
 _TYPE_BY_STATUS = {
     401: "authentication_error",
@@ -19,11 +19,18 @@ _TYPE_BY_STATUS = {
 }
 
 
+class ThreadsUnsupportedError(InvalidRequestError):
+    """The request asks for a thread. Anthropic's clients then send the whole conversation without a thread."""
+
+    reason = ErrorReason("thread_unsupported_request")
+
+
 def error_type(status: int) -> str:
     return _TYPE_BY_STATUS.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 
 def error_body(error: MeshError, request_id: str = "") -> bytes:
     """Anthropic's error object as JSON."""
-    detail = ErrorDetail(error_type(http_failure(error.code).status), str(error))
+    reason = error.reason if isinstance(error, ThreadsUnsupportedError) else UNSET
+    detail = ErrorDetail(error_type(http_failure(error.code).status), str(error), reason)
     return encode(ErrorAnswer(detail, request_id or UNSET))

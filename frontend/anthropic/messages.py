@@ -6,11 +6,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from frontend.answer import Part
+from frontend.anthropic.conversation import INVALID_JSON
 from frontend.anthropic.errors import error_body
 from frontend.anthropic.parse import (
     MESSAGES_DEFAULTS,
     PROMPT_DEFAULTS,
-    TOOL_DEFAULTS,
     ParsedMessages,
     parse_messages,
 )
@@ -24,7 +24,6 @@ from frontend.anthropic.shapes import (
     ErrorAnswer,
     Message,
     MessagesRequest,
-    ToolSpec,
     Usage,
     UsageSoFar,
 )
@@ -39,8 +38,6 @@ from frontend.shapes import TraceReport, encode
 from frontend.whole_answer import WholeAnswer, WholeCall, new_call_id
 from protocol.errors import MeshError
 from protocol.messages import UNREADABLE, FinishReason
-
-INVALID_JSON: Final = "INVALID_JSON"  # Anthropic's key for arguments that are no JSON object
 
 
 class MessagesDialect:
@@ -232,7 +229,7 @@ ENDPOINT = generating(
         is_asked=True,
         takes_hints=True,
         notes=ShapeNotes(
-            partly=((MessagesRequest, {**PROMPT_DEFAULTS, **MESSAGES_DEFAULTS}), (ToolSpec, TOOL_DEFAULTS)),
+            partly=((MessagesRequest, {**PROMPT_DEFAULTS, **MESSAGES_DEFAULTS}),),
             examples={
                 (MessagesRequest, "messages"): [{"role": "user", "content": _ASKING}],
                 (Message, "content"): _ASKING,

@@ -1,15 +1,18 @@
 """Read and check a request body: JSON in, a `ParsedRequest` or an error that names the parameter out. Pure."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from frontend.anthropic.conversation import chat_messages, continues
+from frontend.anthropic.conversation import chat_messages, clear_thoughts, continues
+from frontend.anthropic.errors import ThreadsUnsupportedError
 from frontend.anthropic.shapes import (
     AnyChoice,
     AutoChoice,
+    ContextManagement,
     CountRequest,
+    LatestTurns,
     MessagesRequest,
     NamedChoice,
     NoChoice,
@@ -31,10 +34,12 @@ from frontend.parameters import (
     tools_of,
 )
 from frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
+from frontend.templates import ChatMessage
 from protocol.errors import InvalidRequestError
 from protocol.messages import UNREADABLE, Guide, SamplingParams
 
 NAMES = ParamNames(prompt="messages", format="output_config.format")
+BY_THE_MODEL = "direct"  # among the callers of a tool
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountRequest)
 RequestT = TypeVar("RequestT", bound=CountRequest)
@@ -47,6 +52,8 @@ class ParsedMessages(ParsedRequest, frozen=True, kw_only=True):
 def parse_messages(body: bytes) -> ParsedMessages:
     """Raises InvalidRequestError."""
     request = _decode(body, _messages_decoder)
+    if request.thread is not None:
+        _refuse_thread()
     refuse_unsupported(request, MESSAGES_DEFAULTS)
     _check_budget(request)
     return ParsedMessages(
@@ -70,7 +77,7 @@ def parse_count(body: bytes) -> ParsedRequest:
 def _prompt(request: CountRequest) -> dict[str, Any]:
     """Return what makes the prompt, and what the answer is held to, as fields of ParsedRequest."""
     refuse_unsupported(request, PROMPT_DEFAULTS)
-    messages = chat_messages(request.system, request.messages)
+    messages = _edited(chat_messages(request.system, request.messages), request.context_management)
     goes_on = continues(messages)
     tools = _tools(request)
     return {
@@ -86,6 +93,17 @@ def _prompt(request: CountRequest) -> dict[str, Any]:
     }
 
 
+def _edited(messages: list[ChatMessage], management: ContextManagement | None) -> list[ChatMessage]:
+    """Return the messages after the edits that the client wants."""
+    for edit in (management and management.edits) or ():
+        match edit.keep:
+            case None:
+                messages = clear_thoughts(messages, 1)
+            case LatestTurns(value=kept):
+                messages = clear_thoughts(messages, kept)
+    return messages
+
+
 # --- JSON ---------------------------------------------------------------------------------------------
 
 
@@ -98,10 +116,11 @@ class _Turn(msgspec.Struct):
 
 
 class _Glance(msgspec.Struct):
-    """The part of a body that says what kinds of blocks and tools it holds."""
+    """The part of a body that says what kinds of blocks and tools it holds, and whether it belongs to a thread."""
 
     messages: list[_Turn] = []
     tools: list[_Typed] | None = None
+    thread: _Typed | None = None
 
 
 _glance_decoder = msgspec.json.Decoder(_Glance)
@@ -122,6 +141,8 @@ def _refuse_foreign(body: bytes) -> None:
         glance = _glance_decoder.decode(body)
     except UNREADABLE:
         return
+    if glance.thread is not None:  # such a body may hold no messages at all
+        _refuse_thread()
     for n, tool in enumerate(glance.tools or ()):
         if tool.type not in (None, "custom"):
             what = f"{tool.type[:64]!r} is a tool of Anthropic's"
@@ -133,25 +154,28 @@ def _refuse_foreign(body: bytes) -> None:
                 not_supported(f"messages[{n}].content[{k}].type", what, f"send {', '.join(BLOCKS)}")
 
 
+def _refuse_thread() -> NoReturn:
+    raise ThreadsUnsupportedError(
+        "The parameter 'thread' is not supported: nothing is stored", hint="send the whole conversation", param="thread"
+    )
+
+
 # --- parameters that are known and not supported ------------------------------------------------------
 
-KEEP_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}  # an edit that changes nothing
 PROMPT_DEFAULTS: Mapping[str, Only] = {
     "speed": only("standard"),
-    "context_management": only({}, {"edits": []}, {"edits": [KEEP_THOUGHTS]}),
     "mcp_servers": only([]),
+    "billing_policy": only({"type": "billing_policy"}, {"type": "billing_policy", "bill_to": "self"}),
 }
 MESSAGES_DEFAULTS: Mapping[str, Only] = {
     "service_tier": only("auto", "standard_only"),
     "container": only(),
     "inference_geo": only(),
-    "diagnostics": only(),
     "user_profile_id": only(),
-}
-TOOL_DEFAULTS: Mapping[str, Only] = {
-    "defer_loading": only(False),
-    "allowed_callers": only(["direct"]),
-    "input_examples": only([]),
+    "compaction": only(),
+    "fallbacks": only([], "default"),
+    "fallback_credit_token": only(),
+    "thread": only(),
 }
 
 
@@ -178,13 +202,20 @@ def _wish(choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None) -> Too
 
 
 def _declared(tool: ToolSpec, where: str) -> DeclaredTool:
-    refuse_unsupported(tool, TOOL_DEFAULTS, where)
     check_tool_name(tool.name, f"{where}name")
-    return DeclaredTool(tool.name, tool.description, tool.input_schema)
+    if tool.allowed_callers and BY_THE_MODEL not in tool.allowed_callers:
+        not_supported(f"{where}allowed_callers", "only the model calls tools here", "add 'direct', or leave it out")
+    schema = tool.input_schema
+    if tool.input_examples:
+        schema = {**schema, "examples": tool.input_examples}
+    return DeclaredTool(tool.name, tool.description, schema)
 
 
 def _guide(request: CountRequest, tools: Tools | None) -> Guide | None:
     form = request.output_config.format if request.output_config is not None else None
+    if form is not None and request.output_format is not None:
+        refuse("output_format", "output_config.format says it already; send one of them")
+    form = form or request.output_format
     return guide_of(None if form is None else schema_guide(form.schema), tools, NAMES.format)
 
 

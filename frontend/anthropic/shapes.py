@@ -50,7 +50,7 @@ class ThinkingBlock(Lenient, frozen=True, tag_field="type", tag="thinking"):
     """Thoughts of an earlier answer."""
 
     thinking: str
-    signature: str = ""  # not looked at: thoughts are not signed here
+    signature: str | None = None  # not looked at: thoughts are not signed here
 
 
 class RedactedThinkingBlock(Lenient, frozen=True, tag_field="type", tag="redacted_thinking"):
@@ -63,7 +63,7 @@ class DirectCaller(Lenient, frozen=True, tag_field="type", tag="direct"):
     """The model has made the call itself, and no code that it runs."""
 
 
-BY_THE_MODEL = DirectCaller()
+DIRECT = DirectCaller()
 
 
 class ToolUseBlock(Lenient, frozen=True, tag_field="type", tag="tool_use"):
@@ -71,15 +71,28 @@ class ToolUseBlock(Lenient, frozen=True, tag_field="type", tag="tool_use"):
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | str | None = None  # text is what a cut-off answer left: see `conversation.input_of`
     caller: DirectCaller | None = None
     toolset_name: None = None
     cache_control: Any = None
 
 
+class ResultText(Lenient, frozen=True, tag_field="type", tag="text"):
+    text: str
+    cache_control: Any = None
+    citations: list[Any] | None = None
+
+
+class ToolReference(Lenient, frozen=True, tag_field="type", tag="tool_reference"):
+    """A search for tools has found this tool. The model knows every tool from the start, so it reads the name only."""
+
+    tool_name: str
+    cache_control: Any = None
+
+
 class ToolResultBlock(Lenient, frozen=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[OnlyText] | None = None
+    content: str | list[ResultText | ToolReference] | None = None
     is_error: bool | None = None
     toolset_name: None = None
     cache_control: Any = None
@@ -103,10 +116,9 @@ class ToolSpec(Lenient, frozen=True):
     strict: bool | None = None  # a forced call always keeps to the schema, a free one is the model's own
     eager_input_streaming: bool | None = None  # ignored: arguments are always streamed as they are generated
     cache_control: Any = None
-    # supported for their default only
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
-    input_examples: list[Any] | None = None
+    defer_loading: bool | None = None  # ignored: the model knows every tool from the start
+    allowed_callers: list[str] | None = None  # the model has to be one of them ("direct")
+    input_examples: list[dict[str, Any]] | None = None  # the model reads them as `examples` of the schema
 
 
 class AutoChoice(Strict, frozen=True, tag_field="type", tag="auto"):
@@ -134,12 +146,14 @@ Display = Literal["summarized", "omitted"]
 class ThinkingEnabled(Strict, frozen=True, tag_field="type", tag="enabled"):
     budget_tokens: Annotated[int, Meta(ge=LEAST_BUDGET_TOKENS, le=MAX_U32)]
     display: Display | None = None
+    block_binding: Any = None  # ignored here and below: thoughts are bound to no conversation
 
 
 class ThinkingAdaptive(Strict, frozen=True, tag_field="type", tag="adaptive"):
     """The model decides how much it thinks."""
 
     display: Display | None = None
+    block_binding: Any = None
 
 
 class ThinkingDisabled(Strict, frozen=True, tag_field="type", tag="disabled"):
@@ -161,6 +175,29 @@ class JsonSchemaFormat(Strict, frozen=True):
 class OutputConfig(Strict, frozen=True):
     effort: Annotated[str, Meta(max_length=32)] | None = None  # a chat template may read it: `reasoning_effort`
     format: JsonSchemaFormat | None = None
+    task_budget: Any = None  # ignored: a hint for models that plan with it
+
+
+class AllTurns(Strict, frozen=True, tag_field="type", tag="all"):
+    """Keep the thoughts of every turn."""
+
+
+class LatestTurns(Strict, frozen=True, tag_field="type", tag="thinking_turns"):
+    """Keep the thoughts of the latest turns that have any."""
+
+    value: Annotated[int, Meta(ge=1)]
+
+
+class ClearThinking(Strict, frozen=True, tag_field="type", tag="clear_thinking_20251015"):
+    """Drop the thoughts of older turns from the prompt."""
+
+    keep: AllTurns | LatestTurns | Literal["all"] | None = None  # null: those of the latest turn
+
+
+class ContextManagement(Strict, frozen=True):
+    """Edits of the conversation before the model reads it."""
+
+    edits: list[ClearThinking] | None = None
 
 
 class Metadata(Strict, frozen=True):
@@ -177,12 +214,15 @@ class CountRequest(Strict, frozen=True):
     tool_choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonSchemaFormat | None = None  # the older name of output_config.format
+    context_management: ContextManagement | None = None
     cache_salt: Salt | None = None  # ours
     cache_control: Any = None
+    compaction: Any = None  # counting ignores it, as Anthropic does
     # supported for their default only
     speed: str | None = None
-    context_management: Any = None
     mcp_servers: list[Any] | None = None
+    billing_policy: Any = None
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -194,12 +234,15 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=0, le=MAX_U32)] | None = None  # 0: all
     metadata: Metadata | None = None
     kvmesh: KvmeshOptions | None = None  # ours
+    diagnostics: Any = None  # ignored: answers name no reason for a cache miss
+    thread: Any = None  # refused in such a way that clients send the whole conversation instead
     # supported for their default only
     service_tier: str | None = None
     container: Any = None
     inference_geo: str | None = None
-    diagnostics: Any = None
     user_profile_id: str | None = None
+    fallbacks: Any = None
+    fallback_credit_token: Any = None
 
 
 # --- answers ------------------------------------------------------------------------------------------
@@ -218,7 +261,7 @@ class AnswerToolUse(Struct, frozen=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
-    caller: DirectCaller = BY_THE_MODEL
+    caller: DirectCaller = DIRECT
 
 
 AnswerBlock = AnswerThinking | AnswerText | AnswerToolUse
@@ -266,9 +309,16 @@ class TokenCount(Struct, frozen=True):
     input_tokens: int
 
 
+class ErrorReason(Struct, frozen=True):
+    """The reason of an error, for clients that know what to do about it."""
+
+    error_code: str
+
+
 class ErrorDetail(Struct, frozen=True):
     type: str
     message: str
+    details: ErrorReason | UnsetType = UNSET
 
 
 class ErrorAnswer(Struct, frozen=True, tag_field="type", tag="error"):

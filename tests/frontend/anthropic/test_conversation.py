@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from frontend.anthropic.conversation import chat_messages, continues
+from frontend.anthropic.conversation import chat_messages, clear_thoughts, continues
 from frontend.anthropic.shapes import Message, OnlyText
 from protocol.errors import InvalidRequestError
 
@@ -126,5 +126,55 @@ def test_a_block_in_the_wrong_role_is_refused_by_name(role: str, block: Any) -> 
     assert refused(("user", "hi"), (role, [text("a"), block])) == "messages[1].content[1].type"
 
 
-def test_a_message_without_blocks_is_refused() -> None:
-    assert refused(("user", "hi"), ("assistant", [])) == "messages[1].content"
+def test_a_user_message_without_blocks_is_refused() -> None:
+    assert refused(("user", []), ("assistant", "hi")) == "messages[0].content"
+
+
+@pytest.mark.parametrize("content", [[], ""], ids=["no blocks", "no text"])
+def test_an_empty_answer_is_accepted_as_history(content: Any) -> None:
+    empty = {"role": "assistant", "content": ""}
+    hi = {"role": "user", "content": "hi"}
+    assert said(("user", "hi"), ("assistant", content), ("user", "hi")) == [hi, empty, hi]
+    assert refused(("user", "hi"), ("assistant", content)) == "messages", "but no answer continues it"
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        ({"INVALID_JSON": '{"city": "Kö'}, {"INVALID_JSON": '{"city": "Kö'}),
+        ('{"city": "Kö', {"INVALID_JSON": '{"city": "Kö'}),
+        ('{"city": "Köln"}', {"city": "Köln"}),
+        ("[1]", {"INVALID_JSON": "[1]"}),
+        ("", {}),
+        (None, {}),
+        ({}, {}),
+    ],
+    ids=str,
+)
+def test_a_call_that_was_cut_off_is_accepted_as_history(sent: Any, told: Any) -> None:
+    _, assistant, _ = said(("user", "how is it?"), ("assistant", [CALL | {"input": sent}]), ("user", "and?"))
+    assert assistant["tool_calls"][0]["function"]["arguments"] == told
+
+
+@pytest.mark.parametrize("signature", [{}, {"signature": None}, {"signature": ""}, {"signature": "xyz"}], ids=str)
+def test_thoughts_need_no_signature(signature: dict[str, Any]) -> None:
+    thoughts = {"type": "thinking", "thinking": "Hm."} | signature
+    assert said(("assistant", [thoughts, text("Yes")]))[0]["reasoning_content"] == "Hm."
+
+
+def test_a_tool_reference_in_a_result_is_the_name_of_the_tool() -> None:
+    found = RESULT | {"content": [{"type": "tool_reference", "tool_name": "weather"}, text("and more")]}
+    assert said(("user", [found]))[0]["content"] == "weather\nand more"
+
+
+def test_thoughts_of_older_turns_can_be_cleared() -> None:
+    def thoughtful(words: str) -> tuple[str, Any]:
+        return ("assistant", [{"type": "thinking", "thinking": words}, text("Yes")])
+
+    messages = said(thoughtful("a"), ("user", "1"), ("assistant", "No"), ("user", "2"), thoughtful("b"))
+    kept = {
+        count: [m["reasoning_content"] for m in clear_thoughts(messages, count) if m.get("reasoning_content")]
+        for count in (1, 2, 3)
+    }
+    assert kept == {1: ["b"], 2: ["a", "b"], 3: ["a", "b"]}
+    assert [m["content"] for m in clear_thoughts(messages, 1)] == ["Yes", "1", "No", "2", "Yes"]

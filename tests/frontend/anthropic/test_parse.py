@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from frontend.anthropic.errors import ThreadsUnsupportedError
 from frontend.anthropic.parse import ParsedMessages, parse_count, parse_messages
 from frontend.anthropic.shapes import MessagesRequest
 from frontend.generator import Hints
@@ -17,6 +18,7 @@ from tests.frontend.anthropic.serving import ASKED, WEATHER
 from tests.support.budget import examples
 
 WORDS = ("type", "text", "role", "user", "content", "name", "input", "id", "tool_use_id", "input_schema", "source")
+ANY_JSON = {"type": "json_schema", "schema": {}}
 
 
 def parsed(**fields: Any) -> ParsedMessages:
@@ -62,6 +64,11 @@ def test_what_changes_nothing_is_accepted() -> None:
         stop_sequences=None, tools=[], tool_choice={"type": "auto"}, output_config={}, thinking=None,
     ) == parsed()  # fmt: skip
     assert parsed(service_tier="standard_only") == parsed()
+    assert parsed(
+        diagnostics={"previous_message_id": "msg_1"}, fallbacks="default", fallback_credit_token=None, compaction=None,
+        billing_policy={"type": "billing_policy", "bill_to": "self"}, output_config={"task_budget": {"total": 1}},
+        context_management={"edits": [{"type": "clear_thinking_20251015"}]}, thread=None,
+    ) == parsed()  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -83,10 +90,22 @@ def test_what_changes_nothing_is_accepted() -> None:
         ({"speed": "fast"}, "speed"),
         ({"container": "c1"}, "container"),
         ({"inference_geo": "eu"}, "inference_geo"),
-        ({"diagnostics": {}}, "diagnostics"),
         ({"user_profile_id": "u"}, "user_profile_id"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
-        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "some"}]}},
+            "context_management.edits[0].keep",
+        ),
+        ({"compaction": {"type": "compaction"}}, "compaction"),
+        ({"fallbacks": [{"model": "other"}]}, "fallbacks"),
+        ({"fallback_credit_token": "t"}, "fallback_credit_token"),
+        ({"billing_policy": {"type": "billing_policy", "bill_to": "user_profile"}}, "billing_policy"),
+        ({"thread": {"type": "create"}}, "thread"),
+        (
+            {"output_format": ANY_JSON, "output_config": {"format": ANY_JSON}},
+            "output_format",
+        ),
         ({"thinking": {"type": "enabled", "budget_tokens": 1023}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
@@ -98,9 +117,7 @@ def test_what_changes_nothing_is_accepted() -> None:
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"name": "weather"}]}, "tools[0].input_schema"),
-        ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": [WEATHER | {"allowed_callers": ["code_execution_20260120"]}]}, "tools[0].allowed_callers"),
-        ({"tools": [WEATHER | {"input_examples": [{"city": "Ulm"}]}]}, "tools[0].input_examples"),
         ({"tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search", "max_uses": 1}]}, "tools[1].type"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
     ],
@@ -127,6 +144,47 @@ def test_unknown_fields_inside_messages_blocks_and_tools_are_ignored() -> None:
     assert parsed(messages=told, tools=[WEATHER | extra], system=[system[0] | extra]) == parsed(
         messages=plain, tools=[WEATHER], system=system
     )
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}], ids=str)
+@pytest.mark.parametrize("messages", [ASKED["messages"], []], ids=["a turn", "nothing new"])
+def test_a_thread_is_refused_before_anything_else(thread: dict[str, Any], messages: list[Any]) -> None:
+    error = refused(thread=thread, messages=messages, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    assert isinstance(error, ThreadsUnsupportedError)
+    assert error.param == "thread"
+
+
+def test_the_older_name_of_the_output_format_is_read() -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    assert parsed(output_format=form).guide == parsed(output_config={"format": form}).guide
+
+
+def test_deferred_tools_and_examples_reach_the_model() -> None:
+    tool = WEATHER | {"defer_loading": True, "input_examples": [{"city": "Ulm"}], "allowed_callers": ["direct", "code"]}
+    tools = parsed(tools=[tool]).tools
+    assert tools is not None
+    assert tools.shown[0]["function"]["parameters"] == WEATHER["input_schema"] | {"examples": [{"city": "Ulm"}]}
+
+
+THOUGHTFUL = {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "Yes"}]}
+
+
+@pytest.mark.parametrize(
+    ("keep", "thoughts"),
+    [
+        ({}, 1),
+        ({"keep": "all"}, 3),
+        ({"keep": {"type": "all"}}, 3),
+        ({"keep": {"type": "thinking_turns", "value": 2}}, 2),
+    ],
+    ids=str,
+)
+def test_older_thoughts_are_cleared_as_the_client_wants(keep: dict[str, Any], thoughts: int) -> None:
+    turns = [THOUGHTFUL, {"role": "user", "content": "and?"}] * 3
+    edits = [{"type": "clear_thinking_20251015"} | keep]
+    messages = parsed(messages=turns, context_management={"edits": edits}).messages
+    assert messages is not None
+    assert sum(1 for message in messages if message.get("reasoning_content")) == thoughts
 
 
 @pytest.mark.parametrize("missing", ["model", "messages", "max_tokens"])

@@ -53,8 +53,13 @@ async def test_an_error_in_a_stream_has_the_vendors_fields(served: Served) -> No
 
 @pytest.mark.parametrize(
     "fields",
-    [{"model": "gpt"}, {"max_tokens": 0}, {"messages": [{"role": "user", "content": "word " * 9000}]}],
-    ids=["unknown model", "bad value", "too long"],
+    [
+        {"model": "gpt"},
+        {"max_tokens": 0},
+        {"messages": [{"role": "user", "content": "word " * 9000}]},
+        {"thread": {"type": "create"}},
+    ],
+    ids=["unknown model", "bad value", "too long", "a thread"],
 )
 async def test_a_failure_has_the_vendors_fields(served: Served, fields: dict[str, Any]) -> None:
     status, _, body = await served.post(ASKED | fields)
