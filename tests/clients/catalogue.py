@@ -15,16 +15,19 @@ class Client:
     """A script for one client. `more`: flows beyond the eight that its script reports."""
 
     name: str
-    environment: str  # of requirements/, or "node"
+    environment: str  # of requirements/
     script: str
+    arguments: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
 
     @property
     def argv(self) -> list[str]:
-        script = str(HERE / self.script)
-        if self.environment == NODE:
-            return ["node", script]
-        return [str(ENVIRONMENTS / self.environment / "bin" / "python"), script]
+        program = "node" if self.environment == NODE else "python"
+        return [str(self.bin / program), str(HERE / self.script), *self.arguments]
+
+    @property
+    def bin(self) -> Path:
+        return ENVIRONMENTS / self.environment / "bin"
 
 
 CLIENTS = (Client("openai-python", "sdks", "python/openai_chat.py"),)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from tests.clients.catalogue import HERE, NODE, Client
+from tests.clients.catalogue import HERE, Client
 from tests.clients.results import ClientResult, read_lines
 
 SCRIPT_S = 180.0
@@ -34,13 +34,20 @@ QUIET = {
     "PROMPTFOO_DISABLE_UPDATE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
-_KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT")
+_KEPT = ("LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT")
 
 
-def environment(urls: Mapping[str, str], home: Path) -> dict[str, str]:
+def environment(client: Client, urls: Mapping[str, str], home: Path) -> dict[str, str]:
     """Return the variables of a script: nothing of the user's own settings, keys or proxies."""
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    own = {"HOME": str(home), "KVMESH_API_KEY": KEY, "KVMESH_ATTEMPTS": str(home / "attempts"), "NO_COLOR": "1"}
+    path = f"{client.bin}{os.pathsep}{os.environ.get('PATH', '')}"
+    own = {
+        "HOME": str(home),
+        "PATH": path,
+        "KVMESH_API_KEY": KEY,
+        "KVMESH_ATTEMPTS": str(home / "attempts"),
+        "NO_COLOR": "1",
+    }
     return {**kept, **QUIET, **own, **urls, "PYTHONPATH": str(HERE / "offline"), "PYTHONUNBUFFERED": "1"}
 
 
@@ -48,7 +55,7 @@ def run_client(client: Client, urls: Mapping[str, str]) -> ClientResult:
     """Run the script of one client to its end, and return what it said."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-client-") as folder:
         home = Path(folder)
-        output, trouble = _output_of(client, environment(urls, home), home)
+        output, trouble = _output_of(client, environment(client, urls, home), home)
         result = read_lines(output.splitlines())
         result.trouble = trouble
         attempts = home / "attempts"
@@ -101,7 +108,3 @@ class Runs:
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-
-
-def is_installed(client: Client) -> bool:
-    return client.environment == NODE or Path(client.argv[0]).exists()

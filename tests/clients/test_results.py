@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.catalogue import CLIENTS, FLOWS, HERE, NODE, ROOT, Client
+from tests.clients.catalogue import CLIENTS, FLOWS, HERE, ROOT, Client
 from tests.clients.results import BEGIN, END, ClientResult, read_lines, section_of, table, with_section
 from tests.clients.runner import environment, run_client
 
@@ -68,9 +68,8 @@ def test_the_page_has_a_row_for_each_client_of_the_catalogue() -> None:
 
 @pytest.mark.parametrize("client", CLIENTS, ids=[client.name for client in CLIENTS])
 def test_a_client_has_its_script_and_its_pins(client: Client) -> None:
-    pins = "node/package-lock.json" if client.environment == NODE else f"requirements/{client.environment}.txt"
     assert (HERE / client.script).is_file()
-    assert (HERE / pins).is_file()
+    assert (HERE / "requirements" / f"{client.environment}.txt").is_file()
 
 
 @pytest.mark.parametrize("file", sorted((HERE / "requirements").glob("*.txt")), ids=lambda file: file.stem)
@@ -81,7 +80,8 @@ def test_every_package_is_pinned(file: Path) -> None:
 
 def test_a_script_gets_no_setting_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-user")
-    variables = environment({"KVMESH_URL": "http://127.0.0.1:1"}, tmp_path)
+    client = Client("one", "sdks", "python/one.py")
+    variables = environment(client, {"KVMESH_URL": "http://127.0.0.1:1"}, tmp_path)
     assert "OPENAI_API_KEY" not in variables
     assert (variables["HOME"], variables["KVMESH_URL"]) == (str(tmp_path), "http://127.0.0.1:1")
 

@@ -25,6 +25,11 @@ QUESTION = "Tell me about a garden."
 FOLLOW_UP = "And what grows there?"
 WEATHER = "What is the weather in Paris?"
 TOKENS = 24
+WEATHER_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER_ABOUT = "Return the weather in a city."
+SUNNY = '{"weather": "sunny", "temperature": 21}'
+TOOL_TOKENS = 200
+OBJECT_TOKENS = 200
 
 
 class Flows:
@@ -44,10 +49,11 @@ class Flows:
         self._lacks |= dict.fromkeys(flows, reason)
 
     def run(self) -> None:
-        """Run the flows, or those that the command line names."""
+        """Run the flows, or those that KVMESH_FLOWS names (`chat,stream`)."""
         say(version=version(self._package))
+        chosen = os.environ.get("KVMESH_FLOWS")
         for name, function in self._flows.items():
-            if not sys.argv[1:] or name in sys.argv[1:]:
+            if not chosen or name in chosen.split(","):
                 run_flow(name, function)
         for name, reason in self._lacks.items():
             say(flow=name, lacks=reason)
