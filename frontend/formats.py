@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from frontend.parsers import harmony
+from frontend.parsers.allowed import AllowedCalls
 from frontend.parsers.chain import ChainedParser
 from frontend.parsers.events import Parser
 from frontend.parsers.harmony import is_harmony
@@ -46,7 +47,7 @@ class AnswerFormat:
         Raises InvalidRequestError if the model has no format for calls.
         """
         if self.is_harmony and not is_guided:
-            return harmony.HARMONY.open(False)
+            return _limited(harmony.HARMONY.open(False), tools)
         thoughts = None if is_guided else self._thoughts(prompt_tail)
         calls = self._calls(tools)
         if thoughts is not None and calls is not None:
@@ -71,7 +72,14 @@ class AnswerFormat:
                 hint="start its workers with --tool-parser, or send tool_choice 'required' or 'none'",
                 param="tools",
             )
-        return self.tools.open(tools.functions)
+        return _limited(self.tools.open(tools.functions), tools)
+
+
+def _limited(parser: Parser, tools: Tools | None) -> Parser:
+    """Return the parser, which reports no call of a tool that is shown and may not be called."""
+    if tools is None or not tools.is_limited:
+        return parser
+    return AllowedCalls(parser, frozenset([tool.name for tool in tools.functions]))
 
 
 def answer_format(tool_parser: str, reasoning_parser: str, template_source: str) -> AnswerFormat:

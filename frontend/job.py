@@ -9,7 +9,7 @@ from xxhash import xxh3_64_intdigest
 from frontend.answer import GrowingAnswer
 from frontend.generator import Trace
 from frontend.models import Model
-from frontend.prompts import TokenizedPrompt, answer_limit, check_token_ids, read_prompts
+from frontend.prompts import TokenizedPrompt, answer_limit, check_each_token, check_token_ids, read_prompts
 from frontend.request import ParsedRequest
 from protocol.ids import RequestId, draw
 from protocol.messages import Feature, GenerateRequest, SamplingParams, StopConditions
@@ -118,7 +118,9 @@ def require_features(parsed: ParsedRequest, model: Model) -> None:
         check_token_ids([token for token, _ in parsed.sampling.logit_bias], model, "logit_bias")
     if parsed.sampling.allowed_token_ids:
         model.require(Feature.ALLOWED_TOKENS, "allowed_token_ids")
-        check_token_ids(parsed.sampling.allowed_token_ids, model, "allowed_token_ids")
+        check_each_token(parsed.sampling.allowed_token_ids, model, "allowed_token_ids")
+    if parsed.stop_token_ids:
+        check_each_token(parsed.stop_token_ids, model, "stop_token_ids")
 
 
 def make_branch(

@@ -53,6 +53,8 @@ class ToolWish(NamedTuple):
 
     choice: ToolChoice = ToolChoice.AUTO
     named: str = ""  # with ToolChoice.NAMED
+    allowed: tuple[str, ...] | None = None  # only these may be called, and all tools are shown; None: all may
+    allowed_param: str = ""  # the body's list of these
 
 
 def check_tool_name(name: str, param: str) -> None:
@@ -68,15 +70,26 @@ def refuse_choice_without_tools() -> NoReturn:
 def tools_of(declared: Sequence[DeclaredTool], wish: ToolWish, *, parallel: bool) -> Tools | None:
     """Return what the model may call, None if it is to know of no tool. Raise InvalidRequestError."""
     if not declared:
-        if wish.choice not in (ToolChoice.NONE, ToolChoice.AUTO):
+        if wish.choice not in (ToolChoice.NONE, ToolChoice.AUTO) or wish.allowed is not None:
             refuse_choice_without_tools()
         return None
     if wish.choice is ToolChoice.NONE:
         return None
     if wish.named and wish.named not in {tool.name for tool in declared}:
         refuse("tool_choice", f"{wish.named!r} is none of the tools")
-    functions = tuple([Tool(tool.name, tool.parameters or {}) for tool in declared])
-    return Tools(functions, tuple([_shown(tool) for tool in declared]), wish.choice, wish.named, parallel)
+    callable_ = declared if wish.allowed is None else _allowed(declared, wish.allowed, wish.allowed_param)
+    functions = tuple([Tool(tool.name, tool.parameters or {}) for tool in callable_])
+    shown = tuple([_shown(tool) for tool in declared])
+    return Tools(functions, shown, wish.choice, wish.named, parallel, len(functions) < len(shown))
+
+
+def _allowed(declared: Sequence[DeclaredTool], names: Sequence[str], param: str) -> list[DeclaredTool]:
+    """Return the tools that may be called. Raise InvalidRequestError for a name that no tool has."""
+    known = {tool.name for tool in declared}
+    for n, name in enumerate(names):
+        if name not in known:
+            refuse(f"{param}[{n}]", f"{name!r} is none of the tools")
+    return [tool for tool in declared if tool.name in names]
 
 
 def _shown(tool: DeclaredTool) -> dict[str, Any]:

@@ -142,6 +142,14 @@ def check_token_ids(token_ids: Sequence[int], model: Model, param: str) -> None:
         )
 
 
+def check_each_token(token_ids: Sequence[int], model: Model, param: str) -> None:
+    """Raise InvalidRequestError that names the place of the first token that the vocabulary does not have."""
+    vocab_size = model.tokenizer.vocab_size
+    for n, token_id in enumerate(token_ids):
+        if token_id >= vocab_size:
+            check_token_ids((token_id,), model, f"{param}[{n}]")
+
+
 def check_length(text: str, model: Model, param: str) -> None:
     """Refuse what cannot fit before tokenizing it, which would take seconds and gigabytes. Raise ContextLengthError."""
     least_tokens = -(-len(text) // model.tokenizer.longest_token_chars)

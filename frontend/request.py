@@ -24,11 +24,12 @@ class ToolChoice(StrEnum):
 class Tools:
     """The functions a model may call in its answer."""
 
-    functions: tuple[Tool, ...]
+    functions: tuple[Tool, ...]  # which may be called
     shown: tuple[Mapping[str, Any], ...]  # as chat templates get them, in OpenAI's shape
     choice: ToolChoice = ToolChoice.AUTO
     named: str = ""
     parallel: bool = True
+    is_limited: bool = False  # tools are shown that may not be called
 
     @property
     def is_free(self) -> bool:

@@ -10,8 +10,10 @@ from frontend.bodies import Only, decode_body, not_supported, only, refuse, refu
 from frontend.openai.shapes import (
     MAX_CHOICES,
     ROLES,
+    AllowedToolsChoice,
     ChatRequest,
     CompletionRequest,
+    FunctionChoice,
     JsonObjectFormat,
     JsonSchemaFormat,
     Message,
@@ -167,9 +169,6 @@ CHAT_DEFAULTS: Mapping[str, Only] = {
     "function_call": only("none", hint="send tools and tool_choice"),
     "modalities": only([], ["text"]),
     "audio": only(),
-    "prediction": only(),
-    "service_tier": only("auto", "default"),
-    "verbosity": only("medium"),
     "web_search_options": only(),
     "moderation": only(),
 }
@@ -200,8 +199,14 @@ def declared(specs: Sequence[ToolSpec]) -> list[DeclaredTool]:
 
 
 def wish_of(choice: str | NamedToolChoice | None) -> ToolWish:
-    if isinstance(choice, NamedToolChoice):
-        return ToolWish(ToolChoice.NAMED, choice.function.name)
+    match choice:
+        case NamedToolChoice(type="function", function=FunctionChoice(name=name), allowed_tools=None):
+            return ToolWish(ToolChoice.NAMED, name)
+        case NamedToolChoice(type="allowed_tools", function=None, allowed_tools=AllowedToolsChoice() as allowed):
+            names = tuple([tool.function.name for tool in allowed.tools])
+            return ToolWish(ToolChoice(allowed.mode), "", names, "tool_choice.allowed_tools.tools")
+        case NamedToolChoice(type=kind):
+            refuse(f"tool_choice.{kind}", f"a choice of type {kind!r} needs it, and nothing else")
     return ToolWish(ToolChoice(choice or "auto"))
 
 

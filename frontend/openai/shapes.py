@@ -30,6 +30,7 @@ from frontend.shapes import (
 MAX_CHOICES = 128  # answers of one request
 MAX_BIASES = 1024
 MAX_ALLOWED_TOKENS = 4096
+MAX_METADATA = 16
 ROLES = ("assistant", "developer", "system", "tool", "user")
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -40,6 +41,9 @@ FunctionName = Annotated[str, Meta(min_length=1, max_length=96)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 Verbosity = Literal["low", "medium", "high"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+MetadataKey = Annotated[str, Meta(max_length=64)]
+MetadataValue = Annotated[str, Meta(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA)]
 SchemaName = Annotated[str, Meta(min_length=1, max_length=64)]
 # described by all they may be, and checked where an error can say more than the decoder's
 RoleName = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
@@ -158,9 +162,17 @@ class FunctionChoice(Strict, frozen=True):
     name: FunctionName
 
 
+class AllowedToolsChoice(Strict, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolSpec], Meta(min_length=1, max_length=MAX_TOOLS)]  # their names count
+
+
 class NamedToolChoice(Strict, frozen=True):
-    function: FunctionChoice
-    type: Literal["function"] = "function"
+    """A choice that names a function, or with the type `allowed_tools` those that may be called."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: FunctionChoice | None = None
+    allowed_tools: AllowedToolsChoice | None = None
 
 
 class ChatRequest(RequestBase, frozen=True, kw_only=True):
@@ -169,18 +181,21 @@ class ChatRequest(RequestBase, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     # accepted and not used: nothing is stored, nothing is billed, prefixes are cached without being told
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
+    prediction: dict[str, Any] | None = None
+    service_tier: ServiceTier | None = None
+    verbosity: Verbosity | None = None
     parallel_tool_calls: bool | None = None
     tools: Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     # names that a chat template may read; reasoning_effort is one of them
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     # supported for their default only
@@ -188,9 +203,6 @@ class ChatRequest(RequestBase, frozen=True, kw_only=True):
     function_call: Any = None
     modalities: list[str] | None = None
     audio: Any = None
-    prediction: Any = None
-    service_tier: str | None = None
-    verbosity: str | None = None
     web_search_options: Any = None
     moderation: Any = None
 

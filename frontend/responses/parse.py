@@ -17,7 +17,6 @@ from frontend.parameters import (
     check_tool_name,
     guide_of,
     or_default,
-    refuse_choice_without_tools,
     schema_guide,
     template_options,
     tools_of,
@@ -226,8 +225,6 @@ def _choice(choice: str | dict[str, Any] | None) -> Choice | None:
 
 def _tools(specs: Sequence[FunctionTool], choice: Choice | None, *, parallel: bool) -> Tools | None:
     """Return None if the model is to know of no tool."""
-    if isinstance(choice, AllowedTools):
-        specs = _allowed(specs, choice) if specs else refuse_choice_without_tools()
     declared = [DeclaredTool(spec.name, spec.description, spec.parameters) for spec in specs]
     return tools_of(declared, _wish(choice), parallel=parallel)
 
@@ -236,19 +233,9 @@ def _wish(choice: Choice | None) -> ToolWish:
     match choice:
         case FunctionToolChoice(name=name):
             return ToolWish(ToolChoice.NAMED, name)
-        case AllowedTools(mode=mode):
-            return ToolWish(ToolChoice(mode))
+        case AllowedTools(mode=mode, tools=tools):
+            return ToolWish(ToolChoice(mode), "", tuple([tool.name for tool in tools]), "tool_choice.tools")
     return ToolWish(ToolChoice(choice or "auto"))
-
-
-def _allowed(specs: Sequence[FunctionTool], choice: AllowedTools) -> list[FunctionTool]:
-    """The model is told of these only: it calls what it likes among what it knows."""
-    known = {spec.name for spec in specs}
-    names = {tool.name for tool in choice.tools}
-    for n, tool in enumerate(choice.tools):
-        if tool.name not in known:
-            refuse(f"tool_choice.tools[{n}]", f"{tool.name!r} is none of the tools")
-    return [spec for spec in specs if spec.name in names]
 
 
 # --- the conversation ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from frontend.openai.shapes import (
     ChatLogprob,
     FunctionName,
+    Metadata,
     ReasoningEffort,
     RequestBase,
     SchemaName,
@@ -20,14 +21,11 @@ from frontend.openai.shapes import (
 )
 from frontend.shapes import MAX_TOOLS, Count, Lenient, Strict, TraceReport
 
-MAX_METADATA = 16
 MAX_INPUT_ITEMS = 1 << 16
 LOGPROBS = "message.output_text.logprobs"  # what a caller has included to get them
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # the latter: thoughts are there, in plain text
 TEXT_PARTS = ("input_text", "output_text")
 
-MetadataKey = Annotated[str, Meta(max_length=64)]
-MetadataValue = Annotated[str, Meta(max_length=512)]
 SummaryKind = Literal["auto", "concise", "detailed"]
 Included = Annotated[str, Meta(extra_json_schema={"enum": list(INCLUDABLE)})]
 TextPartType = Annotated[str, Meta(extra_json_schema={"enum": list(TEXT_PARTS)})]
@@ -109,7 +107,7 @@ class ResponsesRequest(RequestBase, frozen=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA)] | None = None
+    metadata: Metadata | None = None
     # accepted and not used: nothing is stored, no tool runs here, prefixes are cached without being told
     store: bool | None = None
     max_tool_calls: Count | None = None

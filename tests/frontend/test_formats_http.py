@@ -127,13 +127,28 @@ async def test_what_an_engine_cannot_weigh_is_refused_by_name(able_folder: Path,
         assert (await served.post("/v1/chat/completions", CHAT | {"logit_bias": {}}))[0] == 200
 
 
-@pytest.mark.parametrize("field", [{"logit_bias": {str(LAST_TOKEN + 1): 1}}, {"allowed_token_ids": [LAST_TOKEN + 1]}])
-async def test_tokens_that_do_not_exist_are_refused(able: Served, field: dict[str, Any]) -> None:
-    [name] = field
-    status, _, body = await able.post("/v1/completions", TEXT | field)
-    assert (status, body["error"]["param"]) == (400, name)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ({"logit_bias": {str(LAST_TOKEN + 1): 1}}, "logit_bias"),
+        ({"allowed_token_ids": [LAST_TOKEN + 1]}, "allowed_token_ids[0]"),
+        ({"stop_token_ids": [5, LAST_TOKEN + 1]}, "stop_token_ids[1]"),
+    ],
+)
+async def test_tokens_that_do_not_exist_are_refused(able: Served, path: str, field: dict[str, Any], param: str) -> None:
+    status, _, body = await able.post(path, PATHS[path] | field)
+    assert (status, body["error"]["param"]) == (400, param)
     assert f"the token {LAST_TOKEN + 1}" in body["error"]["message"]
     assert f"has {LAST_TOKEN + 1} tokens" in body["error"]["message"]
+
+
+async def test_tokens_that_an_engine_may_stop_at_reach_it(able_folder: Path) -> None:
+    """They are no biases: an engine that weighs no token can stop at one."""
+    plain = without(Feature.LOGIT_BIAS, Feature.ALLOWED_TOKENS)
+    async with serving(able_card(able_folder, features=plain)) as served:
+        assert (await served.post("/v1/completions", TEXT | {"stop_token_ids": [LAST_TOKEN]}))[0] == 200
+        assert served.generator.requests[0].stop.stop_token_ids == (LAST_TOKEN,)
 
 
 # --- the official client ------------------------------------------------------------------------------

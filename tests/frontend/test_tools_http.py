@@ -222,6 +222,48 @@ async def test_a_named_function_holds_the_answer_to_its_arguments(able: Served) 
     assert json.loads(guide.value) == CITY
 
 
+def only(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_allowed_tools_leave_the_prompt_as_it_is(able: Served, mode: str) -> None:
+    await able.post(PATH, ASKED)
+    whole = prompt_of(able)
+    status, _, _ = await able.post(PATH, ASKED | {"tool_choice": only(mode, "time")})
+    assert (status, prompt_of(able)) == (200, whole)
+
+
+async def test_required_allowed_tools_hold_the_answer_to_their_calls(able: Served) -> None:
+    message, _ = await message_for(able, '[{"name": "time", "parameters": {}}]', tool_choice=only("required", "time"))
+    assert calls_of(message) == [("time", {})]
+    guide = able.generator.requests[0].guide
+    assert guide is not None
+    assert [item["properties"]["name"]["enum"] for item in json.loads(guide.value)["items"]["anyOf"]] == [["time"]]
+
+
+async def test_a_call_of_a_tool_that_is_not_allowed_is_content(able: Served) -> None:
+    message, reason = await message_for(able, f"{WEATHER_CALL}{TIME_CALL}", tool_choice=only("auto", "time"))
+    assert (calls_of(message), reason) == ([("time", {})], "tool_calls")
+    assert json.loads(message["content"]) == {"name": "weather", "arguments": {"city": "Köln"}}
+    deltas, reason = await deltas_for(able, token_by_token(WEATHER_CALL), tool_choice=only("auto", "time"))
+    assert (any("tool_calls" in delta for delta in deltas), reason) == (False, "stop")
+    text = "".join(delta.get("content", "") for delta in deltas)
+    assert json.loads(text) == {"name": "weather", "arguments": {"city": "Köln"}}
+
+
+async def test_a_harmony_models_calls_are_limited_as_well(tmp_path: Path) -> None:
+    template = "{{ tools | tojson }}<|start|>assistant<|channel|>commentary to=functions.f<|message|>"
+    folder = tiny.save_model(tmp_path, template)
+    text = "<|channel|>commentary to=functions.weather<|message|>{}<|call|>"
+    async with serving(able_card(folder, tool_parser="harmony")) as served:
+        message, reason = await message_for(served, text, tool_choice=only("auto", "time"))
+        assert (json.loads(message["content"]), reason) == ({"name": "weather", "arguments": {}}, "stop")
+        message, reason = await message_for(served, text, tool_choice=only("auto", "weather"))
+        assert (calls_of(message), reason) == ([("weather", {})], "tool_calls")
+
+
 async def test_none_hides_the_tools_and_no_text_is_a_call(able: Served) -> None:
     message, reason = await message_for(able, WEATHER_CALL, tool_choice="none")
     assert (message["content"], "tool_calls" in message, reason) == (WEATHER_CALL, False, "stop")

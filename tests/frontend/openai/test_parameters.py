@@ -27,11 +27,16 @@ CHAT: dict[str, Any] = {"model": "tiny", "messages": USER}
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+NAMED = {"function": {"name": "weather"}}
 TIME = {"type": "function", "function": {"name": "time", "description": "What time is it?", "strict": True}}
 
 
 def chat(**fields: Any) -> ParsedRequest:
     return parse_chat(json.dumps(CHAT | fields).encode())
+
+
+def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def completion(**fields: Any) -> ParsedRequest:
@@ -175,6 +180,24 @@ def test_nulls_and_defaults_of_what_is_not_supported_are_harmless() -> None:
     completion(n=1, best_of=1, echo=False, suffix=None, user="me", logprobs=None)
     chat(**dict.fromkeys(set(ChatRequest.__struct_fields__) - {"model", "messages"}))
     completion(**dict.fromkeys(set(CompletionRequest.__struct_fields__) - {"model", "prompt"}))
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        {"prediction": {"type": "content", "content": "x"}},
+        *[{"verbosity": value} for value in ("low", "medium", "high")],
+        *[{"service_tier": value} for value in ("auto", "default", "flex", "scale", "priority")],
+        {"prompt_cache_key": "user 7"},
+        {"prompt_cache_retention": "24h"},
+        {"safety_identifier": "user 7"},
+        {"metadata": {str(n): "x" * 512 for n in range(15)} | {"k" * 64: ""}},
+        {"store": False},
+    ],
+    ids=lambda hint: json.dumps(hint)[:40],
+)
+def test_hints_are_accepted_and_change_nothing(hint: dict[str, Any]) -> None:
+    assert chat(**hint) == chat()
 
 
 # --- several answers ----------------------------------------------------------------------------------
@@ -406,7 +429,17 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER] * (MAX_TOOLS + 1)}, "tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice.type"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+        "tool_choice.allowed_tools.mode",
+    ),
+    ({"tools": [WEATHER], "tool_choice": allowed("none", WEATHER)}, "tool_choice.allowed_tools.mode"),
+    ({"tools": [WEATHER], "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+    ({"tools": [WEATHER], "tool_choice": allowed("auto", WEATHER, TIME)}, "tool_choice.allowed_tools.tools[1]"),
+    ({"tool_choice": allowed("auto", TIME)}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": allowed("auto", WEATHER) | NAMED}, "tool_choice.allowed_tools"),
     (
         {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
         "response_format",
@@ -421,8 +454,14 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
-    ({"prediction": {"type": "content"}}, "prediction"),
-    ({"reasoning_effort": "x" * 33}, "reasoning_effort"),
+    ({"prediction": "content"}, "prediction"),
+    ({"reasoning_effort": "most"}, "reasoning_effort"),
+    ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
+    ({"metadata": {"x" * 65: "x"}}, "metadata"),
+    ({"metadata": {"x": "x" * 513}}, "metadata[...]"),
+    ({"metadata": {"x": 1}}, "metadata[...]"),
+    ({"prompt_cache_key": 1}, "prompt_cache_key"),
+    ({"safety_identifier": 1}, "safety_identifier"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"continue_final_message": True}, "continue_final_message"),
     (
@@ -433,8 +472,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
         },
         "continue_final_message",
     ),
-    ({"verbosity": "low"}, "verbosity"),
-    ({"service_tier": "priority"}, "service_tier"),
+    ({"verbosity": 1}, "verbosity"),
+    ({"service_tier": "first class"}, "service_tier"),
     ({"moderation": {}}, "moderation"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"cache_salt": ""}, "cache_salt"),
@@ -566,9 +605,6 @@ NOT_HONOURED: Mapping[str, Any] = {
     "function_call": "auto",
     "modalities": ["audio"],
     "audio": {"voice": "alloy", "format": "wav"},
-    "prediction": {"type": "content", "content": "x"},
-    "service_tier": "flex",
-    "verbosity": "high",
     "web_search_options": {},
     "moderation": {},
 }

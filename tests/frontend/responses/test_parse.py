@@ -218,12 +218,12 @@ def test_tool_choice_none_hides_all_tools() -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_only_allowed_tools_are_offered(mode: str) -> None:
+def test_only_allowed_tools_may_be_called_and_all_are_shown(mode: str) -> None:
     choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "time"}]}
     tools = parsed(tools=[WEATHER, TIME], tool_choice=choice).tools
     assert tools is not None
     assert [tool.name for tool in tools.functions] == ["time"]
-    assert [tool["function"]["name"] for tool in tools.shown] == ["time"]
+    assert [tool["function"]["name"] for tool in tools.shown] == ["weather", "time"]
     assert tools.choice == mode
 
 
