@@ -81,6 +81,7 @@ class SamplingParams(Message, frozen=True):
     top_logprobs: int | None = None  # None: no logprobs; n >= 0: of the chosen token and of the n likeliest
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
     allowed_token_ids: tuple[int, ...] = ()  # only these can be chosen; empty: all can
+    prompt_logprobs: int | None = None  # n >= 0: logprobs of the prompt's tokens, too; top_logprobs is set then
 
 
 class StopConditions(Message, frozen=True):
@@ -165,6 +166,9 @@ class GenerateRequest(Message, frozen=True):
     dp_rank: int = 0  # of a worker that has several
 
 
+MAX_PROMPT_LOGPROBS = 1 << 19  # of one prompt, those of the likeliest tokens included: some 10 MB on the wire
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token_id: int
     logprob: float
@@ -186,8 +190,10 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None  # set in the last delta of a stream, and only there
-    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token of token_ids, where asked for
-    cached_tokens: int | None = None  # first delta: prompt tokens found in this worker's prefix cache
+    # One per token of token_ids, where asked for. Any before these belong to the prompt: its tokens from the second on,
+    # in order, over one or more deltas; the last of them come with the first token or before it.
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    cached_tokens: int | None = None  # first delta with a token: prompt tokens found in this worker's prefix cache
     ticket: Ticket | None = None  # last delta of a prefill leg whose answer continues at a decode worker
     pull: PullReport | None = None  # first delta of a decode leg with a ticket
     stop_token: int | None = None  # the stop token that ended the answer; it is part of token_ids
@@ -202,6 +208,7 @@ class Feature(StrEnum):
     GUIDED = "guided"  # structured output
     EMBEDDINGS = "embeddings"
     COMPLETIONS = "completions"  # the engine generates
+    PROMPT_LOGPROBS = "prompt_logprobs"
 
 
 class WorkerCard(Message, frozen=True):

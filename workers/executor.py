@@ -49,6 +49,17 @@ class Row:
     guide: Matcher | None = None  # only tokens that it allows are chosen, whatever else the row asks for
     embed: bool = False  # a vector of the prompt instead of a token: `sample` says when
     lora: str | None = None
+    scored_from: int | None = None  # the logprobs of the prompt's tokens from this one on are wanted; None: of none
+
+    @property
+    def scored_tokens(self) -> range:
+        """Return the numbers of the prompt's tokens whose logprobs this row can tell, if they are wanted.
+
+        What the model knows at position i is the logprobs of token i + 1.
+        """
+        if self.scored_from is None:
+            return range(0)
+        return range(max(self.start + 1, self.scored_from), min(self.start + len(self.token_ids) + 1, len(self.prompt)))
 
 
 class Sampled(NamedTuple):
@@ -60,7 +71,14 @@ class Embedded(NamedTuple):
     vector: bytes  # float32 little endian, of length 1
 
 
-Result = Sampled | Embedded | None  # of a row: None where it does not sample
+class Scored(NamedTuple):
+    """The result of a row whose prompt's logprobs are wanted."""
+
+    logprobs: tuple[TokenLogprob, ...]  # one for each of the row's `scored_tokens`
+    sampled: Sampled | None  # where the row samples
+
+
+Result = Sampled | Embedded | Scored | None  # of a row: None where it has nothing to tell
 
 
 class Pace(Protocol):

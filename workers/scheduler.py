@@ -20,6 +20,7 @@ from protocol.errors import ContextLengthError, InvalidRequestError, MeshError
 from protocol.hashing import hash_seed, sequence_hash_bytes, token_bytes, unpack_hashes
 from protocol.ids import RequestId, SequenceHash
 from protocol.messages import (
+    MAX_PROMPT_LOGPROBS,
     Delta,
     EmbedRequest,
     FinishReason,
@@ -29,7 +30,7 @@ from protocol.messages import (
     token_array,
 )
 from workers.checks import check_prompt
-from workers.executor import Embedded, Result, Row, Sampled
+from workers.executor import Embedded, Result, Row, Sampled, Scored
 from workers.guides import Matcher
 
 MAX_TOKEN_RULES = 8192  # tokens that a request may bias, or list as the only ones: each costs time in every step
@@ -74,6 +75,7 @@ class SequenceState:
     aborted: bool = False
     guide: Matcher | None = None
     embed: bool = False  # its prompt is wanted as a vector, and no token
+    unscored_from: int | None = None  # the first token of the prompt whose logprob is to come; None: none is
 
     @property
     def request_id(self) -> RequestId:
@@ -184,6 +186,9 @@ class Scheduler:
         self.check_size(len(prompt), len(output), request.stop.max_tokens)
         self._check_tokens(prompt, output)
         self._check_rules(request.sampling)
+        wants_scores = request.sampling.prompt_logprobs is not None and len(prompt) > 1
+        if wants_scores:
+            check_prompt_logprobs(request.sampling, len(prompt))
         stop_ids = frozenset(request.stop.stop_token_ids)
         if guide is not None or not request.stop.ignore_eos:  # a guide allows the end only where it is one
             stop_ids |= self._eos
@@ -196,6 +201,7 @@ class Scheduler:
                 stop_ids=stop_ids,
                 seed=hash_seed(request.lora, request.cache_salt),
                 guide=guide,
+                unscored_from=1 if wants_scores else None,
             )
         )
 
@@ -332,6 +338,8 @@ class Scheduler:
                 self._end(sequence)
                 self._free(sequence)
                 outputs.append(Output(sequence.request_id, vector=result.vector))
+            elif isinstance(result, Scored):
+                outputs += self._score(sequence, result)
         return outputs
 
     def plan_run(self) -> DecodeRun | None:
@@ -456,6 +464,7 @@ class Scheduler:
         return (
             ticket is not None
             and not sequence.pulled
+            and sequence.unscored_from is None
             and ticket.num_tokens == len(sequence.tokens) - 1
             and len(ticket.block_ids) == self._blocks_for(ticket.num_tokens)
             and sequence.num_committed < len(ticket.block_ids)
@@ -480,7 +489,10 @@ class Scheduler:
         return True
 
     def _matchable(self, sequence: SequenceState) -> Sequence[SequenceHash]:
-        count = (len(sequence.tokens) - 1) // self.pool.block_size
+        """Return the blocks that need not be computed if they are cached. A token's logprob is known at the position
+        before it, so that position has to be computed."""
+        end = len(sequence.tokens) if sequence.unscored_from is None else sequence.unscored_from
+        count = (end - 1) // self.pool.block_size
         sequence.extend_hashes(count, self.pool.block_size)
         return sequence.hashes[:count]
 
@@ -536,8 +548,20 @@ class Scheduler:
                 guide=sequence.guide,
                 embed=sequence.embed,
                 lora=request.lora,
+                scored_from=sequence.unscored_from,
             )
         )
+
+    def _score(self, sequence: SequenceState, result: Scored) -> list[Output]:
+        """Take in the logprobs of the prompt's next tokens, and the first token of the answer if it has come."""
+        assert sequence.unscored_from is not None
+        outputs = [Output(sequence.request_id, Delta(logprobs=result.logprobs))] if result.logprobs else []
+        sequence.unscored_from += len(result.logprobs)
+        if sequence.unscored_from == len(sequence.prompt):
+            sequence.unscored_from = None
+        if result.sampled is not None:
+            outputs.append(self._append(sequence, result.sampled))
+        return outputs
 
     def _append(self, sequence: SequenceState, result: Sampled) -> Output:
         token = result.token_id
@@ -609,6 +633,18 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
+
+
+def check_prompt_logprobs(sampling: SamplingParams, num_prompt: int) -> None:
+    """Raise InvalidRequestError if the logprobs of the prompt are too many for one answer."""
+    count = num_prompt * (1 + (sampling.prompt_logprobs or 0))
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"the logprobs of {num_prompt} prompt tokens and the likeliest {sampling.prompt_logprobs} for each are "
+            f"{count}, at most {MAX_PROMPT_LOGPROBS} are told",
+            hint="shorten the prompt or lower logprobs",
+            param="logprobs",
+        )
 
 
 def _too_costly(guide: Matcher) -> InvalidRequestError:

@@ -409,7 +409,7 @@ def _merged(first: Delta, second: Delta) -> Delta:
         token_ids=first.token_ids + second.token_ids,
         finish_reason=second.finish_reason,
         logprobs=logprobs or None,
-        cached_tokens=first.cached_tokens,
+        cached_tokens=second.cached_tokens if first.cached_tokens is None else first.cached_tokens,
         ticket=second.ticket,
         pull=first.pull or second.pull,
         stop_token=second.stop_token,

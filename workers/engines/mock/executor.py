@@ -20,7 +20,7 @@ from workers.engines.mock.pace import MockPace
 from workers.engines.mock.vocabulary import FIRST_TOKEN, Vocabulary
 from workers.engines.mock.witness import Seen, Witness
 from workers.engines.registry import ENGINES
-from workers.executor import Embedded, ModelInfo, Result, Row, Sampled
+from workers.executor import Embedded, ModelInfo, Result, Row, Sampled, Scored
 
 __all__ = ["MockExecutor", "mock_token", "mock_vector"]
 
@@ -98,13 +98,28 @@ class MockExecutor:
         return PolynomialTiming(total_kv_tokens, self._speedup)
 
     def _result(self, row: Row, seen: Seen) -> Result:
+        if row.scored_from is not None:
+            return Scored(mock_prompt_logprobs(row), self._sampled(row, seen) if row.sample else None)
         if not row.sample:
             return None
         if row.embed:
             return Embedded(mock_vector(row.prompt, row.lora))
+        return self._sampled(row, seen)
+
+    def _sampled(self, row: Row, seen: Seen) -> Sampled:
         token = answer_token(seen.digest, len(row.output), self._vocabulary.answers)
         wants = row.sampling.top_logprobs
-        return Sampled(token, None if wants is None else TokenLogprob(token, 0.0, ((token, 0.0),) * min(1, wants)))
+        return Sampled(token, None if wants is None else mock_logprob(token, wants))
+
+
+def mock_prompt_logprobs(row: Row) -> tuple[TokenLogprob, ...]:
+    top = row.sampling.prompt_logprobs or 0
+    return tuple([mock_logprob(row.prompt[token], top) for token in row.scored_tokens])
+
+
+def mock_logprob(token: int, top: int) -> TokenLogprob:
+    """Every token is certain, and the likeliest."""
+    return TokenLogprob(token, 0.0, ((token, 0.0),) * min(1, top))
 
 
 def missing_tables(profile: Profile | None, role: Role) -> list[str]:

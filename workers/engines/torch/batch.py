@@ -50,6 +50,8 @@ class StepPlan:
     groups: list[PlannedGroup]
     last_tokens: Ints  # [S], indices into the T tokens: the last of each row that samples
     sampled_rows: list[int]  # S indices into the rows of the step
+    scored_tokens: Ints  # [P], indices into the T tokens: those before the prompt tokens whose logprobs are wanted
+    scored_rows: list[int]  # the rows of these, in the same order
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class StepBatch:
     write_blocks: Tensor  # [T]
     write_offsets: Tensor  # [T], position in the block
     begun_blocks: Tensor | None  # [N], to clear first; None where there are none
-    last_tokens: Tensor  # [S]
+    told_tokens: Tensor  # [S + P], the plan's last_tokens and then its scored_tokens
     spans: list[PrefillSpan]
     groups: list[DecodeGroup]
 
@@ -147,6 +149,7 @@ def plan_step(rows: Sequence[Row], block_size: int) -> StepPlan:
         groups.append(PlannedGroup(base + first, base + last, lengths, _table(members, block_size)))
     token_ids, positions, write_blocks = _tokens([rows[i] for i in order], block_size)
     sampled = [place for place, i in enumerate(order) if rows[i].sample]
+    scored = [place for place, i in enumerate(order) if rows[i].scored_from is not None]
     return StepPlan(
         token_ids=token_ids,
         positions=positions,
@@ -156,7 +159,21 @@ def plan_step(rows: Sequence[Row], block_size: int) -> StepPlan:
         groups=groups,
         last_tokens=lasts[sampled],
         sampled_rows=[order[place] for place in sampled],
+        scored_tokens=_scored_tokens([(rows[order[place]], int(lasts[place])) for place in scored]),
+        scored_rows=[order[place] for place in scored],
     )
+
+
+def _scored_tokens(rows: Sequence[tuple[Row, int]]) -> Ints:
+    """Return the places in the batch whose logits are the logprobs of scored tokens: one before each of these.
+
+    `rows`: each with the place of its last token.
+    """
+    places: list[int] = []
+    for row, last in rows:
+        scored, shift = row.scored_tokens, last - (row.start + len(row.token_ids))
+        places += range(scored.start + shift, scored.stop + shift)
+    return np.array(places, np.int64)
 
 
 def _tokens(rows: Sequence[Row], block_size: int) -> tuple[Ints, Ints, Ints]:
@@ -212,19 +229,19 @@ def to_device(plan: StepPlan, kv: PagedKv, dtype: torch.dtype) -> StepBatch:
         plan.write_blocks,
         offsets,
         plan.begun_blocks,
-        plan.last_tokens,
+        np.concatenate((plan.last_tokens, plan.scored_tokens)) if plan.scored_rows else plan.last_tokens,
     )
     span_tables = [span.table for span in plan.spans]
     group_arrays = [array for group in plan.groups for array in (group.table, group.lengths)]
     moved = iter(_move([*tokens, *span_tables, *group_arrays], kv.blocks.device))
-    token_ids, positions, write_blocks, write_offsets, begun_blocks, last_tokens = (next(moved) for _ in tokens)
+    token_ids, positions, write_blocks, write_offsets, begun_blocks, told_tokens = (next(moved) for _ in tokens)
     return StepBatch(
         token_ids=token_ids,
         positions=positions,
         write_blocks=write_blocks,
         write_offsets=write_offsets,
         begun_blocks=begun_blocks if len(plan.begun_blocks) else None,
-        last_tokens=last_tokens,
+        told_tokens=told_tokens,
         spans=[_prefill_span(span, next(moved), kv, dtype) for span in plan.spans],
         groups=[_decode_group(group, next(moved), next(moved), kv, dtype) for group in plan.groups],
     )

@@ -1,6 +1,7 @@
 """The executor that computes with torch. See workers/executor.py for the seam."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -9,15 +10,15 @@ from torch import Tensor
 
 from kvcache.memory import KvRegion
 from protocol.errors import ConfigError, EngineError
-from protocol.messages import Feature, KvLayout
+from protocol.messages import Feature, KvLayout, TokenLogprob
 from workers.engines.registry import ENGINES
 from workers.engines.torch.batch import check_rows, plan_step, to_device
 from workers.engines.torch.cache import TORCH_DTYPES, PagedKv, allocate
 from workers.engines.torch.config import DTYPES, ModelConfig, read_config
 from workers.engines.torch.model import Transformer
-from workers.engines.torch.sampling import choose
+from workers.engines.torch.sampling import choose, logprobs_of
 from workers.engines.torch.weights import load_weights, random_weights
-from workers.executor import Embedded, ModelInfo, Result, Row
+from workers.executor import Embedded, ModelInfo, Result, Row, Sampled, Scored
 from workers.guides import open_guides
 
 FEATURES = tuple(feature for feature in ENGINES["torch"].features if feature is not Feature.GUIDED)
@@ -118,7 +119,8 @@ class TorchExecutor:
         plan = plan_step(rows, self._block_size)
         try:
             hidden = model.forward(to_device(plan, kv, TORCH_DTYPES[info.layout.dtype]), kv)
-            finished = _finish(model, hidden, [rows[i] for i in plan.sampled_rows])
+            finished = _finish(model, hidden[: len(plan.sampled_rows)], [rows[i] for i in plan.sampled_rows])
+            scored = _score(model, hidden[len(plan.sampled_rows) :], [rows[i] for i in plan.scored_rows])
         except torch.OutOfMemoryError as error:
             raise EngineError(
                 f"a step of {len(plan.token_ids)} tokens ran out of memory on {self._device}",
@@ -128,6 +130,9 @@ class TorchExecutor:
             torch.cuda.synchronize(self._device)
         for i, result in zip(plan.sampled_rows, finished, strict=True):
             results[i] = result
+        for i, logprobs in zip(plan.scored_rows, scored, strict=True):
+            sampled = results[i]
+            results[i] = Scored(logprobs, sampled if isinstance(sampled, Sampled) else None)
         return results
 
     def close(self) -> None:
@@ -151,6 +156,23 @@ def _finish(model: Transformer, hidden: Tensor, rows: Sequence[Row]) -> list[Res
 
 def _tokens(model: Transformer, hidden: Tensor, rows: Sequence[Row]) -> Sequence[Result]:
     return choose(model.logits(hidden), rows)
+
+
+def _score(model: Transformer, hidden: Tensor, rows: Sequence[Row]) -> list[tuple[TokenLogprob, ...]]:
+    """Return the logprobs of the `scored_tokens` of each row. hidden: [those of all rows, hidden], row by row.
+
+    Logits are computed for a few tokens at a time: those of a whole chunk of a prompt would take gigabytes.
+    """
+    if not rows:
+        return []
+    token_ids = [row.prompt[token] for row in rows for token in row.scored_tokens]
+    top = [row.sampling.prompt_logprobs or 0 for row in rows for _ in row.scored_tokens]
+    found: list[TokenLogprob] = []
+    for first in range(0, len(token_ids), model.scored_at_once):
+        part = slice(first, first + model.scored_at_once)
+        found += logprobs_of(model.logits(hidden[part]), token_ids[part], top[part])
+    ends = list(accumulate(len(row.scored_tokens) for row in rows))
+    return [tuple(found[end - len(row.scored_tokens) : end]) for row, end in zip(rows, ends, strict=True)]
 
 
 def _vectors(model: Transformer, hidden: Tensor, rows: Sequence[Row]) -> Sequence[Result]:

@@ -12,14 +12,18 @@ from workers.engines.torch.config import ModelConfig, RopeConfig
 from workers.engines.torch.weights import LayerWeights, ModelWeights
 
 
+_SCORED_LOGITS = 1 << 24  # computed at once for the logprobs of a prompt: 64 MiB
+
+
 class Transformer:
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self._config = config
+        self.scored_at_once = max(1, _SCORED_LOGITS // config.vocab_size)  # tokens of a prompt
         self._weights = weights
         self._rope = rope_table(config).to(weights.embed.device, weights.embed.dtype)
 
     def forward(self, batch: StepBatch, kv: PagedKv) -> Tensor:
-        """Compute the batch, write its keys and values to `kv`; what it knows at `last_tokens`: [S, hidden]."""
+        """Compute the batch, write its keys and values to `kv`; what it knows at `told_tokens`: [S + P, hidden]."""
         eps = self._config.rms_norm_eps
         if batch.begun_blocks is not None:
             kv.clear(batch.begun_blocks)
@@ -30,7 +34,7 @@ class Transformer:
             x += self._attention(index, layer, normed, cos, sin, batch, kv)
             normed = F.rms_norm(x, layer.post_norm.shape, layer.post_norm, eps)
             x += _mlp(layer, normed)
-        return F.rms_norm(x[batch.last_tokens], self._weights.norm.shape, self._weights.norm, eps)
+        return F.rms_norm(x[batch.told_tokens], self._weights.norm.shape, self._weights.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the next token from what `forward` gave: [S, hidden] -> float32 [S, vocab]."""

@@ -195,12 +195,20 @@ def token_logprobs(
     asked = [i for i, count in enumerate(top) if count is not None]
     if not asked:
         return result
-    logprobs = logits[asked].log_softmax(-1)
-    chosen = torch.tensor([[token_ids[i]] for i in asked], device=logits.device)
-    chosen_logprobs = logprobs.gather(-1, chosen).squeeze(-1).tolist()
-    most = min(max(top[i] or 0 for i in asked), logits.shape[-1])
-    values, ids = (part.tolist() for part in logprobs.topk(most, dim=-1))
-    for place, i in enumerate(asked):
-        pairs = tuple(zip(ids[place], values[place], strict=True))[: top[i]]
-        result[i] = TokenLogprob(token_ids[i], chosen_logprobs[place], pairs)
+    found = logprobs_of(logits[asked], [token_ids[i] for i in asked], [top[i] or 0 for i in asked])
+    for i, logprob in zip(asked, found, strict=True):
+        result[i] = logprob
     return result
+
+
+def logprobs_of(logits: Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[TokenLogprob]:
+    """Return the logprob of one token for each row of `logits` [R, vocab], and those of the `top` [R] likeliest."""
+    logprobs = logits.log_softmax(-1)
+    these = torch.tensor(token_ids, device=logits.device)[:, None]
+    values = logprobs.gather(-1, these).squeeze(-1).tolist()
+    most = min(max(top), logits.shape[-1])
+    top_values, top_ids = (part.tolist() for part in logprobs.topk(most, dim=-1))
+    return [
+        TokenLogprob(token_id, value, tuple(zip(ids[:count], likeliest[:count], strict=True)))
+        for token_id, value, count, ids, likeliest in zip(token_ids, values, top, top_ids, top_values, strict=True)
+    ]
