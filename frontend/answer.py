@@ -11,8 +11,9 @@ from protocol.messages import Delta, FinishReason, TokenLogprob
 
 
 class PlacedLogprob(NamedTuple):
-    entry: TokenLogprob
+    entry: TokenLogprob  # its logprob is NaN for the first token of a prompt: nothing foretells it
     offset_chars: int  # where the token's text begins in the answer
+    of_prompt: bool = False  # a token of the echoed prompt
 
 
 class Part(NamedTuple):
@@ -46,6 +47,7 @@ class GrowingAnswer:
         "_parser",
         "_shown_chars",
         "_stops",
+        "_tells_stop_token",
         "_waiting",
         "_wants_logprobs",
         "completion_tokens",
@@ -61,8 +63,13 @@ class GrowingAnswer:
         logprobs: bool = False,
         parser: Parser | None = None,
         only_one_call: bool = False,
+        echoed_chars: int | None = None,
     ) -> None:
-        """Make an empty answer; with `only_one_call` it ends where the model begins a second call of a tool."""
+        """Make an empty answer; with `only_one_call` it ends where the model begins a second call of a tool.
+
+        `echoed_chars`: length of the prompt that stands before it with logprobs. Then each token that was generated has
+        a logprob, a stop token too: who cuts the prompt's tokens from the list has to know how many follow.
+        """
         self._detokenizer = detokenizer
         self._parser = parser
         self._only_one_call = only_one_call
@@ -70,8 +77,8 @@ class GrowingAnswer:
         self._min_tokens = min_tokens  # of these, no text is taken for a stop string
         self._wants_logprobs = logprobs
         self._waiting: list[PlacedLogprob] = []  # their text is not shown yet
-        self._decoded_chars = 0
-        self._shown_chars = 0
+        self._tells_stop_token = echoed_chars is not None
+        self._decoded_chars = self._shown_chars = echoed_chars or 0
         self.completion_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.has_calls = False
@@ -152,6 +159,8 @@ class GrowingAnswer:
             if self._stopped():
                 return self._part(texts)
         self.completion_tokens += len(delta.token_ids) - len(shown)
+        if self._tells_stop_token and delta.logprobs is not None and len(shown) < len(delta.logprobs):
+            self._waiting.append(PlacedLogprob(delta.logprobs[-1], self._decoded_chars))
         if delta.finish_reason is not None:
             self._finish(delta.finish_reason, texts)
         return self._part(texts)

@@ -134,12 +134,13 @@ class Dispatcher:
     ) -> RouteRequest:
         """Return what the router is asked; `tokens`: all that a worker has to compute before its first new token."""
         block_size = self._block_size_of(request.model)
+        salt = request.request_id if _wants_prompt_logprobs(request) else request.cache_salt
         return RouteRequest(
             request_id=request.request_id,
             model=request.model,
             isl_tokens=len(tokens) // 4,
             lora=request.lora,
-            sequence_hashes=await _hashes(tokens, block_size, hash_seed(request.lora, request.cache_salt)),
+            sequence_hashes=await _hashes(tokens, block_size, hash_seed(request.lora, salt)),
             exclude=tuple(failed),
             disaggregate=hints.disaggregate,
             pin=None if hints.pin is None else WorkerId(hints.pin),
@@ -170,7 +171,7 @@ class Dispatcher:
                     ticket = await self._prefill(placed.prefill, request, task.deadline, leg)
                     if ticket is None or leg.is_done:
                         return
-                    request = msgspec.structs.replace(request, generated=tuple(task.generated), ticket=ticket)
+                    request = msgspec.structs.replace(task.continued(), ticket=ticket)
                 trace.decode_worker = placed.decode.name
                 await self._decode(placed.decode, request, task.deadline - now(), leg)
             finally:
@@ -196,6 +197,10 @@ class Dispatcher:
                             await leg.until_ready()
                         leg.on_first(delta)
                         return delta.ticket
+                    if delta.logprobs:
+                        while leg.is_full:
+                            await leg.until_ready()
+                        leg.on_prompt(delta)
             raise PeerLostError(f"prefill worker {target.name} ended without a ticket")
         except ELSEWHERE as error:
             raise _LegFailedError(target.worker_id, error) from error
@@ -236,9 +241,13 @@ class _Generation(msgspec.Struct):
     consumer: DeltaConsumer
     generated: list[int]  # all tokens so far
 
+    num_prompt_logprobs: int = 0  # that the consumer has
+
     def continued(self) -> GenerateRequest:
         """Return the request with the tokens so far as part of its prompt."""
-        return msgspec.structs.replace(self.request, generated=tuple(self.generated))
+        if not self.generated:
+            return self.request
+        return msgspec.structs.replace(without_prompt_logprobs(self.request), generated=tuple(self.generated))
 
 
 class _Failures:
@@ -293,6 +302,8 @@ class _Leg:
         "_has_ended",
         "_is_first",
         "_is_steady",
+        "_prompt_logprobs",
+        "_task",
         "on_offer_taken",
         "shortcut",
         "ticket",
@@ -313,14 +324,30 @@ class _Leg:
         self._generated = task.generated
         self._before = len(task.generated)  # part of the prompt
         self._is_first = is_first  # no worker before has computed the prompt for this answer
+        self._task = task
+        self._prompt_logprobs = 0  # that have come from the workers of this placement
         self._has_begun = False
         self._has_ended = False  # the answer, by itself
         self._is_steady = False  # its decode worker has sent a first delta
 
     def on_first(self, delta: Delta) -> None:
         """Take the delta of a prefill leg; the consumer has no use for its ticket."""
+        delta = self.on_prompt(delta)
         self._note(delta)
         self._forward(msgspec.structs.replace(delta, ticket=None))
+
+    def on_prompt(self, delta: Delta) -> Delta:
+        """Give the consumer the logprobs of the prompt, without those that it has from a worker before; return the
+        rest."""
+        logprobs = delta.logprobs or ()
+        if (count := len(logprobs) - len(delta.token_ids)) <= 0:
+            return delta
+        task, end = self._task, self._prompt_logprobs + count
+        if end > task.num_prompt_logprobs:
+            self._consumer.take_prompt_logprobs(logprobs[count - (end - task.num_prompt_logprobs) : count])
+            task.num_prompt_logprobs = end
+        self._prompt_logprobs = end
+        return msgspec.structs.replace(delta, logprobs=logprobs[count:] or None)
 
     def take(self, delta: Delta) -> bool:
         if self._is_steady and delta.finish_reason is None and delta.pull is None:  # nearly all: in one step
@@ -329,6 +356,10 @@ class _Leg:
             if self.shortcut is None and (lane := self._consumer.lane) is not None:
                 self._open(lane)
             return wants_more
+        if delta.logprobs is not None:
+            delta = self.on_prompt(delta)
+            if not delta.token_ids and delta.finish_reason is None and delta.logprobs is None:
+                return not self.is_full
         if self.ticket is not None:  # with its first delta the decode worker is done with the offer
             assert self.on_offer_taken is not None
             self.on_offer_taken(self.ticket)
@@ -416,6 +447,20 @@ async def _hashes(tokens: bytes, block_size: int, seed: int) -> bytes:
     if sequence_hash_bytes is plain_sequence_hash_bytes and len(tokens) > SLOW_HASH_BYTES:
         return await asyncio.to_thread(sequence_hash_bytes, tokens, block_size, seed)
     return sequence_hash_bytes(tokens, block_size, seed)
+
+
+def _wants_prompt_logprobs(request: GenerateRequest | EmbedRequest) -> bool:
+    """Return whether the whole prompt has to be computed: no worker holds any of it, as far as routers can know."""
+    return isinstance(request, GenerateRequest) and request.sampling.prompt_logprobs is not None
+
+
+def without_prompt_logprobs(request: GenerateRequest) -> GenerateRequest:
+    """Return the request of a worker that continues an answer: the logprobs of the prompt came before its first
+    token."""
+    if request.sampling.prompt_logprobs is None:
+        return request
+    sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=None)
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def _left(deadline: float) -> float:

@@ -140,7 +140,8 @@ class Exchange:
     async def _send_whole(self, job: Job, deadline: float) -> Reply:
         answers = WholeOutlet(job)
         await run(job, self._services.generator, answers, deadline)
-        body = self._dialect.whole(job, answers.finished(), job.counts())
+        whole = partial(self._dialect.whole, job, answers.finished(), job.counts())
+        body = whole() if job.parsed.sampling.prompt_logprobs is None else await asyncio.to_thread(whole)
         return Reply(body, headers=self._reply_headers(job))
 
     async def _send_stream(self, job: Job, deadline: float) -> ReplyStream:

@@ -1,12 +1,13 @@
 """The seam between the HTTP side and what computes answers: a dispatcher over workers, or a script in tests."""
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from msgspec import Struct, field
 
 from frontend.lane import TokenLane
-from protocol.messages import Delta, Embedding, EmbedRequest, Explanation, GenerateRequest, Placed
+from protocol.messages import Delta, Embedding, EmbedRequest, Explanation, GenerateRequest, Placed, TokenLogprob
 
 MAX_EXPLANATIONS = 8  # of one request, the latest: it may be placed again and again
 
@@ -48,6 +49,11 @@ class DeltaConsumer(Protocol):
 
     def take(self, delta: Delta) -> bool:
         """Take a delta; return whether the next one is wanted at once. If not, the consumer is done or full."""
+        ...
+
+    def take_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Take the logprobs of the prompt's next tokens, from the second token on. All come before the first token of
+        the answer, and only where the request asks for them."""
         ...
 
     @property

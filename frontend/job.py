@@ -7,12 +7,14 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from frontend.answer import GrowingAnswer
+from frontend.echo import PromptAlone, PromptEcho
 from frontend.generator import Trace
 from frontend.models import Model
 from frontend.prompts import TokenizedPrompt, answer_limit, check_each_token, check_token_ids, read_prompts
 from frontend.request import ParsedRequest
+from protocol.errors import InvalidRequestError
 from protocol.ids import RequestId, draw
-from protocol.messages import Feature, GenerateRequest, SamplingParams, StopConditions
+from protocol.messages import MAX_PROMPT_LOGPROBS, Feature, GenerateRequest, SamplingParams, StopConditions
 
 
 class AnswerTiming(msgspec.Struct):
@@ -67,6 +69,7 @@ class Branch(msgspec.Struct):
     trace: Trace
     timing: AnswerTiming
     echo: str = ""  # the text the answer begins with
+    scored_echo: PromptEcho | None = None  # that text, where it comes with logprobs
 
 
 class Job(msgspec.Struct):
@@ -101,11 +104,26 @@ async def prepare(parsed: ParsedRequest, model: Model, request_id: RequestId, st
     require_features(parsed, model)
     prompts = await read_prompts(parsed, model)
     heading = Heading(request_id, int(time.time()), model.name)
+    if parsed.sampling.prompt_logprobs is not None:
+        check_prompt_logprobs(parsed, prompts)
     branches = [
         make_branch(parsed, model, prompts[number // parsed.best_of], number, request_id, started)
         for number in range(len(prompts) * parsed.best_of)
     ]
     return Job(parsed, model, prompts, branches, heading, AnswerTiming(started))
+
+
+def check_prompt_logprobs(parsed: ParsedRequest, prompts: Sequence[TokenizedPrompt]) -> None:
+    """Raise InvalidRequestError if the logprobs of the prompts would take too much memory."""
+    each = 1 + (parsed.sampling.prompt_logprobs or 0)
+    count = sum([prompt.num_tokens for prompt in prompts]) * parsed.best_of * each
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"the logprobs of the prompts' tokens are {count}, with {each - 1} likeliest ones for each, "
+            f"more than {MAX_PROMPT_LOGPROBS}",
+            hint="send fewer or shorter prompts, or lower logprobs",
+            param="logprobs",
+        )
 
 
 def require_features(parsed: ParsedRequest, model: Model) -> None:
@@ -116,6 +134,8 @@ def require_features(parsed: ParsedRequest, model: Model) -> None:
     if parsed.sampling.logit_bias:
         model.require(Feature.LOGIT_BIAS, "logit_bias")
         check_token_ids([token for token, _ in parsed.sampling.logit_bias], model, "logit_bias")
+    if parsed.sampling.prompt_logprobs is not None:
+        model.require(Feature.PROMPT_LOGPROBS, "echo")
     if parsed.sampling.allowed_token_ids:
         model.require(Feature.ALLOWED_TOKENS, "allowed_token_ids")
         check_each_token(parsed.sampling.allowed_token_ids, model, "allowed_token_ids")
@@ -131,15 +151,20 @@ def make_branch(
         parser = model.format.parser(parsed.tools, prompt.tail, is_guided=parsed.guide is not None)
     name = request_id if number == 0 else RequestId(f"{request_id}-{number}")
     request = generate_request(parsed, model, prompt, name, number)
-    answer = GrowingAnswer(
+    is_scored = parsed.sampling.prompt_logprobs is not None
+    answer = (PromptAlone if parsed.max_tokens == 0 else GrowingAnswer)(
         model.tokenizer.detokenizer(model.format.markers if parser is not None else frozenset()),
         parsed.stops,
         parsed.min_tokens,
         logprobs=request.sampling.top_logprobs is not None,
         parser=parser,
         only_one_call=parsed.tools is not None and not parsed.tools.parallel,
+        echoed_chars=len(prompt.text) if is_scored else None,
     )
-    return Branch(number, request, answer, Trace(), AnswerTiming(started), prompt.text)
+    branch = Branch(number, request, answer, Trace(), AnswerTiming(started), prompt.text)
+    if is_scored:
+        branch.echo, branch.scored_echo = "", PromptEcho(model.tokenizer, prompt.tokens, prompt.text)
+    return branch
 
 
 def generate_request(
@@ -154,7 +179,7 @@ def generate_request(
         prompt=prompt.tokens,
         sampling=sampling_of(parsed, number % parsed.best_of),
         stop=StopConditions(
-            max_tokens=max_tokens,
+            max_tokens=max(max_tokens, 1),  # of 0 the answer keeps nothing
             min_tokens=min(parsed.min_tokens, max_tokens),
             stop_token_ids=parsed.stop_token_ids,
             ignore_eos=parsed.ignore_eos,

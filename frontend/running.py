@@ -8,7 +8,7 @@ from frontend.job import Branch, Job
 from frontend.lane import TokenLane
 from frontend.outlet import Outlet
 from protocol.errors import EngineError, MeshError
-from protocol.messages import Delta
+from protocol.messages import Delta, TokenLogprob
 
 
 class _BranchFeed:
@@ -39,6 +39,8 @@ class _BranchFeed:
         if timing.first_token is None:
             timing.first_token = now
             self._of_all.on_tokens(now)
+            if (echo := self._branch.scored_echo) is not None:
+                self._put(self._branch, echo.finish())
             if self._on_begin is not None:
                 self._on_begin()
         wants_more = self._put(self._branch, answer.on_delta(delta)) and answer.finish_reason is None
@@ -47,6 +49,13 @@ class _BranchFeed:
         if self.lane is not None:
             self.lane.texts = answer.plain_texts()
         return wants_more
+
+    def take_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Raise EngineError if they are not the prompt's."""
+        echo = self._branch.scored_echo
+        if echo is None or self._timing.first_token is not None:
+            raise EngineError("logprobs of the prompt came that nobody has asked for, or too late")
+        self._put(self._branch, echo.take(logprobs))
 
     def settle(self) -> None:
         """Note the tokens that passed by the lane."""

@@ -59,10 +59,9 @@ class WholeAnswer:
 
     @property
     def mean_logprob(self) -> float:
-        """Return the mean logprob of the tokens; for choosing between answers."""
-        if not self.logprobs:
-            return 0.0
-        return sum(placed.entry.logprob for placed in self.logprobs) / len(self.logprobs)
+        """Return the mean logprob of the generated tokens; for choosing between answers."""
+        logprobs = [placed.entry.logprob for placed in self.logprobs if not placed.of_prompt]
+        return sum(logprobs) / len(logprobs) if logprobs else 0.0
 
 
 def new_call_id() -> str:

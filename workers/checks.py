@@ -49,7 +49,7 @@ def _wanted(request: GenerateRequest) -> Iterator[tuple[Feature, str]]:
     if request.sampling.top_logprobs is not None:
         yield Feature.LOGPROBS, "logprobs"
     if request.sampling.prompt_logprobs is not None:
-        yield Feature.PROMPT_LOGPROBS, "logprobs of the prompt"
+        yield Feature.PROMPT_LOGPROBS, "prompt_logprobs"
     if request.sampling.logit_bias:
         yield Feature.LOGIT_BIAS, "logit_bias"
     if request.sampling.allowed_token_ids:

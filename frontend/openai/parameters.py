@@ -83,6 +83,8 @@ def parse_completion(body: bytes) -> ParsedRequest:
     """Raises InvalidRequestError."""
     request = decode_body(body, _completion_decoder)
     max_tokens = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if max_tokens == 0 and not request.echo:
+        refuse("max_tokens", "0 leaves nothing to answer with; send 1 or more, or echo for the prompt alone")
     check_lengths(request, max_tokens)
     prompts = prompts_of(request.prompt, "prompt", MAX_CHOICES)
     n = request.n or 1
@@ -90,10 +92,10 @@ def parse_completion(body: bytes) -> ParsedRequest:
         names=COMPLETION_NAMES,
         prompts=prompts,
         suffix=request.suffix or "",
-        echo=_echo(request),
+        echo=bool(request.echo),
         n=_choices(n, len(prompts), request),
         best_of=_best_of(request, n, len(prompts)),
-        sampling=sampling_params(request, request.logprobs),
+        sampling=_completion_sampling(request),
         max_tokens=max_tokens,
         guide=_format(request.response_format),
         **common_fields(request),
@@ -156,10 +158,14 @@ def _best_of(request: CompletionRequest, n: int, prompts: int) -> int:
     return best_of
 
 
-def _echo(request: CompletionRequest) -> bool:
-    if request.echo and request.logprobs is not None:
-        not_supported("echo", hint="logprobs of the prompt are not computed; send one of echo and logprobs")
-    return bool(request.echo)
+def _completion_sampling(request: CompletionRequest) -> SamplingParams:
+    """Return the sampling of a text completion. With `echo`, logprobs are those of the prompt, too."""
+    sampling = sampling_params(request, request.logprobs)
+    if not request.echo or request.logprobs is None:
+        return sampling
+    if request.suffix:
+        not_supported("suffix", "with echo and logprobs", hint="send one of the three less")
+    return msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
 
 
 # --- parameters that are known and not supported ------------------------------------------------------

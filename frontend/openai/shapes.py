@@ -209,6 +209,7 @@ class ChatRequest(RequestBase, frozen=True, kw_only=True):
 
 class CompletionRequest(RequestBase, frozen=True, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_U32)] | None = None  # 0: with echo only
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     best_of: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -250,11 +251,14 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class CompletionLogprobs(Struct, frozen=True):
-    """Lists of equal length, one entry per token. `text_offset`: characters before it in the answer."""
+    """Lists of equal length, one entry per token. `text_offset`: characters before it in the text.
+
+    With `echo` the tokens of the prompt come first. The first of them has no logprob.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -303,6 +303,7 @@ def ask_guided(guide: Guide = SCHEMA, seed: int = 1, **stop: object) -> Generate
 
 UNABLE = {
     Feature.LOGPROBS: {"sampling": SamplingParams(top_logprobs=1)},
+    Feature.PROMPT_LOGPROBS: {"sampling": SamplingParams(top_logprobs=1, prompt_logprobs=1)},
     Feature.LOGIT_BIAS: {"sampling": SamplingParams(logit_bias=((5, 1.0),))},
     Feature.ALLOWED_TOKENS: {"sampling": SamplingParams(allowed_token_ids=(5,))},
     Feature.GUIDED: {"guide": Guide(kind=GuideKind.JSON)},
@@ -318,7 +319,7 @@ async def test_an_engine_has_its_features_and_refuses_others(make: Make, feature
         return
     with pytest.raises(InvalidRequestError, match="cannot honour") as refused:
         await run(engine, request)
-    assert refused.value.param in ("logprobs", "logit_bias", "allowed_token_ids", "guide")
+    assert refused.value.param in ("logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "guide")
     assert engine.load().waiting == 0
 
 

@@ -89,7 +89,7 @@ def test_all_logprobs_have_come_when_the_answer_ends() -> None:
     one = answer("fox!", logprobs=True)
     placed = list(one.on_delta(Delta(tokens, logprobs=logprobs(tokens))).logprobs)
     placed += one.on_delta(Delta((), FinishReason.LENGTH)).logprobs
-    assert [entry.token_id for entry, _ in placed] == list(tokens)
+    assert [each.entry.token_id for each in placed] == list(tokens)
     assert [offset for _, offset in placed] == sorted(offset for _, offset in placed)
 
 

@@ -1,11 +1,12 @@
 """The dispatcher carries a request through the mesh, when workers do well, fail, vanish or are given up."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from frontend import dispatch
 from frontend.dispatch import Dispatcher
@@ -34,9 +35,10 @@ from protocol.messages import (
     SamplingParams,
     StopConditions,
     Ticket,
+    TokenLogprob,
     pack_tokens,
 )
-from tests.support.deltas import deltas_of
+from tests.support.deltas import OneByOne, deltas_of
 from tests.support.fake_mesh import FakeMesh, FakeWorker, Step, answer
 from tests.support.patience import PATIENCE_S
 
@@ -621,3 +623,90 @@ async def test_without_time_left_nothing_is_sent() -> None:
     with pytest.raises(DeadlineExceededError):
         await run(timeout_s=-1)
     assert d.requests == []
+
+
+# --- logprobs of the prompt ---------------------------------------------------------------------------
+
+SCORES = tuple(TokenLogprob(token, -float(n)) for n, token in enumerate(PROMPT[1:]))
+FIRST, SECOND = Delta(logprobs=SCORES[:10]), Delta(logprobs=SCORES[10:])
+
+
+class Scorer(OneByOne):
+    """Takes every delta at once, and the logprobs of the prompt."""
+
+    is_full = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logprobs: list[TokenLogprob] = []
+        self.tokens: list[int] = []
+        self.is_done = False
+
+    def take(self, delta: Delta) -> bool:
+        assert len(delta.logprobs or ()) in (0, len(delta.token_ids))
+        self.tokens += delta.token_ids
+        self.is_done = delta.finish_reason is not None
+        return not self.is_done
+
+    def take_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        assert not self.tokens, "they come before the answer"
+        self.logprobs += logprobs
+
+
+async def score(run: Run) -> Scorer:
+    consumer, request = Scorer(), request_of()
+    sampling = replace(request.sampling, prompt_logprobs=0, top_logprobs=0)
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S
+    await run.dispatcher.generate(replace(request, sampling=sampling), Hints(), run.trace, deadline, consumer)
+    return consumer
+
+
+def wanted(worker: FakeWorker) -> list[int | None]:
+    """Return the logprobs of the prompt that each request to the worker asked for."""
+    return [request.sampling.prompt_logprobs for request in worker.requests]
+
+
+async def test_logprobs_of_the_prompt_come_before_the_answer(checked: list[Run]) -> None:
+    checked.append(run := Run(d := decode([FIRST, SECOND, 10])))
+    taken = await score(run)
+    assert taken.logprobs == list(SCORES)
+    assert taken.tokens == answer(PROMPT, 10)
+    assert (wanted(d), run.mesh.reused) == ([0], [7]), "the first token, not the first logprob, ends the prefill"
+
+
+async def test_logprobs_of_the_prompt_may_come_with_the_first_token(checked: list[Run]) -> None:
+    token = answer(PROMPT, 1)[0]
+    together = Delta((token,), logprobs=(*SCORES[10:], TokenLogprob(token, -0.5)))
+    checked.append(run := Run(decode([FIRST, together, 10])))
+    taken = await score(run)
+    assert taken.logprobs == list(SCORES)
+    assert taken.tokens == answer(PROMPT, 10)
+
+
+async def test_the_prefill_leg_gives_the_logprobs_of_the_prompt(checked: list[Run]) -> None:
+    checked.append(run := Run(p := prefill([FIRST, SECOND, 1]), d := decode()))
+    taken = await score(run)
+    assert taken.logprobs == list(SCORES)
+    assert taken.tokens == answer(PROMPT, 10)
+    assert (wanted(p), wanted(d)) == ([0], [None])
+
+
+async def test_no_cached_prefix_counts_for_a_prompt_with_logprobs(checked: list[Run]) -> None:
+    checked.append(run := Run(decode([FIRST, SECOND, LOST], [10], name="a"), decode(name="b")))
+    await score(run)
+    checked.append(plain := await Run(decode())())
+    [routed] = run.mesh.routed[:1]
+    assert len(routed.sequence_hashes) == len(plain.mesh.routed[0].sequence_hashes)
+    assert routed.sequence_hashes != plain.mesh.routed[0].sequence_hashes
+    assert routed.isl_tokens == len(PROMPT)
+
+
+@pytest.mark.parametrize("before", [[], [FIRST], [FIRST, SECOND], [FIRST, SECOND, 3]], ids=len)
+async def test_a_scored_prompt_migrates_without_a_logprob_lost_or_twice(checked: list[Run], before: list[Step]) -> None:
+    all_at_once = Delta(logprobs=SCORES)
+    a, b = decode([*before, LOST], name="a"), decode([all_at_once, 10] if 3 not in before else [10], name="b")
+    checked.append(run := Run(a, b))
+    taken = await score(run)
+    assert taken.logprobs == list(SCORES)
+    assert taken.tokens == answer(PROMPT, 10)
+    assert wanted(b) == [None if 3 in before else 0], "an answer that has begun has all of them"

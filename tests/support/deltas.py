@@ -1,11 +1,11 @@
 """An answer pulled delta by delta, for tests that decide when the next one may come."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 from frontend.generator import Generator, Hints, Trace
-from protocol.messages import Delta, GenerateRequest
+from protocol.messages import Delta, GenerateRequest, TokenLogprob
 
 
 class OneByOne:
@@ -23,6 +23,9 @@ class OneByOne:
         self._delta = delta
         self._changed.set()
         return False
+
+    def take_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        raise AssertionError("nobody has asked for logprobs of the prompt")
 
     @property
     def is_full(self) -> bool:

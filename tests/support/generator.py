@@ -33,7 +33,11 @@ def vector_of(request: EmbedRequest) -> bytes:
 
 
 def give(consumer: DeltaConsumer, delta: Delta) -> bool:
-    """As a stream of the request plane does: by the lane where there is one."""
+    """As a stream of the request plane does: by the lane where there is one. A delta of logprobs alone is the prompt's,
+    as the dispatcher reads it."""
+    if delta.logprobs and not delta.token_ids:
+        consumer.take_prompt_logprobs(delta.logprobs)
+        return True
     if (lane := consumer.lane) is None:
         return consumer.take(delta)
     lane.bind(lambda raw, passed: consumer.take(decode(raw, Delta)), MOST_BY_LANE)
@@ -44,11 +48,13 @@ def give(consumer: DeltaConsumer, delta: Delta) -> bool:
 
 
 class ScriptedGenerator:
-    """Plays a script and remembers what it was asked: `scripts`, each for one request, then `script` for all."""
+    """Plays a script and remembers what it was asked: `scripts`, each for one request, then that of `script_of`,
+    which is `script`."""
 
     def __init__(self, script: Sequence[Step] = ()) -> None:
         self.script = list(script)
         self.scripts: list[Sequence[Step]] = []
+        self.script_of: Callable[[GenerateRequest], Sequence[Step]] = lambda request: self.script
         self.embed_requests: list[EmbedRequest] = []
         self.embed_script: list[bytes | BaseException | asyncio.Event] = []  # each for one input, then right vectors
         self.cancelled: list[RequestId] = []
@@ -97,7 +103,7 @@ class ScriptedGenerator:
         self.deadlines.append(deadline)
         self.started.set()
         self.closed_early += 1
-        script = self.scripts.pop(0) if self.scripts else self.script
+        script = self.scripts.pop(0) if self.scripts else self.script_of(request)
         try:
             for step in script:
                 match step:

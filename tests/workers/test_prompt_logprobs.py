@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+import transformers
 
 from cluster.tiny_model import CHECKPOINT_DIR
 from kvcache.transfer.backend import open_backend

@@ -269,12 +269,6 @@ async def test_an_echo_of_every_answer(able: Served) -> None:
     assert [text_of(choice) for choice in body["choices"]] == ["hione", "hitwo"]
 
 
-async def test_logprobs_of_a_prompt_are_refused_by_name(able: Served) -> None:
-    status, _, body = await able.post("/v1/completions", TEXT | {"echo": True, "logprobs": 0})
-    assert (status, body["error"]["param"]) == (400, "echo")
-    assert "send one of echo and logprobs" in body["error"]["message"]
-
-
 # --- suffix -------------------------------------------------------------------------------------------
 
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")

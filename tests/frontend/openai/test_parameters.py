@@ -216,6 +216,14 @@ def test_echo_and_suffix_are_for_texts() -> None:
     assert (call.echo, call.suffix) == (True, "end")
 
 
+def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
+    asked = [completion(echo=echo, logprobs=3, max_tokens=0 if echo else 1) for echo in (True, False)]
+    assert [call.sampling.prompt_logprobs for call in asked] == [3, None]
+    assert [call.sampling.top_logprobs for call in asked] == [3, 3]
+    assert [call.max_tokens for call in asked] == [0, 1]
+    assert completion(echo=True).sampling.prompt_logprobs is None
+
+
 # --- tools and formats --------------------------------------------------------------------------------
 
 
@@ -514,7 +522,10 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2, "n": 3}, "best_of"),
     ({"best_of": 2, "stream": True}, "best_of"),
     ({"best_of": 2, "temperature": 0}, "best_of"),
-    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"echo": True, "logprobs": 1, "suffix": "end"}, "suffix"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
+    ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
     ({"echo": "yes"}, "echo"),
     ({"suffix": 1}, "suffix"),
     ({"n": 129}, "n"),

@@ -11,7 +11,6 @@ from workers.engines.torch.cache import PagedKv
 from workers.engines.torch.config import ModelConfig, RopeConfig
 from workers.engines.torch.weights import LayerWeights, ModelWeights
 
-
 _SCORED_LOGITS = 1 << 24  # computed at once for the logprobs of a prompt: 64 MiB
 
 

@@ -1,0 +1,97 @@
+"""Scores of texts: a mesh gives the logprobs that the transformers library computes, wherever a prompt is computed."""
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+
+from cluster.tiny_model import CHECKPOINT_DIR
+from tests.support.mesh import Mesh
+
+LENGTHS = (2, 16, 65, 300)  # tokens; a step of the meshes computes 128
+CLOSE = 1e-3
+
+
+@cache
+def model_and_tokenizer() -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT_DIR, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(CHECKPOINT_DIR)
+
+
+@cache
+def prompts() -> list[list[int]]:
+    from cluster.tiny_model.corpus import documents
+
+    _, tokenizer = model_and_tokenizer()
+    text = tokenizer("".join(itertools.islice(documents(seed=98), 20)))["input_ids"]
+    return [text[100 * n : 100 * n + length] for n, length in enumerate(LENGTHS)]
+
+
+def expected(prompt: Sequence[int]) -> list[float]:
+    """The logprobs of the tokens from the second on."""
+    import torch
+
+    model, _ = model_and_tokenizer()
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([list(prompt)])).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+
+
+def score(mesh: Mesh, prompt: Any, **fields: Any) -> dict[str, Any]:
+    return mesh.complete(prompt, **{"echo": True, "logprobs": 1, "max_tokens": 0, **fields})
+
+
+def check(choice: dict[str, Any], prompt: Sequence[int], *, is_text: bool = False) -> None:
+    """`is_text`: it was sent as text; else the echo shows no special tokens."""
+    told = choice["logprobs"]
+    _, tokenizer = model_and_tokenizer()
+    assert choice["text"] == tokenizer.decode(prompt, skip_special_tokens=not is_text)
+    assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+    assert told["token_logprobs"][1:] == pytest.approx(expected(prompt), abs=CLOSE)
+    for logprob, top in zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True):
+        assert logprob <= max(top.values())
+        assert len(top) in (1, 2)
+    texts = [choice["text"][a:b] for a, b in itertools.pairwise([*told["text_offset"], None])]
+    hidden = [] if is_text else tokenizer.all_special_tokens
+    assert texts == ["" if token in hidden else token for token in told["tokens"]]
+
+
+@pytest.mark.parametrize("disaggregate", [True, False])
+def test_scores_are_those_of_transformers(shm_mesh: Mesh, disaggregate: bool) -> None:
+    for prompt in prompts():
+        for _ in range(2):  # the second time its blocks are cached
+            answer = score(shm_mesh, prompt, kvmesh={"trace": True, "disaggregate": disaggregate})
+            check(answer["choices"][0], prompt)
+            assert (answer["kvmesh"]["prefill_worker"] is not None) == disaggregate
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert answer["kvmesh"]["overlap_tokens"] == 0, "the router expects no hit"
+
+
+@pytest.mark.parametrize("disaggregate", [True, False])
+def test_an_answer_follows_its_scored_prompt(shm_mesh: Mesh, disaggregate: bool) -> None:
+    prompt = prompts()[-1]
+    fields = {"max_tokens": 12, "ignore_eos": True, "kvmesh": {"disaggregate": disaggregate}}
+    plain = shm_mesh.complete(prompt, logprobs=1, **fields)["choices"][0]
+    scored = score(shm_mesh, prompt, **fields)["choices"][0]
+    _, tokenizer = model_and_tokenizer()
+    assert scored["text"] == tokenizer.decode(prompt, skip_special_tokens=True) + plain["text"]
+    assert scored["logprobs"]["tokens"][len(prompt) :] == plain["logprobs"]["tokens"]
+    assert scored["logprobs"]["token_logprobs"][1 : len(prompt)] == pytest.approx(expected(prompt), abs=CLOSE)
+
+
+def test_eight_requests_of_texts_and_tokens_at_once(shm_mesh: Mesh) -> None:
+    _, tokenizer = model_and_tokenizer()
+    some = prompts()
+    asked: list[Any] = [some, *some, [tokenizer.decode(prompt) for prompt in some], *some[1:3]]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda prompt: score(shm_mesh, prompt), asked))
+    of_each = [some, *[[prompt] for prompt in some], some, *[[prompt] for prompt in some[1:3]]]
+    for n, (answer, of) in enumerate(zip(answers, of_each, strict=True)):
+        for choice, prompt in zip(answer["choices"], of, strict=True):
+            check(choice, prompt, is_text=n == 1 + len(some))
