@@ -30,4 +30,13 @@ class Client:
         return ENVIRONMENTS / self.environment / "bin"
 
 
-CLIENTS = (Client("openai-python", "sdks", "python/openai_chat.py"),)
+CLIENTS = (
+    Client("openai-python", "sdks", "python/openai_chat.py"),
+    Client("openai-node", NODE, "node/openai_chat.mjs"),
+    Client("openai-node responses", NODE, "node/openai_responses.mjs"),
+    Client("anthropic-node", NODE, "node/anthropic.mjs", ("tool_runner", "models")),
+    Client("ai-sdk openai-compatible", NODE, "node/ai_sdk_compatible.mjs"),
+    Client("ai-sdk openai chat", NODE, "node/ai_sdk_openai_chat.mjs"),
+    Client("ai-sdk openai responses", NODE, "node/ai_sdk_openai_responses.mjs"),
+    Client("ai-sdk anthropic", NODE, "node/ai_sdk_anthropic.mjs"),
+)

@@ -17,6 +17,7 @@ TAIL_CHARACTERS = 3000
 KEY = "sk-clients"
 # What clients send home, and look up at home, unless they are told not to.
 QUIET = {
+    "AI_SDK_LOG_WARNINGS": "false",
     "AIPERF_DISABLE_TELEMETRY": "1",
     "ANONYMIZED_TELEMETRY": "False",
     "DISABLE_TELEMETRY": "1",
@@ -40,6 +41,7 @@ _KEPT = ("LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT")
 def environment(client: Client, urls: Mapping[str, str], home: Path) -> dict[str, str]:
     """Return the variables of a script: nothing of the user's own settings, keys or proxies."""
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    cut_off = {"PYTHONPATH": str(HERE / "offline"), "NODE_OPTIONS": f"--require {HERE / 'offline' / 'offline.cjs'}"}
     path = f"{client.bin}{os.pathsep}{os.environ.get('PATH', '')}"
     own = {
         "HOME": str(home),
@@ -48,7 +50,7 @@ def environment(client: Client, urls: Mapping[str, str], home: Path) -> dict[str
         "KVMESH_ATTEMPTS": str(home / "attempts"),
         "NO_COLOR": "1",
     }
-    return {**kept, **QUIET, **own, **urls, "PYTHONPATH": str(HERE / "offline"), "PYTHONUNBUFFERED": "1"}
+    return {**kept, **QUIET, **own, **urls, **cut_off, "PYTHONUNBUFFERED": "1"}
 
 
 def run_client(client: Client, urls: Mapping[str, str]) -> ClientResult:

@@ -1,0 +1,9 @@
+// Vercel's AI SDK with @ai-sdk/openai: chat completions.
+
+import { createOpenAI } from '@ai-sdk/openai';
+import { KEY, SLOW_URL, URL } from './flows.mjs';
+import { runAiSdk } from './ai_sdk.mjs';
+
+const fast = createOpenAI({ baseURL: `${URL}/v1`, apiKey: KEY });
+const slow = createOpenAI({ baseURL: `${SLOW_URL}/v1`, apiKey: KEY });
+runAiSdk('@ai-sdk/openai', fast.chat, slow.chat);

@@ -1,0 +1,139 @@
+"""Serve a frontend whose model follows orders: an agent with a long prompt gets an answer that shows what was read.
+
+The tiny model reads 2,048 tokens; the prompts of coding agents have ten times as many. This model reads everything. It
+looks for an order in the user's last message that has one:
+
+- `say "words"`: it answers the words.
+- `run "command"`: it calls the first tool that takes a command. After the result it answers `it printed: ` and that
+  result.
+- `say "words" slowly`: it says the words again and again, for a minute.
+
+Without an order it says that there was none.
+"""
+
+import asyncio
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from frontend.generator import DeltaConsumer, Hints, Trace
+from frontend.http import FrontendApi, HttpSettings
+from frontend.models import ModelRegistry
+from mesh.http.server import listening
+from protocol.messages import Delta, FinishReason, GenerateRequest, unpack_tokens
+from tests.frontend import tiny
+from tests.frontend.serving import BACKEND, END, TEMPLATE, able_card, ids
+from tests.support.generator import ScriptedGenerator, give
+
+CONTEXT_TOKENS = 1_000_000
+PIECE_TOKENS = 4  # of one delta
+SLOW_S = 0.05  # between two words that are said slowly
+NO_ORDER = "There was no order."
+_ORDER = re.compile(r'\b(say|run) \\?"([^"\\\n]+)\\?"( slowly)?')
+_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
+
+
+class ObedientModel(ScriptedGenerator):
+    """Answers a prompt as the orders in it say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: list[str] = []
+
+    async def generate(
+        self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float, consumer: DeltaConsumer
+    ) -> None:
+        prompt = BACKEND.decode(list(unpack_tokens(request.prompt)), skip_special_tokens=False)
+        self.prompts.append(prompt)
+        text, is_slow = answer_to(prompt)
+        left = request.stop.max_tokens
+        tokens = ids(text)[:left]
+        for start in range(0, len(tokens), PIECE_TOKENS):
+            while consumer.is_full:
+                await consumer.until_ready()
+            give(consumer, Delta(tokens[start : start + PIECE_TOKENS]))
+            if consumer.is_done:
+                return
+            await asyncio.sleep(SLOW_S if is_slow else 0)
+        if len(tokens) < left:
+            give(consumer, Delta((END,), FinishReason.STOP, stop_token=END))
+        else:
+            give(consumer, Delta((), FinishReason.LENGTH))
+
+
+def answer_to(prompt: str) -> tuple[str, bool]:
+    """Return what the model answers, and whether it takes its time."""
+    turns = _TURN.findall(prompt)
+    orders = [order for role, text in turns if role == "user" and (order := _ORDER.search(text))]
+    if not orders:
+        return NO_ORDER, False
+    verb, words, slowly = orders[-1].groups()
+    if verb == "say":
+        return (f"{words} " * 1200, True) if slowly else (words, False)
+    results = [text for role, text in turns if role == "tool"]
+    if results:
+        return f"it printed: {results[-1]}", False
+    return f"<tool_call>{json.dumps(command_call(turns[0][1], words))}</tool_call>", False
+
+
+def command_call(first_turn: str, command: str) -> dict[str, Any]:
+    """Return a call of the first tool that takes a command, as the tools at the head of the prompt describe it."""
+    tools = json.loads(first_turn.split("\n<tool_call>")[0])
+    for tool in tools:
+        function = tool["function"]
+        properties = function.get("parameters", {}).get("properties", {})
+        for name in ("command", "cmd"):
+            if name in properties:
+                is_list = properties[name].get("type") == "array"
+                arguments = {name: ["bash", "-c", command] if is_list else command}
+                needed = set(function["parameters"].get("required", ())) - {name}
+                return {"name": function["name"], "arguments": {**arguments, **dict.fromkeys(sorted(needed), "x")}}
+    raise AssertionError(f"no tool takes a command: {[tool['function']['name'] for tool in tools]}")
+
+
+@contextmanager
+def obedient_frontend(port: int = 0) -> Iterator[tuple[str, ObedientModel]]:
+    """Yield the URL of a running frontend with the model `tiny`, and the model."""
+    model = ObedientModel()
+    up, stop = threading.Event(), asyncio.Event()
+    found: list[Any] = []
+
+    async def run() -> None:
+        with TemporaryDirectory() as folder:
+            registry = ModelRegistry()
+            card = able_card(tiny.save_model(Path(folder), TEMPLATE), context_tokens=CONTEXT_TOKENS)
+            registry.add(card)
+            await registry.get(card.model)
+            api = FrontendApi(HttpSettings(), registry, model)
+            async with listening(api.app, "127.0.0.1", port) as url:
+                found.extend([url, asyncio.get_running_loop()])
+                up.set()
+                await stop.wait()
+
+    def run_and_report() -> None:
+        try:
+            asyncio.run(run())
+        finally:
+            up.set()
+
+    thread = threading.Thread(target=run_and_report, name="frontend of an obedient model")
+    thread.start()
+    try:
+        assert up.wait(60) and found, "the frontend has not come up"
+        yield found[0], model
+    finally:
+        if found:
+            found[1].call_soon_threadsafe(stop.set)
+        thread.join(60)
+
+
+if __name__ == "__main__":
+    with obedient_frontend(int(sys.argv[1]) if sys.argv[1:] else 0) as (own_url, _):
+        print(own_url, flush=True)
+        threading.Event().wait()
