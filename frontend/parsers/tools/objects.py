@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from frontend.parsers.events import Tool
+from frontend.parsers.events import Event, Tool
 from frontend.parsers.text import JsonScanner, encodable, is_json
 from frontend.parsers.tools.machine import MAX_NAME_CHARS, CallMachine, State, is_name
 
@@ -238,7 +238,19 @@ class LlamaCalls(JsonCalls):
         return True
 
 
-class CallsAsJson(JsonCalls):
+class ForcedCalls(CallMachine):
+    """Reads an answer that a guide holds to calls and nothing else.
+
+    Where such an answer ends early, the text that is left is the beginning of a call or what stands between calls. It
+    is dropped: a client that forced a call gets no prose.
+    """
+
+    def flush(self) -> Sequence[Event]:
+        super().flush()
+        return ()
+
+
+class CallsAsJson(ForcedCalls, JsonCalls):
     """An answer that a guide holds to `required_schema`: [{"name": ..., "parameters": {...}}, ...] and nothing else."""
 
     def __init__(self) -> None:
@@ -252,7 +264,7 @@ class CallsAsJson(JsonCalls):
         return self._expect(("[", self._object_ahead))
 
 
-class ArgumentsAsJson(CallMachine):
+class ArgumentsAsJson(ForcedCalls):
     """An answer that a guide holds to `named_schema`: the arguments of one call of `name`."""
 
     def __init__(self, name: str) -> None:
