@@ -163,6 +163,8 @@ def _parameters(path: str, operation: Operation, asked: Mapping[str, tuple[str, 
     found: list[Schema] = []
     if "{name}" in path:
         found.append({"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
+    for name, (description, query) in operation.query.items():
+        found.append({"name": name, "in": "query", "description": description, "schema": query})
     headers = {**(asked if operation.is_asked else {}), **(HINT_HEADERS if operation.takes_hints else {})}
     for name, (description, schema) in headers.items():
         found.append({"name": name, "in": "header", "description": description, "schema": schema})
@@ -170,9 +172,9 @@ def _parameters(path: str, operation: Operation, asked: Mapping[str, tuple[str, 
 
 
 def _responses(operation: Operation, described: Described) -> Schema:
-    schema = described.one_of((operation.reply,)) if operation.reply is not None else {}
+    schema = described.one_of(operation.replies) if operation.reply is not None else {}
     content: Schema = {operation.reply_type: {"schema": schema}}
-    error = {JSON: {"schema": described.one_of((operation.error,))}}
+    error = {JSON: {"schema": described.one_of(operation.errors)}}
     if operation.fails_with_reply:
         error = dict(content)
     if operation.events:

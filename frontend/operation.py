@@ -39,6 +39,8 @@ class Operation:
     events: tuple[Kind, ...] = ()  # where it can stream: the data of an event is one of these
     ends_with_done: bool = False  # ... or [DONE]
     error: Kind = ErrorBody
+    other: tuple[Kind, Kind] | None = None  # reply and error for clients of another API, which headers tell apart
+    query: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)  # description and schema
     failures: tuple[int, ...] = ()
     fails_with_reply: bool = False  # its failures have the shape of the reply
     is_asked: bool = False  # it has an id and a timeout
@@ -47,4 +49,13 @@ class Operation:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        return tuple(kind for kind in (*self.request, self.reply, *self.events, self.error) if kind is not None)
+        kinds = (*self.request, *self.replies, *self.events, *self.errors)
+        return tuple(kind for kind in kinds if kind is not None)
+
+    @property
+    def replies(self) -> tuple[Kind, ...]:
+        return (self.reply,) if self.other is None else (self.reply, self.other[0])
+
+    @property
+    def errors(self) -> tuple[Kind, ...]:
+        return (self.error,) if self.other is None else (self.error, self.other[1])

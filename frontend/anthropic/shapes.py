@@ -4,6 +4,8 @@ Fields that are known but not supported are here as well, so that they can be re
 (`parse.PROMPT_DEFAULTS` and so on); a field that is not here is unknown and refused by the decoder.
 """
 
+from collections.abc import Sequence
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -307,6 +309,26 @@ class Answer(Struct, frozen=True, kw_only=True, tag_field="type", tag="message")
 
 class TokenCount(Struct, frozen=True):
     input_tokens: int
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="model"):
+    id: str
+    display_name: str
+    created_at: datetime
+    lifecycle: str = "active"
+    max_input_tokens: int
+    max_tokens: int
+    capabilities: None = None  # nobody has told what the model is good at
+    deprecated_at: None = None
+    retires_at: None = None
+    line: None = None
+
+
+class ModelPage(Struct, frozen=True, kw_only=True):
+    data: Sequence[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
 
 
 class ErrorReason(Struct, frozen=True):

@@ -1,10 +1,15 @@
-"""GET /v1/models: the models and adapters that can be asked."""
+"""GET /v1/models: the models and adapters that can be asked, in the shape that the client knows."""
 
-from frontend.endpoint import Endpoint, Services, identified
+from frontend.anthropic import models as anthropics
+from frontend.anthropic.errors import error_body
+from frontend.anthropic.shapes import ErrorAnswer, ModelInfo, ModelPage
+from frontend.endpoint import Endpoint, Handler, Services, identified
 from frontend.models import ServedModel
 from frontend.openai.shapes import ModelList, ModelObject
 from frontend.operation import Operation
-from mesh.http.request import Reply, Request, json_reply
+from mesh.http.request import Reply, ReplyStream, Request, json_reply
+
+LIMIT = {"type": "integer", "minimum": 1, "maximum": anthropics.MAX_PAGE_MODELS, "default": anthropics.PAGE_MODELS}
 
 
 async def list_models(services: Services, request: Request) -> Reply:
@@ -27,17 +32,39 @@ def model_object(name: str, served: ServedModel) -> ModelObject:
     )
 
 
+def by_client(own: Handler, for_anthropics: Handler) -> Handler:
+    """Return the handler that answers clients of Anthropic's in their own shape, its failures included."""
+    ours, theirs = identified(own, "models"), identified(for_anthropics, "models", error_body)
+
+    async def answer(services: Services, request: Request) -> Reply | ReplyStream:
+        return await (theirs if anthropics.is_anthropics(request) else ours)(services, request)
+
+    return answer
+
+
 ENDPOINTS = (
     Endpoint(
         method="GET",
         path="/v1/models",
-        handler=identified(list_models, "models"),
-        operation=Operation(summary="What can be asked", reply=ModelList, failures=(401,)),
+        handler=by_client(list_models, anthropics.list_models),
+        operation=Operation(
+            summary="What can be asked; in Anthropic's shape with the header anthropic-version or x-api-key",
+            reply=ModelList,
+            other=(ModelPage, ErrorAnswer),
+            query={
+                "limit": ("the number of models in a page of Anthropic's shape", LIMIT),
+                "after_id": ("return the page after this model", {"type": "string"}),
+                "before_id": ("return the page before this model", {"type": "string"}),
+            },
+            failures=(400, 401),
+        ),
     ),
     Endpoint(
         method="GET",
         path="/v1/models/{name:path}",  # names may have slashes
-        handler=identified(show_model, "models"),
-        operation=Operation(summary="One model", reply=ModelObject, failures=(401, 404, 503)),
+        handler=by_client(show_model, anthropics.show_model),
+        operation=Operation(
+            summary="One model", reply=ModelObject, other=(ModelInfo, ErrorAnswer), failures=(401, 404, 503)
+        ),
     ),
 )
