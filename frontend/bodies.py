@@ -7,6 +7,7 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
+from mesh.http.request import utf8_text
 from protocol.errors import InvalidRequestError
 from protocol.messages import UNREADABLE
 
@@ -31,6 +32,8 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     except msgspec.ValidationError as error:
         raise validation_error(str(error)) from error
     except UNREADABLE as error:
+        if (text := utf8_text(body)) is not body:
+            return decode_body(text, decoder)
         raise InvalidRequestError(f"the request body is not valid JSON: {error}") from error
 
 

@@ -38,6 +38,9 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     api_keys_file: Annotated[
         str, Meta(description="one API key a line, and its tenant if it has one; only requests with a key are served")
     ] = ""
+    cors_origins: Annotated[
+        str, Meta(description="origins of web pages that may call the API, with commas between them; *: all pages")
+    ] = ""
     access_log: Annotated[bool, Meta(description="log a line for every request")] = False
     max_connections: Annotated[int, Meta(ge=1, description="open connections; more are refused")] = 20_000
     max_body_mib: Annotated[float, Meta(gt=0, description="larger request bodies are refused")] = 16.0

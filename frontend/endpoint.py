@@ -27,7 +27,7 @@ from frontend.running import run
 from mesh.http.connection import refusal
 from mesh.http.errors import error_body
 from mesh.http.request import Reply, ReplyStream, Request
-from mesh.http.server import REQUEST_ID_HEADER, ErrorBody, client_request_id
+from mesh.http.server import REQUEST_ID_HEADER, client_request_id
 from protocol.errors import InvalidRequestError, MeshError
 from protocol.ids import RequestId, new_request_id
 
@@ -61,6 +61,12 @@ class Services:
 
 
 Handler = Callable[[Services, Request], Awaitable[Reply | ReplyStream]]
+ErrorShape = Callable[[MeshError, str], bytes]  # the body of a refusal, given the request's id
+
+
+def openai_error(error: MeshError, request_id: str) -> bytes:
+    """Return OpenAI's error object, which has no place for the id."""
+    return error_body(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +77,7 @@ class Endpoint:
     path: str  # as mesh.http.server.Route has it
     handler: Handler
     operation: Operation
-    error_body: ErrorBody = error_body
+    error_body: ErrorShape = openai_error
     is_open: bool = False  # needs no key
 
 
@@ -184,7 +190,7 @@ class Exchange:
             }
 
 
-def identified(handler: Handler, prefix: str, error_body: Callable[[MeshError, str], bytes] | None = None) -> Handler:
+def identified(handler: Handler, prefix: str, error_body: ErrorShape = openai_error) -> Handler:
     """Return the handler of an endpoint that runs nothing: every reply has the request's id, failures are replies."""
 
     async def answer(services: Services, request: Request) -> Reply | ReplyStream:
@@ -193,7 +199,7 @@ def identified(handler: Handler, prefix: str, error_body: Callable[[MeshError, s
             reply = await handler(services, request)
         except Exception as error:
             failure = as_failure(error, shown_id)
-            reply = refusal(failure, error_body(failure, shown_id) if error_body is not None else None)
+            reply = refusal(failure, error_body(failure, shown_id))
         reply.headers = request_id_headers(shown_id) | dict(reply.headers)
         return reply
 

@@ -12,7 +12,8 @@ from frontend.endpoint import Endpoint, Services, TimeLimits
 from frontend.generator import Generator
 from frontend.models import ModelRegistry
 from frontend.openapi import openapi
-from frontend.table import ENDPOINTS
+from frontend.refusals import Refusals
+from frontend.table import ENDPOINTS, ERRORS_BELOW
 from mesh.http.server import App, HttpLimits, Route
 
 
@@ -50,6 +51,7 @@ class FrontendApi:
         self.app = App(
             [route_of(endpoint, services) for endpoint in endpoints],
             HttpLimits(max_body_bytes=settings.max_body_bytes),
+            refusal=Refusals(endpoints, ERRORS_BELOW),
         )
 
 
@@ -58,6 +60,5 @@ def route_of(endpoint: Endpoint, services: Services) -> Route:
         endpoint.method,
         endpoint.path,
         partial(endpoint.handler, services),
-        error_body=endpoint.error_body,
         is_open=endpoint.is_open,
     )

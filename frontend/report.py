@@ -10,6 +10,12 @@ from frontend.shapes import TraceReport
 from router.api import explained
 
 MAX_HEADER_CHARS = 512
+PLACEMENT_HEADERS = (
+    "x-kvmesh-worker",
+    "x-kvmesh-prefill-worker",
+    "x-kvmesh-overlap-tokens",
+    "x-kvmesh-route-reason",
+)
 _NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]")
 
 

@@ -1,4 +1,4 @@
-"""Guard the API: API keys and TLS, each from files that flags name."""
+"""Guard the API: API keys and TLS, each from files that flags name, and the web pages that may call."""
 
 import hashlib
 import hmac
@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
+from frontend.report import PLACEMENT_HEADERS
+from mesh.http.cors import Cors, read_origins
 from mesh.http.errors import UnauthorizedError
 from mesh.http.request import Request
 from protocol.errors import ConfigError
@@ -24,6 +26,7 @@ _KEY = re.compile(r"[\x21-\x7e]{1,1024}")
 _TENANT = re.compile(r"[\x21-\x7e]{1,256}")
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
 _CARRIERS = ("authorization", "x-api-key")
+SHOWN_TO_PAGES = ("x-request-id", "request-id", "retry-after", "www-authenticate", *PLACEMENT_HEADERS)
 _SEND = "send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
 
 
@@ -152,6 +155,12 @@ def sent_key(request: Request) -> str | None:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
+
+
+def open_to(origins: str) -> Cors | None:
+    """Return the rules for web pages of these origins; None if there are none. Raise ConfigError."""
+    found = read_origins(origins)
+    return Cors(found, SHOWN_TO_PAGES) if found else None
 
 
 def tls_context(

@@ -15,7 +15,7 @@ from frontend.config import FrontendConfig
 from frontend.dispatch import Dispatcher
 from frontend.http import FrontendApi, HttpSettings
 from frontend.models import ModelRegistry
-from frontend.security import ApiKeyGuard, tls_context
+from frontend.security import ApiKeyGuard, open_to, tls_context
 from mesh.discovery import open_discovery
 from mesh.http.server import listening
 from mesh.lifecycle import watch_parent
@@ -40,7 +40,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
     """Answer until `stop` is set, then finish what is in flight."""
     watch_parent(stop)
     tls = tls_context(config.tls_cert, config.tls_key, config.tls_client_ca)
-    guard = ApiKeyGuard(config.api_keys_file) if config.api_keys_file else None
+    guard, cors = ApiKeyGuard(config.api_keys_file) if config.api_keys_file else None, open_to(config.cors_origins)
     async with AsyncExitStack() as cleanup:
         plane = PlaneClient()
         cleanup.push_async_callback(plane.close)
@@ -71,7 +71,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
                 await cleanup.enter_async_context(sharing(folder))
                 await heard_of(workers)
             api = FrontendApi(settings_of(config), models, dispatcher, router_ready, folder)
-            api.app.guard, api.app.logs_access = guard, config.access_log
+            api.app.guard, api.app.cors, api.app.logs_access = guard, cors, config.access_log
             api.app.is_draining = lambda: api.admission.draining
             api.app.limits = replace(api.app.limits, max_connections=config.max_connections)
             async with listening(api.app, config.host, config.port, tls=tls, reuse_port=folder is not None) as url:

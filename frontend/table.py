@@ -1,9 +1,10 @@
 """All endpoints of the frontend. The HTTP application, /openapi.json and the test of docs/api.md read this table."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from frontend.anthropic import count, messages
-from frontend.endpoint import Endpoint
+from frontend.anthropic.errors import error_body as anthropic_error
+from frontend.endpoint import Endpoint, ErrorShape
 from frontend.mesh_api import route, status, tokenize
 from frontend.openai import chat, completions, embeddings, models
 from frontend.responses import count as input_tokens
@@ -22,3 +23,6 @@ ENDPOINTS: Sequence[Endpoint] = (
     *models.ENDPOINTS,
     *status.ENDPOINTS,
 )
+
+ERRORS_BELOW: Mapping[str, ErrorShape] = {"/v1/messages": anthropic_error}
+"""The shape of errors on all paths that begin so; elsewhere OpenAI's."""

@@ -1,7 +1,7 @@
 """Serve one HTTP/1.1 connection: httptools parses, one request at a time is handled, writes never wait.
 
 The connection is read also while a request is handled, because reading shows that a client has left. Requests that come
-meanwhile (pipelining) are kept, up to a limit. A client that closes its sending side has left.
+meanwhile (pipelining) are kept, up to a limit. A client may close its sending side after its request.
 """
 
 import asyncio
@@ -18,7 +18,18 @@ from urllib.parse import unquote
 
 import httptools
 
-from mesh.http.errors import BodyTooLargeError, HeadTooLargeError, error_body, http_failure, retry_after_s
+from mesh.http.cors import Cors
+from mesh.http.encodings import ACCEPTED, read_encodings
+from mesh.http.errors import (
+    BodyTooLargeError,
+    HeadTooLargeError,
+    MethodNotAllowedError,
+    UnsupportedEncodingError,
+    error_body,
+    http_failure,
+    retry_after_s,
+)
+from mesh.http.half_close import AT_ONCE_S, PROBE_AFTER_S, HalfClosed
 from mesh.http.request import JSON, Channel, Reply, ReplyStream, Request
 from protocol.errors import InvalidRequestError, MeshError, OverloadedError
 
@@ -35,6 +46,8 @@ KEEPALIVE = (  # two minutes of silence mean that a client is gone
     ("TCP_KEEPINTVL", 15),
     ("TCP_KEEPCNT", 4),
 )
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+COMMENT = b":\n\n"  # in a stream of events
 LINGER_S = 1.0  # after a refusal: a reset would destroy the reply before a sending client reads it
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _NAMES = {
@@ -45,7 +58,7 @@ _NAMES = {
     )
     for spelled in (name, name.title())
 }  # fmt: skip
-_FRAMING = frozenset({"host", "content-length", "transfer-encoding", "expect"})
+_FRAMING = frozenset({"host", "content-length", "transfer-encoding", "expect", "content-encoding"})
 _AUTHORITY = re.compile(r"https?://[^/?]*", re.IGNORECASE)
 
 
@@ -62,6 +75,7 @@ class ConnectionOwner(Protocol):
     logs_access: bool
     late: MeshError  # the refusal of a request that does not end in time
     date_line: "DateLine"
+    cors: Cors | None
 
     @property
     def is_draining(self) -> bool: ...
@@ -91,6 +105,7 @@ class Connection(asyncio.Protocol):
         "_ahead",
         "_body",
         "_body_left_bytes",
+        "_has_ended",
         "_headers",
         "_held_bytes",
         "_is_closing",
@@ -110,6 +125,7 @@ class Connection(asyncio.Protocol):
         "_unsent_bytes",
         "_url",
         "_waiting",
+        "_watch",
         "_writable",
         "is_full",
     )
@@ -129,6 +145,8 @@ class Connection(asyncio.Protocol):
         self._is_receiving = False  # a part of a request has come
         self._owes_continue = False
         self._is_deaf = False  # input is ignored
+        self._has_ended = False  # the client sends no more
+        self._watch: HalfClosed | None = None
         # waiting
         self._waiting: list[Request] = []  # whole requests, pipelined
         self._ahead: bytes | bytearray = b""  # of further requests, not parsed
@@ -172,10 +190,44 @@ class Connection(asyncio.Protocol):
             self._keep_for_later(data)
 
     def eof_received(self) -> bool:
-        self._is_closing = True
-        if self._task is not None:
-            self.abort()  # nobody would read the reply
-        return False
+        """Answer what the client has sent, if it still reads. Return whether the connection stays open for that."""
+        transport = self._transport
+        if transport is None or self._is_closing:
+            return False
+        if transport.get_extra_info("sslcontext") is not None:  # a loop's TLS cannot send any more
+            self._is_closing = True
+            if self._task is not None:
+                self.abort()
+            return False
+        self._has_ended = True
+        if self._task is None:
+            self._go_on()
+        else:
+            self._watch_half_closed(transport)
+        return not self._is_closing
+
+    def _watch_half_closed(self, transport: asyncio.Transport) -> None:
+        """Keep handling while the client may read the reply."""
+        is_at_once = self._server.now() - self._since <= AT_ONCE_S
+        raw = transport.get_extra_info("socket")
+        if raw is None or not (is_at_once or self._can_probe()):
+            self.abort()
+            return
+        wait_s = PROBE_AFTER_S if is_at_once else 0.0
+        self._watch = HalfClosed(self._server.loop, raw.fileno(), self._probe, self.abort, wait_s)
+
+    def _can_probe(self) -> bool:
+        if self._stream is None:
+            return self._parser.get_http_version() != "1.0"  # which has no interim replies
+        return self._stream.is_events
+
+    def _probe(self) -> None:
+        """Send what a client ignores, because a client that has left answers it with a reset."""
+        if self._stream is not None:
+            if self._stream.is_events:
+                self._stream.write(COMMENT)
+        elif self._can_probe() and self._task is not None:
+            self.write(CONTINUE)
 
     def pause_writing(self) -> None:
         self.is_full = True
@@ -197,6 +249,9 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         self._ahead = b""
         self.is_full = False
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
         self._wake_writer()  # a handler that waits to write then sees that the client has left
         if self._task is None:
             self._server.connections.discard(self)
@@ -288,11 +343,13 @@ class Connection(asyncio.Protocol):
         if version != "1.1":
             _check_version(version)
             request.is_http_1_0, is_modern = True, False
-        length_bytes, expects_continue = _read_framing(self._headers, is_modern)
+        length_bytes, expects_continue, encodings = _read_framing(self._headers, is_modern)
         request.keep = is_modern and parser.should_keep_alive()
         self._server.admit(request)
         if length_bytes > self._server.max_body_bytes:
             raise self._body_too_large()
+        if encodings:
+            request.encodings = read_encodings(encodings)
         self._body_left_bytes = length_bytes
         self._owes_continue = expects_continue
 
@@ -311,7 +368,7 @@ class Connection(asyncio.Protocol):
         if len(self._body) > server.max_body_bytes:
             raise self._body_too_large()
         if server.body_bytes > server.max_bodies_bytes:
-            raise OverloadedError("the requests in flight fill the memory set aside for them")
+            raise _memory_full()
 
     def on_message_complete(self) -> None:
         request = self._request
@@ -321,6 +378,7 @@ class Connection(asyncio.Protocol):
         self._body, self._request = b"", None
         self._body_left_bytes = 0
         self._is_receiving = self._owes_continue = False
+        self._since = self._server.now()
         self._waiting.append(request)
 
     def _body_too_large(self) -> BodyTooLargeError:
@@ -334,12 +392,20 @@ class Connection(asyncio.Protocol):
         if self._is_deaf or self._is_closing:
             return
         self._is_deaf = True
-        self._give_back(len(self._body))
+        self.give_back(len(self._body))
         self._last_words = self._server.refuse(error, self._request)
         self._body, self._request, self._ahead = b"", None, b""
         self._go_on()
 
-    def _give_back(self, size_bytes: int) -> None:
+    def hold(self, size_bytes: int) -> None:
+        """Count more bytes of a body. Raise OverloadedError if all requests together then hold too many."""
+        if self._transport is not None:  # `connection_lost` gave all back
+            self._held_bytes += size_bytes
+            self._server.body_bytes += size_bytes
+            if self._server.body_bytes > self._server.max_bodies_bytes:
+                raise _memory_full()
+
+    def give_back(self, size_bytes: int) -> None:
         if self._transport is not None:  # `connection_lost` gave all back
             self._held_bytes -= size_bytes
             self._server.body_bytes -= size_bytes
@@ -386,14 +452,23 @@ class Connection(asyncio.Protocol):
             elif self._ahead:
                 data, self._ahead = self._ahead, b""
                 self._feed(data)
+            elif self._has_ended:
+                self._finish()
             else:
                 break
         if self._owes_continue and self._task is None and not self._is_closing:
             self._owes_continue = False
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.write(CONTINUE)
         if self._is_reading_paused and len(self._ahead) <= MAX_AHEAD_BYTES and self._transport is not None:
             self._is_reading_paused = False
             self._transport.resume_reading()
+
+    def _finish(self) -> None:
+        """End a connection whose client sends no more, and has been answered."""
+        if self._is_receiving and not self._is_deaf:
+            self._refuse(InvalidRequestError("the request ends too early", hint="send all of it"))
+        else:
+            self.close()
 
     async def _handle(self, request: Request) -> None:
         """Answer one request, then continue with the input that came meanwhile."""
@@ -408,7 +483,7 @@ class Connection(asyncio.Protocol):
             log.exception("no reply to %s %s", request.method, request.path)
             self.abort()
         finally:
-            self._give_back(len(request.body))
+            self.give_back(len(request.body))
             self._task = self._stream = None
             self._since = self._server.now()
             if self._server.logs_access:
@@ -437,6 +512,8 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def open_stream(self, request: Request, headers: Mapping[str, str], status: int) -> ReplyStream:
+        if (cors := self._server.cors) is not None:
+            headers = cors.headers(request) | dict(headers)
         is_chunked = not request.is_http_1_0
         framing = "transfer-encoding: chunked\r\n" if is_chunked else ""
         if not request.keep or self._server.is_draining:
@@ -522,6 +599,10 @@ def _cause(stop: httptools.HttpParserCallbackError) -> MeshError:
     return MeshError("the server failed", hint="see its log")
 
 
+def _memory_full() -> OverloadedError:
+    return OverloadedError("the requests in flight fill the memory set aside for them")
+
+
 def _head_too_large() -> HeadTooLargeError:
     return HeadTooLargeError(
         f"the head of the request is larger than {MAX_HEAD_BYTES >> 10} KiB or {MAX_HEADERS} headers", hint="send less"
@@ -544,13 +625,13 @@ def _check_version(version: str) -> None:
         raise InvalidRequestError(f"this server does not speak HTTP/{version}", hint="send HTTP/1.1")
 
 
-def _read_framing(headers: list[tuple[str, str]], needs_host: bool) -> tuple[int, bool]:
-    """Return (bytes of the body, or 0 if not given; whether the client waits for 100 Continue).
+def _read_framing(headers: list[tuple[str, str]], needs_host: bool) -> tuple[int, bool, str]:
+    """Return (bytes of the body, or 0 if not given; whether the client waits for 100 Continue; content encodings).
 
     The parser has checked that there is one length at most, and none beside chunks.
     Raises InvalidRequestError for errors that the parser does not find.
     """
-    hosts, length_bytes, expects_continue = 0, 0, False
+    hosts, length_bytes, expects_continue, encodings = 0, 0, False, ""
     for name, value in headers:
         if name not in _FRAMING:
             continue
@@ -560,13 +641,15 @@ def _read_framing(headers: list[tuple[str, str]], needs_host: bool) -> tuple[int
             length_bytes = int(value)
         elif name == "expect":
             expects_continue = needs_host and value.lower() == "100-continue"
+        elif name == "content-encoding":
+            encodings = f"{encodings},{value}"
         elif not needs_host:  # an old proxy would pass this on without understanding it
             raise InvalidRequestError("HTTP/1.0 has no transfer-encoding", hint="send a Content-Length")
         elif value.lower() != "chunked":
             raise InvalidRequestError("the only known transfer-encoding is chunked", hint="send the body as it is")
     if hosts > 1 or (needs_host and hosts == 0):
         raise InvalidRequestError(f"the request has {hosts} Host headers", hint="send one")
-    return length_bytes, expects_continue
+    return length_bytes, expects_continue, encodings
 
 
 def refusal(error: MeshError, body: bytes | None, headers: Mapping[str, str] | None = None) -> Reply:
@@ -577,6 +660,10 @@ def refusal(error: MeshError, body: bytes | None, headers: Mapping[str, str] | N
         merged["retry-after"] = str(seconds)
     if failure.status == HTTPStatus.UNAUTHORIZED:
         merged["www-authenticate"] = "Bearer"
+    if isinstance(error, UnsupportedEncodingError):
+        merged["accept-encoding"] = ACCEPTED
+    if isinstance(error, MethodNotAllowedError):
+        merged["allow"] = error.allow
     if failure.status >= 500:
         log.warning("replied %d: %s", failure.status, error)
     return Reply(error_body(error) if body is None else body, failure.status, JSON, merged)

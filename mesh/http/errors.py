@@ -1,5 +1,6 @@
 """Translate failures for HTTP clients: a status and OpenAI's error object."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,15 @@ class NotFoundError(InvalidRequestError):
 
 class MethodNotAllowedError(InvalidRequestError):
     code = "method_not_allowed"
+
+    def __init__(self, message: str, *, hint: str = "", allowed: Sequence[str] = ()) -> None:
+        """Name the methods that the path takes."""
+        self.allow = ", ".join(allowed)
+        super().__init__(message, hint=hint or f"send {self.allow}")
+
+
+class UnsupportedEncodingError(InvalidRequestError):
+    code = "unsupported_encoding"
 
 
 class RequestTimeoutError(InvalidRequestError):
@@ -53,6 +63,7 @@ _BY_CODE = {
     "method_not_allowed": HttpFailure(405, _INVALID, "method_not_allowed"),
     "request_timeout": HttpFailure(408, _INVALID, "request_timeout"),
     "body_too_large": HttpFailure(413, _INVALID, "body_too_large"),
+    "unsupported_encoding": HttpFailure(415, _INVALID, "unsupported_encoding"),
     "head_too_large": HttpFailure(431, _INVALID, "headers_too_large"),
     "overloaded": HttpFailure(429, "rate_limit_error", "overloaded", retry_after_s=1),
     "no_worker": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),

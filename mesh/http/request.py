@@ -1,5 +1,7 @@
 """The values that a handler gets and returns: a request, a whole reply, a reply that is written bit by bit."""
 
+import asyncio
+import codecs
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 from urllib.parse import parse_qsl
@@ -7,12 +9,14 @@ from urllib.parse import parse_qsl
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from mesh.http.encodings import decoded
 from protocol.errors import InvalidRequestError
 from protocol.messages import UNREADABLE
 
 T = TypeVar("T")
 JSON = "application/json"
 MAX_QUERY_FIELDS = 100
+PIECES_A_TURN = 4  # of an encoded body: half a millisecond
 _NO_PARAMS: Mapping[str, str] = {}
 _NO_FIELDS: Mapping[str, object] = {}
 
@@ -32,6 +36,14 @@ class Channel(Protocol):
         """Send what the reply stream holds now."""
         ...
 
+    def hold(self, size_bytes: int) -> None:
+        """Count more bytes of a body. Raise OverloadedError if all requests together then hold too many."""
+        ...
+
+    def give_back(self, size_bytes: int) -> None:
+        """Count fewer bytes of a body."""
+        ...
+
     def abort(self) -> None: ...
 
 
@@ -42,6 +54,7 @@ class Request:
         "_connection",
         "_query_string",
         "body",
+        "encodings",
         "headers",
         "is_http_1_0",
         "keep",
@@ -72,6 +85,7 @@ class Request:
         self.keep = False  # keep the connection after the reply
         self.log_fields: Mapping[str, object] = _NO_FIELDS  # further fields of the access log, without secrets
         self.body = b""
+        self.encodings: tuple[str, ...] = ()  # of the body as the client sent it, in the order of their use
         self.params: Mapping[str, str] = _NO_PARAMS
         self.tenant = ""  # of its API key, where keys name tenants
 
@@ -90,16 +104,46 @@ class Request:
         except ValueError as error:
             raise InvalidRequestError(f"the query has more than {MAX_QUERY_FIELDS} fields") from error
 
+    async def decode_body(self, limit_bytes: int) -> None:
+        """Undo the content encodings of the body. Raise BodyTooLargeError, OverloadedError, InvalidRequestError."""
+        sent, whole, channel = self.body, bytearray(), self._connection
+        try:
+            for number, piece in enumerate(decoded(sent, self.encodings, limit_bytes), 1):
+                whole += piece
+                channel.hold(len(piece))
+                if number % PIECES_A_TURN == 0:
+                    await asyncio.sleep(0)  # other requests are served meanwhile
+            self.body, self.encodings = bytes(whole), ()
+            channel.give_back(len(sent))
+        except BaseException:
+            channel.give_back(len(whole))
+            raise
+
     def json(self, kind: type[T]) -> T:
         """Return the body, read as JSON of type `kind`. Raises InvalidRequestError."""
         try:
             return msgspec.json.decode(self.body, type=kind)
         except UNREADABLE as error:
+            if (text := utf8_text(self.body)) is not self.body:
+                self.body = text
+                return self.json(kind)
             raise InvalidRequestError(f"the body of the request cannot be used: {error}") from error
 
     def open_stream(self, headers: Mapping[str, str], status: int = 200) -> "ReplyStream":
         """Send the head of a reply whose body is written in parts. The handler then returns the stream."""
         return self._connection.open_stream(self, headers, status)
+
+
+def utf8_text(body: bytes) -> bytes:
+    """Return a body that is no JSON, without the byte order mark at its beginning if it has one.
+
+    Raise InvalidRequestError if it is UTF-16 or UTF-32.
+    """
+    if body.startswith(codecs.BOM_UTF8):
+        return body.removeprefix(codecs.BOM_UTF8)
+    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in body[:4]:
+        raise InvalidRequestError("the request body is UTF-16 or UTF-32", hint="send JSON as UTF-8")
+    return body
 
 
 class Reply(msgspec.Struct):
@@ -191,6 +235,11 @@ class ReplyStream:
             return head + data
         chunk = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
         return head + chunk + (b"0\r\n\r\n" if self.is_ended else b"")
+
+    @property
+    def is_events(self) -> bool:
+        """True if clients ignore comments in the body, as in each stream of events, and more can be written."""
+        return self.headers.get("content-type") == "text/event-stream" and not (self.is_ended or self._head_only)
 
     @property
     def is_full(self) -> bool:

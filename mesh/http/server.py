@@ -5,13 +5,15 @@ import logging
 import os
 import re
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from mesh.address import cannot_listen, join_address
 from mesh.http.connection import Connection, DateLine, refusal
+from mesh.http.cors import Cors, is_preflight
 from mesh.http.errors import MethodNotAllowedError, NotFoundError, RequestTimeoutError, error_body
 from mesh.http.files import make_room_for_files
 from mesh.http.request import Channel, Reply, ReplyStream, Request
@@ -46,6 +48,14 @@ class Route:
     is_open: bool = False  # reached without an API key
 
 
+Refusal = Callable[[MeshError, Request | None, Route | None], Reply]
+
+
+def plain_refusal(error: MeshError, request: Request | None, route: Route | None) -> Reply:
+    """Return the reply for a failure. Without `request` its head was not read, without `route` it has none."""
+    return refusal(error, route.error_body(error) if route is not None else None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
     max_body_bytes: int = 16 << 20
@@ -66,32 +76,57 @@ class App:
     on_reply: Callable[[str, int], None] | None = None  # gets the route's path and the status of every reply
     is_draining: Callable[[], bool] | None = None  # if True, no connection is kept after its reply
     logs_access: bool = False  # a line for every request
+    cors: Cors | None = None  # None: no page of another origin may call
+    refusal: Refusal = plain_refusal  # makes the reply for a failure that no handler has answered
     _exact: dict[str, dict[str, Route]] = field(default_factory=dict)
     _patterns: list[tuple[re.Pattern[str], dict[str, Route]]] = field(default_factory=list)
+    _anywhere: dict[str, Route] = field(default_factory=dict)  # a route of every method
 
     def __post_init__(self) -> None:
         patterns: dict[str, dict[str, Route]] = {}
         for route in self.routes:
             table = patterns if "{" in route.path else self._exact
             table.setdefault(route.path, {})[route.method] = route
+        self._anywhere = {route.method: replace(route, path="other") for route in self.routes}
         self._patterns = [(_pattern(path), methods) for path, methods in patterns.items()]
 
     def find(self, request: Request) -> Route:
         """Return the route of a request. Raises NotFoundError, MethodNotAllowedError."""
         methods = self._exact.get(request.path)
         if methods is None:
-            for pattern, candidates in self._patterns:
-                if found := pattern.fullmatch(request.path):
-                    methods, request.params = candidates, found.groupdict()
-                    break
-            else:
-                raise NotFoundError(f"there is no {request.path[:200]!r} here")
+            methods = self._find_methods(request)
         route = methods.get("GET" if request.method == "HEAD" else request.method)
         if route is None:
+            if request.method == "OPTIONS":
+                return Route("OPTIONS", next(iter(methods.values())).path, partial(self._tell_methods, methods))
             raise MethodNotAllowedError(
-                f"{request.path} does not take {request.method}", hint=f"send {', '.join(sorted(methods))}"
+                f"{request.path[:200]} does not take {request.method}", allowed=_allowed(methods)
             )
         return route
+
+    def _find_methods(self, request: Request) -> dict[str, Route]:
+        """Return the routes of a path with parameters, or with a slash at its end. Raise NotFoundError."""
+        path = request.path
+        if path[-1:] == "/":
+            path = path[:-1]
+            if (methods := self._exact.get(path)) is not None:
+                return methods
+        for pattern, methods in self._patterns:
+            if found := pattern.fullmatch(path):
+                request.params = found.groupdict()
+                return methods
+        is_for_all = request.path == "*" or (self.cors is not None and is_preflight(request))
+        if request.method == "OPTIONS" and is_for_all and self._anywhere:
+            return self._anywhere
+        raise NotFoundError(f"there is no {request.path[:200]!r} here")
+
+    async def _tell_methods(self, methods: Mapping[str, Route], request: Request) -> Reply:
+        """Answer OPTIONS; a browser asks so whether a page may send its request."""
+        allowed = _allowed(methods)
+        headers = {"allow": ", ".join(allowed)}
+        if self.cors is not None:
+            headers |= self.cors.preflight_headers(request, allowed)
+        return Reply(status=204, headers=headers)
 
     def find_or_none(self, request: Request) -> Route | None:
         try:
@@ -99,10 +134,11 @@ class App:
         except MeshError:
             return None
 
-    def methods_at(self, path: str) -> list[str]:
-        """Return the methods of an existing path."""
-        found = {route.method for route in self.routes if _pattern(route.path).fullmatch(path)}
-        return sorted(found | ({"HEAD"} if "GET" in found else set()))
+
+def _allowed(methods: Iterable[str]) -> list[str]:
+    """Return the methods of a path whose routes have `methods`."""
+    found = {*methods, "OPTIONS"}
+    return sorted(found | {"HEAD"} if "GET" in found else found)
 
 
 def _pattern(path: str) -> re.Pattern[str]:
@@ -136,6 +172,7 @@ class Server:
             f"the request did not arrive within {app.limits.receive_timeout_s:g} s"
         )
         self.date_line = DateLine()
+        self.cors = app.cors
         self._app = app
         self._sweep: asyncio.TimerHandle | None = None
         self._unflushed: list[Channel] = []
@@ -188,7 +225,9 @@ class Server:
     def admit(self, request: Request) -> None:
         """Check the head of a request, before the body takes memory. Raises MeshError."""
         guard = self._app.guard
-        if guard is not None and not ((route := self._app.find_or_none(request)) and route.is_open):
+        if guard is None or request.method == "OPTIONS":  # a browser sends no key with a preflight
+            return
+        if not ((route := self._app.find_or_none(request)) and route.is_open):
             guard(request)
 
     async def answer(self, request: Request) -> Reply | ReplyStream:
@@ -196,16 +235,16 @@ class Server:
         route: Route | None = None
         try:
             route = self._app.find(request)
+            if request.encodings:
+                await request.decode_body(self.max_body_bytes)
             reply = await route.handler(request)
         except MeshError as error:
-            reply = self._refusal(route, error)
-            if isinstance(error, MethodNotAllowedError):
-                reply.headers = {**reply.headers, "allow": ", ".join(self._app.methods_at(request.path))}
+            reply = self._app.refusal(error, request, route)
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
-            reply = self._refusal(route, MeshError("the server failed", hint="see its log"))
+            reply = self._app.refusal(MeshError("the server failed", hint="see its log"), request, route)
         if isinstance(reply, Reply):
-            give_id_back(request, reply)
+            self._complete(request, reply)
         self._count(route, reply)
         return reply
 
@@ -213,17 +252,19 @@ class Server:
         """Return the reply to input that is not read to its end. `request` is set if the head was read."""
         log.info("refused a request before it was read: %s", error)
         route = self._app.find_or_none(request) if request is not None else None
-        reply = self._refusal(route, error)
+        reply = self._app.refusal(error, request, route)
         if request is not None:
-            give_id_back(request, reply)
+            self._complete(request, reply)
         self._count(route, reply)
         if self.logs_access:
             self.log_access(request, reply)
         return reply
 
-    @staticmethod
-    def _refusal(route: Route | None, error: MeshError) -> Reply:
-        return refusal(error, route.error_body(error) if route is not None else None)
+    def _complete(self, request: Request, reply: Reply) -> None:
+        """Add the headers that every whole reply has."""
+        give_id_back(request, reply)
+        if self.cors is not None:
+            reply.headers = self.cors.headers(request) | dict(reply.headers)
 
     def _count(self, route: Route | None, reply: Reply | ReplyStream) -> None:
         if self._app.on_reply is not None:

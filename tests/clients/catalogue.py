@@ -34,7 +34,7 @@ CLIENTS = (
     Client("openai-python", "sdks", "python/openai_chat.py"),
     Client("openai-node", NODE, "node/openai_chat.mjs"),
     Client("openai-node responses", NODE, "node/openai_responses.mjs"),
-    Client("anthropic-node", NODE, "node/anthropic.mjs", more=("tool_runner", "models")),
+    Client("anthropic-node", NODE, "node/anthropic.mjs", ("tool_runner", "models")),
     Client("ai-sdk openai-compatible", NODE, "node/ai_sdk_compatible.mjs"),
     Client("ai-sdk openai chat", NODE, "node/ai_sdk_openai_chat.mjs"),
     Client("ai-sdk openai responses", NODE, "node/ai_sdk_openai_responses.mjs"),

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from frontend.http import FrontendApi, HttpSettings
 from frontend.models import ModelRegistry
-from mesh.http.server import listening
+from mesh.http.cors import Cors
+from mesh.http.server import Guard, listening
 from protocol.messages import Delta, Feature, FinishReason, TokenLogprob, WorkerCard
 from tests.frontend import tiny
 from tests.support.generator import ScriptedGenerator
@@ -96,13 +97,18 @@ def scored(tokens: Sequence[int], logprob: float = -0.5) -> tuple[TokenLogprob, 
 
 @asynccontextmanager
 async def serving(
-    card: WorkerCard, settings: HttpSettings | None = None, *, logs_access: bool = False
+    card: WorkerCard,
+    settings: HttpSettings | None = None,
+    *,
+    logs_access: bool = False,
+    guard: Guard | None = None,
+    cors: Cors | None = None,
 ) -> AsyncIterator[Served]:
     generator, models = ScriptedGenerator(words("Once", " upon", " a time")), ModelRegistry()
     models.add(card)
     await models.get(card.model)  # so that no test's deadline has to include its loading
     api = FrontendApi(settings or HttpSettings(max_body_bytes=256 * 1024), models, generator)
-    api.app.logs_access = logs_access
+    api.app.logs_access, api.app.guard, api.app.cors = logs_access, guard, cors
     async with (
         listening(api.app, "127.0.0.1", 0) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session,

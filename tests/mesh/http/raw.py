@@ -150,10 +150,11 @@ class Site:
 async def serving(
     limits: HttpLimits = DEFAULT_LIMITS,
     tls: ssl.SSLContext | None = None,
+    more: Sequence[Route] = (),
     **settings: Any,
 ) -> AsyncIterator[Site]:
     handlers = Handlers()
-    server = Server(App(handlers.routes(), limits, **settings))
+    server = Server(App([*handlers.routes(), *more], limits, **settings))
     listener = await server.loop.create_server(server.connect, "127.0.0.1", 0, ssl=tls)
     try:
         yield Site(server, listener.sockets[0].getsockname()[1], handlers)

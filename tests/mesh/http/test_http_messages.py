@@ -182,11 +182,19 @@ async def test_targets(site: Site, target: str, path: str, query: dict[str, str]
 
 
 @pytest.mark.parametrize(
-    "target", ["http://elsewhere", "http://elsewhere?x", "/", "/echo/", "//echo", "/echo%3Fa", "*"]
+    "target", ["http://elsewhere", "http://elsewhere?x", "/", "/echo//", "//", "//echo", "/echo%3Fa", "*"]
 )
 async def test_targets_that_are_nowhere(site: Site, target: str) -> None:
     [reply] = await site.ask(get(target, CLOSE))
     assert (reply.status, seen(reply.body)["error"]["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize("target", ["/echo/", "/echo/?a=1", "/parts/a/b/"])
+async def test_a_slash_at_the_end_of_a_path_changes_nothing(site: Site, target: str) -> None:
+    with_slash, without = await site.ask(get(target) + get(target.replace("/?", "?").removesuffix("/"), CLOSE))
+    assert (with_slash.status, without.status) == (200, 200)
+    first, second = seen(with_slash.body), seen(without.body)
+    assert (first["params"], first["query"]) == (second["params"], second["query"])
 
 
 async def test_a_query_with_too_many_fields_is_refused(site: Site) -> None:
@@ -210,14 +218,35 @@ async def test_the_first_of_two_headers_counts() -> None:
     assert (request.header("a"), request.header("b")) == ("1", None)
 
 
-@pytest.mark.parametrize("method", ["POST", "HEAD", "DELETE", "OPTIONS", "M-SEARCH"])
+@pytest.mark.parametrize("method", ["POST", "HEAD", "DELETE", "TRACE", "M-SEARCH"])
 async def test_a_method_that_is_not_taken_is_told_which_are(site: Site, method: str) -> None:
-    path, allowed = ("/wait", "POST") if method == "HEAD" else ("/stream", "GET, HEAD")
+    path, allowed = ("/wait", "OPTIONS, POST") if method == "HEAD" else ("/stream", "GET, HEAD, OPTIONS")
     data = f"{method} {path} HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode()
     if method == "POST":
         data = post(path, b"", CLOSE)
     [reply] = await site.ask(data, methods=(method,))
     assert (reply.status, reply.headers["allow"]) == (405, allowed)
+
+
+@pytest.mark.parametrize(
+    ("target", "allowed"),
+    [
+        ("/wait", "OPTIONS, POST"),
+        ("/wait/", "OPTIONS, POST"),
+        ("/echo", "GET, HEAD, OPTIONS, POST"),
+        ("/parts/a/b", "GET, HEAD, OPTIONS"),
+        ("*", "GET, HEAD, OPTIONS, POST"),
+    ],
+)
+async def test_options_tells_the_methods_of_a_path(site: Site, target: str, allowed: str) -> None:
+    data = f"OPTIONS {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    reply, after = await site.ask(data + get("/echo", CLOSE), methods=("OPTIONS",))
+    assert (reply.status, reply.headers["allow"], reply.body, after.status) == (204, allowed, b"", 200)
+
+
+async def test_options_of_a_path_that_is_nowhere_is_a_404(site: Site) -> None:
+    [reply] = await site.ask(f"OPTIONS /nowhere HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode())
+    assert reply.status == 404
 
 
 # --- what is no request -------------------------------------------------------------------------------
@@ -416,6 +445,8 @@ async def test_the_guard_sees_the_head_before_the_body_comes() -> None:
         assert [reply.status for reply in refused] == [429]
         assert [reply.status for reply in await site.ask(get("/nowhere"))] == [429]
         assert [reply.status for reply in await site.ask(get("/open", CLOSE))] == [200]
+        asks = f"OPTIONS /echo HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode()
+        assert [reply.status for reply in await site.ask(asks)] == [204]
         [reply] = await site.ask(post("/echo", b"body", "Authorization: x", CLOSE))
         assert (seen(reply.body)["tenant"], seen(reply.body)["body"]) == ("t", "body")
 

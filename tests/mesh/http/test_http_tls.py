@@ -1,6 +1,8 @@
 """Test the server behind TLS, where each event loop has a transport of its own."""
 
 import asyncio
+import os
+import socket
 import ssl
 import subprocess
 import time
@@ -96,3 +98,15 @@ async def test_a_client_that_leaves_cancels_its_handler(site: Site, path: str, g
     assert time.monotonic() - left < 5
     writer.transport.abort()
     await site.until_clean()
+
+
+async def test_a_client_that_ends_its_sending_side_has_left(tls: ssl.SSLContext) -> None:
+    """The TLS of both event loops sends nothing more once the client's side has ended."""
+    async with serving(tls=tls) as site, asyncio.timeout(PATIENCE_S):
+        _, writer = await open_tls(site, get("/slow"))
+        await site.handlers.began.wait()
+        with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as same:
+            same.shutdown(socket.SHUT_WR)
+        await site.handlers.cancelled.wait()
+        writer.transport.abort()
+        await site.until_clean()
