@@ -1,16 +1,24 @@
 """Run the flows of openai-python with chat completions."""
 
+import json
+
 import openai
 from flows import (
     FOLLOW_UP,
     KEY,
     MODEL,
+    OBJECT_TOKENS,
     QUESTION,
     SLOW_URL,
+    SUNNY,
     TOKENS,
+    TOOL_TOKENS,
     URL,
     WEATHER,
+    WEATHER_ABOUT,
+    WEATHER_SCHEMA,
     Flows,
+    asked,
     chat_text,
     check,
     check_cancelled,
@@ -26,13 +34,12 @@ client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
 slow = openai.OpenAI(base_url=f"{SLOW_URL}/v1", api_key=KEY, max_retries=0)
 ASK = [{"role": "user", "content": QUESTION}]
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": TOKENS}
-WEATHER_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Return the weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
+FUNCTION = {"name": "get_weather", "description": WEATHER_ABOUT, "parameters": WEATHER_SCHEMA}
+CALLING = {
+    "model": MODEL,
+    "tools": [{"type": "function", "function": FUNCTION}],
+    "temperature": 0,
+    "max_tokens": TOOL_TOKENS,
 }
 
 
@@ -69,42 +76,35 @@ def second_turn():
     check(second.usage.prompt_tokens_details.cached_tokens > 0, "no cached tokens in the second turn")
     echoed = [*ASK, first.model_dump(), {"role": "user", "content": FOLLOW_UP}]
     dumped = client.chat.completions.create(messages=echoed, **GREEDY)
-    equal(
-        dumped.choices[0].message.content, second.choices[0].message.content, "the answer to the object with its nulls"
-    )
+    equal(dumped.choices[0].message.content, second.choices[0].message.content, "the answer to an object with nulls")
 
 
 @flows.flow
 def tools():
     question = {"role": "user", "content": WEATHER}
-    first = client.chat.completions.create(
-        model=MODEL, messages=[question], tools=[WEATHER_TOOL], temperature=0, max_tokens=200
-    ).choices[0]
-    equal(first.finish_reason, "tool_calls", "why the first answer ended")
+    first = client.chat.completions.create(messages=[question], **CALLING).choices[0]
+    equal(first.finish_reason, "tool_calls", f"why the answer ended ({first.message.content!r})")
     [call] = first.message.tool_calls
     equal(call.function.name, "get_weather", "the tool")
-    check("city" in call.function.arguments, f"the arguments: {call.function.arguments}")
-    result = {"role": "tool", "tool_call_id": call.id, "content": '{"weather": "sunny"}'}
-    second = client.chat.completions.create(
-        model=MODEL, messages=[question, first.message, result], tools=[WEATHER_TOOL], temperature=0, max_tokens=200
-    ).choices[0]
+    equal(list(json.loads(call.function.arguments)), ["city"], "the arguments")
+    result = {"role": "tool", "tool_call_id": call.id, "content": SUNNY}
+    second = client.chat.completions.create(messages=[question, first.message, result], **CALLING).choices[0]
     check(second.message.content and not second.message.tool_calls, f"after the result: {second.message}")
+    return second.message.content
 
 
 @flows.flow
 def structured():
-    parsed = (
-        client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Person, temperature=0, max_tokens=400)
-        .choices[0]
-        .message.parsed
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=ASK, response_format=Person, temperature=0, max_tokens=OBJECT_TOKENS
     )
-    check(isinstance(parsed, Person), f"parsed: {parsed!r}")
+    check(isinstance(answer.choices[0].message.parsed, Person), f"parsed: {answer}")
 
 
 @flows.flow
 def usage():
     used = whole().usage
-    check(used.prompt_tokens > 0 and used.completion_tokens > 0, str(used))
+    check(used.prompt_tokens > 0 and used.completion_tokens == TOKENS, str(used))
     equal(used.total_tokens, used.prompt_tokens + used.completion_tokens, "the sum")
     chunks = list(
         client.chat.completions.create(messages=ASK, stream=True, stream_options={"include_usage": True}, **GREEDY)
@@ -130,6 +130,32 @@ def cancel():
     check_running()
     chunks.close()
     return check_cancelled()
+
+
+@flows.flow
+def completions():
+    body = {"model": MODEL, "prompt": "Once upon a time", "temperature": 0, "max_tokens": TOKENS}
+    text = client.completions.create(**body).choices[0].text
+    equal(text, asked("/v1/completions", body)["choices"][0]["text"], "the text")
+    chunks = client.completions.create(stream=True, **body)
+    equal("".join(chunk.choices[0].text for chunk in chunks), text, "the stream")
+
+
+@flows.flow
+def embeddings():
+    found = client.embeddings.create(model=MODEL, input=["a garden", "a garden", "the sea"]).data
+    first, same, other = ([round(x, 3) for x in one.embedding] for one in found)
+    check(
+        len(first) > 1 and first == same and first != other,
+        "equal texts have other vectors, or other texts have equal ones",
+    )
+
+
+@flows.flow
+def models():
+    equal([model.id for model in client.models.list()], [MODEL], "the models")
+    equal(client.models.retrieve(MODEL).id, MODEL, "the model")
+    check_error(error_of(lambda: client.models.retrieve("nonsense")), openai.NotFoundError, "nonsense")
 
 
 flows.run()
