@@ -53,4 +53,10 @@ CLIENTS = (
     Client("ai-sdk openai chat", NODE, "node/ai_sdk_openai_chat.mjs"),
     Client("ai-sdk openai responses", NODE, "node/ai_sdk_openai_responses.mjs"),
     Client("ai-sdk anthropic", NODE, "node/ai_sdk_anthropic.mjs"),
+    Client(
+        "lm-evaluation-harness",
+        "evals",
+        "python/lm_eval_tasks.py",
+        more=("completions", "loglikelihood", "loglikelihood_in_batches", "loglikelihood_of_texts", "rolling"),
+    ),
 )

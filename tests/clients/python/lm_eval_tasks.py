@@ -70,7 +70,9 @@ def logprobs_after(tokens):
     heads, kv_heads, size = (config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     eps, count = config["rms_norm_eps"], len(tokens)
     angles = np.outer(np.arange(count), config["rope_theta"] ** -(np.arange(0, size, 2) / size))
-    cos, sin = (np.concatenate([part, part], -1)[:, None].astype(np.float32) for part in (np.cos(angles), np.sin(angles)))
+    cos, sin = (
+        np.concatenate([part, part], -1)[:, None].astype(np.float32) for part in (np.cos(angles), np.sin(angles))
+    )
 
     def rotated(x):
         left, right = np.split(x, 2, -1)
@@ -80,9 +82,7 @@ def logprobs_after(tokens):
     for layer in range(config["num_hidden_layers"]):
         p = f"model.layers.{layer}."
         y = rms_norm(x, w[p + "input_layernorm.weight"], eps)
-        q, k, v = (
-            (y @ w[f"{p}self_attn.{n}_proj.weight"].T).reshape(count, -1, size) for n in ("q", "k", "v")
-        )
+        q, k, v = ((y @ w[f"{p}self_attn.{n}_proj.weight"].T).reshape(count, -1, size) for n in ("q", "k", "v"))
         q, k = (rotated(rms_norm(a, w[f"{p}self_attn.{n}_norm.weight"], eps)) for n, a in (("q", q), ("k", k)))
         k, v = (np.repeat(a, heads // kv_heads, 1) for a in (k, v))
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(size) + np.triu(np.full((count, count), -np.inf), 1)
@@ -113,7 +113,12 @@ def evaluated(name, model="local-completions", path="/v1/completions", **options
         data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS[name]))
         source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
         Path(folder, f"{name}.json.yaml").write_text(json.dumps({"task": name, **source, **TASKS[name]}))
-        given = {"base_url": URL + path, "model": MODEL, "tokenizer": str(CHECKPOINT), "tokenizer_backend": "huggingface"}
+        given = {
+            "base_url": URL + path,
+            "model": MODEL,
+            "tokenizer": str(CHECKPOINT),
+            "tokenizer_backend": "huggingface",
+        }
         result = simple_evaluate(
             model=model,
             model_args={**given, "max_length": 2048, **options},
