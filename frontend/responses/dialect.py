@@ -27,6 +27,7 @@ from frontend.responses.shapes import (
     InputTokensDetails,
     ItemStatus,
     MessageItem,
+    NamespaceTool,
     OutputItem,
     ReasoningConfig,
     ReasoningItem,
@@ -138,10 +139,19 @@ def items_of(job: Job, answer: WholeAnswer) -> list[OutputItem]:
         message.logprobs = chat_logprobs(job.model.tokenizer, answer.logprobs).content
         growing.append(message)
     for call in answer.calls:
-        growing.append(GrowingCall(0, call.id, call.name))
+        growing.append(begun_call(job, 0, call.id, call.name))
         growing[-1].fragments.extend(call.fragments)
     items = [item.item("completed") for item in growing[:-1]]
     return [*items, growing[-1].item(last_status(answer.finish_reason))]
+
+
+def begun_call(job: Job, output_index: int, call_id: str, written: str) -> GrowingCall:
+    """Return the call of a function under the client's name for it; `written` is the model's name for it."""
+    parsed = job.parsed
+    assert isinstance(parsed, ParsedResponses), "the dialect parsed it"
+    if (full := parsed.full_names.get(written)) is None:
+        return GrowingCall(output_index, call_id, written)
+    return GrowingCall(output_index, call_id, full.name, full.namespace)
 
 
 def last_status(reason: FinishReason) -> ItemStatus:
@@ -194,7 +204,7 @@ class ResponsesWriter:
                 begun = b"" if isinstance(self._open, GrowingReasoning) else self._begin(GrowingReasoning(self._next))
                 return begun + self._delta(text)
             case CallBegun(_, name, call_id):
-                return self._begin(GrowingCall(self._next, call_id or new_call_id(), name))
+                return self._begin(begun_call(self._job, self._next, call_id or new_call_id(), name))
             case CallArguments(_, fragment):
                 return self._delta(fragment)
 
@@ -268,7 +278,7 @@ _NOTES = ShapeNotes(
     ),
     read_later={
         (ResponsesRequest, "input"): (MessageItem, FunctionCallItem, FunctionOutputItem, ReasoningItem),
-        (ResponsesRequest, "tools"): (FunctionTool,),
+        (ResponsesRequest, "tools"): (FunctionTool, NamespaceTool),
         (ResponsesRequest, "tool_choice"): (FunctionToolChoice, AllowedTools),
     },
     needed=((ContentPart, "text"),),

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
+from msgspec import UNSET, UnsetType
+
 from frontend.openai.shapes import ChatLogprob
 from frontend.responses.shapes import (
     ArgumentsDelta,
@@ -151,10 +153,11 @@ class GrowingReasoning(GrowingItem):
 class GrowingCall(GrowingItem):
     prefix = "fc"
 
-    def __init__(self, output_index: int, call_id: str, name: str) -> None:
+    def __init__(self, output_index: int, call_id: str, name: str, namespace: str | UnsetType = UNSET) -> None:
         super().__init__(output_index)
         self._call_id = call_id
         self._name = name
+        self._namespace = namespace
 
     def _empty_delta(self) -> ArgumentsDelta:
         return ArgumentsDelta(item_id=self.id, output_index=self.output_index, delta="")
@@ -170,4 +173,4 @@ class GrowingCall(GrowingItem):
         )
 
     def item(self, status: ItemStatus) -> OutputCall:
-        return OutputCall(self.id, status, self._call_id, self._name, self.text)
+        return OutputCall(self.id, status, self._call_id, self._name, self.text, self._namespace)

@@ -22,6 +22,7 @@ from frontend.parameters import (
     tools_of,
 )
 from frontend.request import ParamNames, ParsedRequest, ToolChoice, Tools
+from frontend.responses.namespaces import FullName, ToolGroup, flat, full_names, written_name
 from frontend.responses.shapes import (
     INCLUDABLE,
     LOGPROBS,
@@ -34,6 +35,7 @@ from frontend.responses.shapes import (
     FunctionToolChoice,
     JsonTextFormat,
     MessageItem,
+    NamespaceTool,
     PlainTextFormat,
     ReasoningConfig,
     ReasoningItem,
@@ -41,6 +43,7 @@ from frontend.responses.shapes import (
     ResponsesRequest,
     SchemaTextFormat,
     Settings,
+    ShownNamespace,
     ShownSchemaFormat,
     ShownTool,
     TextConfig,
@@ -59,6 +62,7 @@ Choice = str | FunctionToolChoice | AllowedTools
 
 class ParsedResponses(ParsedRequest, frozen=True, kw_only=True):
     settings: Settings  # as the answer repeats them
+    full_names: Mapping[str, FullName]  # of functions in namespaces, by the names that the model writes
 
 
 def parse_responses(body: bytes) -> ParsedResponses:
@@ -66,7 +70,8 @@ def parse_responses(body: bytes) -> ParsedResponses:
     request = decode_body(body, _decoder)
     _refuse_unsupported(request)
     _check(request)
-    specs = [_function_tool(tool, n) for n, tool in enumerate(request.tools or ())]
+    groups = _tool_groups(request.tools or ())
+    specs = flat(groups)
     choice = _choice(request.tool_choice)
     tools = _tools(specs, choice, parallel=request.parallel_tool_calls is not False)
     return ParsedResponses(
@@ -77,7 +82,8 @@ def parse_responses(body: bytes) -> ParsedResponses:
         guide=guide_of(_format(request.text), tools, NAMES.format),
         tools=tools,
         template_options=template_options(request.chat_template_kwargs, _effort(request.reasoning)),
-        settings=_settings(request, specs, choice),
+        settings=_settings(request, groups, choice),
+        full_names=full_names(groups),
         **common_fields(request),
     )
 
@@ -150,7 +156,7 @@ def _format(text: TextConfig | None) -> Guide | None:
     return None
 
 
-def _settings(request: ResponsesRequest, specs: Sequence[FunctionTool], choice: Choice | None) -> Settings:
+def _settings(request: ResponsesRequest, groups: Sequence[ToolGroup], choice: Choice | None) -> Settings:
     return Settings(
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
@@ -163,7 +169,7 @@ def _settings(request: ResponsesRequest, specs: Sequence[FunctionTool], choice: 
         temperature=or_default(request.temperature, 1.0),
         text=TextSettings(_shown_format(request.text), _verbosity(request.text)),
         tool_choice=choice or "auto",
-        tools=[_shown_tool(spec) for spec in specs],
+        tools=[_shown_group(group) for group in groups],
         top_logprobs=request.top_logprobs or 0,
         top_p=or_default(request.top_p, 1.0),
         user=request.user,
@@ -189,6 +195,11 @@ def _shown_format(text: TextConfig | None) -> PlainTextFormat | JsonTextFormat |
     return PlainTextFormat()
 
 
+def _shown_group(group: ToolGroup) -> ShownTool | ShownNamespace:
+    shown = [_shown_tool(spec) for spec in group.functions]
+    return ShownNamespace(group.namespace, group.description, shown) if group.namespace else shown[0]
+
+
 def _shown_tool(spec: FunctionTool) -> ShownTool:
     parameters = _encoded(spec.parameters)
     return ShownTool(spec.name, spec.description, parameters, spec.strict)
@@ -202,8 +213,24 @@ def _encoded(value: dict[str, Any] | None) -> msgspec.Raw:
 # --- tools --------------------------------------------------------------------------------------------
 
 
-def _function_tool(tool: dict[str, Any], index: int) -> FunctionTool:
-    where = f"tools[{index}]"
+SEARCH_OFFLINE: Mapping[str, Any] = {"type": "web_search", "external_web_access": False}
+"""A search that may not reach the web finds nothing here, so the model is not offered it. Codex sends it by default."""
+
+
+def _tool_groups(tools: Sequence[dict[str, Any]]) -> list[ToolGroup]:
+    return [_tool_group(tool, f"tools[{n}]") for n, tool in enumerate(tools) if tool != SEARCH_OFFLINE]
+
+
+def _tool_group(tool: dict[str, Any], where: str) -> ToolGroup:
+    if tool.get("type") != "namespace":
+        return ToolGroup([_function_tool(tool, where)])
+    group = _read(tool, NamespaceTool, where)
+    check_tool_name(group.name, f"{where}.name")
+    functions = [_function_tool(member, f"{where}.tools[{n}]") for n, member in enumerate(group.tools)]
+    return ToolGroup(functions, group.name, group.description)
+
+
+def _function_tool(tool: dict[str, Any], where: str) -> FunctionTool:
     if (kind := tool.get("type")) != "function":
         refuse(f"{where}.type", f"{_shown(kind)} is not supported; only functions are, which the client runs")
     spec = _read(tool, FunctionTool, where)
@@ -298,9 +325,10 @@ class Conversation:
         self._append(message)
 
     def _add_call(self, item: FunctionCallItem) -> None:
-        function = {"name": item.name, "arguments": arguments_of(item.arguments)}
+        name = written_name(item.namespace, item.name)
+        function = {"name": name, "arguments": arguments_of(item.arguments)}
         call = {"id": item.call_id, "type": "function", "function": function}
-        self._called[item.call_id] = item.name
+        self._called[item.call_id] = name
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": None})
         message = self.messages[-1]

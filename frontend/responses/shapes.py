@@ -79,6 +79,14 @@ class FunctionTool(Strict, frozen=True, tag_field="type", tag="function"):
     output_schema: dict[str, Any] | None = None
 
 
+class NamespaceTool(Strict, frozen=True, tag_field="type", tag="namespace"):
+    """Functions under a common name."""
+
+    name: FunctionName
+    description: str
+    tools: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
 class FunctionToolChoice(Strict, frozen=True, tag_field="type", tag="function"):
     name: FunctionName
 
@@ -116,6 +124,7 @@ class ResponsesRequest(RequestBase, frozen=True, kw_only=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
     service_tier: ServiceTier | None = None
+    client_metadata: dict[str, Any] | None = None  # what Codex reports about itself
     # supported for their default only
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -158,6 +167,7 @@ class FunctionCallItem(Lenient, frozen=True):
     name: str
     arguments: str
     type: Literal["function_call"]
+    namespace: str | None = None
     id: str | None = None
     status: str | None = None
 
@@ -218,6 +228,7 @@ class OutputCall(Struct, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
 OutputItem = OutputMessage | OutputReasoning | OutputCall
@@ -273,6 +284,12 @@ class ShownTool(Struct, frozen=True, tag_field="type", tag="function"):
     strict: bool | None
 
 
+class ShownNamespace(Struct, frozen=True, tag_field="type", tag="namespace"):
+    name: str
+    description: str
+    tools: list[ShownTool]
+
+
 class Settings(Struct, frozen=True, kw_only=True):
     """The settings of a request, as its answer repeats them."""
 
@@ -291,7 +308,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     text: TextSettings = TextSettings()
     tool_choice: str | FunctionToolChoice | AllowedTools = "auto"
-    tools: list[ShownTool] = []
+    tools: list[ShownTool | ShownNamespace] = []
     top_logprobs: int = 0
     top_p: float = 1.0
     truncation: str = "disabled"

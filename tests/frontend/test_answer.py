@@ -90,7 +90,7 @@ def test_all_logprobs_have_come_when_the_answer_ends() -> None:
     placed = list(one.on_delta(Delta(tokens, logprobs=logprobs(tokens))).logprobs)
     placed += one.on_delta(Delta((), FinishReason.LENGTH)).logprobs
     assert [each.entry.token_id for each in placed] == list(tokens)
-    assert [offset for _, offset in placed] == sorted(offset for _, offset in placed)
+    assert [each.offset_chars for each in placed] == sorted(each.offset_chars for each in placed)
 
 
 @given(st.data())
