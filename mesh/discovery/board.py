@@ -1,7 +1,7 @@
 """Show the present keys to the watchers of one process. All discovery backends share this."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -14,6 +14,7 @@ class Put:
 @dataclass(frozen=True, slots=True)
 class Deleted:
     key: str
+    has_lapsed: bool = False  # nobody withdrew it: its owner has died, or cannot renew its lease
 
 
 Change = Put | Deleted
@@ -24,11 +25,12 @@ class Board:
 
     def __init__(self) -> None:
         self._present: Mapping[str, bytes] = {}
+        self._lapsed: Collection[str] = ()
         self._watchers: set[asyncio.Event] = set()
         self._closed = False
 
-    def show(self, present: Mapping[str, bytes]) -> None:
-        self._present = present
+    def show(self, present: Mapping[str, bytes], lapsed: Collection[str] = ()) -> None:
+        self._present, self._lapsed = present, lapsed
         for changed in self._watchers:
             changed.set()
 
@@ -48,13 +50,13 @@ class Board:
                 if self._closed:
                     return
                 now = {key: value for key, value in self._present.items() if key.startswith(prefix)}
-                for change in _difference(seen, now):
+                for change in _difference(seen, now, self._lapsed):
                     yield change
                 seen = now
         finally:
             self._watchers.discard(changed)
 
 
-def _difference(seen: Mapping[str, bytes], now: Mapping[str, bytes]) -> list[Change]:
-    gone: list[Change] = [Deleted(key) for key in seen if key not in now]
+def _difference(seen: Mapping[str, bytes], now: Mapping[str, bytes], lapsed: Collection[str]) -> list[Change]:
+    gone: list[Change] = [Deleted(key, has_lapsed=key in lapsed) for key in seen if key not in now]
     return gone + [Put(key, value) for key, value in now.items() if seen.get(key) != value]

@@ -1,8 +1,9 @@
 """Discovery through a directory on one host or one shared volume, without a server.
 
-Each key is a file, whose mtime is the lease. A file is written beside its place and renamed, so that nobody reads half
-of it. Its owner touches it from an OS thread, which an overloaded event loop cannot hold up. Every process that sees a
-file whose lease has passed removes the file.
+Each key is a file. Its owner sets the file's time again and again, from an OS thread, which an overloaded event loop
+cannot hold up. A reader lets a key lapse when it has not seen that time change for a whole lease of its own clock: no
+two clocks need to agree. A file is written beside its place and renamed, so that nobody reads half of it. To withdraw
+a key its owner empties the file and removes it a moment later.
 """
 
 import asyncio
@@ -12,13 +13,15 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
 from urllib.parse import quote, unquote
 
 from mesh.discovery.board import Board, Change
 from mesh.discovery.store import Registration
+from mesh.discovery.view import KeyView
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -26,18 +29,28 @@ log = logging.getLogger(__name__)
 LEASE_S = 5.0
 POLL_S = 0.1  # a stat of the directory; its mtime changes when a key comes, changes or goes
 RESCAN_S = 1.0  # a lease that passes does not change the directory's mtime
+WITHDRAWN_S = 0.3  # an empty file stays so long: watchers poll more often
+LITTER_S = 600.0  # a file that nobody has renewed for so long is removed by whoever has watched it
 _KEY_SUFFIX, _NEW_SUFFIX = ".key", ".new"  # only files with these are ours to read or to remove
 
 
-_Cache = dict[str, tuple[tuple[int, int], bytes]]  # file name -> (inode, mtime), content
+@dataclass(slots=True)
+class _Found:
+    """A file as it was last seen."""
+
+    version: tuple[int, int]  # inode, mtime in ns
+    since_s: float  # when this version was first seen, by our clock
+    value: bytes
 
 
 class FileDiscovery:
     def __init__(self, directory: str, lease_s: float = LEASE_S) -> None:
         self._directory = Path(directory)
-        self._lease_s = lease_s
         self._own: dict[str, bytes] = {}
-        self._lock = threading.Lock()  # guards _own and our files between the loop and the thread
+        self._withdrawn: dict[str, float] = {}  # our keys -> when their empty files are to go
+        self._lock = threading.Lock()  # guards our files between the loop and the thread
+        self._lease_s = lease_s
+        self._cards = _CardFiles(self._directory, lease_s)
         self._board = Board()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -57,15 +70,21 @@ class FileDiscovery:
             yield change
 
     async def _withdraw(self, key: str) -> None:
-        await asyncio.to_thread(self._remove, key)
+        await asyncio.to_thread(self._empty, key)
 
     async def close(self) -> None:
         self._stop.set()
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
-        for key in list(self._own):
-            self._remove(key)
+        await asyncio.to_thread(self._finish)
         self._board.close()
+
+    def _finish(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        for key in list(self._own):
+            self._empty(key)
+        if self._withdrawn:
+            time.sleep(max(0.0, max(self._withdrawn.values()) - time.monotonic()))
+            self._remove_withdrawn(time.monotonic())
 
     def _ensure_thread(self) -> None:
         if self._thread is not None:
@@ -85,43 +104,59 @@ class FileDiscovery:
             hint="give this user access to it, or set --discovery file:<another directory>",
         )
 
+    # --- our own keys ---------------------------------------------------------------------------------
+
     def _write(self, key: str, value: bytes) -> None:
         with self._lock:
             self._write_file(key, value)
             self._own[key] = value
+            self._withdrawn.pop(key, None)
 
     def _write_file(self, key: str, value: bytes) -> None:
         beside = self._directory / f"{secrets.token_hex(8)}{_NEW_SUFFIX}"
         beside.write_bytes(value)
         beside.replace(self._path(key))
 
-    def _remove(self, key: str) -> None:
+    def _empty(self, key: str) -> None:
         with self._lock:
             if self._own.pop(key, None) is not None:
                 with contextlib.suppress(OSError):  # its lease ends soon anyway
+                    self._write_file(key, b"")
+                    self._withdrawn[key] = time.monotonic() + WITHDRAWN_S
+
+    def _remove_withdrawn(self, now_s: float) -> None:
+        with self._lock:
+            for key in [key for key, at_s in self._withdrawn.items() if at_s <= now_s]:
+                del self._withdrawn[key]
+                with contextlib.suppress(OSError):
                     self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
         return self._directory / (quote(key, safe="") + _KEY_SUFFIX)
 
+    def _renew(self) -> None:
+        with self._lock:
+            for key, value in self._own.items():
+                try:
+                    os.utime(self._path(key))
+                except FileNotFoundError:  # somebody has removed it
+                    self._write_file(key, value)
+
+    # --- the thread -----------------------------------------------------------------------------------
+
     def _run(self) -> None:
-        """Run the thread: renew our leases, and show the present keys to the loop."""
-        renew_at = scan_at = 0.0
-        directory_mtime = -1
-        shown: dict[str, bytes] | None = None
-        cache: _Cache = {}
+        """Renew our keys, and show the present ones to the loop."""
+        renew_s = 0.0
         complaint = ""
         while not self._stop.wait(POLL_S):
-            now = time.monotonic()
+            now_s = time.monotonic()
             try:
-                if now >= renew_at:
+                if now_s >= renew_s:
                     self._renew()
-                    renew_at = now + self._lease_s / 3
-                mtime = os.stat(self._directory).st_mtime_ns
-                if mtime == directory_mtime and now < scan_at:
-                    continue
-                directory_mtime, scan_at = mtime, now + RESCAN_S
-                present = self._scan(cache)
+                    renew_s = now_s + self._lease_s / 3
+                self._remove_withdrawn(now_s)
+                if self._cards.look(now_s):
+                    self._show()
             except OSError as error:
                 if str(error) != complaint:
                     complaint = str(error)
@@ -130,45 +165,90 @@ class FileDiscovery:
                     self._directory.mkdir(parents=True, exist_ok=True)
                 continue
             complaint = ""
-            if present != shown:
-                shown = present
-                self._show(present)
 
-    def _show(self, present: dict[str, bytes]) -> None:
+    def _show(self) -> None:
         assert self._loop is not None
+        view = self._cards.view
         with contextlib.suppress(RuntimeError):  # the loop has ended already
-            self._loop.call_soon_threadsafe(self._board.show, present)
+            self._loop.call_soon_threadsafe(self._board.show, view.present(), view.lapsed())
 
-    def _renew(self) -> None:
-        with self._lock:
-            for key, value in self._own.items():
+
+class _CardFiles:
+    """Read the directory. Times are those of this process's monotonic clock."""
+
+    def __init__(self, directory: Path, lease_s: float) -> None:
+        self.view = KeyView(lease_s)
+        self._directory = directory
+        self._lease_s = lease_s
+        self._files: dict[str, _Found] = {}
+        self._directory_mtime = -1
+        self._scan_s = 0.0  # when to read the directory again, even if it has not changed
+        self._looked_s = 0.0
+        self._shown: dict[str, bytes] | None = None
+
+    def look(self, now_s: float) -> bool:
+        """Return whether the present keys have changed. Raises OSError if the directory cannot be read."""
+        mtime = os.stat(self._directory).st_mtime_ns
+        if mtime == self._directory_mtime and now_s < self._scan_s:
+            return False
+        self._forgive(now_s)
+        self._directory_mtime, self._scan_s = mtime, now_s + RESCAN_S
+        self._scan(now_s)
+        self.view.on_time(now_s)
+        present = self.view.present()
+        is_new, self._shown = present != self._shown, present
+        return is_new
+
+    def _forgive(self, now_s: float) -> None:
+        """Exempt from all leases the time in which nobody looked, such as that of a suspended process."""
+        gap_s = now_s - self._looked_s
+        if gap_s > max(self._lease_s / 2, 2 * RESCAN_S):
+            for found in self._files.values():
+                found.since_s += gap_s
+        self._looked_s = now_s
+
+    def _scan(self, now_s: float) -> None:
+        statuses = dict(self._statuses())
+        newest_ns = max((status.st_mtime_ns for status in statuses.values()), default=0)
+        before, self._files = self._files, {}
+        listed: dict[str, bytes] = {}
+        for name, status in statuses.items():
+            version = (status.st_ino, status.st_mtime_ns)
+            found = before.get(name)
+            if found is None or found.version != version:
+                since_s = now_s
+                if found is None:  # a file of a dead process may be old: the others show what time it is
+                    since_s -= min((newest_ns - status.st_mtime_ns) / 1e9, self._lease_s)
                 try:
-                    os.utime(self._path(key))
-                except FileNotFoundError:  # this process was suspended for longer than the lease
-                    self._write_file(key, value)
-
-    def _scan(self, cache: _Cache) -> dict[str, bytes]:
-        """Read the directory and remove expired files. `cache` saves reading files that have not changed."""
-        present: dict[str, bytes] = {}
-        oldest = time.time() - self._lease_s
-        kept: _Cache = {}
-        with os.scandir(self._directory) as entries:
-            ours = sorted(e.name for e in entries if e.name.endswith((_KEY_SUFFIX, _NEW_SUFFIX)))
-        for name in ours:
-            path = self._directory / name
-            try:
-                status = path.stat()
-                if not S_ISREG(status.st_mode):  # reading a pipe could block
+                    found = _Found(version, since_s, self._read(name))
+                except OSError as error:  # it went meanwhile, or is not ours
+                    log.debug("discovery skips %s: %s", name, error)
                     continue
-                if status.st_mtime < oldest:
-                    path.unlink()
-                elif name.endswith(_KEY_SUFFIX):
-                    version = (status.st_ino, status.st_mtime_ns)
-                    known, value = cache.get(name, ((0, 0), b""))
-                    kept[name] = (version, value if known == version else path.read_bytes())
-                    present[unquote(name.removesuffix(_KEY_SUFFIX))] = kept[name][1]
-            except OSError as error:  # the file went meanwhile, or is not ours
-                log.debug("discovery skips %s: %s", path, error)
-        cache.clear()
-        cache.update(kept)
-        return present
+            self._files[name] = found
+            self._sort(name, found, now_s, listed)
+        self.view.on_list(listed, now_s)
+
+    def _statuses(self) -> Iterator[tuple[str, os.stat_result]]:
+        with os.scandir(self._directory) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.name.endswith((_KEY_SUFFIX, _NEW_SUFFIX)):
+                    with contextlib.suppress(OSError):
+                        status = entry.stat()
+                        if S_ISREG(status.st_mode):  # reading a pipe could block
+                            yield entry.name, status
+
+    def _read(self, name: str) -> bytes:
+        return (self._directory / name).read_bytes() if name.endswith(_KEY_SUFFIX) else b""
+
+    def _sort(self, name: str, found: _Found, now_s: float, listed: dict[str, bytes]) -> None:
+        """Put a file among the listed keys, or let its key lapse."""
+        age_s = now_s - found.since_s
+        if age_s >= LITTER_S:
+            with contextlib.suppress(OSError):
+                (self._directory / name).unlink()
+        elif name.endswith(_KEY_SUFFIX):
+            key = unquote(name.removesuffix(_KEY_SUFFIX))
+            if age_s < self._lease_s or not found.value:
+                listed[key] = found.value
+            else:
+                self.view.on_lapse(key)

@@ -110,15 +110,64 @@ async def test_keys_of_killed_processes_expire_and_of_stalled_ones_return(
         changes = store.watch("workers/")
         assert await take(changes, 1) == [Put("workers/a", b"1")]
         owner.send_signal(signal.SIGSTOP)
-        assert await take(changes, 1) == [Deleted("workers/a")]
+        assert await take(changes, 1) == [Deleted("workers/a", has_lapsed=True)]
         owner.send_signal(signal.SIGCONT)
         assert await take(changes, 1) == [Put("workers/a", b"1")]
         owner.kill()
-        assert await take(changes, 1) == [Deleted("workers/a")]
+        assert await take(changes, 1) == [Deleted("workers/a", has_lapsed=True)]
     finally:
         owner.kill()
         owner.wait()
         await store.close()
+
+
+async def test_owners_with_other_clocks_stay(tmp_path: Path) -> None:
+    """The clocks of two hosts that share a volume may differ by more than a lease."""
+    store = FileDiscovery(str(tmp_path), lease_s=1.0)
+    changes = store.watch("")
+    paths = {offset_s: tmp_path / f"workers%2F{name}.key" for name, offset_s in (("late", -60.0), ("early", 60.0))}
+    for offset_s, path in paths.items():
+        path.write_bytes(b"1")
+        os.utime(path, (time.time() + offset_s,) * 2)
+    seen = {(await take(changes, 1))[0].key}
+    for _ in range(10):
+        await asyncio.sleep(0.2)
+        for offset_s, path in paths.items():
+            os.utime(path, (time.time() + offset_s,) * 2)
+    seen |= {change.key for change in await take(changes, 1)}
+    assert seen == {"workers/late", "workers/early"}
+    assert all(path.exists() for path in paths.values()), "nobody removes the card of another"
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(changes), 0.3)
+    await store.close()
+
+
+async def test_a_file_of_a_dead_process_is_not_shown_beside_live_ones(tmp_path: Path) -> None:
+    (tmp_path / "workers%2Fdead.key").write_bytes(b"1")
+    os.utime(tmp_path / "workers%2Fdead.key", (time.time() - 60,) * 2)
+    (tmp_path / "workers%2Flive.key").write_bytes(b"1")
+    store = FileDiscovery(str(tmp_path))
+    changes = store.watch("")
+    assert await take(changes, 1) == [Put("workers/live", b"1")]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(changes), 0.5)
+    await store.close()
+
+
+async def test_a_removed_directory_removes_no_key(tmp_path: Path) -> None:
+    store = FileDiscovery(str(tmp_path / "run"), lease_s=3.0)
+    changes = store.watch("")
+    await store.put("workers/a", b"1")
+    await take(changes, 1)
+    for _ in range(5):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(pending := asyncio.ensure_future(anext(changes))), 0.3)
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
+        changes = store.watch("")
+        await take(changes, 1)
+    await store.close()
 
 
 async def test_a_live_lease_outlasts_its_term(tmp_path: Path) -> None:
