@@ -23,8 +23,15 @@ class DiscoveryBackend:
     open: Callable[[str], Discovery]  # with what follows the scheme in the URL; never empty
 
 
+def open_etcd(rest: str) -> Discovery:
+    from mesh.discovery.etcd import EtcdDiscovery  # gRPC takes 0.2 s to load
+
+    return EtcdDiscovery(rest)
+
+
 BACKENDS: Mapping[str, DiscoveryBackend] = {
     "file": DiscoveryBackend("file:<directory>", FileDiscovery),
+    "etcd": DiscoveryBackend("etcd:<host:port,...>/<prefix>", open_etcd),
 }
 USAGE = " or ".join(backend.usage for backend in BACKENDS.values())
 

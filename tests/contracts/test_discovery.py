@@ -17,6 +17,7 @@ from mesh.discovery import BACKENDS, Change, Deleted, Discovery, Put, open_disco
 from mesh.discovery.file import FileDiscovery
 from mesh.discovery.memory import MemoryDiscovery
 from protocol.errors import ConfigError
+from tests.support.etcd_server import WHY_NONE, EtcdProcess
 from tests.support.patience import PATIENCE_S
 
 
@@ -26,6 +27,12 @@ async def discovery(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIter
     match request.param:
         case "memory":
             store: Discovery = MemoryDiscovery()
+        case "etcd":
+            if WHY_NONE:
+                pytest.skip(WHY_NONE)
+            etcd = EtcdProcess(tmp_path)
+            request.addfinalizer(etcd.stop)
+            store = open_discovery(f"etcd:{etcd.endpoint}/run")
         case scheme:
             store = open_discovery(f"{scheme}:{tmp_path / 'run'}")
     yield store
@@ -69,7 +76,7 @@ async def test_a_second_withdrawal_does_nothing(discovery: Discovery) -> None:
     await registration.withdraw()
 
 
-@pytest.mark.parametrize("url", ["", "file", "file:", "etcd://localhost", "/tmp/run"])
+@pytest.mark.parametrize("url", ["", "file", "file:", "consul://localhost", "/tmp/run"])
 def test_an_unknown_backend_is_refused_with_those_that_exist(url: str) -> None:
     with pytest.raises(ConfigError, match="use file:<directory>"):
         open_discovery(url)
@@ -92,6 +99,7 @@ OWNER = """
 import asyncio, sys
 from mesh.discovery.file import FileDiscovery
 from protocol.errors import ConfigError
+from tests.support.etcd_server import WHY_NONE, EtcdProcess
 from tests.support.patience import PATIENCE_S
 async def main():
     await FileDiscovery(sys.argv[1], lease_s=0.6).put("workers/a", b"1")

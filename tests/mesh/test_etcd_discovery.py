@@ -1,0 +1,283 @@
+"""Tests of discovery through etcd, with a real server that is killed, paused, compacted and restarted empty."""
+
+import asyncio
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from mesh.discovery import Change, Deleted, Put, open_discovery
+from mesh.discovery.etcd import EtcdDiscovery, read_settings
+from protocol.errors import ConfigError, UnreachableError
+from tests.support.etcd_server import WHY_NONE, EtcdProcess, free_port
+from tests.support.patience import PATIENCE_S
+
+needs_etcd = pytest.mark.skipif(bool(WHY_NONE), reason=WHY_NONE)
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
+    server = EtcdProcess(tmp_path)
+    yield server
+    server.stop()
+
+
+def opened(etcd: EtcdProcess, options: str = "?lease-s=2", prefix: str = "mesh") -> EtcdDiscovery:
+    return EtcdDiscovery(f"{etcd.endpoint}/{prefix}{options}")
+
+
+async def take(changes: AsyncIterator[Change], count: int = 1) -> list[Change]:
+    return [await asyncio.wait_for(anext(changes), PATIENCE_S) for _ in range(count)]
+
+
+async def nothing_comes(changes: AsyncIterator[Change], seconds: float) -> AsyncIterator[Change]:
+    """Assert that no change comes for a while; return the watch, which can be used on."""
+    pending = asyncio.ensure_future(anext(changes))
+    await asyncio.wait({pending}, timeout=seconds)
+    assert not pending.done(), pending.result()
+
+    async def rest() -> AsyncIterator[Change]:
+        yield await pending
+        async for change in changes:
+            yield change
+
+    return rest()
+
+
+# --- settings -----------------------------------------------------------------------------------------
+
+
+def test_a_url_names_endpoints_and_prefix() -> None:
+    settings = read_settings("//a:1,b,[::1]:3,[::1]/site/one/?lease-s=30")
+    assert settings.endpoints == ("a:1", "b:2379", "[::1]:3", "[::1]:2379")
+    assert (settings.prefix, settings.lease_s) == ("site/one", 30)
+    assert read_settings("a").prefix == "kvmesh"
+
+
+@pytest.mark.parametrize(
+    ("rest", "problem"),
+    [
+        ("/kvmesh", "no endpoint"),
+        ("a?lease-s=1", "lease-s=1"),
+        ("a?lease-s=x", "lease-s=x"),
+        ("a?colour=red", "unknown option of etcd: colour"),
+        ("a?cert=x", "only one of cert and key"),
+        ("a?user=x", "only one of user and password-file"),
+        ("a?ca=/nothing", "cannot read ca=/nothing"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(rest: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        open_discovery(f"etcd:{rest}")
+
+
+def test_a_password_is_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("secret\n")
+    settings = read_settings(f"a?user=u&password-file={tmp_path / 'password'}")
+    assert settings.password == "secret"
+    assert "secret" not in repr(settings)
+
+
+async def test_without_etcd_one_error_says_where_it_was_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.discovery.etcd.START_TIMEOUT_S", 0.5)
+    ports = free_port(), free_port()
+    store = EtcdDiscovery(f"127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}")
+    with pytest.raises(UnreachableError, match=f"no etcd answers at 127.0.0.1:{ports[0]}, 127.0.0.1:{ports[1]}: "):
+        await store.put("workers/a", b"1")
+    await store.close()
+
+
+# --- a server that fails ------------------------------------------------------------------------------
+
+
+@needs_etcd
+async def test_prefixes_are_meshes_of_their_own(etcd: EtcdProcess) -> None:
+    one, other = opened(etcd, prefix="one"), opened(etcd, prefix="other")
+    await one.put("workers/a", b"1")
+    await other.put("workers/b", b"2")
+    assert await take(one.watch("")) == [Put("workers/a", b"1")]
+    assert await take(other.watch("")) == [Put("workers/b", b"2")]
+    await one.close()
+    await other.close()
+    assert etcd.ctl("get", "", "--prefix", "--keys-only").strip() == ""
+
+
+@needs_etcd
+async def test_a_restarted_server_loses_nobody(etcd: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mesh.discovery.etcd")
+    store, other = opened(etcd), opened(etcd)
+    changes = other.watch("")
+    await store.put("workers/a", b"1")
+    await take(changes)
+    etcd.kill()
+    changes = await nothing_comes(changes, 3.0)
+    etcd.start()
+    changes = await nothing_comes(changes, 3.0)
+    await store.put("workers/b", b"2")
+    assert await take(changes) == [Put("workers/b", b"2")]
+    assert len([r for r in caplog.records if "is away" in r.getMessage()]) == 2, "one line for each of the two"
+    await store.close()
+    await other.close()
+
+
+@needs_etcd
+async def test_owners_register_again_at_an_empty_server(etcd: EtcdProcess) -> None:
+    store, other = opened(etcd), opened(etcd)
+    changes = other.watch("")
+    await store.put("workers/a", b"1")
+    await take(changes)
+    etcd.kill()
+    etcd.forget()
+    etcd.start()
+    changes = await nothing_comes(changes, 4.0)
+    assert etcd.ctl("get", "/mesh/workers/a", "--print-value-only").strip() == "1"
+    await store.close()
+    assert await take(changes) == [Deleted("workers/a")]
+    await other.close()
+
+
+@needs_etcd
+async def test_a_paused_server_removes_nobody(etcd: EtcdProcess) -> None:
+    store, other = opened(etcd), opened(etcd)
+    changes = other.watch("")
+    await store.put("workers/a", b"1")
+    await take(changes)
+    etcd.pause()
+    changes = await nothing_comes(changes, 4.0)
+    etcd.resume()
+    async with asyncio.timeout(PATIENCE_S):
+        while not etcd.ctl("get", "/mesh/workers/a", "--print-value-only").strip():
+            await asyncio.sleep(0.1)
+    await store.put("workers/b", b"2")
+    seen: dict[str, Change] = {}
+    while "workers/b" not in seen:
+        [change] = await take(changes)
+        seen[change.key] = change
+    await store.close()
+    await other.close()
+
+
+@needs_etcd
+async def test_a_compaction_loses_no_change(etcd: EtcdProcess) -> None:
+    store, other = opened(etcd), opened(etcd)
+    changes = other.watch("")
+    await store.put("workers/a", b"1")
+    await take(changes)
+    etcd.kill()
+    etcd.start()
+    for n in range(5):
+        etcd.ctl("put", f"/mesh/workers/x{n}", "0")
+    etcd.compact()
+    etcd.ctl("put", "/mesh/workers/y", "9")
+    seen: set[str] = set()
+    async with asyncio.timeout(PATIENCE_S):
+        while "workers/y" not in seen:
+            seen.add((await anext(changes)).key)
+    await store.close()
+    await other.close()
+
+
+@needs_etcd
+async def test_a_lease_that_somebody_revoked_is_taken_again(etcd: EtcdProcess) -> None:
+    store = opened(etcd)
+    changes = store.watch("")
+    await store.put("workers/a", b"1")
+    await take(changes)
+    [lease] = etcd.ctl("lease", "list").split()[-1:]
+    etcd.ctl("lease", "revoke", lease)
+    assert await take(changes, 2) == [Deleted("workers/a", has_lapsed=True), Put("workers/a", b"1")]
+    await store.close()
+
+
+@needs_etcd
+async def test_the_next_endpoint_is_asked(etcd: EtcdProcess) -> None:
+    store = EtcdDiscovery(f"127.0.0.1:{free_port()},{etcd.endpoint}")
+    await store.put("workers/a", b"1")
+    assert await take(store.watch("")) == [Put("workers/a", b"1")]
+    await store.close()
+
+
+@needs_etcd
+async def test_a_key_that_was_put_while_etcd_was_away_comes_later(etcd: EtcdProcess) -> None:
+    store, other = opened(etcd), opened(etcd)
+    changes = other.watch("")
+    await store.put("workers/a", b"1")
+    await take(changes)
+    etcd.kill()
+    await asyncio.wait_for(store.put("workers/b", b"2"), PATIENCE_S)
+    etcd.start()
+    assert await take(changes) == [Put("workers/b", b"2")]
+    await store.close()
+    await other.close()
+
+
+@needs_etcd
+async def test_closing_while_etcd_is_away_takes_no_time(etcd: EtcdProcess) -> None:
+    store = opened(etcd)
+    await store.put("workers/a", b"1")
+    etcd.kill()
+    began_s = time.monotonic()
+    await store.close()
+    assert time.monotonic() - began_s < 10
+    etcd.start()
+
+
+OWNER = """
+import asyncio, sys
+from mesh.discovery import open_discovery
+async def main():
+    await open_discovery(sys.argv[1]).put("workers/a", b"1")
+    print("ready", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@needs_etcd
+async def test_keys_of_killed_processes_lapse_and_of_stalled_ones_return(etcd: EtcdProcess) -> None:
+    url = f"etcd:{etcd.endpoint}/mesh?lease-s=2"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, url], stdout=subprocess.PIPE)
+    store = open_discovery(url)
+    try:
+        changes = store.watch("workers/")
+        assert await take(changes) == [Put("workers/a", b"1")]
+        owner.send_signal(signal.SIGSTOP)
+        assert await take(changes) == [Deleted("workers/a", has_lapsed=True)]
+        owner.send_signal(signal.SIGCONT)
+        assert await take(changes) == [Put("workers/a", b"1")]
+        owner.kill()
+        assert await take(changes) == [Deleted("workers/a", has_lapsed=True)]
+    finally:
+        owner.kill()
+        owner.wait()
+        await store.close()
+
+
+# --- users and certificates ---------------------------------------------------------------------------
+
+
+@needs_etcd
+async def test_a_user_sees_and_writes_what_its_role_allows(etcd: EtcdProcess, tmp_path: Path) -> None:
+    etcd.ctl("user", "add", "root:r")
+    etcd.ctl("user", "grant-role", "root", "root")
+    etcd.ctl("user", "add", "mesh:secret")
+    etcd.ctl("role", "add", "mesh")
+    etcd.ctl("role", "grant-permission", "mesh", "--prefix=true", "readwrite", "/mesh/")
+    etcd.ctl("user", "grant-role", "mesh", "mesh")
+    etcd.ctl("auth", "enable")
+    (tmp_path / "good").write_text("secret\n")
+    (tmp_path / "bad").write_text("wrong\n")
+    store = opened(etcd, f"?user=mesh&password-file={tmp_path / 'good'}")
+    await store.put("workers/a", b"1")
+    assert await take(store.watch("")) == [Put("workers/a", b"1")]
+    await store.close()
+    for options, prefix in ((f"?user=mesh&password-file={tmp_path / 'bad'}", "mesh"), ("", "mesh")):
+        with pytest.raises(ConfigError, match="refuses: "):
+            await anext(opened(etcd, options, prefix).watch(""))
+    with pytest.raises(ConfigError, match=r"permission denied .*access to /other/"):
+        await anext(opened(etcd, f"?user=mesh&password-file={tmp_path / 'good'}", "other").watch(""))
