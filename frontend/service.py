@@ -47,7 +47,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
         discovery = open_discovery(config.discovery)
         cleanup.push_async_callback(discovery.close)
         models = ModelRegistry(config.tokenizer, int(config.tokenizer_cache_mib * 2**20))
-        workers = WorkerFeed()
+        workers = WorkerFeed(plane)
         workers.listen(models.add, models.remove)
         LinkWatch(plane, workers)
         workers.listen(models.load_early, lambda worker_id: None)

@@ -405,6 +405,12 @@ class KvSnapshot(Message, frozen=True):
     payload: bytes
 
 
+class WorkerIdentity(Message, frozen=True):
+    """Name the worker that answers at an address now: the answer of worker method `identify`."""
+
+    worker_id: WorkerId
+
+
 class KvDigest(Message, frozen=True):
     """A hash of a worker's cache after batch `seq` of its KV events: the answer of worker method `kv_digest`."""
 

@@ -10,29 +10,35 @@ from kvevents.subscriber import KvEventSubscriber
 from kvevents.transport import KvSource, Snapshot
 from mesh.discovery import Deleted, Discovery, Put
 from mesh.plane.client import PlaneClient
-from protocol.errors import ConfigError, FeedLostError, WireError
+from protocol.errors import ConfigError, FeedLostError, MeshError, WireError
 from protocol.events import Digest
 from protocol.ids import WorkerId
-from protocol.messages import KvDigest, KvRank, KvSnapshot, WorkerCard, decode
+from protocol.messages import KvDigest, KvRank, KvSnapshot, WorkerCard, WorkerIdentity, decode
 from router.fleet import WorkerFleet
 from router.members import Members
-from router.metrics import EVENTS
+from router.metrics import EVENTS, LAPSED_WORKERS
 
 log = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 1.0  # of a worker whose lease has lapsed
+ASK_AGAIN_S = 2.0
 
 
 class WorkerFeed:
     """Follows the workers of the mesh and tells the listeners in this process.
 
-    Listeners hear also of a worker that left without having joined, and ignore it.
+    Listeners hear also of a worker that left without having joined, and ignore it. With a plane, a worker whose lease
+    has lapsed stays as long as it answers: it may have lost discovery only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plane: PlaneClient | None = None) -> None:
         self._members = Members()
         self._joined: list[Callable[[WorkerCard], object]] = []
         self._left: list[Callable[[WorkerId], object]] = []
+        self._plane = plane
+        self._values: dict[str, bytes] = {}  # of the keys whose workers have joined
+        self._lapsed: dict[str, asyncio.Task[None]] = {}
         self.seen = asyncio.Event()  # discovery has reported a worker
 
     def listen(self, joined: Callable[[WorkerCard], object], left: Callable[[WorkerId], object]) -> None:
@@ -41,14 +47,57 @@ class WorkerFeed:
 
     async def run(self, discovery: Discovery) -> None:
         """Follow until cancelled. Raises FeedLostError if the feed ends: a stale list would misroute in silence."""
-        async for change in discovery.watch("workers/"):
-            self.seen.set()
-            match change:
-                case Put():
-                    self._join(change.key, change.value)
-                case Deleted():
-                    self._leave(WorkerId(change.key.removeprefix("workers/")))
+        try:
+            async for change in discovery.watch("workers/"):
+                self.seen.set()
+                match change:
+                    case Put():
+                        self._on_put(change.key, change.value)
+                    case Deleted():
+                        self._on_deleted(change)
+        finally:
+            for asking in list(self._lapsed.values()):
+                asking.cancel()
+            await asyncio.gather(*self._lapsed.values(), return_exceptions=True)
         raise FeedLostError("the discovery watch ended", hint="check --discovery")
+
+    def _on_put(self, key: str, value: bytes) -> None:
+        if (asking := self._lapsed.pop(key, None)) is not None:
+            asking.cancel()
+            LAPSED_WORKERS.set(len(self._lapsed))
+            if self._values.get(key) == value:
+                log.info("worker %s has renewed its lease", key.removeprefix("workers/"))
+                return
+        self._join(key, value)
+
+    def _on_deleted(self, change: Deleted) -> None:
+        value = self._values.get(change.key)
+        if change.has_lapsed and self._plane is not None and value is not None:
+            card = decode(value, WorkerCard)
+            asking = asyncio.create_task(self._leave_when_silent(change.key, card, self._plane), name="ask a worker")
+            self._lapsed[change.key] = asking
+            return
+        self._forget(change.key)
+
+    async def _leave_when_silent(self, key: str, card: WorkerCard, plane: PlaneClient) -> None:
+        """Keep a worker whose lease has lapsed as long as it answers at its address, and under its id."""
+        plane.suspect(card.address, f"the lease of worker {card.worker_id} has ended")
+        is_known = False
+        while await is_there(plane, card):
+            if not is_known:
+                is_known = True
+                log.warning("worker %s cannot renew its lease, but it answers: it stays", card.worker_id)
+                LAPSED_WORKERS.set(len(self._lapsed))
+            await asyncio.sleep(ASK_AGAIN_S)
+        del self._lapsed[key]
+        LAPSED_WORKERS.set(len(self._lapsed))
+        self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        if (asking := self._lapsed.pop(key, None)) is not None:
+            asking.cancel()
+        self._values.pop(key, None)
+        self._leave(WorkerId(key.removeprefix("workers/")))
 
     def _join(self, key: str, value: bytes) -> None:
         try:
@@ -59,6 +108,7 @@ class WorkerFeed:
         if not 0 < card.capacity < math.inf:
             log.warning("ignoring %s: its capacity is %s, not a positive number", key, card.capacity)
             return
+        self._values[key] = value
         if self._members.join(card):
             self._tell_joined(card)
             return
@@ -83,6 +133,15 @@ class WorkerFeed:
     def _tell_left(self, worker_id: WorkerId) -> None:
         for left in self._left:
             left(worker_id)
+
+
+async def is_there(plane: PlaneClient, card: WorkerCard) -> bool:
+    """Return whether the worker of a card answers at its address; another worker may have taken the address."""
+    try:
+        found = await plane.ask(card.address, "identify", None, WorkerIdentity, ANSWER_TIMEOUT_S)
+    except MeshError:
+        return False
+    return found.worker_id == card.worker_id
 
 
 class LinkWatch:

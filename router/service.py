@@ -30,7 +30,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
             cleanup.push_async_callback(asyncio.to_thread, close_metrics)
         plane = PlaneClient()
         cleanup.push_async_callback(plane.close)
-        workers = WorkerFeed()
+        workers = WorkerFeed(plane)
         router = LocalRouter(config, plane, workers)
         cleanup.push_async_callback(router.close)
         server = PlaneServer(handlers(router), always={"progress"})

@@ -28,6 +28,7 @@ from protocol.messages import (
     KvSnapshot,
     ReleaseOffer,
     Role,
+    WorkerIdentity,
     decode,
     encode,
 )
@@ -171,6 +172,7 @@ class Worker:
             "generate": self.generate,
             "embed": self.embed,
             "release": self.release,
+            "identify": self.identify,
             "kv_snapshot": self.kv_snapshot,
             "kv_digest": self.kv_digest,
             "control": self.control,
@@ -205,6 +207,9 @@ class Worker:
         payloads = await asyncio.to_thread(lambda: [encode_payload(part, ts, rank) for part in in_parts(events)])
         for payload in payloads:
             await call.send(KvSnapshot(seq=seq, payload=payload))
+
+    async def identify(self, call: Call) -> None:
+        await call.send(WorkerIdentity(worker_id=self._place.worker_id))
 
     async def kv_digest(self, call: Call) -> None:
         """Send the digest of exactly what was published up to `seq`: nothing is published between these two lines."""

@@ -11,16 +11,23 @@ class MemoryDiscovery:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+        self._lapsed: set[str] = set()
         self._board = Board()
 
     async def put(self, key: str, value: bytes) -> Registration:
         self._values[key] = value
-        self._board.show(dict(self._values))
+        self._lapsed = self._lapsed - {key}
+        self._show()
         return Registration(key, self._withdraw)
 
-    def remove(self, key: str) -> None:
+    def remove(self, key: str, *, has_lapsed: bool = False) -> None:
+        """Remove a key, as its owner or as the end of its lease."""
         self._values.pop(key, None)
-        self._board.show(dict(self._values))
+        self._lapsed = {*self._lapsed, key} if has_lapsed else self._lapsed - {key}
+        self._show()
+
+    def _show(self) -> None:
+        self._board.show(dict(self._values), self._lapsed)
 
     async def _withdraw(self, key: str) -> None:
         self.remove(key)

@@ -281,3 +281,41 @@ async def test_a_user_sees_and_writes_what_its_role_allows(etcd: EtcdProcess, tm
             await anext(opened(etcd, options, prefix).watch(""))
     with pytest.raises(ConfigError, match=r"permission denied .*access to /other/"):
         await anext(opened(etcd, f"?user=mesh&password-file={tmp_path / 'good'}", "other").watch(""))
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> dict[str, str]:
+    """A certificate of 127.0.0.1 that signs itself, so that it is its own authority, and its key."""
+    files = {"cert": str(tmp_path / "cert.pem"), "key": str(tmp_path / "key.pem")}
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command += ["-subj", "/CN=etcd", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", files["key"], "-out", files["cert"]], check=True, capture_output=True)
+    return files
+
+
+@needs_etcd
+async def test_server_and_client_prove_themselves_by_certificates(tmp_path: Path, certificate: dict[str, str]) -> None:
+    cert, key = certificate["cert"], certificate["key"]
+    etcd = EtcdProcess(
+        tmp_path,
+        "--cert-file",
+        cert,
+        "--key-file",
+        key,
+        "--trusted-ca-file",
+        cert,
+        "--client-cert-auth",
+        scheme="https",
+    )
+    try:
+        store = opened(etcd, f"?ca={cert}&cert={cert}&key={key}")
+        await store.put("workers/a", b"1")
+        assert await take(store.watch("")) == [Put("workers/a", b"1")]
+        await store.close()
+        for options in ("", "?tls", f"?ca={cert}"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("mesh.discovery.etcd.START_TIMEOUT_S", 0.5)
+                with pytest.raises(UnreachableError, match="no etcd answers"):
+                    await anext(opened(etcd, options).watch(""))
+    finally:
+        etcd.stop()

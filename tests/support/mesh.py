@@ -44,7 +44,7 @@ class Mesh:
             if key.startswith(prefix) and path.is_file():
                 with suppress(OSError):
                     found[key] = path.read_bytes()
-        return found
+        return {key: value for key, value in found.items() if value}  # an empty one is withdrawn
 
     def workers(self) -> dict[str, WorkerCard]:
         """By name; of a restarted worker the one that lives."""

@@ -1,0 +1,117 @@
+"""Tests of a worker's membership as routers see it: what a lapsed lease means for a worker that still answers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+
+from mesh.discovery.memory import MemoryDiscovery
+from mesh.plane.client import PlaneClient
+from mesh.plane.server import Call, PlaneServer
+from protocol.ids import WorkerId
+from protocol.messages import WorkerCard, WorkerIdentity, encode
+from router import feeds
+from router.feeds import WorkerFeed
+from router.metrics import LAPSED_WORKERS
+from tests.support.patience import PATIENCE_S
+from tests.support.routing import card
+
+
+class Site:
+    """A worker that answers at an address, and a feed that follows it."""
+
+    def __init__(self) -> None:
+        self.discovery, self.plane = MemoryDiscovery(), PlaneClient()
+        self.server = PlaneServer({"identify": self.identify})
+        self.worker_id = WorkerId("d1-id")
+        self.card = card("d1")
+        self.present: dict[WorkerId, WorkerCard] = {}
+        self.joined = 0
+        self.feed = WorkerFeed(self.plane)
+        self.feed.listen(self.join, lambda worker_id: self.present.pop(worker_id, None))
+
+    async def identify(self, call: Call) -> None:
+        await call.send(WorkerIdentity(worker_id=self.worker_id))
+
+    def join(self, card: WorkerCard) -> None:
+        self.present[card.worker_id] = card
+        self.joined += 1
+
+    async def start(self) -> None:
+        self.card = replace(self.card, worker_id=self.worker_id, address=await self.server.start("127.0.0.1"))
+        self.following = asyncio.create_task(self.feed.run(self.discovery))
+        await self.discovery.put(f"workers/{self.worker_id}", encode(self.card))
+        await self.until(lambda: self.worker_id in self.present)
+
+    def lapse(self) -> None:
+        self.discovery.remove(f"workers/{self.worker_id}", has_lapsed=True)
+
+    async def until(self, condition: object) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():  # type: ignore[operator]
+                await asyncio.sleep(0.01)
+
+
+@pytest_asyncio.fixture
+async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    monkeypatch.setattr(feeds, "ASK_AGAIN_S", 0.05)
+    site = Site()
+    await site.start()
+    yield site
+    site.following.cancel()
+    await asyncio.wait([site.following])
+    await site.plane.close()
+    await site.server.close()
+
+
+async def test_a_worker_that_answers_outlives_its_lease(site: Site) -> None:
+    site.lapse()
+    await site.until(lambda: LAPSED_WORKERS._value.get() == 1)
+    await asyncio.sleep(0.2)
+    assert site.worker_id in site.present
+    await site.discovery.put(f"workers/{site.worker_id}", encode(site.card))
+    await site.until(lambda: LAPSED_WORKERS._value.get() == 0)
+    assert site.joined == 1, "nobody has to be told of a worker that was never away"
+
+
+async def test_a_worker_that_is_gone_leaves_with_its_lease(site: Site) -> None:
+    await site.server.close()
+    site.lapse()
+    await site.until(lambda: not site.present)
+    assert LAPSED_WORKERS._value.get() == 0
+
+
+async def test_a_worker_that_falls_silent_later_leaves(site: Site) -> None:
+    site.lapse()
+    await site.until(lambda: LAPSED_WORKERS._value.get() == 1)
+    await site.server.close()
+    await site.until(lambda: not site.present)
+
+
+async def test_another_worker_at_the_address_does_not_keep_it(site: Site) -> None:
+    lapsed, site.worker_id = site.worker_id, WorkerId("d2-id")
+    site.discovery.remove(f"workers/{lapsed}", has_lapsed=True)
+    await site.until(lambda: not site.present)
+
+
+async def test_a_withdrawn_worker_leaves_at_once(site: Site) -> None:
+    site.discovery.remove(f"workers/{site.worker_id}")
+    await site.until(lambda: not site.present)
+
+
+async def test_a_lapsed_worker_may_come_back_with_another_card(site: Site) -> None:
+    site.lapse()
+    await site.until(lambda: LAPSED_WORKERS._value.get() == 1)
+    await site.discovery.put(f"workers/{site.worker_id}", encode(replace(site.card, capacity=2.0)))
+    await site.until(lambda: site.present[site.worker_id].capacity == 2.0)
+
+
+async def test_a_lapsed_worker_may_withdraw(site: Site) -> None:
+    site.lapse()
+    await site.until(lambda: LAPSED_WORKERS._value.get() == 1)
+    await site.discovery.put(f"workers/{site.worker_id}", encode(site.card))
+    await site.until(lambda: LAPSED_WORKERS._value.get() == 0)
+    site.discovery.remove(f"workers/{site.worker_id}")
+    await site.until(lambda: not site.present)
