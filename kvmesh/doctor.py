@@ -1,17 +1,18 @@
 """Run `kvmesh doctor`: check this machine and report what a mesh finds on it, with advice."""
 
+import asyncio
 import errno
 import importlib.metadata
 import importlib.util
 import mmap
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,13 +26,13 @@ from rich.text import Text
 
 from kvmesh.nixl_probe import NixlProbe
 from mesh.config import load
-from mesh.discovery import DiscoveryUrl
+from mesh.discovery import DiscoveryUrl, open_discovery
+from protocol.errors import MeshError
 from workers.engines.registry import ENGINES
 
 OLDEST_PYTHON = (3, 11)
 SMALL_SHM_BYTES = 128 * 2**20
 LITTLE_MEMORY_BYTES = 2 * 2**30
-CLOCK_SKEW_S = 1.0  # leases of file discovery are file times
 PROBE_TIMEOUT_S = 60.0
 
 Status = Literal["ok", "warn", "fail"]
@@ -291,32 +292,38 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_discovery(url: str) -> Finding:
-    """Check that files can be made in the directory, or where it will be, and that their times match our clock."""
+    """Check that files can be made in the directory, or where it will be; or that another backend answers."""
     scheme, _, path = url.partition(":")
     if scheme != "file" or not path:
-        return Finding("discovery", "fail", f"{url!r} is no file:<directory>", "set --discovery file:<directory>")
+        return asyncio.run(check_discovery_server(url))
     directory = nearest_directory(Path(path).absolute())
     try:
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".tmp-kvmesh-doctor-") as file:
-            skew_s = abs(os.stat(file.name).st_mtime - time.time())
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".tmp-kvmesh-doctor-"):
+            return Finding("discovery", "ok", f"{path} can be written to")
     except OSError as error:
         advice = "set --discovery file:<a directory you may write to>"
         return Finding("discovery", "fail", f"cannot write to {directory}: {error.strerror}", advice)
-    return judge_discovery(path, skew_s)
+
+
+async def check_discovery_server(url: str) -> Finding:
+    """Put a key and withdraw it again."""
+    try:
+        discovery = open_discovery(url)
+    except MeshError as error:
+        return Finding("discovery", "fail", error.message, error.hint)
+    try:
+        registration = await discovery.put(f"doctor/{secrets.token_hex(8)}", b"here")
+        await registration.withdraw()
+    except MeshError as error:
+        return Finding("discovery", "fail", error.message, error.hint)
+    finally:
+        await discovery.close()
+    return Finding("discovery", "ok", f"{url.partition('?')[0]} answers and can be written to")
 
 
 def nearest_directory(path: Path) -> Path:
     """Return `path`, or the closest directory above it that exists."""
     return next(candidate for candidate in (path, *path.parents) if candidate.is_dir())
-
-
-def judge_discovery(path: str, skew_s: float) -> Finding:
-    if skew_s <= CLOCK_SKEW_S:
-        return Finding("discovery", "ok", f"{path} can be written to")
-    found = f"file times in {path} are {skew_s:.1f} s off this machine's clock"
-    return Finding(
-        "discovery", "warn", found, "leases are file times: synchronise the clocks, or take a local directory"
-    )
 
 
 def check_capacity(cores: int, available_bytes: int) -> Finding:

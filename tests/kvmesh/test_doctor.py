@@ -11,6 +11,7 @@ from rich.console import Console
 from kvmesh import doctor
 from kvmesh.doctor import Finding, TorchProbe
 from kvmesh.nixl_probe import NixlProbe
+from tests.support.etcd_server import WHY_NONE, EtcdProcess, free_port
 
 GPU = "NVIDIA H200, 143771 MiB, 570.1"
 CPU_TORCH = TorchProbe("2.13.0+cpu")
@@ -40,8 +41,8 @@ def test_every_finding_that_is_not_ok_says_what_to_do() -> None:
         doctor.check_shared_memory("Operation not permitted", 0),
         doctor.check_shared_memory("", 64 * 2**20),
         doctor.check_kv_transfer(nixl_works=False, shm_works=False),
-        doctor.check_discovery("etcd://localhost"),
-        doctor.judge_discovery("/mnt/shared", skew_s=7.5),
+        doctor.check_discovery("consul://localhost"),
+        doctor.check_discovery("etcd:"),
         doctor.check_capacity(2, 2**29),
     ]:
         assert finding.status != "ok", finding
@@ -93,6 +94,20 @@ def test_a_discovery_directory_is_tried_but_not_made(tmp_path: Path) -> None:
 def test_a_discovery_directory_that_cannot_be_written_fails() -> None:
     finding = doctor.check_discovery("file:/proc/kvmesh")  # where not even root can write
     assert (finding.status, finding.found.partition(":")[0]) == ("fail", "cannot write to /proc")
+
+
+def test_a_discovery_server_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.discovery.etcd.START_TIMEOUT_S", 0.2)
+    finding = doctor.check_discovery(f"etcd:127.0.0.1:{free_port()}")
+    assert (finding.status, finding.found.partition(":")[0]) == ("fail", "no etcd answers at 127.0.0.1")
+    if WHY_NONE:
+        pytest.skip(WHY_NONE)
+    etcd = EtcdProcess(tmp_path)
+    try:
+        assert doctor.check_discovery(f"etcd:{etcd.endpoint}/site").status == "ok"
+        assert etcd.ctl("get", "", "--prefix", "--keys-only").strip() == ""
+    finally:
+        etcd.stop()
 
 
 def test_engines_are_found_without_being_imported() -> None:
