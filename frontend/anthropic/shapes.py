@@ -61,11 +61,13 @@ class RedactedThinkingBlock(Lenient, frozen=True, tag_field="type", tag="redacte
     data: str
 
 
-class DirectCaller(Lenient, frozen=True, tag_field="type", tag="direct"):
+class DirectCaller(Lenient, frozen=True):
     """The model has made the call itself, and no code that it runs."""
 
+    type: Literal["direct"]
 
-DIRECT = DirectCaller()
+
+DIRECT = DirectCaller(type="direct")
 
 
 class ToolUseBlock(Lenient, frozen=True, tag_field="type", tag="tool_use"):
@@ -190,9 +192,10 @@ class LatestTurns(Strict, frozen=True, tag_field="type", tag="thinking_turns"):
     value: Annotated[int, Meta(ge=1)]
 
 
-class ClearThinking(Strict, frozen=True, tag_field="type", tag="clear_thinking_20251015"):
+class ClearThinking(Strict, frozen=True):
     """Drop the thoughts of older turns from the prompt."""
 
+    type: Literal["clear_thinking_20251015"]
     keep: AllTurns | LatestTurns | Literal["all"] | None = None  # null: those of the latest turn
 
 

@@ -9,7 +9,7 @@ from frontend.openai.shapes import ModelList, ModelObject
 from frontend.operation import Operation
 from mesh.http.request import Reply, ReplyStream, Request, json_reply
 
-LIMIT = {"type": "integer", "minimum": 1, "maximum": anthropics.MAX_PAGE_MODELS, "default": anthropics.PAGE_MODELS}
+TEXT = {"type": "string"}  # and so is the limit, which OpenAI's shape does not read
 
 
 async def list_models(services: Services, request: Request) -> Reply:
@@ -52,9 +52,9 @@ ENDPOINTS = (
             reply=ModelList,
             other=(ModelPage, ErrorAnswer),
             query={
-                "limit": ("the number of models in a page of Anthropic's shape", LIMIT),
-                "after_id": ("return the page after this model", {"type": "string"}),
-                "before_id": ("return the page before this model", {"type": "string"}),
+                "limit": ("in Anthropic's shape: models in a page, 1 to 1000, without it 20", TEXT),
+                "after_id": ("in Anthropic's shape: return the page after this model", TEXT),
+                "before_id": ("in Anthropic's shape: return the page before this model", TEXT),
             },
             failures=(400, 401),
         ),
