@@ -59,6 +59,9 @@ _NAMES = {
     for spelled in (name, name.title())
 }  # fmt: skip
 _FRAMING = frozenset({"host", "content-length", "transfer-encoding", "expect", "content-encoding"})
+_HOST = re.compile(r"(?:\[[0-9A-Fa-f:.%v]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]*)?")
+MOST_KNOWN_HOSTS = 256
+_known_hosts: set[str] = set()  # that are right: clients send few different ones
 _AUTHORITY = re.compile(r"https?://[^/?]*", re.IGNORECASE)
 
 
@@ -155,7 +158,7 @@ class Connection(asyncio.Protocol):
         # handling and writing
         self._task: asyncio.Task[None] | None = None
         self._stream: ReplyStream | None = None
-        self._last_words: Reply | None = None
+        self._last_words: tuple[Reply, bool] | None = None  # the bool: without its body
         self._is_closing = False
         self._writable: asyncio.Event | None = None  # set while a handler waits
         self.is_full = False  # the client reads more slowly than the handler writes
@@ -393,7 +396,8 @@ class Connection(asyncio.Protocol):
             return
         self._is_deaf = True
         self.give_back(len(self._body))
-        self._last_words = self._server.refuse(error, self._request)
+        request = self._request
+        self._last_words = self._server.refuse(error, request), request is not None and request.method == "HEAD"
         self._body, self._request, self._ahead = b"", None, b""
         self._go_on()
 
@@ -446,8 +450,8 @@ class Connection(asyncio.Protocol):
                 request = self._waiting.pop(0)
                 self._task = self._server.loop.create_task(self._handle(request))
             elif self._last_words is not None:
-                words, self._last_words = self._last_words, None
-                self.reply(words, keep=True, is_last=True)
+                (words, head_only), self._last_words = self._last_words, None
+                self.reply(words, keep=True, is_last=True, head_only=head_only)
                 self._linger()
             elif self._ahead:
                 data, self._ahead = self._ahead, b""
@@ -637,6 +641,8 @@ def _read_framing(headers: list[tuple[str, str]], needs_host: bool) -> tuple[int
             continue
         if name == "host":
             hosts += 1
+            if value not in _known_hosts:
+                _check_host(value)
         elif name == "content-length":
             length_bytes = int(value)
         elif name == "expect":
@@ -650,6 +656,15 @@ def _read_framing(headers: list[tuple[str, str]], needs_host: bool) -> tuple[int
     if hosts > 1 or (needs_host and hosts == 0):
         raise InvalidRequestError(f"the request has {hosts} Host headers", hint="send one")
     return length_bytes, expects_continue, encodings
+
+
+def _check_host(value: str) -> None:
+    """Raise InvalidRequestError if this is no host, with or without a port (RFC 9112, 3.2)."""
+    if not _HOST.fullmatch(value):
+        raise InvalidRequestError(f"the Host header is {value[:80]!r}", hint="send a host and a port")
+    if len(_known_hosts) >= MOST_KNOWN_HOSTS:
+        _known_hosts.clear()
+    _known_hosts.add(value)
 
 
 def refusal(error: MeshError, body: bytes | None, headers: Mapping[str, str] | None = None) -> Reply:

@@ -27,7 +27,8 @@ class MethodNotAllowedError(InvalidRequestError):
     def __init__(self, message: str, *, hint: str = "", allowed: Sequence[str] = ()) -> None:
         """Name the methods that the path takes."""
         self.allow = ", ".join(allowed)
-        super().__init__(message, hint=hint or f"send {self.allow}")
+        methods = [method for method in allowed if method != "OPTIONS"]
+        super().__init__(message, hint=hint or f"send {', '.join(methods)}")
 
 
 class UnsupportedEncodingError(InvalidRequestError):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mesh.http.connection import SLICE_BYTES
+from mesh.http import connection
+from mesh.http.connection import MOST_KNOWN_HOSTS, SLICE_BYTES
 from mesh.http.request import Reply, ReplyStream, Request
 from mesh.http.server import App, Route, listening
 from protocol.errors import InvalidRequestError, MeshError, OverloadedError
@@ -91,6 +92,16 @@ async def test_head_has_the_head_of_get(site: Site) -> None:
     data = await site.talk(b"HEAD /stream HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert data.endswith(b"\r\n\r\n")
     assert b"event 0" not in data
+
+
+async def test_the_refusal_of_a_head_has_no_body_either() -> None:
+    def guard(request: Request) -> None:
+        raise OverloadedError("not you")
+
+    async with serving(guard=guard) as site:
+        data = await site.talk(b"HEAD /echo HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert data.startswith(b"HTTP/1.1 429 ")
+        assert data.endswith(b"\r\n\r\n")
 
 
 @pytest.mark.parametrize("status", [204, 304])
@@ -189,6 +200,19 @@ async def test_targets_that_are_nowhere(site: Site, target: str) -> None:
     assert (reply.status, seen(reply.body)["error"]["code"]) == (404, "not_found")
 
 
+@pytest.mark.parametrize("host", ["", "a", "a:80", "[::1]:8000", "127.0.0.1:", "a_b.example", "x" * 300])
+async def test_hosts_that_are_right(site: Site, host: str) -> None:
+    [reply] = await site.ask(get("/echo", CLOSE).replace(b"Host: x", f"Host: {host}".encode()))
+    assert reply.status == 200
+
+
+async def test_known_hosts_are_bounded(site: Site) -> None:
+    requests = b"".join(get("/echo").replace(b"Host: x", b"Host: x%d" % n) for n in range(MOST_KNOWN_HOSTS + 10))
+    replies = await site.ask(requests + get("/echo", CLOSE))
+    assert {reply.status for reply in replies} == {200}
+    assert len(connection._known_hosts) <= MOST_KNOWN_HOSTS
+
+
 @pytest.mark.parametrize("target", ["/echo/", "/echo/?a=1", "/parts/a/b/"])
 async def test_a_slash_at_the_end_of_a_path_changes_nothing(site: Site, target: str) -> None:
     with_slash, without = await site.ask(get(target) + get(target.replace("/?", "?").removesuffix("/"), CLOSE))
@@ -263,6 +287,10 @@ BAD = {
     "no Host": b"GET /echo HTTP/1.1\r\n\r\n",
     "two Hosts": b"GET /echo HTTP/1.1\r\n" + HOST + HOST + b"\r\n",
     "two Hosts of 1.0": b"GET /echo HTTP/1.0\r\n" + HOST + HOST + b"\r\n",
+    "Host with a space": b"GET /echo HTTP/1.1\r\nHost: a b\r\n\r\n",
+    "Host with a path": b"GET /echo HTTP/1.1\r\nHost: a/b\r\n\r\n",
+    "Host with a user": b"GET /echo HTTP/1.1\r\nHost: a@b\r\n\r\n",
+    "Host with a bad port": b"GET /echo HTTP/1.1\r\nHost: a:b\r\n\r\n",
     "CONNECT": b"CONNECT a:80 HTTP/1.1\r\n" + HOST + b"\r\nxyz",
     "obs-fold": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\r\n b\r\n\r\n",
     "NUL in a value": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\x00b\r\n\r\n",
