@@ -44,6 +44,17 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     access_log: Annotated[bool, Meta(description="log a line for every request")] = False
     max_connections: Annotated[int, Meta(ge=1, description="open connections; more are refused")] = 20_000
     max_body_mib: Annotated[float, Meta(gt=0, description="larger request bodies are refused")] = 16.0
+    responses_store: Annotated[
+        str, Meta(description="where /v1/responses keeps its responses: off, memory, or dir:PATH, which several share")
+    ] = "off"
+    responses_max: Annotated[int, Meta(ge=1, description="stored responses; the least recently used go first")] = 10_000
+    responses_max_mib: Annotated[float, Meta(gt=0, description="size of all stored responses together")] = 1024.0
+    responses_ttl_s: Annotated[
+        float, Meta(gt=0, description="time that a response is kept after it was stored or last continued")
+    ] = 86_400.0
+    responses_background: Annotated[
+        int, Meta(ge=0, description="background responses that run at a time; more are refused")
+    ] = 64
     max_inflight: Annotated[int, Meta(ge=1, description="requests in progress; more are refused")] = 4096
     request_timeout_s: Annotated[float, Meta(gt=0, description="deadline of a request that names none")] = 600.0
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0

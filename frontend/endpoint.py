@@ -23,6 +23,7 @@ from frontend.operation import Operation
 from frontend.outlet import SseOutlet, WholeOutlet
 from frontend.report import placement_headers
 from frontend.request import ParsedBody
+from frontend.responses.state import KeptResponses
 from frontend.running import run
 from mesh.http.connection import refusal
 from mesh.http.errors import error_body
@@ -34,7 +35,7 @@ from protocol.ids import RequestId, new_request_id
 log = logging.getLogger(__name__)
 
 TIMEOUT_HEADER = "x-request-timeout-s"
-_SSE_HEADERS = {
+SSE_HEADERS = {
     "content-type": "text/event-stream",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # nginx must not collect chunks
@@ -58,6 +59,7 @@ class Services:
     router_ready: Callable[[], bool]
     metrics_folder: Path | None  # where the processes that share our port meet
     document: Callable[[], bytes]  # /openapi.json
+    responses: KeptResponses | None = None  # None: they are not stored
 
 
 Handler = Callable[[Services, Request], Awaitable[Reply | ReplyStream]]
@@ -87,9 +89,11 @@ def generating(path: str, dialect: Dialect, operation: Operation) -> Endpoint:
     return Endpoint(method="POST", path=path, handler=handler, operation=operation, error_body=dialect.error_body)
 
 
-async def answer(dialect: Dialect, services: Services, request: Request) -> Reply | ReplyStream:
+async def answer(
+    dialect: Dialect, services: Services, request: Request, kind: "type[Exchange] | None" = None
+) -> Reply | ReplyStream:
     """Answer one request and count how it ended. Failures are answers too; only cancellation is raised."""
-    exchange = Exchange(services, request, dialect)
+    exchange = (kind or Exchange)(services, request, dialect)
     try:
         with services.admission.enter():
             return await exchange.run()
@@ -150,9 +154,9 @@ class Exchange:
         body = whole() if job.parsed.sampling.prompt_logprobs is None else await asyncio.to_thread(whole)
         return Reply(body, headers=self._reply_headers(job))
 
-    async def _send_stream(self, job: Job, deadline: float) -> ReplyStream:
+    async def _send_stream(self, job: Job, deadline: float) -> Reply | ReplyStream:
         """Headers go out with the first token, so that a failure before it gets a status of its own."""
-        headers = _SSE_HEADERS | self._headers
+        headers = SSE_HEADERS | self._headers
         self._stream = outlet = SseOutlet(self._request, job, self._dialect.writer(job), headers)
         await run(job, self._services.generator, outlet, deadline)
         return outlet.end()

@@ -13,6 +13,7 @@ from frontend.generator import Generator
 from frontend.models import ModelRegistry
 from frontend.openapi import openapi
 from frontend.refusals import Refusals
+from frontend.responses.state import KeptResponses
 from frontend.table import ENDPOINTS, ERRORS_BELOW
 from mesh.http.server import App, HttpLimits, Route
 
@@ -36,8 +37,10 @@ class FrontendApi:
         router_ready: Callable[[], bool] = lambda: True,
         metrics_folder: Path | None = None,
         endpoints: Sequence[Endpoint] = ENDPOINTS,
+        responses: KeptResponses | None = None,
     ) -> None:
-        """Build the application; in `metrics_folder` the processes that share our port meet."""
+        """Build the application; in `metrics_folder` the processes that share our port meet. Without `responses`
+        none are stored."""
         self.admission = Admission(settings.max_inflight)
         services = Services(
             models,
@@ -47,6 +50,7 @@ class FrontendApi:
             router_ready,
             metrics_folder,
             document=cache(partial(openapi, endpoints, version("kvmesh"), settings.max_request_timeout_s)),
+            responses=responses,
         )
         self.app = App(
             [route_of(endpoint, services) for endpoint in endpoints],

@@ -1,5 +1,6 @@
 """GET /openapi.json: the API described by the very types that read and write it."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ SSE = "text/event-stream"
 MODULE_OF_SHAPES, MODULE_IN_NAMES = b"frontend.openai.shapes.", b"frontend.openai."
 """msgspec puts the module before names that two types share. Generated clients use the names: they never change."""
 LOGIT_BIAS_KEYS: dict[str, Any] = {"pattern": "^[0-9]{1,10}$"}  # token ids
+
+_IN_PATH = re.compile(r"\{(\w+)\}")
 
 Schema = dict[str, Any]
 
@@ -160,9 +163,10 @@ def _operation(endpoint: Endpoint, path: str, described: Described, asked: Mappi
 
 
 def _parameters(path: str, operation: Operation, asked: Mapping[str, tuple[str, Schema]]) -> list[Schema]:
-    found: list[Schema] = []
-    if "{name}" in path:
-        found.append({"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
+    text = {"type": "string", "minLength": 1}
+    found: list[Schema] = [
+        {"name": name, "in": "path", "required": True, "schema": text} for name in _IN_PATH.findall(path)
+    ]
     for name, (description, query) in operation.query.items():
         found.append({"name": name, "in": "query", "description": description, "schema": query})
     headers = {**(asked if operation.is_asked else {}), **(HINT_HEADERS if operation.takes_hints else {})}

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from frontend.config import FrontendConfig
+from frontend.responses.opening import check_setting
 from mesh.address import cannot_listen
 from mesh.config import to_flags
 from mesh.lifecycle import watch_parent
@@ -28,6 +29,7 @@ async def serve_processes(config: FrontendConfig, config_file: str, stop: asynci
 
     `config_file`: where their embedded routers read their settings, "" for none.
     """
+    check_setting(config.responses_store, is_one_process=False)
     watch_parent(stop)
     supervisor = Supervisor(None, log.warning)
     with reserved_port(config.host, config.port) as port, tempfile.TemporaryDirectory(prefix="kvmesh-") as shared:

@@ -15,8 +15,12 @@ from frontend.config import FrontendConfig
 from frontend.dispatch import Dispatcher
 from frontend.http import FrontendApi, HttpSettings
 from frontend.models import ModelRegistry
+from frontend.responses.opening import check_setting, open_store
+from frontend.responses.retention import StoreLimits
+from frontend.responses.state import KeptResponses
 from frontend.security import ApiKeyGuard, open_to, tls_context
 from mesh.discovery import open_discovery
+from mesh.http.cors import Cors
 from mesh.http.server import listening
 from mesh.lifecycle import watch_parent
 from mesh.merged_metrics import sharing
@@ -41,6 +45,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
     watch_parent(stop)
     tls = tls_context(config.tls_cert, config.tls_key, config.tls_client_ca)
     guard, cors = ApiKeyGuard(config.api_keys_file) if config.api_keys_file else None, open_to(config.cors_origins)
+    responses = kept_responses(config)
     async with AsyncExitStack() as cleanup:
         plane = PlaneClient()
         cleanup.push_async_callback(plane.close)
@@ -70,10 +75,9 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             if folder is not None:
                 await cleanup.enter_async_context(sharing(folder))
                 await heard_of(workers)
-            api = FrontendApi(settings_of(config), models, dispatcher, router_ready, folder)
-            api.app.guard, api.app.cors, api.app.logs_access = guard, cors, config.access_log
-            api.app.is_draining = lambda: api.admission.draining
-            api.app.limits = replace(api.app.limits, max_connections=config.max_connections)
+            follow += keep(responses, feeds, cleanup)
+            api = FrontendApi(settings_of(config), models, dispatcher, router_ready, folder, responses=responses)
+            configure(api, config, guard, cors)
             async with listening(api.app, config.host, config.port, tls=tls, reuse_port=folder is not None) as url:
                 card = FrontendCard(name=config.name, url=url, pid=os.getpid())
                 registration = await discovery.put(f"frontends/{config.name}", encode(card))
@@ -84,6 +88,13 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             await dispatcher.close()
             for feed in follow:
                 feed.cancel()
+
+
+def configure(api: FrontendApi, config: FrontendConfig, guard: ApiKeyGuard | None, cors: Cors | None) -> None:
+    """Set what the application lets in and logs."""
+    api.app.guard, api.app.cors, api.app.logs_access = guard, cors, config.access_log
+    api.app.is_draining = lambda: api.admission.draining
+    api.app.limits = replace(api.app.limits, max_connections=config.max_connections)
 
 
 async def heard_of(workers: WorkerFeed) -> None:
@@ -101,6 +112,30 @@ def always() -> bool:
 def named_for(config: FrontendConfig, router_config: RouterConfig) -> RouterConfig:
     """Other routers tell it from those in other frontends, and from that in the process before this one."""
     return msgspec.structs.replace(router_config, name=f"{config.name}-{new_generation():x}")
+
+
+def kept_responses(config: FrontendConfig) -> KeptResponses | None:
+    """Return the stored responses, None where none are stored. Raise ConfigError."""
+    check_setting(config.responses_store, is_one_process=not config.shares_port_with)
+    limits = StoreLimits(
+        max_count=config.responses_max,
+        max_bytes=int(config.responses_max_mib * 2**20),
+        ttl_s=config.responses_ttl_s,
+    )
+    store = open_store(config.responses_store, limits)
+    if store is None:
+        return None
+    return KeptResponses(store, config.responses_background, is_keyed=bool(config.api_keys_file))
+
+
+def keep(
+    responses: KeptResponses | None, feeds: asyncio.TaskGroup, cleanup: AsyncExitStack
+) -> list[asyncio.Task[None]]:
+    """Keep the stored responses in order, if there are any; close them at the end."""
+    if responses is None:
+        return []
+    cleanup.push_async_callback(responses.close)
+    return [feeds.create_task(responses.run(), name="frontend: keep responses")]
 
 
 def settings_of(config: FrontendConfig) -> HttpSettings:

@@ -8,13 +8,15 @@ from frontend.endpoint import Endpoint, ErrorShape
 from frontend.mesh_api import route, status, tokenize
 from frontend.openai import chat, completions, embeddings, models
 from frontend.responses import count as input_tokens
-from frontend.responses import dialect as responses
+from frontend.responses import create as responses
+from frontend.responses import stored
 
 ENDPOINTS: Sequence[Endpoint] = (
     chat.ENDPOINT,
     completions.ENDPOINT,
     responses.ENDPOINT,
     input_tokens.ENDPOINT,
+    *stored.ENDPOINTS,
     messages.ENDPOINT,
     count.ENDPOINT,
     embeddings.ENDPOINT,

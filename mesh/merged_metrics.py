@@ -24,6 +24,8 @@ _NOT_ADDED = (
     "_max_fds",
     "_info",
     "_models_ready",
+    "_responses_stored",
+    "_responses_stored_bytes",
 )  # here the largest counts
 
 

@@ -14,7 +14,8 @@ async def count_input_tokens(services: Services, request: Request) -> Reply:
     """Count the tokens that the same body would have as the prompt of a response. Raise MeshError."""
     deadline = asyncio.get_running_loop().time() + timeout_s(request, services.limits)
     with services.admission.enter(), services.admission.until(deadline):
-        parsed = parse_responses(request.body)
+        storage = await services.responses.storage_for(request) if services.responses is not None else None
+        parsed = parse_responses(request.body, storage)
         [prompt] = await read_prompts(parsed, await services.models.get(parsed.model))
     return json_reply(InputTokens(prompt.num_tokens))
 

@@ -1,36 +1,24 @@
-"""POST /v1/responses: how a conversation is answered, item by item."""
+"""The dialect of the Responses API: how a conversation is answered, item by item."""
 
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from frontend.answer import Part
-from frontend.endpoint import generating
 from frontend.job import Job, TokenCounts
 from frontend.openai.logprobs import chat_logprobs
 from frontend.openai.shapes import ChatLogprob
-from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
 from frontend.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning
 from frontend.report import trace_report
-from frontend.responses import parse
+from frontend.responses.background import BackgroundRun
 from frontend.responses.items import GrowingCall, GrowingItem, GrowingMessage, GrowingReasoning, sse
-from frontend.responses.parse import ParsedResponses, parse_responses
+from frontend.responses.parse import ParsedResponses, Storage, parse_responses
 from frontend.responses.shapes import (
-    AllowedTools,
-    ContentPart,
     ErrorEvent,
-    FunctionCallItem,
-    FunctionOutputItem,
-    FunctionTool,
-    FunctionToolChoice,
     IncompleteDetails,
     InputTokensDetails,
     ItemStatus,
-    MessageItem,
-    NamespaceTool,
     OutputItem,
-    ReasoningConfig,
-    ReasoningItem,
     Response,
     ResponseCompleted,
     ResponseCreated,
@@ -38,11 +26,10 @@ from frontend.responses.shapes import (
     ResponseFailed,
     ResponseIncomplete,
     ResponseInProgress,
-    ResponsesRequest,
+    ResponseQueued,
     ResponseUsage,
     StreamEvent,
 )
-from frontend.responses.shapes import Event as SentEvent
 from frontend.shapes import encode
 from frontend.whole_answer import WholeAnswer, new_call_id
 from mesh.http.errors import error_body, http_failure
@@ -54,12 +41,16 @@ class ResponsesDialect:
     name = "responses"
     id_prefix = "resp"
 
+    def __init__(self, storage: Storage | None = None) -> None:
+        """Make the dialect of a frontend that stores nothing, or of one request with what it finds stored."""
+        self._storage = storage
+        self.started: BackgroundRun | None = None
+
     def parse(self, body: bytes) -> ParsedResponses:
-        return parse_responses(body)
+        return parse_responses(body, self._storage)
 
     def whole(self, job: Job, answers: Sequence[WholeAnswer], counts: TokenCounts) -> bytes:
-        [answer] = answers
-        return encode(finished(job, items_of(job, answer), answer.finish_reason, counts))
+        return encode(whole_response(job, answers, counts))
 
     def writer(self, job: Job) -> "ResponsesWriter":
         return ResponsesWriter(job)
@@ -71,10 +62,14 @@ class ResponsesDialect:
 # --- the response object ------------------------------------------------------------------------------
 
 
+def parsed_of(job: Job) -> ParsedResponses:
+    assert isinstance(job.parsed, ParsedResponses), "the dialect parsed it"
+    return job.parsed
+
+
 def in_progress(job: Job) -> Response:
     """The response as it begins."""
-    parsed = job.parsed
-    assert isinstance(parsed, ParsedResponses), "the dialect parsed it"
+    parsed = parsed_of(job)
     return Response(
         **msgspec.structs.asdict(parsed.settings),
         id=response_id(job),
@@ -83,6 +78,16 @@ def in_progress(job: Job) -> Response:
         model=job.heading.model,
         output=[],
     )
+
+
+def queued(job: Job) -> Response:
+    """Return the response as it is before it begins."""
+    return msgspec.structs.replace(in_progress(job), status="queued")
+
+
+def whole_response(job: Job, answers: Sequence[WholeAnswer], counts: TokenCounts) -> Response:
+    [answer] = answers
+    return finished(job, items_of(job, answer), answer.finish_reason, counts)
 
 
 def finished(job: Job, output: Sequence[OutputItem], reason: FinishReason, counts: TokenCounts) -> Response:
@@ -107,6 +112,10 @@ def finished(job: Job, output: Sequence[OutputItem], reason: FinishReason, count
 def failed(job: Job, output: Sequence[OutputItem], error: MeshError) -> Response:
     told = ResponseError(failure_code(error), str(error))
     return msgspec.structs.replace(in_progress(job), status="failed", error=told, output=list(output))
+
+
+def cancelled(job: Job, output: Sequence[OutputItem]) -> Response:
+    return msgspec.structs.replace(in_progress(job), status="cancelled", output=list(output))
 
 
 def completed_at(job: Job) -> int:
@@ -257,45 +266,31 @@ class ResponsesWriter:
         rest = self._with_logprobs("") if is_message and self._waiting else b""
         return begun + rest + self._close(last_status(reason))
 
+    def response(self, counts: TokenCounts) -> Response:
+        """Return the response as `end` reports it."""
+        return finished(self._job, self._done, self._reason, counts)
+
+    def so_far(self) -> list[OutputItem]:
+        """Return the items of an answer that does not go on."""
+        return [*self._done, *([] if self._open is None else [self._open.item("incomplete")])]
+
     def end(self, counts: TokenCounts) -> bytes:
-        response = finished(self._job, self._done, self._reason, counts)
+        response = self.response(counts)
         is_whole = response.status == "completed"
         return self._send([ResponseCompleted(response=response) if is_whole else ResponseIncomplete(response=response)])
 
     def error(self, error: MeshError, request_id: str) -> bytes:
         told = ErrorEvent(code=http_failure(error.code).code, message=str(error), param=error.param)
-        rest = [] if self._open is None else [self._open.item("incomplete")]
-        return self._send([told, ResponseFailed(response=failed(self._job, [*self._done, *rest], error))])
+        return self._send([told, ResponseFailed(response=failed(self._job, self.so_far(), error))])
 
 
-_ASKING = "Tell me a story."
-_NOTES = ShapeNotes(
-    partly=(
-        (ResponsesRequest, parse.DEFAULTS),
-        (ReasoningConfig, parse.REASONING_DEFAULTS),
-        (FunctionTool, parse.TOOL_DEFAULTS),
-        (ContentPart, parse.PART_DEFAULTS),
-    ),
-    read_later={
-        (ResponsesRequest, "input"): (MessageItem, FunctionCallItem, FunctionOutputItem, ReasoningItem),
-        (ResponsesRequest, "tools"): (FunctionTool, NamespaceTool),
-        (ResponsesRequest, "tool_choice"): (FunctionToolChoice, AllowedTools),
-    },
-    needed=((ContentPart, "text"),),
-    token_id_keys=((ResponsesRequest, "logit_bias"),),
-    examples={(ResponsesRequest, "input"): _ASKING, (ContentPart, "text"): _ASKING},
-)
-ENDPOINT = generating(
-    "/v1/responses",
-    ResponsesDialect(),
-    Operation(
-        summary="Answer, in the shape of OpenAI's Responses API; nothing is stored",
-        request=(ResponsesRequest,),
-        reply=Response,
-        events=(SentEvent,),
-        failures=ASKED_FAILURES,
-        is_asked=True,
-        takes_hints=True,
-        notes=_NOTES,
-    ),
-)
+class BackgroundWriter(ResponsesWriter):
+    """A background response is queued until its first token."""
+
+    def opening(self) -> bytes:
+        response = queued(self._job)
+        created = ResponseCreated(sequence_number=0, response=response)
+        return sse(created) + sse(ResponseQueued(sequence_number=1, response=response))
+
+    def begun(self) -> bytes:
+        return self._send([ResponseInProgress(response=in_progress(self._job))])

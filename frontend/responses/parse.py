@@ -1,13 +1,14 @@
 """Read and check a request of the Responses API: JSON in, a `ParsedResponses` or an error that names the parameter out.
 
-`store: true` is OpenAI's default and is accepted; still nothing is kept, as the answer's `store: false` says. Clients
-send the whole conversation each time, our own output items among it, thoughts in plain text. Pure.
+Where nothing is stored, `store: true` is accepted all the same, because it is OpenAI's default: the answer's
+`store: false` says that nothing was kept. Clients send our own output items back, thoughts in plain text. Pure.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from frontend.bodies import Only, decode_body, only, refuse, refuse_unsupported, validation_error
 from frontend.openai.parameters import arguments_of, check_lengths, common_fields, sampling_params
@@ -33,6 +34,7 @@ from frontend.responses.shapes import (
     FunctionOutputItem,
     FunctionTool,
     FunctionToolChoice,
+    InputItem,
     JsonTextFormat,
     MessageItem,
     NamespaceTool,
@@ -52,38 +54,53 @@ from frontend.responses.shapes import (
 )
 from frontend.shapes import encode
 from frontend.templates import ChatMessage
+from protocol.errors import MeshError
 from protocol.messages import Guide, GuideKind
 
 NAMES = ParamNames(prompt="input", format="text.format")
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 ShapeT = TypeVar("ShapeT")
+ItemT = TypeVar("ItemT", MessageItem, FunctionCallItem, FunctionOutputItem, ReasoningItem)
 Choice = str | FunctionToolChoice | AllowedTools
 
 
 class ParsedResponses(ParsedRequest, frozen=True, kw_only=True):
     settings: Settings  # as the answer repeats them
     full_names: Mapping[str, FullName]  # of functions in namespaces, by the names that the model writes
+    items: Sequence[InputItem] = ()  # of the input, where responses are stored
 
 
-def parse_responses(body: bytes) -> ParsedResponses:
-    """Raises InvalidRequestError."""
+class Storage(Struct, frozen=True):
+    """Says what a request finds where responses are stored."""
+
+    earlier: Sequence[tuple[str, Sequence[dict[str, Any]]]] = ()  # items of the conversation so far, by response
+    failure: MeshError | None = None  # why there is no conversation to continue
+
+
+def parse_responses(body: bytes, storage: Storage | None = None) -> ParsedResponses:
+    """Read a body; `storage` is None where nothing is stored.
+
+    Raise InvalidRequestError, or the failure of `storage`.
+    """
     request = decode_body(body, _decoder)
-    _refuse_unsupported(request)
+    _refuse_unsupported(request, storage)
     _check(request)
     groups = _tool_groups(request.tools or ())
     specs = flat(groups)
     choice = _choice(request.tool_choice)
     tools = _tools(specs, choice, parallel=request.parallel_tool_calls is not False)
+    conversation = _conversation(request, storage)
     return ParsedResponses(
         names=NAMES,
-        messages=_messages(request),
+        messages=_with_instructions(request.instructions, conversation.messages),
         sampling=sampling_params(request, _top_logprobs(request)),
         max_tokens=request.max_output_tokens,
         guide=guide_of(_format(request.text), tools, NAMES.format),
         tools=tools,
         template_options=template_options(request.chat_template_kwargs, _effort(request.reasoning)),
-        settings=_settings(request, groups, choice),
+        settings=_settings(request, groups, choice, storage),
         full_names=full_names(groups),
+        items=conversation.items if storage is not None else (),
         **common_fields(request),
     )
 
@@ -91,11 +108,13 @@ def parse_responses(body: bytes) -> ParsedResponses:
 # --- parameters that are known and not supported ------------------------------------------------------
 
 _STATELESS = "nothing is stored here; send the whole conversation as input"
-DEFAULTS: Mapping[str, Only] = {
+STORED: Mapping[str, Only] = {  # supported where responses are stored
     "previous_response_id": only(hint=_STATELESS),
-    "conversation": only(hint=_STATELESS),
-    "prompt": only(hint="no prompt templates are stored here; send instructions and input"),
     "background": only(False, hint="send stream, and stay connected"),
+}
+DEFAULTS: Mapping[str, Only] = {
+    "conversation": only(hint="send previous_response_id, or the whole conversation as input"),
+    "prompt": only(hint="no prompt templates are stored here; send instructions and input"),
     "truncation": only("disabled", hint="input is never cut here; leave old items out yourself"),
     "moderation": only(hint="leave it out"),
     "context_management": only([], hint="leave it out"),
@@ -119,8 +138,14 @@ _FILES = ("refusal", "image_url", "file_id", "detail", "file_data", "file_url", 
 PART_DEFAULTS: Mapping[str, Only] = {name: only(hint="send text") for name in _FILES}
 
 
-def _refuse_unsupported(request: ResponsesRequest) -> None:
+def _refuse_unsupported(request: ResponsesRequest, storage: Storage | None) -> None:
     refuse_unsupported(request, DEFAULTS)
+    if storage is None:
+        refuse_unsupported(request, STORED)
+    elif request.background and request.store is False:
+        refuse("background", "only stored responses can run in the background; leave store out, or send true")
+    elif storage.failure is not None:
+        raise storage.failure
     if request.reasoning is not None:
         refuse_unsupported(request.reasoning, REASONING_DEFAULTS, "reasoning.")
 
@@ -156,8 +181,13 @@ def _format(text: TextConfig | None) -> Guide | None:
     return None
 
 
-def _settings(request: ResponsesRequest, groups: Sequence[ToolGroup], choice: Choice | None) -> Settings:
+def _settings(
+    request: ResponsesRequest, groups: Sequence[ToolGroup], choice: Choice | None, storage: Storage | None
+) -> Settings:
     return Settings(
+        background=bool(request.background),
+        previous_response_id=request.previous_response_id,
+        store=storage is not None and request.store is not False,
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,
@@ -268,20 +298,23 @@ def _wish(choice: Choice | None) -> ToolWish:
 # --- the conversation ---------------------------------------------------------------------------------
 
 
-def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+def _conversation(request: ResponsesRequest, storage: Storage | None) -> "Conversation":
+    conversation = Conversation()
+    for response_id, earlier in storage.earlier if storage is not None else ():
+        for n, item in enumerate(earlier):
+            conversation.add(item, f"{response_id}[{n}]")
+    conversation.items.clear()
     if isinstance(request.input, str):
-        messages: list[dict[str, Any]] = [{"role": "user", "content": request.input}]
+        conversation.say(request.input)
     else:
-        conversation = Conversation()
         for n, item in enumerate(request.input):
             conversation.add(item, f"input[{n}]")
-        messages = conversation.messages
-        if not messages:
-            refuse("input", "it holds no message; send one for the model to answer")
-    return list(_with_instructions(request.instructions, messages))
+    if not conversation.messages:
+        refuse("input", "it holds no message; send one for the model to answer")
+    return conversation
 
 
-def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> Sequence[ChatMessage]:
     """Instructions and the system messages that open the input become one: templates know of one at most."""
     if not instructions:
         return messages
@@ -298,25 +331,36 @@ class Conversation:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
+        self.items: list[InputItem] = []
         self._thoughts = ""  # that belong to the next item
         self._called: dict[str, str] = {}  # names of functions, by the id of the call
+
+    def say(self, text: str) -> None:
+        """Add what the user says."""
+        self.items.append(MessageItem(role="user", content=text))
+        self._append({"role": "user", "content": text})
 
     def add(self, item: dict[str, Any], where: str) -> None:
         """Raises InvalidRequestError."""
         match item.get("type") or ("message" if "role" in item else None):
             case "message":
-                self._add_message(_read(item, MessageItem, where), where)
+                self._add_message(self._read(item, MessageItem, where), where)
             case "function_call":
-                self._add_call(_read(item, FunctionCallItem, where))
+                self._add_call(self._read(item, FunctionCallItem, where))
             case "function_call_output":
-                self._add_output(_read(item, FunctionOutputItem, where), where)
+                self._add_output(self._read(item, FunctionOutputItem, where), where)
             case "reasoning":
-                self._thoughts = _joined(self._thoughts, _thoughts(_read(item, ReasoningItem, where)))
+                self._thoughts = _joined(self._thoughts, _thoughts(self._read(item, ReasoningItem, where)))
             case "item_reference" | None:
                 refuse(f"{where}.type", "it refers to a stored item, and nothing is stored here; send the item itself")
             case kind:
                 known = "message, function_call, function_call_output, reasoning"
                 refuse(f"{where}.type", f"{_shown(kind)} is not supported; there are: {known}")
+
+    def _read(self, item: dict[str, Any], shape: type[ItemT], where: str) -> ItemT:
+        found = _read(item, shape, where)
+        self.items.append(found)
+        return found
 
     def _add_message(self, item: MessageItem, where: str) -> None:
         message: dict[str, Any] = {"role": item.role, "content": _text(item.content, f"{where}.content")}

@@ -29,7 +29,7 @@ TEXT_PARTS = ("input_text", "output_text")
 SummaryKind = Literal["auto", "concise", "detailed"]
 Included = Annotated[str, Meta(extra_json_schema={"enum": list(INCLUDABLE)})]
 TextPartType = Annotated[str, Meta(extra_json_schema={"enum": list(TEXT_PARTS)})]
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 # --- the request --------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class PlainTextFormat(Strict, frozen=True, tag_field="type", tag="text"):
 
 
 class JsonTextFormat(Strict, frozen=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+    """Ask for any JSON object."""
 
 
 class SchemaTextFormat(Strict, frozen=True, tag_field="type", tag="json_schema"):
@@ -97,7 +97,7 @@ class AllowedTool(Strict, frozen=True):
 
 
 class AllowedTools(Strict, frozen=True, tag_field="type", tag="allowed_tools"):
-    """Only these may be called."""
+    """Allow calls of these functions only."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
@@ -125,10 +125,11 @@ class ResponsesRequest(RequestBase, frozen=True, kw_only=True):
     prompt_cache_options: Any = None
     service_tier: ServiceTier | None = None
     client_metadata: dict[str, Any] | None = None  # what Codex reports about itself
-    # supported for their default only
+    # where responses are stored
     background: bool | None = None
-    truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: str | None = None
+    # supported for their default only
+    truncation: Literal["auto", "disabled"] | None = None
     conversation: Any = None
     prompt: Any = None
     moderation: Any = None
@@ -192,6 +193,9 @@ class ReasoningItem(Lenient, frozen=True):
     id: str | None = None
     status: str | None = None
     encrypted_content: str | None = None  # nobody here can read it
+
+
+InputItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
 
 
 # --- the answer ---------------------------------------------------------------------------------------
@@ -299,7 +303,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     max_tool_calls: int | None = None
     metadata: dict[str, str] = {}
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     prompt_cache_key: str | None = None
     reasoning: ReasoningSettings = ReasoningSettings()
     safety_identifier: str | None = None
@@ -329,6 +333,55 @@ class Response(Settings, frozen=True, kw_only=True):
     kvmesh: TraceReport | UnsetType = UNSET
 
 
+class DeletedResponse(Struct, frozen=True):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class KeptMessage(Struct, frozen=True, tag_field="type", tag="message"):
+    """An input message as the list of input items shows it."""
+
+    id: str
+    role: str
+    content: list["OutputText | KeptText"]
+    status: str = "completed"
+
+
+class KeptText(Struct, frozen=True, tag_field="type", tag="input_text"):
+    text: str
+
+
+class KeptOutput(Struct, frozen=True, tag_field="type", tag="function_call_output"):
+    id: str
+    call_id: str
+    output: str | list[OutputText | KeptText]
+    status: str = "completed"
+
+
+class KeptReasoning(Struct, frozen=True, tag_field="type", tag="reasoning"):
+    id: str
+    content: list[ReasoningText]
+    summary: list["SummaryText"]
+    encrypted_content: str | None = None
+    status: str = "completed"
+
+
+class SummaryText(Struct, frozen=True, tag_field="type", tag="summary_text"):
+    text: str
+
+
+KeptItem = KeptMessage | OutputCall | KeptOutput | KeptReasoning
+
+
+class ItemList(Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[KeptItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class InputTokens(Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
     """The length of a prompt."""
 
@@ -343,6 +396,10 @@ class StreamEvent(Struct, kw_only=True, tag_field="type"):
 
 
 class ResponseCreated(StreamEvent, tag="response.created"):
+    response: Response
+
+
+class ResponseQueued(StreamEvent, tag="response.queued"):
     response: Response
 
 
@@ -423,6 +480,7 @@ class ArgumentsDone(ItemEvent, kw_only=True, tag="response.function_call_argumen
 
 Event = (
     ResponseCreated
+    | ResponseQueued
     | ResponseInProgress
     | ResponseCompleted
     | ResponseIncomplete

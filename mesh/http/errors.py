@@ -59,6 +59,7 @@ _BY_CODE = {
     "invalid_request": HttpFailure(400, _INVALID, None),
     "context_length": HttpFailure(400, _INVALID, "context_length_exceeded"),
     "unauthorized": HttpFailure(401, _INVALID, "invalid_api_key"),
+    "previous_response_not_found": HttpFailure(400, _INVALID, "previous_response_not_found"),
     "model_not_found": HttpFailure(404, _INVALID, "model_not_found"),
     "not_found": HttpFailure(404, _INVALID, "not_found"),
     "method_not_allowed": HttpFailure(405, _INVALID, "method_not_allowed"),
@@ -74,6 +75,7 @@ _BY_CODE = {
     "deadline_exceeded": HttpFailure(504, "server_error", "deadline_exceeded"),
     "peer_lost": HttpFailure(502, "server_error", "peer_lost"),
     "engine": HttpFailure(502, "server_error", "engine"),
+    "storage": HttpFailure(503, "server_error", "storage", retry_after_s=2),
     "transfer": HttpFailure(502, "server_error", "transfer"),
 }
 CODES = frozenset(_BY_CODE)  # of the errors that clients are told

@@ -133,7 +133,8 @@ def test_every_failure_of_a_chat_is_described() -> None:
 
 def test_a_stream_is_described_by_its_events() -> None:
     streaming = {path for _, path, operation in operations() if SSE in operation["responses"]["200"]["content"]}
-    assert streaming == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+    answering = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+    assert streaming == {*answering, "/v1/responses/{response_id}"}
     event = DOCUMENT["paths"]["/v1/messages"]["post"]["responses"]["200"]["content"][SSE]["schema"]
     assert event["properties"]["data"]["contentMediaType"] == "application/json"
     assert "message_start" in json.dumps(event["properties"]["data"]["contentSchema"])

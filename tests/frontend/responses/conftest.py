@@ -3,18 +3,10 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import aiohttp
 import pytest
-from msgspec.structs import replace
 
-from frontend.http import FrontendApi, HttpSettings
-from frontend.models import ModelRegistry
-from mesh.http.server import listening
-from protocol.messages import Feature
 from tests.frontend import tiny
-from tests.frontend.responses.serving import TEMPLATE, Served, words
-from tests.support.generator import ScriptedGenerator
-from tests.support.patience import PATIENCE_S
+from tests.frontend.responses.serving import TEMPLATE, Served, serving
 
 
 @pytest.fixture(scope="session")
@@ -24,14 +16,5 @@ def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def served(thinking_model: Path) -> AsyncIterator[Served]:
-    generator, models = ScriptedGenerator(words("Once", " upon", " a time")), ModelRegistry()
-    card = tiny.card("w", path=thinking_model, context_tokens=8192)
-    models.add(
-        replace(card, tool_parser="hermes", reasoning_parser="qwen3", features=(Feature.GUIDED, Feature.LOGPROBS))
-    )
-    api = FrontendApi(HttpSettings(max_body_bytes=256 * 1024, max_inflight=2), models, generator)
-    async with (
-        listening(api.app, "127.0.0.1", 0) as url,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session,
-    ):
-        yield Served(url, api, session, models, generator)
+    async with serving(thinking_model) as served:
+        yield served

@@ -1,19 +1,25 @@
 """A running frontend that plays a script, and what tests of the Responses API ask of it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
+from msgspec.structs import replace
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from frontend.http import FrontendApi
+from frontend.http import FrontendApi, HttpSettings
 from frontend.models import ModelRegistry
-from protocol.messages import Delta, FinishReason, unpack_tokens
+from frontend.responses.state import KeptResponses
+from mesh.http.server import listening
+from protocol.messages import Delta, Feature, FinishReason, unpack_tokens
 from tests.frontend import tiny
 from tests.support.generator import ScriptedGenerator
+from tests.support.patience import PATIENCE_S
 
 BACKEND = tiny.byte_level()
 END = BACKEND.token_to_id("<|im_end|>")
@@ -63,6 +69,7 @@ class Served:
         generator: ScriptedGenerator,
     ) -> None:
         self.url = url
+        self.app = api.app
         self.admission = api.admission
         self.models = models
         self.generator = generator
@@ -78,7 +85,11 @@ class Served:
         """Post a body; return (status, headers, JSON or text)."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         names = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with self._session.post(self.url + path, data=data, headers=names) as reply:
+        return await self.ask("POST", path, data, names)
+
+    async def ask(self, method: str, path: str, data: bytes = b"", headers: Any = None) -> tuple[int, Any, Any]:
+        """Send any request; return (status, headers, JSON or text)."""
+        async with self._session.request(method, self.url + path, data=data, headers=headers) as reply:
             text = await reply.text()
             is_json = reply.content_type == "application/json"
             return reply.status, reply.headers, json.loads(text) if is_json else text
@@ -97,6 +108,21 @@ class Served:
     def prompt(self) -> str:
         """Return what the model read of the last request."""
         return BACKEND.decode(unpack_tokens(self.generator.requests[-1].prompt), skip_special_tokens=False)
+
+
+@asynccontextmanager
+async def serving(thinking_model: Path, responses: KeptResponses | None = None) -> AsyncIterator[Served]:
+    generator, models = ScriptedGenerator(words("Once", " upon", " a time")), ModelRegistry()
+    card = tiny.card("w", path=thinking_model, context_tokens=8192)
+    models.add(
+        replace(card, tool_parser="hermes", reasoning_parser="qwen3", features=(Feature.GUIDED, Feature.LOGPROBS))
+    )
+    api = FrontendApi(HttpSettings(max_body_bytes=256 * 1024, max_inflight=4), models, generator, responses=responses)
+    async with (
+        listening(api.app, "127.0.0.1", 0) as url,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session,
+    ):
+        yield Served(url, api, session, models, generator)
 
 
 def checked(response: dict[str, Any]) -> dict[str, Any]:
