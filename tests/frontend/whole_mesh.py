@@ -74,7 +74,7 @@ def whole_mesh(folder: Path, model_path: Path, context_tokens: int) -> Iterator[
 async def running_frontend(place: str) -> AsyncIterator[str]:
     """Run a frontend with its router in this event loop; yield its URL."""
     stop, discovery = asyncio.Event(), open_discovery(place)
-    settings = FrontendConfig(port=0, discovery=place, drain_timeout_s=0)
+    settings = FrontendConfig(port=0, discovery=place, drain_timeout_s=0, responses_store="memory")
     running = asyncio.create_task(serve(settings, RouterConfig(), stop))
     try:
         async for change in discovery.watch("frontends/"):
