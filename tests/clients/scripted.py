@@ -1,12 +1,14 @@
 """Serve a frontend whose model follows orders: an agent with a long prompt gets an answer that shows what was read.
 
 The tiny model reads 2,048 tokens; the prompts of coding agents have ten times as many. This model reads everything. It
-looks for an order in the user's last message that has one:
+follows the last order that a user has given:
 
-- `say "words"`: it answers the words.
+- `say "words"`: it answers the words. `say "words" slowly`: again and again, for a minute.
 - `run "command"`: it calls the first tool that takes a command. After the result it answers `it printed: ` and that
   result.
-- `say "words" slowly`: it says the words again and again, for a minute.
+- `recall "words"`: it says whether it has said the words before.
+- `fill in the form`: it answers with an instance of the schema that the answer is held to, or calls the tool
+  `StructuredOutput` with an instance of its schema.
 
 Without an order it says that there was none.
 """
@@ -26,7 +28,7 @@ from frontend.generator import DeltaConsumer, Hints, Trace
 from frontend.http import FrontendApi, HttpSettings
 from frontend.models import ModelRegistry
 from mesh.http.server import listening
-from protocol.messages import Delta, FinishReason, GenerateRequest, unpack_tokens
+from protocol.messages import Delta, FinishReason, GenerateRequest, Guide, unpack_tokens
 from tests.frontend import tiny
 from tests.frontend.serving import BACKEND, END, TEMPLATE, able_card, ids
 from tests.support.generator import ScriptedGenerator, give
@@ -35,8 +37,10 @@ CONTEXT_TOKENS = 1_000_000
 PIECE_TOKENS = 4  # of one delta
 SLOW_S = 0.05  # between two words that are said slowly
 NO_ORDER = "There was no order."
-_ORDER = re.compile(r'\b(say|run) \\?"([^"\\\n]+)\\?"( slowly)?')
+FORM_TOOL = "StructuredOutput"
+_ORDER = re.compile(r'\b(say|run|recall) \\?"([^"\\\n]+)\\?"( slowly)?|\b(fill) in the form')
 _TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
+_EXAMPLES: dict[str, Any] = {"string": "x", "integer": 1, "number": 1, "boolean": True, "array": [], "null": None}
 
 
 class ObedientModel(ScriptedGenerator):
@@ -51,7 +55,7 @@ class ObedientModel(ScriptedGenerator):
     ) -> None:
         prompt = BACKEND.decode(list(unpack_tokens(request.prompt)), skip_special_tokens=False)
         self.prompts.append(prompt)
-        text, is_slow = answer_to(prompt)
+        text, is_slow = answer_to(prompt, request.guide)
         left = request.stop.max_tokens
         tokens = ids(text)[:left]
         for start in range(0, len(tokens), PIECE_TOKENS):
@@ -67,34 +71,58 @@ class ObedientModel(ScriptedGenerator):
             give(consumer, Delta((), FinishReason.LENGTH))
 
 
-def answer_to(prompt: str) -> tuple[str, bool]:
+def answer_to(prompt: str, guide: Guide | None) -> tuple[str, bool]:
     """Return what the model answers, and whether it takes its time."""
     turns = _TURN.findall(prompt)
-    orders = [order for role, text in turns if role == "user" and (order := _ORDER.search(text))]
+    orders = [found for role, text in turns if role == "user" and (found := list(_ORDER.finditer(text)))]
     if not orders:
         return NO_ORDER, False
-    verb, words, slowly = orders[-1].groups()
-    if verb == "say":
-        return (f"{words} " * 1200, True) if slowly else (words, False)
+    verb, words, slowly, fill = orders[-1][-1].groups()
+    match verb or fill:
+        case "say":
+            return (f"{words} " * 1200, True) if slowly else (words, False)
+        case "recall":
+            has_said = any(role == "assistant" and words in text for role, text in turns)
+            return f"I have{' ' if has_said else ' not '}said: {words}", False
+        case "fill" if guide is not None:
+            return json.dumps(instance_of(json.loads(guide.value))), False
+        case "fill":
+            return _call(form_call(_tools(turns))) if turns[-1][0] != "tool" else "The form is filled in.", False
     results = [text for role, text in turns if role == "tool"]
-    if results:
-        return f"it printed: {results[-1]}", False
-    return f"<tool_call>{json.dumps(command_call(turns[0][1], words))}</tool_call>", False
+    return f"it printed: {results[-1]}" if results else _call(command_call(_tools(turns), words)), False
 
 
-def command_call(first_turn: str, command: str) -> dict[str, Any]:
-    """Return a call of the first tool that takes a command, as the tools at the head of the prompt describe it."""
-    tools = json.loads(first_turn.split("\n<tool_call>")[0])
+def _tools(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Return the functions that stand at the head of the prompt."""
+    return [tool["function"] for tool in json.loads(turns[0][1].split("\n<tool_call>")[0])]
+
+
+def _call(call: dict[str, Any]) -> str:
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+
+def instance_of(schema: dict[str, Any]) -> Any:
+    """Return the simplest instance of a schema that has types and properties only."""
+    if schema["type"] == "object":
+        return {name: instance_of(value) for name, value in schema["properties"].items()}
+    return _EXAMPLES[schema["type"]]
+
+
+def form_call(tools: list[dict[str, Any]]) -> dict[str, Any]:
+    [form] = [tool for tool in tools if tool["name"] == FORM_TOOL]
+    return {"name": FORM_TOOL, "arguments": instance_of(form["parameters"])}
+
+
+def command_call(tools: list[dict[str, Any]], command: str) -> dict[str, Any]:
+    """Return a call of the first tool that takes a command."""
     for tool in tools:
-        function = tool["function"]
-        properties = function.get("parameters", {}).get("properties", {})
+        properties = tool["parameters"].get("properties", {})
         for name in ("command", "cmd"):
             if name in properties:
-                is_list = properties[name].get("type") == "array"
-                arguments = {name: ["bash", "-c", command] if is_list else command}
-                needed = set(function["parameters"].get("required", ())) - {name}
-                return {"name": function["name"], "arguments": {**arguments, **dict.fromkeys(sorted(needed), "x")}}
-    raise AssertionError(f"no tool takes a command: {[tool['function']['name'] for tool in tools]}")
+                value = ["bash", "-c", command] if properties[name].get("type") == "array" else command
+                needed = set(tool["parameters"].get("required", ())) - {name}
+                return {"name": tool["name"], "arguments": {name: value, **dict.fromkeys(sorted(needed), "x")}}
+    raise AssertionError(f"no tool takes a command: {[tool['name'] for tool in tools]}")
 
 
 @contextmanager

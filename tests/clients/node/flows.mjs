@@ -1,7 +1,7 @@
 // Run the flows of one client and print a line of JSON for each. Needs nothing beyond node itself.
 // The helpers at the end ask the mesh over plain HTTP: what a client gets is compared with what they get.
 
-import { readFileSync } from 'node:fs';
+import { existsSync, readFileSync } from 'node:fs';
 import { isDeepStrictEqual, inspect } from 'node:util';
 
 export const { KVMESH_URL: URL, KVMESH_SLOW_URL: SLOW_URL, KVMESH_API_KEY: KEY } = process.env;
@@ -42,9 +42,11 @@ export async function run(packageName, flows, lacks = {}) {
   process.exit(0); // some clients keep sockets open
 }
 
+const FOLDERS = ['.', './agents', './promptfoo'];
+
 export function versionOf(packageName) {
-  const file = new globalThis.URL(`./node_modules/${packageName}/package.json`, import.meta.url);
-  return JSON.parse(readFileSync(file, 'utf8')).version;
+  const files = FOLDERS.map((folder) => new globalThis.URL(`${folder}/node_modules/${packageName}/package.json`, import.meta.url));
+  return JSON.parse(readFileSync(files.find((file) => existsSync(file)), 'utf8')).version;
 }
 
 function lineOf(error) {
