@@ -75,7 +75,7 @@ fmt: $(DEV) ## format, and mend what the linter can mend
 	$(PY) -m ruff check --fix .
 
 clean: ## remove .venv, caches and what runs have left
-	rm -rf .venv .venv-vllm .venv-sglang .venv-clients tests/clients/node/node_modules .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv-clients tests/clients/node/node_modules tests/clients/node/*/node_modules .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f protocol/_native.*.so router/_native.*.so frontend/_native.*.so
 

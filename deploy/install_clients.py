@@ -13,7 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "tests" / "clients"
-LOCK = CLIENTS / "node" / "package-lock.json"
+NODE = CLIENTS / "node"
+LOCKS = [folder / "package-lock.json" for folder in (NODE, NODE / "agents", NODE / "promptfoo")]
 ENVIRONMENTS = ROOT / ".venv-clients"
 UV_ENVIRONMENT = ENVIRONMENTS / "uv"
 UV = "uv==0.13.9"
@@ -56,11 +57,9 @@ def python_steps(file: Path) -> list[list[str]]:
 
 def node_steps() -> list[list[str]]:
     """Return how to install Node's packages, with the Node and the npm of the environment."""
-    if not LOCK.exists():
-        return []
     path = f"PATH={ENVIRONMENTS / 'node' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
-    return [["env", path, "npm", "--prefix", str(LOCK.parent), "ci", *flags]]
+    return [["env", path, "npm", "--prefix", str(lock.parent), "ci", *flags] for lock in LOCKS]
 
 
 def pip() -> list[str]:
@@ -83,7 +82,7 @@ def pins_of(name: str) -> str:
     if name == "uv":
         return UV
     pins = (CLIENTS / "requirements" / f"{name}.txt").read_text()
-    return pins + LOCK.read_text() if name == "node" and LOCK.exists() else pins
+    return pins + "".join([lock.read_text() for lock in LOCKS]) if name == "node" else pins
 
 
 def done_mark(name: str) -> Path:

@@ -53,6 +53,9 @@ CLIENTS = (
     Client("ai-sdk openai chat", NODE, "node/ai_sdk_openai_chat.mjs"),
     Client("ai-sdk openai responses", NODE, "node/ai_sdk_openai_responses.mjs"),
     Client("ai-sdk anthropic", NODE, "node/ai_sdk_anthropic.mjs"),
+    Client("promptfoo", NODE, "node/promptfoo.mjs"),
+    Client("Claude Code", NODE, "node/claude_code.mjs"),
+    Client("Codex", NODE, "node/codex.mjs"),
     Client(
         "lm-evaluation-harness",
         "evals",

@@ -1,4 +1,4 @@
-"""Start the two meshes that all clients share, and the clients' scripts. Only `make test-clients` does this."""
+"""Start the meshes that all clients share, and the clients' scripts. Only `make test-clients` does this."""
 
 import os
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ import pytest
 
 from tests.clients.catalogue import CLIENTS, Client
 from tests.clients.runner import KEY, Runs
+from tests.clients.scripted import obedient_frontend
 from tests.support.mesh import running_mesh
 
 IS_ASKED = os.environ.get("KVMESH_TEST_CLIENTS") == "1"
@@ -35,8 +36,12 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     keys.write_text(f"{KEY}\n")
     keys.chmod(0o600)
     flags = ("--api-keys-file", str(keys))
-    with running_mesh(folder / "tiny", *TINY, *flags) as tiny, running_mesh(folder / "slow", *SLOW, *flags) as slow:
-        yield {"KVMESH_URL": tiny.url, "KVMESH_SLOW_URL": slow.url}
+    with (
+        running_mesh(folder / "tiny", *TINY, *flags) as tiny,
+        running_mesh(folder / "slow", *SLOW, *flags) as slow,
+        obedient_frontend() as (agents, _),
+    ):
+        yield {"KVMESH_URL": tiny.url, "KVMESH_SLOW_URL": slow.url, "KVMESH_AGENT_URL": agents}
 
 
 @pytest.fixture(scope="session")
