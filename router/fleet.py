@@ -3,7 +3,7 @@
 Pure; the time is a parameter. The fleet changes with cards and KV events. Placements read it (router/placing.py).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -16,6 +16,8 @@ from router.prediction import CachePredictions, deepen
 from router.pressure import BusyShare, PrefixDemand, WorkSpread
 from router.shortlist import Shelves
 from router.warmup import WarmUp
+
+NOBODY: frozenset[Holder] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +69,9 @@ class WorkerFleet:
         self._suspect_s = suspect_s
         self._cards: dict[WorkerId, WorkerCard] = {}
         self._choices = 0
+        self._avoided: frozenset[Holder] = NOBODY
+        self._unsettled: frozenset[Holder] = NOBODY
+        self._unsettled_of = 0  # the changes of the warm-up that it was made from
 
     # --- workers ---------------------------------------------------------------------------------------------------
 
@@ -108,7 +113,7 @@ class WorkerFleet:
             pool.slots_of(card.role).remove(self.slots.pop(holder))
             pool.shelves[card.role].remove(holder)
         pool.index.drop_worker(worker_id)
-        self.avoided_until.pop(worker_id, None)
+        self._trust(worker_id)
         self.predictions.forget_worker(worker_id)
         self.warm_up.left(worker_id)
         if not (pool.decoders or pool.prefillers):
@@ -130,12 +135,17 @@ class WorkerFleet:
         for worker_id in workers:
             if worker_id in self._cards:
                 self.avoided_until[worker_id] = now + self._suspect_s
+                self._avoided = self._holders_of(self.avoided_until)
 
     def forgive(self, now: float) -> None:
         """Trust the workers again that were avoided for long enough."""
         if self.avoided_until:
             for worker_id in [known for known, until in self.avoided_until.items() if until <= now]:
-                del self.avoided_until[worker_id]
+                self._trust(worker_id)
+
+    def _trust(self, worker_id: WorkerId) -> None:
+        if self.avoided_until.pop(worker_id, None) is not None:
+            self._avoided = self._holders_of(self.avoided_until)
 
     def note_choice(self, holder: Holder) -> None:
         """Remember that this slot was chosen last: of equal costs, the slot chosen longest ago is taken."""
@@ -199,18 +209,54 @@ class WorkerFleet:
 
     # --- the shelves -----------------------------------------------------------------------------------------------
 
-    def shortlists(self, pool: Pool, apart: Collection[Holder]) -> tuple[Sequence[Slot], Sequence[Slot]]:
-        """Return the decoders and the prefillers that have to be scored, of which `apart` are some."""
-        for holder in self.load.changes.take():
-            self._shelve(self.slots[holder])
+    def shortlists(self, pool: Pool, apart: set[Holder], now: float) -> tuple[Sequence[Slot], Sequence[Slot]] | None:
+        """Return the decoders and the prefillers that have to be scored, of which `apart` are some.
+
+        Workers that have just joined are scored apart, avoided ones are left out. None: all have to be scored, because
+        most would be, or because all workers of a role are avoided.
+        """
+        self._refresh()
+        unsettled = self.unsettled(now)
+        if unsettled and len(unsettled) < len(self.slots):  # of equal newcomers none is held back
+            apart |= unsettled
+        if 2 * len(apart) >= len(pool.decoders) + len(pool.prefillers):
+            return None
+        avoided = self._avoided
+        for slots in (pool.decoders, pool.prefillers) if avoided else ():
+            if len(avoided) >= len(slots) > 0 and all(slot.holder in avoided for slot in slots):
+                return None
         decode, aggregated, prefill = (
-            pool.shelves[role].shortlist(apart) for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL)
+            pool.shelves[role].shortlist(apart, avoided) for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL)
         )
         return decode + aggregated, prefill
+
+    def unsettled(self, now: float) -> frozenset[Holder]:
+        """Return the holders of all workers, of any model, that have just joined."""
+        warm_up = self.warm_up
+        if warm_up.is_over(now):
+            return NOBODY
+        if warm_up.changes != self._unsettled_of:
+            self._unsettled, self._unsettled_of = self._holders_of(warm_up.unsettled(now)), warm_up.changes
+        return self._unsettled
+
+    def busiest_settled(self, pool: Pool, roles: Sequence[Role], now: float) -> int | None:
+        """Return the most requests in flight at a settled worker that is not avoided. Call `shortlists` before."""
+        without = self.unsettled(now) | self._avoided
+        found = [pool.shelves[role].most_in_flight(without) for role in roles]
+        return max((count for count in found if count is not None), default=None)
+
+    def _holders_of(self, workers: Iterable[WorkerId]) -> frozenset[Holder]:
+        known = [(worker_id, self._cards[worker_id]) for worker_id in workers if worker_id in self._cards]
+        return frozenset(Holder(worker_id, rank) for worker_id, card in known for rank in range(card.dp_size))
+
+    def _refresh(self) -> None:
+        for holder in self.load.changes.take():
+            self._shelve(self.slots[holder])
 
     def _shelve(self, slot: Slot) -> None:
         card, load = slot.card, slot.load.total
         # a prefill worker's blocks and requests cost nothing, so having more of them must not make it look worse
         uncosted = (load.held_blocks, load.requests) if card.role is Role.PREFILL else ()
         kind = (card.capacity, card.max_num_seqs, card.total_blocks, card.transfer, uncosted)
-        self.pools[card.model].shelves[card.role].put(slot.holder, slot, kind, load, slot.last_chosen)
+        in_flight = load.requests or len(slot.load.prefilling)
+        self.pools[card.model].shelves[card.role].put(slot.holder, slot, kind, load, slot.last_chosen, in_flight)

@@ -43,6 +43,7 @@ class RequestView(Struct):
     """Facts about the request that every candidate is scored with."""
 
     fleet: WorkerFleet
+    pool: Pool
     rules: RouterRules
     request: RouteRequest
     now: float
@@ -51,6 +52,7 @@ class RequestView(Struct):
     bound_to: Holder | None  # where its session runs
     decoders: Sequence[Slot]  # at least one
     prefillers: Sequence[Slot]
+    is_shortlist: bool  # decoders and prefillers are not all
     block_size: int
     overlaps: Mapping[Holder, Depths]
     active: Mapping[Holder, int]
@@ -104,14 +106,23 @@ def look(
     ahead: what is kept for requests before it. bound_to: where its session runs. scores_all: the plan is to be
     explained, so workers that cannot be the cheapest are scored too.
     """
-    pool, decoders, prefillers = who_may(fleet, request, now)
+    pool = fleet.pools.get(request.model)
     hashes = request.sequence_hashes
-    overlaps, active = fleet.find(pool, hashes, now)
-    num_slots = len(decoders) + len(prefillers)
-    if num_slots > FEW and not (scores_all or request.explain) and _may_shorten(fleet, rules, request, now):
+    shortened = None
+    if (
+        pool is not None
+        and pool.decoders
+        and not (scores_all or request.explain)
+        and _may_shorten(pool, rules, request)
+    ):
+        overlaps, active = fleet.find(pool, hashes, now)
         apart = {*overlaps, *ahead.tokens, *ahead.reserved, *(() if bound_to is None else (bound_to,))}
-        if 2 * len(apart) < num_slots:
-            decoders, prefillers = fleet.shortlists(pool, apart)
+        shortened = fleet.shortlists(pool, apart, now)
+    if shortened is None or pool is None:
+        pool, decoders, prefillers = who_may(fleet, request, now)
+        overlaps, active = fleet.find(pool, hashes, now)
+    else:
+        decoders, prefillers = shortened
     computing = prefillers or decoders
     if prefillers:
         busy = pool.prefill_busy.of(len(pool.prefillers), now)
@@ -124,8 +135,8 @@ def look(
     price = rules.recompute_price or recompute_price(busy, pool.spread.value, asked, holders)
     block_size = computing[0].card.block_size
     return RequestView(
-        fleet, rules, request, now, ahead, rng, bound_to, decoders, prefillers, block_size, overlaps, active, price,
-        busy, asked,
+        fleet, pool, rules, request, now, ahead, rng, bound_to, decoders, prefillers, shortened is not None, block_size,
+        overlaps, active, price, busy, asked,
     )  # fmt: skip
 
 
@@ -215,10 +226,10 @@ def is_packed(c: Candidate, view: RequestView, reserved: Collection[Holder] = ()
     return c.held_blocks + c.new_blocks > limits.blocks_share * card.total_blocks
 
 
-def _may_shorten(fleet: WorkerFleet, rules: RouterRules, request: RouteRequest, now: float) -> bool:
+def _may_shorten(pool: Pool, rules: RouterRules, request: RouteRequest) -> bool:
     """Return whether workers that cannot be the cheapest may be left out: any worker may take the request."""
     is_for_all = not (request.lora or request.exclude or request.pin or request.pin_prefill)
-    return is_for_all and rules.may_shortlist and not fleet.avoided_until and fleet.warm_up.is_over(now)
+    return is_for_all and len(pool.decoders) + len(pool.prefillers) > FEW and rules.may_shortlist
 
 
 def _eligible(
@@ -289,7 +300,7 @@ def _choose_leg(kind: LegKind, slots: Sequence[Slot], view: RequestView) -> LegC
     rules, request, reserved = view.rules, view.request, view.ahead.reserved
     cost = PlacementCost(request.isl_tokens, view.block_size, kind, rules.weights, view.price)
     candidates = _candidates(slots, view)
-    passed_over = _held_back(candidates, view) if len(view.fleet.warm_up) else {}
+    passed_over = _held_back(kind, candidates, view) if len(view.fleet.warm_up) else {}
     if view.bound_to is not None:
         bound = next((c for c in candidates if c.holder == view.bound_to), None)
         if bound is not None and not _is_full(bound, kind, view, reserved):
@@ -311,10 +322,30 @@ def _is_worth_waiting_for(full: Candidate, other: Candidate, view: RequestView) 
     return full.overlap[-1] > other.overlap[-1] and not is_packed(full, view, view.ahead.reserved)
 
 
-def _held_back(candidates: Sequence[Candidate], view: RequestView) -> dict[Holder, str]:
-    slots, warm_up = view.fleet.slots, view.fleet.warm_up
-    in_flight = {c.holder: c.requests or len(slots[c.holder].load.prefilling) for c in candidates}
-    return dict.fromkeys(warm_up.held_back(in_flight, view.now), "new: held back")
+def _held_back(kind: LegKind, candidates: Sequence[Candidate], view: RequestView) -> dict[Holder, str]:
+    """Return the newcomers that are held back and why; never all candidates."""
+    fleet, now = view.fleet, view.now
+    unsettled, slots = fleet.unsettled(now), fleet.slots
+    in_flight = {
+        c.holder: running
+        for c in candidates
+        if c.holder in unsettled and (running := c.requests or len(slots[c.holder].load.prefilling))
+    }
+    if not in_flight:
+        return {}
+    held_back = fleet.warm_up.held_back(in_flight, _busiest_settled(kind, view), now)
+    return dict.fromkeys(held_back, "new: held back") if len(held_back) < len(candidates) else {}
+
+
+def _busiest_settled(kind: LegKind, view: RequestView) -> int | None:
+    """Return the most requests in flight at one settled worker that may take the leg; None: none is settled."""
+    if view.is_shortlist:
+        roles = (Role.PREFILL,) if kind == "prefill" else (Role.DECODE, Role.AGGREGATED)
+        return view.fleet.busiest_settled(view.pool, roles, view.now)
+    slots = view.prefillers if kind == "prefill" else view.decoders
+    unsettled = view.fleet.unsettled(view.now)
+    counts = [slot.load.total.requests or len(slot.load.prefilling) for slot in slots if slot.holder not in unsettled]
+    return max(counts, default=None)
 
 
 def _candidates(slots: Sequence[Slot], view: RequestView) -> list[Candidate]:

@@ -6,7 +6,8 @@ thousand workers some ten are scored, and the choice is the same as if all were.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -67,45 +68,68 @@ class _Kind:
                 least = min(least, load.requests)
 
 
+class _Place(NamedTuple):
+    kind: Hashable
+    load: _Load
+    entry: _Entry
+    in_flight: int
+
+
 class Shelves(Generic[T]):
     """The slots of one role, ordered by their load."""
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
-        self._places: dict[Holder, tuple[Hashable, _Load, _Entry, T]] = {}
+        self._places: dict[Holder, tuple[_Place, T]] = {}
+        self._in_flight: Counter[int] = Counter()  # how many slots have so many requests in flight
 
     def __contains__(self, holder: object) -> bool:
         return holder in self._places
 
-    def put(self, holder: Holder, slot: T, kind: Hashable, load: Share, last_chosen: int) -> None:
+    def put(self, holder: Holder, slot: T, kind: Hashable, load: Share, last_chosen: int, in_flight: int = 0) -> None:
         """Put a slot on the shelf of its load. `kind` is equal for slots of equal speed and size."""
         where = _Load(load.held_blocks, load.requests, load.queued_tokens > 0)
-        entry = (last_chosen, holder)
+        place = _Place(kind, where, (last_chosen, holder), in_flight)
         known = self._places.get(holder)
-        if known is not None and known[:3] == (kind, where, entry) and known[3] is slot:
+        if known is not None and known[0] == place and known[1] is slot:
             return
         self.remove(holder)
-        self._places[holder] = (kind, where, entry, slot)
+        self._places[holder] = (place, slot)
+        self._in_flight[in_flight] += 1
         if (shelves := self._kinds.get(kind)) is None:
             shelves = self._kinds[kind] = _Kind()
-        shelves.add(where, entry)
+        shelves.add(where, place.entry)
 
     def remove(self, holder: Holder) -> None:
         """Take a holder off its shelf. An unknown holder is no error."""
         if (known := self._places.pop(holder, None)) is not None:
-            kind, load, entry, _ = known
-            shelves = self._kinds[kind]
-            shelves.remove(load, entry)
+            place, _ = known
+            shelves = self._kinds[place.kind]
+            shelves.remove(place.load, place.entry)
             if not shelves.loads:
-                del self._kinds[kind]
+                del self._kinds[place.kind]
+            self._in_flight[place.in_flight] -= 1
+            if not self._in_flight[place.in_flight]:
+                del self._in_flight[place.in_flight]
 
-    def shortlist(self, apart: Collection[Holder]) -> list[T]:
+    def shortlist(self, apart: Collection[Holder], without: Collection[Holder] = ()) -> list[T]:
         """Return the slots to score, by holder: those `apart`, and of the others all that could be the cheapest.
 
         apart: holders that differ by more than their load, for example because they hold a part of the prompt.
+        without: holders that cannot be chosen.
         """
         places = self._places
-        chosen: Iterable[Holder] = [holder for holder in apart if holder in places]
-        holders = [*chosen, *(holder for kind in self._kinds.values() for holder in kind.cheapest(apart))]
+        holders = [holder for holder in apart if holder in places and holder not in without]
+        skipped = {*apart, *without} if without else apart
+        for kind in self._kinds.values():
+            holders.extend(kind.cheapest(skipped))
         holders.sort()
-        return [places[holder][3] for holder in holders]
+        return [places[holder][1] for holder in holders]
+
+    def most_in_flight(self, without: Collection[Holder]) -> int | None:
+        """Return the most requests in flight at one slot that is not among `without`; None: there is no other slot."""
+        left_out = [self._places[holder][0].in_flight for holder in without if holder in self._places]
+        for count in sorted(self._in_flight, reverse=True):
+            if self._in_flight[count] > left_out.count(count):
+                return count
+        return None

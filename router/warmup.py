@@ -15,7 +15,7 @@ ended well proves more than time that passed. Where all candidates are new (a me
 no other worker could take the requests, and there is no cap.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from protocol.ids import WorkerId
@@ -35,21 +35,27 @@ class WarmUp:
         self._ramp_s = ramp_s
         self._ramp_requests = ramp_requests
         self._ramps: dict[WorkerId, _Ramp] = {}
+        self.changes = 0  # how often the workers that are not settled have become others
 
     def __len__(self) -> int:
         """Return the number of workers that were not settled when they were asked about last."""
         return len(self._ramps)
 
     def joined(self, worker_id: WorkerId, now: float) -> None:
-        self._ramps[worker_id] = _Ramp(now)
+        if self._ramp_s > 0 and self._ramp_requests > 0:
+            self._ramps[worker_id] = _Ramp(now)
+            self.changes += 1
 
     def completed(self, worker_id: WorkerId) -> None:
         """Note that a request ended well there."""
         if (ramp := self._ramps.get(worker_id)) is not None:
             ramp.completed += 1
+            if ramp.completed >= self._ramp_requests:
+                self.left(worker_id)
 
     def left(self, worker_id: WorkerId) -> None:
-        self._ramps.pop(worker_id, None)
+        if self._ramps.pop(worker_id, None) is not None:
+            self.changes += 1
 
     def is_over(self, now: float) -> bool:
         """Return whether all workers are settled. It may be late to do so if workers joined out of order."""
@@ -58,30 +64,29 @@ class WarmUp:
             first = next(iter(ramps))  # it joined first, if one clock is used
             if now - ramps[first].joined_s < self._ramp_s:
                 return False
-            del ramps[first]
+            self.left(first)
         return True
 
     def share(self, worker_id: WorkerId, now: float) -> float:
         """Return the share of requests that a worker may have: 0 when it joins, 1 once it is settled."""
         if (ramp := self._ramps.get(worker_id)) is None:
             return 1.0
-        by_time = (now - ramp.joined_s) / self._ramp_s if self._ramp_s > 0 else 1.0
-        by_requests = ramp.completed / self._ramp_requests if self._ramp_requests > 0 else 1.0
-        if (share := max(by_time, by_requests)) < 1:
+        by_time = (now - ramp.joined_s) / self._ramp_s
+        if (share := max(by_time, ramp.completed / self._ramp_requests)) < 1:
             return max(0.0, share)
-        del self._ramps[worker_id]
+        self.left(worker_id)
         return 1.0
 
-    def held_back(self, in_flight: Mapping[Holder, int], now: float) -> frozenset[Holder]:
-        """Return the candidates that may take no further request now; never all. in_flight: requests that run there."""
-        if not self._ramps:
-            return frozenset()
-        shares = {holder: self.share(holder.worker_id, now) for holder in in_flight}
-        busiest = max((in_flight[holder] for holder, share in shares.items() if share >= 1), default=None)
+    def unsettled(self, now: float) -> Collection[WorkerId]:
+        """Return the workers that are not settled."""
+        return () if self.is_over(now) else self._ramps.keys()
+
+    def held_back(self, in_flight: Mapping[Holder, int], busiest: int | None, now: float) -> list[Holder]:
+        """Return the newcomers that may take no further request now.
+
+        in_flight: requests that run at each newcomer. busiest: at the busiest settled worker; None: none is settled.
+        """
         if busiest is None:
-            return frozenset()
-        return frozenset(
-            holder
-            for holder, share in shares.items()
-            if share < 1 and in_flight[holder] >= max(1, int(share * busiest))
-        )
+            return []
+        shares = [(holder, requests, self.share(holder.worker_id, now)) for holder, requests in in_flight.items()]
+        return [holder for holder, requests, share in shares if share < 1 and requests >= max(1, int(share * busiest))]

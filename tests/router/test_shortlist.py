@@ -21,7 +21,9 @@ NOBODY: frozenset[Holder] = frozenset()
 ROLES = {"prefill": P, "decode": D, "aggregated": A}
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["place", "place", "submit", "first token", "grow", "end", "store", "elsewhere", "card"]),
+        st.sampled_from(
+            ["place", "place", "submit", "first token", "grow", "end", "store", "elsewhere", "card", "join", "fail"]
+        ),
         st.integers(0, FEW + 7),  # a worker, or a request
         st.integers(1, 20),  # blocks
         st.sampled_from([0.0, 0.0, 0.01, 0.5, 7.0]),  # s until then
@@ -86,6 +88,16 @@ def test_of_many_idle_workers_one_is_weighed() -> None:
     assert len(explained.candidates) == 64, "who asks for reasons is told of others"
 
 
+def test_a_worker_that_joins_or_fails_makes_nobody_else_be_weighed() -> None:
+    state = router(*(card(f"d{number:03}") for number in range(200)))
+    state.add_worker(card("new"), 100.0)
+    planned = plan(look(state.fleet, state.rules, request(), 100.1, Random(0)))
+    assert [c.holder.worker_id for c in planned.first.candidates] == ["d000", "new"]
+    state.fleet.avoid([WorkerId("d000"), WorkerId("new")], 100.2)
+    planned = plan(look(state.fleet, state.rules, request(), 100.2, Random(0)))
+    assert [c.holder.worker_id for c in planned.first.candidates] == ["d001"]
+
+
 # --- the choice is the same ----------------------------------------------------------------------------------------
 
 
@@ -145,6 +157,10 @@ def _acts(step: str, name: str, worker: str, blocks: int, now: float) -> Callabl
                 holds(state, worker, blocks, prompt(blocks % 3))
             case "elsewhere":
                 state.load.update_elsewhere("two", {at(worker): Share(blocks % 3 * 500, blocks, blocks % 4)}, now)
+            case "join":
+                state.add_worker(card(f"n{worker}", [D, A, P][blocks % 3], max_num_seqs=4), now)
+            case "fail":
+                state.fleet.avoid([WorkerId(worker)], now)
             case "card":
                 known = next(one for one in state.fleet.cards if one.worker_id == worker)
                 state.add_worker(replace(known, capacity=1.0 + blocks % 2), now)
