@@ -18,6 +18,8 @@ BodyT = TypeVar("BodyT")
 
 _MISSING = re.compile(r"^Object missing required field `([^`]*)`")
 _UNKNOWN = re.compile(r"^Object contains unknown field `([^`]*)`")
+_BYTE = re.compile(r" \(byte (\d+)\)$")
+_CUT = "Input data was truncated"
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
@@ -34,7 +36,26 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     except UNREADABLE as error:
         if (text := utf8_text(body)) is not body:
             return decode_body(text, decoder)
-        raise InvalidRequestError(f"the request body is not valid JSON: {error}") from error
+        raise InvalidRequestError(f"the request body is not valid JSON: {_json_fault(body, error)}") from error
+
+
+def _json_fault(body: bytes, error: Exception) -> str:
+    """Return what is wrong, with its line and column."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as fault:
+        return f"{fault.reason} of UTF-8 at {_place(body, fault.start)}"
+    if (found := _BYTE.search(str(error))) is not None:
+        reason = str(error)[: found.start()].removeprefix("JSON is malformed: ")
+        return f"{reason} at {_place(body, int(found.group(1)))}"
+    return f"the text ends too early, at {_place(body, len(body))}" if str(error) == _CUT else str(error)
+
+
+def _place(body: bytes, byte: int) -> str:
+    """Return the line, and the column in characters, both from 1."""
+    lines_before = body.count(b"\n", 0, byte)
+    line_begin = body.rfind(b"\n", 0, byte) + 1
+    return f"line {lines_before + 1}, column {len(body[line_begin:byte].decode(errors='replace')) + 1}"
 
 
 def validation_error(text: str) -> InvalidRequestError:

@@ -16,6 +16,7 @@ from frontend.admission import Admission
 from frontend.dialect import Dialect
 from frontend.errors import outcome
 from frontend.generator import Generator
+from frontend.guide_errors import in_callers_words
 from frontend.hints import with_headers
 from frontend.job import Job, TokenCounts, prepare
 from frontend.models import ModelRegistry
@@ -145,7 +146,11 @@ class Exchange:
             self.outcome = "ok"
             return reply
         except Exception as error:
-            return await self._fail(as_failure(error, self._request_id))
+            return await self._fail(self._named(as_failure(error, self._request_id)))
+
+    def _named(self, failure: MeshError) -> MeshError:
+        """Return the failure with the name of the caller's parameter."""
+        return failure if self._job is None else in_callers_words(failure, self._job.parsed)
 
     async def _send_whole(self, job: Job, deadline: float) -> Reply:
         answers = WholeOutlet(job)

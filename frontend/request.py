@@ -42,6 +42,8 @@ class ParamNames(Struct, frozen=True):
 
     prompt: str  # what the model reads
     format: str = "response_format"  # what the answer is held to
+    schema: str = "response_format.json_schema.schema"  # the schema in it
+    tool_schema: str = "tools[{}].function.parameters"  # of a tool, by its number
 
 
 class ParsedBody(Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from protocol.errors import EngineError, InvalidRequestError
 from protocol.messages import Guide, GuideKind
 from workers.choices import choices_of
+from workers.schemas import SchemaFault, fault_of, fault_reason, held_text
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -146,6 +147,27 @@ class Guides:
         return matcher
 
     def _compile(self, guide: Guide) -> "LLMatcher":
+        try:
+            matcher = self._matcher(_grammar(guide))
+            if not matcher.is_error():
+                return matcher
+            if guide.kind is not GuideKind.JSON_SCHEMA:
+                reason = fault_reason(matcher.get_error())
+                raise InvalidRequestError(f"the {_named(guide)} cannot be followed: {reason}", param="guide")
+            raise fault_of(guide.value, self._problem)
+        except SchemaFault as fault:
+            raise InvalidRequestError(str(fault), param=f"guide#{fault.pointer}") from fault
+
+    def _problem(self, schema: Any) -> str:
+        """Return why the schema cannot be followed; empty: it can be."""
+        try:
+            matcher = self._matcher(_schema_grammar(json.dumps(schema)))
+        except (ValueError, SchemaFault) as error:
+            return str(error)
+        return matcher.get_error() if matcher.is_error() else ""
+
+    def _matcher(self, grammar: str) -> "LLMatcher":
+        """Return a matcher at its beginning. Where the grammar cannot be followed, the matcher is in error."""
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(
@@ -156,13 +178,9 @@ class Guides:
             max_grammar_size=200_000,
             verbose_errors=False,
         )
-        matcher = LLMatcher(self._tokenizer, _grammar(guide), log_level=0, limits=limits)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the lexer is built on demand: a pattern that it cannot compile fails here
-        if matcher.is_error():
-            raise InvalidRequestError(
-                f"the {_named(guide)} cannot be followed: {_first_line(matcher.get_error())}", param="guide"
-            )
         return matcher
 
 
@@ -182,7 +200,7 @@ def open_guides(model_path: Path, vocab_size: int, eos_token_ids: Sequence[int])
 
 
 def _grammar(guide: Guide) -> str:
-    """Return the guide in the notation of llguidance. Raises InvalidRequestError."""
+    """Return the guide in the notation of llguidance. Raise InvalidRequestError, SchemaFault."""
     from llguidance import LLMatcher
 
     match guide.kind:
@@ -192,9 +210,9 @@ def _grammar(guide: Guide) -> str:
             )
         case GuideKind.JSON_SCHEMA:
             try:
-                return LLMatcher.grammar_from_json_schema(guide.value, overrides={"whitespace_pattern": WHITESPACE})
+                return _schema_grammar(guide.value)
             except ValueError as error:
-                raise InvalidRequestError(f"the JSON schema cannot be read: {error}", param="guide") from error
+                raise SchemaFault((), f"the JSON schema cannot be read: {error}") from error
         case GuideKind.REGEX:
             return LLMatcher.grammar_from_regex(guide.value)
         case GuideKind.GRAMMAR:
@@ -204,6 +222,13 @@ def _grammar(guide: Guide) -> str:
             return LLMatcher.grammar_from_lark(
                 "start: " + " | ".join(json.dumps(choice) for choice in choices_of(guide.value))
             )
+
+
+def _schema_grammar(schema: str) -> str:
+    """Raise ValueError, SchemaFault."""
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(held_text(schema), overrides={"whitespace_pattern": WHITESPACE})
 
 
 def _named(guide: Guide) -> str:

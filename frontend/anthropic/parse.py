@@ -38,7 +38,7 @@ from frontend.templates import ChatMessage
 from protocol.errors import InvalidRequestError
 from protocol.messages import UNREADABLE, Guide, SamplingParams
 
-NAMES = ParamNames(prompt="messages", format="output_config.format")
+NAMES = ParamNames("messages", "output_config.format", "output_config.format.schema", "tools[{}].input_schema")
 BY_THE_MODEL = "direct"  # among the callers of a tool
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountRequest)

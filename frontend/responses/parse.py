@@ -57,7 +57,7 @@ from frontend.templates import ChatMessage
 from protocol.errors import MeshError
 from protocol.messages import Guide, GuideKind
 
-NAMES = ParamNames(prompt="input", format="text.format")
+NAMES = ParamNames("input", "text.format", "text.format.schema", tool_schema="tools")
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 ShapeT = TypeVar("ShapeT")
 ItemT = TypeVar("ItemT", MessageItem, FunctionCallItem, FunctionOutputItem, ReasoningItem)

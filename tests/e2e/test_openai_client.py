@@ -1,6 +1,8 @@
 """The official client works against the mesh."""
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import psutil
@@ -54,6 +56,32 @@ def test_a_seed_repeats_a_sampled_answer(client: openai.OpenAI) -> None:
 
     assert sample(7) == sample(7)
     assert len({sample(seed) for seed in range(5)}) > 1
+
+
+def held_to(part: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"a": part}, "required": ["a"], "additionalProperties": False}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def test_a_schema_with_a_fault_is_refused_with_the_place(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            model="tiny", messages=ASK, response_format=held_to({"type": "string", "pattern": "x(y"})
+        )
+    assert refused.value.param == "response_format.json_schema.schema"
+    says = "In context=('properties', 'a'), 'pattern' cannot be followed: unclosed group, at character 2 of 'x(y'"
+    assert says in refused.value.message
+
+
+def test_unique_items_and_not_are_held_to(client: openai.OpenAI) -> None:
+    colours = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "uniqueItems": True, "minItems": 3}
+    number = {"type": ["integer", "null"], "not": {"type": "null"}, "minimum": 0, "maximum": 9}
+    for part in (colours, number):
+        answer = client.chat.completions.create(
+            model="tiny", messages=ASK, response_format=held_to(part), max_tokens=400
+        )
+        found = json.loads(answer.choices[0].message.content or "")["a"]
+        assert found in range(10) if part is number else sorted(found) == ["blue", "green", "red"]
 
 
 def test_a_text_completion(client: openai.OpenAI) -> None:

@@ -103,6 +103,85 @@ async def test_a_schema_the_engine_cannot_compile_is_a_400(able: Served, stream:
     assert "'if' is not known" in reply["error"]["message"]
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": "time"}},
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+]
+PLAIN_TOOLS = [tool["function"] | {"type": "function"} for tool in TOOLS]
+ONLY = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": TOOLS[1:]}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+PLAIN_NAMED = {"type": "function", "name": "weather"}
+FAULTS: list[tuple[str, dict[str, Any], str, str, str]] = [
+    # path, what is asked for, where the worker found the fault, what the client reads: the parameter, the place
+    (
+        "/v1/chat/completions", {"response_format": SCHEMA}, "/properties/city",
+        "response_format.json_schema.schema", "response_format: In context=('properties', 'city'), ",
+    ),
+    (
+        "/v1/chat/completions", {"response_format": SCHEMA}, "",
+        "response_format.json_schema.schema", "response_format: ",
+    ),
+    (
+        "/v1/completions", {"response_format": SCHEMA}, "/anyOf/0",
+        "response_format.json_schema.schema", "response_format: In context=('anyOf', '0'), ",
+    ),
+    (
+        "/v1/chat/completions", {"tools": TOOLS, "tool_choice": NAMED}, "/properties/a~1b",
+        "tools[1].function.parameters", "function 'weather': In context=('properties', 'a/b'), ",
+    ),
+    (
+        "/v1/chat/completions", {"tools": TOOLS, "tool_choice": "required"},
+        "/items/anyOf/1/properties/parameters/properties/city",
+        "tools[1].function.parameters", "function 'weather': In context=('properties', 'city'), ",
+    ),
+    (
+        "/v1/chat/completions", {"tools": TOOLS, "tool_choice": ONLY},
+        "/items/anyOf/0/properties/parameters/properties/city",
+        "tools[1].function.parameters", "function 'weather': In context=('properties', 'city'), ",
+    ),
+    (
+        "/v1/chat/completions", {"tools": TOOLS, "tool_choice": "required"}, "/$defs/tool1_defs_x/items",
+        "tools[1].function.parameters", "function 'weather': In context=('$defs', 'x', 'items'), ",
+    ),
+    ("/v1/chat/completions", {"tools": TOOLS, "tool_choice": "required"}, "", "tools", "tools: "),
+    (
+        "/v1/responses", {"text": {"format": {"type": "json_schema", "name": "city", "schema": CITY}}}, "/properties/x",
+        "text.format.schema", "text.format: In context=('properties', 'x'), ",
+    ),
+    (
+        "/v1/responses", {"tools": PLAIN_TOOLS, "tool_choice": PLAIN_NAMED}, "/properties/x",
+        "tools", "function 'weather': In context=('properties', 'x'), ",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "asked", "pointer", "param", "says"), FAULTS)
+async def test_a_fault_in_a_schema_has_the_callers_names(
+    able: Served, path: str, asked: Any, pointer: str, param: str, says: str, stream: bool
+) -> None:
+    able.generator.script = [InvalidRequestError("'if' is not supported", param=f"guide#{pointer}")]
+    body = {"model": "tiny", "input": "hi"} if path == "/v1/responses" else (PATHS[path])
+    status, _, reply = await able.post(path, body | asked | {"stream": stream})
+    assert (status, reply["error"]["param"]) == (400, param)
+    assert reply["error"]["message"] == f"Invalid schema for {says}'if' is not supported"
+
+
+async def test_another_fault_of_a_guide_names_the_format(able: Served) -> None:
+    able.generator.script = [InvalidRequestError("it took too long", hint="make it simpler", param="guide")]
+    _, _, reply = await able.post("/v1/chat/completions", CHAT | {"response_format": SCHEMA})
+    assert (reply["error"]["param"], reply["error"]["message"]) == (
+        "response_format",
+        "it took too long; make it simpler",
+    )
+
+
+async def test_a_fault_that_is_no_guides_keeps_its_name(able: Served) -> None:
+    able.generator.script = [InvalidRequestError("no such token", param="logit_bias")]
+    _, _, reply = await able.post("/v1/chat/completions", CHAT | {"response_format": SCHEMA})
+    assert reply["error"]["param"] == "logit_bias"
+
+
 # --- tokens -------------------------------------------------------------------------------------------
 
 

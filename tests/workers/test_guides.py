@@ -204,9 +204,9 @@ def test_a_token_outside_the_guide_is_a_failure(guides: Guides) -> None:
 @pytest.mark.parametrize(
     ("guide", "says"),
     [
-        (schema({"not": {"type": "string"}}), "JSON schema cannot be followed: .*not"),
-        (schema({"$ref": "http://example.com/x.json"}), "JSON schema cannot be followed"),
-        (schema({"$ref": "#"}), "JSON schema cannot be followed"),
+        (schema({"if": {"type": "string"}}), "'if' is not supported"),
+        (schema({"$ref": "http://example.com/x.json"}), r"'\$ref' cannot be followed: resource 'http"),
+        (schema({"$ref": "#"}), "the schema cannot be followed"),
         (Guide(kind=GuideKind.JSON_SCHEMA, value="{"), "JSON schema cannot be read"),
         (Guide(kind=GuideKind.JSON_SCHEMA, value='{"items":' * 10_000 + "1" + "}" * 10_000), "JSON schema"),
         (Guide(kind=GuideKind.REGEX, value="("), "regular expression cannot be followed: .*"),
@@ -222,8 +222,37 @@ def test_a_token_outside_the_guide_is_a_failure(guides: Guides) -> None:
 def test_an_impossible_guide_is_refused_with_the_reason(guides: Guides, guide: Guide, says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says) as refused:
         open_now(guides, guide)
-    assert refused.value.param == "guide"
+    assert refused.value.param == ("guide#" if guide.kind is GuideKind.JSON_SCHEMA else "guide")
     assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("part", "place", "says"),
+    [
+        ({"if": {}}, "", "'if' is not supported"),
+        ({"pattern": "a(b"}, "", "'pattern' cannot be followed: unclosed group, at character 2 of 'a.b'"),
+        ({"type": "array", "items": {"type": "strin"}}, "/items", "'type' cannot be followed: invalid type: strin"),
+        ({"type": "array", "uniqueItems": True}, "", "'uniqueItems' is supported only for"),
+        ({"minimum": 2, "maximum": 1, "type": "integer"}, "", "minimum .2. is greater than maximum"),
+        ({"$ref": "#/$defs/none"}, "", "'.ref' cannot be followed: pointer '/.defs/none' does not exist"),
+    ],
+)
+def test_a_refused_schema_names_the_place(guides: Guides, part: Any, place: str, says: str) -> None:
+    for root, where in (
+        ({"type": "object", "properties": {"a": part}, "required": ["a"]}, "/properties/a"),
+        ({"type": "array", "items": {"type": "array", "items": part, "minItems": 1}, "minItems": 1}, "/items/items"),
+    ):
+        with pytest.raises(InvalidRequestError, match=says) as refused:
+            open_now(guides, schema(root))
+        assert refused.value.param == f"guide#{where}{place}"
+
+
+@pytest.mark.parametrize("seed", range(examples(10)))
+def test_unique_items_differ(guides: Guides, seed: int) -> None:
+    rule = {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 2}
+    items = json.loads(text(babble(open_now(guides, schema(rule)), seed)))
+    assert len(items) >= 2
+    assert len(set(items)) == len(items)
 
 
 @pytest.mark.parametrize("kind", list(GuideKind))

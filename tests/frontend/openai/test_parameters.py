@@ -555,6 +555,42 @@ def test_what_is_no_request_is_a_clear_error(body: bytes) -> None:
         parse_chat(body)
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"model": "m",\n "messages": [}', "invalid character at line 2, column 15"),
+        (b'{"model": "m",\n "messages": [', "the text ends too early, at line 2, column 15"),
+        (b"", "the text ends too early, at line 1, column 1"),
+        (b"\t%", "invalid character at line 1, column 2"),
+        ('{"model":\n"é", x'.encode(), "object keys must be strings at line 2, column 6"),
+        (b'{"seed": 7,\n\n "user": "a\xff"}', "invalid start byte of UTF-8 at line 3, column 12"),
+    ],
+)
+def test_what_is_not_json_is_told_with_its_place(body: bytes, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"the request body is not valid JSON: {says}$"):
+        parse_chat(body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {"messages": [*USER, {"role": "user", "content": [{"type": "text", "text": 1}]}]},
+            "messages[1].content[0].text",
+        ),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"text": "hi"}]}]}, "messages[0].content[0].type"),
+        ({"tool_choice": {"function": {"name": 5}}}, "tool_choice.function.name"),
+        ({"stop": ["a", 5]}, "stop[1]"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": 5}}}, "response_format.json_schema.name"),
+    ],
+)
+def test_a_fault_inside_a_union_is_named_by_its_inner_path(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        chat(**fields)
+    assert refused.value.param == param
+
+
 def test_messages_are_worded_as_openais() -> None:
     with pytest.raises(InvalidRequestError, match="Unrecognized request argument supplied: bogus"):
         chat(bogus=1)
