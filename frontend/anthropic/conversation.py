@@ -141,6 +141,20 @@ def input_of(block: ToolUseBlock) -> dict[str, Any]:
         return {INVALID_JSON: block.input}
 
 
+def found_tools(messages: Sequence[Message]) -> frozenset[str]:
+    """Return the names of the tools that a search has found in the conversation."""
+    results = [
+        block
+        for message in messages
+        if isinstance(message.content, list)
+        for block in message.content
+        if isinstance(block, ToolResultBlock) and isinstance(block.content, list)
+    ]
+    return frozenset(
+        part.tool_name for block in results for part in block.content or () if isinstance(part, ToolReference)
+    )
+
+
 def clear_thoughts(said: Sequence[ChatMessage], kept: int) -> list[ChatMessage]:
     """Return the messages without thoughts, except the latest `kept` that have any."""
     thoughtful = [index for index, message in enumerate(said) if message.get("reasoning_content")]

@@ -5,7 +5,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from frontend.anthropic.conversation import chat_messages, clear_thoughts, continues
+from frontend.anthropic.conversation import chat_messages, clear_thoughts, continues, found_tools
 from frontend.anthropic.errors import ThreadsUnsupportedError
 from frontend.anthropic.shapes import (
     AnyChoice,
@@ -115,15 +115,21 @@ class _Turn(msgspec.Struct):
     content: str | list[_Typed] = ""
 
 
+class _Edits(msgspec.Struct):
+    edits: list[_Typed] | None = None
+
+
 class _Glance(msgspec.Struct):
     """The part of a body that says what kinds of blocks and tools it holds, and whether it belongs to a thread."""
 
     messages: list[_Turn] = []
     tools: list[_Typed] | None = None
     thread: _Typed | None = None
+    context_management: _Edits | None = None
 
 
 _glance_decoder = msgspec.json.Decoder(_Glance)
+CLEAR_THINKING = "clear_thinking_20251015"
 BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
@@ -147,6 +153,10 @@ def _refuse_foreign(body: bytes) -> None:
         if tool.type not in (None, "custom"):
             what = f"{tool.type[:64]!r} is a tool of Anthropic's"
             not_supported(f"tools[{n}].type", what, "describe the tool with name and input_schema")
+    for n, edit in enumerate((glance.context_management and glance.context_management.edits) or ()):
+        if edit.type is not None and edit.type != CLEAR_THINKING:
+            what = f"there is no {edit.type[:64]!r} here"
+            not_supported(f"context_management.edits[{n}].type", what, f"send {CLEAR_THINKING}, or leave it out")
     for n, turn in enumerate(glance.messages):
         for k, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
             if block.type is not None and block.type not in BLOCKS:
@@ -185,7 +195,9 @@ MESSAGES_DEFAULTS: Mapping[str, Only] = {
 def _tools(request: CountRequest) -> Tools | None:
     """Return None if the model is to know of no tool."""
     choice = request.tool_choice
-    declared = [_declared(tool, f"tools[{n}].") for n, tool in enumerate(request.tools or ())]
+    checked = [(tool, _declared(tool, f"tools[{n}].")) for n, tool in enumerate(request.tools or ())]
+    found = found_tools(request.messages) if any(tool.defer_loading for tool, _ in checked) else frozenset[str]()
+    declared = [shown for tool, shown in checked if not tool.defer_loading or tool.name in found]
     alone = isinstance(choice, AutoChoice | AnyChoice | NamedChoice) and bool(choice.disable_parallel_tool_use)
     return tools_of(declared, _wish(choice), parallel=not alone)
 

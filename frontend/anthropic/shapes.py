@@ -88,7 +88,7 @@ class ResultText(Lenient, frozen=True, tag_field="type", tag="text"):
 
 
 class ToolReference(Lenient, frozen=True, tag_field="type", tag="tool_reference"):
-    """A search for tools has found this tool. The model knows every tool from the start, so it reads the name only."""
+    """A search for tools has found this tool, which the model knows from then on."""
 
     tool_name: str
     cache_control: Any = None
@@ -120,7 +120,7 @@ class ToolSpec(Lenient, frozen=True):
     strict: bool | None = None  # a forced call always keeps to the schema, a free one is the model's own
     eager_input_streaming: bool | None = None  # ignored: arguments are always streamed as they are generated
     cache_control: Any = None
-    defer_loading: bool | None = None  # ignored: the model knows every tool from the start
+    defer_loading: bool | None = None  # the model knows the tool once a tool_reference in a result names it
     allowed_callers: list[str] | None = None  # the model has to be one of them ("direct")
     input_examples: list[dict[str, Any]] | None = None  # the model reads them as `examples` of the schema
 
@@ -144,7 +144,7 @@ class NoChoice(Strict, frozen=True, tag_field="type", tag="none"):
     """No call."""
 
 
-Display = Literal["summarized", "omitted"]
+Display = Literal["summarized", "omitted", "updates"]  # of these only "omitted" changes the answer
 
 
 class ThinkingEnabled(Strict, frozen=True, tag_field="type", tag="enabled"):

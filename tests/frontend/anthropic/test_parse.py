@@ -159,9 +159,22 @@ def test_the_older_name_of_the_output_format_is_read() -> None:
     assert parsed(output_format=form).guide == parsed(output_config={"format": form}).guide
 
 
-def test_deferred_tools_and_examples_reach_the_model() -> None:
-    tool = WEATHER | {"defer_loading": True, "input_examples": [{"city": "Ulm"}], "allowed_callers": ["direct", "code"]}
-    tools = parsed(tools=[tool]).tools
+def test_a_deferred_tool_is_known_once_a_search_has_found_it() -> None:
+    deferred = [WEATHER, WEATHER | {"name": "time", "defer_loading": True}]
+    search = {"type": "tool_use", "id": "s", "name": "search", "input": {}}
+    found = {"type": "tool_result", "tool_use_id": "s", "content": [{"type": "tool_reference", "tool_name": "time"}]}
+    turns = [*ASKED["messages"], {"role": "assistant", "content": [search]}, {"role": "user", "content": [found]}]
+    before, after = parsed(tools=deferred).tools, parsed(tools=deferred, messages=turns).tools
+    assert before is not None
+    assert after is not None
+    assert [tool.name for tool in before.functions] == ["weather"]
+    assert [tool.name for tool in after.functions] == ["weather", "time"]
+    assert parsed(tools=deferred[1:]).tools is None
+    assert refused(tools=deferred, tool_choice={"type": "tool", "name": "time"}).param == "tool_choice"
+
+
+def test_examples_of_a_tool_reach_the_model() -> None:
+    tools = parsed(tools=[WEATHER | {"input_examples": [{"city": "Ulm"}], "allowed_callers": ["direct", "code"]}]).tools
     assert tools is not None
     assert tools.shown[0]["function"]["parameters"] == WEATHER["input_schema"] | {"examples": [{"city": "Ulm"}]}
 
