@@ -68,13 +68,15 @@ class TokenPlaces:
     @property
     def offset_chars(self) -> int:
         """Return how many characters end before the next token."""
-        return self._chars - _is_inside(self._data[self._at : self._at + 1])
+        is_inside = self._at < len(self._data) and self._data[self._at] & 0xC0 == 0x80
+        return self._chars - is_inside
 
     def next(self, token_id: int) -> int:
         """Return where the next token begins."""
         offset = self.offset_chars
         end = self._at + self._length(self._tokenizer.token_bytes(token_id))
-        self._chars += sum([not _is_inside(self._data[i : i + 1]) for i in range(self._at, end)])
+        piece = self._data[self._at : end]
+        self._chars += len(piece) if piece.isascii() else sum([byte & 0xC0 != 0x80 for byte in piece])
         self._at = end
         return offset
 
@@ -96,8 +98,3 @@ class PromptAlone(GrowingAnswer):
     def on_delta(self, delta: Delta) -> Part:
         self.finish_reason = FinishReason.LENGTH
         return NOTHING
-
-
-def _is_inside(byte: bytes) -> bool:
-    """Return whether the byte continues a character of UTF-8."""
-    return bool(byte) and byte[0] & 0xC0 == 0x80

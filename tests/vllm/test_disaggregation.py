@@ -202,3 +202,17 @@ def test_a_worker_that_is_killed_leaves_none_of_vllms_processes_behind(mesh: Vll
     processes[0].kill()
     mesh.started["decode-0"].wait(10)
     assert psutil.wait_procs(processes, 20)[1] == []
+
+
+def test_the_prefill_worker_gives_the_logprobs_of_a_prompt(mesh: VllmMesh) -> None:
+    tokens = prompt(200, 901)
+    told = []
+    for disaggregate in (True, False):
+        fields = {"echo": True, "logprobs": 1, "kvmesh": {"trace": True, "disaggregate": disaggregate}}
+        reply = mesh.complete(tokens, max_tokens=4, ignore_eos=True, **fields)
+        assert (reply["kvmesh"]["prefill_worker"] is not None) == disaggregate
+        told.append(reply["choices"][0]["logprobs"])
+    apart, together = told
+    assert len(apart["tokens"]) == len(tokens) + 4
+    assert apart["token_logprobs"][0] is None
+    assert apart["token_logprobs"][1:] == pytest.approx(together["token_logprobs"][1:], abs=1e-3)

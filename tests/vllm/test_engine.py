@@ -169,6 +169,23 @@ async def test_logprobs_are_sorted_and_belong_to_the_tokens(worker: Worker) -> N
             assert len(entry.top) == 3
 
 
+async def test_logprobs_of_a_prompt_are_those_of_decoding_it(worker: Worker) -> None:
+    """Each token of the prompt has the logprob that it has as the only allowed next token; a cached prompt, too."""
+    prompt = prompt_tokens(80)
+    sampling = SamplingParams(temperature=0, top_logprobs=2, prompt_logprobs=2)
+    for _ in range(2):
+        deltas = await worker.run(prompt, 2, sampling=sampling)
+        assert [len(delta.logprobs or ()) - len(delta.token_ids) for delta in deltas] == [len(prompt) - 1, 0]
+        scores = (deltas[0].logprobs or ())[: len(prompt) - 1]
+        assert [entry.token_id for entry in scores] == prompt[1:]
+        assert all(len(entry.top) == 2 and entry.logprob <= entry.top[0][1] for entry in scores)
+    for n in (1, 40, 79):
+        only = SamplingParams(temperature=0, top_logprobs=0, allowed_token_ids=(prompt[n],))
+        [delta] = await worker.run(prompt[:n], 1, sampling=only)
+        assert delta.logprobs is not None
+        assert delta.logprobs[0].logprob == pytest.approx(scores[n - 1].logprob, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("guide", "is_in_form"),
     [

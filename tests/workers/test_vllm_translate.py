@@ -94,6 +94,7 @@ def test_every_parameter_is_sent_so_that_no_model_default_counts() -> None:
         "repetition_penalty": 1.0,
         "seed": 3,
         "logprobs": 2,
+        "prompt_logprobs": None,
         "logit_bias": {4: 1.5},
         "allowed_token_ids": [4, 5],
         "stop_token_ids": [9],
@@ -280,6 +281,26 @@ def test_logprobs_are_ordered_and_the_top_has_its_size() -> None:
     delta = reading.take(VllmStep([5], logprobs=[{5: Entry(-3.0, 4), 8: Entry(-0.1, 1)}]))
     assert delta is not None
     assert delta.logprobs == (TokenLogprob(5, -3.0, ((8, -0.1),)),)
+
+
+@pytest.mark.parametrize("offer_kv", [False, True])
+def test_logprobs_of_the_prompt_go_before_those_of_the_first_token(offer_kv: bool) -> None:
+    request = ask(
+        prompt=pack_tokens([4, 5, 6]), offer_kv=offer_kv, sampling=SamplingParams(top_logprobs=1, prompt_logprobs=1)
+    )
+    question = offering(request, CONTEXT) if offer_kv else whole(request, CONTEXT)
+    assert question.sampling["prompt_logprobs"] == 1
+    told = [None, {5: Entry(-3.0, 4), 8: Entry(-0.1, 1)}, {6: Entry(-0.2, 1)}]
+    reading = VllmAnswer(question, EOS)
+    delta = reading.take(VllmStep([7], logprobs=[{7: Entry(-1.0, 1)}], prompt_logprobs=told))
+    assert delta is not None
+    assert delta.token_ids == (7,)
+    first, *rest = delta.logprobs or ()
+    assert first == TokenLogprob(5, -3.0, ((8, -0.1),))
+    assert rest == [TokenLogprob(6, -0.2, ((6, -0.2),)), TokenLogprob(7, -1.0, ((7, -1.0),))]
+    assert reading.take(VllmStep([8], logprobs=[{8: Entry(-1.0, 1)}])) == Delta(
+        (8,), logprobs=(TokenLogprob(8, -1.0, ((8, -1.0),)),)
+    )
 
 
 def test_a_prefill_leg_has_no_finish_reason_if_it_continues() -> None:

@@ -407,6 +407,7 @@ def _step(output: Any) -> VllmStep:
         logprobs=completion.logprobs,
         cached_tokens=output.num_cached_tokens,
         kv=output.kv_transfer_params,
+        prompt_logprobs=output.prompt_logprobs or (),
     )
 
 

@@ -119,6 +119,7 @@ def _sampling(request: GenerateRequest, drawn: int) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "seed": None if sampling.temperature == 0 else _seed(sampling.seed, drawn),
         "logprobs": sampling.top_logprobs,
+        "prompt_logprobs": sampling.prompt_logprobs,
         "logit_bias": dict(sampling.logit_bias) or None,
         "allowed_token_ids": list(sampling.allowed_token_ids) or None,
         "stop_token_ids": list(stop.stop_token_ids),
@@ -192,6 +193,7 @@ class VllmStep:
     logprobs: Sequence[Mapping[int, Any]] | None = None  # per token: id -> object with logprob and rank
     cached_tokens: int | None = None
     kv: Mapping[str, Any] | None = None
+    prompt_logprobs: Sequence[Mapping[int, Any] | None] = ()  # per token of the prompt, with the first token
 
 
 class PullFailedError(Exception):
@@ -252,7 +254,14 @@ class VllmAnswer:
         if count is None or step.logprobs is None or known == len(step.token_ids):
             return None
         pairs = zip(step.token_ids[known:], step.logprobs[known:], strict=True)
-        return tuple(_logprob(token_id, at_token, count) for token_id, at_token in pairs)
+        told = tuple(_logprob(token_id, at_token, count) for token_id, at_token in pairs)
+        return self._prompt_logprobs(step) + told if step.prompt_logprobs else told
+
+    def _prompt_logprobs(self, step: VllmStep) -> tuple[TokenLogprob, ...]:
+        """Return the logprobs of the prompt's tokens. vLLM gives None for the first one."""
+        count, prompt = self.question.sampling["prompt_logprobs"], self.question.prompt
+        pairs = zip(prompt[1:], step.prompt_logprobs[1:], strict=True)
+        return tuple(_logprob(token_id, at_token, count) for token_id, at_token in pairs if at_token is not None)
 
     def _stop_token(self, step: VllmStep, token_ids: Sequence[int]) -> int | None:
         if isinstance(step.stop_reason, int):
