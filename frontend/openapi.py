@@ -10,18 +10,33 @@ from msgspec import Struct
 from frontend.bodies import Only
 from frontend.endpoint import Endpoint
 from frontend.hints import MAX_PRIORITY
-from frontend.operation import Kind, Operation
+from frontend.openapi_fields import sentence_of
+from frontend.operation import HTTP_FAILURES, Kind, Operation
 from mesh.http.request import JSON
 
 REF = "#/components/schemas/{name}"
 SSE = "text/event-stream"
-MODULE_OF_SHAPES, MODULE_IN_NAMES = b"frontend.openai.shapes.", b"frontend.openai."
+MODULE_OF_SHAPES, MODULE_IN_NAMES = "frontend.openai.shapes.", "frontend.openai."
 """msgspec puts the module before names that two types share. Generated clients use the names: they never change."""
 LOGIT_BIAS_KEYS: dict[str, Any] = {"pattern": "^[0-9]{1,10}$"}  # token ids
 
 _IN_PATH = re.compile(r"\{(\w+)\}")
 
 Schema = dict[str, Any]
+
+SECURITY_SCHEMES: Mapping[str, Schema] = {
+    "key": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "OpenAI's clients send the API key so. A mesh without --api-keys-file needs none.",
+    },
+    "x_api_key": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "x-api-key",
+        "description": "Anthropic's clients send the API key so. A mesh without --api-keys-file needs none.",
+    },
+}
 
 # --- headers --------------------------------------------------------------------------------------------
 
@@ -39,6 +54,13 @@ HINT_HEADERS: Mapping[str, tuple[str, Schema]] = {  # of frontend.hints
     "x-kvmesh-explain": ("1: answer with the reasons", {"type": "string", "enum": ["0", "1"]}),
 }
 _RETRY_AFTER = {"retry-after": ("seconds until it is worth another try", {"type": "integer", "minimum": 0})}
+_FAILURE_HEADERS: Mapping[int, Mapping[str, tuple[str, Schema]]] = {
+    401: {"www-authenticate": ("how to send a key: Bearer", {"type": "string"})},
+    405: {"allow": ("the methods that the path takes", {"type": "string"})},
+    415: {"accept-encoding": ("the content encodings that a body may have", {"type": "string"})},
+    429: _RETRY_AFTER,
+    503: _RETRY_AFTER,
+}
 _SHOWN_ID = {"x-request-id": ("the id that you sent, or ours", {"type": "string"})}
 
 
@@ -49,6 +71,11 @@ def _asked_headers(max_timeout_s: float) -> dict[str, tuple[str, Schema]]:
         "x-request-timeout-s": ("seconds until the request is given up", timeout),
     }
 
+
+PATH_NAMES: Mapping[str, str] = {
+    "name": "the name of a model or of an adapter",
+    "response_id": "the id of a stored response",
+}
 
 # --- the document ---------------------------------------------------------------------------------------
 
@@ -67,10 +94,15 @@ def openapi(endpoints: Sequence[Endpoint], version: str, max_timeout_s: float) -
         "paths": paths,
         "components": {
             "schemas": described.components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": SECURITY_SCHEMES,
         },
     }
-    return msgspec.json.encode(document).replace(MODULE_OF_SHAPES, MODULE_IN_NAMES)
+    return msgspec.json.encode(document).replace(MODULE_OF_SHAPES.encode(), MODULE_IN_NAMES.encode())
+
+
+def shown_name(component: str) -> str:
+    """Return the name of a component as the document has it."""
+    return component.replace(MODULE_OF_SHAPES, MODULE_IN_NAMES)
 
 
 class Described:
@@ -94,12 +126,20 @@ class Described:
             for place in _bare_objects(self._properties(kind)[name]):
                 place.clear()
                 place.update(self.one_of(objects))
+        self._describe_fields()
 
     def _describe(self, *kinds: Iterable[Kind]) -> None:
         types = list(dict.fromkeys([kind for group in kinds for kind in group]))
         schemas, components = msgspec.json.schema_components(types, ref_template=REF)
         self.components: dict[str, Schema] = components
         self._schemas: dict[Kind, Schema] = dict(zip(types, schemas, strict=True))
+
+    def _describe_fields(self) -> None:
+        """Add to each field the sentence that stands for it in `openapi_fields`."""
+        for name, schema in self.components.items():
+            for field_name, field in schema.get("properties", {}).items():
+                if (sentence := sentence_of(shown_name(name), field_name)) is not None:
+                    field["description"] = sentence
 
     def _note_values(self, partly: Iterable[tuple[type[Struct], Mapping[str, Only]]]) -> None:
         for kind, defaults in partly:
@@ -151,8 +191,8 @@ def _operation(endpoint: Endpoint, path: str, described: Described, asked: Mappi
     shown: Schema = {
         "summary": operation.summary,
         "operationId": f"{method.lower()}{path}".replace("/", "_").replace("{", "").replace("}", "").replace(".", "_"),
-        "responses": _responses(operation, described),
-        "security": [] if endpoint.is_open else [{}, {"key": []}],
+        "responses": _responses(endpoint, described),
+        "security": [] if endpoint.is_open else [{}, *({name: []} for name in SECURITY_SCHEMES)],
     }
     if parameters := _parameters(path, operation, asked):
         shown["parameters"] = parameters
@@ -163,10 +203,10 @@ def _operation(endpoint: Endpoint, path: str, described: Described, asked: Mappi
 
 
 def _parameters(path: str, operation: Operation, asked: Mapping[str, tuple[str, Schema]]) -> list[Schema]:
-    text = {"type": "string", "minLength": 1}
-    found: list[Schema] = [
-        {"name": name, "in": "path", "required": True, "schema": text} for name in _IN_PATH.findall(path)
-    ]
+    found: list[Schema] = []
+    for name in _IN_PATH.findall(path):
+        place = {"name": name, "in": "path", "required": True, "description": PATH_NAMES[name]}
+        found.append({**place, "schema": {"type": "string", "minLength": 1}})
     for name, (description, query) in operation.query.items():
         found.append({"name": name, "in": "query", "description": description, "schema": query})
     headers = {**(asked if operation.is_asked else {}), **(HINT_HEADERS if operation.takes_hints else {})}
@@ -175,21 +215,30 @@ def _parameters(path: str, operation: Operation, asked: Mapping[str, tuple[str, 
     return found
 
 
-def _responses(operation: Operation, described: Described) -> Schema:
+def _responses(endpoint: Endpoint, described: Described) -> Schema:
+    operation = endpoint.operation
     schema = described.one_of(operation.replies) if operation.reply is not None else {}
     content: Schema = {operation.reply_type: {"schema": schema}}
-    error = {JSON: {"schema": described.one_of(operation.errors)}}
-    if operation.fails_with_reply:
-        error = dict(content)
+    own: Schema = dict(content) if operation.fails_with_reply else {}
     if operation.events:
         content[SSE] = {"schema": _event(operation, described)}
     named = _SHOWN_ID if operation.is_asked else {}
     shown = {"200": {"description": "It is done.", "headers": _headers(named), "content": content}}
-    for status in operation.failures:
-        again = _RETRY_AFTER if status in (429, 503) and error != content else {}
-        headers = _headers({**named, **again})
-        shown[str(status)] = {"description": _DESCRIBED[status], "headers": headers, "content": error}
+    error = {JSON: {"schema": described.one_of(operation.errors)}}
+    for status in _failures(endpoint):
+        is_reply = bool(own) and status in operation.failures
+        headers = {} if is_reply else {**_SHOWN_ID, **_FAILURE_HEADERS.get(status, {})}
+        shown[str(status)] = {
+            "description": _DESCRIBED[status],
+            "headers": _headers(headers),
+            "content": own if is_reply else error,
+        }
     return shown
+
+
+def _failures(endpoint: Endpoint) -> list[int]:
+    """Return the statuses of refusals, also of those that come before the endpoint."""
+    return sorted({*endpoint.operation.failures, *HTTP_FAILURES, *(() if endpoint.is_open else (401,))})
 
 
 def _event(operation: Operation, described: Described) -> Schema:
@@ -217,9 +266,11 @@ def _headers(named: Mapping[str, tuple[str, Schema]]) -> Schema:
 _DESCRIBED = {
     400: "Something in the request cannot be honoured; the error names it.",
     401: "The API key is missing or unknown.",
-    404: "There is no such model.",
+    404: "There is no such thing, for example no such model; the error names it.",
+    405: "The path does not take this method; Allow names those that it takes.",
     408: "The request did not come to its end in time.",
-    413: "The body is too large.",
+    413: "The body is too large, as it is sent or when it is inflated.",
+    415: "The body has a content encoding that is not supported; Accept-Encoding names those that are.",
     429: "Too much is in progress; Retry-After says when to come back.",
     431: "The head is too large.",
     500: "The frontend has failed; this is a bug.",

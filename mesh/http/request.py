@@ -141,8 +141,8 @@ def utf8_text(body: bytes) -> bytes:
     """
     if body.startswith(codecs.BOM_UTF8):
         return body.removeprefix(codecs.BOM_UTF8)
-    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in body[:4]:
-        raise InvalidRequestError("the request body is UTF-16 or UTF-32", hint="send JSON as UTF-8")
+    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (len(body) > 1 and 0 in body[:4]):
+        raise InvalidRequestError("the request body is not valid JSON: it is UTF-16 or UTF-32", hint="send UTF-8")
     return body
 
 

@@ -19,6 +19,8 @@ from frontend.models import ModelRegistry
 from frontend.openai.embeddings import EmbeddingsRequest
 from frontend.openai.shapes import ChatRequest, CompletionRequest
 from frontend.openapi import HINT_HEADERS, SSE, openapi
+from frontend.openapi_fields import SENTENCES
+from frontend.operation import HTTP_FAILURES
 from frontend.responses.shapes import ResponsesRequest
 from frontend.table import ENDPOINTS
 from mesh.http.errors import CODES, http_failure
@@ -88,7 +90,7 @@ PARTS = [(kind, name, only) for notes in NOTES for kind, table in notes.partly f
 @pytest.mark.parametrize(("kind", "name", "only"), PARTS, ids=[f"{kind.__name__}.{name}" for kind, name, _ in PARTS])
 def test_of_what_is_not_supported_the_harmless_values_are_described(kind: type[Struct], name: str, only: Only) -> None:
     field = schema_of(kind)["properties"][only.json_name or name]
-    assert field == {"enum": [None, *only.values], "default": None}
+    assert field | {"description": ""} == {"enum": [None, *only.values], "default": None, "description": ""}
 
 
 @pytest.mark.parametrize(("kind", "name"), READ_LATER)
@@ -120,15 +122,60 @@ def test_the_longest_timeout_is_that_of_the_settings() -> None:
 def test_whoever_is_told_to_come_back_is_told_when() -> None:
     for method, path, operation in operations():
         for status in {"429", "503"} & operation["responses"].keys():
-            if path != "/health":
+            if (path, status) != ("/health", "503"):
                 assert "retry-after" in operation["responses"][status]["headers"], (method, path, status)
 
 
 def test_every_failure_of_a_chat_is_described() -> None:
     statuses = {http_failure(code).status for code in CODES} | {500}
-    of_routing_and_media_types = {405, 415}
     chat = DOCUMENT["paths"]["/v1/chat/completions"]["post"]
-    assert {int(status) for status in chat["responses"]} == {200, *statuses} - of_routing_and_media_types
+    assert {int(status) for status in chat["responses"]} == {200, *statuses}
+
+
+def test_refusals_that_come_before_the_endpoint_are_described_everywhere() -> None:
+    opened = {(endpoint.method, endpoint.path) for endpoint in ENDPOINTS if endpoint.is_open}
+    for method, path, operation in operations():
+        needed = {*map(str, HTTP_FAILURES), *(() if (method, path) in opened else ("401",))}
+        assert needed <= operation["responses"].keys(), (method, path)
+        assert "allow" in operation["responses"]["405"]["headers"]
+        assert "accept-encoding" in operation["responses"]["415"]["headers"]
+
+
+def test_both_ways_to_send_a_key_are_declared() -> None:
+    schemes = DOCUMENT["components"]["securitySchemes"]
+    assert (schemes["key"]["scheme"], schemes["x_api_key"]["name"]) == ("bearer", "x-api-key")
+    for endpoint in ENDPOINTS:
+        shown = DOCUMENT["paths"][endpoint.path.replace(":path}", "}")][endpoint.method.lower()]["security"]
+        assert shown == ([] if endpoint.is_open else [{}, {"key": []}, {"x_api_key": []}])
+
+
+FIELDS = [(schema, name) for schema, value in SCHEMAS.items() for name in value.get("properties", ())]
+
+
+def test_every_field_has_a_sentence() -> None:
+    without = [
+        f"{schema}.{name}" for schema, name in FIELDS if "description" not in SCHEMAS[schema]["properties"][name]
+    ]
+    assert without == [], "add a sentence to frontend/openapi_fields.py"
+
+
+def test_every_sentence_has_a_field() -> None:
+    used = {key if (key := f"{schema}.{name}") in SENTENCES else name for schema, name in FIELDS}
+    assert SENTENCES.keys() - used == set(), "take the sentence out of frontend/openapi_fields.py"
+
+
+def test_sentences_are_short_and_complete() -> None:
+    for key, text in SENTENCES.items():
+        assert text.endswith("."), key
+        assert not text[0].islower(), key
+        assert all(len(part.split()) <= 25 for part in text.split(". ")), key
+
+
+def test_every_parameter_and_header_is_described() -> None:
+    for method, path, operation in operations():
+        described = [*operation.get("parameters", ())]
+        described += [header for reply in operation["responses"].values() for header in reply["headers"].values()]
+        assert all(entry["description"] for entry in described), (method, path)
 
 
 def test_a_stream_is_described_by_its_events() -> None:
