@@ -74,6 +74,17 @@ def test_frontend_and_router_take_their_flags_and_tables(tmp_path: Path) -> None
     assert read_frontend(config, str(file), {}).max_inflight == 8
 
 
+def test_the_origins_of_web_pages_come_from_flag_environment_or_file(tmp_path: Path) -> None:
+    file = tmp_path / "mesh.toml"
+    file.write_text('[frontend]\ncors_origins = "https://file.example"\n')
+    assert frontend_of(load_cluster([], {}))[0].cors_origins == ""
+    assert frontend_of(load_cluster(["--cors-origins", "*"], {}), str(file))[0].cors_origins == "*"
+    config = load_cluster([], {})
+    assert read_frontend(config, str(file), {}).cors_origins == "https://file.example"
+    environ = {"KVMESH_FRONTEND_CORS_ORIGINS": "https://env.example"}
+    assert read_frontend(config, str(file), environ).cors_origins == "https://env.example"
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
