@@ -10,6 +10,9 @@ FLOWS = ("chat", "stream", "second_turn", "tools", "structured", "usage", "error
 NODE = "node"
 
 
+PARTS = ("sdks", "tools")  # tools: whatever takes long to install or to run
+
+
 @dataclass(frozen=True, slots=True)
 class Client:
     """A script for one client. `more`: flows beyond the eight that its script reports."""
@@ -19,6 +22,12 @@ class Client:
     script: str
     arguments: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
+    packages: str = ""  # a folder with package.json and package-lock.json, if not that of the script
+    part: str = "sdks"
+
+    def __post_init__(self) -> None:
+        if self.environment == NODE and not self.packages:
+            object.__setattr__(self, "packages", str(Path(self.script).parent))
 
     @property
     def argv(self) -> list[str]:
@@ -53,13 +62,21 @@ CLIENTS = (
     Client("ai-sdk openai chat", NODE, "node/ai_sdk_openai_chat.mjs"),
     Client("ai-sdk openai responses", NODE, "node/ai_sdk_openai_responses.mjs"),
     Client("ai-sdk anthropic", NODE, "node/ai_sdk_anthropic.mjs"),
-    Client("promptfoo", NODE, "node/promptfoo.mjs"),
-    Client("Claude Code", NODE, "node/claude_code.mjs"),
-    Client("Codex", NODE, "node/codex.mjs"),
+    Client("promptfoo", NODE, "node/promptfoo.mjs", packages="node/promptfoo", part="tools"),
+    Client("Claude Code", NODE, "node/claude_code.mjs", packages="node/agents", part="tools"),
+    Client("Codex", NODE, "node/codex.mjs", packages="node/agents", part="tools"),
+    Client("aiperf", "aiperf", "python/aiperf_command.py", more=("completions", "responses", "messages"), part="tools"),
+    Client("guidellm", "guidellm", "python/guidellm_command.py", more=("completions", "responses"), part="tools"),
     Client(
         "lm-evaluation-harness",
         "evals",
         "python/lm_eval_tasks.py",
+        part="tools",
         more=("completions", "loglikelihood", "loglikelihood_in_batches", "loglikelihood_of_texts", "rolling"),
     ),
 )
+
+
+def clients_of(part: str) -> list[Client]:
+    """Return the clients of a part, or all of them for "all"."""
+    return [client for client in CLIENTS if part in ("all", client.part)]

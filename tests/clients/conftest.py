@@ -11,10 +11,9 @@ from tests.clients.runner import KEY, Runs
 from tests.clients.scripted import obedient_frontend
 from tests.support.mesh import running_mesh
 
-IS_ASKED = os.environ.get("KVMESH_TEST_CLIENTS") == "1"
-collect_ignore = [] if IS_ASKED else ["test_clients.py"]
-TINY = ("--prefill", "1", "--decode", "1")
-SLOW = (*TINY, "--engine", "mock", "--mock-itl-ms", "50")
+collect_ignore = [] if "KVMESH_TEST_CLIENTS" in os.environ else ["test_clients.py"]
+FLAGS = ("--prefill", "1", "--decode", "1", "--responses-store", "memory")
+SLOW = ("--engine", "mock", "--mock-itl-ms", "50")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,7 +25,7 @@ def asked_for(session: pytest.Session) -> list[Client]:
     names = {
         item.callspec.params["client"].name for item in session.items if "client" in getattr(item, "fixturenames", ())
     }
-    return [client for client in CLIENTS if client.name in names] or list(CLIENTS)
+    return [client for client in CLIENTS if client.name in names]
 
 
 @pytest.fixture(scope="session")
@@ -35,10 +34,10 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     keys = folder / "keys"
     keys.write_text(f"{KEY}\n")
     keys.chmod(0o600)
-    flags = ("--api-keys-file", str(keys))
+    keyed = ("--api-keys-file", str(keys))
     with (
-        running_mesh(folder / "tiny", *TINY, *flags) as tiny,
-        running_mesh(folder / "slow", *SLOW, *flags) as slow,
+        running_mesh(folder / "tiny", *FLAGS, *keyed) as tiny,
+        running_mesh(folder / "slow", *FLAGS, *SLOW, *keyed) as slow,
         obedient_frontend() as (agents, _),
     ):
         yield {"KVMESH_URL": tiny.url, "KVMESH_SLOW_URL": slow.url, "KVMESH_AGENT_URL": agents}

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tests.clients.catalogue import FLOWS
+from tests.clients.catalogue import CLIENTS, FLOWS
 
 BEGIN = "<!-- clients: written by `make test-clients ARGS=--write-table` -->"
 END = "<!-- clients: end -->"
@@ -62,34 +62,45 @@ def _flow(said: Mapping[str, object]) -> FlowResult:
     )  # type: ignore[arg-type]
 
 
-def table(results: Mapping[str, ClientResult]) -> str:
-    """Return the Markdown of client x flow, and below it why a client lacks flows."""
+def table(results: Mapping[str, ClientResult], before: str = "") -> str:
+    """Return the Markdown of client x flow, and below it the reasons why clients lack flows.
+
+    A client without a result keeps its lines of the table `before`.
+    """
+    kept = before.splitlines()
     titles = [_TITLES.get(flow, flow) for flow in FLOWS]
-    rows = [["client", "version", *titles, "also"], ["---"] * (len(FLOWS) + 3)]
-    rows += [_row(name, result) for name, result in results.items()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n" + _reasons(results)
+    rows = [_line(["client", "version", *titles, "also"]), _line(["---"] * (len(FLOWS) + 3))]
+    reasons = []
+    for client in CLIENTS:
+        result = results.get(client.name)
+        marks = (f"| {client.name} | ", f"- {client.name} has no ")
+        old = [[line for line in kept if line.startswith(mark)] for mark in marks]
+        rows += old[0] if result is None else [_row(client.name, result)]
+        reasons += old[1] if result is None else _reasons(client.name, result)
+    return "\n".join([*rows, *([""] if reasons else []), *reasons, ""])
 
 
-def _row(name: str, result: ClientResult) -> list[str]:
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _row(name: str, result: ClientResult) -> str:
     more = [flow for flow in result.flows if flow not in FLOWS]
     also = ", ".join(f"{_TITLES.get(flow, flow)}{_mark(result.flows[flow])}" for flow in more)
-    return [name, result.version, *(_CELLS[result.flow(flow).outcome] for flow in FLOWS), also]
+    return _line([name, result.version, *(_CELLS[result.flow(flow).outcome] for flow in FLOWS), also])
 
 
 def _mark(result: FlowResult) -> str:
     return "" if result.outcome == "ok" else f": {_CELLS[result.outcome]}"
 
 
-def _reasons(results: Mapping[str, ClientResult]) -> str:
-    """Group the flows that a client lacks by their reason: a line for each client and reason."""
-    lines = []
-    for name, result in results.items():
-        by_reason: dict[str, list[str]] = {}
-        for flow, said in result.flows.items():
-            if said.outcome == "lacks":
-                by_reason.setdefault(said.detail, []).append(_TITLES.get(flow, flow))
-        lines += [f"- {name} has no {_and(flows)}: {reason}." for reason, flows in by_reason.items()]
-    return "\n" + "\n".join(lines) + "\n" if lines else ""
+def _reasons(name: str, result: ClientResult) -> list[str]:
+    """Return a line for each reason, with the flows that the client lacks for it."""
+    by_reason: dict[str, list[str]] = {}
+    for flow, said in result.flows.items():
+        if said.outcome == "lacks":
+            by_reason.setdefault(said.detail, []).append(_TITLES.get(flow, flow))
+    return [f"- {name} has no {_and(flows)}: {reason}." for reason, flows in by_reason.items()]
 
 
 def _and(words: Sequence[str]) -> str:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.catalogue import CLIENTS, FLOWS, HERE, ROOT, Client
+from tests.clients.catalogue import CLIENTS, FLOWS, HERE, PARTS, ROOT, Client
 from tests.clients.results import BEGIN, END, ClientResult, read_lines, section_of, table, with_section
 from tests.clients.runner import environment, run_client
 
+ONE, TWO = CLIENTS[0].name, CLIENTS[1].name
 ALL_OK = [json.dumps({"flow": flow, "ok": True, "s": 0.1}) for flow in FLOWS]
 
 
@@ -43,15 +44,25 @@ def test_the_table_has_a_row_for_each_client_and_the_reasons_below() -> None:
     lacking = read_lines(
         ['{"version": "2"}', '{"flow": "tools", "lacks": "it sends load"}', '{"flow": "chat", "ok": false}']
     )
-    lines = table({"one": read_lines(['{"version": "1"}', *ALL_OK]), "two": lacking}).splitlines()
-    assert lines[2] == "| one | 1 |" + " yes |" * len(FLOWS) + "  |"
-    assert lines[3].startswith("| two | 2 | **no** |")
-    assert lines[-1] == "- two has no tools: it sends load."
+    lines = table({ONE: read_lines(['{"version": "1"}', *ALL_OK]), TWO: lacking}).splitlines()
+    assert lines[2] == f"| {ONE} | 1 |" + " yes |" * len(FLOWS) + "  |"
+    assert lines[3].startswith(f"| {TWO} | 2 | **no** |")
+    assert lines[-1] == f"- {TWO} has no tools: it sends load."
 
 
 def test_flows_beyond_the_eight_stand_in_the_last_column() -> None:
     result = read_lines(['{"version": "1"}', '{"flow": "batch", "ok": true}', '{"flow": "echo", "ok": false}'])
-    assert table({"one": result}).splitlines()[2].endswith("| batch, echo: **no** |")
+    assert table({ONE: result}).splitlines()[2].endswith("| batch, echo: **no** |")
+
+
+def test_clients_that_were_not_run_keep_their_lines() -> None:
+    lacking = read_lines(['{"version": "2"}', '{"flow": "tools", "lacks": "it sends load"}'])
+    both = table({ONE: read_lines(['{"version": "1"}', *ALL_OK]), TWO: lacking})
+    assert table({ONE: read_lines(['{"version": "7"}', *ALL_OK])}, both) == both.replace("| 1 |", "| 7 |")
+    assert (
+        table({}, both.replace(ONE, "gone"))
+        == "\n".join(both.replace(ONE, "gone").splitlines()[:2] + both.splitlines()[3:]) + "\n"
+    )
 
 
 def test_a_section_replaces_what_stood_between_the_markers() -> None:
@@ -70,6 +81,8 @@ def test_the_page_has_a_row_for_each_client_of_the_catalogue() -> None:
 def test_a_client_has_its_script_and_its_pins(client: Client) -> None:
     assert (HERE / client.script).is_file()
     assert (HERE / "requirements" / f"{client.environment}.txt").is_file()
+    assert not client.packages or (HERE / client.packages / "package-lock.json").is_file()
+    assert client.part in PARTS
 
 
 @pytest.mark.parametrize("file", sorted((HERE / "requirements").glob("*.txt")), ids=lambda file: file.stem)
