@@ -32,6 +32,12 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokenizer_cache_mib: Annotated[
         float, Meta(ge=0, le=65536, description="tokens of known pieces of prompts, kept for each model; 0: none")
     ] = 32.0
+    model_cache: Annotated[
+        str, Meta(description="folder for tokenizers that come from workers; default: ~/.cache/kvmesh/models")
+    ] = ""
+    model_cache_mib: Annotated[
+        float, Meta(gt=0, description="size of that folder; models that were used longest ago go first")
+    ] = 1024.0
     tls_cert: Annotated[str, Meta(description="PEM file with the certificate and its chain: serve HTTPS")] = ""
     tls_key: Annotated[str, Meta(description="PEM file with its private key; default: the one of --tls-cert")] = ""
     tls_client_ca: Annotated[str, Meta(description="PEM file; clients need a certificate that it has signed")] = ""

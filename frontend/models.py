@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from frontend.errors import UnknownModelError
 from frontend.formats import AnswerFormat, answer_format
+from frontend.model_files import ModelFolders
 from frontend.templates import ChatTemplate
 from frontend.tokenizer import CACHE_BYTES, Tokenizer
 from frontend.tokenizing.backends import BackendName, require_backend
@@ -18,6 +21,7 @@ from mesh.lifecycle import settle
 from protocol.errors import ConfigError, InvalidRequestError, NoWorkerError
 from protocol.ids import WorkerId
 from protocol.messages import Feature, Role, WorkerCard
+from protocol.model_files import ModelFile
 from protocol.parsers import reasoning_parser_name, tool_parser_name
 
 log = logging.getLogger(__name__)
@@ -61,7 +65,8 @@ class Model:
 class ModelFacts(NamedTuple):
     """Facts that loading a model takes, as its workers report them."""
 
-    model_path: str
+    model_path: str  # counts only for workers that do not name the model's files
+    model_files: tuple[ModelFile, ...]
     context_tokens: int
     block_size: int
     tool_parser: str
@@ -120,13 +125,17 @@ class ModelRegistry:
         tokenizer: BackendName = "auto",
         cache_bytes: int = CACHE_BYTES,
         now: Callable[[], float] = time.monotonic,
+        folders: ModelFolders | None = None,
     ) -> None:
-        """Make an empty registry; `tokenizer` and `cache_bytes` are those of Tokenizer.load, for every model. Raise
-        ConfigError if a package is missing."""
+        """Make an empty registry; `tokenizer` and `cache_bytes` are those of Tokenizer.load, for every model. Without
+        `folders` each model's folder has to be here. Raise ConfigError if a package is missing."""
         require_backend(tokenizer)
         self._now = now
         self._tokenizer: BackendName = tokenizer
         self._cache_bytes = cache_bytes
+        self._folders = folders
+        self._tokenizers: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()  # by sha256 of tokenizer.json
+        self._tokenizer_lock = asyncio.Lock()  # models that share a tokenizer may be loaded at once
         self._served: dict[str, ServedModel] = {}
         self._model_of: dict[WorkerId, str] = {}
 
@@ -181,9 +190,26 @@ class ModelRegistry:
             log.error("%s failed: %s", task.get_name(), error)
 
     async def _loaded(self, served: ServedModel) -> Model:
-        model = await asyncio.to_thread(_load, served, served.facts, self._tokenizer, self._cache_bytes)
+        facts = served.facts
+        cards = [card for card in served.cards.values() if facts_of(card) == facts]
+        if not cards:
+            raise NoWorkerError(f"no worker of the model {served.name!r} is ready", hint="try again later")
+        folder = Path(cards[0].model_path) if self._folders is None else await self._folders.find(cards)
+        tokenizer = await self._tokenizer_of(folder, facts)
+        model = await asyncio.to_thread(_load, served, facts, folder, tokenizer)
         settle()
         return model
+
+    async def _tokenizer_of(self, folder: Path, facts: ModelFacts) -> Tokenizer:
+        """Return the tokenizer of a folder. Models with the same tokenizer.json share one, with its cache."""
+        sha256 = next((file.sha256 for file in facts.model_files if file.name == "tokenizer.json"), "")
+        async with self._tokenizer_lock:
+            if (known := self._tokenizers.get(sha256)) is not None:
+                return known
+            tokenizer = await asyncio.to_thread(Tokenizer.load, folder, self._tokenizer, self._cache_bytes)
+            if sha256:
+                self._tokenizers[sha256] = tokenizer
+            return tokenizer
 
     def find(self, name: str) -> ServedModel:
         """Raises UnknownModelError; NoWorkerError as long as none is known: we may have just been started."""
@@ -229,7 +255,14 @@ class ModelRegistry:
 
 
 def facts_of(card: WorkerCard) -> ModelFacts:
-    return ModelFacts(card.model_path, card.context_tokens, card.block_size, card.tool_parser, card.reasoning_parser)
+    return ModelFacts(
+        "" if card.model_files else card.model_path,
+        card.model_files,
+        card.context_tokens,
+        card.block_size,
+        card.tool_parser,
+        card.reasoning_parser,
+    )
 
 
 def parser_problem(card: WorkerCard) -> str:
@@ -246,11 +279,11 @@ def _failed(task: asyncio.Task[Model]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _load(served: ServedModel, facts: ModelFacts, tokenizer: BackendName, cache_bytes: int) -> Model:
-    template = ChatTemplate.load(facts.model_path)
+def _load(served: ServedModel, facts: ModelFacts, folder: Path, tokenizer: Tokenizer) -> Model:
+    template = ChatTemplate.load(folder)
     return Model(
         name=served.name,
-        tokenizer=Tokenizer.load(facts.model_path, tokenizer, cache_bytes),
+        tokenizer=tokenizer,
         template=template,
         format=answer_format(facts.tool_parser, facts.reasoning_parser, template.source if template else ""),
         context_tokens=facts.context_tokens,

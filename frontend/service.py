@@ -14,6 +14,7 @@ from frontend.admission import Admission
 from frontend.config import FrontendConfig
 from frontend.dispatch import Dispatcher
 from frontend.http import FrontendApi, HttpSettings
+from frontend.model_files import ModelFolders, default_cache_dir
 from frontend.models import ModelRegistry
 from frontend.responses.opening import check_setting, open_store
 from frontend.responses.retention import StoreLimits
@@ -51,7 +52,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
         cleanup.push_async_callback(plane.close)
         discovery = open_discovery(config.discovery)
         cleanup.push_async_callback(discovery.close)
-        models = ModelRegistry(config.tokenizer, int(config.tokenizer_cache_mib * 2**20))
+        models = open_registry(config, plane)
         workers = WorkerFeed(plane)
         workers.listen(models.add, models.remove)
         LinkWatch(plane, workers)
@@ -95,6 +96,13 @@ def configure(api: FrontendApi, config: FrontendConfig, guard: ApiKeyGuard | Non
     api.app.guard, api.app.cors, api.app.logs_access = guard, cors, config.access_log
     api.app.is_draining = lambda: api.admission.draining
     api.app.limits = replace(api.app.limits, max_connections=config.max_connections)
+
+
+def open_registry(config: FrontendConfig, plane: PlaneClient) -> ModelRegistry:
+    """Return an empty registry. Raises ConfigError if the tokenizer's package is missing."""
+    cache_dir = Path(config.model_cache) if config.model_cache else default_cache_dir()
+    folders = ModelFolders(plane, cache_dir, int(config.model_cache_mib * 2**20))
+    return ModelRegistry(config.tokenizer, int(config.tokenizer_cache_mib * 2**20), folders=folders)
 
 
 async def heard_of(workers: WorkerFeed) -> None:

@@ -14,6 +14,7 @@ from msgspec import Meta
 from protocol.errors import MeshError, WireError, error_class
 from protocol.hashing import token_bytes
 from protocol.ids import RequestId, WorkerId
+from protocol.model_files import ModelFile
 
 
 class Role(StrEnum):
@@ -218,7 +219,7 @@ class WorkerCard(Message, frozen=True):
     name: str  # stable over restarts, e.g. "decode-0"
     role: Role
     model: str
-    model_path: str  # a folder with tokenizer.json, readable by the frontend
+    model_path: str  # its folder, on its host
     address: str  # host:port of the request plane
     block_size: int
     total_blocks: int
@@ -238,6 +239,7 @@ class WorkerCard(Message, frozen=True):
     loras: tuple[str, ...] = ()  # names of adapters, served as models of their own
     tool_parser: str = ""  # how the model writes tool calls; "": guess from its chat template
     reasoning_parser: str = ""  # how the model sets its thoughts apart; "": guess from its chat template
+    model_files: Annotated[tuple[ModelFile, ...], Meta(max_length=16)] = ()  # what it answers `model_file` with
 
 
 class RouterCard(Message, frozen=True):
@@ -396,6 +398,18 @@ class KvRank(Message, frozen=True):
     """The rank that `kv_snapshot` and `kv_digest` are asked for. A call without it asks for the first."""
 
     dp_rank: int = 0
+
+
+class ModelFileRequest(Message, frozen=True):
+    """Ask a worker for one of its `WorkerCard.model_files`: worker method `model_file`."""
+
+    sha256: Annotated[str, Meta(max_length=64)]
+
+
+class ModelFilePart(Message, frozen=True):
+    """A part of a file, in order: the answer of worker method `model_file`."""
+
+    data: bytes
 
 
 class KvSnapshot(Message, frozen=True):

@@ -14,6 +14,7 @@ from protocol.errors import ConfigError, FeedLostError, MeshError, WireError
 from protocol.events import Digest
 from protocol.ids import WorkerId
 from protocol.messages import KvDigest, KvRank, KvSnapshot, WorkerCard, WorkerIdentity, decode
+from protocol.model_files import fingerprint
 from router.fleet import WorkerFleet
 from router.members import Members
 from router.metrics import EVENTS, LAPSED_WORKERS
@@ -114,9 +115,9 @@ class WorkerFeed:
             return
         self._tell_left(card.worker_id)
         log.warning(
-            "worker %s waits: its block size %d or context %d is not that of the other workers of %s; "
-            "start all with the same --block-size and model", card.worker_id, card.block_size, card.context_tokens,
-            card.model,
+            "worker %s (%s) waits: its block size %d, its context %d or its tokenizer %s is not that of the other "
+            "workers of %s; start all with the same --block-size and model", card.name, card.worker_id, card.block_size,
+            card.context_tokens, fingerprint(card.model_files)[:12] or "(not told)", card.model,
         )  # fmt: skip
 
     def _leave(self, worker_id: WorkerId) -> None:

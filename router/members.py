@@ -1,9 +1,9 @@
 """Decide which workers can be used together. Pure.
 
-The workers of one model must cut prompts into equal blocks and take equally long ones: overlaps are compared in
-blocks, KV moves in blocks, and the frontend checks a prompt before it knows where it will run. A worker that
-contradicts the others waits until they have left. That happens when a worker is started again with other settings
-while the card of its predecessor still stands.
+The workers of one model must have the same tokenizer, cut prompts into equal blocks and take equally long ones.
+Overlaps are compared in blocks, KV moves in blocks, and the frontend tokenizes and checks a prompt before it knows
+where it will run. A worker that contradicts the others waits until they have left. That happens when a worker is
+started again with other settings while the card of its predecessor still stands.
 """
 
 from protocol.ids import WorkerId
@@ -37,5 +37,13 @@ def contradicts(card: WorkerCard, other: WorkerCard) -> bool:
     return (
         card.model == other.model
         and card.worker_id != other.worker_id
-        and (card.block_size, card.context_tokens) != (other.block_size, other.context_tokens)
+        and (
+            (card.block_size, card.context_tokens) != (other.block_size, other.context_tokens)
+            or has_other_files(card, other)
+        )
     )
+
+
+def has_other_files(card: WorkerCard, other: WorkerCard) -> bool:
+    """Return whether two workers that name their model's files have other ones: they would read tokens differently."""
+    return bool(card.model_files and other.model_files) and card.model_files != other.model_files

@@ -1,17 +1,21 @@
 """A worker's place in the mesh: its card and its KV events. It can leave, and come back under another id."""
 
+import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvevents.connect import open_publisher
 from kvevents.transport import Publisher
 from mesh.discovery import Discovery, Registration
 from protocol.ids import WorkerId, new_worker_id
 from protocol.messages import Role, WorkerCard, encode
+from protocol.model_files import ModelFile
 from workers.config import WorkerConfig
 from workers.engine import Engine, EngineInfo, Ranked
 from workers.load_reports import reporting_ranks
+from workers.model_files import OfferedFiles, model_files
 from workers.names import worker_name
 
 log = logging.getLogger(__name__)
@@ -30,6 +34,7 @@ class Membership:
         self._discovery = discovery
         self._metrics_url = metrics_url
         self._registration: Registration | None = None
+        self.files = OfferedFiles()
         self.publishers: Sequence[Publisher] = self._open_publishers()
 
     def follow_caches(self) -> None:
@@ -40,6 +45,9 @@ class Membership:
     async def join(self, info: EngineInfo) -> None:
         """Join the mesh, or report to routers what has changed. Does nothing for an engine that serves nobody."""
         if info.serves:
+            folder = Path(info.model_path)
+            files = await asyncio.to_thread(model_files, folder)
+            self.files.offer(folder, files)
             card = make_card(
                 self._config,
                 self.worker_id,
@@ -49,6 +57,7 @@ class Membership:
                 self.publishers,
                 self._metrics_url,
                 reports_load=bool(reporting_ranks(self._ranks, self._config.load_report_interval_s)),
+                files=files,
             )
             self._registration = await self._discovery.put(f"workers/{self.worker_id}", encode(card))
 
@@ -105,6 +114,7 @@ def make_card(
     metrics_url: str,
     *,
     reports_load: bool = False,
+    files: Sequence[ModelFile] = (),
 ) -> WorkerCard:
     endpoints = [(one.endpoint, one.replay_endpoint) for one in publishers] if info.tells_events else [("", "")]
     return WorkerCard(
@@ -131,4 +141,5 @@ def make_card(
         loras=info.loras,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
+        model_files=tuple(files),
     )

@@ -39,6 +39,7 @@ from workers.engines.registry import ENGINES
 from workers.load_reports import LoadReports
 from workers.membership import Membership
 from workers.metrics import CACHED_BLOCKS, OFFERS, QUEUED_TOKENS, REQUESTS, RUNNING, TOTAL_BLOCKS, USED_BLOCKS, WAITING
+from workers.model_files import OfferedFiles
 from workers.names import worker_name
 from workers.turning import Place, Turning, offers_taken, role_asked_for
 
@@ -108,7 +109,9 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
         engine = open_engine(config)
         membership = Membership(config, engine, host.discovery, host.metrics_url)
         cleanup.push_async_callback(membership.close)
-        worker = Worker(engine, membership, config.drain_timeout_s, config.load_report_interval_s)
+        worker = Worker(
+            engine, membership, config.drain_timeout_s, config.load_report_interval_s, files=membership.files
+        )
         server = PlaneServer(worker.handlers(), max_calls=config.max_calls, always={"release"})
         cleanup.push_async_callback(server.close)
         membership.address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
@@ -157,7 +160,12 @@ class Worker:
     """The calls a worker answers."""
 
     def __init__(
-        self, engine: Engine, place: Place, drain_timeout_s: float = 0.0, load_report_interval_s: float = 0.0
+        self,
+        engine: Engine,
+        place: Place,
+        drain_timeout_s: float = 0.0,
+        load_report_interval_s: float = 0.0,
+        files: OfferedFiles | None = None,
     ) -> None:
         self._engine = engine
         self._place = place
@@ -166,6 +174,7 @@ class Worker:
         self.turning = Turning(engine, place, drain_timeout_s)
         self.load_reports = LoadReports(self._ranks, load_report_interval_s)
         self.info: EngineInfo | None = None
+        self._files = files or OfferedFiles()
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -173,6 +182,7 @@ class Worker:
             "embed": self.embed,
             "release": self.release,
             "identify": self.identify,
+            "model_file": self._files.answer,
             "kv_snapshot": self.kv_snapshot,
             "kv_digest": self.kv_digest,
             "control": self.control,

@@ -1,7 +1,10 @@
 """Workers that contradict each other are not used together."""
 
+from msgspec.structs import replace
+
 from protocol.ids import WorkerId
 from protocol.messages import Role, WorkerCard
+from protocol.model_files import ModelFile
 from router.members import Members
 
 
@@ -44,3 +47,12 @@ def test_a_lone_worker_may_change_its_card() -> None:
     members = Members()
     members.join(card("a"))
     assert members.join(card("a", block_size=64))
+
+
+def test_a_worker_with_another_tokenizer_waits() -> None:
+    members = Members()
+    one, other = ([ModelFile("tokenizer.json", 1, digit * 64)] for digit in "01")
+    assert members.join(replace(card("a"), model_files=tuple(one)))
+    assert not members.join(replace(card("b"), model_files=tuple(other)))
+    assert members.join(card("of an earlier version"))
+    assert [left.name for left in members.leave(WorkerId("a"))] == ["b"]

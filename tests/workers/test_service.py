@@ -90,7 +90,9 @@ async def test_the_card_has_the_engines_features_and_the_models_parsers(engine: 
     publisher: Any = SimpleNamespace(endpoint="tcp://h:1", replay_endpoint="tcp://h:2")
     card = make_card(settings, WorkerId("w"), Role.DECODE, info, "h:3", [publisher], "")
     assert (card.name, card.role, card.kv_events, card.rank_kv_events) == ("n", Role.DECODE, "tcp://h:1", ())
-    assert card.features == (Feature.COMPLETIONS, Feature.LOGPROBS, Feature.EMBEDDINGS)
+    assert set(card.features) == {
+        Feature.COMPLETIONS, Feature.LOGPROBS, Feature.PROMPT_LOGPROBS, Feature.EMBEDDINGS
+    }  # fmt: skip
     assert card.loras == ("poet", "critic")
     assert (card.tool_parser, card.reasoning_parser) == ("hermes", "qwen3")
 
