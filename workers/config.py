@@ -6,9 +6,11 @@ from msgspec import Meta, Struct
 
 from mesh.discovery import DiscoveryUrl
 from mesh.telemetry import LogFormat, LogLevel
+from protocol.errors import ConfigError
 from protocol.messages import Role
 from protocol.parsers import REASONING_PARSER_HELP, TOOL_PARSER_HELP, reasoning_parser_name, tool_parser_name
 from workers.engines.registry import ENGINE_HELP, EngineName
+from workers.schemas import GuideWhitespace
 
 
 class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,6 +36,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Annotated[int, Meta(ge=0)] | None,
         Meta(description="torch, vllm: CPU threads of a step; 0: the engine decides; default: 1 for small models"),
     ] = None
+    guide_whitespace: Annotated[
+        GuideWhitespace,
+        Meta(description="torch: spaces between the parts of guided JSON; compact: none; flexible: as the model likes"),
+    ] = "compact"
     block_size: Annotated[
         int, Meta(ge=1, le=1024, description="tokens per KV block (vllm: set its own flag after --)")
     ] = 16
@@ -107,6 +113,12 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a parser that no frontend has: its requests would all fail."""
+        """Raise ConfigError for a parser that no frontend has: its requests would all fail. Also for whitespace that
+        the engine would not heed."""
         tool_parser_name(self.tool_parser)
         reasoning_parser_name(self.reasoning_parser)
+        if self.guide_whitespace != "compact" and self.engine != "torch":
+            raise ConfigError(
+                f"--guide-whitespace is not for the engine {self.engine}",
+                hint="engines of other projects have flags of their own for it, see docs/workers.md",
+            )

@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from protocol.errors import EngineError, InvalidRequestError
 from protocol.messages import Guide, GuideKind
 from workers.choices import choices_of
-from workers.schemas import SchemaFault, fault_of, fault_reason, held_text
+from workers.schemas import GuideWhitespace, SchemaFault, fault_of, fault_reason, held_text
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+    from llguidance._lib import JsonCompileOptions
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,11 @@ COMPILE_TIMEOUT_S = 10.0
 COMPILE_THREADS = 2
 # The parser recurses once per reference of a chain of definitions; the largest guides need a tenth of this.
 COMPILE_STACK_BYTES = 512 << 20
-WHITESPACE = r"[ \n\r\t]{1,64}"  # between the parts of JSON: bounded, or a model may indent for ever
+# between the parts of JSON: none, or a bounded run, because a model may indent for ever
+_WHITESPACE: "dict[GuideWhitespace, JsonCompileOptions]" = {
+    "compact": {"whitespace_flexible": False},
+    "flexible": {"whitespace_pattern": r"[ \n\r\t]{1,64}"},
+}
 
 
 class Matcher:
@@ -76,13 +81,16 @@ class Matcher:
 class Guides:
     """Compiles guides for one tokenizer, in threads of its own, and remembers the latest."""
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int], whitespace: GuideWhitespace
+    ) -> None:
         """Raises ImportError without the package, ValueError for a tokenizer that it cannot read."""
         from llguidance import LLTokenizer
 
         eos = list(eos_token_ids) or None
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
         self._vocab_size = vocab_size
+        self._whitespace = _WHITESPACE[whitespace]
         self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -148,7 +156,7 @@ class Guides:
 
     def _compile(self, guide: Guide) -> "LLMatcher":
         try:
-            matcher = self._matcher(_grammar(guide))
+            matcher = self._matcher(_grammar(guide, self._whitespace))
             if not matcher.is_error():
                 return matcher
             if guide.kind is not GuideKind.JSON_SCHEMA:
@@ -161,7 +169,7 @@ class Guides:
     def _problem(self, schema: Any) -> str:
         """Return why the schema cannot be followed; empty: it can be."""
         try:
-            matcher = self._matcher(_schema_grammar(json.dumps(schema)))
+            matcher = self._matcher(_schema_grammar(json.dumps(schema), self._whitespace))
         except (ValueError, SchemaFault) as error:
             return str(error)
         return matcher.get_error() if matcher.is_error() else ""
@@ -184,14 +192,16 @@ class Guides:
         return matcher
 
 
-def open_guides(model_path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Guides | None:
-    """Return None where answers cannot be guided: the log says why."""
+def open_guides(
+    model_path: Path, vocab_size: int, eos_token_ids: Sequence[int], whitespace: GuideWhitespace = "compact"
+) -> Guides | None:
+    """Return what compiles guides for a model, None where answers cannot be guided: the log says why."""
     tokenizer = model_path / "tokenizer.json"
     if not tokenizer.is_file():
         log.info("no guided decoding: %s is missing", tokenizer)
         return None
     try:
-        return Guides(tokenizer.read_text(encoding="utf-8"), vocab_size, eos_token_ids)
+        return Guides(tokenizer.read_text(encoding="utf-8"), vocab_size, eos_token_ids, whitespace)
     except ImportError as error:
         log.info("no guided decoding: %s; pip install 'kvmesh[torch]'", error)
     except ValueError as error:
@@ -199,18 +209,16 @@ def open_guides(model_path: Path, vocab_size: int, eos_token_ids: Sequence[int])
     return None
 
 
-def _grammar(guide: Guide) -> str:
+def _grammar(guide: Guide, whitespace: "JsonCompileOptions") -> str:
     """Return the guide in the notation of llguidance. Raise InvalidRequestError, SchemaFault."""
     from llguidance import LLMatcher
 
     match guide.kind:
         case GuideKind.JSON:
-            return LLMatcher.grammar_from_json_schema(
-                '{"type": "object"}', overrides={"whitespace_pattern": WHITESPACE}
-            )
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=whitespace)
         case GuideKind.JSON_SCHEMA:
             try:
-                return _schema_grammar(guide.value)
+                return _schema_grammar(guide.value, whitespace)
             except ValueError as error:
                 raise SchemaFault((), f"the JSON schema cannot be read: {error}") from error
         case GuideKind.REGEX:
@@ -224,11 +232,11 @@ def _grammar(guide: Guide) -> str:
             )
 
 
-def _schema_grammar(schema: str) -> str:
+def _schema_grammar(schema: str, whitespace: "JsonCompileOptions") -> str:
     """Raise ValueError, SchemaFault."""
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(held_text(schema), overrides={"whitespace_pattern": WHITESPACE})
+    return LLMatcher.grammar_from_json_schema(held_text(schema), overrides=whitespace)
 
 
 def _named(guide: Guide) -> str:

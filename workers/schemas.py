@@ -6,11 +6,13 @@ The compiler knows neither `uniqueItems` nor `not`. Both are written in other ke
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import permutations
+from itertools import pairwise, permutations
 from math import perm
-from typing import Any
+from typing import Any, Literal
 
+GuideWhitespace = Literal["compact", "flexible"]  # between the parts of guided JSON: none, or as the model likes
 MAX_ARRANGEMENTS = 400  # arrays that stand for `uniqueItems`
+MAX_TEXT = 100  # characters of a text that a `not` excludes; each is one level of a pattern
 MAX_PROBES = 200  # compilations to find a fault
 NAMED_SCHEMAS = ("$defs", "definitions", "properties", "patternProperties")
 LISTED_SCHEMAS = ("prefixItems", "anyOf", "oneOf", "allOf")
@@ -175,7 +177,7 @@ def _excluded(schema: dict[str, Any], refused: Any, path: Path) -> Any:
         case _:
             found = False if not keywords else None
     if found is None:
-        raise SchemaFault(path, "'not' is supported only for types, and for values of an enum, a boolean or a null")
+        raise SchemaFault(path, "'not' is supported only for types, and for values of an enum or of one given type")
     return found
 
 
@@ -204,7 +206,41 @@ def _without_values(schema: dict[str, Any], values: Sequence[Any]) -> Any:
     if set(kinds) <= {"boolean", "null"}:
         known = [*((True, False) if "boolean" in kinds else ()), *((None,) if "null" in kinds else ())]
         return schema | {"enum": [value for value in known if _key(value) not in refused]}
+    return _without_one_kind(schema, possible)
+
+
+def _without_one_kind(schema: dict[str, Any], values: Sequence[Any]) -> Any:
+    """Return the texts or the integers that are left: a pattern, or ranges. Return None for other types."""
+    match schema:
+        case {"type": "string"} if not schema.keys() & {"pattern", "format"} and max(map(len, values)) <= MAX_TEXT:
+            return schema | {"pattern": f"^(?:{_rest_but(frozenset(values))})$"}
+        case {"type": "integer"} if "anyOf" not in schema:
+            return schema | {"anyOf": _ranges_between(sorted({int(value) for value in values if value == int(value)}))}
     return None
+
+
+def _ranges_between(values: Sequence[int]) -> list[dict[str, int]]:
+    if not values:
+        return [{}]
+    inner = [{"minimum": low + 1, "maximum": high - 1} for low, high in pairwise(values) if high - low > 1]
+    return [{"maximum": values[0] - 1}, *inner, {"minimum": values[-1] + 1}]
+
+
+def _rest_but(rests: frozenset[str]) -> str:
+    """Return a pattern for any text but `rests`, at one place in them. Patterns cannot look ahead: it goes letter by
+    letter."""
+    firsts = sorted({rest[0] for rest in rests if rest})
+    others = f"[^{''.join(map(_in_class, firsts))}][\\s\\S]*" if firsts else "[\\s\\S]+"
+    later = [f"{re.escape(first)}(?:{_rest_but(_after(first, rests))})" for first in firsts]
+    return "|".join([*([] if "" in rests else [""]), others, *later])
+
+
+def _after(first: str, rests: frozenset[str]) -> frozenset[str]:
+    return frozenset(rest[1:] for rest in rests if rest[:1] == first)
+
+
+def _in_class(char: str) -> str:
+    return f"\\{char}" if char in r"\]^-[&~" else char
 
 
 def _may_be(value: Any, kinds: Sequence[str]) -> bool:

@@ -13,13 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("llguidance")
+pytest.importorskip("torch")
 
 from tokenizers import Tokenizer
 
 from cluster.tiny_model import CHECKPOINT_DIR
-from protocol.errors import EngineError, InvalidRequestError
+from protocol.errors import ConfigError, EngineError, InvalidRequestError
 from protocol.messages import Guide, GuideKind
 from tests.support.budget import examples
+from workers.config import WorkerConfig
+from workers.engines.registry import EngineName
+from workers.engines.torch.executor import TorchExecutor
+from workers.engines.torch.opening import open_engine
+from workers.executor import Executor
 from workers.guides import MAX_COMPILED, MAX_GUIDE_BYTES, Guides, Matcher, open_guides
 
 VOCAB_SIZE, EOS = 2048, 2
@@ -124,13 +130,51 @@ def test_an_answer_under_a_schema_is_valid_json(guides: Guides, rule: dict[str, 
 @pytest.mark.parametrize("seed", range(5))
 def test_an_answer_in_json_begins_an_object(guides: Guides, seed: int) -> None:
     said = babble(open_now(guides, Guide(kind=GuideKind.JSON)), seed, 40)
-    assert text(said).lstrip().startswith("{")
+    assert text(said).startswith("{")
+
+
+ONES = schema({"type": "array", "items": {"const": {"a": 1}}, "minItems": 3, "maxItems": 9})
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whitespace_between_the_parts_of_json_ends(guides: Guides, seed: int) -> None:
-    said = text(babble(open_now(guides, schema({"type": "array", "items": {"const": 1}, "maxItems": 9})), seed))
-    assert max(map(len, re.findall(r"\s+", said)), default=0) <= 64
+def test_json_is_compact(guides: Guides, seed: int) -> None:
+    said = text(babble(open_now(guides, ONES), seed))
+    assert said == json.dumps(json.loads(said), separators=(",", ":"))
+    assert re.match(r'\{("|\})', text(babble(open_now(guides, Guide(kind=GuideKind.JSON)), seed, 40)))
+
+
+@pytest.fixture(scope="module")
+def flexible() -> Iterator[Guides]:
+    made = open_guides(CHECKPOINT_DIR, VOCAB_SIZE, [EOS], "flexible")
+    assert made is not None
+    yield made
+    made.close()
+
+
+def test_the_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("workers.engines.torch.executor.open_guides", lambda *given: opened.append(given[-1]))
+    TorchExecutor(CHECKPOINT_DIR, guide_whitespace="flexible").load()
+    assert opened == ["flexible"]
+    executors: list[Executor] = []
+    monkeypatch.setattr("workers.engines.torch.opening.open_step_engine", lambda _, make: executors.append(make()))
+    open_engine(WorkerConfig(model_path=str(CHECKPOINT_DIR), guide_whitespace="flexible"))
+    executors[0].load()
+    assert opened == ["flexible", "flexible"]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "mock", "attach"])
+def test_an_engine_that_would_not_heed_the_setting_refuses_it(engine: EngineName) -> None:
+    with pytest.raises(ConfigError, match=f"--guide-whitespace is not for the engine {engine}"):
+        WorkerConfig(model_path="m", engine=engine, guide_whitespace="flexible")
+
+
+def test_json_may_have_whitespace_where_that_is_asked_for(flexible: Guides) -> None:
+    said = [text(babble(open_now(flexible, ONES), seed)) for seed in range(5)]
+    runs = [len(run) for answer in said for run in re.findall(r"\s+", answer)]
+    assert runs
+    assert max(runs) <= 64
+    assert all(isinstance(json.loads(answer), list) for answer in said)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -253,6 +297,15 @@ def test_unique_items_differ(guides: Guides, seed: int) -> None:
     items = json.loads(text(babble(open_now(guides, schema(rule)), seed)))
     assert len(items) >= 2
     assert len(set(items)) == len(items)
+
+
+@pytest.mark.parametrize("seed", range(examples(30)))
+def test_excluded_texts_and_numbers_never_come(guides: Guides, seed: int) -> None:
+    excluded = ["", "a", 'a"', "\\", "\n", "é"]
+    letters = {"type": "string", "maxLength": 1, "not": {"enum": excluded}}
+    numbers = {"type": "integer", "minimum": 1, "maximum": 5, "not": {"enum": [1, 2, 4]}}
+    assert json.loads(text(babble(open_now(guides, schema(letters)), seed))) not in excluded
+    assert json.loads(text(babble(open_now(guides, schema(numbers)), seed))) in (3, 5)
 
 
 @pytest.mark.parametrize("kind", list(GuideKind))

@@ -20,6 +20,7 @@ from workers.engines.torch.sampling import choose, logprobs_of
 from workers.engines.torch.weights import load_weights, random_weights
 from workers.executor import Embedded, ModelInfo, Result, Row, Sampled, Scored
 from workers.guides import open_guides
+from workers.schemas import GuideWhitespace
 
 FEATURES = tuple(feature for feature in ENGINES["torch"].features if feature is not Feature.GUIDED)
 _SMALL_HIDDEN_SIZE = 1024  # below, matrices are too small to be worth sharing between threads
@@ -37,12 +38,14 @@ class TorchExecutor:
         block_size: int = 16,
         num_threads: int | None = None,
         random_weights: bool = False,
+        guide_whitespace: GuideWhitespace = "compact",
     ) -> None:
         """Take the settings; `load` reads the model.
 
         `device`: cpu, cuda, cuda:<n>, or auto: a GPU where there is one. `dtype`: one of DTYPES, or auto: float32 on a
         CPU, the checkpoint's on a GPU. `num_threads`: threads of a CPU's matrix products; None: 1 for small models; 0:
-        as torch has it. `random_weights`: read config.json alone, for benchmarks of a shape.
+        as torch has it. `random_weights`: read config.json alone, for benchmarks of a shape. `guide_whitespace`: see
+        WorkerConfig.
         """
         self._model_path = Path(model_path)
         self._device_name = device
@@ -50,6 +53,7 @@ class TorchExecutor:
         self._block_size = block_size
         self._num_threads = num_threads
         self._random_weights = random_weights
+        self._guide_whitespace = guide_whitespace
         self._model: Transformer | None = None
         self._info: ModelInfo | None = None
         self._kv: PagedKv | None = None
@@ -80,7 +84,7 @@ class TorchExecutor:
             block_size=self._block_size,
             dtype=dtype_name,
         )
-        guides = open_guides(self._model_path, config.vocab_size, config.eos_token_ids)
+        guides = open_guides(self._model_path, config.vocab_size, config.eos_token_ids, self._guide_whitespace)
         self._info = ModelInfo(
             layout, config.context_tokens, config.vocab_size, config.eos_token_ids, FEATURES, guides=guides
         )

@@ -29,5 +29,6 @@ def open_engine(config: WorkerConfig) -> Engine:
             block_size=config.block_size,
             num_threads=config.num_threads,
             random_weights=config.random_weights,
+            guide_whitespace=config.guide_whitespace,
         ),
     )
