@@ -277,6 +277,7 @@ class AnswerMessage(Struct, frozen=True, kw_only=True):
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    annotations: list[Any] = []  # of searches in the web, which there are none of
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[AnswerToolCall] | UnsetType = UNSET
 

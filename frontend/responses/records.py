@@ -59,7 +59,9 @@ def _kept(item: InputItem, item_id: str) -> KeptItem:
             return KeptOutput(item_id, call_id, output if isinstance(output, str) else _parts(output, is_output=False))
         case ReasoningItem(content=content, summary=summary, encrypted_content=encrypted):
             thoughts = [ReasoningText(part.text) for part in content or ()]
-            return KeptReasoning(item_id, thoughts, [SummaryText(part.text) for part in summary or ()], encrypted)
+            return KeptReasoning(
+                item_id, thoughts, [SummaryText(part.text) for part in summary or ()], encrypted or msgspec.UNSET
+            )
 
 
 def _parts(content: str | list[ContentPart], *, is_output: bool) -> list[KeptPart]:

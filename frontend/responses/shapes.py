@@ -19,7 +19,7 @@ from frontend.openai.shapes import (
     ServiceTier,
     Verbosity,
 )
-from frontend.shapes import MAX_TOOLS, Count, Lenient, Strict, TraceReport
+from frontend.shapes import MAX_TOOLS, MAX_U32, Count, Lenient, Strict, TraceReport
 
 MAX_INPUT_ITEMS = 1 << 16
 LOGPROBS = "message.output_text.logprobs"  # what a caller has included to get them
@@ -118,7 +118,7 @@ class ResponsesRequest(RequestBase, frozen=True, kw_only=True):
     metadata: Metadata | None = None
     # accepted and not used: nothing is stored, no tool runs here, prefixes are cached without being told
     store: bool | None = None
-    max_tool_calls: Count | None = None
+    max_tool_calls: Annotated[int, Meta(ge=0, le=MAX_U32)] | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_retention: str | None = None
@@ -223,7 +223,6 @@ class OutputReasoning(Struct, tag_field="type", tag="reasoning"):
     status: ItemStatus
     content: list[ReasoningText]
     summary: list[Any] = []
-    encrypted_content: None = None
 
 
 class OutputCall(Struct, tag_field="type", tag="function_call"):
@@ -363,7 +362,7 @@ class KeptReasoning(Struct, frozen=True, tag_field="type", tag="reasoning"):
     id: str
     content: list[ReasoningText]
     summary: list["SummaryText"]
-    encrypted_content: str | None = None
+    encrypted_content: str | UnsetType = UNSET
     status: str = "completed"
 
 

@@ -57,7 +57,7 @@ async def test_a_guided_answer_is_not_searched_for_calls(able: Served, text: str
         content = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
     else:
         _, _, body = await able.post("/v1/chat/completions", CHAT | {"response_format": OBJECT})
-        assert body["choices"][0]["message"].keys() == {"role", "content", "refusal"}
+        assert body["choices"][0]["message"].keys() == {"role", "content", "refusal", "annotations"}
         content = text_of(body["choices"][0])
     assert content == text
 

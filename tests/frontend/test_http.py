@@ -102,7 +102,7 @@ async def test_a_chat_completion(served: Served) -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": "Once upon a time", "refusal": None},
+                "message": {"role": "assistant", "content": "Once upon a time", "refusal": None, "annotations": []},
                 "logprobs": None,
                 "finish_reason": "stop",
             }

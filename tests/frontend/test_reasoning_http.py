@@ -48,7 +48,7 @@ def joined(deltas: list[dict[str, Any]], name: str) -> str:
 async def test_thoughts_stand_beside_the_answer(able: Served) -> None:
     message = await message_for(able, THOUGHT)
     assert message == {
-        "role": "assistant", "content": "It is b.", "refusal": None, "reasoning_content": "First a.",
+        "role": "assistant", "content": "It is b.", "refusal": None, "annotations": [], "reasoning_content": "First a.",
     }  # fmt: skip
 
 

@@ -67,7 +67,10 @@ async def deltas_for(served: Served, script: Sequence[Delta], **fields: Any) -> 
 @pytest.mark.parametrize("choice", [None, "auto"])
 async def test_the_model_is_shown_its_tools_and_is_free(able: Served, choice: Any) -> None:
     message, reason = await message_for(able, "No need.", tool_choice=choice)
-    assert (message, reason) == ({"role": "assistant", "content": "No need.", "refusal": None}, "stop")
+    assert (message, reason) == (
+        {"role": "assistant", "content": "No need.", "refusal": None, "annotations": []},
+        "stop",
+    )
     shown = TIME["function"] | {"parameters": {"type": "object", "properties": {}}}
     assert json.dumps([WEATHER, TIME | {"function": shown}]) in prompt_of(able)
     assert able.generator.requests[0].guide is None
