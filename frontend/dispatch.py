@@ -187,20 +187,19 @@ class Dispatcher:
         body = msgspec.structs.replace(request, offer_kv=True, dp_rank=target.dp_rank)
         try:
             async with self._plane.open(target.address, "generate", body, _left(deadline)) as stream:
-                async for delta in stream.messages(Delta):
+                async for told in stream.messages(Delta):
+                    leg.ticket = told.ticket
+                    while told.logprobs and leg.is_full:
+                        await leg.until_ready()
+                    delta = leg.on_prompt(told)
                     if delta.ticket is not None or delta.finish_reason is not None:
                         leg.trace.prefill_worker = target.name
-                        leg.ticket = delta.ticket
                         if not delta.token_ids and delta.finish_reason is None:
                             return delta.ticket  # it has only begun: the decode worker fetches what it computes
                         while leg.is_full:
                             await leg.until_ready()
                         leg.on_first(delta)
                         return delta.ticket
-                    if delta.logprobs:
-                        while leg.is_full:
-                            await leg.until_ready()
-                        leg.on_prompt(delta)
             raise PeerLostError(f"prefill worker {target.name} ended without a ticket")
         except ELSEWHERE as error:
             raise _LegFailedError(target.worker_id, error) from error
@@ -244,10 +243,10 @@ class _Generation(msgspec.Struct):
     num_prompt_logprobs: int = 0  # that the consumer has
 
     def continued(self) -> GenerateRequest:
-        """Return the request with the tokens so far as part of its prompt."""
-        if not self.generated:
-            return self.request
-        return msgspec.structs.replace(without_prompt_logprobs(self.request), generated=tuple(self.generated))
+        """Return the request with the tokens so far as part of its prompt, and without what its consumer has."""
+        has_all = self.num_prompt_logprobs >= len(self.request.prompt) // 4 - 1
+        request = without_prompt_logprobs(self.request) if self.generated or has_all else self.request
+        return msgspec.structs.replace(request, generated=tuple(self.generated)) if self.generated else request
 
 
 class _Failures:
@@ -332,7 +331,6 @@ class _Leg:
 
     def on_first(self, delta: Delta) -> None:
         """Take the delta of a prefill leg; the consumer has no use for its ticket."""
-        delta = self.on_prompt(delta)
         self._note(delta)
         self._forward(msgspec.structs.replace(delta, ticket=None))
 
@@ -455,8 +453,7 @@ def _wants_prompt_logprobs(request: GenerateRequest | EmbedRequest) -> bool:
 
 
 def without_prompt_logprobs(request: GenerateRequest) -> GenerateRequest:
-    """Return the request of a worker that continues an answer: the logprobs of the prompt came before its first
-    token."""
+    """Return the request of a worker that is not asked for the logprobs of the prompt any more."""
     if request.sampling.prompt_logprobs is None:
         return request
     sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=None)

@@ -704,9 +704,30 @@ async def test_no_cached_prefix_counts_for_a_prompt_with_logprobs(checked: list[
 @pytest.mark.parametrize("before", [[], [FIRST], [FIRST, SECOND], [FIRST, SECOND, 3]], ids=len)
 async def test_a_scored_prompt_migrates_without_a_logprob_lost_or_twice(checked: list[Run], before: list[Step]) -> None:
     all_at_once = Delta(logprobs=SCORES)
-    a, b = decode([*before, LOST], name="a"), decode([all_at_once, 10] if 3 not in before else [10], name="b")
+    has_all = len(before) > 1
+    a, b = decode([*before, LOST], name="a"), decode([10] if has_all else [all_at_once, 10], name="b")
     checked.append(run := Run(a, b))
     taken = await score(run)
     assert taken.logprobs == list(SCORES)
     assert taken.tokens == answer(PROMPT, 10)
-    assert wanted(b) == [None if 3 in before else 0], "an answer that has begun has all of them"
+    assert wanted(b) == [None if has_all else 0]
+
+
+async def test_a_ticket_alone_may_bring_the_logprobs_of_the_prompt(checked: list[Run]) -> None:
+    ticket = Ticket(
+        offer_id=1, worker_id=WorkerId("p0-id"), address="p0:1", backend="meets", nonce=1001, opaque=b"room 7"
+    )
+    checked.append(run := Run(prefill([Delta(ticket=ticket, logprobs=SCORES)]), d := decode()))
+    taken = await score(run)
+    assert (taken.logprobs, taken.tokens) == (list(SCORES), answer(PROMPT, 10))
+    assert wanted(d) == [None]
+
+
+async def test_a_ticket_without_the_logprobs_leaves_them_to_the_decode_worker(checked: list[Run]) -> None:
+    ticket = Ticket(
+        offer_id=1, worker_id=WorkerId("p0-id"), address="p0:1", backend="meets", nonce=1001, opaque=b"room 7"
+    )
+    checked.append(run := Run(prefill([Delta(ticket=ticket)]), d := decode([Delta(logprobs=SCORES), 10])))
+    taken = await score(run)
+    assert (taken.logprobs, taken.tokens) == (list(SCORES), answer(PROMPT, 10))
+    assert wanted(d) == [0]

@@ -381,7 +381,7 @@ class VllmServer(Server):
         if body.get("return_token_ids"):
             choice["token_ids"] = tokens
         if body.get("logprobs") is not None:
-            choice["logprobs"] = logprobs(tokens, body["logprobs"])
+            choice["logprobs"] = logprobs(tokens, body["logprobs"], prompt if body.get("echo") and is_first else ())
         return choice
 
     def cache(self, prompt: list[int], salt: str | None) -> None:
@@ -442,13 +442,18 @@ def offer_of(prompt: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def logprobs(tokens: Sequence[int], top: int) -> dict[str, Any]:
-    likeliest = [{f"token_id:{token + i}": -0.5 - i for i in range(max(top, 1))} for token in tokens]
+def logprobs(tokens: Sequence[int], top: int, echoed: Sequence[int] = ()) -> dict[str, Any]:
+    """Return vLLM's logprobs; those of an echoed prompt begin with null."""
+    shown = [*echoed, *tokens]
+    likeliest: list[Any] = [{f"token_id:{token + i}": -0.5 - i for i in range(max(top, 1))} for token in shown]
+    values: list[float | None] = [-0.5] * len(shown)
+    if echoed:
+        likeliest[0] = values[0] = None
     return {
-        "tokens": [f"token_id:{token}" for token in tokens],
-        "token_logprobs": [-0.5] * len(tokens),
+        "tokens": [f"token_id:{token}" for token in shown],
+        "token_logprobs": values,
         "top_logprobs": likeliest,
-        "text_offset": [0] * len(tokens),
+        "text_offset": [0] * len(shown),
     }
 
 

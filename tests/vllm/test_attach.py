@@ -231,6 +231,17 @@ def test_what_is_asked_for_is_what_the_server_does(two: Two) -> None:
     assert re.fullmatch(r'\{\s*"a"\s*:\s*(true|false)\s*\}?\s*', guided), "the tiny model may not get to its end"
 
 
+def test_an_echo_has_the_logprobs_that_the_server_gives(two: Two) -> None:
+    pair, mesh = two
+    prompt, asked = prompt_of(70, first=17), {"echo": True, "logprobs": 1}
+    own, ours = (complete(url, prompt, **asked)["choices"][0]["logprobs"] for url in (pair[0].url, mesh.url))
+    assert len(ours["tokens"]) == len(prompt) + 12
+    assert ours["token_logprobs"][0] is None
+    assert ours["token_logprobs"][1:] == pytest.approx(own["token_logprobs"][1:], abs=1e-3)
+    [alone] = complete(mesh.url, prompt, **asked, max_tokens=0)["choices"]
+    assert alone["logprobs"]["tokens"] == ours["tokens"][: len(prompt)]
+
+
 def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 

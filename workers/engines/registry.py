@@ -120,7 +120,7 @@ _KINDS = (
         title="an attached server",
         summary="a server that runs already, see --attach-url",
         folder="attached",
-        features=(*_STEERS, Feature.GUIDED, Feature.EMBEDDINGS),
+        features=(*_STEERS, Feature.PROMPT_LOGPROBS, Feature.GUIDED, Feature.EMBEDDINGS),
         is_started=False,
     ),
 )

@@ -167,6 +167,17 @@ async def test_logprobs_come_with_their_tokens(attach: Attach) -> None:
     assert all(len(one.top) == 2 for one in told)
 
 
+@pytest.mark.parametrize("role", [Role.AGGREGATED, Role.PREFILL])
+async def test_logprobs_of_the_prompt_come_before_the_answer(attach: Attach, role: Role) -> None:
+    engine, prompt = await attach(VllmServer(), role=role), prompt_of(20)
+    request = ask(prompt, sampling=SamplingParams(temperature=0, top_logprobs=2, prompt_logprobs=2))
+    deltas = await run(engine, msgspec.structs.replace(request, offer_kv=role is Role.PREFILL))
+    told = [one for delta in deltas for one in delta.logprobs or ()]
+    expected = prompt[1:] if role is Role.PREFILL else [*prompt[1:], *tokens(deltas)]
+    assert [one.token_id for one in told] == expected
+    assert all(len(one.top) == 2 for one in told)
+
+
 @pytest.mark.parametrize("server", [LlamaCppServer(), OpenAiServer()])
 async def test_texts_are_tokenized_by_the_models_own_tokenizer(attach: Attach, server: Server) -> None:
     """The tokens mean the text that came, whatever they were at the server."""

@@ -10,11 +10,11 @@ from typing import Protocol
 import msgspec
 
 from protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError
-from protocol.messages import Delta, GenerateRequest, PullReport, Role, Ticket
+from protocol.messages import Delta, GenerateRequest, PullReport, Role, Ticket, TokenLogprob
 from workers.engines.attached.completions import COMPLETIONS, Completions, as_engine_errors
 from workers.engines.attached.server import Body, Disaggregation
 from workers.engines.attached.tickets import START_HINT, params_of, ticket_of
-from workers.engines.attached.translate import ServerAnswer, prompt_of
+from workers.engines.attached.translate import ServerAnswer, delta_of, prompt_of
 from workers.engines.external.life import EngineLife
 from workers.engines.sglang.bootstrap import Bootstrap, bootstrap_to_decode
 from workers.engines.sglang.offers import PrefillOffers, new_room
@@ -71,11 +71,13 @@ class ParamsHandover:
     async def prefill(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         """The ticket, and no token: vLLM's decode side draws the first one itself, from the same logits.
 
-        Not streamed, because vLLM leaves kv_transfer_params out of streams.
+        The prompt's logprobs come with it, if they are asked for. Not streamed, because vLLM leaves kv_transfer_params
+        out of streams.
         """
         body = self._completions.body(request, max_tokens=1, stream=False)
         answer = await self._completions.whole(body | {"kv_transfer_params": dict(ASK_FOR_OFFER)})
-        yield Delta(ticket=self._ticket(answer, len(prompt_of(request))), cached_tokens=answer.cached_tokens)
+        ticket = self._ticket(answer, len(prompt_of(request)))
+        yield Delta(ticket=ticket, cached_tokens=answer.cached_tokens, logprobs=_prompt_logprobs(answer, request))
 
     def answer(self, body: Body, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         if request.ticket is None:
@@ -171,6 +173,15 @@ class BootstrapHandover:
             async for delta in deltas:
                 yield delta if report is None else msgspec.structs.replace(delta, pull=report)
                 report = None
+
+
+def _prompt_logprobs(answer: ServerAnswer, request: GenerateRequest) -> tuple[TokenLogprob, ...] | None:
+    if request.sampling.prompt_logprobs is None:
+        return None
+    delta = delta_of(answer, request.sampling.top_logprobs)
+    if delta is None or delta.logprobs is None:
+        raise EngineError("the server echoed no prompt with logprobs", hint="see its log")
+    return delta.logprobs[: len(delta.logprobs) - len(delta.token_ids)]
 
 
 def pull_report(ticket: Ticket, num_blocks: int, started: float, problem: str = "") -> PullReport:

@@ -58,6 +58,8 @@ def _vllm_fields(request: GenerateRequest, max_tokens: int) -> Body:
         fields["allowed_token_ids"] = list(sampling.allowed_token_ids)
     if sampling.top_logprobs is not None:
         fields |= {"logprobs": sampling.top_logprobs, "return_tokens_as_token_ids": True}
+    if sampling.prompt_logprobs is not None:
+        fields["echo"] = True  # as many likeliest tokens as for the answer
     if request.guide is not None:
         fields["structured_outputs"] = structured_outputs(request.guide)
     return fields
@@ -113,6 +115,7 @@ VLLM = ServerKind(
     features=(
         Feature.COMPLETIONS,
         Feature.LOGPROBS,
+        Feature.PROMPT_LOGPROBS,
         Feature.LOGIT_BIAS,
         Feature.ALLOWED_TOKENS,
         Feature.GUIDED,

@@ -220,18 +220,24 @@ def _finish_reason(reason: str | None) -> FinishReason | None:
 
 
 def _logprobs(told: AnswerLogprobs | None, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...] | None:
-    """Return one logprob per token. vLLM's top has the chosen token even if it is not among the `top` likeliest."""
-    if told is None or len(told.token_logprobs) != len(tokens):
+    """Return one logprob per token, and before them those of an echoed prompt: from its second token on."""
+    if told is None or len(told.token_logprobs) < len(tokens):
         if not tokens:
             return None
         raise WireError(f"no logprobs came for {len(tokens)} tokens")
-    tops = told.top_logprobs or [None] * len(tokens)
-    if len(tops) != len(tokens):
-        raise WireError(f"{len(tops)} lists of likeliest tokens came for {len(tokens)} tokens")
-    return tuple(
-        TokenLogprob(token, -9999.0 if logprob is None else logprob, _likeliest(likeliest or {}, top))
-        for token, logprob, likeliest in zip(tokens, told.token_logprobs, tops, strict=True)
-    )
+    num_echoed = len(told.token_logprobs) - len(tokens)
+    echoed = [_placeholder_id(name) for name in told.tokens[:num_echoed]]
+    tops = told.top_logprobs or [None] * len(told.token_logprobs)
+    if len(tops) != len(told.token_logprobs) or len(echoed) != num_echoed:
+        raise WireError(f"{len(tops)} lists of likeliest tokens came for {len(told.token_logprobs)} tokens")
+    found = zip([*echoed, *tokens], told.token_logprobs, tops, strict=True)
+    logprobs = [_logprob(token, logprob, likeliest or {}, top) for token, logprob, likeliest in found]
+    return tuple(logprobs[1:] if num_echoed else logprobs)
+
+
+def _logprob(token: int, logprob: float | None, likeliest: Mapping[str, float], top: int) -> TokenLogprob:
+    """Return the logprob of a token. vLLM's top has the token even if it is not among the `top` likeliest."""
+    return TokenLogprob(token, -9999.0 if logprob is None else logprob, _likeliest(likeliest, top))
 
 
 def _likeliest(told: Mapping[str, float], top: int) -> tuple[tuple[int, float], ...]:
