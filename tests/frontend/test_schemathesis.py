@@ -99,8 +99,8 @@ NARROW: dict[str, Any] = {
 }
 STREAMING = [endpoint.path for endpoint in ENDPOINTS if endpoint.operation.events and endpoint.operation.request]
 LIKE_OTHERS = [  # they take the requests of other operations; few random ones are right, so there are more of them
-    {"include-path": path, "phases": {"coverage": {"enabled": False}}, "generation": {"max-examples": EXAMPLES or 40}}
-    for path in ("/kvmesh/route", "/v1/messages/count_tokens", "/tokenize")
+    {"include-path": path, "phases": {"coverage": {"enabled": False}}, "generation": {"max-examples": EXAMPLES or most}}
+    for path, most in (("/kvmesh/route", 40), ("/v1/messages/count_tokens", 40), ("/tokenize", 120))
 ]
 schema = schemathesis.openapi.from_dict(
     narrowed(DOCUMENT), config=configured("all", ["examples", "coverage", "fuzzing"], operations=LIKE_OTHERS)
