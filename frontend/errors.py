@@ -1,13 +1,28 @@
 """Failures that are the frontend's own, as OpenAI's API shows them. The rest stands in mesh/http/errors.py."""
 
 from mesh.http.errors import CODES, error_body
-from protocol.errors import InvalidRequestError, MeshError
+from protocol.errors import ContextLengthError, InvalidRequestError, MeshError
 
 OUTCOMES = CODES | {"ok", "internal", "client_gone"}  # label values of the request counter
 
 
 class UnknownModelError(InvalidRequestError):
     code = "model_not_found"
+
+
+class PromptTooLongError(ContextLengthError):
+    """The prompt leaves no room for an answer. `length` says how long it is, in words."""
+
+    def __init__(self, length: str, prompt_tokens: int, context_tokens: int, param: str) -> None:
+        """Make OpenAI's text, by which clients know to shorten the prompt."""
+        super().__init__(
+            f"This model's maximum context length is {context_tokens} tokens. However, your prompt has {length}, and "
+            "the answer needs at least one token",
+            hint="shorten the prompt",
+            param=param,
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens
 
 
 def outcome(error: MeshError) -> str:

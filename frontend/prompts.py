@@ -6,9 +6,10 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
+from frontend.errors import PromptTooLongError
 from frontend.models import Model
 from frontend.request import ParsedRequest
-from protocol.errors import ContextLengthError, InvalidRequestError
+from protocol.errors import InvalidRequestError
 from protocol.messages import pack_tokens
 
 PROMPTS_AT_ONCE = 16  # tokenized in one turn of the event loop
@@ -36,7 +37,7 @@ class TokenizedPrompt(msgspec.Struct):
 
 
 async def read_prompts(parsed: ParsedRequest, model: Model) -> list[TokenizedPrompt]:
-    """Return the prompts of a request as tokens. Raise InvalidRequestError, ContextLengthError."""
+    """Return the prompts of a request as tokens. Raise InvalidRequestError, PromptTooLongError."""
     if parsed.messages is not None:
         prompts = [await chat_prompt(parsed, model)]
     else:
@@ -83,7 +84,7 @@ def render(parsed: ParsedRequest, model: Model) -> str:
 
 
 async def completion_prompt(parsed: ParsedRequest, model: Model, prompt: str | Sequence[int]) -> TokenizedPrompt:
-    """Return the prompt of a text completion. Raise InvalidRequestError, ContextLengthError."""
+    """Return the prompt of a text completion. Raise InvalidRequestError, PromptTooLongError."""
     if not isinstance(prompt, str):
         tokens = given_tokens(prompt, model, parsed.names.prompt)
         if parsed.suffix:
@@ -107,7 +108,7 @@ def given_tokens(token_ids: Sequence[int], model: Model, param: str) -> bytes:
 
 
 def text_tokens(text: str, model: Model, param: str, salt: str | None) -> Awaitable[bytes]:
-    """Return the tokens of a raw text, with the special tokens that the tokenizer adds. Raise ContextLengthError."""
+    """Return the tokens of a raw text, with the special tokens that the tokenizer adds. Raise PromptTooLongError."""
     check_length(text, model, param)
     return model.tokenizer.encode_packed(text, add_special_tokens=True, salt=salt or "")
 
@@ -151,28 +152,20 @@ def check_each_token(token_ids: Sequence[int], model: Model, param: str) -> None
 
 
 def check_length(text: str, model: Model, param: str) -> None:
-    """Refuse what cannot fit before tokenizing it, which would take seconds and gigabytes. Raise ContextLengthError."""
+    """Refuse what cannot fit before tokenizing it, which would take seconds and gigabytes. Raise PromptTooLongError."""
     least_tokens = -(-len(text) // model.tokenizer.longest_token_chars)
     if least_tokens >= model.context_tokens:
-        raise ContextLengthError(
-            f"the prompt has {len(text)} characters, at least {least_tokens} tokens; "
-            f"the context of {model.name} has {model.context_tokens}",
-            hint="shorten the prompt",
-            param=param,
+        raise PromptTooLongError(
+            f"{len(text)} characters, at least {least_tokens} tokens", least_tokens, model.context_tokens, param
         )
 
 
 def answer_limit(parsed: ParsedRequest, context_tokens: int, prompt_tokens: int) -> int:
     """Return how many tokens the answer may have: what was asked for, cut to what the context leaves.
 
-    Raise ContextLengthError if the prompt alone fills the context.
+    Raise PromptTooLongError if the prompt alone fills the context.
     """
     left = context_tokens - prompt_tokens
     if left <= 0:
-        raise ContextLengthError(
-            f"This model's maximum context length is {context_tokens} tokens. However, your prompt has "
-            f"{prompt_tokens} tokens, and the answer needs at least one",
-            hint="shorten the prompt",
-            param=parsed.names.prompt,
-        )
+        raise PromptTooLongError(f"{prompt_tokens} tokens", prompt_tokens, context_tokens, parsed.names.prompt)
     return left if parsed.max_tokens is None else min(parsed.max_tokens, left)

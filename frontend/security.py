@@ -113,7 +113,7 @@ class ApiKeyGuard:
             if hmac.compare_digest(key.digest, digest):
                 found = key
         if found is None:
-            raise UnauthorizedError("the API key that was sent is not valid", hint="check it, and " + _SEND)
+            raise UnauthorizedError("Incorrect API key provided", hint="check it, and " + _SEND)
         request.tenant = found.tenant
 
     def _look(self) -> Stamp:

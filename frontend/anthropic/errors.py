@@ -3,6 +3,7 @@
 from msgspec import UNSET
 
 from frontend.anthropic.shapes import ErrorAnswer, ErrorDetail, ErrorReason
+from frontend.errors import PromptTooLongError
 from frontend.shapes import encode
 from mesh.http.errors import http_failure
 from protocol.errors import InvalidRequestError, MeshError
@@ -32,5 +33,12 @@ def error_type(status: int) -> str:
 def error_body(error: MeshError, request_id: str = "") -> bytes:
     """Anthropic's error object as JSON."""
     reason = error.reason if isinstance(error, ThreadsUnsupportedError) else UNSET
-    detail = ErrorDetail(error_type(http_failure(error.code).status), str(error), reason)
+    detail = ErrorDetail(error_type(http_failure(error.code).status), _message(error), reason)
     return encode(ErrorAnswer(detail, request_id or UNSET))
+
+
+def _message(error: MeshError) -> str:
+    """Return the text of an error. A prompt that is too long gets Anthropic's words: clients shorten it then."""
+    if isinstance(error, PromptTooLongError):
+        return f"prompt is too long: {error.prompt_tokens} tokens > {error.context_tokens - 1} maximum; {error.hint}"
+    return str(error)

@@ -473,6 +473,12 @@ async def test_the_context_error_names_the_numbers(served: Served) -> None:
     assert "600" in reply["error"]["message"]
 
 
+async def test_a_text_that_cannot_fit_is_refused_in_openais_words(served: Served) -> None:
+    _, _, reply = await served.post("/v1/completions", TEXT | {"prompt": "word " * 9000})
+    assert reply["error"]["code"] == "context_length_exceeded"
+    assert reply["error"]["message"].startswith("This model's maximum context length is 512 tokens. However, your ")
+
+
 async def test_a_model_without_a_template_says_what_to_do(served: Served, tmp_path: Path) -> None:
     served.models.add(tiny.card("b", model="base", path=tiny.save_model(tmp_path, template=None)))
     status, _, reply = await served.post("/v1/chat/completions", CHAT | {"model": "base"})

@@ -180,6 +180,7 @@ async def test_over_http_a_missing_key_is_openais_401(guard: ApiKeyGuard, caplog
         async with session.post(url + "/v1/x", data=b"body", headers={"x-api-key": "sk-wrong"}) as reply:
             error = (await reply.json())["error"]
             assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+        assert error["message"].startswith("Incorrect API key provided; "), "clients look for OpenAI's words"
         assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "invalid_api_key")
         async with session.get(url + "/health") as reply:
             assert reply.status == 200
