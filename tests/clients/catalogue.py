@@ -65,6 +65,7 @@ CLIENTS = (
     Client("promptfoo", NODE, "node/promptfoo.mjs", packages="node/promptfoo", part="tools"),
     Client("Claude Code", NODE, "node/claude_code.mjs", packages="node/agents", part="tools"),
     Client("Codex", NODE, "node/codex.mjs", packages="node/agents", part="tools"),
+    Client("Continue", NODE, "node/continue_cli.mjs", packages="node/agents", part="tools"),
     Client("aiperf", "aiperf", "python/aiperf_command.py", more=("completions", "responses", "messages"), part="tools"),
     Client("guidellm", "guidellm", "python/guidellm_command.py", more=("completions", "responses"), part="tools"),
     Client(

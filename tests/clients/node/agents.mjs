@@ -29,8 +29,8 @@ async function deadEnd() {
 const proxy = await deadEnd();
 
 // Run a script of the agents' packages to its end, and return its exit code, the JSON objects it printed, and the rest.
-// `onLine` gets each object as it comes, and a function that interrupts the program.
-export async function runAgent(script, given, variables, onLine = () => {}) {
+// `onLine` gets each object as it comes, and a function that interrupts the program; `onStart` gets that function.
+export async function runAgent(script, given, variables, onLine = () => {}, onStart = () => {}) {
   const { NODE_OPTIONS, ...inherited } = process.env;
   const env = { ...inherited, HTTPS_PROXY: proxy, HTTP_PROXY: proxy, NO_PROXY: '127.0.0.1,localhost', ...variables };
   const file = fileURLToPath(new URL(`./agents/node_modules/${script}`, import.meta.url));
@@ -44,7 +44,9 @@ export async function runAgent(script, given, variables, onLine = () => {}) {
     lines.push(JSON.parse(line));
     onLine(lines.at(-1), interrupt);
   });
-  const code = await new Promise((resolve) => child.on('close', resolve));
+  const closed = new Promise((resolve) => child.on('close', resolve));
+  onStart(interrupt);
+  const code = await closed;
   return { code, lines, rest };
 }
 
@@ -61,7 +63,7 @@ async function waitFor(isWanted, withinS = 5) {
 }
 
 // Return whether an answer to an agent is in progress, now or soon.
-export const checkRunning = async () => (await waitFor((count) => count > 0)) !== undefined;
+export const checkRunning = async () => (await waitFor((count) => count > 0, 30)) !== undefined;
 
 // Check that none is, now or soon.
 export async function checkIdle() {
