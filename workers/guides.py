@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ MAX_GUIDE_BYTES = {  # an object of any shape has no value at all
 MAX_COMPILED = 64  # guides that are kept for the next request
 COMPILE_TIMEOUT_S = 10.0
 COMPILE_THREADS = 2
+PROBE_S = 0.5  # to find the part of a schema that is at fault
 # The parser recurses once per reference of a chain of definitions; the largest guides need a tenth of this.
 COMPILE_STACK_BYTES = 512 << 20
 # between the parts of JSON: none, or a bounded run, because a model may indent for ever
@@ -162,15 +164,18 @@ class Guides:
             if guide.kind is not GuideKind.JSON_SCHEMA:
                 reason = fault_reason(matcher.get_error())
                 raise InvalidRequestError(f"the {_named(guide)} cannot be followed: {reason}", param="guide")
-            raise fault_of(guide.value, self._problem)
+            until = time.monotonic() + PROBE_S
+            raise fault_of(guide.value, matcher.get_error(), lambda part: self._problem(part, until))
         except SchemaFault as fault:
             raise InvalidRequestError(str(fault), param=f"guide#{fault.pointer}") from fault
 
-    def _problem(self, schema: Any) -> str:
-        """Return why the schema cannot be followed; empty: it can be."""
+    def _problem(self, schema: Any, until: float) -> str:
+        """Return why a part of a schema cannot be followed; empty: it can be, or there is no time to find out."""
+        if time.monotonic() > until:
+            return ""
         try:
             matcher = self._matcher(_schema_grammar(json.dumps(schema), self._whitespace))
-        except (ValueError, SchemaFault) as error:
+        except (ValueError, RecursionError, SchemaFault) as error:
             return str(error)
         return matcher.get_error() if matcher.is_error() else ""
 

@@ -267,11 +267,17 @@ def _key(value: Any) -> str:
 # --- faults -------------------------------------------------------------------------------------------
 
 
-def fault_of(text: str, problem: Problem) -> SchemaFault:
-    """Return where the schema is at fault, and why. `problem` returns the compiler's complaint, "" for none."""
-    schema = json.loads(text)
+def fault_of(text: str, complaint: str, problem: Problem) -> SchemaFault:
+    """Return where the schema is at fault, and why.
+
+    `complaint` is the compiler's about the whole schema. `problem` returns that about a part, "" for none.
+    """
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        return SchemaFault((), fault_reason(complaint, {}))
     definitions = {key: schema[key] for key in DEFINITIONS if isinstance(schema, dict) and key in schema}
-    path, reason, probes = Path(), problem(schema), 0
+    path, reason, probes = Path(), complaint, 0
     while True:
         for place, child in children(schema):
             probes += 1
