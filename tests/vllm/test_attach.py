@@ -306,3 +306,9 @@ def test_prefill_there_and_decode_here_over_nixl(tmp_path: Path) -> None:
             pulled = decode.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
             assert pulled == 340 + 10 * BLOCK + 10 * BLOCK + 1
             assert decode.metric("vllm:prompt_tokens_by_source_total", source="local_compute") == 0
+            prompt, asked = prompt_of(100, first=41), {"echo": True, "logprobs": 1}
+            ours = complete(mesh.url, prompt, **asked, kvmesh={"disaggregate": True})["choices"][0]["logprobs"]
+            own = complete(prefill.url, prompt, **asked)["choices"][0]["logprobs"]
+            assert len(ours["tokens"]) == len(prompt) + 12
+            assert ours["token_logprobs"][1:] == pytest.approx(own["token_logprobs"][1:], abs=1e-3)
+            assert decode.metric("vllm:prompt_tokens_by_source_total", source="local_compute") == 0
