@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from frontend import metrics
 from frontend.answer import Part
@@ -61,10 +61,14 @@ log = logging.getLogger(__name__)
 _STATELESS = ResponsesDialect()
 
 
-async def respond(services: Services, request: Request) -> Reply | ReplyStream:
+def respond(services: Services, request: Request) -> Awaitable[Reply | ReplyStream]:
     """Answer one request. Failures are answers too; only cancellation is raised."""
     if (kept := services.responses) is None:
-        return await answer(_STATELESS, services, request)
+        return answer(_STATELESS, services, request)
+    return answer_and_store(services, request, kept)
+
+
+async def answer_and_store(services: Services, request: Request, kept: KeptResponses) -> Reply | ReplyStream:
     dialect = ResponsesDialect(await kept.storage_for(request))
     reply = await answer(dialect, services, request, StoringExchange)
     if isinstance(reply, Reply) and dialect.started is not None and dialect.started.log is not None:

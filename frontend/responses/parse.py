@@ -352,7 +352,7 @@ class Conversation:
             case "reasoning":
                 self._thoughts = _joined(self._thoughts, _thoughts(self._read(item, ReasoningItem, where)))
             case "item_reference" | None:
-                refuse(f"{where}.type", "it refers to a stored item, and nothing is stored here; send the item itself")
+                refuse(f"{where}.type", "references to stored items are not supported; send the item itself")
             case kind:
                 known = "message, function_call, function_call_output, reasoning"
                 refuse(f"{where}.type", f"{_shown(kind)} is not supported; there are: {known}")
