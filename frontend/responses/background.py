@@ -63,6 +63,7 @@ class BackgroundRun:
         self.record = record  # as it is now
         self.log = EventLog() if is_stream else None
         self.is_cancelled = False
+        self.is_ending = False  # it is being stored as it ended
         self.ended = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
@@ -70,15 +71,16 @@ class BackgroundRun:
     def key(self) -> Key:
         return self.record.owner, self.record.id
 
-    def set(self, status: str, response: bytes) -> None:
-        """Set the response as it is now. Once it is final, the events are complete."""
-        self.record = record = msgspec.structs.replace(self.record, status=status, response=response)
-        if self.log is not None and not record.is_unfinished:
-            self.record = msgspec.structs.replace(record, events=self.log.after(-1))
+    def with_response(self, status: str, response: bytes, last_events: bytes = b"") -> StoredResponse:
+        """Return the record of the response with another status. One that has ended has all events."""
+        record = msgspec.structs.replace(self.record, status=status, response=response)
+        if self.log is None or record.is_unfinished:
+            return record
+        return msgspec.structs.replace(record, events=self.log.after(-1) + last_events)
 
     async def cancel(self) -> None:
         """Have it end as cancelled unless it has ended already. Return when it is stored."""
-        if self.record.is_unfinished and not self.is_cancelled:
+        if not self.is_ending and not self.is_cancelled:
             self.is_cancelled = True
             if self.task is not None:
                 self.task.cancel()

@@ -181,12 +181,13 @@ class BackgroundJob:
         self._tell(self._writer.opening())
         try:
             with self._services.admission.enter():
-                await self._end(await self._result(asyncio.get_running_loop().time() + limit_s))
+                await self._end(*await self._result(asyncio.get_running_loop().time() + limit_s))
         except MeshError as error:  # it came too late to begin
-            await self._end(self._failure(error))
+            await self._end(*self._failure(error))
         count_tokens(metrics.of_endpoint(ResponsesDialect.name), self._job, self._job.counts())
 
-    async def _result(self, deadline: float) -> Response:
+    async def _result(self, deadline: float) -> tuple[Response, bytes]:
+        """Return the response as it ended, and the events that say so."""
         job = self._job
         try:
             with self._services.admission.until(deadline):
@@ -194,23 +195,25 @@ class BackgroundJob:
         except asyncio.CancelledError:
             if not self._run.is_cancelled:
                 raise
-            return cancelled(job, self._writer.so_far())
+            return cancelled(job, self._writer.so_far()), b""
         except Exception as error:
             return self._failure(as_failure(error, job.heading.id))
-        response = self._writer.response(job.counts())
-        self._tell(self._writer.end(job.counts()))
-        return response
+        return self._writer.response(job.counts()), self._writer.end(job.counts())
 
-    def _failure(self, error: MeshError) -> Response:
+    def _failure(self, error: MeshError) -> tuple[Response, bytes]:
         log.warning("background response %s failed: %s", self._job.heading.id, error)
-        self._tell(self._writer.error(error, self._job.heading.id))
-        return failed(self._job, self._writer.so_far(), error)
+        events = self._writer.error(error, self._job.heading.id)
+        return failed(self._job, self._writer.so_far(), error), events
 
-    async def _end(self, response: Response) -> None:
-        self._run.set(response.status, encode(response))
+    async def _end(self, response: Response, events: bytes) -> None:
+        """Store how it ended, and only then tell: whoever knows of the end finds the response stored."""
+        self._run.is_ending = True
         if self._saving is not None:
             await self._saving
-        await self._kept.keep(self._run.record)
+        record = self._run.with_response(response.status, encode(response), events)
+        await self._kept.keep(record)
+        self._run.record = record
+        self._tell(events)
 
     def _tell(self, events: bytes) -> None:
         if self._run.log is not None:
@@ -228,7 +231,7 @@ class BackgroundJob:
 
     def _begin(self) -> None:
         response = in_progress(self._job)
-        self._run.set(response.status, encode(response))
+        self._run.record = self._run.with_response(response.status, encode(response))
         self._tell(self._writer.begun())
         self._saving = asyncio.create_task(self._kept.keep(self._run.record), name=f"store {response.id}")
 
