@@ -38,7 +38,7 @@ def error_body(error: MeshError, request_id: str = "") -> bytes:
 
 
 def _message(error: MeshError) -> str:
-    """Return the text of an error. A prompt that is too long gets Anthropic's words: clients shorten it then."""
+    """Return the text of an error. A prompt that is too long gets Anthropic's words and no more: clients shorten it."""
     if isinstance(error, PromptTooLongError):
-        return f"prompt is too long: {error.prompt_tokens} tokens > {error.context_tokens - 1} maximum; {error.hint}"
+        return f"prompt is too long: {error.prompt_tokens} tokens > {error.context_tokens - 1} maximum"
     return str(error)
