@@ -4,4 +4,7 @@ import { createOpenAI } from '@ai-sdk/openai';
 import { KEY, SLOW_URL, URL } from './flows.mjs';
 import { runAiSdk } from './ai_sdk.mjs';
 
-runAiSdk('@ai-sdk/openai', createOpenAI({ baseURL: `${URL}/v1`, apiKey: KEY }), createOpenAI({ baseURL: `${SLOW_URL}/v1`, apiKey: KEY }));
+const fast = createOpenAI({ baseURL: `${URL}/v1`, apiKey: KEY });
+const slow = createOpenAI({ baseURL: `${SLOW_URL}/v1`, apiKey: KEY });
+// Unless it is told that nothing is stored, it sends earlier answers as references to stored items (item_reference).
+runAiSdk('@ai-sdk/openai', fast, slow, { openai: { store: false } });
