@@ -22,9 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def asked_for(session: pytest.Session) -> list[Client]:
     """Return the clients of the tests that this run has selected."""
-    names = {
-        item.callspec.params["client"].name for item in session.items if "client" in getattr(item, "fixturenames", ())
-    }
+    using = [item for item in session.items if {"client", "runs"} <= set(getattr(item, "fixturenames", ()))]
+    names = {item.callspec.params["client"].name for item in using}
     return [client for client in CLIENTS if client.name in names]
 
 
