@@ -22,6 +22,8 @@ import numpy as np
 
 from kvcache.memory import KvRegion
 from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, Run, check_fetch, plan_copy
+from mesh.address import split_address
+from mesh.silence import limit_silence_of
 from protocol.errors import ConfigError, TransferError
 from protocol.ids import WorkerId
 from protocol.messages import Ticket, decode, encode
@@ -32,6 +34,8 @@ _FETCH_POLL_S = 0.00005  # while we read from a peer
 _OFFER_POLL_S = 0.0005  # while peers may read from us
 _END_S = 2.0
 _MAX_PEERS = 256
+_PROBE_S = 0.3  # time to answer for a peer whose last transfer has failed
+_LOOK_AFTER_S = 0.1  # UCX has opened its connections by then
 
 Steps = Generator[None, None, int]  # a fetch on the agent's thread: yields while it waits for the network
 
@@ -76,6 +80,7 @@ class NixlBackend:
         self._region: KvRegion | None = None
         self._agent: _AgentThread | None = None
         self._offers: Offers | None = None
+        self._failed: set[WorkerId] = set()  # peers whose last transfer has failed
 
     def allocate(self, num_bytes: int) -> memoryview | None:
         return None
@@ -103,22 +108,41 @@ class NixlBackend:
     async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int]) -> int:
         assert self._region is not None and self._agent is not None, "register first"
         wanted = check_fetch(ticket, skip, into, self.name, self._region.layout)
+        if ticket.worker_id in self._failed:
+            await probe(ticket.address)
         job = _Fetch(ticket, plan_copy(wanted, into))
         self._agent.submit(job)
         done = asyncio.wrap_future(job.result)
         try:
-            return await asyncio.shield(done)
+            num_bytes = await asyncio.shield(done)
         except asyncio.CancelledError:
             job.aborted = True
             await asyncio.wait([done])  # until NIXL no longer uses the blocks
             done.exception()  # the caller has left: nobody gets the error
             raise
+        except TransferError:
+            if len(self._failed) < _MAX_PEERS:
+                self._failed.add(ticket.worker_id)
+            raise
+        self._failed.discard(ticket.worker_id)
+        return num_bytes
 
     async def close(self) -> None:
         agent, self._agent = self._agent, None
         if agent is not None:
             agent.submit(None)
             await asyncio.to_thread(agent.join)
+
+
+async def probe(address: str) -> None:
+    """Raise TransferError if a peer's host does not let us connect soon. UCX would try for much longer."""
+    host, port = split_address(address)
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError) as error:
+        raise TransferError(f"{address} cannot be reached: {str(error) or 'no answer'}") from error
+    writer.close()
 
 
 class _Fetch:
@@ -321,9 +345,13 @@ class _AgentThread(threading.Thread):
             # Wait also when the caller has given up: to release a transfer does not stop UCX. Over TCP it continues
             # to write into our blocks while the transfer is in progress.
             state = agent.transfer(handle)
+            look_s = time.monotonic() + _LOOK_AFTER_S
             while state == "PROC":
                 yield
                 state = agent.check_xfer_state(handle)
+                if look_s and time.monotonic() > look_s:
+                    look_s = 0.0
+                    limit_silence_of(split_address(job.ticket.address)[0])
         finally:
             self._release(handle)
         if job.aborted:

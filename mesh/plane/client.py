@@ -24,7 +24,7 @@ from protocol.messages import UNREADABLE, decode, decoder, encode, error_of, unr
 log = logging.getLogger(__name__)
 
 WINDOW_MESSAGES = 256  # that a peer may be ahead of a stream's consumer; after half of them a frame of credit is sent
-CONNECT_TIMEOUT_S = 3.0
+CONNECT_TIMEOUT_S = 1.5  # one lost packet costs 1 s
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 Take = Callable[[msgspec.Raw, int], bool]  # with a message, and the number of messages that a Shortcut took before it

@@ -10,6 +10,7 @@ from typing import cast
 import msgspec
 
 from mesh.plane.frames import MAX_FRAME_BYTES, Batch, Frame, FrameReader, Ping, Pong, encode_frame
+from mesh.silence import limit_silence
 from protocol.errors import MeshError, WireError
 from protocol.messages import failure_of
 
@@ -65,6 +66,7 @@ class Link(asyncio.Protocol, ABC):
         raw = transport.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            limit_silence(raw)
 
     def data_received(self, data: bytes) -> None:
         self._heard = True
