@@ -1,4 +1,4 @@
-"""Find out whether a client that has ended its sending side still reads (docs/decisions/0015-half-close.md).
+"""Find out whether a client that has ended its sending side still reads (docs/decisions/0018-half-close.md).
 
 TCP shows the end of the client's sending side alike for `shutdown(SHUT_WR)` and for `close()`. The two differ as soon
 as the server sends something: a client that has closed answers with a reset, and the system then marks the socket.
