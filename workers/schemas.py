@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 GuideWhitespace = Literal["compact", "flexible"]  # between the parts of guided JSON: none, or as the model likes
 MAX_ARRANGEMENTS = 400  # arrays that stand for `uniqueItems`
-MAX_TEXT = 100  # characters of a text that a `not` excludes; each is one level of a pattern
+MAX_TEXT = 64  # characters of a text that a `not` excludes; each is one level of a pattern
 MAX_PROBES = 200  # compilations to find a fault
 NAMED_SCHEMAS = ("$defs", "definitions", "properties", "patternProperties")
 LISTED_SCHEMAS = ("prefixItems", "anyOf", "oneOf", "allOf")

@@ -27,6 +27,7 @@ from workers.engines.torch.executor import TorchExecutor
 from workers.engines.torch.opening import open_engine
 from workers.executor import Executor
 from workers.guides import MAX_COMPILED, MAX_GUIDE_BYTES, Guides, Matcher, open_guides
+from workers.schemas import MAX_TEXT
 
 VOCAB_SIZE, EOS = 2048, 2
 TOKENIZER = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
@@ -306,6 +307,13 @@ def test_excluded_texts_and_numbers_never_come(guides: Guides, seed: int) -> Non
     numbers = {"type": "integer", "minimum": 1, "maximum": 5, "not": {"enum": [1, 2, 4]}}
     assert json.loads(text(babble(open_now(guides, schema(letters)), seed))) not in excluded
     assert json.loads(text(babble(open_now(guides, schema(numbers)), seed))) in (3, 5)
+
+
+def test_the_longest_excluded_text_is_no_deeper_than_a_pattern_may_be(guides: Guides) -> None:
+    excluded = {"type": "string", "not": {"enum": ["x" * MAX_TEXT, "y" * MAX_TEXT]}}
+    assert open_now(guides, schema(excluded)).allowed() is not None
+    with pytest.raises(InvalidRequestError, match="'not' is supported only for"):
+        open_now(guides, schema({"type": "string", "not": {"const": "x" * (MAX_TEXT + 1)}}))
 
 
 @pytest.mark.parametrize("kind", list(GuideKind))
