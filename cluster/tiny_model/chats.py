@@ -3,7 +3,7 @@
 
 import random
 from collections.abc import Callable
-from typing import Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from cluster.tiny_model import words
 from cluster.tiny_model.explanations import EVERYDAY, MESH, MESH_NAMES
@@ -12,8 +12,9 @@ from cluster.tiny_model.stories import Story, at, draw_name, draw_world, tell
 
 
 class ChatMessage(TypedDict):
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: NotRequired[list[dict[str, Any]]]  # as in a request
 
 
 Turn = tuple[str, str]  # (what the user says, what the assistant answers)

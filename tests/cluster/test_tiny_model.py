@@ -8,11 +8,14 @@ import pytest
 
 from cluster.tiny_model import CHECKPOINT_DIR
 from cluster.tiny_model.chats import conversation
-from cluster.tiny_model.corpus import SPECIAL_TOKENS, documents, render
+from cluster.tiny_model.corpus import ANSWER, SPECIAL_TOKENS, all_documents, prose_documents, render
 from cluster.tiny_model.grammar import expand
+from cluster.tiny_model.tool_chats import offered, tool_conversation
+from cluster.tiny_model.tool_tasks import draw_task, same_purpose
+from frontend.parsers.tools import guess_tool_format
+from frontend.templates import ChatTemplate
 
 tokenizers = pytest.importorskip("tokenizers")
-jinja2 = pytest.importorskip("jinja2")
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +24,14 @@ def tokenizer():
 
 
 def test_the_seed_decides_the_corpus() -> None:
-    first, again, other = (list(itertools.islice(documents(seed), 50)) for seed in (7, 7, 8))
+    first, again, other = (list(itertools.islice(all_documents(seed), 50)) for seed in (7, 7, 8))
     assert first == again
     assert first != other
 
 
 def test_no_document_has_an_open_choice_or_slot() -> None:
-    for text in itertools.islice(documents(1), 500):
+    for document in itertools.islice(prose_documents(1), 500):
+        text = document.text
         for token in SPECIAL_TOKENS:
             text = text.replace(token, "")
         assert not set(text) & set("{}[]|")
@@ -68,9 +72,10 @@ def test_every_byte_is_a_token(tokenizer) -> None:
     assert all(letter in vocab for letter in tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
 
-def rendered(messages: list[dict], **options: bool) -> str:
-    template = (CHECKPOINT_DIR / "chat_template.jinja").read_text(encoding="utf-8")
-    return jinja2.Environment().from_string(template).render(messages=messages, **options)
+def rendered(messages: list[dict], tools: list[dict] | None = None, **options: bool) -> str:
+    template = ChatTemplate.load(CHECKPOINT_DIR)
+    assert template is not None
+    return template.render(messages, tools=tools, **({"add_generation_prompt": False} | options))
 
 
 def test_the_chat_template_writes_chatml_with_system_messages_anywhere() -> None:
@@ -88,6 +93,68 @@ def test_the_chat_template_writes_chatml_with_system_messages_anywhere() -> None
 def test_the_corpus_is_rendered_as_the_chat_template_does() -> None:
     messages = conversation(random.Random(3))
     assert rendered(messages) == render(messages)
+
+
+def test_chats_with_tools_are_rendered_as_the_chat_template_does() -> None:
+    rng = random.Random(4)
+    for _ in range(200):
+        messages, tools = tool_conversation(rng)
+        assert rendered(messages, tools) == render(messages, tools)
+        offers = [{"type": "function", "function": tool} for tool in tools]
+        written = [as_a_client_sends(message) for message in messages]
+        assert rendered(written, offers) == render(messages, tools)
+
+
+def as_a_client_sends(message: dict) -> dict:
+    """The arguments of calls are JSON in a string, and the content of a call is null."""
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    texts = [json.dumps(f["arguments"], ensure_ascii=False, separators=(",", ":")) for f in calls]
+    sent = [{"function": f | {"arguments": text}} for f, text in zip(calls, texts, strict=True)]
+    return message | ({"tool_calls": sent, "content": None} if sent else {})
+
+
+def test_the_template_shows_what_any_tool_is_without_its_whole_schema() -> None:
+    parameters = {
+        "properties": {
+            "a": {"anyOf": [{"type": "integer"}, {"type": "null"}], "description": "long"},
+            "b": True,
+            "c": {"type": ["string", "null"]},
+            "d": {"$ref": "#/$defs/x"},
+            "e": {"enum": ["x", 5]},
+        },
+        "required": ["c", "e"],
+    }
+    tools = [
+        {"type": "function", "function": {"name": "f", "description": "\n  One.\nTwo.", "parameters": parameters}},
+        {"type": "function", "function": {"name": "g", "description": "d" * 500}},
+    ]
+    assert rendered([{"role": "system", "content": "Hi."}, {"role": "user", "content": "x"}], tools) == (
+        "<|im_start|>system\nHi.\n\nTools:\n"
+        '{"name":"f","description":"One.","parameters":'
+        '{"a":"integer?","b":"any?","c":"string|null","d":"any?","e":"x|5"}}\n'
+        f'{{"name":"g","description":"{"d" * 120}","parameters":{{}}}}<|im_end|>\n'
+        "<|im_start|>user\nx<|im_end|>\n"
+    )
+
+
+def test_calls_of_the_shipped_model_are_read_without_a_setting() -> None:
+    assert guess_tool_format((CHECKPOINT_DIR / "chat_template.jinja").read_text(encoding="utf-8")) == "hermes"
+
+
+def test_tools_that_would_answer_the_same_question_are_not_offered_together() -> None:
+    rng = random.Random(6)
+    for _ in range(200):
+        task = draw_task(rng)
+        tools = offered(rng, [task])
+        assert [tool["name"] for tool in tools].count(task.tool["name"]) == 1
+        assert all(f"'{key}': " in str(task.tool) for key in task.arguments)
+    assert same_purpose("sum +", "sum")
+    assert not same_purpose("sum +", "sum *")
+
+
+def test_only_the_assistants_words_are_learned_of_a_chat_with_tools() -> None:
+    text = render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "é b"}])
+    assert [match[1] for match in ANSWER.finditer(text)] == ["é b<|im_end|>"]
 
 
 def test_both_copies_of_the_chat_template_are_the_same() -> None:

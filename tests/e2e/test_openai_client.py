@@ -84,6 +84,51 @@ def test_unique_items_and_not_are_held_to(client: openai.OpenAI) -> None:
         assert found in range(10) if part is number else sorted(found) == ["blue", "green", "red"]
 
 
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather in a given location.",
+        "parameters": {"type": "object", "properties": {"location": {"type": "string"}}, "required": ["location"]},
+    },
+}
+
+
+def test_the_shipped_model_calls_a_tool_and_answers_with_its_result(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "tools": [WEATHER], "temperature": 0, "max_tokens": 100}
+    messages: list[Any] = [{"role": "user", "content": "What is the weather like in Paris today?"}]
+    [choice] = client.chat.completions.create(messages=messages, **asked).choices
+    [call] = choice.message.tool_calls or []
+    assert (choice.finish_reason, call.type) == ("tool_calls", "function")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"location": "Paris"})
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "It is sunny in Paris."}]
+    [last] = client.chat.completions.create(messages=messages, **asked).choices
+    assert (last.finish_reason, last.message.tool_calls) == ("stop", None)
+    assert "Paris" in (last.message.content or "")
+
+
+def test_the_shipped_model_answers_in_words_where_no_tool_helps(client: openai.OpenAI) -> None:
+    for question in ("Tell me a story about a fox.", "hi, how are you?", "Count from 1 to 5."):
+        asked: Any = {"messages": [{"role": "user", "content": question}], "tools": [WEATHER]}
+        [choice] = client.chat.completions.create(model="tiny", temperature=0, **asked).choices
+        assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+        assert choice.message.content
+
+
+def test_guided_json_is_compact_and_ends(client: openai.OpenAI) -> None:
+    properties = {"name": {"type": "string"}, "age": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": ["name", "age"], "additionalProperties": False}
+    held: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    asked: Any = [{"role": "user", "content": "Give me a person as JSON with name and age."}]
+    answer = client.chat.completions.create(
+        model="tiny", messages=asked, response_format=held, temperature=0, max_tokens=100
+    )
+    [choice] = answer.choices
+    content = choice.message.content or ""
+    assert choice.finish_reason == "stop"
+    assert content == json.dumps(json.loads(content), separators=(",", ":"), ensure_ascii=False)
+
+
 def test_a_text_completion(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="tiny", prompt="Once upon a time", max_tokens=10, temperature=0)
     assert answer.choices[0].text
