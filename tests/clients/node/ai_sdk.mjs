@@ -3,7 +3,7 @@
 import { APICallError, Output, generateObject, generateText, stepCountIs, streamText, tool } from 'ai';
 import { z } from 'zod';
 import {
-  FOLLOW_UP, MODEL, QUESTION, TOKENS, TOOL_TOKENS, WEATHER, chatText, check, checkCancelled, checkPerson, checkPieces,
+  ABOUT_ANNA, FOLLOW_UP, MODEL, QUESTION, TOKENS, TOOL_TOKENS, WEATHER, chatText, check, checkCancelled, checkPerson, checkPieces,
   checkRunning, checkUsage, equal, fails, run,
 } from './flows.mjs';
 
@@ -57,7 +57,7 @@ export function runAiSdk(packageName, modelOf, slowModelOf, providerOptions = {}
     },
 
     async structured() {
-      const asked = { model, prompt: QUESTION, temperature: 0, maxOutputTokens: 400, maxRetries: 0 };
+      const asked = { model, prompt: ABOUT_ANNA, temperature: 0, maxOutputTokens: 400, maxRetries: 0 };
       checkPerson((await generateObject({ ...asked, schema: Person })).object);
       checkPerson((await generateText({ ...asked, output: Output.object({ schema: Person }) })).output);
       const streamed = streamText({ ...asked, output: Output.object({ schema: Person }) });

@@ -5,7 +5,7 @@ import { zodOutputFormat } from '@anthropic-ai/sdk/helpers/zod';
 import { betaZodTool } from '@anthropic-ai/sdk/helpers/beta/zod';
 import { z } from 'zod';
 import {
-  FOLLOW_UP, KEY, MODEL, QUESTION, SLOW_URL, TOKENS, TOOL_TOKENS, URL, WEATHER, WEATHER_SCHEMA, chatText, check,
+  ABOUT_ANNA, FOLLOW_UP, KEY, MODEL, QUESTION, SLOW_URL, TOKENS, TOOL_TOKENS, URL, WEATHER, WEATHER_SCHEMA, chatText, check,
   checkCancelled, checkPerson, checkPieces, checkRunning, equal, fails, run,
 } from './flows.mjs';
 
@@ -69,7 +69,7 @@ run('@anthropic-ai/sdk', {
   async structured() {
     const format = zodOutputFormat(Person);
     const message = await client.messages.parse({
-      model: MODEL, messages: ASK, temperature: 0, max_tokens: 400, output_config: { format },
+      model: MODEL, messages: [user(ABOUT_ANNA)], temperature: 0, max_tokens: 400, output_config: { format },
     });
     checkPerson(message.parsed_output);
   },

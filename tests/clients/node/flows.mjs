@@ -8,6 +8,7 @@ export const { KVMESH_URL: URL, KVMESH_SLOW_URL: SLOW_URL, KVMESH_API_KEY: KEY }
 export const MODEL = 'tiny';
 export const QUESTION = 'Tell me about a garden.';
 export const FOLLOW_UP = 'And what grows there?';
+export const ABOUT_ANNA = 'Anna is 7 years old. Give me the name and age as JSON.';
 export const WEATHER = 'What is the weather in Paris?';
 export const TOKENS = 24;
 export const TOOL_TOKENS = 200;

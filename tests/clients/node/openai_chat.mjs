@@ -4,7 +4,7 @@ import OpenAI from 'openai';
 import { zodResponseFormat } from 'openai/helpers/zod';
 import { z } from 'zod';
 import {
-  FOLLOW_UP, KEY, MODEL, QUESTION, SLOW_URL, TOKENS, TOOL_TOKENS, URL, WEATHER, WEATHER_SCHEMA, chatText, check,
+  ABOUT_ANNA, FOLLOW_UP, KEY, MODEL, QUESTION, SLOW_URL, TOKENS, TOOL_TOKENS, URL, WEATHER, WEATHER_SCHEMA, chatText, check,
   checkCancelled, checkPerson, checkPieces, checkRunning, checkUsage, equal, fails, run,
 } from './flows.mjs';
 
@@ -62,7 +62,7 @@ run('openai', {
 
   async structured() {
     const completion = await client.chat.completions.parse({
-      model: MODEL, messages: ASK, temperature: 0, max_completion_tokens: 400,
+      model: MODEL, messages: [user(ABOUT_ANNA)], temperature: 0, max_completion_tokens: 400,
       response_format: zodResponseFormat(Person, 'person'),
     });
     checkPerson(completion.choices[0].message.parsed);

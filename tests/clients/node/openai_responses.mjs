@@ -4,7 +4,7 @@ import OpenAI from 'openai';
 import { zodTextFormat } from 'openai/helpers/zod';
 import { z } from 'zod';
 import {
-  FOLLOW_UP, KEY, MODEL, QUESTION, SLOW_URL, TOKENS, TOOL_TOKENS, URL, WEATHER, WEATHER_SCHEMA, chatText, check,
+  ABOUT_ANNA, FOLLOW_UP, KEY, MODEL, QUESTION, SLOW_URL, TOKENS, TOOL_TOKENS, URL, WEATHER, WEATHER_SCHEMA, chatText, check,
   checkCancelled, checkPerson, checkPieces, checkRunning, checkUsage, equal, fails, run,
 } from './flows.mjs';
 
@@ -60,7 +60,7 @@ run('openai', {
 
   async structured() {
     const response = await client.responses.parse({
-      input: QUESTION, model: MODEL, temperature: 0, max_output_tokens: 400,
+      input: ABOUT_ANNA, model: MODEL, temperature: 0, max_output_tokens: 400,
       text: { format: zodTextFormat(Person, 'person') },
     });
     checkPerson(response.output_parsed);

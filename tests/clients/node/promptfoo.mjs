@@ -4,7 +4,7 @@ import { spawnSync } from 'node:child_process';
 import { appendFileSync, existsSync, readFileSync, writeFileSync } from 'node:fs';
 import { fileURLToPath } from 'node:url';
 import {
-  FOLLOW_UP, KEY, MODEL, PERSON_SCHEMA, QUESTION, TOKENS, TOOL_TOKENS, URL as MESH, WEATHER, WEATHER_SCHEMA, chatText,
+  ABOUT_ANNA, FOLLOW_UP, KEY, MODEL, PERSON_SCHEMA, QUESTION, TOKENS, TOOL_TOKENS, URL as MESH, WEATHER, WEATHER_SCHEMA, chatText,
   check, checkUsage, equal, run,
 } from './flows.mjs';
 
@@ -81,7 +81,7 @@ run('promptfoo', {
   structured() {
     const schema = { name: 'person', strict: true, schema: PERSON_SCHEMA };
     const given = provider('openai:chat', { response_format: { type: 'json_schema', json_schema: schema }, max_tokens: 400 });
-    checkPassed(evaluate([given], [asked(QUESTION, { type: 'is-json', value: PERSON_SCHEMA })]), 1);
+    checkPassed(evaluate([given], [asked(ABOUT_ANNA, { type: 'is-json', value: PERSON_SCHEMA })]), 1);
   },
 
   async usage() {

@@ -9,6 +9,7 @@ import sys
 import openai
 from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, function_tool
 from flows import (
+    ABOUT_ANNA,
     FOLLOW_UP,
     KEY,
     MODEL,
@@ -102,7 +103,7 @@ async def tools():
 
 @flows.flow
 async def structured():
-    result = await Runner.run(agent(OBJECT_TOKENS, output_type=Person), QUESTION, run_config=config())
+    result = await Runner.run(agent(OBJECT_TOKENS, output_type=Person), ABOUT_ANNA, run_config=config())
     check(isinstance(result.final_output, Person), f"the output: {result.final_output!r}")
 
 

@@ -3,6 +3,7 @@
 import anthropic
 from anthropic import beta_tool
 from flows import (
+    ABOUT_ANNA,
     FOLLOW_UP,
     KEY,
     MODEL,
@@ -98,7 +99,11 @@ def tools():
 @flows.flow
 def structured():
     answer = client.messages.parse(
-        model=MODEL, messages=[ASK], output_format=Person, max_tokens=OBJECT_TOKENS, **COLDEST
+        model=MODEL,
+        messages=[{"role": "user", "content": ABOUT_ANNA}],
+        output_format=Person,
+        max_tokens=OBJECT_TOKENS,
+        **COLDEST,
     )
     check(isinstance(answer.parsed_output, Person), f"parsed: {answer.content}")
 

@@ -23,6 +23,7 @@ MODEL = "tiny"
 IDLE_WITHIN_S = 5.0
 QUESTION = "Tell me about a garden."
 FOLLOW_UP = "And what grows there?"
+ABOUT_ANNA = "Anna is 7 years old. Give me the name and age as JSON."
 WEATHER = "What is the weather in Paris?"
 TOKENS = 24
 WEATHER_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -9,6 +9,7 @@ import sys
 import anthropic
 import openai
 from flows import (
+    ABOUT_ANNA,
     FOLLOW_UP,
     KEY,
     MODEL,
@@ -104,7 +105,7 @@ def structured():
     methods = ["json_schema", "function_calling"]
     for method in methods:
         model = chat_model(tokens=OBJECT_TOKENS).with_structured_output(Person, method=method)
-        answer = model.invoke(QUESTION)
+        answer = model.invoke(ABOUT_ANNA)
         check(isinstance(answer, Person), f"{method}: {answer!r}")
 
 

@@ -10,6 +10,7 @@ import sys
 
 import litellm
 from flows import (
+    ABOUT_ANNA,
     FOLLOW_UP,
     KEY,
     MODEL,
@@ -95,7 +96,11 @@ def tools():
 @flows.flow
 def structured():
     answer = litellm.completion(
-        messages=[ASK], response_format=Person, temperature=0, max_tokens=OBJECT_TOKENS, **NAMED
+        messages=[{"role": "user", "content": ABOUT_ANNA}],
+        response_format=Person,
+        temperature=0,
+        max_tokens=OBJECT_TOKENS,
+        **NAMED,
     )
     Person.model_validate_json(answer.choices[0].message.content)
 

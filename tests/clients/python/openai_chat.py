@@ -4,6 +4,7 @@ import json
 
 import openai
 from flows import (
+    ABOUT_ANNA,
     FOLLOW_UP,
     KEY,
     MODEL,
@@ -96,7 +97,11 @@ def tools():
 @flows.flow
 def structured():
     answer = client.chat.completions.parse(
-        model=MODEL, messages=ASK, response_format=Person, temperature=0, max_tokens=OBJECT_TOKENS
+        model=MODEL,
+        messages=[{"role": "user", "content": ABOUT_ANNA}],
+        response_format=Person,
+        temperature=0,
+        max_tokens=OBJECT_TOKENS,
     )
     check(isinstance(answer.choices[0].message.parsed, Person), f"parsed: {answer}")
 

@@ -4,6 +4,7 @@ import json
 
 import openai
 from flows import (
+    ABOUT_ANNA,
     FOLLOW_UP,
     KEY,
     MODEL,
@@ -95,7 +96,7 @@ def tools():
 @flows.flow
 def structured():
     answer = client.responses.parse(
-        model=MODEL, input=QUESTION, text_format=Person, temperature=0, max_output_tokens=OBJECT_TOKENS
+        model=MODEL, input=ABOUT_ANNA, text_format=Person, temperature=0, max_output_tokens=OBJECT_TOKENS
     )
     check(isinstance(answer.output_parsed, Person), f"parsed: {answer.output_text!r}")
 

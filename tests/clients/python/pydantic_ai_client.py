@@ -7,6 +7,7 @@ import asyncio
 import sys
 
 from flows import (
+    ABOUT_ANNA,
     FOLLOW_UP,
     KEY,
     MODEL,
@@ -95,7 +96,7 @@ async def tools():
 @flows.flow
 async def structured():
     for output in (NativeOutput(Person), ToolOutput(Person)):
-        result = await agent(OBJECT_TOKENS, output_type=output).run(QUESTION)
+        result = await agent(OBJECT_TOKENS, output_type=output).run(ABOUT_ANNA)
         check(isinstance(result.output, Person), f"{output}: {result.output!r}")
 
 
