@@ -23,7 +23,7 @@ VLLM := .venv-vllm/.installed
 SGLANG := .venv-sglang/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev up demo demo-planner doctor test test-all test-large test-vllm test-sglang test-clients check fmt clean force
+.PHONY: help install dev up demo demo-planner doctor test test-all test-large test-vllm test-sglang test-hosts test-clients check fmt clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
