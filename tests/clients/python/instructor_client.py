@@ -82,7 +82,7 @@ def tools():
     equal((call.function.name, sent["name"], sent["age"]), ("Person", person.name, person.age), "the call")
     result = {"role": "tool", "tool_call_id": call.id, "content": "not old enough"}
     again = client().chat.completions.create(
-        response_model=Person, messages=[ASK_FOR_ANNA, answer.choices[0].message, result], **FILLING
+        response_model=Person, messages=[ASK_FOR_ANNA, answer.choices[0].message.model_dump(), result], **FILLING
     )
     check(isinstance(again, Person), f"after the result: {again!r}")
 
