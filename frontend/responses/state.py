@@ -8,6 +8,7 @@ from contextlib import suppress
 import msgspec
 from msgspec import Struct
 
+from frontend.bodies import decode_body
 from frontend.responses import metrics
 from frontend.responses.background import BackgroundRuns
 from frontend.responses.parse import Storage
@@ -15,8 +16,7 @@ from frontend.responses.records import conversation_of
 from frontend.responses.store import PreviousResponseError, ResponseStore, StorageError, StoredResponse
 from frontend.security import sent_key
 from mesh.http.request import Request
-from protocol.errors import MeshError
-from protocol.messages import UNREADABLE
+from protocol.errors import InvalidRequestError, MeshError
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ class KeptResponses:
     async def storage_for(self, request: Request) -> Storage:
         """Return the conversation that the body wants to continue."""
         try:
-            previous = _glance.decode(request.body).previous_response_id
-        except UNREADABLE:  # whoever reads the body says what is wrong with it
+            previous = decode_body(request.body, _glance).previous_response_id
+        except InvalidRequestError:  # whoever reads the body says what is wrong with it
             return Storage()
         if previous is None:
             return Storage()

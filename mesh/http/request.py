@@ -125,6 +125,7 @@ class Request:
             return msgspec.json.decode(self.body, type=kind)
         except UNREADABLE as error:
             if (text := utf8_text(self.body)) is not self.body:
+                self._connection.give_back(len(self.body) - len(text))
                 self.body = text
                 return self.json(kind)
             raise InvalidRequestError(f"the body of the request cannot be used: {error}") from error
@@ -137,9 +138,12 @@ class Request:
 def utf8_text(body: bytes) -> bytes:
     """Return a body that is no JSON, without the byte order mark at its beginning if it has one.
 
-    Raise InvalidRequestError if it is UTF-16 or UTF-32.
+    Two marks stay, so that a reader tries the result once and not again. Raise InvalidRequestError if the body is
+    UTF-16 or UTF-32.
     """
     if body.startswith(codecs.BOM_UTF8):
+        if body.startswith(codecs.BOM_UTF8, len(codecs.BOM_UTF8)):
+            return body
         return body.removeprefix(codecs.BOM_UTF8)
     if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (len(body) > 1 and 0 in body[:4]):
         raise InvalidRequestError("the request body is not valid JSON: it is UTF-16 or UTF-32", hint="send UTF-8")

@@ -555,6 +555,12 @@ def test_what_is_no_request_is_a_clear_error(body: bytes) -> None:
         parse_chat(body)
 
 
+def test_many_byte_order_marks_are_read_once() -> None:
+    body = b"\xef\xbb\xbf" * 5000
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        parse_chat(body)
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [

@@ -160,6 +160,13 @@ async def test_the_chain_counts_as_input(storing: Served) -> None:
     assert counted["input_tokens"] == second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
 
 
+async def test_a_byte_order_mark_does_not_lose_the_conversation(storing: Served) -> None:
+    first = await storing.whole(input="My name is Ann.")
+    body = json.dumps(ASKED | {"previous_response_id": first["id"]}).encode()
+    assert (await storing.post(b"\xef\xbb\xbf" + body))[0] == 200
+    assert "My name is Ann." in storing.prompt()
+
+
 async def test_an_unknown_previous_response_is_refused_like_openais(storing: Served) -> None:
     for previous in ("resp_none", "../../etc/passwd", "", "\ud83e\udd8a" * 500):
         status, _, body = await storing.post(ASKED | {"previous_response_id": previous})
