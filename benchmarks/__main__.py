@@ -10,6 +10,7 @@ BENCHMARKS = {
     "frontend": ("benchmarks.frontend", "CPU of frontend and router for a request and a token, latency, memory"),
     "streams": ("benchmarks.streams", "CPU and memory of streams that are open and idle"),
     "soak": ("benchmarks.soak", "does the frontend's memory grow with the requests that it has answered?"),
+    "many": ("benchmarks.many", "many workers: time of a placement, CPU and memory of an idle mesh"),
     "index": ("benchmarks.index", "the prefix index: time of an event and of a lookup, memory"),
     "engine": ("benchmarks.engine", "a mesh of one vLLM worker against `vllm serve`; `engine steps`: torch"),
     "planner": ("benchmarks.planner", "the planner against other policies: SLO and GPU-hours, simulated"),
