@@ -32,6 +32,7 @@ from mesh.http.request import Reply, ReplyStream, Request
 from mesh.http.server import REQUEST_ID_HEADER, client_request_id
 from protocol.errors import InvalidRequestError, MeshError
 from protocol.ids import RequestId, new_request_id
+from router.findings import DiscoveryReport
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Services:
     router_ready: Callable[[], bool]
     metrics_folder: Path | None  # where the processes that share our port meet
     document: Callable[[], bytes]  # /openapi.json
+    search: Callable[[], DiscoveryReport]  # of workers
     responses: KeptResponses | None = None  # None: they are not stored
 
 

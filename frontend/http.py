@@ -16,6 +16,7 @@ from frontend.refusals import Refusals
 from frontend.responses.state import KeptResponses
 from frontend.table import ENDPOINTS, ERRORS_BELOW
 from mesh.http.server import App, HttpLimits, Route
+from router.findings import NOTHING_SEARCHED, DiscoveryReport
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +39,10 @@ class FrontendApi:
         metrics_folder: Path | None = None,
         endpoints: Sequence[Endpoint] = ENDPOINTS,
         responses: KeptResponses | None = None,
+        search: Callable[[], DiscoveryReport] = lambda: NOTHING_SEARCHED,
     ) -> None:
         """Build the application; in `metrics_folder` the processes that share our port meet. Without `responses`
-        none are stored."""
+        none are stored. `search` says what discovery has found."""
         self.admission = Admission(settings.max_inflight)
         services = Services(
             models,
@@ -50,6 +52,7 @@ class FrontendApi:
             router_ready,
             metrics_folder,
             document=cache(partial(openapi, endpoints, version("kvmesh"), settings.max_request_timeout_s)),
+            search=search,
             responses=responses,
         )
         self.app = App(

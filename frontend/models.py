@@ -27,6 +27,9 @@ from protocol.parsers import reasoning_parser_name, tool_parser_name
 log = logging.getLogger(__name__)
 
 MAX_NAMES_TOLD = 32  # in an error
+UNKNOWN_PARSER = "this frontend does not know its --tool-parser or --reasoning-parser; the log has the name"
+ONLY_PREFILLS = "it only prefills, and no worker of its model can decode"
+SEE_HEALTH = "try again later; GET /health says why"
 RETRY_S = 5.0  # between tries to load a model that cannot be loaded
 
 
@@ -214,7 +217,7 @@ class ModelRegistry:
     def find(self, name: str) -> ServedModel:
         """Raises UnknownModelError; NoWorkerError as long as none is known: we may have just been started."""
         if not self._served:
-            raise NoWorkerError("no worker has joined yet", hint="try again later")
+            raise NoWorkerError("no worker has joined yet", hint=SEE_HEALTH)
         if (served := self._served.get(name) or self._with_lora(name)) is None:
             names = ", ".join([found for found, _ in islice(self.names(), MAX_NAMES_TOLD)]) or "none"
             raise UnknownModelError(
@@ -228,13 +231,20 @@ class ModelRegistry:
         if served.problem:
             raise NoWorkerError(served.problem)
         if not served.ready:
-            raise NoWorkerError(f"no worker of the model {name!r} is ready", hint="try again later")
+            raise NoWorkerError(f"no worker of the model {name!r} is ready", hint=SEE_HEALTH)
         return served
 
     def _with_lora(self, name: str) -> ServedModel | None:
         """Return a model with an adapter of that name, one that is ready if there is any."""
         having = [served for served in self._served.values() if name in served.loras]
         return next((served for served in having if served.ready), having[0] if having else None)
+
+    def unusable(self) -> Iterator[tuple[WorkerId, str]]:
+        """Yield the workers of models that are not ready, with the reason why each of them does not help."""
+        for served in self._served.values():
+            if not served.ready:
+                for card in served.cards.values():
+                    yield card.worker_id, UNKNOWN_PARSER if parser_problem(card) else ONLY_PREFILLS
 
     def names(self) -> Iterator[tuple[str, ServedModel]]:
         """Yield what can be asked for: models that are ready, and their adapters. Each name comes once, as `find` reads

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from frontend.responses.opening import check_setting, open_store
 from frontend.responses.retention import StoreLimits
 from frontend.responses.state import KeptResponses
 from frontend.security import ApiKeyGuard, open_to, tls_context
-from mesh.discovery import open_discovery
+from mesh.discovery import Discovery, open_discovery
 from mesh.http.cors import Cors
 from mesh.http.server import listening
 from mesh.lifecycle import watch_parent
@@ -32,7 +33,8 @@ from protocol.messages import FrontendCard, encode
 from router.booking import Router
 from router.client import RemoteRouter
 from router.config import RouterConfig
-from router.feeds import LinkWatch, WorkerFeed
+from router.feeds import LinkWatch, WorkerFeed, tell_missing
+from router.findings import DiscoveryReport
 from router.local import LocalRouter
 
 log = logging.getLogger(__name__)
@@ -53,12 +55,10 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
         discovery = open_discovery(config.discovery)
         cleanup.push_async_callback(discovery.close)
         models = open_registry(config, plane)
-        workers = WorkerFeed(plane)
-        workers.listen(models.add, models.remove)
-        LinkWatch(plane, workers)
-        workers.listen(models.load_early, lambda worker_id: None)
+        workers = worker_feed(plane, models)
         async with asyncio.TaskGroup() as feeds:
-            follow = [feeds.create_task(workers.run(discovery), name="frontend: follow workers")]
+            search = partial(searched, workers, models)
+            follow = follow_workers(feeds, workers, discovery, models)
             router: Router
             router_ready: Callable[[], bool] = always
             if config.router == "embedded":
@@ -77,7 +77,8 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
                 await cleanup.enter_async_context(sharing(folder))
                 await heard_of(workers)
             follow += keep(responses, feeds, cleanup)
-            api = FrontendApi(settings_of(config), models, dispatcher, router_ready, folder, responses=responses)
+            settings = settings_of(config)
+            api = FrontendApi(settings, models, dispatcher, router_ready, folder, responses=responses, search=search)
             configure(api, config, guard, cors)
             async with listening(api.app, config.host, config.port, tls=tls, reuse_port=folder is not None) as url:
                 card = FrontendCard(name=config.name, url=url, pid=os.getpid())
@@ -103,6 +104,31 @@ def open_registry(config: FrontendConfig, plane: PlaneClient) -> ModelRegistry:
     cache_dir = Path(config.model_cache) if config.model_cache else default_cache_dir()
     folders = ModelFolders(plane, cache_dir, int(config.model_cache_mib * 2**20))
     return ModelRegistry(config.tokenizer, int(config.tokenizer_cache_mib * 2**20), folders=folders)
+
+
+def worker_feed(plane: PlaneClient, models: ModelRegistry) -> WorkerFeed:
+    """Return the feed of workers, which tells the registry and the links of the workers that come and go."""
+    workers = WorkerFeed(plane)
+    workers.listen(models.add, models.remove)
+    LinkWatch(plane, workers)
+    workers.listen(models.load_early, lambda worker_id: None)
+    return workers
+
+
+def follow_workers(
+    feeds: asyncio.TaskGroup, workers: WorkerFeed, discovery: Discovery, models: ModelRegistry
+) -> list[asyncio.Task[None]]:
+    """Follow the workers, and say in the log why there is none."""
+    missing = tell_missing(lambda: bool(models.ready()), partial(searched, workers, models))
+    return [
+        feeds.create_task(workers.run(discovery), name="frontend: follow workers"),
+        feeds.create_task(missing, name="frontend: tell of missing workers"),
+    ]
+
+
+def searched(workers: WorkerFeed, models: ModelRegistry) -> DiscoveryReport:
+    """Return where workers were searched, and why those that were found do not count."""
+    return workers.report(models.unusable())
 
 
 async def heard_of(workers: WorkerFeed) -> None:

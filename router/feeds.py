@@ -3,18 +3,20 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kvevents.subscriber import KvEventSubscriber
 from kvevents.transport import KvSource, Snapshot
 from mesh.discovery import Deleted, Discovery, Put
+from mesh.discovery.place import SearchPlace
 from mesh.plane.client import PlaneClient
 from protocol.errors import ConfigError, FeedLostError, MeshError, WireError
 from protocol.events import Digest
 from protocol.ids import WorkerId
 from protocol.messages import KvDigest, KvRank, KvSnapshot, WorkerCard, WorkerIdentity, decode
 from protocol.model_files import fingerprint
+from router.findings import KEY_PREFIX, UNREADABLE, Complaint, DiscoveryReport, Findings
 from router.fleet import WorkerFleet
 from router.members import Members
 from router.metrics import EVENTS, LAPSED_WORKERS
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 SNAPSHOT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 1.0  # of a worker whose lease has lapsed
 ASK_AGAIN_S = 2.0
+LOOK_S = 1.0  # between two looks whether there is a worker
+NOWHERE_YET = SearchPlace("")
 
 
 class WorkerFeed:
@@ -40,16 +44,23 @@ class WorkerFeed:
         self._plane = plane
         self._values: dict[str, bytes] = {}  # of the keys whose workers have joined
         self._lapsed: dict[str, asyncio.Task[None]] = {}
+        self._findings = Findings()
+        self._where: Callable[[], SearchPlace] = lambda: NOWHERE_YET
         self.seen = asyncio.Event()  # discovery has reported a worker
 
     def listen(self, joined: Callable[[WorkerCard], object], left: Callable[[WorkerId], object]) -> None:
         self._joined.append(joined)
         self._left.append(left)
 
+    def report(self, others: Iterable[tuple[WorkerId, str]] = ()) -> DiscoveryReport:
+        """Return where workers are searched, and what does not count; `others` have joined, and cannot be used here."""
+        return self._findings.report(self._where(), ((KEY_PREFIX + worker_id, why) for worker_id, why in others))
+
     async def run(self, discovery: Discovery) -> None:
         """Follow until cancelled. Raises FeedLostError if the feed ends: a stale list would misroute in silence."""
+        self._where = discovery.where
         try:
-            async for change in discovery.watch("workers/"):
+            async for change in discovery.watch(KEY_PREFIX):
                 self.seen.set()
                 match change:
                     case Put():
@@ -67,7 +78,7 @@ class WorkerFeed:
             asking.cancel()
             LAPSED_WORKERS.set(len(self._lapsed))
             if self._values.get(key) == value:
-                log.info("worker %s has renewed its lease", key.removeprefix("workers/"))
+                log.info("worker %s has renewed its lease", key.removeprefix(KEY_PREFIX))
                 return
         self._join(key, value)
 
@@ -98,21 +109,26 @@ class WorkerFeed:
         if (asking := self._lapsed.pop(key, None)) is not None:
             asking.cancel()
         self._values.pop(key, None)
-        self._leave(WorkerId(key.removeprefix("workers/")))
+        self._findings.forget(key)
+        self._leave(WorkerId(key.removeprefix(KEY_PREFIX)))
 
     def _join(self, key: str, value: bytes) -> None:
         try:
             card = decode(value, WorkerCard)
         except WireError as error:
             log.warning("ignoring %s: %s", key, error)
+            self._findings.ignore(key, UNREADABLE)
             return
         if not 0 < card.capacity < math.inf:
             log.warning("ignoring %s: its capacity is %s, not a positive number", key, card.capacity)
+            self._findings.ignore(key, f"its capacity is {card.capacity}, not a positive number")
             return
         self._values[key] = value
         if self._members.join(card):
+            self._findings.count(key)
             self._tell_joined(card)
             return
+        self._findings.ignore(key, self._members.conflict(card))
         self._tell_left(card.worker_id)
         log.warning(
             "worker %s (%s) waits: its block size %d, its context %d or its tokenizer %s is not that of the other "
@@ -124,6 +140,7 @@ class WorkerFeed:
         log.info("worker left", extra={"worker": worker_id})
         self._tell_left(worker_id)
         for card in self._members.leave(worker_id):
+            self._findings.count(KEY_PREFIX + card.worker_id)
             self._tell_joined(card)
 
     def _tell_joined(self, card: WorkerCard) -> None:
@@ -134,6 +151,15 @@ class WorkerFeed:
     def _tell_left(self, worker_id: WorkerId) -> None:
         for left in self._left:
             left(worker_id)
+
+
+async def tell_missing(is_served: Callable[[], bool], report: Callable[[], DiscoveryReport]) -> None:
+    """Say in the log, until cancelled, why there is no worker."""
+    complaint, loop = Complaint(), asyncio.get_running_loop()
+    while True:
+        if line := complaint.on_time(loop.time(), is_served(), report):
+            log.warning("%s", line)
+        await asyncio.sleep(LOOK_S)
 
 
 async def is_there(plane: PlaneClient, card: WorkerCard) -> bool:

@@ -172,6 +172,7 @@ class RouterApi:
             "recovering": feeds.count("recovering"),  # workers whose caches are not fully known yet
             "waiting": state.waiting,
             "in_flight": len(state.load),
+            "discovery": self._workers.report(),
         }
         return json_reply(report, status=200 if status == "ready" else 503)
 

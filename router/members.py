@@ -32,6 +32,10 @@ class Members:
             return []
         return [card for card in list(self._waiting.values()) if self.join(card)]
 
+    def conflict(self, card: WorkerCard) -> str:
+        """Return why a worker has to wait; "" if it has not to."""
+        return next((why_apart(card, other) for other in self._in.values() if contradicts(card, other)), "")
+
 
 def contradicts(card: WorkerCard, other: WorkerCard) -> bool:
     return (
@@ -42,6 +46,15 @@ def contradicts(card: WorkerCard, other: WorkerCard) -> bool:
             or has_other_files(card, other)
         )
     )
+
+
+def why_apart(card: WorkerCard, other: WorkerCard) -> str:
+    """Return in what a worker contradicts another one of its model."""
+    if card.block_size != other.block_size:
+        return f"its block size is {card.block_size}, that of the other workers of its model {other.block_size}"
+    if card.context_tokens != other.context_tokens:
+        return f"its context is {card.context_tokens}, that of the other workers of its model {other.context_tokens}"
+    return "its tokenizer or chat template is not that of the other workers of its model"
 
 
 def has_other_files(card: WorkerCard, other: WorkerCard) -> bool:

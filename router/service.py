@@ -12,7 +12,7 @@ from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import log_ready, serve_metrics
 from protocol.messages import Progress, Resume, RouteRequest, decode, encode
 from router.config import RouterConfig
-from router.feeds import WorkerFeed
+from router.feeds import WorkerFeed, tell_missing
 from router.http import RouterApi
 from router.local import LocalBooking, LocalRouter
 
@@ -44,6 +44,8 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         cleanup.push_async_callback(discovery.close)
         async with asyncio.TaskGroup() as feeds:
             follow = [feeds.create_task(workers.run(discovery), name="router: follow workers")]
+            missing = tell_missing(lambda: bool(router.state.fleet.cards), workers.report)
+            follow.append(feeds.create_task(missing, name="router: tell of missing workers"))
             if router.gossip is not None:
                 follow.append(feeds.create_task(router.gossip.run(discovery), name="router: follow routers"))
             await discovery.put(f"routers/{config.name}", encode(router.card(address, url)))

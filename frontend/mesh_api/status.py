@@ -11,6 +11,7 @@ from frontend.operation import Operation
 from mesh.http import request as http
 from mesh.http.request import JSON, Reply, Request, json_reply
 from mesh.merged_metrics import merged_metrics
+from router.findings import DiscoveryReport
 
 HTML = "text/html"
 
@@ -20,6 +21,7 @@ class Health(Struct, frozen=True):
     ready_models: list[str]
     workers: dict[str, dict[str, int]]  # by model and role
     inflight: int
+    discovery: DiscoveryReport
 
 
 class Live(Struct, frozen=True):
@@ -35,7 +37,7 @@ async def health(services: Services, request: Request) -> Reply:
         status = "no router is ready"
     else:
         status = "ready" if ready else "no model is ready"
-    report = Health(status, ready, services.models.count(), services.admission.inflight)
+    report = Health(status, ready, services.models.count(), services.admission.inflight, services.search())
     return json_reply(report, status=200 if status == "ready" else 503)
 
 

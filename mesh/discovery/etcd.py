@@ -23,6 +23,7 @@ import grpc
 from aetcd import rpc
 
 from mesh.discovery.board import Board, Change
+from mesh.discovery.place import Contact, SearchPlace
 from mesh.discovery.store import Registration
 from mesh.discovery.view import KeyView
 from protocol.errors import ConfigError, MeshError, UnreachableError
@@ -61,6 +62,10 @@ class EtcdSettings:
 
     def etcd_key(self, key: str) -> bytes:
         return f"/{self.prefix}/{key}".encode()
+
+    def shown(self) -> str:
+        """Return endpoints and prefix. What stands before an @ could be a password, put there by mistake."""
+        return f"etcd:{','.join(endpoint.rpartition('@')[2] for endpoint in self.endpoints)}/{self.prefix}"
 
 
 def read_settings(rest: str) -> EtcdSettings:
@@ -111,6 +116,7 @@ class EtcdDiscovery:
         """Raises ConfigError for settings that cannot be used. Nothing is connected yet."""
         self._settings = read_settings(rest)
         self._board = Board()
+        self._contact = Contact(self._settings.shown())
         self._keeper: _Keeper | None = None
 
     async def put(self, key: str, value: bytes) -> Registration:
@@ -127,6 +133,9 @@ class EtcdDiscovery:
         if self._keeper is not None:
             await asyncio.wrap_future(self._keeper.write(key, b""))
 
+    def where(self) -> SearchPlace:
+        return self._contact.place
+
     async def close(self) -> None:
         if self._keeper is not None:
             await asyncio.to_thread(self._keeper.close)
@@ -141,7 +150,7 @@ class EtcdDiscovery:
                 with contextlib.suppress(RuntimeError):  # the loop has ended already
                     loop.call_soon_threadsafe(self._board.show, view.present(), view.lapsed())
 
-            self._keeper = _Keeper(self._settings, show)
+            self._keeper = _Keeper(self._settings, show, self._contact)
         await asyncio.wrap_future(self._keeper.listed)
         return self._keeper
 
@@ -149,10 +158,11 @@ class EtcdDiscovery:
 class _Keeper:
     """Holds the lease, our keys and the view of all keys; runs the two threads."""
 
-    def __init__(self, settings: EtcdSettings, show: Any) -> None:
+    def __init__(self, settings: EtcdSettings, show: Any, contact: Contact) -> None:
         self.listed: Future[None] = Future()
         self._settings = settings
         self._show = show
+        self._contact = contact
         self._view = KeyView(settings.lease_s)
         self._lock = threading.Lock()  # guards the view and what is to be written
         self._own: dict[str, bytes] = {}
@@ -196,6 +206,7 @@ class _Keeper:
                     self._serve(connection)
                     return
             except _BrokenError as error:
+                self._contact.on_failure(time.time())
                 now_s = time.monotonic()
                 if not self.listed.done() and (error.is_final or now_s - started_s > START_TIMEOUT_S):
                     self.listed.set_exception(self._no_start(error))
@@ -262,6 +273,7 @@ class _Keeper:
         with self._lock:
             self._view.on_list(found, time.monotonic())
             self._show(self._view)
+        self._contact.on_read()
         return revision
 
     def _renew(self, connection: "_Connection") -> None:

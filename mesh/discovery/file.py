@@ -20,6 +20,7 @@ from stat import S_ISREG
 from urllib.parse import quote, unquote
 
 from mesh.discovery.board import Board, Change
+from mesh.discovery.place import Contact, SearchPlace
 from mesh.discovery.store import Registration
 from mesh.discovery.view import KeyView
 from protocol.errors import ConfigError
@@ -51,6 +52,7 @@ class FileDiscovery:
         self._lock = threading.Lock()  # guards our files between the loop and the thread
         self._lease_s = lease_s
         self._cards = _CardFiles(self._directory, lease_s)
+        self._contact = Contact(f"file:{self._directory.absolute()}")
         self._board = Board()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -71,6 +73,9 @@ class FileDiscovery:
 
     async def _withdraw(self, key: str) -> None:
         await asyncio.to_thread(self._empty, key)
+
+    def where(self) -> SearchPlace:
+        return self._contact.place
 
     async def close(self) -> None:
         self._stop.set()
@@ -157,7 +162,9 @@ class FileDiscovery:
                 self._remove_withdrawn(now_s)
                 if self._cards.look(now_s):
                     self._show()
+                self._contact.on_read()
             except OSError as error:
+                self._contact.on_failure(time.time())
                 if str(error) != complaint:
                     complaint = str(error)
                     log.warning("the discovery directory %s cannot be used: %s", self._directory, error)

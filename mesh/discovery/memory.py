@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 from mesh.discovery.board import Board, Change
+from mesh.discovery.place import SearchPlace
 from mesh.discovery.store import Registration
 
 
@@ -34,6 +35,9 @@ class MemoryDiscovery:
 
     def watch(self, prefix: str) -> AsyncIterator[Change]:
         return self._board.watch(prefix)
+
+    def where(self) -> SearchPlace:
+        return SearchPlace("this process", is_read=True)
 
     async def close(self) -> None:
         self._board.close()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mesh.discovery.board import Change
+from mesh.discovery.place import SearchPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,10 @@ class Discovery(Protocol):
 
         The first step raises ConfigError if the place cannot be read.
         """
+        ...
+
+    def where(self) -> SearchPlace:
+        """Return where keys are searched, and whether that place answers. Never raises, never waits."""
         ...
 
     async def close(self) -> None:

@@ -70,6 +70,39 @@ async def test_odd_keys_are_kept_apart(discovery: Discovery) -> None:
     assert seen == {key: key.encode() for key in keys}
 
 
+async def test_a_backend_says_where_it_searches(discovery: Discovery) -> None:
+    await discovery.put("workers/a", b"1")
+    await take(discovery.watch("workers/"), 1)
+    async with asyncio.timeout(PATIENCE_S):
+        while discovery.where().status() != "reached":
+            await asyncio.sleep(0.01)
+    assert discovery.where().name
+
+
+async def test_a_directory_that_cannot_be_read_is_away_until_it_returns(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    store = FileDiscovery(os.path.relpath(folder))
+    assert (store.where().name, store.where().status()) == (
+        f"file:{Path.cwd()}/{os.path.relpath(folder)}",
+        "not reached yet",
+    )
+    changes = store.watch("")
+    await store.put("workers/a", b"1")
+    await take(changes, 1)
+    shutil.rmtree(folder)
+    folder.write_text("a file is in the way")
+
+    async def until(status: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not store.where().status().startswith(status):
+                await asyncio.sleep(0.01)
+
+    await until("away since 20")
+    folder.unlink()
+    await until("reached")
+    await store.close()
+
+
 async def test_a_second_withdrawal_does_nothing(discovery: Discovery) -> None:
     registration = await discovery.put("workers/a", b"1")
     await registration.withdraw()

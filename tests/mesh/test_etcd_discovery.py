@@ -49,6 +49,38 @@ async def nothing_comes(changes: AsyncIterator[Change], seconds: float) -> Async
     return rest()
 
 
+# --- where it searches ---------------------------------------------------------------------------------
+
+
+def test_the_place_shows_neither_options_nor_passwords(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("secret")
+    store = EtcdDiscovery(f"me:hush@a:1,b/site?user=root&password-file={tmp_path / 'password'}")
+    assert (store.where().name, store.where().status()) == ("etcd:a:1,b:2379/site", "not reached yet")
+
+
+@needs_etcd
+async def test_the_place_says_since_when_etcd_is_away(etcd: EtcdProcess) -> None:
+    store = opened(etcd)
+
+    async def until(status: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not store.where().status().startswith(status):
+                await asyncio.sleep(0.01)
+
+    await store.put("workers/a", b"1")
+    await until("reached")
+    etcd.kill()
+    await until("away since 20")
+    since = store.where().away_since_unix_s
+    assert since is not None
+    assert abs(since - time.time()) < PATIENCE_S
+    await asyncio.sleep(0.5)
+    assert store.where().away_since_unix_s == since, "a further failure does not change since when"
+    etcd.start()
+    await until("reached")
+    await store.close()
+
+
 # --- settings -----------------------------------------------------------------------------------------
 
 

@@ -423,7 +423,8 @@ async def test_health_is_ready_from_first_worker_to_drain(served: Served) -> Non
     await served.join(card("d1"))
     assert await served.ask("GET", "/health") == (
         200,
-        {"status": "ready", "workers": 1, "recovering": 0, "waiting": 0, "in_flight": 0},
+        {"status": "ready", "workers": 1, "recovering": 0, "waiting": 0, "in_flight": 0}
+        | {"discovery": {"place": "this process", "status": "reached", "workers_found": 1, "ignored": []}},
     )
     name = (await served.place())["booking"]
     await served.api.drain(1)
