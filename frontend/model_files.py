@@ -103,15 +103,15 @@ def check_names(files: Sequence[ModelFile]) -> None:
 def has_files(folder: Path, files: Sequence[ModelFile]) -> bool:
     """Return whether the folder has these files with these contents, and no further ones that would be read."""
     names = {file.name for file in files}
-    if any((folder / name).exists() for name in MODEL_FILE_NAMES if name not in names):
-        return False
     try:
+        if any((folder / name).exists() for name in MODEL_FILE_NAMES if name not in names):
+            return False
         return all(
             (folder / file.name).stat().st_size == file.num_bytes
             and sha256_of((folder / file.name).read_bytes()) == file.sha256
             for file in files
         )
-    except OSError:
+    except (OSError, ValueError):  # ValueError: the path that a card names may be no path
         return False
 
 

@@ -1,6 +1,7 @@
 """Tests of the files that a frontend needs of a model: from a folder, from the cache, or from a worker."""
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -91,6 +92,21 @@ async def test_a_folder_with_other_contents_does_not_count(site: Site, tmp_path:
     tiny.save_model(other)
     (other / "tokenizer_config.json").write_text("{}")
     assert await site.folders.find([site.card(path=str(other))]) == site.cache / fingerprint(site.files)
+
+
+@pytest.mark.parametrize("path", ["/private/model", "/no\0path"])
+async def test_a_folder_that_cannot_be_read_does_not_count(
+    site: Site, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Path.stat
+
+    def stat(self: Path, **options: bool) -> os.stat_result:
+        if str(self).startswith("/private/"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return look(self, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert contents(await site.folders.find([site.card(path=path)])) == contents(site.folder)
 
 
 async def test_a_broken_cache_is_filled_again(site: Site) -> None:
