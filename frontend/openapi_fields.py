@@ -131,6 +131,7 @@ SENTENCES: Mapping[str, str] = {
     "generate_summary": "The older name of `summary`.",
     "has_more": "Whether there are entries behind the last one.",
     "id": "The id of this object.",
+    "ItemReference.id": "The id of an item of a stored response, which takes the place of the reference.",
     "Answer.id": "The id of the answer, unique in the mesh.",
     "AnswerToolCall.id": "The id by which the message with the result names the call.",
     "AnswerToolUse.id": "The id by which the block with the result names the call.",

@@ -42,6 +42,7 @@ from frontend.responses.shapes import (
     FunctionOutputItem,
     FunctionTool,
     FunctionToolChoice,
+    ItemReference,
     MessageItem,
     NamespaceTool,
     ReasoningConfig,
@@ -156,7 +157,7 @@ def record_of(job: Job, owner: str, response: Response) -> StoredResponse:
         owner=owner,
         status=response.status,
         response=encode(response),
-        input=encode(kept_items(parsed.items)),
+        input=encode(kept_items(parsed.items, response.id)),
         previous=parsed.settings.previous_response_id,
         is_background=parsed.settings.background,
     )
@@ -251,7 +252,13 @@ _NOTES = ShapeNotes(
         (ContentPart, parse.PART_DEFAULTS),
     ),
     read_later={
-        (ResponsesRequest, "input"): (MessageItem, FunctionCallItem, FunctionOutputItem, ReasoningItem),
+        (ResponsesRequest, "input"): (
+            MessageItem,
+            FunctionCallItem,
+            FunctionOutputItem,
+            ReasoningItem,
+            ItemReference,
+        ),
         (ResponsesRequest, "tools"): (FunctionTool, NamespaceTool),
         (ResponsesRequest, "tool_choice"): (FunctionToolChoice, AllowedTools),
     },

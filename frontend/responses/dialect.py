@@ -139,16 +139,17 @@ def failure_code(error: MeshError) -> str:
 def items_of(job: Job, answer: WholeAnswer) -> list[OutputItem]:
     """Thoughts, then prose, then calls; an answer of nothing is an empty message."""
     growing: list[GrowingItem] = []
+    own_id = response_id(job)
     if answer.reasoning:
-        growing.append(GrowingReasoning(0))
+        growing.append(GrowingReasoning(own_id, 0))
         growing[-1].fragments.append(answer.reasoning)
     if answer.content or not (answer.reasoning or answer.calls):
-        message = GrowingMessage(0)
+        message = GrowingMessage(own_id, len(growing))
         message.fragments.append(answer.content)
         message.logprobs = chat_logprobs(job.model.tokenizer, answer.logprobs).content
         growing.append(message)
     for call in answer.calls:
-        growing.append(begun_call(job, 0, call.id, call.name))
+        growing.append(begun_call(job, len(growing), call.id, call.name))
         growing[-1].fragments.extend(call.fragments)
     items = [item.item("completed") for item in growing[:-1]]
     return [*items, growing[-1].item(last_status(answer.finish_reason))]
@@ -159,8 +160,8 @@ def begun_call(job: Job, output_index: int, call_id: str, written: str) -> Growi
     parsed = job.parsed
     assert isinstance(parsed, ParsedResponses), "the dialect parsed it"
     if (full := parsed.full_names.get(written)) is None:
-        return GrowingCall(output_index, call_id, written)
-    return GrowingCall(output_index, call_id, full.name, full.namespace)
+        return GrowingCall(response_id(job), output_index, call_id, written)
+    return GrowingCall(response_id(job), output_index, call_id, full.name, full.namespace)
 
 
 def last_status(reason: FinishReason) -> ItemStatus:
@@ -210,7 +211,7 @@ class ResponsesWriter:
             case Content(text):
                 return self._prose(text)
             case Reasoning(text):
-                begun = b"" if isinstance(self._open, GrowingReasoning) else self._begin(GrowingReasoning(self._next))
+                begun = b"" if isinstance(self._open, GrowingReasoning) else self._begin_item(GrowingReasoning)
                 return begun + self._delta(text)
             case CallBegun(_, name, call_id):
                 return self._begin(begun_call(self._job, self._next, call_id or new_call_id(), name))
@@ -218,7 +219,7 @@ class ResponsesWriter:
                 return self._delta(fragment)
 
     def _prose(self, text: str) -> bytes:
-        begun = b"" if isinstance(self._open, GrowingMessage) else self._begin(GrowingMessage(self._next))
+        begun = b"" if isinstance(self._open, GrowingMessage) else self._begin_item(GrowingMessage)
         return begun + (self._with_logprobs(text) if self._waiting else self._delta(text))
 
     def _delta(self, text: str) -> bytes:
@@ -238,6 +239,9 @@ class ResponsesWriter:
     def _next(self) -> int:
         """The index of an item that begins now."""
         return len(self._done) + (self._open is not None)
+
+    def _begin_item(self, kind: type[GrowingMessage] | type[GrowingReasoning]) -> bytes:
+        return self._begin(kind(response_id(self._job), self._next))
 
     def _begin(self, item: GrowingItem) -> bytes:
         before = self._close("completed")
@@ -261,7 +265,7 @@ class ResponsesWriter:
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         self._reason = reason
-        begun = b"" if self._open is not None else self._begin(GrowingMessage(self._next))
+        begun = b"" if self._open is not None else self._begin_item(GrowingMessage)
         is_message = isinstance(self._open, GrowingMessage)
         rest = self._with_logprobs("") if is_message and self._waiting else b""
         return begun + rest + self._close(last_status(reason))

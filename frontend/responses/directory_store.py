@@ -53,6 +53,9 @@ class DirectoryStore:
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
         return await self._in_thread(lambda: self._files.get(name_of(owner, response_id)))
 
+    async def reuse(self, owner: str, response_id: str) -> StoredResponse | None:
+        return await self._in_thread(lambda: self._files.reuse(name_of(owner, response_id)))
+
     async def chain(self, owner: str, response_id: str) -> list[StoredResponse]:
         return await self._in_thread(lambda: self._files.chain(owner, response_id))
 
@@ -129,6 +132,11 @@ class ResponseFiles:
         if self._retention.is_expired(used_s, self._now_s()):
             return None
         return abandoned(record) if record.is_unfinished and age_s > LEASE_S else record
+
+    def reuse(self, name: str) -> StoredResponse | None:
+        if (found := self.get(name)) is not None:
+            self._use(name)
+        return found
 
     def chain(self, owner: str, response_id: str) -> list[StoredResponse]:
         """Raise PreviousResponseError."""

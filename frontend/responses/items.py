@@ -4,7 +4,6 @@ A message and a thought have one part of content each. What is new in an item is
 text is prepared when the item begins.
 """
 
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,6 +12,7 @@ from typing import ClassVar
 from msgspec import UNSET, UnsetType
 
 from frontend.openai.shapes import ChatLogprob
+from frontend.responses.item_ids import output_id
 from frontend.responses.shapes import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -46,9 +46,9 @@ class GrowingItem(ABC):
 
     prefix: ClassVar[str]  # of its id
 
-    def __init__(self, output_index: int) -> None:
+    def __init__(self, response_id: str, output_index: int) -> None:
         self.output_index = output_index
-        self.id = f"{self.prefix}_{secrets.token_hex(12)}"
+        self.id = output_id(self.prefix, response_id, output_index)
         self.fragments: list[str] = []
 
     @property
@@ -85,8 +85,8 @@ class GrowingItem(ABC):
 class GrowingMessage(GrowingItem):
     prefix = "msg"
 
-    def __init__(self, output_index: int) -> None:
-        super().__init__(output_index)
+    def __init__(self, response_id: str, output_index: int) -> None:
+        super().__init__(response_id, output_index)
         self.logprobs: list[ChatLogprob] = []
 
     def delta_with_logprobs(self, fragment: str, logprobs: Sequence[ChatLogprob], sequence_number: int) -> bytes:
@@ -153,8 +153,10 @@ class GrowingReasoning(GrowingItem):
 class GrowingCall(GrowingItem):
     prefix = "fc"
 
-    def __init__(self, output_index: int, call_id: str, name: str, namespace: str | UnsetType = UNSET) -> None:
-        super().__init__(output_index)
+    def __init__(
+        self, response_id: str, output_index: int, call_id: str, name: str, namespace: str | UnsetType = UNSET
+    ) -> None:
+        super().__init__(response_id, output_index)
         self._call_id = call_id
         self._name = name
         self._namespace = namespace

@@ -30,6 +30,11 @@ class MemoryStore:
         self._drop(self._retention.drop_old(self._now_s()))
         return self._records.get(name_of(owner, response_id))
 
+    async def reuse(self, owner: str, response_id: str) -> StoredResponse | None:
+        found = await self.get(owner, response_id)
+        self._retention.use(name_of(owner, response_id), self._now_s())
+        return found
+
     async def chain(self, owner: str, response_id: str) -> list[StoredResponse]:
         now_s = self._now_s()
         self._drop(self._retention.drop_old(now_s))

@@ -35,6 +35,7 @@ from frontend.responses.shapes import (
     FunctionTool,
     FunctionToolChoice,
     InputItem,
+    ItemReference,
     JsonTextFormat,
     MessageItem,
     NamespaceTool,
@@ -54,6 +55,7 @@ from frontend.responses.shapes import (
 )
 from frontend.shapes import encode
 from frontend.templates import ChatMessage
+from mesh.http.errors import NotFoundError
 from protocol.errors import MeshError
 from protocol.messages import Guide, GuideKind
 
@@ -74,7 +76,8 @@ class Storage(Struct, frozen=True):
     """Says what a request finds where responses are stored."""
 
     earlier: Sequence[tuple[str, Sequence[dict[str, Any]]]] = ()  # items of the conversation so far, by response
-    failure: MeshError | None = None  # why there is no conversation to continue
+    referenced: Mapping[str, dict[str, Any]] = {}  # stored items that the input refers to, by id
+    failure: MeshError | None = None  # why the request cannot have what it wants of the store
 
 
 def parse_responses(body: bytes, storage: Storage | None = None) -> ParsedResponses:
@@ -299,7 +302,7 @@ def _wish(choice: Choice | None) -> ToolWish:
 
 
 def _conversation(request: ResponsesRequest, storage: Storage | None) -> "Conversation":
-    conversation = Conversation()
+    conversation = Conversation(None if storage is None else storage.referenced)
     for response_id, earlier in storage.earlier if storage is not None else ():
         for n, item in enumerate(earlier):
             conversation.add(item, f"{response_id}[{n}]")
@@ -329,7 +332,9 @@ SYSTEM_ROLES = frozenset({"system", "developer"})
 class Conversation:
     """Input items as messages for chat templates. What an assistant thought and called is part of its message."""
 
-    def __init__(self) -> None:
+    def __init__(self, stored: Mapping[str, dict[str, Any]] | None = None) -> None:
+        """Begin with no message; `stored`: items that others may refer to by id, None where nothing is stored."""
+        self._stored = stored
         self.messages: list[dict[str, Any]] = []
         self.items: list[InputItem] = []
         self._thoughts = ""  # that belong to the next item
@@ -351,11 +356,22 @@ class Conversation:
                 self._add_output(self._read(item, FunctionOutputItem, where), where)
             case "reasoning":
                 self._thoughts = _joined(self._thoughts, _thoughts(self._read(item, ReasoningItem, where)))
-            case "item_reference" | None:
-                refuse(f"{where}.type", "references to stored items are not supported; send the item itself")
+            case kind if kind == "item_reference" or (kind is None and "id" in item):
+                self.add(self._referenced(item, where), where)
             case kind:
                 known = "message, function_call, function_call_output, reasoning"
                 refuse(f"{where}.type", f"{_shown(kind)} is not supported; there are: {known}")
+
+    def _referenced(self, item: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return the stored item. Raise InvalidRequestError, NotFoundError."""
+        if self._stored is None:
+            wanted = f"the item {_shown(item.get('id'))} is only referred to, and nothing is stored here"
+            refuse(f"{where}.type", f"{wanted}; send the item itself, or start the frontend with --responses-store")
+        wanted_id = _read(item, ItemReference, where).id
+        if (found := self._stored.get(wanted_id)) is None:
+            missing = f"Item with id {wanted_id[:200]!r} not found. No stored response has it"
+            raise NotFoundError(missing, hint="remove it from your input, or send the item itself", param="input")
+        return found
 
     def _read(self, item: dict[str, Any], shape: type[ItemT], where: str) -> ItemT:
         found = _read(item, shape, where)

@@ -1,12 +1,12 @@
 """Make what is stored of what was asked and answered, and the other way round. Pure."""
 
-import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from frontend.responses.item_ids import input_id
 from frontend.responses.shapes import (
     ContentPart,
     FunctionCallItem,
@@ -35,12 +35,12 @@ class _Answered(Struct):
     output: list[dict[str, Any]]
 
 
-def kept_items(items: Sequence[InputItem]) -> list[KeptItem]:
+def kept_items(items: Sequence[InputItem], response_id: str) -> list[KeptItem]:
     """Return the input items in full. An item that has no id, or one that was there before, gets one."""
     taken: set[str] = set()
     kept: list[KeptItem] = []
-    for item in items:
-        item_id = item.id if item.id and item.id not in taken else f"{_PREFIXES[type(item)]}_{secrets.token_hex(12)}"
+    for n, item in enumerate(items):
+        item_id = item.id if item.id and item.id not in taken else input_id(_PREFIXES[type(item)], response_id, n)
         taken.add(item_id)
         kept.append(_kept(item, item_id))
     return kept
@@ -72,6 +72,15 @@ def _parts(content: str | list[ContentPart], *, is_output: bool) -> list[KeptPar
 def conversation_of(chain: Sequence[StoredResponse]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Return the items of a conversation, input and output, by response."""
     return [(record.id, [*msgspec.json.decode(record.input), *_output(record)]) for record in chain]
+
+
+def items_with(ids: Collection[str], record: StoredResponse) -> dict[str, dict[str, Any]]:
+    """Return the items of a response that have one of these ids, by id. The input is read only if the output lacks
+    one: it may be long."""
+    found = {item["id"]: item for item in _output(record) if item["id"] in ids}
+    if len(found) < len(ids):
+        found |= {item["id"]: item for item in msgspec.json.decode(record.input) if item["id"] in ids}
+    return found
 
 
 def _output(record: StoredResponse) -> list[dict[str, Any]]:

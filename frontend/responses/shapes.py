@@ -195,6 +195,13 @@ class ReasoningItem(Lenient, frozen=True):
     encrypted_content: str | None = None  # nobody here can read it
 
 
+class ItemReference(Lenient, frozen=True):
+    """Stands for an item of a stored response."""
+
+    id: str
+    type: Literal["item_reference"] | None = None
+
+
 InputItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
 
 

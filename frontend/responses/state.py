@@ -3,16 +3,19 @@
 import asyncio
 import hashlib
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from frontend.bodies import decode_body
+from frontend.bodies import decode_body, refuse
 from frontend.responses import metrics
 from frontend.responses.background import BackgroundRuns
+from frontend.responses.item_ids import response_of
 from frontend.responses.parse import Storage
-from frontend.responses.records import conversation_of
+from frontend.responses.records import conversation_of, items_with
 from frontend.responses.store import PreviousResponseError, ResponseStore, StorageError, StoredResponse
 from frontend.security import sent_key
 from mesh.http.request import Request
@@ -20,6 +23,8 @@ from protocol.errors import InvalidRequestError, MeshError
 
 log = logging.getLogger(__name__)
 
+MAX_REFERENCES = 1024  # of one request: each may be a read of the store
+MAX_REFERENCED_BYTES = 64 << 20
 BEAT_S = 1.0
 SWEEP_BEATS = 10
 CANCEL_S = 5.0  # for another frontend to notice that its response is to be cancelled
@@ -27,13 +32,43 @@ POLL_S = 0.2
 CLOSE_S = 5.0  # for what was cut off to be stored
 
 
+class _GlancedItem(Struct):
+    id: Any = None
+    type: Any = None
+    role: Any = None
+
+
 class _Glance(Struct):
-    """The one field that is looked at before a body is read."""
+    """The fields that are looked at before a body is read."""
 
     previous_response_id: str | None = None
+    input: str | list[_GlancedItem] = ""
+
+    def references(self) -> list[str]:
+        """Return the ids of the stored items that the input refers to."""
+        if isinstance(self.input, str):
+            return []
+        kinds = ("item_reference", None)
+        return [item.id for item in self.input if item.type in kinds and item.role is None and isinstance(item.id, str)]
 
 
 _glance = msgspec.json.Decoder(_Glance)
+
+
+def by_response(ids: Sequence[str]) -> dict[str, set[str]]:
+    """Return the ids of items by the response that each id names. Raise InvalidRequestError if an id comes twice, or
+    if there are too many."""
+    if len(ids) > MAX_REFERENCES:
+        refuse("input", f"it refers to {len(ids)} stored items, and at most {MAX_REFERENCES} are allowed")
+    grouped: dict[str, set[str]] = {}
+    for item_id in ids:
+        wanted = grouped.setdefault(response_of(item_id) or "", set())
+        if item_id in wanted:
+            duplicate = f"Duplicate item found with id {item_id[:200]!r}"
+            raise InvalidRequestError(duplicate, hint="remove one of the two from your input", param="input")
+        wanted.add(item_id)
+    grouped.pop("", None)  # ids that were not made here
+    return grouped
 
 
 class KeptResponses:
@@ -51,20 +86,39 @@ class KeptResponses:
         return hashlib.sha256(b"responses of " + key.encode()).hexdigest() if key else ""
 
     async def storage_for(self, request: Request) -> Storage:
-        """Return the conversation that the body wants to continue."""
+        """Return the conversation that the body wants to continue, and the stored items that it refers to."""
         try:
-            previous = decode_body(request.body, _glance).previous_response_id
+            glance = decode_body(request.body, _glance)
         except InvalidRequestError:  # whoever reads the body says what is wrong with it
             return Storage()
-        if previous is None:
+        previous, references = glance.previous_response_id, glance.references()
+        if previous is None and not references:
             return Storage()
+        owner = self.owner(request)
         try:
-            return Storage(conversation_of(await self.store.chain(self.owner(request), previous)))
+            earlier = [] if previous is None else conversation_of(await self.store.chain(owner, previous))
+            return Storage(earlier, await self._referenced(owner, references))
         except PreviousResponseError as error:
             metrics.MISSES.inc()
             return Storage(failure=error)
         except MeshError as error:
             return Storage(failure=error)
+
+    async def _referenced(self, owner: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the stored items with these ids, as far as there are any. Raise InvalidRequestError, StorageError."""
+        found: dict[str, dict[str, Any]] = {}
+        size_bytes = 0
+        for response_id, wanted in by_response(ids).items():
+            if (record := await self.store.reuse(owner, response_id)) is None:
+                continue
+            found |= items_with(wanted, record)
+            size_bytes += len(record.response) + len(record.input)
+            if size_bytes > MAX_REFERENCED_BYTES:
+                limit = f"more than {MAX_REFERENCED_BYTES >> 20} MiB"
+                refuse("input", f"the responses that it refers to have {limit}; send previous_response_id")
+        if len(found) < len(ids):
+            metrics.MISSES.inc()
+        return found
 
     async def keep(self, record: StoredResponse) -> None:
         """Store a response. The client has its answer whether or not this succeeds."""

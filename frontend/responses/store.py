@@ -72,6 +72,10 @@ class ResponseStore(Protocol):
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None: ...
 
+    async def reuse(self, owner: str, response_id: str) -> StoredResponse | None:
+        """Return a response, and count it as used."""
+        ...
+
     async def chain(self, owner: str, response_id: str) -> list[StoredResponse]:
         """Return the responses of a conversation, oldest first, and count all of them as used.
 

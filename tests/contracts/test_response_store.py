@@ -95,6 +95,19 @@ async def test_a_deleted_response_is_gone(opener: Opener) -> None:
     assert await store.get("", "a") is None
 
 
+async def test_a_response_that_is_used_again_lives_on(opener: Opener, clock: Clock) -> None:
+    store = opener(StoreLimits(ttl_s=10))
+    await store.put(record("a"))
+    await store.put(record("b"))
+    clock.now_s += 8
+    assert await store.reuse("", "a") == record("a")
+    assert await store.reuse("other", "a") is None
+    assert await store.reuse("", "c") is None
+    clock.now_s += 8
+    await store.sweep()
+    assert await kept(store, "a", "b") == ["a"]
+
+
 async def test_a_chain_is_oldest_first(opener: Opener) -> None:
     store = opener(StoreLimits())
     await store.put(record("a"))

@@ -19,7 +19,7 @@ function weather(called) {
 }
 
 // `modelOf` and `slowModelOf` take a name and return a model of the fast and of the slow mesh.
-export function runAiSdk(packageName, modelOf, slowModelOf, providerOptions = {}) {
+export function runAiSdk(packageName, modelOf, slowModelOf) {
   const model = modelOf(MODEL);
   const whole = () => generateText({ model, prompt: QUESTION, ...GREEDY });
 
@@ -37,9 +37,9 @@ export function runAiSdk(packageName, modelOf, slowModelOf, providerOptions = {}
 
     async second_turn() {
       const ask = { role: 'user', content: QUESTION };
-      const first = await generateText({ model, messages: [ask], providerOptions, ...GREEDY });
+      const first = await generateText({ model, messages: [ask], ...GREEDY });
       const messages = [ask, ...first.response.messages, { role: 'user', content: FOLLOW_UP }];
-      const second = await generateText({ model, messages, providerOptions, ...GREEDY });
+      const second = await generateText({ model, messages, ...GREEDY });
       equal(second.text, await chatText(QUESTION, first.text, FOLLOW_UP), 'the second answer');
       check(second.usage.inputTokenDetails.cacheReadTokens > 0, 'no cached tokens in the second turn');
     },
@@ -47,7 +47,7 @@ export function runAiSdk(packageName, modelOf, slowModelOf, providerOptions = {}
     async tools() {
       for (const generate of [generateText, streamText]) {
         const called = [];
-        const asked = { model, prompt: WEATHER, temperature: 0, maxOutputTokens: TOOL_TOKENS, maxRetries: 0, providerOptions };
+        const asked = { model, prompt: WEATHER, temperature: 0, maxOutputTokens: TOOL_TOKENS, maxRetries: 0 };
         const result = generate({ ...asked, tools: { get_weather: weather(called) }, stopWhen: stepCountIs(4) });
         const [text, steps] = generate === streamText ? [await result.text, await result.steps] : await textAndSteps(result);
         equal(called.map((given) => Object.keys(given)), [['city']], `the arguments of the calls of ${generate.name}`);

@@ -383,4 +383,6 @@ def test_messages_say_what_to_do() -> None:
     assert "send the whole conversation as input" in str(refused(previous_response_id="resp_1"))
     assert "send max_output_tokens" in str(refused(max_tokens=1))
     assert "only functions are" in str(refused(tools=[{"type": "web_search"}]))
-    assert "send the item itself" in str(refused(input=[{"type": "item_reference", "id": "msg_1"}]))
+    for reference in ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}):
+        error = str(refused(input=[reference]))
+        assert "'msg_1'" in error and "send the item itself" in error and "--responses-store" in error

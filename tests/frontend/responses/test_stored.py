@@ -182,6 +182,115 @@ async def test_a_conversation_stays_refused_by_name(storing: Served) -> None:
     assert (status, body["error"]["param"]) == (400, "conversation")
 
 
+# --- references to items ------------------------------------------------------------------------------
+
+
+def reference(item: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "item_reference", "id": item["id"]}
+
+
+async def refused(served: Served, *items: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
+    status, _, body = await served.post(ASKED | {"input": list(items)}, **headers)
+    return status, body["error"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reference_stands_for_the_stored_item(storing: Served, stream: bool) -> None:
+    """Vercel's AI SDK sends earlier thoughts, prose and calls by their ids, and the rest in full."""
+    tools = {"tools": [WEATHER]}
+    asked = {"role": "user", "content": "Where does it rain?"}
+    storing.generator.scripts = [
+        words(THOUGHT, "Let me see. ", calling("Köln"), calling("Ulm")),
+        words("No."),
+        words("No."),
+    ]
+    if stream:
+        first = (await storing.events(input=[asked], **tools))[-1]["response"]
+    else:
+        first = await storing.whole(input=[asked], **tools)
+    assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert len({item["id"] for item in first["output"]}) == 4
+    calls = first["output"][2:]
+    rest = [{"type": "function_call_output", "call_id": call["call_id"], "output": "rain"} for call in calls]
+    references = [reference(item) for item in first["output"]]
+    again = await storing.whole(input=[asked, *references, *rest], **tools)
+    by_reference = storing.generator.requests[-1].prompt
+    await storing.whole(input=[asked, *first["output"], *rest], **tools)
+    assert storing.generator.requests[-1].prompt == by_reference
+    _, listed = await get(storing, f"{again['id']}/input_items?order=asc")
+    assert [item["id"] for item in listed["data"]][1:5] == [item["id"] for item in first["output"]]
+
+
+async def test_input_items_are_referred_to_as_well(storing: Served) -> None:
+    first = await storing.whole(input=[{"role": "user", "content": "A riddle?"}])
+    _, listed = await get(storing, f"{first['id']}/input_items")
+    [asked] = listed["data"]
+    for item in (reference(asked), {"id": asked["id"]}):
+        await storing.whole(input=[item, reference(first["output"][0]), {"role": "user", "content": "On."}])
+        assert [text in storing.prompt() for text in ("A riddle?", "Once upon a time", "On.")] == [True] * 3
+
+
+async def test_a_reference_continues_a_chain(storing: Served) -> None:
+    first, second = await storing.whole(input="one"), await storing.whole(input="two")
+    asked = [reference(second["output"][0]), {"role": "user", "content": "three"}]
+    await storing.whole(input=asked, previous_response_id=first["id"])
+    prompt = storing.prompt()
+    assert prompt.count("Once upon a time") == 2 and "one" in prompt and "two" not in prompt
+    body = ASKED | {"input": asked}
+    assert (await storing.post(body, path="/v1/responses/input_tokens"))[0] == 200
+
+
+async def test_an_unknown_item_is_refused_like_openais(storing: Served) -> None:
+    body = await storing.whole()
+    [item] = body["output"]
+    unknown = [f"msg_{body['id'].removeprefix('resp_')}_7", "msg_1", "", "_", "msg_../../x_0", "🦊" * 500]
+    for item_id in unknown:
+        status, error = await refused(storing, {"type": "item_reference", "id": item_id})
+        assert (status, error["type"], error["param"]) == (404, "invalid_request_error", "input")
+        assert error["message"].startswith(f"Item with id {item_id[:200]!r} not found.")
+    status, error = await refused(storing, {"type": "item_reference", "id": 7})
+    assert (status, error["param"]) == (400, "input[0].id")
+    await storing.ask("DELETE", f"/v1/responses/{body['id']}")
+    status, error = await refused(storing, reference(item))
+    assert (status, item["id"] in error["message"]) == (404, True)
+
+
+async def test_an_item_of_another_key_is_unknown(thinking_model: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-one team\nsk-two team\n")
+    kept = KeptResponses(MemoryStore(StoreLimits()), 2, is_keyed=True)
+    async with serving(thinking_model, kept) as served:
+        served.app.guard = ApiKeyGuard(str(keys))
+        _, _, mine = await served.post(ASKED, authorization="Bearer sk-one")
+        [item] = mine["output"]
+        status, error = await refused(served, reference(item), authorization="Bearer sk-two")
+        unknown = await refused(served, {"type": "item_reference", "id": "msg_1"}, authorization="Bearer sk-two")
+        assert status == 404
+        assert json.dumps(unknown).replace("msg_1", "") == json.dumps((status, error)).replace(item["id"], "")
+        status, _, _ = await served.post(ASKED | {"input": [reference(item)]}, authorization="Bearer sk-one")
+        assert status == 200
+
+
+async def test_references_are_bounded(storing: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    [item] = (await storing.whole())["output"]
+    status, error = await refused(storing, reference(item), reference(item))
+    assert (status, "Duplicate item" in error["message"], item["id"] in error["message"]) == (400, True, True)
+    many = [{"type": "item_reference", "id": f"msg_{n}_0"} for n in range(1025)]
+    status, error = await refused(storing, *many)
+    assert (status, error["param"], "1025" in error["message"]) == (400, "input", True)
+    monkeypatch.setattr("frontend.responses.state.MAX_REFERENCED_BYTES", 10)
+    status, error = await refused(storing, reference(item))
+    assert (status, error["param"], "previous_response_id" in error["message"]) == (400, "input", True)
+
+
+async def test_a_referenced_response_counts_as_used(thinking_model: Path) -> None:
+    kept = KeptResponses(MemoryStore(StoreLimits(max_count=2)), 2, is_keyed=False)
+    async with serving(thinking_model, kept) as served:
+        first, _ = await served.whole(input="one"), await served.whole(input="two")
+        await served.whole(input=[reference(first["output"][0])])
+        assert (await get(served, first["id"]))[0] == 200
+
+
 # --- input items --------------------------------------------------------------------------------------
 
 INPUT: list[dict[str, Any]] = [
