@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 GuideWhitespace = Literal["compact", "flexible"]  # between the parts of guided JSON: none, or as the model likes
 MAX_ARRANGEMENTS = 400  # arrays that stand for `uniqueItems`
+ENOUGH_PLACES = 6  # so many different values already make more arrays
 MAX_TEXT = 64  # characters of a text that a `not` excludes; each is one level of a pattern
 MAX_PROBES = 200  # compilations to find a fault
 NAMED_SCHEMAS = ("$defs", "definitions", "properties", "patternProperties")
@@ -115,11 +116,21 @@ def _unique(schema: dict[str, Any], root: Any, path: Path) -> Any:
             path, "'uniqueItems' is supported only for arrays whose items are an enum, and where maxItems is 1"
         )
     sizes = range(rest.pop("minItems", 0), min(len(values), len(values) if most is None else most) + 1)
-    if sum(perm(len(values), size) for size in sizes) > MAX_ARRANGEMENTS:
+    if _are_too_many(len(values), sizes):
         raise SchemaFault(path, "'uniqueItems' allows too many different arrays; set maxItems, or shorten the enum")
     for key in ("items", "maxItems"):
         rest.pop(key, None)
     return rest | {"anyOf": [_array(row) for size in sizes for row in permutations(values, size)]}
+
+
+def _are_too_many(num_values: int, sizes: range) -> bool:
+    """Return whether there are more arrays than MAX_ARRANGEMENTS. The full number may have 10,000 digits."""
+    count = 0
+    for size in sizes:
+        count += perm(num_values, min(size, ENOUGH_PLACES))
+        if count > MAX_ARRANGEMENTS:
+            return True
+    return False
 
 
 def _array(values: Sequence[Any]) -> dict[str, Any]:
