@@ -159,7 +159,7 @@ class _Keeper:
     """Holds the lease, our keys and the view of all keys; runs the two threads."""
 
     def __init__(self, settings: EtcdSettings, show: Any, contact: Contact) -> None:
-        self.listed: Future[None] = Future()
+        self.listed = promise()
         self._settings = settings
         self._show = show
         self._contact = contact
@@ -170,18 +170,25 @@ class _Keeper:
         self._lease_id = 0
         self._wake = threading.Event()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+        self._has_ended = False
+        self._is_away = False
+        self._thread = threading.Thread(target=self._run_to_end, name="discovery", daemon=True)
         self._thread.start()
 
     def write(self, key: str, value: bytes) -> Future[None]:
-        """Have a key written, or withdrawn if `value` is empty. While etcd is away the future is done at once."""
-        done: Future[None] = Future()
+        """Have a key written, or withdrawn if `value` is empty. While etcd is away the future is done at once.
+
+        After the end nothing is written.
+        """
+        done = promise()
         with self._lock:
-            if value:
-                self._own[key] = value
-            elif self._own.pop(key, None) is None:
+            if self._has_ended or not (value or key in self._own):
                 done.set_result(None)
                 return done
+            if value:
+                self._own[key] = value
+            else:
+                del self._own[key]
             self._unwritten.setdefault(key, []).append(done)
         self._wake.set()
         return done
@@ -195,10 +202,20 @@ class _Keeper:
 
     # --- the thread that owns the connection ----------------------------------------------------------
 
+    def _run_to_end(self) -> None:
+        """Run, then leave nobody waiting: neither for the first list nor for a write."""
+        try:
+            self._run()
+        finally:
+            with self._lock:
+                self._has_ended = True
+            self._release_writers()
+            if not self.listed.done():
+                self.listed.set_exception(UnreachableError("discovery was closed before etcd has answered"))
+
     def _run(self) -> None:
         started_s = time.monotonic()
         wait_s = FIRST_WAIT_S
-        has_complained = False
         for endpoint in itertools.cycle(self._settings.endpoints):
             began_s = time.monotonic()
             try:
@@ -211,8 +228,8 @@ class _Keeper:
                 if not self.listed.done() and (error.is_final or now_s - started_s > START_TIMEOUT_S):
                     self.listed.set_exception(self._no_start(error))
                     return
-                if self.listed.done() and not has_complained:
-                    has_complained = True
+                if self.listed.done() and not self._is_away:
+                    self._is_away = True
                     log.warning("etcd at %s is away, the last known services stay: %s", endpoint, error)
                 self._release_writers()
                 with self._lock:
@@ -242,6 +259,7 @@ class _Keeper:
             self.listed.set_result(None)
         else:
             log.info("etcd at %s answers again", connection.endpoint)
+        self._is_away = False
         renew_s = time.monotonic() + self._settings.lease_s / 3
         try:
             while True:
@@ -307,6 +325,7 @@ class _Keeper:
             with self._lock:
                 if self._own.get(key, b"") == value:
                     del self._unwritten[key]
+                    told = len(waiting)  # also those that asked for the same value meanwhile
                 for future in waiting[:told]:
                     future.set_result(None)
                 del waiting[:told]
@@ -340,6 +359,13 @@ class _Keeper:
             connection.fail(str(error))
         finally:
             self._wake.set()
+
+
+def promise() -> Future[None]:
+    """Return a future that a task which awaits it cannot cancel: others may wait too, and the thread will set it."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 class _BrokenError(Exception):

@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mesh.discovery import Change, Deleted, Put, open_discovery
-from mesh.discovery.etcd import EtcdDiscovery, read_settings
+from mesh.discovery.etcd import EtcdDiscovery, _Connection, read_settings
 from protocol.errors import ConfigError, UnreachableError
 from tests.support.etcd_server import WHY_NONE, EtcdProcess, free_port
 from tests.support.patience import PATIENCE_S
@@ -257,6 +258,79 @@ async def test_closing_while_etcd_is_away_takes_no_time(etcd: EtcdProcess) -> No
     await store.close()
     assert time.monotonic() - began_s < 10
     etcd.start()
+
+
+@needs_etcd
+async def test_a_caller_that_is_cancelled_leaves_the_others_their_lease(
+    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(etcd)
+    starting = asyncio.create_task(anext(store.watch("")))
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait_for(store.put("workers/a", b"1"), PATIENCE_S)
+    slow_puts(monkeypatch)
+    putting = asyncio.create_task(store.put("workers/b", b"2"))
+    await asyncio.sleep(0.1)
+    putting.cancel()
+    await asyncio.wait_for(store.put("workers/c", b"3"), PATIENCE_S)
+    await asyncio.sleep(3.0)
+    assert etcd.ctl("get", "/mesh/workers/a", "--print-value-only").strip() == "1"
+    await store.close()
+
+
+@needs_etcd
+async def test_all_who_put_one_value_are_told(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(etcd)
+    await store.put("workers/a", b"1")
+    slow_puts(monkeypatch)
+    first = asyncio.create_task(store.put("workers/b", b"2"))
+    await asyncio.sleep(0.1)
+    await asyncio.wait_for(store.put("workers/b", b"2"), PATIENCE_S)
+    await asyncio.wait_for(first, PATIENCE_S)
+    await store.close()
+
+
+@needs_etcd
+async def test_nobody_waits_for_a_store_that_was_closed(etcd: EtcdProcess) -> None:
+    store = opened(etcd)
+    await store.put("workers/a", b"1")
+    await store.close()
+    await store.close()
+    await asyncio.wait_for(store.put("workers/b", b"2"), PATIENCE_S)
+    assert etcd.ctl("get", "", "--prefix", "--keys-only").strip() == ""
+    starting = EtcdDiscovery(f"127.0.0.1:{free_port()}")
+    putting = asyncio.create_task(starting.put("workers/a", b"1"))
+    await asyncio.sleep(0.1)
+    await starting.close()
+    with pytest.raises(UnreachableError, match="closed"):
+        await asyncio.wait_for(putting, PATIENCE_S)
+
+
+@needs_etcd
+async def test_the_log_tells_of_every_outage(etcd: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
+    store = opened(etcd)
+    changes = store.watch("")
+    for outage in (1, 2):
+        await store.put("workers/a", b"%d" % outage)
+        await take(changes)
+        etcd.kill()
+        changes = await nothing_comes(changes, 1.0)
+        etcd.start()
+        await store.put("workers/b", b"%d" % outage)
+        await take(changes)
+        assert len([r for r in caplog.records if "is away" in r.getMessage()]) == outage
+    await store.close()
+
+
+def slow_puts(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = _Connection.put
+
+    def slow_put(*arguments: Any) -> None:
+        time.sleep(0.3)
+        put(*arguments)
+
+    monkeypatch.setattr(_Connection, "put", slow_put)
 
 
 OWNER = """
