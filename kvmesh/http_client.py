@@ -28,5 +28,5 @@ def message_of(content: bytes) -> str:
     """Return the message in an error body of ours, or the beginning of any other body."""
     try:
         return str(msgspec.json.decode(content)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
         return content[:200].decode(errors="replace")

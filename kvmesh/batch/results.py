@@ -28,6 +28,8 @@ class Results:
         self._file = self._open()
 
     def _open(self) -> BinaryIO:
+        if self._output.exists() and not self._output.is_file():
+            raise ConfigError(f"{self._output} is no file", hint="name another --output; it is replaced at the end")
         try:
             file = self._part.open("a+b")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +97,8 @@ class Results:
         if not self._offsets:
             with contextlib.suppress(OSError):
                 self._part.unlink()
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk was told of when a result was added
+            self._file.close()
 
 
 def success_in(line: bytes) -> str:

@@ -15,7 +15,7 @@ import msgspec
 from kvmesh.batch.lines import BatchRequest, ResultError, ResultLine, ResultResponse
 from kvmesh.batch.retrying import UNREACHABLE, OutageWatch, wait_before_retry
 from kvmesh.http_client import API_KEY, message_of
-from protocol.errors import UnreachableError
+from protocol.errors import MeshError, UnreachableError
 
 UNAUTHORIZED = 401  # every other request would get it too
 
@@ -52,12 +52,15 @@ class BatchSender:
         self._rng = rng
 
     async def send_all(self, requests: Iterator[BatchRequest], concurrency: int) -> None:
-        """Return when each request has its result. Raises UnreachableError if nobody has answered for long."""
+        """Return when each request has its result.
+
+        Raises UnreachableError if nobody has answered for long; a MeshError of `requests` or `on_result` is raised too.
+        """
         try:
             async with asyncio.TaskGroup() as senders:
                 for number in range(concurrency):
                     senders.create_task(self._work(requests), name=f"batch sender {number}")
-        except* UnreachableError as group:
+        except* MeshError as group:
             raise group.exceptions[0] from None
         except* aiohttp.InvalidURL as group:
             raise UnreachableError(f"{self._url} is not a URL", hint="--url http://host:port") from group

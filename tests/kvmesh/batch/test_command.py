@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -170,6 +171,49 @@ async def test_a_page_of_a_proxy_becomes_an_error_object(server: Server, tmp_pat
     assert await batch(BatchConfig(url=server.url), write_input(tmp_path, ["a"])) == command.EXIT_SOME_FAILED
     [result] = results_in(tmp_path / "input.results.jsonl")
     assert result["response"]["body"]["error"]["message"] == "<html>"
+
+
+async def test_an_answer_that_nests_too_deep_becomes_an_error_object(server: Server, tmp_path: Path) -> None:
+    server.plan = lambda prompt, times: Reply(b"[" * 100_000, 400)
+    assert await batch(BatchConfig(url=server.url), write_input(tmp_path, ["a"])) == command.EXIT_SOME_FAILED
+    [result] = results_in(tmp_path / "input.results.jsonl")
+    assert result["response"]["status_code"] == 400
+    assert result["response"]["body"]["error"]["message"].startswith("[[[")
+
+
+async def test_a_disk_that_is_full_is_one_error(server: Server, tmp_path: Path) -> None:
+    path = write_input(tmp_path, ["a" * 600, "b" * 600, "c" * 600])
+    argv = [sys.executable, "-m", "kvmesh", "batch", str(path), "--url", server.url]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limited = f"import os, resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); \
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, {limits[1]})); os.execv(sys.argv[1], sys.argv[1:])"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", limited, *argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    _, told = await process.communicate()
+    assert process.returncode == 1
+    assert told.decode().startswith(f"error: cannot write {tmp_path / 'input.results.jsonl.part'}: "), told
+    assert len(told.decode().splitlines()) == 1
+    assert await batch(BatchConfig(url=server.url), path) == 0
+    assert len(results_in(tmp_path / "input.results.jsonl")) == 3
+
+
+async def test_an_input_that_changes_under_way_is_one_error(server: Server, tmp_path: Path) -> None:
+    path = write_input(tmp_path, ["a" * 20_000, "b"])
+    entries = check_input(path, "")
+    write_input(tmp_path, ["c", "b"])
+    with pytest.raises(ConfigError, match="line 1 of the input has changed"):
+        await run_batch(BatchConfig(url=server.url), path, tmp_path / "out", entries, asyncio.Event())
+
+
+async def test_an_output_that_is_no_file_is_refused_and_stays(server: Server, tmp_path: Path) -> None:
+    path, pipe = write_input(tmp_path, ["a"]), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for output in (pipe, tmp_path):
+        with pytest.raises(ConfigError, match="is no file"):
+            await run_batch(BatchConfig(url=server.url), path, output, check_input(path, ""), asyncio.Event())
+    assert pipe.is_fifo()
+    assert not server.times
 
 
 async def test_two_batches_cannot_share_an_output(server: Server, tmp_path: Path) -> None:
