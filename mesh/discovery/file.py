@@ -54,6 +54,7 @@ class FileDiscovery:
         self._cards = _CardFiles(self._directory, lease_s)
         self._contact = Contact(f"file:{self._directory.absolute()}")
         self._board = Board()
+        self._is_watched = False  # most processes, such as workers, only register: they need not read the directory
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -68,6 +69,7 @@ class FileDiscovery:
 
     async def watch(self, prefix: str) -> AsyncIterator[Change]:
         self._ensure_thread()
+        self._is_watched = True
         async for change in self._board.watch(prefix):
             yield change
 
@@ -150,7 +152,7 @@ class FileDiscovery:
     # --- the thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Renew our keys, and show the present ones to the loop."""
+        """Renew our keys, and show the present ones to the loop if somebody watches."""
         renew_s = 0.0
         complaint = ""
         while not self._stop.wait(POLL_S):
@@ -160,7 +162,7 @@ class FileDiscovery:
                     self._renew()
                     renew_s = now_s + self._lease_s / 3
                 self._remove_withdrawn(now_s)
-                if self._cards.look(now_s):
+                if self._is_watched and self._cards.look(now_s):
                     self._show()
                 self._contact.on_read()
             except OSError as error:

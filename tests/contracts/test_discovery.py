@@ -128,6 +128,21 @@ async def test_closing_withdraws_and_ends_watches(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+async def test_a_process_that_only_registers_reads_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,000 workers on one host would each read 1,000 files a second for nobody."""
+    store, scandir = FileDiscovery(str(tmp_path)), os.scandir
+    reads: list[object] = []
+    monkeypatch.setattr(os, "scandir", lambda path: reads.append(path) or scandir(path))
+    await store.put("workers/a", b"1")
+    await asyncio.sleep(0.5)
+    assert reads == []
+    assert await take(store.watch("workers/"), 1) == [Put("workers/a", b"1")]
+    assert reads
+    await store.close()
+
+
 OWNER = """
 import asyncio, sys
 from mesh.discovery.file import FileDiscovery
