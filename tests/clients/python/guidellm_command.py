@@ -13,6 +13,7 @@ flows = Flows("guidellm")
 GUIDELLM = str(Path(sys.executable).parent / "guidellm")
 TOKENIZER = Path(__file__).resolve().parents[3] / "cluster" / "tiny_model" / "checkpoint"
 TOKENS = 16
+REQUESTS = 6  # of very few it says sometimes that it has measured nothing
 os.environ["GUIDELLM__MAX_WORKER_PROCESSES"] = "1"
 
 
@@ -52,7 +53,7 @@ def talk():
 
 @flows.flow
 def chat():
-    for one in successful(2, f"output_tokens={TOKENS}", stream="false"):
+    for one in successful(REQUESTS, f"output_tokens={TOKENS}", stream="false"):
         check(one["output"], "an empty answer")
         equal(one["output_metrics"]["text_tokens"], TOKENS, "the tokens of an answer")
 
@@ -83,7 +84,8 @@ def tools():
     """Let a tool be called in the first turn; GuideLLM demands it and sends a result of its own."""
     found = successful(4, "output_tokens=200,turns=2,tool_call_turns=1")
     called = [one["output_metrics"]["tool_call_count"] for one in found if one["tool_calls"]]
-    equal(called, [1, 1], "the calls")
+    equal(len(called), 2, "the answers that call")
+    check(all(called), f"the numbers of calls: {called}")
 
 
 @flows.flow
@@ -110,12 +112,12 @@ def cancel():
 
 @flows.flow
 def completions():
-    successful(2, f"output_tokens={TOKENS}", request_format="/v1/completions")
+    successful(REQUESTS, f"output_tokens={TOKENS}", request_format="/v1/completions")
 
 
 @flows.flow
 def responses():
-    successful(2, f"output_tokens={TOKENS}", request_format="/v1/responses")
+    successful(REQUESTS, f"output_tokens={TOKENS}", request_format="/v1/responses")
 
 
 flows.lacks("its load has no schemas", "structured")
