@@ -8,6 +8,9 @@ folder again, scores it, and prints greedy answers to a few prompts, which also 
 The stages take about 30 minutes on two free x86 cores with AVX512-BF16, and read no file and no network. The
 weights are float32 during a stage and rounded to bfloat16 after it; matrix products run in bfloat16 all along.
 The seed is fixed, so the text is always the same; sums in floating point may still differ between machines.
+
+The shipped weights went through the stages of the table one at a time, the second and third by scripts with the same
+settings. The whole recipe has not been run in one piece.
 """
 
 import argparse
