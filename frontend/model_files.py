@@ -6,6 +6,7 @@ Files of the cache and of workers are used only after their hashes were checked:
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
@@ -49,7 +50,8 @@ class ModelFolders:
         check_names(files)
         kept = self._cache_dir / fingerprint(files)
         if await asyncio.to_thread(has_files, kept, files):
-            await asyncio.to_thread(os.utime, kept)
+            with contextlib.suppress(OSError):  # the cache may be one that is only read here
+                await asyncio.to_thread(os.utime, kept)
             return kept
         await self._fetch_all(cards, files, kept)
         return kept

@@ -81,6 +81,16 @@ async def test_the_cache_is_used_the_second_time(site: Site) -> None:
     assert site.asked == asked
 
 
+async def test_a_cache_that_can_only_be_read_is_used(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await site.folders.find([site.card()])
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert await site.folders.find([site.card()]) == first
+
+
 async def test_a_folder_with_the_same_files_is_used_where_it_is(site: Site) -> None:
     assert await site.folders.find([site.card(path=str(site.folder))]) == site.folder
     assert site.asked == 0
