@@ -417,7 +417,7 @@ class _Connection:
             raise broken(error, is_first=not self._metadata) from error
 
     def ping(self) -> None:
-        self._ask(self._kv.Range, rpc.RangeRequest(key=self._settings.etcd_key(""), count_only=True, serializable=True))
+        self._ask(self._kv.Range, rpc.RangeRequest(key=self._settings.etcd_key(""), count_only=True))
 
     def list_keys(self) -> tuple[dict[str, bytes], int]:
         """Return all keys with their values, and the revision that they are of."""

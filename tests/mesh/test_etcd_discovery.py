@@ -364,6 +364,37 @@ async def test_keys_of_killed_processes_lapse_and_of_stalled_ones_return(etcd: E
         await store.close()
 
 
+@needs_etcd
+async def test_a_process_that_only_watches_leaves_a_member_that_has_lost_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients, peers = [free_port() for _ in range(3)], [free_port() for _ in range(3)]
+    cluster = ",".join(f"n{n}=http://127.0.0.1:{port}" for n, port in enumerate(peers))
+    members: list[subprocess.Popen[bytes]] = []
+    for n in range(3):
+        client, peer = f"http://127.0.0.1:{clients[n]}", f"http://127.0.0.1:{peers[n]}"
+        command = ["etcd", "--name", f"n{n}", "--data-dir", str(tmp_path / f"n{n}"), "--unsafe-no-fsync"]
+        command += ["--listen-client-urls", client, "--advertise-client-urls", client, "--initial-cluster", cluster]
+        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+        members.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    store = EtcdDiscovery(f"127.0.0.1:{clients[0]}/mesh?lease-s=2")
+    other = EtcdDiscovery(f"127.0.0.1:{clients[1]}/mesh?lease-s=2")
+    try:
+        await other.put("workers/a", b"1")
+        assert await take(store.watch("")) == [Put("workers/a", b"1")]
+        for member in members[1:]:
+            member.send_signal(signal.SIGSTOP)
+        async with asyncio.timeout(PATIENCE_S):
+            while f"{clients[0]} is away" not in caplog.text:
+                await asyncio.sleep(0.1)
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+        await store.close()
+        await other.close()
+
+
 # --- users and certificates ---------------------------------------------------------------------------
 
 
