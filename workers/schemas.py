@@ -13,6 +13,8 @@ from typing import Any, Literal
 GuideWhitespace = Literal["compact", "flexible"]  # between the parts of guided JSON: none, or as the model likes
 MAX_ARRANGEMENTS = 400  # arrays that stand for `uniqueItems`
 ENOUGH_PLACES = 6  # so many different values already make more arrays
+MAX_WRITTEN_BYTES = 256 << 10  # of the arrays that stand for one `uniqueItems`
+MAX_UNIQUE = 64  # `uniqueItems` in one schema
 MAX_TEXT = 64  # characters of a text that a `not` excludes; each is one level of a pattern
 MAX_PROBES = 200  # compilations to find a fault
 NAMED_SCHEMAS = ("$defs", "definitions", "properties", "patternProperties")
@@ -65,6 +67,8 @@ def held_text(text: str) -> str:
     """
     if _REWRITTEN.search(text) is None:
         return text
+    if text.count('"uniqueItems"') > MAX_UNIQUE:
+        raise SchemaFault((), f"'uniqueItems' is there more than {MAX_UNIQUE} times")
     try:
         schema = json.loads(text)
         return json.dumps(held(schema, schema), separators=(",", ":"))
@@ -120,7 +124,12 @@ def _unique(schema: dict[str, Any], root: Any, path: Path) -> Any:
         raise SchemaFault(path, "'uniqueItems' allows too many different arrays; set maxItems, or shorten the enum")
     for key in ("items", "maxItems"):
         rest.pop(key, None)
-    return rest | {"anyOf": [_array(row) for size in sizes for row in permutations(values, size)]}
+    rows = [row for size in sizes for row in permutations(values, size)]
+    if sum(map(len, rows)) * len(_key(values)) > MAX_WRITTEN_BYTES * max(1, len(values)):
+        raise SchemaFault(
+            path, "'uniqueItems' allows too much text in different arrays; shorten the values of the enum"
+        )
+    return rest | {"anyOf": [_array(row) for row in rows]}
 
 
 def _are_too_many(num_values: int, sizes: range) -> bool:

@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.budget import examples
-from workers.schemas import MAX_ARRANGEMENTS, MAX_PROBES, SchemaFault, fault_of, fault_reason, held, held_text
+from workers.schemas import (
+    MAX_ARRANGEMENTS,
+    MAX_PROBES,
+    MAX_UNIQUE,
+    SchemaFault,
+    fault_of,
+    fault_reason,
+    held,
+    held_text,
+)
 
 VALUES: list[Any] = [
     None,
@@ -102,6 +111,14 @@ def test_arrangements_of_a_long_enum_are_not_all_counted() -> None:
     with pytest.raises(SchemaFault, match="too many"):
         held(schema, schema)
     assert time.process_time() - begun_s < 2
+
+
+@pytest.mark.parametrize(("num_chars", "num_arrays"), [(5000, 1), (1, MAX_UNIQUE + 1)])
+def test_unique_items_cannot_write_out_a_large_schema(num_chars: int, num_arrays: int) -> None:
+    values = [f"{n}" + "v" * num_chars for n in range(19)]
+    unique = {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/e"}, "maxItems": 2}
+    with pytest.raises(SchemaFault, match="'uniqueItems'"):
+        held_text(json.dumps({"$defs": {"e": {"enum": values}}, "prefixItems": [unique] * num_arrays}))
 
 
 # --- not ----------------------------------------------------------------------------------------------
