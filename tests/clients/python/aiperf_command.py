@@ -14,7 +14,8 @@ AIPERF = str(Path(sys.executable).parent / "aiperf")
 TOKENIZER = str(Path(__file__).resolve().parents[3] / "cluster" / "tiny_model" / "checkpoint")
 TOKENS = 16
 REQUESTS = 4
-LIMITS = ["--isl", "32", "--concurrency", "2"]
+LIMITS = ["--isl", "32", "--concurrency", "2", "--random-seed", "7"]
+FULL = ("--extra-inputs", "ignore_eos:true")  # else an answer may end with its first token
 COUNTED = "--use-server-token-count"
 QUIET = ["--ui", "none", "--no-gpu-telemetry", "--no-server-metrics"]
 ONLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # with these it takes a folder for the name of a repository
@@ -41,7 +42,7 @@ def metric(record, name: str) -> float:
 
 def talk():
     """Return the records of two streamed conversations of two turns each."""
-    return records(COUNTED, "--streaming", "--conversation-num", "2", "--conversation-turn-mean", "2")
+    return records(COUNTED, *FULL, "--streaming", "--conversation-num", "2", "--conversation-turn-mean", "2")
 
 
 def check_complete(found, count: int = REQUESTS) -> None:
@@ -53,7 +54,7 @@ def check_complete(found, count: int = REQUESTS) -> None:
 
 @flows.flow
 def chat():
-    check_complete(records(COUNTED))
+    check_complete(records(COUNTED, *FULL))
 
 
 @flows.flow
@@ -88,14 +89,14 @@ def error():
 @flows.flow
 def cancel():
     options = ["--streaming", "--request-cancellation-rate", "100", "--request-cancellation-delay", "0.5"]
-    found = records(*options, "--extra-inputs", "ignore_eos:true", url=SLOW_URL, tokens=1000)
+    found = records(*options, *FULL, url=SLOW_URL, tokens=1000)
     equal({one["metadata"]["was_cancelled"] for one in found}, {True}, "whether the requests were cancelled")
     return check_cancelled()
 
 
 @flows.flow
 def completions():
-    check_complete(records(COUNTED, "--endpoint-type", "completions", "--streaming"))
+    check_complete(records(COUNTED, *FULL, "--endpoint-type", "completions", "--streaming"))
 
 
 @flows.flow
