@@ -20,11 +20,12 @@ class MemoryStore:
 
     async def put(self, record: StoredResponse) -> None:
         name = name_of(record.owner, record.id)
-        self._records[name] = record
         size_bytes = ENTRY_BYTES + len(record.response) + len(record.input) + len(record.events)
-        self._drop(self._retention.put(name, size_bytes, self._now_s()))
-        if name not in self._records:
+        if size_bytes > self._retention.limits.max_bytes:  # it must not crowd out the others first
+            await self.delete(record.owner, record.id)
             raise StorageError(f"the response has {size_bytes} bytes, more than the store holds")
+        self._records[name] = record
+        self._drop(self._retention.put(name, size_bytes, self._now_s()))
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
         self._drop(self._retention.drop_old(self._now_s()))

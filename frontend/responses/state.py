@@ -24,7 +24,7 @@ from protocol.errors import InvalidRequestError, MeshError
 log = logging.getLogger(__name__)
 
 MAX_REFERENCES = 1024  # of one request: each may be a read of the store
-MAX_REFERENCED_BYTES = 64 << 20
+MAX_REFERENCED_BYTES = 16 << 20
 BEAT_S = 1.0
 SWEEP_BEATS = 10
 CANCEL_S = 5.0  # for another frontend to notice that its response is to be cancelled

@@ -10,7 +10,7 @@ from msgspec import Struct
 from protocol.errors import InvalidRequestError, MeshError
 
 MAX_CHAIN = 4096  # responses of one conversation
-MAX_CHAIN_BYTES = 64 << 20
+MAX_CHAIN_BYTES = 16 << 20  # as much as a body may have
 UNFINISHED = ("queued", "in_progress")
 ABANDONED = "the frontend that ran it has stopped"
 

@@ -23,7 +23,7 @@ import numpy as np
 from kvcache.memory import KvRegion
 from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, Run, check_fetch, plan_copy
 from mesh.address import split_address
-from mesh.silence import limit_silence_of
+from mesh.silence import break_cut_connections
 from protocol.errors import ConfigError, TransferError
 from protocol.ids import WorkerId
 from protocol.messages import Ticket, decode, encode
@@ -35,7 +35,7 @@ _OFFER_POLL_S = 0.0005  # while peers may read from us
 _END_S = 2.0
 _MAX_PEERS = 256
 _PROBE_S = 0.3  # time to answer for a peer whose last transfer has failed
-_LOOK_AFTER_S = 0.1  # UCX has opened its connections by then
+_LOOK_S = 0.2  # a transfer that takes longer has its connections looked at, and again after as long
 
 Steps = Generator[None, None, int]  # a fetch on the agent's thread: yields while it waits for the network
 
@@ -345,13 +345,13 @@ class _AgentThread(threading.Thread):
             # Wait also when the caller has given up: to release a transfer does not stop UCX. Over TCP it continues
             # to write into our blocks while the transfer is in progress.
             state = agent.transfer(handle)
-            look_s = time.monotonic() + _LOOK_AFTER_S
+            look_s = time.monotonic() + _LOOK_S
             while state == "PROC":
                 yield
                 state = agent.check_xfer_state(handle)
-                if look_s and time.monotonic() > look_s:
-                    look_s = 0.0
-                    limit_silence_of(split_address(job.ticket.address)[0])
+                if time.monotonic() > look_s:
+                    break_cut_connections(split_address(job.ticket.address)[0])
+                    look_s = time.monotonic() + _LOOK_S
         finally:
             self._release(handle)
         if job.aborted:

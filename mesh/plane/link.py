@@ -10,13 +10,15 @@ from typing import cast
 import msgspec
 
 from mesh.plane.frames import MAX_FRAME_BYTES, Batch, Frame, FrameReader, Ping, Pong, encode_frame
-from mesh.silence import limit_silence
+from mesh.silence import is_cut, probe_when_silent
 from protocol.errors import MeshError, WireError
 from protocol.messages import failure_of
 
 log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 5.0  # a silent peer is asked this often while streams are open
+WIRE_CHECK_S = 0.5  # while streams are open
+CUT_CHECKS = 2  # a wire that is found cut so often in a row is given up
 SUSPECT_S = 2.0  # time to answer for a peer that is thought to be gone
 KEEPALIVE_MISSES = 3  # a peer is given up after so many unanswered questions
 HIGH_WATER_BYTES = 1 << 20
@@ -41,6 +43,9 @@ class Link(asyncio.Protocol, ABC):
         self._heard = True
         self._misses = 0
         self._keepalive: asyncio.TimerHandle | None = None
+        self._socket: socket.socket | None = None
+        self._wire_check: asyncio.TimerHandle | None = None
+        self._cut_checks = 0  # how often in a row the wire was found cut
         self.closed = asyncio.Event()
         self.peer = "?"
 
@@ -66,7 +71,8 @@ class Link(asyncio.Protocol, ABC):
         raw = transport.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            limit_silence(raw)
+            probe_when_silent(raw)
+            self._socket = raw
 
     def data_received(self, data: bytes) -> None:
         self._heard = True
@@ -138,6 +144,20 @@ class Link(asyncio.Protocol, ABC):
         if self._keepalive is None:
             self._heard, self._misses = True, 0
             self._keepalive = self.loop.call_later(KEEPALIVE_S, self._check_peer)
+        if self._wire_check is None:
+            self._cut_checks = 0
+            self._wire_check = self.loop.call_later(WIRE_CHECK_S, self._check_wire)
+
+    def _check_wire(self) -> None:
+        """Hang up if packets get no answer. A peer that hangs or does not read answers by its kernel."""
+        self._wire_check = None
+        if self._transport is None or self._socket is None or not self.is_busy():
+            return
+        self._cut_checks = self._cut_checks + 1 if is_cut(self._socket) else 0
+        if self._cut_checks >= CUT_CHECKS:
+            self.abort("the peer's host does not answer")
+            return
+        self._wire_check = self.loop.call_later(WIRE_CHECK_S, self._check_wire)
 
     def suspect(self, reason: str) -> None:
         """Ask a peer that may be gone, and hang up if it does not answer soon, long before the keepalive would."""
@@ -194,8 +214,10 @@ class Link(asyncio.Protocol, ABC):
         self.closed.set()
         self._transport = None
         self._writable.set()  # those that wait to write then see that the connection is over
-        if self._keepalive is not None:
-            self._keepalive.cancel()
+        self._socket = None
+        for timer in (self._keepalive, self._wire_check):
+            if timer is not None:
+                timer.cancel()
         self._batch = Batch([], [])
         self._frames.clear()
         self.on_lost(reason)

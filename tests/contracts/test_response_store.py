@@ -160,6 +160,7 @@ async def test_the_bytes_are_bounded(opener: Opener, clock: Clock) -> None:
     with pytest.raises(StorageError, match="more than the store holds"):
         await store.put(record("huge", size=20_000))
     assert await store.get("", "huge") is None
+    assert await kept(store, "b", "c") == ["b", "c"], "the others stay"
 
 
 async def test_responses_expire_unless_they_are_continued(opener: Opener, clock: Clock) -> None:

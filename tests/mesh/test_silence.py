@@ -1,21 +1,43 @@
-"""Tests of the options that break a connection whose peer's host is silent."""
+"""Tests of the rule that tells a cut connection from one whose peer hangs. tests/hosts cuts real ones."""
 
 import socket
+import time
 
 import pytest
 
-from mesh.silence import PROBE_S, SILENCE_S, limit_silence_of
+from mesh.silence import PROBE_S, break_cut_connections, is_cut, probe_when_silent
+
+pytestmark = pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the options are Linux's")
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the options are Linux's")
-def test_all_connections_to_a_host_get_the_options_and_others_do_not() -> None:
+def test_connections_to_a_host_are_probed_and_healthy_ones_stay() -> None:
     with socket.create_server(("127.0.0.2", 0)) as one, socket.create_server(("127.0.0.3", 0)) as other:
         near, far = socket.create_connection(one.getsockname()), socket.create_connection(other.getsockname())
         with near, far, socket.socket(socket.AF_INET, socket.SOCK_DGRAM):
-            assert limit_silence_of("127.0.0.2") == 1
+            assert break_cut_connections("127.0.0.2") == 0
             assert near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == SILENCE_S * 1000
             assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == PROBE_S
-            assert far.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+            assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+            assert far.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
             near.sendall(b"still open")
             assert one.accept()[0].recv(20) == b"still open"
+
+
+def test_a_peer_that_does_not_read_is_not_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        reader, _ = server.accept()
+        probe_when_silent(sender)
+        sender.setblocking(False)
+        sent = 0
+        with pytest.raises(BlockingIOError):
+            while True:
+                sent += sender.send(b"x" * 65536)
+        for _ in range(8):
+            time.sleep(0.25)
+            assert not is_cut(sender)
+        got = 0
+        reader.settimeout(5)
+        while got < sent:
+            got += len(reader.recv(1 << 20))
+        assert got == sent
+        reader.close()
