@@ -1,6 +1,7 @@
 """Start the meshes that all clients share, and the clients' scripts. Only `make test-clients` does this."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,9 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest, urls: dict[str, str]) -> Iterator[Runs]:
+    # A shell's background job ignores SIGINT, and so would all that it starts; a handler of one's own is not inherited.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     runs = Runs(asked_for(request.session), urls)
     yield runs
     runs.close()
+    signal.signal(signal.SIGINT, before)

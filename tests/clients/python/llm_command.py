@@ -113,13 +113,16 @@ def cancel():
     process = subprocess.Popen(
         [*LLM, "-m", "slow", "-o", "max_tokens", "1000", QUESTION], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
     )
-    check(process.stdout.read(1), "no output")
-    check_running()
-    process.send_signal(signal.SIGINT)
-    said = check_cancelled()
-    began = time.monotonic()
-    process.wait(20)
-    return f"{said}, and the command ended {time.monotonic() - began:.1f} s later"
+    try:
+        check(process.stdout.read(1), "no output")
+        check_running()
+        process.send_signal(signal.SIGINT)
+        said = check_cancelled()
+        began = time.monotonic()
+        process.wait(20)
+        return f"{said}, and the command ended {time.monotonic() - began:.1f} s later"
+    finally:
+        process.kill()  # a request that goes on would fail the other clients' cancel too
 
 
 flows.run()
