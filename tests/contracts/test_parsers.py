@@ -27,6 +27,7 @@ class Subject(NamedTuple):
     open: Callable[[], Parser]
     parts: tuple[str, ...]
     drops_markers: bool = False  # also where no call comes of them
+    is_forced: bool = False  # what may be the beginning of a call that was cut off is no content
     rewrites: bool = False  # a call that may not be made
 
 
@@ -69,8 +70,8 @@ PARSERS: dict[str, Subject] = {
         name: Subject(parser_of(name), TOOL_PARSERS[name].markers + PARTS.get(name, ("f", *JSON_PARTS)))
         for name in TOOL_PARSERS
     },
-    "calls as json": Subject(CallsAsJson, JSON_PARTS),
-    "arguments as json": Subject(lambda: ArgumentsAsJson("f"), JSON_PARTS),
+    "calls as json": Subject(CallsAsJson, JSON_PARTS, is_forced=True),
+    "arguments as json": Subject(lambda: ArgumentsAsJson("f"), JSON_PARTS, is_forced=True),
     **{f"thoughts: {name}": thoughts_of(name, False) for name in REASONING_PARSERS},
     **{f"thoughts begun: {name}": thoughts_of(name, True) for name in REASONING_PARSERS},
     "harmony": Subject(lambda: HARMONY.open(False), HARMONY_PARTS, drops_markers=True),
@@ -137,7 +138,7 @@ def test_prose_and_thoughts_are_pieces_of_the_text(subject: Subject, data: st.Da
             assert at >= 0, f"{event.text!r} is not in {text!r}"
             at += len(event.text)
     if not subject.drops_markers and all(isinstance(event, Content) for event in events):
-        assert "".join(map(prose, events)) == text
+        assert "".join(map(prose, events)) in ((text, "") if subject.is_forced else (text,))
 
 
 @each_parser

@@ -26,10 +26,10 @@ def model_and_tokenizer() -> tuple[Any, Any]:
 
 @cache
 def prompts() -> list[list[int]]:
-    from cluster.tiny_model.corpus import documents
+    from cluster.tiny_model.corpus import prose_documents
 
     _, tokenizer = model_and_tokenizer()
-    text = tokenizer("".join(itertools.islice(documents(seed=98), 20)))["input_ids"]
+    text = tokenizer("".join(document.text for document in itertools.islice(prose_documents(seed=98), 20)))["input_ids"]
     return [text[100 * n : 100 * n + length] for n, length in enumerate(LENGTHS)]
 
 

@@ -24,12 +24,12 @@ def expected() -> list[tuple[list[int], list[str]]]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from cluster.tiny_model.corpus import documents
+    from cluster.tiny_model.corpus import prose_documents
 
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT_DIR)
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT_DIR, dtype=torch.float32).eval()
     rng = random.Random(5)
-    text = tokenizer("".join(itertools.islice(documents(seed=99), 40)))["input_ids"]
+    text = tokenizer("".join(document.text for document in itertools.islice(prose_documents(seed=99), 40)))["input_ids"]
     answers = []
     for i in range(PROMPTS):
         start = rng.randrange(len(text) - 400)
