@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = 60.0
 NEW_SUFFIX = ".new"
+LITTER_S = 3600.0  # a folder that is being written is younger
 
 
 def default_cache_dir() -> Path:
@@ -63,7 +65,7 @@ class ModelFolders:
             for file in files:
                 data = await self._fetch(cards, file)
                 await asyncio.to_thread((new / file.name).write_bytes, data)
-            await asyncio.to_thread(put_in_place, new, kept)
+            await asyncio.to_thread(put_in_place, new, kept, files)
             await asyncio.to_thread(shrink, self._cache_dir, self._max_bytes, kept)
         except OSError as error:
             found = f"cannot write the model cache {self._cache_dir}: {error.strerror or error}"
@@ -121,10 +123,11 @@ def sha256_of(data: bytes | bytearray) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def put_in_place(new: Path, kept: Path) -> None:
-    """Move a set of files to its place. Another process may have been first; a broken set is replaced."""
-    if kept.exists():
-        shutil.rmtree(kept, ignore_errors=True)
+def put_in_place(new: Path, kept: Path, files: Sequence[ModelFile]) -> None:
+    """Move a set of files to its place. A whole set that is there already stays, because others read it."""
+    if has_files(kept, files):
+        return
+    shutil.rmtree(kept, ignore_errors=True)
     try:
         new.rename(kept)
     except OSError:
@@ -133,11 +136,23 @@ def put_in_place(new: Path, kept: Path) -> None:
 
 
 def shrink(cache_dir: Path, max_bytes: int, kept: Path) -> None:
-    """Remove the sets that were used longest ago until the cache is small enough; never `kept`."""
-    folders = [folder for folder in cache_dir.iterdir() if folder.is_dir() and not folder.name.endswith(NEW_SUFFIX)]
-    sizes = {folder: sum(file.stat().st_size for file in folder.iterdir()) for folder in folders}
+    """Remove the sets that were used longest ago until the cache is small enough; never `kept`.
+
+    What a killed frontend has left half written goes too. Another process may remove folders at the same time.
+    """
+    used_s: dict[Path, float] = {}
+    sizes: dict[Path, int] = {}
+    for folder in cache_dir.iterdir():
+        with contextlib.suppress(OSError):
+            changed_s = folder.stat().st_mtime
+            if folder.name.endswith(NEW_SUFFIX):
+                if time.time() - changed_s > LITTER_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+            elif folder.is_dir():
+                sizes[folder] = sum(file.stat().st_size for file in folder.iterdir())
+                used_s[folder] = changed_s
     total = sum(sizes.values())
-    for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime):
+    for folder in sorted(sizes, key=lambda folder: used_s[folder]):
         if total > max_bytes and folder != kept:
             shutil.rmtree(folder, ignore_errors=True)
             total -= sizes[folder]

@@ -233,7 +233,7 @@ class _Keeper:
                     log.warning("etcd at %s is away, the last known services stay: %s", endpoint, error)
                 self._release_writers()
                 with self._lock:
-                    self._view.on_time(now_s)
+                    self._view.on_away()
                 wait_s = FIRST_WAIT_S if now_s - began_s > LONGEST_WAIT_S else min(2 * wait_s, LONGEST_WAIT_S)
                 if self._is_closed:
                     return

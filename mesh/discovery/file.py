@@ -142,12 +142,22 @@ class FileDiscovery:
         return self._directory / (quote(key, safe="") + _KEY_SUFFIX)
 
     def _renew(self) -> None:
+        """Renew all our keys. Raise OSError, if one of them cannot be renewed, after the others are."""
+        problem: OSError | None = None
         with self._lock:
             for key, value in self._own.items():
                 try:
-                    os.utime(self._path(key))
-                except FileNotFoundError:  # somebody has removed it
-                    self._write_file(key, value)
+                    self._renew_file(key, value)
+                except OSError as error:
+                    problem = error
+        if problem is not None:
+            raise problem
+
+    def _renew_file(self, key: str, value: bytes) -> None:
+        try:
+            os.utime(self._path(key))
+        except FileNotFoundError:  # somebody has removed it
+            self._write_file(key, value)
 
     # --- the thread -----------------------------------------------------------------------------------
 

@@ -29,6 +29,10 @@ class KeyView:
         for key, value in found.items():
             self.on_put(key, value)
 
+    def on_away(self) -> None:
+        """Take that the backend no longer answers: no lease counts until the next list."""
+        self._missing_since_s.clear()
+
     def on_put(self, key: str, value: bytes) -> None:
         self._missing_since_s.pop(key, None)
         self._lapsed.pop(key, None)

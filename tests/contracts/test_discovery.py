@@ -226,6 +226,29 @@ async def test_a_removed_directory_removes_no_key(tmp_path: Path) -> None:
     await store.close()
 
 
+async def test_a_key_that_cannot_be_renewed_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = FileDiscovery(str(tmp_path), lease_s=1.0), FileDiscovery(str(tmp_path), lease_s=1.0)
+    await store.put("workers/a", b"1")
+    await store.put("workers/b", b"2")
+    changes = other.watch("")
+    await take(changes, 2)
+    renew = os.utime
+
+    def refuse(path: Path, *times: object) -> None:
+        if "%2Fa" in str(path):
+            raise PermissionError(13, "Permission denied")
+        renew(path)
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert await take(changes, 1) == [Deleted("workers/a", has_lapsed=True)]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(changes), 1.5)
+    await store.close()
+    await other.close()
+
+
 async def test_a_live_lease_outlasts_its_term(tmp_path: Path) -> None:
     store = FileDiscovery(str(tmp_path), lease_s=1.0)
     await store.put("workers/a", b"1")

@@ -169,6 +169,15 @@ async def test_the_cache_is_bounded_and_the_latest_stays(site: Site) -> None:
     assert [path.name for path in site.cache.iterdir()] == [second.name]
 
 
+async def test_what_a_killed_frontend_left_half_written_goes(site: Site) -> None:
+    left, fresh = site.cache / "a.1.new", site.cache / "b.2.new"
+    for folder in (left, fresh):
+        folder.mkdir(parents=True)
+    os.utime(left, (1, 1))
+    kept = await site.folders.find([site.card()])
+    assert set(site.cache.iterdir()) == {kept, fresh}
+
+
 async def test_two_frontends_may_fill_one_cache_at_once(site: Site) -> None:
     others = [ModelFolders(site.plane, site.cache, 1 << 30) for _ in range(4)]
     found = await asyncio.gather(*[folders.find([site.card()]) for folders in others])

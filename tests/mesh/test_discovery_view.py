@@ -21,6 +21,19 @@ def test_a_key_that_a_list_lacks_counts_for_one_more_lease() -> None:
     assert (view.present(), view.lapsed()) == ({}, {"a"})
 
 
+def test_no_lease_counts_while_the_backend_is_away() -> None:
+    """A server that comes back empty and fails again has not given the owners the time to return."""
+    view = KeyView(10.0)
+    view.on_list({"a": b"1"}, 0.0)
+    view.on_list({}, 100.0)
+    view.on_away()
+    view.on_list({}, 200.0)
+    view.on_time(209.0)
+    assert view.present() == {"a": b"1"}
+    view.on_time(210.0)
+    assert view.lapsed() == {"a"}
+
+
 def test_an_owner_that_returns_in_time_was_never_away() -> None:
     view = KeyView(10.0)
     view.on_list({"a": b"1"}, 0.0)

@@ -47,7 +47,7 @@ class EtcdProcess:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """As if its machine had lost power."""
+        """End the server as if its machine had lost power."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 

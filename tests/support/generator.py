@@ -33,8 +33,10 @@ def vector_of(request: EmbedRequest) -> bytes:
 
 
 def give(consumer: DeltaConsumer, delta: Delta) -> bool:
-    """As a stream of the request plane does: by the lane where there is one. A delta of logprobs alone is the prompt's,
-    as the dispatcher reads it."""
+    """Give a delta as a stream of the request plane does: by the lane where there is one.
+
+    A delta of logprobs alone is the prompt's, as the dispatcher reads it.
+    """
     if delta.logprobs and not delta.token_ids:
         consumer.take_prompt_logprobs(delta.logprobs)
         return True

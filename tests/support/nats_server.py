@@ -38,7 +38,7 @@ class NatsProcess:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """As if its machine had lost power."""
+        """End the server as if its machine had lost power."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
