@@ -58,7 +58,7 @@ test-vllm: $(VLLM) ## the tests that run real vLLM on the CPU (ARGS='-k lora': s
 	KVMESH_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv-vllm/bin/python -m pytest --durations=10 \
 		tests/vllm tests/contracts/test_external_engines.py tests/benchmarks/test_engine_bench.py $(ARGS)
 
-test-hosts: $(DEV) ## the tests on four hosts (network namespaces: root, iproute2, nftables, iptables, etcd, nats-server)
+test-hosts: $(DEV) ## the tests on four hosts (network namespaces: root, iproute2, nftables, iptables, curl, etcd, nats-server)
 	KVMESH_TEST_HOSTS=1 $(PY) -m pytest --durations=5 tests/hosts $(ARGS)
 
 test-sglang: $(SGLANG) ## the tests that run real SGLang on the CPU

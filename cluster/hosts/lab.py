@@ -1,11 +1,10 @@
-"""Hosts as network namespaces, with pids, IPC and /dev/shm of their own, on one bridge; and what can go wrong there.
+"""Make hosts of one machine: network namespaces with pids, IPC and /dev/shm of their own, on one bridge; and faults.
 
-Nothing of it touches the machine's own network: the bridge is in a namespace too. It needs root, iproute2, nftables and
-iptables.
+Nothing here touches the machine's own network: the bridge is in a namespace too. Root, iproute2, nftables, iptables,
+util-linux and curl are needed.
 """
 
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -15,11 +14,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from protocol.errors import ConfigError, MeshError
+
 HOSTS = ("infra", "front", "prefill", "decode")
 NETWORK = "10.77.0"
-TOOLS = ("ip", "nft", "iptables", "unshare")
+TOOLS = ("ip", "nft", "iptables", "unshare", "curl")
 # Private pids, IPC, host name and /dev/shm, so that two hosts can share memory in no way.
 _ENTER = 'mount --make-rprivate /; mount -t tmpfs tmpfs /dev/shm; hostname "$0"; exec "$@"'
+
+
+class LabError(MeshError):
+    """A command or a service of the lab has failed."""
 
 
 def why_not() -> str:
@@ -27,21 +32,21 @@ def why_not() -> str:
     if os.geteuid() != 0:
         return "network namespaces need root"
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        return f"missing: {', '.join(missing)}; apt-get install iproute2 nftables iptables util-linux"
+        return f"missing: {', '.join(missing)}; apt-get install iproute2 nftables iptables util-linux curl"
     return ""
 
 
 def run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise LabError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
 
 
 class HostProcess:
     """A process on a host. `pid` is the machine's number of the process, not of the host's."""
 
-    def __init__(self, host: "Host", name: str, command: Sequence[str], log: Path) -> None:
+    def __init__(self, host: "LabHost", name: str, command: Sequence[str], log: Path) -> None:
         self.host, self.name, self.log_path = host, name, log
         wrapped = ["ip", "netns", "exec", host.namespace]
         wrapped += ["unshare", "-m", "-p", "-i", "-u", "-f", "--kill-child", "--mount-proc"]
@@ -60,7 +65,7 @@ class HostProcess:
                 if text in line:
                     return line
             if self.process.poll() is not None or time.monotonic() > ends_s:
-                raise RuntimeError(f"{self.name} did not log {text!r}:\n{self.log()[-3000:]}")
+                raise LabError(f"{self.name} did not log {text!r}:\n{self.log()[-3000:]}")
             time.sleep(0.05)
 
     def signal(self, number: signal.Signals) -> None:
@@ -81,7 +86,7 @@ class HostProcess:
         self.process.wait()
 
 
-class Host:
+class LabHost:
     def __init__(self, lab: "Lab", name: str, number: int) -> None:
         self.lab, self.name = lab, name
         self.namespace = f"{lab.prefix}{name}"
@@ -109,7 +114,7 @@ class Lab:
         self.prefix = f"kvm{secrets.token_hex(2)}-"
         self.bridge = f"{self.prefix}bridge"
         self.processes: list[HostProcess] = []
-        self.hosts = {name: Host(self, name, number) for number, name in enumerate(names, 1)}
+        self.hosts = {name: LabHost(self, name, number) for number, name in enumerate(names, 1)}
 
     def open(self) -> None:
         run("ip", "netns", "add", self.bridge)
@@ -174,16 +179,12 @@ class Lab:
 
 @contextmanager
 def lab(folder: Path) -> Iterator[Lab]:
+    """Make the hosts; at the end, end their processes and remove them. Raises ConfigError where that is impossible."""
+    if problem := why_not():
+        raise ConfigError(problem, hint="run it as root on a Linux machine, or in a privileged container")
     made = Lab(folder)
     try:
         made.open()
         yield made
     finally:
         made.close()
-
-
-def url_in(line: str) -> str:
-    """Return the URL in a service's line of readiness."""
-    found = re.search(r"\burl=(http://\S+)", line)
-    assert found is not None, line
-    return found[1]
