@@ -10,8 +10,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mesh.address import cannot_listen, join_address
+from mesh.http.accepting import Burst
 from mesh.http.connection import Connection, DateLine, refusal
 from mesh.http.cors import Cors, is_preflight
 from mesh.http.errors import MethodNotAllowedError, NotFoundError, RequestTimeoutError, error_body
@@ -345,25 +347,34 @@ async def listening(
     """
     server = Server(app)
     server.make_room()
+    secured: dict[str, Any] = {}
+    if tls is not None:
+        secured = {"ssl": tls, "ssl_handshake_timeout": TLS_HANDSHAKE_S, "ssl_shutdown_timeout": TLS_GOODBYE_S}
+    burst = Burst(server.connect, secured)
+
+    def accept() -> Connection:
+        burst.accept()
+        return server.connect()
+
     try:
         listener = await server.loop.create_server(
-            server.connect,
+            accept,
             host,
             port,
             backlog=2048,
-            ssl=tls,
-            ssl_handshake_timeout=TLS_HANDSHAKE_S if tls is not None else None,
-            ssl_shutdown_timeout=TLS_GOODBYE_S if tls is not None else None,
             reuse_port=reuse_port or None,
+            **secured,
         )
     except OSError as error:
         raise cannot_listen(host, port, error) from error
     try:
+        burst.follow(listener)
         scheme = "http" if tls is None else "https"
         bound = listener.sockets[0].getsockname()[1]
         yield f"{scheme}://{join_address(advertise_host or host, bound)}"
     finally:
         listener.close()
+        await burst.close()
         await server.close()
 
 
