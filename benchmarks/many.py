@@ -1,8 +1,8 @@
 """Run `kvmesh bench many`: measure what a large number of workers costs the router and the frontend.
 
 First the router's core in this process: the CPU time of a placement while all workers are settled, while one has just
-joined, and while one has just failed. Then a mesh: a frontend and mock workers, many in a process, that are idle. The
-mesh runs once with file discovery and, where an etcd is installed, once with etcd.
+joined, while some have, and while one has just failed. Then a mesh: a frontend and mock workers, many in a process,
+that are idle. The mesh runs once with file discovery and, where an etcd is installed, once with etcd.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ BATCH = 64  # placements that are timed together, then ended
 BATCHES = 10  # of one round
 AFTER_S = 0.1  # of the router's time: a worker joined or failed so long ago
 BETWEEN_S = 1000.0  # of the router's time: what happened in a round is over in the next one
+ROLLING = 50  # in a rolling restart, one worker in so many has just joined
 SETTLE_S = 5.0  # from the last worker's joining to the first idle second
 START_S = 60.0  # for all workers to be ready, and on top of it START_WORKER_S for each
 START_WORKER_S = 0.6
@@ -96,8 +97,10 @@ class ManyReport(Struct, frozen=True, kw_only=True):
     workers: int
     place_us: float  # CPU time of one placement
     place_us_joining: float
+    place_us_rolling: float  # while one worker in ROLLING joins
     place_us_dying: float
     joining_ratio: float  # to place_us
+    rolling_ratio: float
     dying_ratio: float
     ready_s: float
     idle_cpu_frontend: float
@@ -172,6 +175,7 @@ class PlaceTimes:
 
     settled: float = float("inf")
     joining: float = float("inf")
+    rolling: float = float("inf")
     dying: float = float("inf")
 
 
@@ -181,8 +185,11 @@ def place_times(workers: int, rounds: int, seed: int) -> PlaceTimes:
     for number in range(rounds):
         times.settled = min(times.settled, place_us(state, prompts, now))
         now += BETWEEN_S
-        with one_joining(state, f"newcomer-{number}", now):
+        with newcomers(state, [f"newcomer-{number}"], now):
             times.joining = min(times.joining, place_us(state, prompts, now + AFTER_S))
+        now += BETWEEN_S
+        with newcomers(state, [f"newcomer-{number}-{n}" for n in range(max(2, workers // ROLLING))], now):
+            times.rolling = min(times.rolling, place_us(state, prompts, now + AFTER_S))
         now += BETWEEN_S
         with one_avoided(state, now):
             times.dying = min(times.dying, place_us(state, prompts, now + AFTER_S))
@@ -224,18 +231,20 @@ def place_us(state: RouterState, prompts: list[bytes], now: float) -> float:
 
 
 @contextmanager
-def one_joining(state: RouterState, name: str, now: float) -> Iterator[None]:
-    """Let a worker join and take the one request that it may have at first; at the end it leaves."""
-    request = route_request(f"first-of-{name}", b"")
-    state.add_worker(mock_card(name), now)
-    placed = state.place(request, now)
-    if placed.decode.worker_id != name:
-        raise EngineError(f"the first request after {name} joined went to {placed.decode.worker_id}")
+def newcomers(state: RouterState, names: Sequence[str], now: float) -> Iterator[None]:
+    """Let workers join and take the one request that each may have at first; at the end they leave."""
+    requests = [route_request(f"first-of-{name}", b"") for name in names]
+    for name in names:
+        state.add_worker(mock_card(name), now)
+    placed = {state.place(request, now).decode.worker_id for request in requests}
+    if placed != set(names):
+        raise EngineError(f"the first requests after {len(names)} workers joined went to {sorted(placed)}")
     yield
-    if len(state.fleet.warm_up) != 1:
-        raise EngineError(f"{name} was settled before the end of its round")
-    state.free(request.request_id, now)
-    state.remove_worker(WorkerId(name), now)
+    if len(state.fleet.warm_up) != len(names):
+        raise EngineError(f"of {len(names)} that joined some were settled before the end of the round")
+    for name, request in zip(names, requests, strict=True):
+        state.free(request.request_id, now)
+        state.remove_worker(WorkerId(name), now)
 
 
 @contextmanager
@@ -436,8 +445,10 @@ def report_of(config: ManyConfig, placing: PlaceTimes, meshes: dict[str, IdleMes
         workers=config.workers,
         place_us=round(placing.settled, 1),
         place_us_joining=round(placing.joining, 1),
+        place_us_rolling=round(placing.rolling, 1),
         place_us_dying=round(placing.dying, 1),
         joining_ratio=round(placing.joining / placing.settled, 2),
+        rolling_ratio=round(placing.rolling / placing.settled, 2),
         dying_ratio=round(placing.dying / placing.settled, 2),
         ready_s=by_file.ready_s,
         idle_cpu_frontend=by_file.idle_cpu_frontend,
@@ -461,6 +472,7 @@ def placement_table_of(report: ManyReport) -> Table:
     table.add_row("all workers are settled", f"{report.place_us:g}", "", "")
     for text, place, ratio in (
         ("one has just joined", report.place_us_joining, report.joining_ratio),
+        (f"one in {ROLLING} has just joined", report.place_us_rolling, report.rolling_ratio),
         ("one has just failed", report.place_us_dying, report.dying_ratio),
     ):
         table.add_row(text, f"{place:g}", f"{ratio:g}", f"<= {GOAL_RATIO:g}")

@@ -3,9 +3,10 @@
 Pure; the time is a parameter. The fleet changes with cards and KV events. Placements read it (router/placing.py).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from protocol.events import KvEvent
 from protocol.ids import WorkerId
@@ -18,6 +19,7 @@ from router.shortlist import Shelves
 from router.warmup import WarmUp
 
 NOBODY: frozenset[Holder] = frozenset()
+LEG_ROLES = ((Role.DECODE, Role.AGGREGATED), (Role.PREFILL,))  # of the workers that one leg is chosen from
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +30,11 @@ class Slot:
     card: WorkerCard
     load: HolderLoad
     last_chosen: int = 0  # the number of the choice; 0: never
+
+    @property
+    def in_flight(self) -> int:
+        """The requests that run here; a prefill worker has prompts to compute instead."""
+        return self.load.total.requests or len(self.load.prefilling)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +59,14 @@ class Pool:
     @property
     def slots(self) -> Iterator[Slot]:
         return chain(self.decoders, self.prefillers)
+
+
+class Shortlists(NamedTuple):
+    """The slots that a request has to be placed by, of all slots of its model."""
+
+    decoders: Sequence[Slot]
+    prefillers: Sequence[Slot]
+    held_back: Collection[Holder]  # workers that have just joined, and may take no further request; not all are listed
 
 
 class WorkerFleet:
@@ -209,28 +224,51 @@ class WorkerFleet:
 
     # --- the shelves -----------------------------------------------------------------------------------------------
 
-    def shortlists(self, pool: Pool, apart: set[Holder], now: float) -> tuple[Sequence[Slot], Sequence[Slot]] | None:
-        """Return the decoders and the prefillers that have to be scored, of which `apart` are some.
+    def shortlists(self, pool: Pool, apart: set[Holder], now: float) -> Shortlists | None:
+        """Return the slots that have to be scored. None: all have to, as most are `apart` or all of a role are avoided.
 
-        Workers that have just joined are scored apart, avoided ones are left out. None: all have to be scored, because
-        most would be, or because all workers of a role are avoided.
+        apart: holders that differ by more than their load. Avoided workers are left out, and so are newcomers that may
+        take no further request.
         """
         self._refresh()
-        unsettled = self.unsettled(now)
-        if unsettled and len(unsettled) < len(self.slots):  # of equal newcomers none is held back
-            apart |= unsettled
         if 2 * len(apart) >= len(pool.decoders) + len(pool.prefillers):
             return None
         avoided = self._avoided
         for slots in (pool.decoders, pool.prefillers) if avoided else ():
             if len(avoided) >= len(slots) > 0 and all(slot.holder in avoided for slot in slots):
                 return None
-        decode, aggregated, prefill = (
-            pool.shelves[role].shortlist(apart, avoided) for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL)
-        )
-        return decode + aggregated, prefill
+        held_back = self._held_back_in(pool, now)
+        decode, aggregated, prefill = [
+            shelves.shortlist(apart, avoided, held_back) if (shelves := pool.shelves[role]) else []
+            for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL)
+        ]
+        return Shortlists(decode + aggregated, prefill, held_back)
 
-    def unsettled(self, now: float) -> frozenset[Holder]:
+    def held_back(self, slots: Sequence[Slot], now: float) -> Collection[Holder]:
+        """Return those of the slots that may take no further request now, because their workers have just joined."""
+        unsettled = self._unsettled_holders(now)
+        if not unsettled:
+            return NOBODY
+        new = [(slot.holder, slot.in_flight) for slot in slots if slot.holder in unsettled]
+        busiest = max([slot.in_flight for slot in slots if slot.holder not in unsettled], default=-1)
+        return self.warm_up.held_back(new, busiest, now)
+
+    def _held_back_in(self, pool: Pool, now: float) -> Collection[Holder]:
+        """Return what `held_back` does for the decoders and for the prefillers of a pool, without reading them all."""
+        unsettled = self._unsettled_holders(now)
+        if not unsettled:
+            return NOBODY
+        found: list[Holder] = []
+        without = unsettled | self._avoided if self._avoided else unsettled
+        for roles in LEG_ROLES:
+            shelves = [shelf for role in roles if (shelf := pool.shelves[role])]
+            new = [pair for shelf in shelves for pair in shelf.in_flight_of(unsettled)]
+            if new:
+                busiest = max([shelf.most_in_flight(without) for shelf in shelves])
+                found += self.warm_up.held_back(new, busiest, now)
+        return found
+
+    def _unsettled_holders(self, now: float) -> frozenset[Holder]:
         """Return the holders of all workers, of any model, that have just joined."""
         warm_up = self.warm_up
         if warm_up.is_over(now):
@@ -238,12 +276,6 @@ class WorkerFleet:
         if warm_up.changes != self._unsettled_of:
             self._unsettled, self._unsettled_of = self._holders_of(warm_up.unsettled(now)), warm_up.changes
         return self._unsettled
-
-    def busiest_settled(self, pool: Pool, roles: Sequence[Role], now: float) -> int | None:
-        """Return the most requests in flight at a settled worker that is not avoided. Call `shortlists` before."""
-        without = self.unsettled(now) | self._avoided
-        found = [pool.shelves[role].most_in_flight(without) for role in roles]
-        return max((count for count in found if count is not None), default=None)
 
     def _holders_of(self, workers: Iterable[WorkerId]) -> frozenset[Holder]:
         known = [(worker_id, self._cards[worker_id]) for worker_id in workers if worker_id in self._cards]
@@ -258,5 +290,5 @@ class WorkerFleet:
         # a prefill worker's blocks and requests cost nothing, so having more of them must not make it look worse
         uncosted = (load.held_blocks, load.requests) if card.role is Role.PREFILL else ()
         kind = (card.capacity, card.max_num_seqs, card.total_blocks, card.transfer, uncosted)
-        in_flight = load.requests or len(slot.load.prefilling)
-        self.pools[card.model].shelves[card.role].put(slot.holder, slot, kind, load, slot.last_chosen, in_flight)
+        shelves = self.pools[card.model].shelves[card.role]
+        shelves.put(slot.holder, slot, kind, load, slot.last_chosen, slot.in_flight)

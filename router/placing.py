@@ -52,7 +52,7 @@ class RequestView(Struct):
     bound_to: Holder | None  # where its session runs
     decoders: Sequence[Slot]  # at least one
     prefillers: Sequence[Slot]
-    is_shortlist: bool  # decoders and prefillers are not all
+    held_back: Collection[Holder]  # newcomers that may take no further request now; never all that may take a leg
     block_size: int
     overlaps: Mapping[Holder, Depths]
     active: Mapping[Holder, int]
@@ -121,8 +121,9 @@ def look(
     if shortened is None or pool is None:
         pool, decoders, prefillers = who_may(fleet, request, now)
         overlaps, active = fleet.find(pool, hashes, now)
+        held_back: Collection[Holder] = [*fleet.held_back(decoders, now), *fleet.held_back(prefillers, now)]
     else:
-        decoders, prefillers = shortened
+        decoders, prefillers, held_back = shortened
     computing = prefillers or decoders
     if prefillers:
         busy = pool.prefill_busy.of(len(pool.prefillers), now)
@@ -135,8 +136,8 @@ def look(
     price = rules.recompute_price or recompute_price(busy, pool.spread.value, asked, holders)
     block_size = computing[0].card.block_size
     return RequestView(
-        fleet, pool, rules, request, now, ahead, rng, bound_to, decoders, prefillers, shortened is not None, block_size,
-        overlaps, active, price, busy, asked,
+        fleet, pool, rules, request, now, ahead, rng, bound_to, decoders, prefillers, held_back, block_size, overlaps,
+        active, price, busy, asked,
     )  # fmt: skip
 
 
@@ -300,7 +301,7 @@ def _choose_leg(kind: LegKind, slots: Sequence[Slot], view: RequestView) -> LegC
     rules, request, reserved = view.rules, view.request, view.ahead.reserved
     cost = PlacementCost(request.isl_tokens, view.block_size, kind, rules.weights, view.price)
     candidates = _candidates(slots, view)
-    passed_over = _held_back(kind, candidates, view) if len(view.fleet.warm_up) else {}
+    passed_over = _held_back(candidates, view) if view.held_back else {}
     if view.bound_to is not None:
         bound = next((c for c in candidates if c.holder == view.bound_to), None)
         if bound is not None and not _is_full(bound, kind, view, reserved):
@@ -322,30 +323,10 @@ def _is_worth_waiting_for(full: Candidate, other: Candidate, view: RequestView) 
     return full.overlap[-1] > other.overlap[-1] and not is_packed(full, view, view.ahead.reserved)
 
 
-def _held_back(kind: LegKind, candidates: Sequence[Candidate], view: RequestView) -> dict[Holder, str]:
-    """Return the newcomers that are held back and why; never all candidates."""
-    fleet, now = view.fleet, view.now
-    unsettled, slots = fleet.unsettled(now), fleet.slots
-    in_flight = {
-        c.holder: running
-        for c in candidates
-        if c.holder in unsettled and (running := c.requests or len(slots[c.holder].load.prefilling))
-    }
-    if not in_flight:
-        return {}
-    held_back = fleet.warm_up.held_back(in_flight, _busiest_settled(kind, view), now)
-    return dict.fromkeys(held_back, "new: held back") if len(held_back) < len(candidates) else {}
-
-
-def _busiest_settled(kind: LegKind, view: RequestView) -> int | None:
-    """Return the most requests in flight at one settled worker that may take the leg; None: none is settled."""
-    if view.is_shortlist:
-        roles = (Role.PREFILL,) if kind == "prefill" else (Role.DECODE, Role.AGGREGATED)
-        return view.fleet.busiest_settled(view.pool, roles, view.now)
-    slots = view.prefillers if kind == "prefill" else view.decoders
-    unsettled = view.fleet.unsettled(view.now)
-    counts = [slot.load.total.requests or len(slot.load.prefilling) for slot in slots if slot.holder not in unsettled]
-    return max(counts, default=None)
+def _held_back(candidates: Sequence[Candidate], view: RequestView) -> dict[Holder, str]:
+    """Return the candidates that are held back and why; never all of them."""
+    passed_over = {c.holder: "new: held back" for c in candidates if c.holder in view.held_back}
+    return passed_over if len(passed_over) < len(candidates) else {}
 
 
 def _candidates(slots: Sequence[Slot], view: RequestView) -> list[Candidate]:

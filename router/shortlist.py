@@ -7,7 +7,7 @@ thousand workers some ten are scored, and the choice is the same as if all were.
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -83,6 +83,9 @@ class Shelves(Generic[T]):
         self._places: dict[Holder, tuple[_Place, T]] = {}
         self._in_flight: Counter[int] = Counter()  # how many slots have so many requests in flight
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     def __contains__(self, holder: object) -> bool:
         return holder in self._places
 
@@ -112,24 +115,35 @@ class Shelves(Generic[T]):
             if not self._in_flight[place.in_flight]:
                 del self._in_flight[place.in_flight]
 
-    def shortlist(self, apart: Collection[Holder], without: Collection[Holder] = ()) -> list[T]:
+    def shortlist(
+        self, apart: Collection[Holder], without: Collection[Holder] = (), held_back: Collection[Holder] = ()
+    ) -> list[T]:
         """Return the slots to score, by holder: those `apart`, and of the others all that could be the cheapest.
 
         apart: holders that differ by more than their load, for example because they hold a part of the prompt.
-        without: holders that cannot be chosen.
+        without: holders that cannot be chosen. held_back: holders that can only be chosen where all others are too.
         """
         places = self._places
         holders = [holder for holder in apart if holder in places and holder not in without]
         skipped = {*apart, *without} if without else apart
+        first = {*skipped, *held_back} if held_back else skipped
         for kind in self._kinds.values():
-            holders.extend(kind.cheapest(skipped))
+            found = list(kind.cheapest(first))
+            holders += found if found or not held_back else kind.cheapest(skipped)
         holders.sort()
         return [places[holder][1] for holder in holders]
 
-    def most_in_flight(self, without: Collection[Holder]) -> int | None:
-        """Return the most requests in flight at one slot that is not among `without`; None: there is no other slot."""
-        left_out = [self._places[holder][0].in_flight for holder in without if holder in self._places]
-        for count in sorted(self._in_flight, reverse=True):
-            if self._in_flight[count] > left_out.count(count):
-                return count
-        return None
+    def in_flight_of(self, holders: Iterable[Holder]) -> list[tuple[Holder, int]]:
+        """Return those of the holders that are here, with the number of requests in flight there."""
+        places = self._places
+        return [(holder, places[holder][0].in_flight) for holder in holders if holder in places]
+
+    def most_in_flight(self, without: Iterable[Holder]) -> int:
+        """Return the most requests in flight at one slot that is not among `without`; -1: there is no other slot."""
+        places = self._places
+        left_out = [places[holder][0].in_flight for holder in without if holder in places]
+        most = max(self._in_flight, default=-1)
+        if most not in left_out:
+            return most
+        others = self._in_flight - Counter(left_out)
+        return max(others, default=-1)

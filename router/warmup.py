@@ -15,7 +15,7 @@ ended well proves more than time that passed. Where all candidates are new (a me
 no other worker could take the requests, and there is no cap.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from protocol.ids import WorkerId
@@ -71,9 +71,11 @@ class WarmUp:
         """Return the share of requests that a worker may have: 0 when it joins, 1 once it is settled."""
         if (ramp := self._ramps.get(worker_id)) is None:
             return 1.0
-        by_time = (now - ramp.joined_s) / self._ramp_s
-        if (share := max(by_time, ramp.completed / self._ramp_requests)) < 1:
-            return max(0.0, share)
+        share = (now - ramp.joined_s) / self._ramp_s
+        if (by_requests := ramp.completed / self._ramp_requests) > share:
+            share = by_requests
+        if share < 1:
+            return share if share > 0 else 0.0
         self.left(worker_id)
         return 1.0
 
@@ -81,12 +83,17 @@ class WarmUp:
         """Return the workers that are not settled."""
         return () if self.is_over(now) else self._ramps.keys()
 
-    def held_back(self, in_flight: Mapping[Holder, int], busiest: int | None, now: float) -> list[Holder]:
+    def held_back(self, in_flight: Iterable[tuple[Holder, int]], busiest: int, now: float) -> list[Holder]:
         """Return the newcomers that may take no further request now.
 
-        in_flight: requests that run at each newcomer. busiest: at the busiest settled worker; None: none is settled.
+        in_flight: requests that run at each newcomer. busiest: at the busiest settled worker; -1: none is settled.
         """
-        if busiest is None:
+        if busiest < 0:
             return []
-        shares = [(holder, requests, self.share(holder.worker_id, now)) for holder, requests in in_flight.items()]
-        return [holder for holder, requests, share in shares if share < 1 and requests >= max(1, int(share * busiest))]
+        found: list[Holder] = []
+        for holder, requests in in_flight:
+            if requests and (share := self.share(holder.worker_id, now)) < 1:
+                cap = int(share * busiest)
+                if requests >= cap or cap < 1:
+                    found.append(holder)
+        return found

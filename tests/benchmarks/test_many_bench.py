@@ -30,13 +30,14 @@ def test_each_case_of_placing_has_a_time(workers: int) -> None:
     times = bench.place_times(workers, rounds=2, seed=1)
     assert 0 < times.settled < float("inf")
     assert 0 < times.joining < float("inf")
+    assert 0 < times.rolling < float("inf")
     assert 0 < times.dying < float("inf")
 
 
 def test_a_round_leaves_the_router_as_it_was() -> None:
     state = bench.busy_router(20)
-    with bench.one_joining(state, "newcomer", 2000.0):
-        assert len(state.fleet.slots) == 21
+    with bench.newcomers(state, ["newcomer", "another"], 2000.0):
+        assert len(state.fleet.slots) == 22
     with bench.one_avoided(state, 3000.0):
         assert list(state.fleet.avoided_until) == ["worker-1"]
     assert (len(state.fleet.slots), len(state.fleet.warm_up), len(state.fleet.avoided_until)) == (20, 0, 0)

@@ -92,7 +92,10 @@ def test_a_worker_that_joins_or_fails_makes_nobody_else_be_weighed() -> None:
     state = router(*(card(f"d{number:03}") for number in range(200)))
     state.add_worker(card("new"), 100.0)
     planned = plan(look(state.fleet, state.rules, request(), 100.1, Random(0)))
-    assert [c.holder.worker_id for c in planned.first.candidates] == ["d000", "new"]
+    assert [c.holder.worker_id for c in planned.first.candidates] == ["d000"], "of idle ones one stands for all"
+    state.load.book(RequestId("r"), decode=at("new"), prefill=at("new"), prefill_tokens=0, hashes=b"", now=100.1)
+    planned = plan(look(state.fleet, state.rules, request(), 100.1, Random(0)))
+    assert [c.holder.worker_id for c in planned.first.candidates] == ["d000"], "it may take no second one yet"
     state.fleet.avoid([WorkerId("d000"), WorkerId("new")], 100.2)
     planned = plan(look(state.fleet, state.rules, request(), 100.2, Random(0)))
     assert [c.holder.worker_id for c in planned.first.candidates] == ["d001"]
@@ -124,6 +127,35 @@ def test_the_shortlist_does_not_change_the_choice(
         act = _acts(step, target, f"w{which % len(roles):02}", blocks, now)
         assert act(short) == act(whole)
     assert short.load.shares() == whole.load.shares()
+
+
+WORKERS = st.tuples(
+    st.sampled_from([*ROLES, "aggregated"]),
+    st.sampled_from(["settled", "settled", "new", "new", "avoided"]),
+    st.sampled_from(["shm", "shm", "nixl"]),
+    st.sampled_from([(0, 0, 0), (0, 10, 1), (0, 20, 2), (0, 20, 5), (300, 10, 1), (300, 40, 3)]),  # a Share
+    st.sampled_from([0, 0, 0, 2]),  # blocks of the prompt
+)
+
+
+@given(workers=st.lists(WORKERS, min_size=FEW, max_size=FEW + 8), age_s=st.sampled_from([0.0, 2.0, 5.0, 9.9]))
+def test_newcomers_and_avoided_workers_do_not_change_the_choice(
+    workers: list[tuple[str, str, str, tuple[int, int, int], int]], age_s: float
+) -> None:
+    now = 100.0
+    state = router(card("z", D))
+    in_time = sorted(enumerate(workers), key=lambda one: one[1][1] == "new")
+    for number, (role, past, transfer, load, blocks) in in_time:
+        name = f"w{number:02}"
+        state.add_worker(card(name, ROLES[role], transfer=transfer), now - age_s if past == "new" else 0.0)
+        state.load.update_elsewhere("two", {at(name): Share(*load)}, now)
+        holds(state, name, blocks, prompt(0))
+    state.fleet.avoid([WorkerId(f"w{n:02}") for n, (_, past, *_) in enumerate(workers) if past == "avoided"], now)
+    for wish in (None, True, False):
+        asked = request(tokens=prompt(0), disaggregate=wish)
+        short, whole = (plan(look(state.fleet, state.rules, asked, now, Random(0), scores_all=all_)) for all_ in (0, 1))
+        assert [leg.chosen for leg in short.legs] == [leg.chosen for leg in whole.legs]
+        assert short.reason == whole.reason
 
 
 def _mesh(roles: list[str], queued_tokens: int) -> RouterState:
@@ -158,7 +190,8 @@ def _acts(step: str, name: str, worker: str, blocks: int, now: float) -> Callabl
             case "elsewhere":
                 state.load.update_elsewhere("two", {at(worker): Share(blocks % 3 * 500, blocks, blocks % 4)}, now)
             case "join":
-                state.add_worker(card(f"n{worker}", [D, A, P][blocks % 3], max_num_seqs=4), now)
+                kind = {"max_num_seqs": 4, "transfer": ["shm", "nixl"][blocks % 2]}
+                state.add_worker(card(f"n{worker}", [D, A, P][blocks % 3], **kind), now)
             case "fail":
                 state.fleet.avoid([WorkerId(worker)], now)
             case "card":

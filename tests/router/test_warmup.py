@@ -41,31 +41,31 @@ def test_a_settled_worker_is_no_longer_remembered_and_stays_settled() -> None:
 
 
 def test_a_newcomer_may_always_have_one_request() -> None:
-    assert warm_up().held_back({OLD: 30, NEW: 0}, 30, 0.0) == []
-    assert warm_up().held_back({OLD: 30, NEW: 1}, 30, 0.0) == [NEW]
+    assert warm_up().held_back([(OLD, 30), (NEW, 0)], 30, 0.0) == []
+    assert warm_up().held_back([(OLD, 30), (NEW, 1)], 30, 0.0) == [NEW]
 
 
 def test_a_newcomer_gets_a_share_of_the_busiest_workers_requests() -> None:
     warmup = warm_up()
-    assert warmup.held_back({OLD: 30, OLDER: 8, NEW: 14}, 30, 5.0) == []
-    assert warmup.held_back({OLD: 30, OLDER: 8, NEW: 15}, 30, 5.0) == [NEW]
-    assert warmup.held_back({OLD: 30, OLDER: 8, NEW: 99}, 30, 10.0) == []
+    assert warmup.held_back([(OLD, 30), (OLDER, 8), (NEW, 14)], 30, 5.0) == []
+    assert warmup.held_back([(OLD, 30), (OLDER, 8), (NEW, 15)], 30, 5.0) == [NEW]
+    assert warmup.held_back([(OLD, 30), (OLDER, 8), (NEW, 99)], 30, 10.0) == []
 
 
 def test_beside_idle_workers_a_newcomer_gets_one_request() -> None:
-    assert warm_up().held_back({OLD: 0, NEW: 1}, 0, 9.9) == [NEW]
+    assert warm_up().held_back([(OLD, 0), (NEW, 1)], 0, 9.9) == [NEW]
 
 
 def test_where_all_candidates_are_new_none_is_held_back() -> None:
     warmup = warm_up()
     warmup.joined(OLD.worker_id, 1.0)
-    assert warmup.held_back({OLD: 5, NEW: 50}, None, 2.0) == []
-    assert warmup.held_back({}, 5, 2.0) == []
+    assert warmup.held_back([(OLD, 5), (NEW, 50)], -1, 2.0) == []
+    assert warmup.held_back([], 5, 2.0) == []
 
 
 def test_each_rank_of_a_newcomer_may_have_its_share() -> None:
     rank = Holder(NEW.worker_id, 1)
-    assert warm_up().held_back({OLD: 30, NEW: 1, rank: 0}, 30, 0.0) == [NEW]
+    assert warm_up().held_back([(OLD, 30), (NEW, 1), (rank, 0)], 30, 0.0) == [NEW]
 
 
 def test_a_worker_that_left_is_forgotten() -> None:
@@ -78,7 +78,7 @@ def test_a_worker_that_left_is_forgotten() -> None:
 def test_a_ramp_of_nothing_is_no_ramp() -> None:
     for warmup in (WarmUp(ramp_s=0.0), WarmUp(ramp_requests=0)):
         warmup.joined(NEW.worker_id, 0.0)
-        assert warmup.held_back({OLD: 9, NEW: 9}, 9, 0.0) == []
+        assert warmup.held_back([(OLD, 9), (NEW, 9)], 9, 0.0) == []
 
 
 loads = st.dictionaries(st.sampled_from([OLD, OLDER, NEW]), st.integers(0, 40), min_size=1)
@@ -93,7 +93,7 @@ def test_idle_and_settled_workers_are_never_held_back(
         warmup.joined(holder.worker_id, 0.0)
         for _ in range(completed):
             warmup.completed(holder.worker_id)
-    held_back = set(warmup.held_back(in_flight, max(in_flight.values()), now))
+    held_back = set(warmup.held_back(in_flight.items(), max(in_flight.values()), now))
     assert held_back <= new
     assert all(in_flight[holder] >= 1 for holder in held_back)
 
