@@ -9,13 +9,14 @@ from typing import Literal
 
 import aiohttp
 
+from cluster.notices import DownNotices
 from mesh.discovery import Deleted, Discovery, Put
 from mesh.plane.client import PlaneClient
 from mesh.supervisor import ProcessSpec, Supervisor
 from planner.connectors.local_api import MAX_WORKERS, Flipped, MemberReport, Refusal, Scaled, State
 from planner.loads import fetch_load
 from protocol.errors import InvalidRequestError, MeshError, WireError
-from protocol.messages import Control, ControlAction, ControlReply, Role, WorkerCard, decode
+from protocol.messages import Control, ControlAction, ControlReply, DownCard, Role, WorkerCard, decode
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Member:
     role: Role
     card: WorkerCard | None = None  # its last card, None while there is none
     doing: Literal["", "flipping", "draining"] = ""
+    is_down: bool = False  # it ended again and again; it is tried again after a pause
     cards: dict[str, WorkerCard] = field(default_factory=dict)  # by key of discovery
 
 
@@ -56,12 +58,29 @@ class Crew:
         self._tasks: set[asyncio.Task[None]] = set()
         self._plane = PlaneClient()
         self.failures: list[Refusal] = []
+        self.notices = DownNotices()
+        self.is_complete = False  # every first worker has joined: from then on the mesh serves without those that fail
 
     # --- what there is --------------------------------------------------------------------------------
 
     def adopt(self, name: str, role: Role) -> None:
-        """Add a worker that the mesh begins with. If it cannot run, the whole mesh fails."""
+        """Add a worker that the mesh begins with. If it cannot run at the start, the whole mesh fails."""
         self._members[name] = Member(name, role)
+
+    def on_down(self, name: str, failure: MeshError, retry_s: float) -> bool:
+        """Report a worker that ends again and again. Return whether the mesh serves without it."""
+        member = self._members.get(name)
+        if member is None or not self.is_complete:
+            return False
+        if not member.is_down:
+            self._note(name, failure)
+            last_line = str(failure).rstrip().rpartition("\n")[2]
+            self._tell(
+                f"{name} is down, the others go on; it is tried again in {retry_s:.0f} s. It ended with: {last_line}"
+            )
+        member.is_down = True
+        self.notices.show(DownCard(name=name, role=member.role, retry_s=retry_s))
+        return True
 
     def reports(self) -> list[MemberReport]:
         return [
@@ -94,6 +113,10 @@ class Crew:
         if card.pid != self._supervisor.pid(member.name):  # the card of a killed worker, or of another mesh
             return
         member.card = card
+        if member.is_down:
+            member.is_down = False
+            self.notices.withdraw(member.name)
+            self._tell(f"{member.name} is back")
         if member.doing == "" and card.role is not member.role and card.role in SCALED_ROLES:
             self._has_role(member, card.role)  # another caller changed its role
 
@@ -101,11 +124,13 @@ class Crew:
         if member.doing:
             return member.doing
         has_card = member.card is not None and member.card.pid == self._supervisor.pid(member.name)
-        return "ready" if has_card else "starting"
+        if has_card:
+            return "ready"
+        return "down" if member.is_down else "starting"
 
     def _of(self, role: Role) -> list[Member]:
         """Return the workers that have this role or will have it soon."""
-        return [m for m in self._members.values() if m.role is role and m.doing != "draining"]
+        return [m for m in self._members.values() if m.role is role and m.doing != "draining" and not m.is_down]
 
     # --- changing it ----------------------------------------------------------------------------------
 
@@ -141,8 +166,11 @@ class Crew:
     def _lost(self, name: str, failure: MeshError) -> None:
         """Remove a worker that was added and does not run. The mesh continues without it."""
         self._members.pop(name, None)
-        self.failures = [*self.failures, Refusal(name, str(failure))][-MAX_FAILURES:]
+        self._note(name, failure)
         self._tell(f"{name} was given up: {failure}")
+
+    def _note(self, name: str, failure: MeshError) -> None:
+        self.failures = [*self.failures, Refusal(name, str(failure))][-MAX_FAILURES:]
 
     async def _drain(self, ready: Sequence[Member], count: int) -> list[str]:
         if count <= 0:
@@ -198,7 +226,7 @@ class Crew:
             self._tell(f"{member.name} is now a {role.value} worker")
         except MeshError as error:
             self._has_role(member, before)
-            self.failures = [*self.failures, Refusal(member.name, str(error))][-MAX_FAILURES:]
+            self._note(member.name, error)
             self._tell(f"{member.name} stays a {before.value} worker: {error}")
         finally:
             if member.doing == "flipping":

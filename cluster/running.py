@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -96,6 +97,7 @@ class Cluster:
             if self.url and len(self.cards) == expected:
                 break
         await self._until_frontend_sees(expected)
+        self.crew.is_complete = True
 
     def _is_of_our_frontend(self, pid: int) -> bool:
         """Tell if this is our frontend or one of its processes; else the card is left from a killed mesh."""
@@ -169,12 +171,14 @@ async def running_cluster(
     crew = Crew(supervisor, lambda role, name: worker_spec(config, role, name, run_dir), drain_timeout_s, tell)
     cluster = Cluster(config, run_dir, supervisor, discovery, crew, tell, frontend)
     following = asyncio.create_task(crew.follow(discovery), name="follow workers")
+    noticing = asyncio.create_task(crew.notices.run(discovery), name="show workers that are down")
     keep = False
     try:
         for name, role in config.first_workers().items():
             crew.adopt(name, role)
         for spec in process_specs(config, run_dir, config_file):
-            supervisor.start(spec)
+            is_worker = spec.name in config.first_workers()
+            supervisor.start(spec, on_down=partial(crew.on_down, spec.name) if is_worker else None)
         async with control_socket(crew, run_dir) as cluster.control:
             if planner is not None:
                 cluster.planner_record = record_file_of(planner, run_dir)
@@ -191,6 +195,7 @@ async def running_cluster(
             await cluster.stop()
         finally:  # also after a second Ctrl-C, which cancels the polite stop
             following.cancel()
+            noticing.cancel()
             await crew.close()
             await supervisor.kill_all()
             await discovery.close()

@@ -19,6 +19,7 @@ REQUESTS = LoopCounter(  # outcome: errors.OUTCOMES
 )
 INFLIGHT = LoopGauge(_P + "inflight", "Requests in progress.").labels()
 MODELS_READY = Gauge(_P + "models_ready", "Models that can be asked.")
+WORKERS_DOWN = Gauge(_P + "workers_down", "Workers that end again and again, as their owners report.")
 TTFT = LoopHistogram(_P + "ttft_seconds", "Request received to first token sent.", ["endpoint"], buckets=_WAITS_S)
 ITL = LoopHistogram(_P + "itl_seconds", "Mean gap between the tokens of one answer.", ["endpoint"], buckets=_GAPS_S)
 DURATION = LoopHistogram(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
+from msgspec import structs
 
 from frontend.admission import Admission
 from frontend.config import FrontendConfig
@@ -33,6 +33,7 @@ from protocol.messages import FrontendCard, encode
 from router.booking import Router
 from router.client import RemoteRouter
 from router.config import RouterConfig
+from router.down import DownWorkers
 from router.feeds import LinkWatch, WorkerFeed, tell_missing
 from router.findings import DiscoveryReport
 from router.local import LocalRouter
@@ -57,8 +58,9 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
         models = open_registry(config, plane)
         workers = worker_feed(plane, models)
         async with asyncio.TaskGroup() as feeds:
-            search = partial(searched, workers, models)
-            follow = follow_workers(feeds, workers, discovery, models)
+            down = DownWorkers()
+            search = partial(searched, workers, models, down)
+            follow = follow_workers(feeds, workers, down, discovery, models)
             router: Router
             router_ready: Callable[[], bool] = always
             if config.router == "embedded":
@@ -116,19 +118,24 @@ def worker_feed(plane: PlaneClient, models: ModelRegistry) -> WorkerFeed:
 
 
 def follow_workers(
-    feeds: asyncio.TaskGroup, workers: WorkerFeed, discovery: Discovery, models: ModelRegistry
+    feeds: asyncio.TaskGroup,
+    workers: WorkerFeed,
+    down: DownWorkers,
+    discovery: Discovery,
+    models: ModelRegistry,
 ) -> list[asyncio.Task[None]]:
     """Follow the workers, and say in the log why there is none."""
-    missing = tell_missing(lambda: bool(models.ready()), partial(searched, workers, models))
+    missing = tell_missing(lambda: bool(models.ready()), partial(searched, workers, models, down))
     return [
         feeds.create_task(workers.run(discovery), name="frontend: follow workers"),
+        feeds.create_task(down.run(discovery), name="frontend: follow workers that are down"),
         feeds.create_task(missing, name="frontend: tell of missing workers"),
     ]
 
 
-def searched(workers: WorkerFeed, models: ModelRegistry) -> DiscoveryReport:
+def searched(workers: WorkerFeed, models: ModelRegistry, down: DownWorkers) -> DiscoveryReport:
     """Return where workers were searched, and why those that were found do not count."""
-    return workers.report(models.unusable())
+    return structs.replace(workers.report(models.unusable()), down=down.report())
 
 
 async def heard_of(workers: WorkerFeed) -> None:
@@ -145,7 +152,7 @@ def always() -> bool:
 
 def named_for(config: FrontendConfig, router_config: RouterConfig) -> RouterConfig:
     """Other routers tell it from those in other frontends, and from that in the process before this one."""
-    return msgspec.structs.replace(router_config, name=f"{config.name}-{new_generation():x}")
+    return structs.replace(router_config, name=f"{config.name}-{new_generation():x}")
 
 
 def kept_responses(config: FrontendConfig) -> KeptResponses | None:

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 STABLE_S = 20.0  # a process that ran this long is restarted at once
 MAX_QUICK_EXITS = 5
+DOWN_S = 30.0  # first pause of a process that keeps ending while the others go on; doubled each time
+MOST_DOWN_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,15 @@ def restart_delay_s(run_times_s: Sequence[float]) -> float | None:
     return 0.0 if quick_exits <= 1 else 0.25 * 2.0**quick_exits
 
 
+def down_delay_s(times_down: int) -> float:
+    """Return the pause of a process that was given up `times_down` times in a row, before it is tried again."""
+    return min(DOWN_S * 2.0 ** min(times_down - 1, 16), MOST_DOWN_S)
+
+
+# Called with the failure and the seconds until the next try. Returns True if the other processes go on meanwhile.
+OnDown = Callable[[MeshError, float], bool]
+
+
 class Supervisor:
     """Runs processes of this Python. Each writes to a log file of its own; without `log_dir`, to our own output."""
 
@@ -52,10 +63,18 @@ class Supervisor:
         self.failed = asyncio.Event()
         self.failure: MeshError | None = None
 
-    def start(self, spec: ProcessSpec, on_failure: Callable[[MeshError], None] | None = None) -> None:
-        """Keep a process running. If that is given up, call `on_failure`; without `on_failure`, set `failed`."""
+    def start(
+        self,
+        spec: ProcessSpec,
+        on_failure: Callable[[MeshError], None] | None = None,
+        on_down: OnDown | None = None,
+    ) -> None:
+        """Keep a process running. If that is given up, call `on_failure`; without `on_failure`, set `failed`.
+
+        A process for which `on_down` returns True is never given up: it is tried again after longer and longer pauses.
+        """
         self._specs[spec.name] = spec
-        keep = self._keep(spec.name, on_failure or self.fail)
+        keep = self._keep(spec.name, on_failure or self.fail, on_down)
         self._keepers[spec.name] = asyncio.create_task(keep, name=f"keep {spec.name}")
 
     def respecify(self, spec: ProcessSpec) -> None:
@@ -134,26 +153,36 @@ class Supervisor:
         self.failure = failure
         self.failed.set()
 
-    async def _keep(self, name: str, give_up: Callable[[MeshError], None]) -> None:
+    async def _keep(self, name: str, give_up: Callable[[MeshError], None], on_down: OnDown | None) -> None:
         """Run one process, and restart it until that is given up. `stop` cancels this and ends the process."""
         clock = asyncio.get_running_loop().time
         run_times_s: list[float] = []
+        times_down = 0
         while True:
             started = clock()
             try:
                 process = await self._spawn(self._specs[name])
             except OSError as error:
-                give_up(EngineError(f"{name} cannot be started: {error}"))
-                return
-            code = await process.wait()
-            self._running.pop(name, None)
-            run_times_s = [*run_times_s[-MAX_QUICK_EXITS:], clock() - started]
-            delay = restart_delay_s(run_times_s)
-            if delay is None or code == EXIT_BAD_SETTINGS:
+                delay, ended = None, "no process"
+                failure: MeshError = EngineError(f"{name} cannot be started: {error}")
+            else:
+                code = await process.wait()
+                self._running.pop(name, None)
+                run_times_s = [*run_times_s[-MAX_QUICK_EXITS:], clock() - started]
+                times_down = 0 if run_times_s[-1] >= STABLE_S else times_down
+                delay, ended = restart_delay_s(run_times_s), describe_exit(code)
+                if code == EXIT_BAD_SETTINGS:
+                    delay = None
                 kind = ConfigError if code == EXIT_BAD_SETTINGS else EngineError
-                give_up(kind(f"{name} does not run:\n{self.log_tail(name)}"))
-                return
-            self._tell(f"{name} ended with {describe_exit(code)}, starting it again")
+                failure = kind(f"{name} does not run:\n{self.log_tail(name)}")
+            if delay is None:
+                times_down += 1
+                delay = down_delay_s(times_down)
+                if on_down is None or not on_down(failure, delay):
+                    give_up(failure)
+                    return
+            else:
+                self._tell(f"{name} ended with {ended}, starting it again")
             await asyncio.sleep(delay)
 
     async def _spawn(self, spec: ProcessSpec) -> asyncio.subprocess.Process:

@@ -260,6 +260,14 @@ class FrontendCard(Message, frozen=True):
     pid: int = 0
 
 
+class DownCard(Message, frozen=True):
+    """A worker that ends again and again, under `down/<name>`. Put by the owner of its process."""
+
+    name: str
+    role: Role
+    retry_s: Annotated[float, Meta(ge=0, le=86_400)]  # until its owner starts it again
+
+
 class RouteRequest(Message, frozen=True):
     """A request to place a prompt: router method `place`. The stream of the answer is the lease of the booking."""
 

@@ -26,13 +26,14 @@ class IgnoredKey(Struct, frozen=True):
     reason: str
 
 
-class DiscoveryReport(Struct, frozen=True):
+class DiscoveryReport(Struct, frozen=True, omit_defaults=True):
     """The part of /health that tells of discovery."""
 
     place: str
     status: str
     workers_found: int
     ignored: list[IgnoredKey]
+    down: list[IgnoredKey] = []  # workers without a card, because they end again and again
 
 
 NOTHING_SEARCHED = DiscoveryReport("", SearchPlace("").status(), 0, [])
@@ -79,10 +80,11 @@ def writable(text: str) -> str:
 def sentence(report: DiscoveryReport) -> str:
     """Return the report as one line of the log."""
     head = f"no worker can be used: searched in {report.place} ({report.status}), found {report.workers_found}"
-    if not report.workers_found:
+    reasons = [*report.down, *report.ignored]
+    if not report.workers_found and not reasons:
         return f"{head}; give workers the same --discovery"
-    told = [f"{found.key}: {found.reason}" for found in report.ignored[:MAX_TOLD]]
-    if (more := len(report.ignored) - len(told)) > 0:
+    told = [f"{found.key}: {found.reason}" for found in reasons[:MAX_TOLD]]
+    if (more := len(reasons) - len(told)) > 0:
         told.append(f"and {more} more, see /health")
     return "; ".join([head, *told])
 

@@ -47,6 +47,7 @@ async def live(services: Services, request: Request) -> Reply:
 
 async def show_metrics(services: Services, request: Request) -> Reply:
     metrics.MODELS_READY.set(len(services.models.ready()))
+    metrics.WORKERS_DOWN.set(len(services.search().down))
     if services.metrics_folder is None:
         return await http.show_metrics(request)
     return Reply(await merged_metrics(services.metrics_folder), content_type=CONTENT_TYPE_LATEST)

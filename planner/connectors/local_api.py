@@ -13,7 +13,7 @@ from protocol.messages import Role
 MAX_BODY_BYTES = 64 << 10
 MAX_WORKERS = 256  # of a role on one host
 
-State = Literal["starting", "ready", "flipping", "draining"]
+State = Literal["starting", "ready", "flipping", "draining", "down"]
 Count = Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
 
 

@@ -28,7 +28,9 @@ class FakeSupervisor(Supervisor):
         self.give_up: dict[str, Callable[[MeshError], None] | None] = {}
         self.num_starts = 0
 
-    def start(self, spec: ProcessSpec, on_failure: Callable[[MeshError], None] | None = None) -> None:
+    def start(
+        self, spec: ProcessSpec, on_failure: Callable[[MeshError], None] | None = None, on_down: object = None
+    ) -> None:
         assert spec.name not in self.specs, "it was stopped before"
         self.specs[spec.name] = spec
         self.give_up[spec.name] = on_failure

@@ -26,6 +26,41 @@ def states(host: FakeHost) -> dict[str, str]:
     return {report.name: report.state for report in host.crew.reports()}
 
 
+# --- a worker that keeps ending ------------------------------------------------------------------------
+
+
+def notices(host: FakeHost) -> list[str]:
+    """Return the workers that a frontend reports as down."""
+    return [notice.key for notice in host.seen_down.report()]
+
+
+async def test_the_mesh_serves_without_a_worker_that_keeps_ending(host: FakeHost) -> None:
+    assert await host.crash("decode-1")
+    assert states(host)["decode-1"] == "down"
+    assert notices(host) == ["decode-1"]
+    assert [failure.name for failure in host.crew.failures] == ["decode-1"]
+    assert host.told == ["decode-1 is down, the others go on; it is tried again in 30 s. It ended with: out of memory"]
+
+
+async def test_a_worker_that_comes_back_is_no_longer_down(host: FakeHost) -> None:
+    await host.crash("decode-1")
+    host.supervisor.revive("decode-1")
+    await host.all_ready()
+    assert states(host)["decode-1"] == "ready"
+    assert notices(host) == []
+    assert host.told[-1] == "decode-1 is back"
+
+
+async def test_a_worker_that_is_down_is_replaced_when_the_planner_asks(host: FakeHost) -> None:
+    await host.crash("decode-1")
+    assert (await host.crew.scale({Role.DECODE: 3})).started == ("decode-3",)
+
+
+async def test_a_worker_that_fails_before_the_mesh_is_complete_ends_it(host: FakeHost) -> None:
+    host.crew.is_complete = False
+    assert not await host.crash("decode-1")
+
+
 # --- more and fewer -----------------------------------------------------------------------------------
 
 

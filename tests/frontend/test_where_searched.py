@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from frontend.models import ONLY_PREFILLS, UNKNOWN_PARSER
 from frontend.service import searched
 from protocol.messages import Role, WorkerCard
+from router.down import DownWorkers
 from router.feeds import WorkerFeed
 from tests.frontend import tiny
 from tests.frontend.serving import TEXT, Served, serving
@@ -32,13 +33,13 @@ async def test_a_worker_that_cannot_answer_is_named_with_the_reason(
     served: Served, card: WorkerCard, reason: str
 ) -> None:
     served.models.add(card)
-    report = searched(WorkerFeed(), served.models)
+    report = searched(WorkerFeed(), served.models, DownWorkers())
     assert [(one.key, one.reason) for one in report.ignored] == [("workers/w", reason)]
 
 
 async def test_a_worker_that_can_answer_is_not_ignored(served: Served) -> None:
     served.models.add(tiny.card("p", Role.PREFILL))
-    assert searched(WorkerFeed(), served.models).ignored == []
+    assert searched(WorkerFeed(), served.models, DownWorkers()).ignored == []
 
 
 async def test_health_shows_the_search(served: Served) -> None:

@@ -13,8 +13,18 @@ import pytest
 import pytest_asyncio
 
 from mesh import supervisor as supervisor_module
-from mesh.supervisor import MAX_QUICK_EXITS, STABLE_S, ProcessSpec, Supervisor, describe_exit, restart_delay_s
-from protocol.errors import ConfigError, EngineError
+from mesh.supervisor import (
+    DOWN_S,
+    MAX_QUICK_EXITS,
+    MOST_DOWN_S,
+    STABLE_S,
+    ProcessSpec,
+    Supervisor,
+    describe_exit,
+    down_delay_s,
+    restart_delay_s,
+)
+from protocol.errors import ConfigError, EngineError, MeshError
 from tests.support.patience import PATIENCE_S
 
 FOREVER = "import time; print('up', flush=True); time.sleep(60)"
@@ -87,6 +97,11 @@ def test_quick_exits_are_restarted_more_slowly_and_then_given_up() -> None:
     assert delays == [0.0, 1.0, 2.0, 4.0, None, None]
 
 
+def test_a_process_that_stays_down_is_tried_more_and_more_rarely() -> None:
+    delays = [down_delay_s(n) for n in (1, 2, 3, 50)]
+    assert delays == [DOWN_S, 2 * DOWN_S, 4 * DOWN_S, MOST_DOWN_S]
+
+
 def test_an_exit_is_described() -> None:
     assert (describe_exit(3), describe_exit(-9)) == ("exit code 3", "signal SIGKILL")
 
@@ -122,6 +137,22 @@ async def test_a_failed_process_is_reported_with_its_last_lines(watched: Watched
     assert "p does not run" in str(failure)
     assert "device lost" in str(failure)
     assert len(watched.told) == 2
+
+
+async def test_a_process_that_others_can_spare_is_tried_again_after_a_pause(
+    watched: Watched, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "down_delay_s", lambda times: 0.0)
+    downs: list[tuple[str, float]] = []
+
+    def on_down(failure: MeshError, retry_s: float) -> bool:
+        downs.append((type(failure).__name__, retry_s))
+        return len(downs) < 3
+
+    spec = ProcessSpec("p", ["-c", "raise SystemExit('device lost')"])
+    watched.supervisor.start(spec, on_down=on_down)
+    assert "device lost" in str(await watched.failed()), "it is given up once nobody can spare it"
+    assert downs == [("EngineError", 0.0)] * 3
 
 
 async def test_one_that_cannot_be_started_is_given_up_too(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

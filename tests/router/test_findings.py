@@ -25,6 +25,7 @@ from router.findings import (
     Complaint,
     DiscoveryReport,
     Findings,
+    IgnoredKey,
     sentence,
 )
 from tests.support.patience import PATIENCE_S
@@ -74,6 +75,8 @@ def test_a_place_that_is_away_says_since_when() -> None:
 def test_the_line_names_place_number_and_reasons() -> None:
     head = "no worker can be used: searched in file:/mesh (reached), found "
     assert sentence(report()) == head + "0; give workers the same --discovery"
+    down = msgspec.structs.replace(report(), down=[IgnoredKey("decode-1", "it ends")])
+    assert sentence(down) == head + "0; decode-1: it ends"
     assert sentence(report("workers/a")) == head + "1; workers/a: it is odd"
     assert sentence(report(*(f"workers/{n}" for n in range(10)))).endswith("; and 2 more, see /health")
 

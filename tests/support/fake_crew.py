@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
 
 from cluster.crew import Crew
@@ -9,9 +10,10 @@ from mesh.discovery import Registration
 from mesh.discovery.memory import MemoryDiscovery
 from mesh.plane.server import Call, PlaneServer
 from mesh.supervisor import ProcessSpec
-from protocol.errors import InvalidRequestError, MeshError
+from protocol.errors import EngineError, InvalidRequestError, MeshError
 from protocol.ids import WorkerId
 from protocol.messages import Control, ControlReply, Role, WorkerCard, decode, encode
+from router.down import DownWorkers
 from tests.support.patience import PATIENCE_S
 
 
@@ -27,7 +29,9 @@ class FakeSupervisor:
         self._pids = count(100)
         self._running: dict[str, int] = {}
 
-    def start(self, spec: ProcessSpec, on_failure: Callable[[MeshError], None] | None = None) -> None:
+    def start(
+        self, spec: ProcessSpec, on_failure: Callable[[MeshError], None] | None = None, on_down: object = None
+    ) -> None:
         self.specs[spec.name] = spec
         self._running[spec.name] = next(self._pids)
         if on_failure is not None:
@@ -48,6 +52,13 @@ class FakeSupervisor:
         for name in names:
             self._running.pop(name, None)
 
+    def end(self, name: str) -> None:
+        """Its process ends, and will be started again."""
+        self._running.pop(name)
+
+    def revive(self, name: str) -> None:
+        self._running[name] = next(self._pids)
+
     def lose(self, name: str, failure: MeshError) -> None:
         """It is given up."""
         self._running.pop(name)
@@ -64,11 +75,12 @@ class FakeHost:
         self.refuses: set[str] = set()
         self.flips_s: asyncio.Event | None = None  # set it to let flips come to an end
         self.told: list[str] = []
+        self.seen_down = DownWorkers()  # as a frontend sees them
         self._cards: dict[str, Registration] = {}
         self._numbers = count()
         self._server = PlaneServer({"control": self._control}, max_calls=64)
         self._address = ""
-        self._following: asyncio.Task[None] | None = None
+        self._following: asyncio.Future[list[BaseException | None]] | None = None
         self.crew = Crew(
             self.supervisor,  # type: ignore[arg-type]
             lambda role, name: ProcessSpec(name, [role.value]),
@@ -79,13 +91,19 @@ class FakeHost:
 
     async def start(self, prefill: int, decode: int, aggregated: int = 0) -> None:
         self._address = await self._server.start("127.0.0.1", 0)
-        self._following = asyncio.create_task(self.crew.follow(self.discovery))
+        self._following = asyncio.gather(
+            self.crew.follow(self.discovery),
+            self.crew.notices.run(self.discovery),
+            self.seen_down.run(self.discovery),
+            return_exceptions=True,
+        )
         for role, number in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.AGGREGATED, aggregated)):
             for i in range(number):
                 name = f"{role.value}-{i}"
                 self.crew.adopt(name, role)
                 self.supervisor.start(ProcessSpec(name, [role.value]))
         await self.all_ready()
+        self.crew.is_complete = True
 
     async def all_ready(self) -> None:
         """Everybody that runs and is not being stopped has joined, and the crew has heard of it."""
@@ -103,6 +121,14 @@ class FakeHost:
         async with asyncio.timeout(PATIENCE_S):
             while any(report.name == name for report in self.crew.reports()):
                 await asyncio.sleep(0.001)
+
+    async def crash(self, name: str) -> bool:
+        """End a worker again and again. Return whether the mesh serves without it."""
+        self.supervisor.end(name)
+        await self._cards.pop(name).withdraw()
+        goes_on = self.crew.on_down(name, EngineError(f"{name} does not run:\nout of memory"), 30.0)
+        await self.heard()
+        return goes_on
 
     async def _join(self, name: str, role: Role) -> None:
         worker_id = WorkerId(f"{name}-{next(self._numbers)}")
@@ -131,7 +157,8 @@ class FakeHost:
     async def close(self) -> None:
         if self._following is not None:
             self._following.cancel()
-            await asyncio.wait({self._following})
+            with suppress(asyncio.CancelledError):
+                await self._following
         await self.crew.close()
         await self._server.close()
         await self.discovery.close()
