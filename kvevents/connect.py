@@ -8,6 +8,7 @@ from protocol.ids import WorkerId
 
 if TYPE_CHECKING:
     from kvevents.nats import NatsServer
+    from kvevents.nats_access import NatsAccess
 
 
 class Links:
@@ -15,10 +16,13 @@ class Links:
 
     Under the name `durable` a NATS server remembers which batches were delivered, so that a follower that comes back
     gets the rest. The name belongs to one follower at a time. With "" a follower gets new batches, and replays.
+    User and password of `nats_url` are told to that server alone, whatever servers the sources name.
     """
 
-    def __init__(self, durable: str = "") -> None:
+    def __init__(self, durable: str = "", nats_url: str = "") -> None:
+        """Raises ConfigError for a bad `nats_url`."""
         self._durable = durable
+        self._known = read_known(nats_url)
         self._servers: dict[str, NatsServer] = {}
 
     def open(self, source: KvSource, listener: Listener) -> EventLink:
@@ -28,16 +32,28 @@ class Links:
 
             return ZmqLink(source, listener)
         from kvevents.nats import NatsLink, NatsServer, split_endpoint
+        from kvevents.nats_access import NatsAccess
 
         url, subject = split_endpoint(source.endpoint)
         if url not in self._servers:
-            self._servers[url] = NatsServer(url, self._durable)
+            known = self._known
+            access = known if known is not None and known.url == url else NatsAccess(url)
+            self._servers[url] = NatsServer(access, self._durable)
         return NatsLink(self._servers[url], subject, listener)
 
     async def close(self) -> None:
         """Close the connections. A second call does nothing."""
         while self._servers:
             await self._servers.popitem()[1].close()
+
+
+def read_known(nats_url: str) -> "NatsAccess | None":
+    """Return the server of a setting; None if there is none. Raises ConfigError."""
+    if not nats_url:
+        return None
+    from kvevents.nats_access import read_access
+
+    return read_access(nats_url)
 
 
 def open_publisher(

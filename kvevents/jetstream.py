@@ -15,6 +15,7 @@ from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RawStreamMsg, StorageType, StreamConfig
 
+from kvevents.nats_access import NatsAccess
 from protocol.errors import PeerLostError
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ Interruption = Callable[[bool], None]
 T = TypeVar("T")
 
 
-async def connect(client: Client, url: str, on_interruption: Interruption | None = None) -> JetStreamContext:
+async def connect(client: Client, access: NatsAccess, on_interruption: Interruption | None = None) -> JetStreamContext:
     """Wait for the server and connect. Afterwards `client` reconnects by itself, for as long as it takes.
 
     `on_interruption` is called with False when the connection is lost, and with True when it is restored.
@@ -50,7 +51,7 @@ async def connect(client: Client, url: str, on_interruption: Interruption | None
     async def on_error(error: Exception) -> None:
         nonlocal failures
         failures += 1
-        log.log(logging.DEBUG if failures > 1 else logging.WARNING, "NATS at %s: %r", url, error)
+        log.log(logging.DEBUG if failures > 1 else logging.WARNING, "NATS at %s: %r", access.url, error)
 
     async def disconnected() -> None:
         if on_interruption is not None:
@@ -59,13 +60,15 @@ async def connect(client: Client, url: str, on_interruption: Interruption | None
     async def reconnected() -> None:
         nonlocal failures
         failures = 0
-        log.info("connected to NATS at %s again", url)
+        log.info("connected to NATS at %s again", access.url)
         if on_interruption is not None:
             on_interruption(True)
 
     await client.connect(
-        url,
+        access.url,
         name="kvmesh kv events",
+        user=access.user or None,
+        password=access.password or None,
         error_cb=on_error,
         disconnected_cb=disconnected,
         reconnected_cb=reconnected,

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import nats.errors
 import nats.js.errors
@@ -26,6 +26,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy
 from kvevents import jetstream
 from kvevents.batches import in_parts
 from kvevents.formats import MAX_PAYLOAD_BYTES, encode_payload
+from kvevents.nats_access import NatsAccess, read_access
 from kvevents.transport import Listener, TakeBatch
 from protocol.errors import ConfigError, PeerLostError
 from protocol.events import KvEvent
@@ -60,12 +61,12 @@ class NatsKvEventPublisher:
         max_queued_batches: int = 10_000,
         max_queued_bytes: int = 64 << 20,
     ) -> None:
-        """Begin to publish to `url`, nats://host:port of a server that need not be up yet. Raises ConfigError."""
+        """Begin to publish to `url`, see kvevents.nats_access. The server need not be up yet. Raises ConfigError."""
+        self._access = read_access(url)
         self._id = secrets.token_hex(6)  # of this process, whose batches are numbered from 0
         self._subject = f"{jetstream.SUBJECTS}.{_token(worker_id)}.{dp_rank}.{self._id}"
-        self.endpoint = f"{_without_password(url)}/{self._subject}"
+        self.endpoint = f"{self._access.url}/{self._subject}"
         self.lost = 0
-        self._url = url
         self._dp_rank = dp_rank
         self._max_batches = max_queued_batches
         self._max_bytes = max_queued_bytes
@@ -113,7 +114,7 @@ class NatsKvEventPublisher:
     async def _run(self) -> None:
         client = Client()
         try:
-            stream = await jetstream.connect(client, self._url)
+            stream = await jetstream.connect(client, self._access)
             await jetstream.until_it_works(lambda: jetstream.make_stream(stream), "no stream for KV events")
             while True:
                 while self._queue:
@@ -171,16 +172,17 @@ class NatsLink:
 class NatsServer:
     """A follower's connection to one server, with a consumer for all subjects, and replays."""
 
-    def __init__(self, url: str, durable: str) -> None:
+    def __init__(self, access: NatsAccess, durable: str) -> None:
         self.listeners: dict[str, Listener] = {}  # by subject
-        self._url = url
+        self._access = access
+        self._url = access.url
         self._durable = _token(durable)
         self._client = Client()
         self._stream = self._client.jetstream()
         self._is_ready = asyncio.Event()  # the stream and a consumer exist
         self._pull: jetstream.PullSubscription | None = None
         self._unacknowledged: Msg | None = None  # the last message; its acknowledgement covers all before it
-        self._task = _begin(self._run(), f"follow kv events of {url}")
+        self._task = _begin(self._run(), f"follow kv events of {access.url}")
 
     async def replay(self, subject: str, start: int, take: TakeBatch, silence_s: float) -> None:
         """Replay batches of `subject`, as kvevents.transport.EventLink says."""
@@ -205,7 +207,7 @@ class NatsServer:
 
     async def _run(self) -> None:
         try:
-            self._stream = await jetstream.connect(self._client, self._url, self._on_interruption)
+            self._stream = await jetstream.connect(self._client, self._access, self._on_interruption)
             while True:
                 consumer = await jetstream.until_it_works(self._consumer, f"no events from {self._url}")
                 self._is_ready.set()
@@ -279,24 +281,12 @@ class NatsServer:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:
-    """Split nats://host:port/subject into (server, subject). Raises ConfigError."""
+    """Split nats://host:port/subject into (nats://host:port, subject). Raises ConfigError."""
     server, _, subject = endpoint.removeprefix("nats://").partition("/")
-    _without_password(f"nats://{server}")
+    url = read_access(f"nats://{server}").url
     if not re.fullmatch(r"[^\s*>/]+", subject) or not subject.startswith(f"{jetstream.SUBJECTS}."):
         raise ConfigError(f"cannot follow KV events at {endpoint!r}", hint="give it as nats://host:port/subject")
-    return f"nats://{server}", subject
-
-
-def _without_password(url: str) -> str:
-    """Return nats://host:port, without user and password. Raises ConfigError if `url` is no such URL."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port or 4222
-    except ValueError:
-        host, port = None, 0
-    if not host or parts.scheme != "nats" or parts.path not in ("", "/"):
-        raise ConfigError(f"no NATS server {url!r}", hint="give it as nats://host:port")
-    return f"nats://[{host}]:{port}" if ":" in host else f"nats://{host}:{port}"
+    return url, subject
 
 
 def _token(name: str) -> str:

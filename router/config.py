@@ -5,6 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from kvevents.nats_access import USAGE as NATS_USAGE
 from mesh.discovery import DiscoveryUrl
 from mesh.telemetry import LogFormat, LogLevel
 from router.disaggregation import LocalPrefill
@@ -97,6 +98,9 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = None
     gossip: Annotated[bool, Meta(description="report the load placed here to other routers, and follow theirs")] = True
     gossip_port: Annotated[int, Meta(ge=0, le=65535, description="port of the gossip; 0: any")] = 0
+    nats_url: Annotated[
+        str, Meta(description=f"NATS server that wants user and password for the KV events: {NATS_USAGE}")
+    ] = ""
     max_body_mib: Annotated[float, Meta(gt=0, description="larger HTTP bodies are refused")] = 2.0
     max_bookings: Annotated[int, Meta(ge=1, description="bookings made over HTTP that stand at once")] = 4096
     discovery: DiscoveryUrl = "file:.run/discovery"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from kvevents.connect import Links
 from kvevents.subscriber import KvEventSubscriber
 from kvevents.transport import KvSource, Snapshot
 from mesh.discovery import Deleted, Discovery, Put
@@ -190,9 +191,10 @@ class LinkWatch:
 class KvFeed:
     """Follows the KV events of the workers that publish them, and applies them to the fleet."""
 
-    def __init__(self, fleet: WorkerFleet, plane: PlaneClient) -> None:
+    def __init__(self, fleet: WorkerFleet, plane: PlaneClient, nats_url: str = "") -> None:
+        """Raises ConfigError for a bad `nats_url`, the server that wants user and password."""
         self._plane = plane
-        self._subscriber = KvEventSubscriber(KvSink(fleet))
+        self._subscriber = KvEventSubscriber(KvSink(fleet), links=Links(nats_url=nats_url))
         self._unfollowed: set[WorkerId] = set()
 
     def follow(self, card: WorkerCard) -> None:

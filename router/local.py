@@ -90,14 +90,14 @@ class _BookedBlock:
 class LocalRouter:
     """Drives the router's core. It hears of workers from `workers`, of caches by KV events, of load from other routers.
 
-    Raises ConfigError if it cannot listen for gossip.
+    Raises ConfigError if it cannot listen for gossip, or for a bad --nats-url.
     """
 
     def __init__(self, config: RouterConfig, plane: PlaneClient, workers: WorkerFeed) -> None:
         self.name = config.name
         self.lease_s = config.lease_s
         self.state = RouterState(rules_of(config))
-        self.kv_feed = KvFeed(self.state.fleet, plane)
+        self.kv_feed = KvFeed(self.state.fleet, plane, config.nats_url)
         self.load_feed = LoadFeed(self.state.reported, plane, self._wake)
         self.gossip: Gossip | None = None
         if config.gossip:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from kvevents.nats_access import USAGE as NATS_USAGE
 from mesh.discovery import DiscoveryUrl
 from mesh.telemetry import LogFormat, LogLevel
 from protocol.errors import ConfigError
@@ -99,9 +100,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_events_transport: Annotated[Literal["zmq", "nats"], Meta(description="what carries KV events to routers")] = (
         "zmq"
     )
-    nats_url: Annotated[str, Meta(description="NATS server with JetStream, for --kv-events-transport nats")] = (
-        "nats://127.0.0.1:4222"
-    )
+    nats_url: Annotated[
+        str, Meta(description=f"for --kv-events-transport nats: server with JetStream, {NATS_USAGE}")
+    ] = "nats://127.0.0.1:4222"
     load_report_interval_s: Annotated[
         float, Meta(ge=0, le=600, description="time between two reports of load to a router, at least; 0: no reports")
     ] = 0.5

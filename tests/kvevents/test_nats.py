@@ -10,7 +10,9 @@ from nats.aio.client import Client
 from nats.js.api import StreamConfig
 
 from kvevents import jetstream, nats
+from kvevents.connect import Links
 from kvevents.nats import NatsKvEventPublisher, NatsLink, NatsServer, split_endpoint
+from kvevents.nats_access import NatsAccess
 from kvevents.subscriber import KvEventSubscriber, Patience
 from kvevents.transport import KvSource, Snapshot
 from protocol.errors import ConfigError
@@ -61,7 +63,7 @@ async def subscriber(index: Index) -> AsyncIterator[KvEventSubscriber]:
 @pytest_asyncio.fixture
 async def client(server: NatsProcess) -> AsyncIterator[Client]:
     client = Client()
-    await jetstream.make_stream(await jetstream.connect(client, server.url))
+    await jetstream.make_stream(await jetstream.connect(client, NatsAccess(server.url)))
     yield client
     await client.close()
 
@@ -95,7 +97,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def listen(publisher: NatsKvEventPublisher, durable: str) -> tuple[NatsServer, Ears]:
     url, subject = split_endpoint(publisher.endpoint)
-    server, ears = NatsServer(url, durable), Ears()
+    server, ears = NatsServer(NatsAccess(url), durable), Ears()
     NatsLink(server, subject, ears)
     async with asyncio.timeout(PATIENCE_S):
         await ears.ready.wait()
@@ -265,7 +267,7 @@ async def test_a_replay_begins_at_any_number(server: NatsProcess) -> None:
 
 
 async def test_a_message_that_is_no_batch_is_counted(server: NatsProcess, client: Client) -> None:
-    follower, ears = NatsServer(server.url, ""), Ears()
+    follower, ears = NatsServer(NatsAccess(server.url), ""), Ears()
     NatsLink(follower, SUBJECT, ears)
     async with asyncio.timeout(PATIENCE_S):
         await ears.ready.wait()
@@ -281,7 +283,7 @@ async def test_a_stream_made_by_an_operator_is_used_unchanged(
     own_server: NatsProcess, index: Index, subscriber: KvEventSubscriber
 ) -> None:
     client = Client()
-    stream = await jetstream.connect(client, own_server.url)
+    stream = await jetstream.connect(client, NatsAccess(own_server.url))
     config = StreamConfig(name=jetstream.STREAM, subjects=[f"{jetstream.SUBJECTS}.>"], max_msgs=3)
     await stream.add_stream(config)
     publisher = NatsKvEventPublisher(own_server.url, W1)
@@ -350,3 +352,58 @@ async def test_a_server_without_jetstream_is_reported_with_its_flag(
     finally:
         await publisher.close()
         server.stop()
+
+
+# --- user and password --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[NatsProcess]:
+    """A server that lets in nobody but one user."""
+    (tmp_path / "nats.conf").write_text('authorization { user: mesh, password: "s3cret-w0rd" }\n')
+    (tmp_path / "password").write_text("s3cret-w0rd\n")
+    server = NatsProcess(tmp_path, "-c", str(tmp_path / "nats.conf"))
+    yield server
+    server.stop()
+
+
+async def test_events_pass_a_server_that_wants_a_password(guarded: NatsProcess, index: Index, tmp_path: Path) -> None:
+    url = f"{guarded.url}?user=mesh&password-file={tmp_path / 'password'}"
+    publisher = NatsKvEventPublisher(url, W1)
+    assert publisher.endpoint.startswith(f"{guarded.url}/"), "the card has no password"
+    subscriber = KvEventSubscriber(index, patience=PATIENCE, links=Links(nats_url=url))
+    subscriber.add(KvSource(W1, publisher.endpoint))
+    publisher.publish(blocks(0))
+    await index.holds(0)
+    await subscriber.close()
+    await publisher.close()
+
+
+async def test_a_password_is_told_to_its_server_alone(
+    guarded: NatsProcess, own_server: NatsProcess, tmp_path: Path
+) -> None:
+    links = Links(nats_url=f"{guarded.url}?user=mesh&password-file={tmp_path / 'password'}")
+    for server in (guarded, own_server):
+        links.open(KvSource(W1, f"{server.url}/{SUBJECT}"), Ears())
+    told = {url: server._access.password for url, server in links._servers.items()}
+    assert told == {guarded.url: "s3cret-w0rd", own_server.url: ""}
+    await links.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ("?user=mesh", "only one of user and password-file"),
+        ("?user=mesh&password-file=/nowhere/at/all", "cannot read password-file=/nowhere/at/all"),
+        ("?token=a", "unknown option of nats://127.0.0.1:9: token"),
+    ],
+)
+def test_access_that_cannot_be_used_is_refused(options: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Links(nats_url=f"nats://127.0.0.1:9{options}")
+
+
+def test_a_refused_address_shows_no_password() -> None:
+    with pytest.raises(ConfigError, match=r"'http://127\.0\.0\.1:9'") as refused:
+        Links(nats_url="http://mesh:s3cret@127.0.0.1:9")
+    assert "s3cret" not in str(refused.value)
