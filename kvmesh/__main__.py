@@ -15,6 +15,7 @@ COMMANDS = {
     "explain": ("kvmesh.explain", "ask a running mesh where a prompt would run, and why"),
     "batch": ("kvmesh.batch.command", "send a file of requests, in OpenAI's batch format, to a running mesh"),
     "planner": ("kvmesh.planner", "decide how many workers run; `kvmesh planner explain` shows the reasons"),
+    "etcd-user": ("kvmesh.etcd_user", "have etcd ask for passwords, and make the user of a mesh"),
     "demo-planner": ("kvmesh.demo_planner", "a load that triples and falls, and a planner that follows it"),
     "replay": ("simulator.replay", "simulate a mesh under a trace or synthetic load"),
     "profile": ("profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO"),

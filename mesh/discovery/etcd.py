@@ -385,11 +385,7 @@ class _Connection:
         self._failure = ""
         self._watching: Any = None
         self._metadata: tuple[tuple[str, str], ...] = ()
-        if settings.has_tls:
-            credentials = grpc.ssl_channel_credentials(settings.ca, settings.key, settings.cert)
-            self._channel = grpc.secure_channel(endpoint, credentials, CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.insecure_channel(endpoint, CHANNEL_OPTIONS)
+        self._channel = open_channel(endpoint, settings)
         self._kv = rpc.KVStub(self._channel)
         self._leases = rpc.LeaseStub(self._channel)
 
@@ -477,6 +473,13 @@ class _Connection:
     def end_watch(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
+
+
+def open_channel(endpoint: str, settings: EtcdSettings) -> grpc.Channel:
+    if not settings.has_tls:
+        return grpc.insecure_channel(endpoint, CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(settings.ca, settings.key, settings.cert)
+    return grpc.secure_channel(endpoint, credentials, CHANNEL_OPTIONS)
 
 
 def broken(error: grpc.RpcError, is_first: bool = False) -> _BrokenError:
