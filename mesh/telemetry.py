@@ -1,16 +1,20 @@
 """Set up what a service reports: log lines that carry the request's id, and a /metrics endpoint."""
 
 import logging
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Any, Literal, TextIO
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import msgspec
 from msgspec import Meta
-from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from mesh.address import cannot_listen, join_address
 from protocol.errors import ConfigError
@@ -58,17 +62,36 @@ def log_ready(log: logging.Logger, *, metrics: str, discovery: str, **fields: ob
 
 
 def serve_metrics(
-    host: str, port: int, *, advertise_host: str = "", registry: CollectorRegistry = REGISTRY
+    host: str,
+    port: int,
+    *,
+    advertise_host: str = "",
+    registry: CollectorRegistry = REGISTRY,
+    is_ready: Callable[[], bool] = lambda: True,
 ) -> tuple[str, Callable[[], None]]:
     """Serve /metrics on a thread; return its URL and a function that ends it (blocks for up to 0.5 s).
 
+    /health answers 200 while `is_ready` is true, which another thread asks, else 503.
     Port 0 takes a free one. `advertise_host` replaces the host in the URL, for scrapers on other hosts.
     Raises ConfigError if the address cannot be used.
     """
+    pages = make_wsgi_app(registry)
+
+    def answer(environ: dict[str, Any], start: Callable[[str, list[tuple[str, str]]], Any]) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") != "/health":
+            page: Iterable[bytes] = pages(environ, start)
+            return page
+        status, text = ("200 OK", b"ready\n") if is_ready() else ("503 Service Unavailable", b"not ready\n")
+        start(status, [("Content-Type", "text/plain"), ("Content-Length", str(len(text)))])
+        return [text]
+
+    server_class = _MetricsServerV6 if ":" in host else ThreadingWSGIServer
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
+        server = make_server(host, port, answer, server_class, handler_class=_QuietHandler)
     except OSError as error:
         raise cannot_listen(host, port, error) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
 
     def close() -> None:
         server.shutdown()
@@ -76,6 +99,17 @@ def serve_metrics(
         thread.join()
 
     return f"http://{join_address(advertise_host or host, server.server_port)}/metrics", close
+
+
+class _MetricsServerV6(ThreadingWSGIServer):
+    address_family = socket.AF_INET6
+
+
+class _QuietHandler(WSGIRequestHandler):
+    """Answers without a log line for each request."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
 
 class TextFormatter(logging.Formatter):

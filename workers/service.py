@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -49,18 +49,34 @@ HEALTH_CHECK_S = 1.0
 FILES_PER_WORKER = 24  # 7 of its own, the rest for connections of frontends and followers of its events
 
 
-class Host:
-    """The parts that the workers of a process share."""
+class Readiness:
+    """Knows whether all workers of a process are in the mesh; /health asks from another thread."""
 
-    def __init__(self, discovery: Discovery, metrics_url: str, num_workers: int) -> None:
-        self.discovery = discovery
-        self.metrics_url = metrics_url
+    def __init__(self, num_workers: int) -> None:
         self._starting = num_workers
+        self._leaving = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether all workers have joined and none has begun to leave."""
+        return self._starting == 0 and self._leaving == 0
 
     def on_ready(self) -> None:
         self._starting -= 1
         if self._starting == 0:
             settle()
+
+    def on_leaving(self) -> None:
+        self._leaving += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The parts that the workers of a process share."""
+
+    discovery: Discovery
+    metrics_url: str
+    readiness: Readiness
 
 
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
@@ -71,14 +87,15 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     """
     watch_parent(stop)
     configs = configs_of(config)
+    readiness = Readiness(len(configs))
     async with AsyncExitStack() as cleanup:
         metrics_url, close_metrics = serve_metrics(
-            config.host, config.metrics_port, advertise_host=config.advertise_host
+            config.host, config.metrics_port, advertise_host=config.advertise_host, is_ready=lambda: readiness.is_ready
         )
         cleanup.push_async_callback(asyncio.to_thread, close_metrics)
         discovery = open_discovery(config.discovery)
         cleanup.push_async_callback(discovery.close)
-        host = Host(discovery, metrics_url, len(configs))
+        host = Host(discovery, metrics_url, readiness)
         if len(configs) == 1:
             await serve_one(configs[0], host, stop)
             return
@@ -125,7 +142,7 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
         observe_load(worker_name(config), engine)
         cleanup.push_async_callback(membership.leave)
         await membership.join(info)
-        host.on_ready()
+        host.readiness.on_ready()
         log_ready(
             log,
             metrics=host.metrics_url,
@@ -136,6 +153,7 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
             kv=info.transfer,
         )
         await until_stopped(stop, engine, worker.turning)
+        host.readiness.on_leaving()
         log.info("draining")
         await worker.turning.end()
         await membership.leave()

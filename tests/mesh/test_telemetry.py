@@ -4,6 +4,7 @@ import asyncio
 import io
 import logging
 import socket
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,6 +171,18 @@ def test_metrics_are_served_on_a_free_port_until_closed() -> None:
     close()
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(url, timeout=5)
+
+
+def test_health_is_503_until_the_service_is_ready() -> None:
+    ready = [False]
+    url, close = serve_metrics("127.0.0.1", 0, registry=CollectorRegistry(), is_ready=lambda: ready[0])
+    health = url.replace("/metrics", "/health")
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        urllib.request.urlopen(health, timeout=5)
+    ready[0] = True
+    with urllib.request.urlopen(health, timeout=5) as answer:
+        assert (answer.status, answer.read()) == (200, b"ready\n")
+    close()
 
 
 def test_a_taken_metrics_port_says_so() -> None:

@@ -37,7 +37,7 @@ from workers.engines.mock.answers import mock_token, mock_vector
 from workers.engines.opening import open_engine
 from workers.membership import make_card
 from workers.names import with_name
-from workers.service import Worker, configs_of, observe_load
+from workers.service import Readiness, Worker, configs_of, observe_load
 
 PROMPT = [5, 6, 7]
 
@@ -237,6 +237,15 @@ async def test_a_stop_during_the_start_ends_it_at_once() -> None:
     stop.set()
     assert await asyncio.wait_for(task, PATIENCE_S) is None
     assert engine.was_given_up
+
+
+def test_a_process_is_ready_from_its_last_join_to_its_first_leave() -> None:
+    readiness = Readiness(2)
+    seen = [readiness.is_ready]
+    for step in (readiness.on_ready, readiness.on_ready, readiness.on_leaving):
+        step()
+        seen.append(readiness.is_ready)
+    assert seen == [False, False, True, False]
 
 
 async def test_a_ready_or_failed_engine_ends_the_wait() -> None:
