@@ -9,7 +9,7 @@ from cluster.servers import ANNOUNCED, AttachConfig, process_specs, read_announc
 from mesh.discovery import Discovery, Put, open_discovery
 from mesh.supervisor import ProcessSpec, Supervisor
 from protocol.errors import ConfigError, WireError
-from protocol.messages import WorkerCard, decode
+from protocol.messages import WorkerCard, decode_card
 
 STOP_S = 10.0  # more than the requests in progress get
 IDLE_STOP_S = 2.0
@@ -109,7 +109,7 @@ async def watch_who_joins(
             joined.pop(change.key, None)
             continue
         try:
-            card = decode(change.value, WorkerCard)
+            card = decode_card(change.value, WorkerCard)
         except WireError:  # of another version of kvmesh: not ours
             continue
         if card.pid == supervisor.pid(card.name):

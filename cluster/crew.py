@@ -16,7 +16,7 @@ from mesh.supervisor import ProcessSpec, Supervisor
 from planner.connectors.local_api import MAX_WORKERS, Flipped, MemberReport, Refusal, Scaled, State
 from planner.loads import fetch_load
 from protocol.errors import InvalidRequestError, MeshError, WireError
-from protocol.messages import Control, ControlAction, ControlReply, DownCard, Role, WorkerCard, decode
+from protocol.messages import Control, ControlAction, ControlReply, DownCard, Role, WorkerCard, decode_card
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Crew:
         async for change in discovery.watch("workers/"):
             if isinstance(change, Put):
                 try:
-                    card = decode(change.value, WorkerCard)
+                    card = decode_card(change.value, WorkerCard)
                 except WireError as error:
                     log.warning("a card that cannot be read at %s: %s", change.key, error)
                     continue

@@ -29,7 +29,7 @@ from mesh.merged_metrics import sharing
 from mesh.plane.client import PlaneClient
 from mesh.telemetry import log_ready
 from protocol.ids import new_generation
-from protocol.messages import FrontendCard, encode
+from protocol.messages import FrontendCard, encode_card
 from router.booking import Router
 from router.client import RemoteRouter
 from router.config import RouterConfig
@@ -68,7 +68,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
                 cleanup.push_async_callback(local.close)
                 if local.gossip is not None:
                     follow.append(feeds.create_task(local.gossip.run(discovery), name="frontend: follow routers"))
-                    await discovery.put(f"routers/{local.name}", encode(local.card()))
+                    await discovery.put(f"routers/{local.name}", encode_card(local.card()))
             else:
                 router = remote = RemoteRouter(plane)
                 router_ready = remote.is_ready
@@ -84,7 +84,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             configure(api, config, guard, cors)
             async with listening(api.app, config.host, config.port, tls=tls, reuse_port=folder is not None) as url:
                 card = FrontendCard(name=config.name, url=url, pid=os.getpid())
-                registration = await discovery.put(f"frontends/{config.name}", encode(card))
+                registration = await discovery.put(f"frontends/{config.name}", encode_card(card))
                 log_ready(log, metrics=f"{url}/metrics", discovery=config.discovery, url=url)
                 await stop.wait()
                 await registration.withdraw()

@@ -13,7 +13,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,14 +28,20 @@ from rich.text import Text
 
 from kvmesh.nixl_probe import NixlProbe
 from mesh.config import load
-from mesh.discovery import DiscoveryUrl, open_discovery
-from protocol.errors import MeshError
+from mesh.discovery import DiscoveryUrl, Put, open_discovery
+from protocol.errors import MeshError, WireError
+from protocol.messages import Card, decode
+from protocol.version import PROTOCOL_VERSION, RELEASE, VersionError, common_version, release_name
 from workers.engines.registry import ENGINES
 
 OLDEST_PYTHON = (3, 11)
 SMALL_SHM_BYTES = 128 * 2**20
 LITTLE_MEMORY_BYTES = 2 * 2**30
 PROBE_TIMEOUT_S = 60.0
+CARDS_TIMEOUT_S = 0.7  # for the next card of discovery
+MAX_CARDS = 4096
+MAX_TOLD = 4  # services that are named
+KINDS_OF_CARDS = ("workers", "routers", "frontends", "planners")
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -86,6 +94,7 @@ def main(argv: list[str]) -> int:
 
 def examine(config: DoctorConfig) -> list[Finding]:
     torch, nixl, memfd = probe_torch(), probe_nixl(), memfd_problem()
+    discovery = check_discovery(config.discovery)
     return [
         check_python(sys.version_info[:3]),
         check_packages(requirements()),
@@ -97,7 +106,8 @@ def examine(config: DoctorConfig) -> list[Finding]:
         check_shared_memory(memfd, shm_bytes()),
         check_kv_transfer(not nixl.problem, not memfd),
         check_port(config.host, config.port),
-        check_discovery(config.discovery),
+        discovery,
+        *([] if discovery.status == "fail" else [check_versions(config.discovery)]),
         check_capacity(len(os.sched_getaffinity(0)), psutil.virtual_memory().available),
     ]
 
@@ -319,6 +329,47 @@ async def check_discovery_server(url: str) -> Finding:
     finally:
         await discovery.close()
     return Finding("discovery", "ok", f"{url.partition('?')[0]} answers and can be written to")
+
+
+def check_versions(url: str) -> Finding:
+    """Look for registered services that cannot work with this release."""
+    ours = f"{release_name(RELEASE)}, protocol {PROTOCOL_VERSION}"
+    scheme, _, path = url.partition(":")
+    found = {} if scheme == "file" and not Path(path).is_dir() else asyncio.run(registered_cards(url))
+    refused = []
+    for key, card in found.items():
+        try:
+            common_version(card.versions)
+        except VersionError as error:
+            refused.append(f"{key}: {error.message}")
+    if refused:
+        more = f"; and {len(refused) - MAX_TOLD} more" if len(refused) > MAX_TOLD else ""
+        text = f"{ours}; {'; '.join(refused[:MAX_TOLD])}{more}"
+        return Finding("versions", "warn", text, "run releases together that are next to each other")
+    counts = Counter(release_name(card.release) for card in found.values())
+    there = ", ".join(f"{count} of {release}" for release, count in sorted(counts.items())) or "none"
+    return Finding("versions", "ok", f"{ours}; registered services: {there}")
+
+
+async def registered_cards(url: str) -> dict[str, Card]:
+    """Return what the cards in discovery say of their versions; nothing if discovery cannot be read."""
+    found: dict[str, Card] = {}
+    try:
+        discovery = open_discovery(url)
+    except MeshError:
+        return found
+    try:
+        changes = discovery.watch("")
+        while len(found) < MAX_CARDS:
+            change = await asyncio.wait_for(anext(changes), CARDS_TIMEOUT_S)
+            if isinstance(change, Put) and change.key.partition("/")[0] in KINDS_OF_CARDS:
+                with suppress(WireError):
+                    found[change.key] = decode(change.value, Card)
+    except (TimeoutError, StopAsyncIteration, MeshError):
+        pass
+    finally:
+        await discovery.close()
+    return found
 
 
 def nearest_directory(path: Path) -> Path:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from mesh.discovery import Discovery, Put, Registration
 from protocol.errors import WireError
-from protocol.messages import Message, decode, encode
+from protocol.messages import Card, decode, encode_card
 
 SETTLE_S = 1.0  # after this time, the card of a planner that started in the same moment is visible
 PREFIX = "planners/"
 
 
-class PlannerCard(Message, frozen=True):
+class PlannerCard(Card, frozen=True):
     """The card of a planner, under `planners/<start time>-<random>`. The planner with the first key acts."""
 
     name: str
@@ -37,7 +37,7 @@ class Lease:
 
     async def hold(self) -> None:
         """Put up our card and follow the cards of others, until cancelled or the watch ends."""
-        self._registration = await self._discovery.put(self.key, encode(self._card))
+        self._registration = await self._discovery.put(self.key, encode_card(self._card))
         try:
             async for change in self._discovery.watch(PREFIX):
                 if isinstance(change, Put):

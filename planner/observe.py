@@ -17,7 +17,7 @@ from planner.model import Observation, Traffic
 from planner.scrape import fetch_page
 from planner.traffic import Page, TrafficMeter, age_query, queries, read_page, traffic_told
 from protocol.errors import MeshError, WireError
-from protocol.messages import FrontendCard, Role, WorkerCard, decode
+from protocol.messages import FrontendCard, Role, WorkerCard, decode_card
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ class MeshView:
                 continue
             try:
                 if kind == "workers" and len(self._workers) < MAX_CARDS:
-                    self._join(change.key, decode(change.value, WorkerCard))
+                    self._join(change.key, decode_card(change.value, WorkerCard))
                 elif kind == "frontends" and len(self._frontends) < MAX_CARDS:
-                    self._frontends[change.key] = decode(change.value, FrontendCard)
+                    self._frontends[change.key] = decode_card(change.value, FrontendCard)
             except WireError as error:
                 log.warning("a card that cannot be read at %s: %s", change.key, error)
 

@@ -15,6 +15,7 @@ from protocol.errors import MeshError, WireError, error_class
 from protocol.hashing import token_bytes
 from protocol.ids import RequestId, WorkerId
 from protocol.model_files import ModelFile
+from protocol.version import OLDEST_PROTOCOL, PROTOCOL_VERSION, RELEASE, UNNAMED_PROTOCOL, Versions, common_version
 
 
 class Role(StrEnum):
@@ -212,7 +213,19 @@ class Feature(StrEnum):
     PROMPT_LOGPROBS = "prompt_logprobs"
 
 
-class WorkerCard(Message, frozen=True):
+class Card(Message, frozen=True, kw_only=True):
+    """The base of the descriptions in discovery. A card of a release that names no version has UNNAMED_PROTOCOL."""
+
+    protocol: int = UNNAMED_PROTOCOL
+    oldest_protocol: int = UNNAMED_PROTOCOL  # of the peers that its process understands
+    release: Annotated[str, Meta(max_length=64)] = ""
+
+    @property
+    def versions(self) -> Versions:
+        return Versions(self.protocol, self.oldest_protocol, self.release)
+
+
+class WorkerCard(Card, frozen=True):
     """The description of a worker in discovery, under `workers/<worker_id>`."""
 
     worker_id: WorkerId
@@ -235,14 +248,14 @@ class WorkerCard(Message, frozen=True):
     pid: int = 0
     metrics_url: str = ""
     reports_load: bool = False  # it answers `load`
-    features: tuple[Feature, ...] = ()
+    features: tuple[str, ...] = ()  # each a Feature; one that a newer release has added is ignored
     loras: tuple[str, ...] = ()  # names of adapters, served as models of their own
     tool_parser: str = ""  # how the model writes tool calls; "": guess from its chat template
     reasoning_parser: str = ""  # how the model sets its thoughts apart; "": guess from its chat template
     model_files: Annotated[tuple[ModelFile, ...], Meta(max_length=16)] = ()  # what it answers `model_file` with
 
 
-class RouterCard(Message, frozen=True):
+class RouterCard(Card, frozen=True):
     """The description of a router, alone or inside a frontend, under `routers/<name>`."""
 
     name: str
@@ -252,7 +265,7 @@ class RouterCard(Message, frozen=True):
     pid: int = 0
 
 
-class FrontendCard(Message, frozen=True):
+class FrontendCard(Card, frozen=True):
     """The description of a frontend, under `frontends/<name>`."""
 
     name: str
@@ -462,6 +475,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 T = TypeVar("T")
+SomeCard = TypeVar("SomeCard", bound=Card)
 _encoder = msgspec.msgpack.Encoder()
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """The exceptions that msgspec raises for bytes that are no value of the expected type."""
@@ -477,6 +491,21 @@ def decode(data: bytes | memoryview, kind: type[T]) -> T:
         return decoder(kind).decode(data)
     except UNREADABLE as error:
         raise unreadable(kind, error) from error
+
+
+def encode_card(card: Card) -> bytes:
+    """Return the card for discovery, with the versions that this process understands."""
+    versions = {"protocol": PROTOCOL_VERSION, "oldest_protocol": OLDEST_PROTOCOL, "release": RELEASE}
+    return encode(msgspec.structs.replace(card, **versions))
+
+
+def decode_card(data: bytes, kind: type[SomeCard]) -> SomeCard:
+    """Read a card of discovery. Raises WireError; it is a VersionError if the two processes cannot work together.
+
+    The versions are read first: of the rest, another version may have anything.
+    """
+    common_version(decode(data, Card).versions)
+    return decode(data, kind)
 
 
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}  # one for each kind of message

@@ -10,7 +10,8 @@ import msgspec
 from mesh.discovery import Deleted, Discovery, Put
 from mesh.plane.client import PlaneClient, Stream
 from protocol.errors import DrainingError, FeedLostError, MeshError, NoWorkerError, PeerLostError, WireError
-from protocol.messages import Placed, Progress, Resume, RouterCard, RouteRequest, decode, encode
+from protocol.messages import Placed, Progress, Resume, RouterCard, RouteRequest, decode, decode_card, encode
+from protocol.version import VersionError
 from router.booking import Booking
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ STILL_WAITING = encode(None)  # sent by a router while a request waits in its qu
 ANSWER_TIMEOUT_S = 3.0  # a router answers in well under a millisecond; one that hangs must not hold requests up
 TELL_TIMEOUT_S = 5.0
 RESUME_S = 0.5  # between tries to find another router for a booking
+MAX_REFUSED = 4  # routers that an error names
 ELSEWHERE = (PeerLostError, DrainingError)  # another router may do it
 
 
@@ -29,6 +31,7 @@ class RemoteRouter:
     def __init__(self, plane: PlaneClient) -> None:
         self._plane = plane
         self._routers: dict[str, RouterCard] = {}
+        self._refused: dict[str, str] = {}  # why routers of other versions are not asked
 
     def is_ready(self) -> bool:
         return bool(self._routers)
@@ -44,24 +47,35 @@ class RemoteRouter:
                 case Put():
                     self._join(change.key, change.value)
                 case Deleted():
-                    self._routers.pop(change.key, None)
+                    self._forget(change.key)
         raise FeedLostError("the discovery watch ended", hint="check --discovery")
 
-    def _join(self, key: str, value: bytes) -> None:
+    def _forget(self, key: str) -> None:
         self._routers.pop(key, None)
+        self._refused.pop(key, None)
+
+    def _join(self, key: str, value: bytes) -> None:
+        self._forget(key)
         try:
-            card = decode(value, RouterCard)
+            card = decode_card(value, RouterCard)
         except WireError as error:
             log.warning("ignoring %s: %s", key, error)
+            if isinstance(error, VersionError) and len(self._refused) < MAX_REFUSED:
+                self._refused[key] = str(error)
             return
         if card.address:  # otherwise it is inside a frontend, or takes no more requests
             self._routers[key] = card
+
+    def _missing(self) -> str:
+        """Return why there is nobody to ask."""
+        reasons = [f"{key}: {why}" for key, why in self._refused.items()]
+        return "; ".join(reasons) or "there is none"
 
     @asynccontextmanager
     async def book(self, request: RouteRequest, timeout_s: float) -> AsyncIterator[Booking]:
         """Place a request. Raises what Router.book does, and NoWorkerError if no router answers: a retry may help."""
         deadline = asyncio.get_running_loop().time() + timeout_s
-        problem = "there is none"
+        problem = self._missing()
         for card in self.routers():
             async with AsyncExitStack() as call:
                 try:
@@ -80,7 +94,7 @@ class RemoteRouter:
 
     async def preview(self, request: RouteRequest, timeout_s: float) -> Placed:
         deadline = asyncio.get_running_loop().time() + timeout_s
-        problem = "there is none"
+        problem = self._missing()
         for card in self.routers():
             try:
                 async with self._plane.open(card.address, "preview", request, _left(deadline)) as stream:

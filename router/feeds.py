@@ -15,8 +15,9 @@ from mesh.plane.client import PlaneClient
 from protocol.errors import ConfigError, FeedLostError, MeshError, WireError
 from protocol.events import Digest
 from protocol.ids import WorkerId
-from protocol.messages import KvDigest, KvRank, KvSnapshot, WorkerCard, WorkerIdentity, decode
+from protocol.messages import KvDigest, KvRank, KvSnapshot, WorkerCard, WorkerIdentity, decode, decode_card
 from protocol.model_files import fingerprint
+from protocol.version import VersionError
 from router.findings import KEY_PREFIX, UNREADABLE, Complaint, DiscoveryReport, Findings
 from router.fleet import WorkerFleet
 from router.members import Members
@@ -115,10 +116,10 @@ class WorkerFeed:
 
     def _join(self, key: str, value: bytes) -> None:
         try:
-            card = decode(value, WorkerCard)
+            card = decode_card(value, WorkerCard)
         except WireError as error:
             log.warning("ignoring %s: %s", key, error)
-            self._findings.ignore(key, UNREADABLE)
+            self._findings.ignore(key, str(error) if isinstance(error, VersionError) else UNREADABLE)
             return
         if not 0 < card.capacity < math.inf:
             log.warning("ignoring %s: its capacity is %s, not a positive number", key, card.capacity)

@@ -10,7 +10,7 @@ import zmq
 from kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
 from mesh.discovery import Deleted, Discovery, Put
 from protocol.errors import FeedLostError, WireError
-from protocol.messages import RouterCard, decode, encode
+from protocol.messages import RouterCard, decode_card, encode
 from router.gossip import GossipReceiver, GossipSender, decode_news
 from router.load import ActiveLoad
 from router.metrics import GOSSIP_RECEIVED, GOSSIP_SENT
@@ -125,7 +125,7 @@ class Gossip:
         if name == self._name:
             return ""
         try:
-            return decode(card, RouterCard).gossip
+            return decode_card(card, RouterCard).gossip
         except WireError as error:
             log.warning("ignoring routers/%s: %s", name, error)
             return ""

@@ -10,7 +10,7 @@ from mesh.lifecycle import watch_parent
 from mesh.plane.client import PlaneClient
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import log_ready, serve_metrics
-from protocol.messages import Progress, Resume, RouteRequest, decode, encode
+from protocol.messages import Progress, Resume, RouteRequest, decode, encode_card
 from router.config import RouterConfig
 from router.feeds import WorkerFeed, tell_missing
 from router.http import RouterApi
@@ -48,11 +48,11 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
             follow.append(feeds.create_task(missing, name="router: tell of missing workers"))
             if router.gossip is not None:
                 follow.append(feeds.create_task(router.gossip.run(discovery), name="router: follow routers"))
-            await discovery.put(f"routers/{config.name}", encode(router.card(address, url)))
+            await discovery.put(f"routers/{config.name}", encode_card(router.card(address, url)))
             log_ready(log, metrics=f"{url}/metrics", discovery=config.discovery, address=address, url=url)
             await stop.wait()
             # no new placements; running requests still count, and the other routers hear of them
-            await discovery.put(f"routers/{config.name}", encode(router.card()))
+            await discovery.put(f"routers/{config.name}", encode_card(router.card()))
             await drain(server, api, config.drain_timeout_s)
             for feed in follow:
                 feed.cancel()

@@ -10,7 +10,7 @@ from kvevents.connect import open_publisher
 from kvevents.transport import Publisher
 from mesh.discovery import Discovery, Registration
 from protocol.ids import WorkerId, new_worker_id
-from protocol.messages import Role, WorkerCard, encode
+from protocol.messages import Role, WorkerCard, encode_card
 from protocol.model_files import ModelFile
 from workers.config import WorkerConfig
 from workers.engine import Engine, EngineInfo, Ranked
@@ -59,7 +59,7 @@ class Membership:
                 reports_load=bool(reporting_ranks(self._ranks, self._config.load_report_interval_s)),
                 files=files,
             )
-            self._registration = await self._discovery.put(f"workers/{self.worker_id}", encode(card))
+            self._registration = await self._discovery.put(f"workers/{self.worker_id}", encode_card(card))
 
     async def leave(self) -> None:
         """A second call does nothing."""

@@ -10,7 +10,7 @@ import msgspec
 
 from mesh.address import split_address
 from mesh.deadlines import Deadlines
-from mesh.plane.frames import Batch, Cancel, Credit, Frame, Hello, Open
+from mesh.plane.frames import OUR_HELLO, Batch, Cancel, Credit, Frame, Open
 from mesh.plane.link import Link
 from protocol.errors import (
     DeadlineExceededError,
@@ -305,7 +305,7 @@ class PlaneClient:
             self._links.pop(address, None)
             reason = str(error) or f"no answer in {CONNECT_TIMEOUT_S} s"
             raise UnreachableError(f"cannot connect to {address}: {reason}") from error
-        link.write(Hello())
+        link.write(OUR_HELLO)
         return link
 
     def _forget(self, link: Link) -> None:

@@ -14,16 +14,27 @@ import msgspec
 
 from protocol.errors import WireError
 from protocol.messages import UNREADABLE, Failure
+from protocol.version import OLDEST_PROTOCOL, PROTOCOL_VERSION, RELEASE, UNNAMED_PROTOCOL, Versions
 
-PROTOCOL_VERSION = 2
+FRAMING = 2  # the layout of frames; the protocol's version counts everything else
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The first frame of the caller."""
+    """The first frame of the caller. Releases before 0.2 send the framing alone, and ignore the rest."""
 
-    version: int = PROTOCOL_VERSION
+    framing: int = FRAMING
+    protocol: int = UNNAMED_PROTOCOL
+    oldest_protocol: int = UNNAMED_PROTOCOL
+    release: str = ""
+
+    @property
+    def versions(self) -> Versions:
+        return Versions(self.protocol, self.oldest_protocol, self.release)
+
+
+OUR_HELLO = Hello(FRAMING, PROTOCOL_VERSION, OLDEST_PROTOCOL, RELEASE)
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from mesh.address import cannot_listen, join_address
-from mesh.plane.frames import MAX_FRAME_BYTES, PROTOCOL_VERSION, Cancel, Credit, Frame, Hello, Open
+from mesh.plane.frames import FRAMING, MAX_FRAME_BYTES, Cancel, Credit, Frame, Hello, Open
 from mesh.plane.link import Link
 from protocol.errors import (
     CancelledByPeerError,
@@ -15,9 +15,11 @@ from protocol.errors import (
     MeshError,
     OverloadedError,
     PeerLostError,
+    UnreachableError,
     WireError,
 )
 from protocol.messages import encode
+from protocol.version import VersionError, common_version
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +145,7 @@ class _ServerLink(Link):
         self._server = server
         self._calls: dict[int, tuple[Call, asyncio.Task[None]]] = {}
         self._greeted = False
+        self._refusal: MeshError | None = None  # of all calls
 
     def is_busy(self) -> bool:
         return bool(self._calls)
@@ -154,12 +157,7 @@ class _ServerLink(Link):
     def on_frame(self, frame: Frame) -> None:
         match frame:
             case Hello():
-                if frame.version != PROTOCOL_VERSION:
-                    raise WireError(
-                        f"the peer speaks version {frame.version} of the request plane, not {PROTOCOL_VERSION}",
-                        hint="run one version everywhere",
-                    )
-                self._greeted = True
+                self._greet(frame)
             case _ if not self._greeted:
                 raise WireError("the peer did not say hello")
             case Open():
@@ -172,6 +170,23 @@ class _ServerLink(Link):
                     known[0].grant(frame.messages)
             case _:
                 raise WireError(f"a caller does not send {type(frame).__name__}")
+
+    def _greet(self, hello: Hello) -> None:
+        """Take the versions of a caller. With another framing it is hung up on: it could not read a refusal.
+
+        A caller of another protocol stays connected, and all its calls are refused. It then tries other services, and
+        does not connect again and again.
+        """
+        if hello.framing != FRAMING:
+            raise WireError(f"the peer cuts its frames by version {hello.framing}, not {FRAMING}")
+        self._greeted = True
+        try:
+            common_version(hello.versions)
+        except VersionError as error:
+            log.warning("refusing the calls of %s: %s", self.peer, error)
+            self._refusal = UnreachableError(
+                f"{self._server.address} refuses this caller: {error.message}", hint=error.hint
+            )
 
     def _open(self, frame: Open) -> None:
         if frame.stream in self._calls:
@@ -192,6 +207,8 @@ class _ServerLink(Link):
         del self._calls[stream]
 
     def _refuse(self, frame: Open) -> MeshError | None:
+        if self._refusal is not None:
+            return self._refusal
         if not 0 < frame.timeout_s <= MAX_TIMEOUT_S:
             return InvalidRequestError(f"a timeout of {frame.timeout_s} s is not between 0 and {MAX_TIMEOUT_S:.0f}")
         if frame.method not in self._server.handlers:

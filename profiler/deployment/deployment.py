@@ -6,6 +6,7 @@ from planner.model import Reason
 from profiler.picks import Goal, Option
 from protocol.errors import ConfigError
 from protocol.profile import Profile
+from protocol.version import RELEASE
 from workers.engines.mapping import parse_mapping
 from workers.engines.registry import ENGINES, STARTED
 
@@ -20,7 +21,7 @@ class Deployment(Struct, frozen=True, kw_only=True):
     prefill: Profile
     decode: Profile
     goal: Goal
-    image: str = "kvmesh:0.1.0"
+    image: str = f"kvmesh:{RELEASE}"
     model_path: str = BUILT_IN_MODEL  # in the container
     namespace: str = "default"
 

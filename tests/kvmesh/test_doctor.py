@@ -3,6 +3,7 @@
 import io
 import socket
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 from kvmesh import doctor
 from kvmesh.doctor import Finding, TorchProbe
 from kvmesh.nixl_probe import NixlProbe
+from protocol.version import PROTOCOL_VERSION, RELEASE
 from tests.support.etcd_server import WHY_NONE, EtcdProcess, free_port
 
 GPU = "NVIDIA H200, 143771 MiB, 570.1"
@@ -108,6 +110,24 @@ def test_a_discovery_server_is_tried_and_left_as_it_was(tmp_path: Path, monkeypa
         assert etcd.ctl("get", "", "--prefix", "--keys-only").strip() == ""
     finally:
         etcd.stop()
+
+
+def test_services_of_far_releases_are_named(tmp_path: Path) -> None:
+    ours = f"kvmesh {RELEASE}, protocol {PROTOCOL_VERSION}"
+    assert doctor.check_versions(f"file:{tmp_path / 'none'}").found == f"{ours}; registered services: none"
+    write_card(tmp_path, "workers/old", {})
+    write_card(tmp_path, "routers/new", {"protocol": PROTOCOL_VERSION, "oldest_protocol": 1, "release": RELEASE})
+    finding = doctor.check_versions(f"file:{tmp_path}")
+    assert finding == Finding("versions", "ok", f"{ours}; registered services: 1 of kvmesh 0.1, 1 of kvmesh {RELEASE}")
+    write_card(tmp_path, "workers/far", {"protocol": 99, "oldest_protocol": 98, "release": "9.9.9"})
+    write_card(tmp_path, "servers/s", {"protocol": 99, "oldest_protocol": 98})  # no card
+    finding = doctor.check_versions(f"file:{tmp_path}")
+    assert (finding.status, finding.advice) == ("warn", "run releases together that are next to each other")
+    assert "workers/far: it speaks protocol 99" in finding.found and "servers/s" not in finding.found
+
+
+def write_card(folder: Path, key: str, fields: dict[str, object]) -> None:
+    (folder / f"{quote(key, safe='')}.key").write_bytes(msgspec.msgpack.encode(fields))
 
 
 def test_engines_are_found_without_being_imported() -> None:

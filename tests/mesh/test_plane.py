@@ -29,6 +29,7 @@ from protocol.errors import (
     WireError,
 )
 from protocol.messages import Failure
+from protocol.version import PROTOCOL_VERSION, RELEASE
 from tests.support.patience import PATIENCE_S
 
 FULL = OverloadedError("full", hint="add workers", param="model", retry_after_s=7)
@@ -309,6 +310,36 @@ async def test_garbage_is_hung_up_on_and_harms_nobody(service: Service, client: 
     assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
     writer.close()
     assert await client.ask(service.server.address, "count", 1, int, 5) == 0
+
+
+@pytest.mark.parametrize(
+    "hello", [Hello(), Hello(2), Hello(2, 1, 1), Hello(2, 3, 2, "0.3.0")], ids=["0.1.0", "framing", "same", "next"]
+)
+async def test_callers_of_neighbouring_releases_are_answered(service: Service, hello: Hello) -> None:
+    assert (await first_answer(service, hello)).messages
+
+
+async def test_a_caller_of_another_protocol_learns_both_versions(service: Service) -> None:
+    answer = await first_answer(service, Hello(2, 99, 98, "9.9.9"))
+    [(stream, failure)] = answer.ends
+    assert (stream, failure.code, answer.messages) == (1, "unreachable", [])  # 0.1.0 then tries another worker
+    assert "protocol 99" in failure.message and "kvmesh 9.9.9" in failure.message
+    assert f"protocol {PROTOCOL_VERSION}" in failure.message and f"kvmesh {RELEASE}" in failure.message
+
+
+async def first_answer(service: Service, hello: Hello) -> Batch:
+    """Return the first frame that a caller with this hello is sent."""
+    reader, writer = await asyncio.open_connection(*service.server.address.split(":"))
+    writer.write(encode_frame(hello))
+    writer.write(encode_frame(Open(1, "count", 60.0, 8, msgspec.Raw(msgspec.msgpack.encode(3)))))
+    answers = FrameReader()
+    async with asyncio.timeout(PATIENCE_S):
+        while not (frames := answers.feed(await reader.read(65536))):
+            pass
+    writer.close()
+    [frame] = frames
+    assert isinstance(frame, Batch)
+    return frame
 
 
 async def test_nagle_is_off_on_both_sides(service: Service, client: PlaneClient) -> None:
