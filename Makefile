@@ -80,7 +80,7 @@ fmt: $(DEV) ## format, and mend what the linter can mend
 	$(PY) -m ruff check --fix .
 
 clean: ## remove .venv, caches and what runs have left
-	rm -rf .venv .venv-vllm .venv-sglang .venv-clients .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv-clients .venv-kube .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find tests/clients/node -name node_modules -type d -prune -exec rm -rf {} +
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f protocol/_native.*.so router/_native.*.so frontend/_native.*.so

@@ -24,7 +24,11 @@ GROUPS = (
         frozenset({"name", "role", "count", "discovery", "advertise_host", "metrics_port"})
         | {name for name in WorkerConfig.__struct_fields__ if name.startswith("attach_")},
     ),
-    Group("options of the frontend", FrontendConfig, frozenset({"name", "discovery", "processes", "shares_port_with"})),
+    Group(
+        "options of the frontend",
+        FrontendConfig,
+        frozenset({"name", "advertise_host", "discovery", "processes", "shares_port_with"}),
+    ),
     Group(
         "options of the router",
         RouterConfig,

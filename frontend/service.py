@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import os
+import ssl
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,7 +83,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             settings = settings_of(config)
             api = FrontendApi(settings, models, dispatcher, router_ready, folder, responses=responses, search=search)
             configure(api, config, guard, cors)
-            async with listening(api.app, config.host, config.port, tls=tls, reuse_port=folder is not None) as url:
+            async with listening_at(config, api, tls) as url:
                 card = FrontendCard(name=config.name, url=url, pid=os.getpid())
                 registration = await discovery.put(f"frontends/{config.name}", encode_card(card))
                 log_ready(log, metrics=f"{url}/metrics", discovery=config.discovery, url=url)
@@ -92,6 +93,16 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             await dispatcher.close()
             for feed in follow:
                 feed.cancel()
+
+
+def listening_at(
+    config: FrontendConfig, api: FrontendApi, tls: ssl.SSLContext | None
+) -> AbstractAsyncContextManager[str]:
+    """Return the listener of the API. It yields the URL for others."""
+    shares = bool(config.shares_port_with)
+    return listening(
+        api.app, config.host, config.port, advertise_host=config.advertise_host, tls=tls, reuse_port=shares
+    )
 
 
 def configure(api: FrontendApi, config: FrontendConfig, guard: ApiKeyGuard | None, cors: Cors | None) -> None:

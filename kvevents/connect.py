@@ -59,7 +59,7 @@ def read_known(nats_url: str) -> "NatsAccess | None":
 def open_publisher(
     transport: str, worker_id: WorkerId, *, bind: str, advertise_host: str = "", nats_url: str, dp_rank: int = 0
 ) -> Publisher:
-    """Open a publisher. ZMQ listens on `bind`, `tcp://host:port`. Raises ConfigError if that fails."""
+    """Open a publisher. ZMQ listens on `bind`, see KvEventPublisher. Raises ConfigError if that fails."""
     match transport:
         case "zmq":
             from kvevents.publisher import KvEventPublisher

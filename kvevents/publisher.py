@@ -35,8 +35,9 @@ _PATIENCE_S = 30.0  # with a client whose queue stays full
 class KvEventPublisher:
     """Sends batches `[topic, seq u64 BE, payload]` to all subscribers and keeps the latest for replay.
 
-    Implements kvevents.transport.Publisher. Must be made on a running event loop. A port `*` takes a free one: see
-    `endpoint`, `replay_endpoint`. `advertise_host` replaces the host in both, for subscribers on other hosts.
+    Implements kvevents.transport.Publisher. Must be made on a running event loop. A port `*` takes a free one, and
+    `5700-5799` the first free one of these: see `endpoint`, `replay_endpoint`. `advertise_host` replaces the host in
+    both, for subscribers on other hosts.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ wake-up reads until there is nothing left, and every send is followed by another
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -20,6 +21,7 @@ Frames = list[bytes]
 _MAX_SOCKETS = 16_384  # of a process; two for each worker that it hosts or follows. ZMQ's default is 1023
 _SLICE_S = 0.001  # about, for one socket before the turn of others
 _CLOCK_EVERY = 8  # messages
+_PORT_RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 class LoopSocket:
@@ -110,6 +112,18 @@ class LoopSocket:
         return False
 
 
+def _bind_first_free(socket: zmq.Socket[bytes], base: str, first: int, last: int) -> None:
+    """Raise zmq.ZMQError if no port can be bound: the error of the last one."""
+    for port in range(first, last):
+        try:
+            socket.bind(f"{base}:{port}")
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+    socket.bind(f"{base}:{last}")
+
+
 def open_socket(kind: int, *, receive: int = 1000, send: int = 1000, max_bytes: int = -1) -> zmq.Socket[bytes]:
     """Open a socket that closes without waiting, and queues at most so many messages for each peer.
 
@@ -130,9 +144,16 @@ def open_socket(kind: int, *, receive: int = 1000, send: int = 1000, max_bytes: 
 
 
 def bind_socket(socket: zmq.Socket[bytes], address: str, advertise_host: str | None, *, to: str) -> str:
-    """Bind, and return the address for peers. `to` says what for, in the text of the ConfigError."""
+    """Bind, and return the address for peers. `to` says what for, in the text of the ConfigError.
+
+    A port `5700-5799` in `address` means the first one that is free.
+    """
+    base, _, port = address.rpartition(":")
     try:
-        socket.bind(address)
+        if (range_ := _PORT_RANGE.fullmatch(port)) is None:
+            socket.bind(address)
+        else:
+            _bind_first_free(socket, base, int(range_[1]), int(range_[2]))
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot {to} on {address}: {error}", hint="choose another port") from error
     bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")

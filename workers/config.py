@@ -103,6 +103,14 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     nats_url: Annotated[
         str, Meta(description=f"for --kv-events-transport nats: server with JetStream, {NATS_USAGE}")
     ] = "nats://127.0.0.1:4222"
+    kv_events_ports: Annotated[
+        str,
+        Meta(
+            description="zmq: ports to choose from, FIRST-LAST, for firewalls: two for each rank, and two more for a "
+            "change of role; empty: any",
+            pattern=r"^$|^[0-9]{1,5}-[0-9]{1,5}$",
+        ),
+    ] = ""
     load_report_interval_s: Annotated[
         float, Meta(ge=0, le=600, description="time between two reports of load to a router, at least; 0: no reports")
     ] = 0.5

@@ -95,7 +95,7 @@ class Membership:
             open_publisher(
                 config.kv_events_transport,
                 self.worker_id,
-                bind=f"tcp://{config.host}:*",
+                bind=f"tcp://{config.host}:{config.kv_events_ports or '*'}",
                 advertise_host=config.advertise_host,
                 nats_url=config.nats_url,
                 dp_rank=rank,

@@ -302,6 +302,29 @@ async def test_the_advertised_host_replaces_the_bound_one() -> None:
     await publisher.close()
 
 
+def free_pair() -> int:
+    """Return a port on which, and on the one after it, nobody listens."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            try:
+                other.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+async def test_ports_of_a_range_are_taken_in_order() -> None:
+    first = free_pair()
+    publisher = KvEventPublisher(*2 * [f"tcp://127.0.0.1:{first}-{first + 1}"])
+    assert publisher.endpoint.endswith(f":{first}")
+    assert publisher.replay_endpoint.endswith(f":{first + 1}")
+    with pytest.raises(ConfigError, match=f"cannot publish KV events on .*{first + 1}: Address already in use"):
+        KvEventPublisher(*2 * [f"tcp://127.0.0.1:{first}-{first + 1}"])
+    await publisher.close()
+
+
 class ReplayClient:
     """A DEALER as vLLM's example client uses it."""
 

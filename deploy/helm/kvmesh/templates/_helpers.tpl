@@ -1,0 +1,148 @@
+{{- /* The ports on which pods listen. Ranges are of TCP. */ -}}
+{{- define "kvmesh.ports" -}}
+frontend: 8000      {{/* HTTP API and /metrics */}}
+router: 7100        {{/* requests of frontends */}}
+routerHttp: 8100    {{/* the router's HTTP API and /metrics */}}
+gossip: 7300        {{/* routers tell each other what they have booked */}}
+worker: 7000        {{/* requests */}}
+metrics: 9100       {{/* /metrics and probes of workers and planner */}}
+handshakeFirst: 5600 {{/* vLLM: NIXL's handshakes, one port for each data-parallel rank */}}
+handshakeLast: 5663
+eventsFirst: 5700   {{/* KV events over ZMQ */}}
+eventsLast: 5799
+transferFirst: 5800 {{/* KV, where UCX uses TCP */}}
+transferLast: 5999
+{{- end }}
+
+{{- define "kvmesh.selector" -}}
+app.kubernetes.io/name: kvmesh
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .pool }}
+kvmesh.dev/pool: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "kvmesh.labels" -}}
+{{ include "kvmesh.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+kvmesh.dev/mesh: {{ .root.Release.Name }}
+{{- end }}
+
+{{- define "kvmesh.discovery" -}}
+kubernetes:{{ .Release.Namespace }}/{{ .Release.Name }}
+{{- end }}
+
+{{- /* Requests in flight, then KV that others still fetch; then time to end. docs/workers.md */ -}}
+{{- define "kvmesh.graceSeconds" -}}
+{{ add .root.Values.preStopSeconds (mul 2 .drainSeconds) 15 }}
+{{- end }}
+
+{{- /* What all pods have in common. Service links are off: they would set KVMESH_FRONTEND_PORT and the like. */ -}}
+{{- define "kvmesh.pod" -}}
+serviceAccountName: {{ .root.Release.Name }}-{{ .component }}
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ include "kvmesh.graceSeconds" . }}
+{{- with .root.Values.images.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  fsGroupChangePolicy: OnRootMismatch # not once more through all files of a model
+  seccompProfile: {type: RuntimeDefault}
+{{- with .settings.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .settings.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .settings.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: {{ .settings.spreadOver | default "kubernetes.io/hostname" }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "kvmesh.selector" . | nindent 8 }}
+{{- end }}
+
+{{- /* What all containers have in common. */ -}}
+{{- define "kvmesh.container" -}}
+imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
+    {{- if .settings.rdma }}
+    add: [IPC_LOCK] # memory is pinned for RDMA
+    {{- end }}
+lifecycle:
+  preStop:
+    exec: {command: [sleep, {{ .root.Values.preStopSeconds | quote }}]}
+{{- end }}
+
+{{- define "kvmesh.identity" -}}
+- name: KVMESH_POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: KVMESH_POD_UID
+  valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+- name: KVMESH_POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end }}
+
+{{- /* Settings as environment variables. JSON writes large numbers as Python reads them. */ -}}
+{{- define "kvmesh.settings" -}}
+{{- $decided := list "name" "host" "port" "advertise_host" "discovery" "metrics_port" "http_port" "gossip_port" "drain_timeout_s" "log_format" "router" "model_cache" "model_cache_mib" "api_keys_file" "processes" "connector" "kubernetes_namespace" "kubernetes_prefill" "kubernetes_decode" "record_file" "role" "engine" "engine_args" "model" "model_path" "count" "kv_events_transport" "kv_events_ports" "nats_url" "config" }}
+{{- $taken := list }}
+{{- range $name, $_ := .settings }}{{ if has $name $decided }}{{ $taken = append $taken $name }}{{ end }}{{ end }}
+{{- if $taken }}
+{{- fail (printf "%s.settings: the chart itself decides %s; remove it here, values.yaml has what can be set" .of (join ", " $taken)) }}
+{{- end }}
+{{- $prefix := .prefix }}
+{{- range $name, $value := .settings -}}
+{{- include "kvmesh.variable" (dict "name" (printf "%s%s" $prefix (upper $name)) "value" $value) }}
+{{ end }}
+{{- end }}
+
+{{- define "kvmesh.variable" -}}
+- name: {{ .name }}
+  value: {{ kindIs "string" .value | ternary .value (toJson .value) | quote }}
+{{- end }}
+
+{{- /* A pool with what it takes from poolDefaults. Fails for what the schema cannot say. */ -}}
+{{- define "kvmesh.pool" -}}
+{{- $pool := mergeOverwrite (deepCopy .root.Values.poolDefaults) (deepCopy .pool) }}
+{{- $spans := or (eq $pool.engine "vllm") (eq $pool.engine "sglang") }}
+{{- if and (gt (int $pool.nodes) 1) (not $spans) }}
+{{- fail (printf "pools.%s: the engine %s cannot span %d nodes; take vllm or sglang, or nodes: 1" .name $pool.engine (int $pool.nodes)) }}
+{{- end }}
+{{- if and $pool.engineArgs (not $spans) }}
+{{- fail (printf "pools.%s: engineArgs are flags of vllm and sglang; the engine is %s" .name $pool.engine) }}
+{{- end }}
+{{- if has .name (list "frontend" "router" "planner" "picker") }}
+{{- fail (printf "pools.%s: another part has this name; choose another one" .name) }}
+{{- end }}
+{{- $_ := set $pool "model" (mergeOverwrite (deepCopy .root.Values.model) (deepCopy $pool.model)) }}
+{{- toYaml $pool }}
+{{- end }}
+
+{{- define "kvmesh.workload" -}}
+{{- $pool := include "kvmesh.pool" . | fromYaml -}}
+{{ gt (int $pool.nodes) 1 | ternary "leaderworkerset" "deployment" }}/{{ .root.Release.Name }}-{{ .name }}
+{{- end }}
+
+{{- /* Whether the planner sets the number of a pool's workers. */ -}}
+{{- define "kvmesh.isPlanned" -}}
+{{- with .root.Values.planner }}
+{{- if and .enabled (or (eq $.name .decodePool) (and (eq $.name .prefillPool) (ne (.settings.mode | default "") "aggregated"))) }}true{{ end }}
+{{- end }}
+{{- end }}

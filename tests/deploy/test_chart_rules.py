@@ -1,0 +1,261 @@
+"""The chart keeps its rules for all values: flags, ports, rights, grace periods and selectors fit each other."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import generate_latest
+
+import frontend.metrics  # noqa: F401  # its metrics register themselves
+from frontend.config import FrontendConfig
+from mesh.config import load
+from planner.config import ServiceConfig
+from planner.connectors.kubernetes import workload_path
+from router.config import RouterConfig
+from tests.support.chart import (
+    EXAMPLES,
+    NAMESPACE,
+    RELEASE,
+    Object,
+    flags_of,
+    in_a_pod,
+    named,
+    needs_helm,
+    of_kind,
+    pod_of,
+    refused,
+    rendered,
+    workloads,
+)
+from workers.__main__ import with_engine_args
+from workers.config import WorkerConfig
+from workers.engines.sglang.arguments import read_flags
+from workers.engines.vllm.arguments import Surroundings, leads, plan_start
+
+pytestmark = needs_helm
+
+SGLANG = ('pools.decode.engine="sglang"', "pools.decode.nodes=2", 'pools.decode.engineArgs=["--tp", "16"]')
+CASES = [
+    *((example, ()) for example in EXAMPLES),
+    ("values-tiny.yaml", ("router.separate=true", "planner.enabled=true", 'planner.settings.prefill_profile="mock"')),
+    ("values-tiny.yaml", ("planner.enabled=true", 'planner.settings={"mode": "aggregated", "max_gpus": 1048576}')),
+    ("values-tiny.yaml", ('events.transport="nats"', 'frontend.apiKeysSecret="keys"', *SGLANG)),
+]
+every_case = pytest.mark.parametrize(("example", "settings"), CASES)
+
+
+def parsed(container: Object) -> FrontendConfig | RouterConfig | ServiceConfig | WorkerConfig:
+    """Read the container's flags and variables as its service does. Raise ConfigError as the service would."""
+    argv, environ = in_a_pod(container)
+    match container["command"]:
+        case ["python", "-m", "frontend"]:
+            load(RouterConfig, [], environ, prefix="KVMESH_ROUTER_", prog="router", section="router")
+            return load(FrontendConfig, argv, environ, prefix="KVMESH_FRONTEND_", prog="frontend")
+        case ["python", "-m", "router"]:
+            return load(RouterConfig, argv, environ, prefix="KVMESH_ROUTER_", prog="router")
+        case ["python", "-m", "planner"]:
+            return load(ServiceConfig, argv, environ, prefix="KVMESH_PLANNER_", prog="planner")
+        case ["python", "-m", "workers"]:
+            return load(WorkerConfig, with_engine_args(argv), environ, prefix="KVMESH_WORKER_", prog="worker")
+    raise AssertionError(container["command"])
+
+
+@every_case
+def test_every_flag_and_variable_is_one_of_the_service(example: str, settings: tuple[str, ...]) -> None:
+    for name, _, container in workloads(rendered(example, *settings)):
+        config = parsed(container)
+        assert config.discovery == f"kubernetes:{NAMESPACE}/{RELEASE}", name
+        if isinstance(config, WorkerConfig) and config.engine == "vllm":
+            plan_start(config, config.model, (), Surroundings(5600, 8))
+            assert leads(config) == ("--nnodes" not in config.engine_args)  # in_a_pod says that it is pod 1 of 2
+        if isinstance(config, WorkerConfig) and config.engine == "sglang":
+            assert read_flags(config).node_rank == 1
+
+
+def test_large_numbers_arrive_as_they_were_written() -> None:
+    objects = rendered("values-tiny.yaml", "pools.decode.settings.num_blocks=104857600")
+    [config] = [parsed(one) for name, _, one in workloads(objects) if name == "demo-decode"]
+    assert isinstance(config, WorkerConfig) and config.num_blocks == 104857600
+
+
+@pytest.mark.parametrize("place", ["frontend", "router", "planner", "pools.decode"])
+def test_what_the_chart_decides_cannot_be_set_again(place: str) -> None:
+    objects = rendered("values-tiny.yaml", "router.separate=true", "planner.enabled=true")
+    name = f"demo-{place.removeprefix('pools.')}"
+    [container] = [one for owner, _, one in workloads(objects) if owner == name]
+    decided = [flag.removeprefix("--").replace("-", "_") for flag in flags_of(container)]
+    values = ", ".join(f'"{one}": 1' for one in decided)
+    text = refused("router.separate=true", "planner.enabled=true", f"{place}.settings={{{values}}}")
+    assert f"{place}.settings: the chart itself decides" in text
+    assert all(re.search(rf"\b{one}\b", text) for one in decided)
+
+
+@every_case
+def test_a_pod_has_more_time_to_stop_than_a_drain_takes(example: str, settings: tuple[str, ...]) -> None:
+    """Requests in flight have the drain's time, and KV that others still fetch once more."""
+    for name, pod, container in workloads(rendered(example, *settings)):
+        drain_s = float(flags_of(container).get("--drain-timeout-s", "0"))
+        program, before_s = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert pod["spec"]["terminationGracePeriodSeconds"] >= float(before_s) + 2 * drain_s + 10, name
+        assert program == "sleep" and float(before_s) > 0
+
+
+@every_case
+def test_selectors_find_the_pods_and_no_others(example: str, settings: tuple[str, ...]) -> None:
+    objects = rendered(example, *settings)
+    pods = {name: pod["metadata"]["labels"] for name, pod, _ in workloads(objects)}
+    assert all(labels["kvmesh.dev/mesh"] == RELEASE for labels in pods.values())
+    for one in of_kind(objects, "Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"):
+        spec, name = one["spec"], one["metadata"]["name"]
+        selector = spec.get("podSelector") or spec["selector"]
+        found = [owner for owner, labels in pods.items() if selector_fits(selector, labels)]
+        is_of_all_workers = one["kind"] == "PodMonitor" and name == "demo-worker"
+        workers = [owner for owner, labels in pods.items() if "kvmesh.dev/pool" in labels]
+        assert found == (workers if is_of_all_workers else [name]), (one["kind"], name)
+    for name, pod, _ in workloads(objects):
+        [constraint] = pod["spec"]["topologySpreadConstraints"]
+        assert selector_fits(constraint["labelSelector"], pods[name])
+
+
+def selector_fits(selector: Object, labels: dict[str, str]) -> bool:
+    wanted = selector.get("matchLabels", selector)
+    return wanted.items() <= labels.items()
+
+
+@every_case
+def test_policies_open_the_ports_on_which_pods_listen(example: str, settings: tuple[str, ...]) -> None:
+    objects = rendered(example, *settings)
+    for name, _, container in workloads(objects):
+        opened = set(ports_of(named(objects, "NetworkPolicy", name)))
+        assert listening(container) == opened, name
+        for port in container["ports"]:
+            assert (port["containerPort"], port["containerPort"]) in opened, (name, port)
+
+
+def ports_of(policy: Object) -> Iterator[tuple[int, int]]:
+    for rule in policy["spec"].get("ingress", []):
+        for port in rule.get("ports", []):
+            yield port["port"], port.get("endPort", port["port"])
+
+
+def listening(container: Object) -> set[tuple[int, int]]:
+    """Return the first and last port of each range on which the flags and variables of a container have it listen."""
+    config, (_, environ) = parsed(container), in_a_pod(container)
+    singles: set[int] = set()
+    ranges: set[tuple[int, int]] = set()
+    match config:
+        case FrontendConfig():
+            router = load(RouterConfig, [], environ, prefix="KVMESH_ROUTER_", prog="router")
+            singles = {config.port} | ({router.gossip_port} if config.router == "embedded" else set())
+        case RouterConfig():
+            singles = {config.port, config.http_port, config.gossip_port}
+        case ServiceConfig():
+            singles = {config.metrics_port}
+        case WorkerConfig():
+            singles = {config.port, config.metrics_port}
+            if config.kv_events_transport == "zmq":
+                ranges.add(both_ends(config.kv_events_ports))
+            if config.engine != "sglang":
+                ranges.add(both_ends(environ["UCX_TCP_PORT_RANGE"]))
+            if config.engine == "vllm":
+                first = int(environ["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+                ranges.add((first, first + 63))  # a port for each of at most 64 ranks: --dp-size
+    assert 0 not in singles
+    return {(port, port) for port in singles} | ranges
+
+
+def both_ends(ports: str) -> tuple[int, int]:
+    first, last = ports.split("-")
+    return int(first), int(last)
+
+
+@every_case
+def test_pods_run_without_rights_on_their_host(example: str, settings: tuple[str, ...]) -> None:
+    for name, pod, container in workloads(rendered(example, *settings)):
+        spec, security = pod["spec"], container["securityContext"]
+        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 10001, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not security["allowPrivilegeEscalation"] and security["readOnlyRootFilesystem"]
+        has_rdma = any(resource.startswith("rdma/") for resource in container["resources"]["limits"])
+        wanted = {"drop": ["ALL"]} | ({"add": ["IPC_LOCK"]} if has_rdma else {})
+        assert security["capabilities"] == wanted
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+
+
+@every_case
+def test_no_pod_gets_variables_named_after_services(example: str, settings: tuple[str, ...]) -> None:
+    """Kubernetes would set KVMESH_FRONTEND_PORT=tcp://... for a release called kvmesh: a bad setting."""
+    assert all(pod["spec"]["enableServiceLinks"] is False for _, pod, _ in workloads(rendered(example, *settings)))
+
+
+@every_case
+def test_what_a_process_writes_to_lies_on_a_volume(example: str, settings: tuple[str, ...]) -> None:
+    for name, pod, container in workloads(rendered(example, *settings)):
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+        assert set(mounts.values()) == volumes, name
+        for flag in ("--model-cache", "--record-file", "--api-keys-file"):
+            if path := flags_of(container).get(flag):
+                assert any(path.startswith(mount) for mount in mounts), (name, flag)
+        if "--kv-events-transport" in flags_of(container):
+            assert "/dev/shm" in mounts
+
+
+@every_case
+def test_a_probe_asks_a_port_of_the_container(example: str, settings: tuple[str, ...]) -> None:
+    for name, _, container in workloads(rendered(example, *settings)):
+        ports = {port["name"] for port in container["ports"]}
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["httpGet"]["port"] in ports, (name, probe)
+        assert container["livenessProbe"]["httpGet"]["path"] != "/health", "a mesh without workers is no reason to die"
+
+
+@every_case
+def test_accounts_and_roles_belong_to_pods_of_the_chart(example: str, settings: tuple[str, ...]) -> None:
+    objects = rendered(example, *settings)
+    accounts = {one["metadata"]["name"] for one in of_kind(objects, "ServiceAccount")}
+    assert {pod["spec"]["serviceAccountName"] for _, pod, _ in workloads(objects)} <= accounts
+    for role in of_kind(objects, "Role"):
+        for rule in role["rules"]:
+            assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]], role["metadata"]["name"]
+            assert "secrets" not in rule["resources"]
+    assert not of_kind(objects, "ClusterRole", "ClusterRoleBinding")
+
+
+def test_the_planner_scales_workloads_that_its_role_names() -> None:
+    for settings in ((), ('pools.decode.engine="vllm"', "pools.decode.nodes=2")):
+        objects = rendered("values-tiny.yaml", "planner.enabled=true", *settings)
+        [flags] = [flags_of(one) for name, _, one in workloads(objects) if name == "demo-planner"]
+        pools = {one["metadata"]["name"]: one for one in of_kind(objects, "Deployment", "LeaderWorkerSet")}
+        rules = named(objects, "Role", "demo-planner")["rules"]
+        for flag in ("--kubernetes-prefill", "--kubernetes-decode"):
+            kind, name = flags[flag].split("/")
+            assert pools[name]["kind"].lower() == kind and "replicas" not in pools[name]["spec"]
+            workload_path(flags[flag], NAMESPACE)
+            for resource, verbs in ((f"{kind}s", {"get"}), (f"{kind}s/scale", {"get", "patch"})):
+                [rule] = [one for one in rules if resource in one["resources"]]
+                assert name in rule["resourceNames"] and set(rule["verbs"]) == verbs
+
+
+def test_frontends_are_scaled_by_a_metric_that_they_have() -> None:
+    objects = rendered("values-tiny.yaml", "frontend.autoscaling.enabled=true")
+    scaler = named(objects, "HorizontalPodAutoscaler", "demo-frontend")["spec"]
+    [metric] = scaler["metrics"]
+    assert f"\n{metric['pods']['metric']['name']} ".encode() in generate_latest()
+    assert "replicas" not in named(objects, "Deployment", "demo-frontend")["spec"]
+    assert scaler["scaleTargetRef"]["name"] == "demo-frontend"
+
+
+def test_gpus_and_rdma_devices_are_asked_for_by_name() -> None:
+    objects = rendered("values-8b-4-nodes.yaml")
+    limits = pod_of(named(objects, "Deployment", "demo-decode"))["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == 1 and limits["rdma/hca_shared_devices_a"] == 1
+
+
+def test_an_engine_over_two_nodes_is_one_group_of_pods() -> None:
+    group = named(rendered("values-70b-two-node-engines.yaml"), "LeaderWorkerSet", "demo-decode")["spec"]
+    assert group["leaderWorkerTemplate"]["size"] == 2
+    assert group["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    [container] = pod_of({"kind": "LeaderWorkerSet", "spec": group})["spec"]["containers"]
+    argv, _ = in_a_pod(container)
+    assert {"--nnodes=2", "--node-rank=1", "--master-addr=demo-0.demo.llm"} <= set(argv)
