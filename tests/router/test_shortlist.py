@@ -101,6 +101,15 @@ def test_a_worker_that_joins_or_fails_makes_nobody_else_be_weighed() -> None:
     assert [c.holder.worker_id for c in planned.first.candidates] == ["d001"]
 
 
+def test_newcomers_are_weighed_where_no_other_can_follow_the_prefill_worker() -> None:
+    state = router(card("p", P, transfer="nixl"), *(card(f"d{number:03}") for number in range(20)))
+    for name in ("new0", "new1"):
+        state.add_worker(card(name, transfer="nixl"), 100.0)
+        state.load.update_elsewhere("two", {at(name): Share(0, 10, 1)}, 100.0)
+    planned = plan(look(state.fleet, state.rules, request(disaggregate=True), 100.0, Random(0)))
+    assert (planned.first.chosen.holder, planned.last.chosen.holder) == (at("p"), at("new0"))
+
+
 # --- the choice is the same ----------------------------------------------------------------------------------------
 
 
@@ -129,26 +138,32 @@ def test_the_shortlist_does_not_change_the_choice(
     assert short.load.shares() == whole.load.shares()
 
 
+LOADS = [(0, 0, 0), (0, 10, 1), (0, 20, 2), (0, 40, 5), (300, 10, 1), (300, 40, 3)]
 WORKERS = st.tuples(
     st.sampled_from([*ROLES, "aggregated"]),
-    st.sampled_from(["settled", "settled", "new", "new", "avoided"]),
+    st.sampled_from(["settled", "new", "new", "avoided"]),
     st.sampled_from(["shm", "shm", "nixl"]),
-    st.sampled_from([(0, 0, 0), (0, 10, 1), (0, 20, 2), (0, 20, 5), (300, 10, 1), (300, 40, 3)]),  # a Share
+    st.integers(0, 2),  # which of the loads
     st.sampled_from([0, 0, 0, 2]),  # blocks of the prompt
 )
 
 
-@given(workers=st.lists(WORKERS, min_size=FEW, max_size=FEW + 8), age_s=st.sampled_from([0.0, 2.0, 5.0, 9.9]))
+@given(
+    workers=st.lists(WORKERS, min_size=FEW, max_size=FEW + 8),
+    loads=st.lists(st.sampled_from(LOADS), min_size=3, max_size=3),  # few: where one is idle, nothing else counts
+    age_s=st.sampled_from([0.0, 2.0, 5.0, 9.9]),
+)
 def test_newcomers_and_avoided_workers_do_not_change_the_choice(
-    workers: list[tuple[str, str, str, tuple[int, int, int], int]], age_s: float
+    workers: list[tuple[str, str, str, int, int]], loads: list[tuple[int, int, int]], age_s: float
 ) -> None:
     now = 100.0
     state = router(card("z", D))
+    state.load.update_elsewhere("two", {at("z"): Share(0, 50, 5)}, now)
     in_time = sorted(enumerate(workers), key=lambda one: one[1][1] == "new")
     for number, (role, past, transfer, load, blocks) in in_time:
         name = f"w{number:02}"
         state.add_worker(card(name, ROLES[role], transfer=transfer), now - age_s if past == "new" else 0.0)
-        state.load.update_elsewhere("two", {at(name): Share(*load)}, now)
+        state.load.update_elsewhere("two", {at(name): Share(*loads[load])}, now)
         holds(state, name, blocks, prompt(0))
     state.fleet.avoid([WorkerId(f"w{n:02}") for n, (_, past, *_) in enumerate(workers) if past == "avoided"], now)
     for wish in (None, True, False):
