@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 LEASE_S = 5.0
 POLL_S = 0.1  # a stat of the directory; its mtime changes when a key comes, changes or goes
-RESCAN_S = 1.0  # a lease that passes does not change the directory's mtime
+SUSPENDED_S = 2.0  # nobody has looked for so long: this process did not run
+CHECKS_AFTER_CHANGE = 2  # of all times: a file may have got the inode of the one that it replaced, so it is read again
 WITHDRAWN_S = 0.3  # an empty file stays so long: watchers poll more often
 LITTER_S = 600.0  # a file that nobody has renewed for so long is removed by whoever has watched it
 _KEY_SUFFIX, _NEW_SUFFIX = ".key", ".new"  # only files with these are ours to read or to remove
@@ -39,8 +40,10 @@ _KEY_SUFFIX, _NEW_SUFFIX = ".key", ".new"  # only files with these are ours to r
 class _Found:
     """A file as it was last seen."""
 
-    version: tuple[int, int]  # inode, mtime in ns
-    since_s: float  # when this version was first seen, by our clock
+    key: str  # "": a file that is not in place yet
+    inode: int  # as the directory says
+    mtime_ns: int
+    since_s: float  # when this time was first seen, by our clock
     value: bytes
 
 
@@ -193,7 +196,11 @@ class FileDiscovery:
 
 
 class _CardFiles:
-    """Read the directory. Times are those of this process's monotonic clock."""
+    """Read the directory. Times are those of this process's monotonic clock.
+
+    A file is replaced, never changed in place. So names and inodes say which files have to be read. These are listed
+    when the directory has another time. The times of all files are looked at three times per lease.
+    """
 
     def __init__(self, directory: Path, lease_s: float) -> None:
         self.view = KeyView(lease_s)
@@ -201,18 +208,25 @@ class _CardFiles:
         self._lease_s = lease_s
         self._files: dict[str, _Found] = {}
         self._directory_mtime = -1
-        self._scan_s = 0.0  # when to read the directory again, even if it has not changed
+        self._is_settling = False
+        self._check_s = 0.0  # when to look at the times of all files
+        self._changed_for = 0  # so many of these checks read what has another time
         self._looked_s = 0.0
         self._shown: dict[str, bytes] | None = None
 
     def look(self, now_s: float) -> bool:
         """Return whether the present keys have changed. Raises OSError if the directory cannot be read."""
-        mtime = os.stat(self._directory).st_mtime_ns
-        if mtime == self._directory_mtime and now_s < self._scan_s:
-            return False
         self._forgive(now_s)
-        self._directory_mtime, self._scan_s = mtime, now_s + RESCAN_S
+        mtime = os.stat(self._directory).st_mtime_ns
+        is_changed, self._directory_mtime = mtime != self._directory_mtime, mtime
+        # the next change may bear the same time: the directory is listed once more after it seems to rest
+        is_listed, self._is_settling = is_changed or self._is_settling, is_changed
+        if is_listed:
+            self._changed_for = CHECKS_AFTER_CHANGE
+        if not is_listed and now_s < self._check_s:
+            return False
         self._scan(now_s)
+        self._sort(now_s)
         self.view.on_time(now_s)
         present = self.view.present()
         is_new, self._shown = present != self._shown, present
@@ -221,53 +235,66 @@ class _CardFiles:
     def _forgive(self, now_s: float) -> None:
         """Exempt from all leases the time in which nobody looked, such as that of a suspended process."""
         gap_s = now_s - self._looked_s
-        if gap_s > max(self._lease_s / 2, 2 * RESCAN_S):
+        if gap_s > max(self._lease_s / 2, SUSPENDED_S):
             for found in self._files.values():
                 found.since_s += gap_s
         self._looked_s = now_s
 
     def _scan(self, now_s: float) -> None:
-        statuses = dict(self._statuses())
-        newest_ns = max((status.st_mtime_ns for status in statuses.values()), default=0)
+        """Read the files that are new. If it is due, look at the times of all others too."""
+        is_check = now_s >= self._check_s
         before, self._files = self._files, {}
-        listed: dict[str, bytes] = {}
-        for name, status in statuses.items():
-            version = (status.st_ino, status.st_mtime_ns)
-            found = before.get(name)
-            if found is None or found.version != version:
-                since_s = now_s
-                if found is None:  # a file of a dead process may be old: the others show what time it is
-                    since_s -= min((newest_ns - status.st_mtime_ns) / 1e9, self._lease_s)
-                try:
-                    found = _Found(version, since_s, self._read(name))
-                except OSError as error:  # it went meanwhile, or is not ours
-                    log.debug("discovery skips %s: %s", name, error)
-                    continue
-            self._files[name] = found
-            self._sort(name, found, now_s, listed)
-        self.view.on_list(listed, now_s)
-
-    def _statuses(self) -> Iterator[tuple[str, os.stat_result]]:
         with os.scandir(self._directory) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 if entry.name.endswith((_KEY_SUFFIX, _NEW_SUFFIX)):
-                    with contextlib.suppress(OSError):
-                        status = entry.stat()
-                        if S_ISREG(status.st_mode):  # reading a pipe could block
-                            yield entry.name, status
+                    found = before.get(entry.name)
+                    if found is None or is_check or found.inode != entry.inode():
+                        found = self._seen(entry, found, now_s)
+                    if found is not None:
+                        self._files[entry.name] = found
+        newest_ns = max((found.mtime_ns for found in self._files.values()), default=0)
+        for name in self._files.keys() - before.keys():
+            found = self._files[name]  # a file of a dead process may be old: the others show what time it is
+            found.since_s -= min((newest_ns - found.mtime_ns) / 1e9, self._lease_s)
+        if is_check:
+            self._check_s = now_s + self._lease_s / 3
+            self._changed_for = max(0, self._changed_for - 1)
 
-    def _read(self, name: str) -> bytes:
-        return (self._directory / name).read_bytes() if name.endswith(_KEY_SUFFIX) else b""
+    def _seen(self, entry: os.DirEntry[str], found: _Found | None, now_s: float) -> _Found | None:
+        """Return what a file says now; None: it is none of ours, or went meanwhile."""
+        try:
+            status = entry.stat()
+            if not S_ISREG(status.st_mode):  # reading a pipe could block
+                return None
+            if found is not None and found.inode == entry.inode():
+                if found.mtime_ns == status.st_mtime_ns:
+                    return found
+                if not self._changed_for:  # its owner has renewed it
+                    found.mtime_ns, found.since_s = status.st_mtime_ns, now_s
+                    return found
+            is_key = entry.name.endswith(_KEY_SUFFIX)
+            key = unquote(entry.name.removesuffix(_KEY_SUFFIX)) if is_key else ""
+            value = (self._directory / entry.name).read_bytes() if is_key else b""
+        except OSError as error:
+            log.debug("discovery skips %s: %s", entry.name, error)
+            return None
+        return _Found(key, entry.inode(), status.st_mtime_ns, now_s, value)
 
-    def _sort(self, name: str, found: _Found, now_s: float, listed: dict[str, bytes]) -> None:
-        """Put a file among the listed keys, or let its key lapse."""
-        age_s = now_s - found.since_s
-        if age_s >= LITTER_S:
-            with contextlib.suppress(OSError):
-                (self._directory / name).unlink()
-        elif name.endswith(_KEY_SUFFIX):
-            key = unquote(name.removesuffix(_KEY_SUFFIX))
-            if age_s < self._lease_s or not found.value:
-                listed[key] = found.value
-            else:
-                self.view.on_lapse(key)
+    def _sort(self, now_s: float) -> None:
+        """Put the files among the listed keys, or let their keys lapse."""
+        listed: dict[str, bytes] = {}
+        lapsed: list[str] = []
+        for name, found in self._files.items():
+            ends_s = found.since_s + self._lease_s
+            if now_s - found.since_s >= LITTER_S:
+                with contextlib.suppress(OSError):
+                    (self._directory / name).unlink()
+            elif found.key and (ends_s > now_s or not found.value):
+                listed[found.key] = found.value
+                if found.value:
+                    self._check_s = min(self._check_s, ends_s)  # its time is looked at again before it lapses
+            elif found.key:
+                lapsed.append(found.key)
+        for key in lapsed:
+            self.view.on_lapse(key)
+        self.view.on_list(listed, now_s)

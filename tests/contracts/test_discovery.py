@@ -143,6 +143,27 @@ async def test_a_process_that_only_registers_reads_no_directory(
     await store.close()
 
 
+async def test_a_file_is_read_once_however_often_it_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 1,000 workers, reading what is renewed took most of an idle frontend's time."""
+    owner, store = FileDiscovery(str(tmp_path), lease_s=0.3), FileDiscovery(str(tmp_path), lease_s=0.3)
+    await owner.put("workers/a", b"1")
+    changes, read = store.watch("workers/"), Path.read_bytes
+    assert await take(changes, 1) == [Put("workers/a", b"1")]
+    await asyncio.sleep(0.5)  # the directory rests
+    reads: list[Path] = []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path) or read(path))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(pending := asyncio.ensure_future(anext(changes))), 1.5)
+    assert reads == []
+    for value in (b"2", b"3", b"4", b"5"):  # a file may get the inode that was freed before
+        await owner.put("workers/a", value)
+    last = await pending
+    while last != Put("workers/a", b"5"):
+        [last] = await take(changes, 1)
+    await owner.close()
+    await store.close()
+
+
 OWNER = """
 import asyncio, sys
 from mesh.discovery.file import FileDiscovery
