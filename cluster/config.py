@@ -21,18 +21,20 @@ GROUPS = (
     Group(
         "options of every worker",
         WorkerConfig,
-        frozenset({"name", "role", "count", "discovery", "advertise_host", "metrics_port"})
+        frozenset({"name", "role", "count", "discovery", "advertise_host", "metrics_port", "http_endpoint"})
         | {name for name in WorkerConfig.__struct_fields__ if name.startswith("attach_")},
     ),
     Group(
         "options of the frontend",
         FrontendConfig,
-        frozenset({"name", "advertise_host", "discovery", "processes", "shares_port_with"}),
+        frozenset({"name", "advertise_host", "discovery", "processes", "shares_port_with", "direct_worker"}),
     ),
     Group(
         "options of the router",
         RouterConfig,
-        frozenset({"name", "advertise_host", "discovery", "http_port", "metrics_port", "gossip_port", "max_body_mib"}),
+        frozenset({"name", "advertise_host", "discovery", "http_port", "metrics_port", "gossip_port", "max_body_mib"})
+        | {"tokenizer", "tokenizer_cache_mib", "model_cache", "model_cache_mib"}  # the frontend's
+        | {name for name in RouterConfig.__struct_fields__ if name.startswith("ext_proc_")},
     ),
 )
 

@@ -22,9 +22,15 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str, Meta(description="folder where the processes of one port meet; set by --processes")
     ] = ""
     router: Annotated[
-        Literal["embedded", "remote"],
-        Meta(description="embedded: in this process, set by KVMESH_ROUTER_* and [router]; remote: `python -m router`"),
+        Literal["embedded", "remote", "direct"],
+        Meta(
+            description="embedded: in this process, set by KVMESH_ROUTER_* and [router]; remote: `python -m router`; "
+            "direct: none, an endpoint picker in front names the workers in headers"
+        ),
     ] = "embedded"
+    direct_worker: Annotated[
+        str, Meta(description="--router direct: name of the worker for requests that name none; default: refuse them")
+    ] = ""
     discovery: DiscoveryUrl = "file:.run/discovery"
     tokenizer: Annotated[
         Literal["auto", "hf", "fastokens"],

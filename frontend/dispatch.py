@@ -13,6 +13,7 @@ import msgspec
 
 from frontend.generator import DeltaConsumer, Hints, Trace
 from frontend.lane import TokenLane
+from frontend.route_requests import route_request, sequence_hashes_of
 from mesh.plane.client import PlaneClient
 from protocol.errors import (
     CancelledByPeerError,
@@ -24,7 +25,6 @@ from protocol.errors import (
     PeerLostError,
     UnreachableError,
 )
-from protocol.hashing import hash_seed, plain_sequence_hash_bytes, sequence_hash_bytes
 from protocol.ids import WorkerId
 from protocol.messages import (
     Delta,
@@ -50,7 +50,6 @@ RETRY_S = 0.2
 RELEASE_TIMEOUT_S = 5.0
 PROGRESS_S = 2.0  # between reports on one answer to the router
 PROGRESS_TURNS = 20  # the reports are spread over these turns: 10,000 at once would block the event loop for 50 ms
-SLOW_HASH_BYTES = 4 * 32_768  # of prompt; without native code a longer one would hold up the event loop for over 1 ms
 NOT_BEGUN = (UnreachableError, DrainingError, OverloadedError)  # the worker took no part: not an attempt
 ELSEWHERE = (PeerLostError, DrainingError, EngineError, CancelledByPeerError, OverloadedError)
 
@@ -133,23 +132,10 @@ class Dispatcher:
         self, request: GenerateRequest | EmbedRequest, tokens: bytes, hints: Hints, failed: Sequence[WorkerId]
     ) -> RouteRequest:
         """Return what the router is asked; `tokens`: all that a worker has to compute before its first new token."""
-        block_size = self._block_size_of(request.model)
         salt = request.request_id if _wants_prompt_logprobs(request) else request.cache_salt
-        return RouteRequest(
-            request_id=request.request_id,
-            model=request.model,
-            isl_tokens=len(tokens) // 4,
-            lora=request.lora,
-            sequence_hashes=await _hashes(tokens, block_size, hash_seed(request.lora, salt)),
-            exclude=tuple(failed),
-            disaggregate=hints.disaggregate,
-            pin=None if hints.pin is None else WorkerId(hints.pin),
-            pin_rank=hints.pin_rank,
-            pin_prefill=None if hints.pin_prefill is None else WorkerId(hints.pin_prefill),
-            session=hints.session,
-            tenant=hints.tenant,
-            priority=hints.priority,
-            explain=hints.explain,
+        hashes = await sequence_hashes_of(tokens, self._block_size_of(request.model), request.lora, salt)
+        return route_request(
+            request.request_id, request.model, request.lora, len(tokens) // 4, hashes, hints, failed=failed
         )
 
     async def _generate(self, task: "_Generation", failed: Sequence[WorkerId]) -> None:
@@ -439,12 +425,6 @@ class _Reports:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-
-
-async def _hashes(tokens: bytes, block_size: int, seed: int) -> bytes:
-    if sequence_hash_bytes is plain_sequence_hash_bytes and len(tokens) > SLOW_HASH_BYTES:
-        return await asyncio.to_thread(sequence_hash_bytes, tokens, block_size, seed)
-    return sequence_hash_bytes(tokens, block_size, seed)
 
 
 def _wants_prompt_logprobs(request: GenerateRequest | EmbedRequest) -> bool:

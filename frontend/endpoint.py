@@ -63,6 +63,7 @@ class Services:
     document: Callable[[], bytes]  # /openapi.json
     search: Callable[[], DiscoveryReport]  # of workers
     responses: KeptResponses | None = None  # None: they are not stored
+    is_steered: bool = False  # an endpoint picker is in front
 
 
 Handler = Callable[[Services, Request], Awaitable[Reply | ReplyStream]]
@@ -141,7 +142,7 @@ class Exchange:
         try:
             deadline = self._started + timeout_s(self._request, self._services.limits)
             with self._services.admission.until(deadline, self._loop):
-                parsed = with_hints(self._request, self._dialect.parse(self._request.body))
+                parsed = with_hints(self._services, self._request, self._dialect.parse(self._request.body))
                 model = await self._services.models.get(parsed.model)
                 self._job = job = await prepare(parsed, model, self._request_id, self._started)
                 reply = await (self._send_stream if parsed.stream else self._send_whole)(job, deadline)
@@ -244,12 +245,12 @@ def count_tokens(counters: metrics.EndpointMetrics, job: Job, counts: TokenCount
 ParsedT = TypeVar("ParsedT", bound=ParsedBody)
 
 
-def with_hints(request: Request, parsed: ParsedT) -> ParsedT:
+def with_hints(services: Services, request: Request, parsed: ParsedT) -> ParsedT:
     """Add what the headers ask for. The tenant of an API key is not theirs to say, and shares no cache with others.
 
     Raise InvalidRequestError.
     """
-    hints = with_headers(parsed.hints, request.headers)
+    hints = with_headers(parsed.hints, request.headers, is_steered=services.is_steered)
     if tenant := request.tenant:
         own = f"{tenant} {parsed.cache_salt or ''}"  # no tenant's name has a space: none can take another's
         return msgspec.structs.replace(parsed, hints=msgspec.structs.replace(hints, tenant=tenant), cache_salt=own)

@@ -14,17 +14,29 @@ from frontend.generator import Hints
 from protocol.errors import InvalidRequestError
 
 PREFIX = "x-kvmesh-"
+WORKER_HEADER = "x-kvmesh-worker"
+PREFILL_HEADER = "x-kvmesh-prefill-worker"
+DP_RANK_HEADER = "x-kvmesh-dp-rank"
+PREFILLER_HEADER = "x-prefiller-host-port"  # llm-d's: the HTTP endpoint of the worker that prefills
+PINS = frozenset({WORKER_HEADER, PREFILL_HEADER, DP_RANK_HEADER})
+STEERING = PINS | {PREFILLER_HEADER}  # what an endpoint picker sets
 MAX_PRIORITY = 100
 _NAME = re.compile(r"[\x20-\x7e]{1,256}")
 _RANK = re.compile(r"[0-9]{1,6}")
 _PRIORITY = re.compile(r"[+-]?[0-9]{1,3}")
 
 
-def with_headers(hints: Hints, headers: Iterable[tuple[str, str]]) -> Hints:
-    """The hints of a body and of its headers; a header wins. Raises InvalidRequestError that names the header."""
+def with_headers(hints: Hints, headers: Iterable[tuple[str, str]], *, is_steered: bool = False) -> Hints:
+    """The hints of a body and of its headers; a header wins. Raises InvalidRequestError that names the header.
+
+    `is_steered`: an endpoint picker is in front, so the header with its word for the prefill worker counts too.
+    """
     given: dict[str, Any] = {}
+    prefiller: str | None = None
     for header, text in headers:
         if not (name := header.lower()).startswith(PREFIX):
+            if is_steered and name == PREFILLER_HEADER:
+                prefiller = _name(text)
             continue
         if (known := HEADERS.get(name)) is None:
             _refuse(name, "is not known", f"there are: {', '.join(HEADERS)}")
@@ -33,11 +45,13 @@ def with_headers(hints: Hints, headers: Iterable[tuple[str, str]]) -> Hints:
         if (value := known.read(text)) is None:
             _refuse(name, f"is {text[:40]!r}", f"send {known.expected}")
         given[known.field] = value
+    if prefiller is not None:
+        given.setdefault("pin_prefill", prefiller)
     if not given:
         return hints
     hints = msgspec.structs.replace(hints, **given)
     if hints.pin_rank is not None and hints.pin is None:
-        _refuse("x-kvmesh-dp-rank", "needs a worker", "send x-kvmesh-worker as well")
+        _refuse(DP_RANK_HEADER, "needs a worker", "send x-kvmesh-worker as well")
     return hints
 
 
@@ -69,9 +83,9 @@ class _Header(NamedTuple):
 
 _PLAIN_NAME = "1 to 256 printable ASCII characters"
 HEADERS = {
-    "x-kvmesh-worker": _Header("pin", _name, f"a worker's name or id, {_PLAIN_NAME}"),
-    "x-kvmesh-prefill-worker": _Header("pin_prefill", _name, f"a worker's name or id, {_PLAIN_NAME}"),
-    "x-kvmesh-dp-rank": _Header("pin_rank", _rank, "a rank from 0"),
+    WORKER_HEADER: _Header("pin", _name, f"a worker's name or id, {_PLAIN_NAME}"),
+    PREFILL_HEADER: _Header("pin_prefill", _name, f"a worker's name or id, {_PLAIN_NAME}"),
+    DP_RANK_HEADER: _Header("pin_rank", _rank, "a rank from 0"),
     "x-kvmesh-session": _Header("session", _name, _PLAIN_NAME),
     "x-kvmesh-tenant": _Header("tenant", _name, _PLAIN_NAME),
     "x-kvmesh-priority": _Header("priority", _priority, f"a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"),

@@ -24,6 +24,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float = 600.0  # where the client sends no x-request-timeout-s
     max_request_timeout_s: float = 3600.0
     max_inflight: int = 4096  # requests in progress; more get a 429
+    is_steered: bool = False  # an endpoint picker is in front, whose headers name workers
 
 
 class FrontendApi:
@@ -54,6 +55,7 @@ class FrontendApi:
             document=cache(partial(openapi, endpoints, version("kvmesh"), settings.max_request_timeout_s)),
             search=search,
             responses=responses,
+            is_steered=settings.is_steered,
         )
         self.app = App(
             [route_of(endpoint, services) for endpoint in endpoints],

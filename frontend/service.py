@@ -4,16 +4,18 @@ import asyncio
 import logging
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec import structs
 
 from frontend.admission import Admission
 from frontend.config import FrontendConfig
+from frontend.direct import DirectRouter
 from frontend.dispatch import Dispatcher
 from frontend.http import FrontendApi, HttpSettings
 from frontend.model_files import ModelFolders, default_cache_dir
@@ -62,26 +64,17 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             down = DownWorkers()
             search = partial(searched, workers, models, down)
             follow = follow_workers(feeds, workers, down, discovery, models)
-            router: Router
-            router_ready: Callable[[], bool] = always
-            if config.router == "embedded":
-                router = local = LocalRouter(named_for(config, router_config), plane, workers)
-                cleanup.push_async_callback(local.close)
-                if local.gossip is not None:
-                    follow.append(feeds.create_task(local.gossip.run(discovery), name="frontend: follow routers"))
-                    await discovery.put(f"routers/{local.name}", encode_card(local.card()))
-            else:
-                router = remote = RemoteRouter(plane)
-                router_ready = remote.is_ready
-                follow.append(feeds.create_task(remote.run(discovery), name="frontend: follow routers"))
-            dispatcher = Dispatcher(router, plane, lambda model: models.find(model).facts.block_size)
+            opened = await open_router(config, router_config, plane, workers, discovery, cleanup)
+            if opened.run is not None:
+                follow.append(feeds.create_task(opened.run, name="frontend: follow routers"))
+            dispatcher = Dispatcher(opened.router, plane, lambda model: models.find(model).facts.block_size)
             folder = Path(config.shares_port_with) if config.shares_port_with else None
             if folder is not None:
                 await cleanup.enter_async_context(sharing(folder))
                 await heard_of(workers)
             follow += keep(responses, feeds, cleanup)
             settings = settings_of(config)
-            api = FrontendApi(settings, models, dispatcher, router_ready, folder, responses=responses, search=search)
+            api = FrontendApi(settings, models, dispatcher, opened.is_ready, folder, responses=responses, search=search)
             configure(api, config, guard, cors)
             async with listening_at(config, api, tls) as url:
                 card = FrontendCard(name=config.name, url=url, pid=os.getpid())
@@ -103,6 +96,36 @@ def listening_at(
     return listening(
         api.app, config.host, config.port, advertise_host=config.advertise_host, tls=tls, reuse_port=shares
     )
+
+
+class OpenedRouter(NamedTuple):
+    """A router as a frontend uses it."""
+
+    router: Router
+    is_ready: Callable[[], bool]
+    run: Coroutine[None, None, None] | None  # what follows other routers
+
+
+async def open_router(
+    config: FrontendConfig,
+    router_config: RouterConfig,
+    plane: PlaneClient,
+    workers: WorkerFeed,
+    discovery: Discovery,
+    cleanup: AsyncExitStack,
+) -> OpenedRouter:
+    """Return the router that the settings ask for. Raise ConfigError."""
+    if config.router == "direct":
+        return OpenedRouter(DirectRouter(workers, config.direct_worker), always, None)
+    if config.router == "remote":
+        remote = RemoteRouter(plane)
+        return OpenedRouter(remote, remote.is_ready, remote.run(discovery))
+    local = LocalRouter(named_for(config, router_config), plane, workers)
+    cleanup.push_async_callback(local.close)
+    if local.gossip is None:
+        return OpenedRouter(local, always, None)
+    await discovery.put(f"routers/{local.name}", encode_card(local.card()))
+    return OpenedRouter(local, always, local.gossip.run(discovery))
 
 
 def configure(api: FrontendApi, config: FrontendConfig, guard: ApiKeyGuard | None, cors: Cors | None) -> None:
@@ -157,7 +180,7 @@ async def heard_of(workers: WorkerFeed) -> None:
 
 
 def always() -> bool:
-    """The embedded router is ready when the frontend is."""
+    """Return True: a router in this process is ready when the frontend is."""
     return True
 
 
@@ -195,6 +218,7 @@ def settings_of(config: FrontendConfig) -> HttpSettings:
         max_body_bytes=int(config.max_body_mib * 2**20),
         request_timeout_s=config.request_timeout_s,
         max_inflight=config.max_inflight,
+        is_steered=config.router == "direct",
     )
 
 

@@ -247,6 +247,7 @@ class WorkerCard(Card, frozen=True):
     capacity: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     pid: int = 0
     metrics_url: str = ""
+    http_endpoint: str = ""  # ip:port where OpenAI's API of this worker answers; "": nowhere that gateways may use
     reports_load: bool = False  # it answers `load`
     features: tuple[str, ...] = ()  # each a Feature; one that a newer release has added is ignored
     loras: tuple[str, ...] = ()  # names of adapters, served as models of their own
@@ -290,6 +291,7 @@ class RouteRequest(Message, frozen=True):
     sequence_hashes: bytes = b""  # u64 little endian, one per full block of the prompt, in order: see pack_hashes
     exclude: tuple[WorkerId, ...] = ()  # workers that just failed this request
     disaggregate: bool | None = None  # None: the router decides
+    among: tuple[WorkerId, ...] | None = None  # ids of the only workers that may decode; None: all
     pin: WorkerId | None = None  # id or name of the only worker that may decode
     pin_rank: int | None = None  # the only data-parallel rank of that worker that may decode
     pin_prefill: WorkerId | None = None  # the only worker that may prefill

@@ -1,7 +1,7 @@
 """Settings of the router, wherever it runs: in a frontend or by itself."""
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -103,6 +103,37 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = ""
     max_body_mib: Annotated[float, Meta(gt=0, description="larger HTTP bodies are refused")] = 2.0
     max_bookings: Annotated[int, Meta(ge=1, description="bookings made over HTTP that stand at once")] = 4096
+    ext_proc_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(
+            description="be the endpoint picker of a gateway (Envoy's ext_proc) on this port, and nothing else; 0: any"
+        ),
+    ] = None
+    ext_proc_wait_s: Annotated[
+        float,
+        Meta(ge=0, le=3600, description="picker: a request waits so long for a worker with room, then gets a 429"),
+    ] = 20.0
+    ext_proc_objectives: Annotated[
+        str, Meta(description="picker: priorities of inference objectives, name=priority,...; below 0: never waits")
+    ] = ""
+    ext_proc_max_streams: Annotated[int, Meta(ge=1, description="picker: requests at once; more get a 429")] = 8192
+    ext_proc_max_body_mib: Annotated[float, Meta(gt=0, le=1024, description="picker: larger requests are refused")] = (
+        16.0
+    )
+    ext_proc_tls_cert: Annotated[str, Meta(description="picker: PEM file with its certificate; default: no TLS")] = ""
+    ext_proc_tls_key: Annotated[
+        str, Meta(description="picker: PEM file with the key; default: in the certificate's")
+    ] = ""
+    tokenizer: Annotated[
+        Literal["auto", "hf", "fastokens"], Meta(description="picker: library that tokenizes, as a frontend has it")
+    ] = "auto"
+    tokenizer_cache_mib: Annotated[
+        float, Meta(ge=0, le=65536, description="picker: tokens of known pieces of prompts, for each model; 0: none")
+    ] = 32.0
+    model_cache: Annotated[
+        str, Meta(description="picker: folder for tokenizers that come from workers; default: ~/.cache/kvmesh/models")
+    ] = ""
+    model_cache_mib: Annotated[float, Meta(gt=0, description="picker: size of that folder")] = 1024.0
     discovery: DiscoveryUrl = "file:.run/discovery"
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
     log_level: LogLevel = "info"

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 from kvevents.connect import Links
 from kvevents.subscriber import KvEventSubscriber
@@ -30,6 +31,12 @@ ANSWER_TIMEOUT_S = 1.0  # of a worker whose lease has lapsed
 ASK_AGAIN_S = 2.0
 LOOK_S = 1.0  # between two looks whether there is a worker
 NOWHERE_YET = SearchPlace("")
+
+
+class WorkerNews(Protocol):
+    """Tells listeners of workers that come and go."""
+
+    def listen(self, joined: Callable[[WorkerCard], object], left: Callable[[WorkerId], object]) -> None: ...
 
 
 class WorkerFeed:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -14,6 +15,7 @@ from protocol.ids import RequestId, new_request_id
 from protocol.messages import WorkerCard
 from router import api
 from router.feeds import WorkerFeed
+from router.findings import DiscoveryReport
 from router.index import Holder
 from router.local import LocalBooking, LocalRouter
 from router.metrics import HTTP_BOOKINGS, HTTP_REQUESTS
@@ -28,8 +30,15 @@ class RouterApi:
     """Serves the API as `app`. Bookings made here end by `DELETE`, or with their lease."""
 
     def __init__(
-        self, router: LocalRouter, workers: WorkerFeed, max_body_bytes: int = 2 << 20, max_bookings: int = 4096
+        self,
+        router: LocalRouter,
+        workers: WorkerFeed,
+        max_body_bytes: int = 2 << 20,
+        max_bookings: int = 4096,
+        search: Callable[[], DiscoveryReport] | None = None,
     ) -> None:
+        """Build the API. `search` says what discovery has found, where that is more than the workers say."""
+        self._search = search or workers.report
         self._router = router
         self._workers = workers
         self._max_bookings = max_bookings
@@ -172,7 +181,7 @@ class RouterApi:
             "recovering": feeds.count("recovering"),  # workers whose caches are not fully known yet
             "waiting": state.waiting,
             "in_flight": len(state.load),
-            "discovery": self._workers.report(),
+            "discovery": self._search(),
         }
         return json_reply(report, status=200 if status == "ready" else 503)
 

@@ -12,7 +12,7 @@ from protocol.ids import RequestId, WorkerId
 from protocol.messages import Placed, Progress, RouterCard, RouteRequest, WorkerCard
 from router.config import RouterConfig, rules_of
 from router.core import Outcome, RouterState
-from router.feeds import KvFeed, WorkerFeed
+from router.feeds import KvFeed, WorkerNews
 from router.gossip_link import Gossip
 from router.load_feed import LoadFeed
 from router.metrics import (
@@ -93,7 +93,7 @@ class LocalRouter:
     Raises ConfigError if it cannot listen for gossip, or for a bad --nats-url.
     """
 
-    def __init__(self, config: RouterConfig, plane: PlaneClient, workers: WorkerFeed) -> None:
+    def __init__(self, config: RouterConfig, plane: PlaneClient, workers: WorkerNews) -> None:
         self.name = config.name
         self.lease_s = config.lease_s
         self.state = RouterState(rules_of(config))

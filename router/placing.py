@@ -171,13 +171,23 @@ def who_may(fleet: WorkerFleet, request: RouteRequest, now: float) -> tuple[Pool
     At least one slot may decode it. Raises NoWorkerError.
     """
     pool = fleet.pools.get(request.model)
-    decoders = () if pool is None else _eligible(fleet, pool.decoders, request, now, request.pin, request.pin_rank)
+    decoders: Sequence[Slot] = ()
+    if pool is not None:
+        decoders = _eligible(fleet, _allowed(pool, request), request, now, request.pin, request.pin_rank)
     if pool is None or not decoders:
         raise no_worker(fleet.cards, request)
     prefillers = pool.prefillers and _eligible(fleet, pool.prefillers, request, now, request.pin_prefill)
     if request.pin_prefill is not None and not prefillers:
         raise NoWorkerError(f"no prefill worker {request.pin_prefill!r} is ready", hint="see `GET /workers`")
     return pool, decoders, prefillers
+
+
+def _allowed(pool: Pool, request: RouteRequest) -> Sequence[Slot]:
+    """Return the slots that decode, without those that the caller leaves out."""
+    if request.among is None:
+        return pool.decoders
+    allowed = frozenset(request.among)
+    return [slot for slot in pool.decoders if slot.card.worker_id in allowed]
 
 
 def cached_blocks(pool: Pool, overlaps: Mapping[Holder, Depths], slots: Sequence[Slot]) -> list[int]:
@@ -230,6 +240,7 @@ def is_packed(c: Candidate, view: RequestView, reserved: Collection[Holder] = ()
 def _may_shorten(pool: Pool, rules: RouterRules, request: RouteRequest) -> bool:
     """Return whether workers that cannot be the cheapest may be left out: any worker may take the request."""
     is_for_all = not (request.lora or request.exclude or request.pin or request.pin_prefill)
+    is_for_all = is_for_all and request.among is None
     return is_for_all and len(pool.decoders) + len(pool.prefillers) > FEW and rules.may_shortlist
 
 

@@ -15,6 +15,9 @@ def no_worker(cards: Sequence[WorkerCard], request: RouteRequest) -> NoWorkerErr
     able = [card for card in decoders if lora is None or lora in card.loras]
     if request.pin is not None:
         return _not_pinned(request, wanted, able)
+    if able and request.among is not None and all(card.worker_id not in request.among for card in able):
+        problem = f"none of the {len(request.among)} workers that the caller allows decodes the model {wanted}"
+        return NoWorkerError(problem, hint="allow others, or see `GET /workers`")
     if able:  # and the request excludes all of them
         problem = f"every worker of the model {wanted} that could decode has failed this request"
         return NoWorkerError(problem, hint="see the logs of the workers")

@@ -97,6 +97,13 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     advertise_host: Annotated[str, Meta(description="address that peers use; default: --host")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the request plane; 0: any")] = 0
+    http_endpoint: Annotated[
+        str,
+        Meta(
+            description="host:port where this worker answers OpenAI's API to gateways: a frontend beside it "
+            "(--router direct); attach: the server's own by default"
+        ),
+    ] = ""
     kv_events_transport: Annotated[Literal["zmq", "nats"], Meta(description="what carries KV events to routers")] = (
         "zmq"
     )

@@ -13,6 +13,7 @@ from protocol.ids import WorkerId, new_worker_id
 from protocol.messages import Role, WorkerCard, encode_card
 from protocol.model_files import ModelFile
 from workers.config import WorkerConfig
+from workers.endpoint import http_endpoint_of
 from workers.engine import Engine, EngineInfo, Ranked
 from workers.load_reports import reporting_ranks
 from workers.model_files import OfferedFiles, model_files
@@ -48,6 +49,7 @@ class Membership:
             folder = Path(info.model_path)
             files = await asyncio.to_thread(model_files, folder)
             self.files.offer(folder, files)
+            http_endpoint = await asyncio.to_thread(http_endpoint_of, self._config)
             card = make_card(
                 self._config,
                 self.worker_id,
@@ -58,6 +60,7 @@ class Membership:
                 self._metrics_url,
                 reports_load=bool(reporting_ranks(self._ranks, self._config.load_report_interval_s)),
                 files=files,
+                http_endpoint=http_endpoint,
             )
             self._registration = await self._discovery.put(f"workers/{self.worker_id}", encode_card(card))
 
@@ -115,6 +118,7 @@ def make_card(
     *,
     reports_load: bool = False,
     files: Sequence[ModelFile] = (),
+    http_endpoint: str = "",
 ) -> WorkerCard:
     endpoints = [(one.endpoint, one.replay_endpoint) for one in publishers] if info.tells_events else [("", "")]
     return WorkerCard(
@@ -135,6 +139,7 @@ def make_card(
         dp_size=info.dp_size,
         pid=os.getpid(),
         metrics_url=metrics_url,
+        http_endpoint=http_endpoint,
         capacity=info.capacity if config.capacity is None else config.capacity,
         reports_load=reports_load,
         features=info.features,

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from frontend import dispatch
+from frontend import dispatch, route_requests
 from frontend.dispatch import Dispatcher
 from frontend.generator import MAX_EXPLANATIONS, Hints, Trace
 from protocol.errors import (
@@ -194,8 +194,8 @@ async def test_hints_reach_the_router() -> None:
 @pytest.mark.parametrize("is_native", [True, False])
 async def test_long_prompts_are_hashed_as_short_ones(monkeypatch: pytest.MonkeyPatch, is_native: bool) -> None:
     if not is_native:
-        monkeypatch.setattr(dispatch, "sequence_hash_bytes", plain_sequence_hash_bytes)
-    monkeypatch.setattr(dispatch, "SLOW_HASH_BYTES", 4 * len(PROMPT) - 1)
+        monkeypatch.setattr(route_requests, "sequence_hash_bytes", plain_sequence_hash_bytes)
+    monkeypatch.setattr(route_requests, "SLOW_HASH_BYTES", 4 * len(PROMPT) - 1)
     [routed] = (await Run(decode())()).mesh.routed
     assert routed.sequence_hashes == plain_sequence_hash_bytes(pack_tokens(PROMPT), 16)
 

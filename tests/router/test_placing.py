@@ -385,6 +385,15 @@ def test_to_decode_on_a_prefill_worker_is_refused() -> None:
         router(card("p", P), card("d")).place(request(pin=WorkerId("p")), 0.0)
 
 
+def test_only_the_allowed_workers_decode() -> None:
+    state = router(*[card(f"d{number}") for number in range(40)], card("p", P))
+    assert {place(state, f"r{n}", prompt(n), among=(WorkerId("d7"), WorkerId("gone"))) for n in range(5)} == {"d7"}
+    with pytest.raises(NoWorkerError, match="none of the 1 workers that the caller allows"):
+        state.place(request("r", among=(WorkerId("gone"),)), 0.0)
+    with pytest.raises(NoWorkerError, match="allows"):
+        state.place(request("r", among=()), 0.0)
+
+
 def test_a_worker_that_failed_a_request_is_excluded() -> None:
     state = router(card("d1"), card("d2"))
     assert place(state, "r", exclude=(WorkerId("d1"),)) == "d2"

@@ -1,0 +1,106 @@
+"""Run the endpoint picker: `python -m router --ext-proc-port`. It places for gateways what a frontend would place."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from frontend.model_files import ModelFolders, default_cache_dir
+from frontend.models import ModelRegistry
+from frontend.picker.asking import read_objectives
+from frontend.picker.endpoints import EndpointFeed
+from frontend.picker.metrics import ENDPOINTS
+from frontend.picker.picking import Keeper, Picker
+from frontend.picker.server import PickerServer, tls_credentials
+from mesh.address import join_address
+from mesh.discovery import open_discovery
+from mesh.http.server import listening
+from mesh.lifecycle import watch_parent
+from mesh.plane.client import PlaneClient
+from mesh.telemetry import log_ready, serve_metrics
+from protocol.messages import encode_card
+from router.config import RouterConfig
+from router.feeds import WorkerFeed, tell_missing
+from router.findings import DiscoveryReport
+from router.http import RouterApi
+from router.local import LocalRouter
+
+log = logging.getLogger(__name__)
+
+
+async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
+    """Pick endpoints until `stop` is set; then take no more requests, and let the open ones end."""
+    watch_parent(stop)
+    async with AsyncExitStack() as cleanup:
+        if config.metrics_port is not None:
+            _, close_metrics = serve_metrics(config.host, config.metrics_port, advertise_host=config.advertise_host)
+            cleanup.push_async_callback(asyncio.to_thread, close_metrics)
+        plane = PlaneClient()
+        cleanup.push_async_callback(plane.close)
+        workers = WorkerFeed(plane)
+        endpoints = EndpointFeed(workers)
+        ENDPOINTS.set_function(lambda: len(endpoints))
+        models = open_registry(config, plane, endpoints)
+        router = LocalRouter(config, plane, endpoints)
+        cleanup.push_async_callback(router.close)
+        endpoints.listen(models.load_early, lambda worker_id: None)
+        server = open_server(config, router, models, endpoints, workers.seen.is_set, cleanup)
+        credentials = tls_credentials(config.ext_proc_tls_cert, config.ext_proc_tls_key)
+        port = await server.start(config.host, config.ext_proc_port or 0, credentials)
+
+        def search() -> DiscoveryReport:
+            return workers.report([*endpoints.unusable(), *models.unusable()])
+
+        api = RouterApi(router, workers, int(config.max_body_mib * 2**20), config.max_bookings, search)
+        url = await cleanup.enter_async_context(
+            listening(api.app, config.host, config.http_port, advertise_host=config.advertise_host)
+        )
+        discovery = open_discovery(config.discovery)
+        cleanup.push_async_callback(discovery.close)
+        async with asyncio.TaskGroup() as feeds:
+            follow = [feeds.create_task(workers.run(discovery), name="picker: follow workers")]
+            missing = tell_missing(lambda: bool(models.ready()), search)
+            follow.append(feeds.create_task(missing, name="picker: tell of missing workers"))
+            if router.gossip is not None:
+                follow.append(feeds.create_task(router.gossip.run(discovery), name="picker: follow routers"))
+            await discovery.put(f"routers/{config.name}", encode_card(router.card(http_url=url)))
+            ext_proc = join_address(config.advertise_host or config.host, port)
+            log_ready(log, metrics=f"{url}/metrics", discovery=config.discovery, ext_proc=ext_proc, url=url)
+            await stop.wait()
+            log.info("draining")
+            await asyncio.gather(server.drain(config.drain_timeout_s), api.drain(config.drain_timeout_s))
+            for feed in follow:
+                feed.cancel()
+
+
+def open_server(
+    config: RouterConfig,
+    router: LocalRouter,
+    models: ModelRegistry,
+    endpoints: EndpointFeed,
+    is_ready: Callable[[], bool],
+    cleanup: AsyncExitStack,
+) -> PickerServer:
+    """Return the gRPC server, not yet listening. Raise ConfigError."""
+    picker = Picker(router, models, endpoints, read_objectives(config.ext_proc_objectives), config.ext_proc_wait_s)
+    keeper = Keeper(router.lease_s / 4)
+    cleanup.callback(keeper.close)
+    server = PickerServer(
+        picker,
+        keeper,
+        is_ready,
+        max_streams=config.ext_proc_max_streams,
+        max_body_bytes=int(config.ext_proc_max_body_mib * 2**20),
+    )
+    cleanup.push_async_callback(server.drain, 0.0)
+    return server
+
+
+def open_registry(config: RouterConfig, plane: PlaneClient, endpoints: EndpointFeed) -> ModelRegistry:
+    """Return the models of the workers that can be picked. Raise ConfigError if a package is missing."""
+    cache_dir = Path(config.model_cache) if config.model_cache else default_cache_dir()
+    folders = ModelFolders(plane, cache_dir, int(config.model_cache_mib * 2**20))
+    models = ModelRegistry(config.tokenizer, int(config.tokenizer_cache_mib * 2**20), folders=folders)
+    endpoints.listen(models.add, models.remove)
+    return models
