@@ -97,10 +97,10 @@ class Dispatcher:
     async def _elsewhere(
         self, attempt: Callable[[Sequence[WorkerId]], Awaitable[ResultT]], failures: "_Failures"
     ) -> ResultT:
-        """Make attempts until one succeeds; each is given the workers that have failed. Raise MeshError."""
+        """Make attempts until one succeeds; each is given the workers to leave out. Raise MeshError."""
         while True:
             try:
-                return await attempt(failures.workers)
+                return await attempt(failures.excluded)
             except _LegFailedError as failure:
                 failures.note(failure)
             except (NoWorkerError, OverloadedError) as refusal:  # of the router
@@ -140,7 +140,7 @@ class Dispatcher:
 
     async def _generate(self, task: "_Generation", failed: Sequence[WorkerId]) -> None:
         """Have one placement carried out. Raise _LegFailedError if a worker fails its part."""
-        request = task.request if not failed else task.continued()
+        request = task.continued() if task.generated or failed else task.request
         tokens = request.prompt + pack_tokens(request.generated) if request.generated else request.prompt
         route = await self._route(request, tokens, task.hints, failed)
         now = asyncio.get_running_loop().time
@@ -238,8 +238,8 @@ class _Generation(msgspec.Struct):
 class _Failures:
     """Counts what has failed a request, and decides whether it may be tried again."""
 
-    __slots__ = ("_attempts", "_deadline", "_engine_failures", "_generated", "_patience_ends", "_patience_s",
-        "problem", "workers")  # fmt: skip
+    __slots__ = ("_attempts", "_deadline", "_engine_failures", "_generated", "_lost", "_patience_ends", "_patience_s",
+        "excluded", "problem", "workers")  # fmt: skip
 
     def __init__(self, generated: Sequence[int], deadline: float, patience_s: float) -> None:
         """Begin without failures. `generated` grows with the answer; a request that lost its worker waits `patience_s`
@@ -249,22 +249,33 @@ class _Failures:
         self._patience_s = patience_s
         self._patience_ends = deadline
         self._attempts = self._engine_failures = 0
+        self._lost: set[WorkerId] = set()  # workers that were away: they may come back, and are no other workers then
         self.workers: list[WorkerId] = []
+        self.excluded: list[WorkerId] = []  # from the next attempt
         self.problem: MeshError | None = None  # the last one
 
     def note(self, failure: _LegFailedError) -> None:
         """Raise the reason if this was one failure too many."""
-        log.warning("worker %s failed a request: %s", failure.worker_id, failure.reason)
-        self.workers.append(failure.worker_id)
+        is_known = failure.worker_id in self.workers
+        if not is_known:
+            log.warning("worker %s failed a request: %s", failure.worker_id, failure.reason)
+            self.workers.append(failure.worker_id)
+        self.excluded.append(failure.worker_id)
+        if isinstance(failure.reason, PeerLostError):
+            self._lost.add(failure.worker_id)
         self.problem = failure.reason
         self._attempts += not isinstance(failure.reason, NOT_BEGUN)
         self._engine_failures += isinstance(failure.reason, EngineError)
         if self._attempts >= MAX_ATTEMPTS or self._engine_failures >= MAX_ENGINE_FAILURES:
             raise failure.reason
-        self._patience_ends = min(asyncio.get_running_loop().time() + self._patience_s, self._deadline)
+        if not is_known or not isinstance(failure.reason, UnreachableError):
+            self._patience_ends = min(asyncio.get_running_loop().time() + self._patience_s, self._deadline)
 
     def weigh(self, refusal: MeshError) -> None:
-        """Raise what the client is to be told, unless it is worth waiting for a worker that appears."""
+        """Raise what the client is to be told, unless it is worth waiting for a worker that appears.
+
+        Workers that were lost may be tried again then: perhaps only the network was away.
+        """
         if self.problem is None:
             raise refusal
         for error in (self.problem, refusal):
@@ -272,6 +283,8 @@ class _Failures:
                 raise error from None  # refused early: the caller may come back, nothing was begun
         if asyncio.get_running_loop().time() >= self._patience_ends:
             raise self.problem from None
+        if isinstance(refusal, NoWorkerError):
+            self.excluded = [worker_id for worker_id in self.excluded if worker_id not in self._lost]
 
 
 class _Leg:

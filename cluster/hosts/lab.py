@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -92,6 +93,8 @@ class LabHost:
         self.namespace = f"{lab.prefix}{name}"
         self.address = f"{NETWORK}.{number}"
         self.port = f"p{number}"  # its end at the bridge
+        self.detour = (f"d{number}", f"e{number}")  # a pair of devices between that end and the bridge
+        self.relay: subprocess.Popen[str] | None = None
 
     def start(self, name: str, *command: str) -> HostProcess:
         process = HostProcess(self, name, command, self.lab.folder / f"{name}.log")
@@ -132,6 +135,8 @@ class Lab:
     def close(self) -> None:
         for process in reversed(self.processes):
             process.kill()
+        for host in self.hosts.values():
+            self._end_delay(host)
         for namespace in (*[host.namespace for host in self.hosts.values()], self.bridge):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
 
@@ -150,6 +155,7 @@ class Lab:
         chain = "{ type filter hook forward priority 0; }"
         self._on_bridge("nft", f"add chain bridge faults forward {chain}")
         for host in self.hosts.values():
+            self._end_delay(host)
             self._on_bridge("ip", "link", "set", host.port, "up")
             host.run("iptables", "-F", "INPUT")
 
@@ -172,6 +178,28 @@ class Lab:
 
     def lose(self, one: str, other: str, percent: int) -> None:
         self._between(one, other, f"numgen random mod 100 < {percent} drop")
+
+    def delay(self, name: str, delay_s: float) -> None:
+        """Hold every packet that leaves or reaches a host for a time, in user space."""
+        host = self.hosts[name]
+        outer, inner = host.detour
+        self._on_bridge("ip", "link", "add", outer, "type", "veth", "peer", "name", inner)
+        self._on_bridge("ip", "link", "set", host.port, "nomaster")
+        self._on_bridge("ip", "link", "set", inner, "master", "br0", "up")
+        self._on_bridge("ip", "link", "set", outer, "up")
+        relay = ("ip", "netns", "exec", self.bridge, sys.executable, "-m", "cluster.hosts.delay")
+        host.relay = subprocess.Popen([*relay, host.port, outer, str(delay_s)], stdout=subprocess.PIPE, text=True)
+        assert host.relay.stdout is not None
+        if host.relay.stdout.readline().strip() != "ready":
+            raise LabError(f"packets of {name} cannot be delayed", hint="AF_PACKET sockets are needed")
+
+    def _end_delay(self, host: LabHost) -> None:
+        relay, host.relay = host.relay, None
+        if relay is not None:
+            relay.kill()
+            relay.communicate()
+            self._on_bridge("ip", "link", "del", host.detour[0])
+            self._on_bridge("ip", "link", "set", host.port, "master", "br0")
 
     def unplug(self, name: str) -> None:
         self._on_bridge("ip", "link", "set", self.hosts[name].port, "down")

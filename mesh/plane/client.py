@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 WINDOW_MESSAGES = 256  # that a peer may be ahead of a stream's consumer; after half of them a frame of credit is sent
 CONNECT_TIMEOUT_S = 1.5  # one lost packet costs 1 s
+KNOWN_AWAY_TIMEOUT_S = 0.3  # to connect to a peer whose host did not answer the last time
+MAX_AWAY = 4096  # peers that are remembered as such; of more, the oldest are forgotten
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 Take = Callable[[msgspec.Raw, int], bool]  # with a message, and the number of messages that a Shortcut took before it
@@ -237,6 +239,7 @@ class PlaneClient:
 
     def __init__(self) -> None:
         self._links: dict[str, asyncio.Task[_ClientLink]] = {}
+        self._away: dict[str, None] = {}  # addresses that gave no answer the last time, so that silence costs once
         self.deadlines = Deadlines()
 
     def open(self, address: str, method: str, body: object, timeout_s: float) -> "_Opening":
@@ -295,24 +298,35 @@ class PlaneClient:
         return await asyncio.shield(task)
 
     async def _connect(self, address: str) -> "_ClientLink":
+        timeout_s = KNOWN_AWAY_TIMEOUT_S if address in self._away else CONNECT_TIMEOUT_S
         try:
             host, port = split_address(address)
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 _, link = await asyncio.get_running_loop().create_connection(
                     lambda: _ClientLink(address, self._forget), host, port
                 )
         except (OSError, ValueError, OverflowError) as error:  # TimeoutError is an OSError
             self._links.pop(address, None)
-            reason = str(error) or f"no answer in {CONNECT_TIMEOUT_S} s"
+            if isinstance(error, TimeoutError):
+                self._note_away(address)
+            reason = str(error) or f"no answer in {timeout_s} s"
             raise UnreachableError(f"cannot connect to {address}: {reason}") from error
+        self._away.pop(address, None)
         link.write(OUR_HELLO)
         return link
 
     def _forget(self, link: Link) -> None:
         assert isinstance(link, _ClientLink)
+        if link.was_cut:
+            self._note_away(link.address)
         task = self._links.get(link.address)
         if task is not None and _is_dead(task):
             del self._links[link.address]
+
+    def _note_away(self, address: str) -> None:
+        self._away[address] = None
+        if len(self._away) > MAX_AWAY:
+            del self._away[next(iter(self._away))]
 
 
 class _Opening:

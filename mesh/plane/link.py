@@ -46,6 +46,7 @@ class Link(asyncio.Protocol, ABC):
         self._socket: socket.socket | None = None
         self._wire_check: asyncio.TimerHandle | None = None
         self._cut_checks = 0  # how often in a row the wire was found cut
+        self.was_cut = False  # the connection was given up for that
         self.closed = asyncio.Event()
         self.peer = "?"
 
@@ -155,6 +156,7 @@ class Link(asyncio.Protocol, ABC):
             return
         self._cut_checks = self._cut_checks + 1 if is_cut(self._socket) else 0
         if self._cut_checks >= CUT_CHECKS:
+            self.was_cut = True
             self.abort("the peer's host does not answer")
             return
         self._wire_check = self.loop.call_later(WIRE_CHECK_S, self._check_wire)

@@ -44,6 +44,7 @@ from tests.support.patience import PATIENCE_S
 
 PROMPT = list(range(100, 140))
 LOST = PeerLostError("the connection broke")
+GONE = UnreachableError("connection refused")
 
 
 @pytest.fixture(autouse=True)
@@ -454,8 +455,26 @@ async def test_a_request_without_workers_left_waits_for_a_replacement(checked: l
     assert run.trace.migrations == 1, "waiting is no migration"
 
 
+async def test_a_lost_worker_that_returns_continues_the_answer(checked: list[Run]) -> None:
+    """Only the network was away: there is no other worker, and this one still has its prefix."""
+    lost = decode([3, LOST], [GONE], [GONE], [10**6], name="a")
+    run = await Run(lost)()
+    checked.append(run)
+    assert run.tokens == answer(PROMPT, 10)
+    assert (len(lost.requests), run.trace.migrations) == (4, 1)
+
+
+async def test_a_worker_whose_engine_failed_is_not_tried_again(checked: list[Run]) -> None:
+    broken = decode([3, EngineError("boom")], name="a")
+    run = Run(broken)
+    checked.append(run)
+    with pytest.raises(EngineError):
+        await run()
+    assert len(broken.requests) == 1
+
+
 async def test_patience_ends(checked: list[Run]) -> None:
-    run = Run(decode([3, LOST]))
+    run = Run(decode([3, LOST], [GONE]))
     checked.append(run)
     started = asyncio.get_running_loop().time()
     with pytest.raises(PeerLostError):
@@ -465,7 +484,7 @@ async def test_patience_ends(checked: list[Run]) -> None:
 
 
 async def test_patience_ends_with_the_deadline(checked: list[Run]) -> None:
-    run = Run(decode([3, LOST]))
+    run = Run(decode([3, LOST], [GONE]))
     checked.append(run)
     started = asyncio.get_running_loop().time()
     with pytest.raises((PeerLostError, DeadlineExceededError)):

@@ -1,6 +1,7 @@
 """Calls between processes of the mesh: streams, limits, and what happens when either side goes away."""
 
 import asyncio
+import contextlib
 import gc
 import socket
 import struct
@@ -13,6 +14,7 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.plane import client as client_module
 from mesh.plane import link as link_module
 from mesh.plane.client import WINDOW_MESSAGES, PlaneClient, Shortcut, Take
 from mesh.plane.frames import Batch, Credit, FrameReader, Hello, Open, Ping, encode_frame
@@ -26,6 +28,7 @@ from protocol.errors import (
     NoWorkerError,
     OverloadedError,
     PeerLostError,
+    UnreachableError,
     WireError,
 )
 from protocol.messages import Failure
@@ -260,6 +263,37 @@ async def test_an_absent_peer_is_reported_and_found_later(client: PlaneClient) -
     await service.server.start("127.0.0.1", port)
     assert await client.ask(f"127.0.0.1:{port}", "count", 1, int, 5) == 0
     await service.server.close()
+
+
+async def test_silence_when_connecting_costs_the_long_wait_once(
+    client: PlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listener with a full backlog gives no answer, as a host behind a cut gives none."""
+    monkeypatch.setattr(client_module, "CONNECT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(client_module, "KNOWN_AWAY_TIMEOUT_S", 0.1)
+    with contextlib.ExitStack() as sockets:
+        silent = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        for _ in range(2):  # one is in the backlog, one waits for it
+            filler = sockets.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(silent.getsockname())
+        took_s = [await seconds_to_fail(client, address) for _ in range(3)]
+        assert took_s[0] >= 0.6 > 0.5 > max(took_s[1:]) >= 0.1
+        silent.close()
+    service = Service()
+    await service.server.start("127.0.0.1", int(address.rpartition(":")[2]))
+    try:
+        assert await client.ask(address, "count", 1, int, PATIENCE_S) == 0, "a peer that is back is used at once"
+    finally:
+        await service.server.close()
+
+
+async def seconds_to_fail(client: PlaneClient, address: str) -> float:
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(UnreachableError):
+        await client.ask(address, "count", 1, int, PATIENCE_S)
+    return asyncio.get_running_loop().time() - started
 
 
 async def test_a_restarted_peer_is_connected_anew(client: PlaneClient) -> None:
