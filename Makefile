@@ -23,7 +23,7 @@ VLLM := .venv-vllm/.installed
 SGLANG := .venv-sglang/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev up demo demo-planner doctor test test-all test-large test-vllm test-sglang test-hosts test-clients check fmt clean force
+.PHONY: help install dev up demo demo-planner doctor test test-all test-large test-vllm test-sglang test-hosts test-kube test-clients check fmt clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,11 @@ test-vllm: $(VLLM) ## the tests that run real vLLM on the CPU (ARGS='-k lora': s
 
 test-hosts: $(DEV) ## the tests on four hosts (network namespaces: root, iproute2, nftables, iptables, curl, etcd, nats-server)
 	KVMESH_TEST_HOSTS=1 $(PY) -m pytest --durations=5 tests/hosts $(ARGS)
+
+test-kube: $(DEV) ## discovery and planner against a real kube-apiserver (built once: root, apt, 15 minutes; then 3 minutes)
+	@$(or $(PYTHON),false) deploy/install_kube_apiserver.py
+	@$(or $(PYTHON),false) deploy/install_kube_tools.py
+	KVMESH_TEST_KUBE=1 $(PY) -m pytest --durations=5 tests/kube $(ARGS)
 
 test-sglang: $(SGLANG) ## the tests that run real SGLang on the CPU
 	KVMESH_TEST_SGLANG=1 PYTHONPATH=.venv-sglang:deploy/sglang_stubs .venv-vllm/bin/python -m pytest --durations=5 \

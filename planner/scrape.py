@@ -7,6 +7,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from mesh.bodies import bounded
 from protocol.errors import MeshError, UnreachableError, WireError
 
 MAX_PAGE_BYTES = 8 << 20
@@ -32,15 +33,3 @@ async def fetch_page(http: aiohttp.ClientSession, url: str, timeout_s: float, **
     if response.status != 200:
         raise MeshError(f"{url} answered {response.status}: {body[:200].decode(errors='replace')}")
     return body.decode(errors="replace")
-
-
-async def bounded(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Return the body of a response. Raise WireError if it is larger than `max_bytes`."""
-    parts: list[bytes] = []
-    size = 0
-    async for part in response.content.iter_chunked(1 << 16):
-        size += len(part)
-        if size > max_bytes:
-            raise WireError(f"{response.url} sends more than {max_bytes} bytes")
-        parts.append(part)
-    return b"".join(parts)

@@ -13,6 +13,7 @@ from msgspec import Struct
 from mesh.discovery.place import SearchPlace
 
 KEY_PREFIX = "workers/"
+OTHER_SERVICES = ("routers/", "frontends/", "planners/", "doctor/")  # keys of discovery that are no worker's
 MAX_IGNORED = 32  # keys that are remembered with a reason; further keys are only counted
 MAX_TOLD = 8  # of them in the log
 MAX_KEY_CHARS = 100
@@ -63,11 +64,12 @@ class Findings:
 
     def report(self, place: SearchPlace, others: Iterable[tuple[str, str]] = ()) -> DiscoveryReport:
         """Return the report; `others` are further keys that do not count, with their reasons."""
-        ignored = islice(chain(self._ignored.items(), others), MAX_IGNORED)
+        left_out = {key: why for key, why in place.ignored if not key.startswith(OTHER_SERVICES)}
+        ignored = islice(chain(self._ignored.items(), others, left_out.items()), MAX_IGNORED)
         return DiscoveryReport(
             place=writable(place.name),
             status=place.status(),
-            workers_found=len(self._found),
+            workers_found=len(self._found.union(key for key in left_out if key.startswith(KEY_PREFIX))),
             ignored=[IgnoredKey(writable(key[:MAX_KEY_CHARS]), reason) for key, reason in ignored],
         )
 

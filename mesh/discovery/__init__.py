@@ -29,9 +29,16 @@ def open_etcd(rest: str) -> Discovery:
     return EtcdDiscovery(rest)
 
 
+def open_kubernetes(rest: str) -> Discovery:
+    from mesh.discovery.kubernetes import KubernetesDiscovery  # its HTTP client takes a while to load
+
+    return KubernetesDiscovery(rest)
+
+
 BACKENDS: Mapping[str, DiscoveryBackend] = {
     "file": DiscoveryBackend("file:<directory>", FileDiscovery),
     "etcd": DiscoveryBackend("etcd:<host:port,...>/<prefix>", open_etcd),
+    "kubernetes": DiscoveryBackend("kubernetes:<namespace>/<mesh>", open_kubernetes),
 }
 USAGE = " or ".join(backend.usage for backend in BACKENDS.values())
 

@@ -14,6 +14,7 @@ class SearchPlace:
     name: str  # the URL of --discovery without its options
     is_read: bool = False  # all its keys were read at least once
     away_since_unix_s: float | None = None  # None: the place answers
+    ignored: tuple[tuple[str, str], ...] = ()  # the first of the keys that do not count, with the reasons
 
     def status(self) -> str:
         if self.away_since_unix_s is not None:

@@ -5,6 +5,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from mesh.bodies import bounded
 from planner.config import ServiceConfig, decoding_role
 from planner.connectors.connector import Applied, ConnectorError, Fleets, Present
 from planner.connectors.local_api import (
@@ -18,7 +19,6 @@ from planner.connectors.local_api import (
 )
 from planner.connectors.steps import applied_of, steps_to
 from planner.model import RoleFleet, ScalingDecision
-from planner.scrape import bounded
 from protocol.errors import ConfigError, WireError
 from protocol.messages import UNREADABLE, Role
 

@@ -18,12 +18,16 @@ from mesh.discovery.file import FileDiscovery
 from mesh.discovery.memory import MemoryDiscovery
 from protocol.errors import ConfigError
 from tests.support.etcd_server import WHY_NONE, EtcdProcess
+from tests.support.fake_cluster import FakeCluster
 from tests.support.patience import PATIENCE_S
 
 
 @pytest_asyncio.fixture(params=["memory", *BACKENDS])
-async def discovery(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Discovery]:
+async def discovery(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Discovery]:
     """A backend at an empty place. One that needs more than a path gets its case here."""
+    cluster: FakeCluster | None = None
     match request.param:
         case "memory":
             store: Discovery = MemoryDiscovery()
@@ -33,10 +37,20 @@ async def discovery(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIter
             etcd = EtcdProcess(tmp_path)
             request.addfinalizer(etcd.stop)
             store = open_discovery(f"etcd:{etcd.endpoint}/run")
+        case "kubernetes":
+            cluster = FakeCluster()
+            await cluster.start()
+            monkeypatch.setenv("KVMESH_POD_NAME", "pod-0")
+            monkeypatch.setenv("KVMESH_POD_UID", cluster.put_pod("ns", "pod-0", "run"))
+            token = tmp_path / "token"
+            token.write_text(cluster.token)
+            store = open_discovery(f"kubernetes:ns/run?api={cluster.url}&token-file={token}")
         case scheme:
             store = open_discovery(f"{scheme}:{tmp_path / 'run'}")
     yield store
     await store.close()
+    if cluster is not None:
+        await cluster.stop()
 
 
 async def take(changes: AsyncIterator[Change], count: int) -> list[Change]:

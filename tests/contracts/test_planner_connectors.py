@@ -12,12 +12,13 @@ import pytest
 import pytest_asyncio
 
 from cluster.control import control_socket
+from mesh.kubernetes_api import Account, account_of
 from planner.config import ServiceConfig
 from planner.connectors.compose import ComposeConnector
 from planner.connectors.connector import Connector, ConnectorError, Fleets
 from planner.connectors.dry_run import DryRunConnector
 from planner.connectors.kinds import KINDS, open_connector
-from planner.connectors.kubernetes import Account, KubernetesConnector, account_of, workload_path
+from planner.connectors.kubernetes import KubernetesConnector, workload_path
 from planner.connectors.local import LocalConnector
 from planner.connectors.shadow import ShadowConnector
 from planner.connectors.virtual import VirtualConnector, read_token
