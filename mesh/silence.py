@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from typing import NamedTuple
 
 PROBE_S = 1  # a connection that has been silent for so long is probed, and then as often
 PROBES = 3  # it breaks after so many without an answer
@@ -31,20 +32,27 @@ def probe_when_silent(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
 
-def is_cut(connection: socket.socket, silent_ms: int = 500) -> bool:
-    """Return whether packets of a connection get no answer: sent again twice, and nothing heard for `silent_ms`.
+class Wire(NamedTuple):
+    """Hold what the kernel knows of the packets of a connection."""
+
+    is_waiting: bool = False  # packets on their way have not been acknowledged
+    is_cut: bool = False  # they get no answer: sent again twice, and nothing was heard for a while
+
+
+def wire_of(connection: socket.socket, silent_ms: int = 500) -> Wire:
+    """Return the state of a connection; nothing was heard on a cut one for `silent_ms`.
 
     A peer that does not read has acknowledged all packets, so its connection is never cut by this rule.
     """
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except (OSError, AttributeError):
-        return False
+        return Wire()
     if len(info) < _LAST_ACK_MS + 4:
-        return False
+        return Wire()
     (unacked,) = struct.unpack_from("=I", info, _UNACKED)
     (last_ack_ms,) = struct.unpack_from("=I", info, _LAST_ACK_MS)
-    return bool(unacked > 0 and info[_RETRANSMITS] >= 2 and last_ack_ms >= silent_ms)
+    return Wire(unacked > 0, unacked > 0 and info[_RETRANSMITS] >= 2 and last_ack_ms >= silent_ms)
 
 
 def connections_of_process() -> Iterator[socket.socket]:
@@ -71,7 +79,7 @@ def break_cut_connections(host: str) -> int:
         with contextlib.suppress(OSError, AttributeError):  # it listens, or is no longer connected
             if connection.getpeername()[0] == host:
                 probe_when_silent(connection)
-                if is_cut(connection):
+                if wire_of(connection).is_cut:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _AT_ONCE_MS)
                     broken += 1
     return broken

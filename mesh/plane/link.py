@@ -10,14 +10,14 @@ from typing import cast
 import msgspec
 
 from mesh.plane.frames import MAX_FRAME_BYTES, Batch, Frame, FrameReader, Ping, Pong, encode_frame
-from mesh.silence import is_cut, probe_when_silent
+from mesh.silence import probe_when_silent, wire_of
 from protocol.errors import MeshError, WireError
 from protocol.messages import failure_of
 
 log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 5.0  # a silent peer is asked this often while streams are open
-WIRE_CHECK_S = 0.5  # while streams are open
+WIRE_CHECK_S = 0.5  # while streams are open and what was sent may be on its way
 CUT_CHECKS = 2  # a wire that is found cut so often in a row is given up
 SUSPECT_S = 2.0  # time to answer for a peer that is thought to be gone
 KEEPALIVE_MISSES = 3  # a peer is given up after so many unanswered questions
@@ -45,6 +45,7 @@ class Link(asyncio.Protocol, ABC):
         self._keepalive: asyncio.TimerHandle | None = None
         self._socket: socket.socket | None = None
         self._wire_check: asyncio.TimerHandle | None = None
+        self._has_sent = False  # since the wire was checked
         self._cut_checks = 0  # how often in a row the wire was found cut
         self.was_cut = False  # the connection was given up for that
         self.closed = asyncio.Event()
@@ -145,21 +146,27 @@ class Link(asyncio.Protocol, ABC):
         if self._keepalive is None:
             self._heard, self._misses = True, 0
             self._keepalive = self.loop.call_later(KEEPALIVE_S, self._check_peer)
-        if self._wire_check is None:
-            self._cut_checks = 0
+
+    def _watch_wire(self) -> None:
+        """Notice packets that get no answer. Where nothing is sent, the kernel probes the connection."""
+        self._has_sent = True
+        if self._wire_check is None and self.is_busy():
             self._wire_check = self.loop.call_later(WIRE_CHECK_S, self._check_wire)
 
     def _check_wire(self) -> None:
         """Hang up if packets get no answer. A peer that hangs or does not read answers by its kernel."""
         self._wire_check = None
         if self._transport is None or self._socket is None or not self.is_busy():
+            self._cut_checks = 0
             return
-        self._cut_checks = self._cut_checks + 1 if is_cut(self._socket) else 0
+        wire = wire_of(self._socket)
+        self._cut_checks = self._cut_checks + 1 if wire.is_cut else 0
         if self._cut_checks >= CUT_CHECKS:
             self.was_cut = True
             self.abort("the peer's host does not answer")
-            return
-        self._wire_check = self.loop.call_later(WIRE_CHECK_S, self._check_wire)
+        elif wire.is_waiting or self._has_sent:
+            self._has_sent = False
+            self._wire_check = self.loop.call_later(WIRE_CHECK_S, self._check_wire)
 
     def suspect(self, reason: str) -> None:
         """Ask a peer that may be gone, and hang up if it does not answer soon, long before the keepalive would."""
@@ -194,6 +201,7 @@ class Link(asyncio.Protocol, ABC):
         if self._transport is None:
             return
         self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
+        self._watch_wire()
         if self._transport.get_write_buffer_size() > UNREAD_BYTES:
             self.abort(f"the peer has left {UNREAD_BYTES >> 20} MiB unread")
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mesh.silence import PROBE_S, break_cut_connections, is_cut, probe_when_silent
+from mesh.silence import PROBE_S, break_cut_connections, probe_when_silent, wire_of
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the options are Linux's")
 
@@ -34,7 +34,7 @@ def test_a_peer_that_does_not_read_is_not_cut() -> None:
                 sent += sender.send(b"x" * 65536)
         for _ in range(8):
             time.sleep(0.25)
-            assert not is_cut(sender)
+            assert not wire_of(sender).is_cut
         got = 0
         reader.settimeout(5)
         while got < sent:
