@@ -1,8 +1,10 @@
 """Run one worker: `python -m workers`."""
 
+import logging
 import os
 import shlex
 import sys
+import threading
 
 from mesh.config import load
 from mesh.lifecycle import run
@@ -11,6 +13,7 @@ from protocol.errors import ConfigError
 from workers.config import WorkerConfig
 from workers.names import with_name
 from workers.service import serve
+from workers.step_engine import ENGINE_THREAD
 
 
 def main() -> int:
@@ -30,7 +33,12 @@ def main() -> int:
     except ConfigError as error:
         print(f"kvmesh worker: {error}", file=sys.stderr)
         return 2
-    return run(lambda stop: serve(config, stop))
+    code = run(lambda stop: serve(config, stop))
+    if any(thread.name.startswith(ENGINE_THREAD) for thread in threading.enumerate()):
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(code)  # the interpreter would wait for a step that never ends
+    return code
 
 
 def with_engine_args(argv: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from protocol.messages import Role
 from protocol.parsers import REASONING_PARSER_HELP, TOOL_PARSER_HELP, reasoning_parser_name, tool_parser_name
 from workers.engines.registry import ENGINE_HELP, EngineName
 from workers.schemas import GuideWhitespace
+from workers.stall import ANSWER_STALL_S, STEP_STALL_S
 
 
 class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,6 +95,14 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_offloading_gib: Annotated[float, Meta(gt=0, description="vllm: host memory of --kv-connector offloading")] = 4.0
     offer_lease_s: Annotated[float, Meta(gt=0, description="a KV offer that nobody fetches is unpinned after")] = 30.0
     pull_timeout_s: Annotated[float, Meta(gt=0, description="a KV pull that takes longer is given up")] = 10.0
+    stall_timeout_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(
+            description="a worker whose engine makes no progress for so long ends, so that its owner starts it again; "
+            f"default: {STEP_STALL_S:g} for a step of torch or mock, {ANSWER_STALL_S:g} for any answer of another "
+            "engine; 0: never",
+        ),
+    ] = None
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     advertise_host: Annotated[str, Meta(description="address that peers use; default: --host")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the request plane; 0: any")] = 0

@@ -41,6 +41,7 @@ from workers.membership import Membership
 from workers.metrics import CACHED_BLOCKS, OFFERS, QUEUED_TOKENS, REQUESTS, RUNNING, TOTAL_BLOCKS, USED_BLOCKS, WAITING
 from workers.model_files import OfferedFiles
 from workers.names import worker_name
+from workers.stall import ANSWER_STALL_S, AnswerWatch
 from workers.turning import Place, Turning, offers_taken, role_asked_for
 
 log = logging.getLogger(__name__)
@@ -127,7 +128,12 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
         membership = Membership(config, engine, host.discovery, host.metrics_url)
         cleanup.push_async_callback(membership.close)
         worker = Worker(
-            engine, membership, config.drain_timeout_s, config.load_report_interval_s, files=membership.files
+            engine,
+            membership,
+            config.drain_timeout_s,
+            config.load_report_interval_s,
+            files=membership.files,
+            stall_timeout_s=answer_stall_s(config, engine),
         )
         server = PlaneServer(worker.handlers(), max_calls=config.max_calls, always={"release"})
         cleanup.push_async_callback(server.close)
@@ -152,7 +158,7 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
             model=info.model,
             kv=info.transfer,
         )
-        await until_stopped(stop, engine, worker.turning)
+        await until_stopped(stop, worker)
         host.readiness.on_leaving()
         log.info("draining")
         await worker.turning.end()
@@ -164,10 +170,16 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
         await offers_taken(engine, deadline)
 
 
-async def until_stopped(stop: asyncio.Event, engine: Engine, turning: Turning) -> None:
+def answer_stall_s(config: WorkerConfig, engine: Engine) -> float:
+    """Return how long all answers may stand still. An engine whose steps are watched needs no such limit."""
+    if isinstance(engine, Pushing):
+        return 0.0
+    return ANSWER_STALL_S if config.stall_timeout_s is None else config.stall_timeout_s
+
+
+async def until_stopped(stop: asyncio.Event, worker: "Worker") -> None:
     while not stop.is_set():
-        engine.check_health()
-        turning.check_health()
+        worker.check_health()
         try:
             await asyncio.wait_for(stop.wait(), HEALTH_CHECK_S)
         except TimeoutError:
@@ -184,8 +196,11 @@ class Worker:
         drain_timeout_s: float = 0.0,
         load_report_interval_s: float = 0.0,
         files: OfferedFiles | None = None,
+        stall_timeout_s: float = 0.0,
     ) -> None:
+        """Take `stall_timeout_s`: an engine none of whose answers advances for so long counts as hung. 0: never."""
         self._engine = engine
+        self._answers = AnswerWatch(stall_timeout_s)
         self._place = place
         self._pushing = engine if isinstance(engine, Pushing) else None
         self._ranks = engine.ranks if isinstance(engine, Ranked) else [engine]
@@ -193,6 +208,13 @@ class Worker:
         self.load_reports = LoadReports(self._ranks, load_report_interval_s)
         self.info: EngineInfo | None = None
         self._files = files or OfferedFiles()
+
+    def check_health(self) -> None:
+        """Raise EngineError if this worker can serve no more."""
+        self._engine.check_health()
+        self.turning.check_health()
+        if what := self._answers.hangs(len(self.turning.requests), time.monotonic()):
+            raise EngineError(f"the engine of {self._place.worker_id} hangs: {what}")
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -215,13 +237,16 @@ class Worker:
             answer = self._engine.generate(request) if pushing is None else pushing.push(request, call.offer)
             async with aclosing(answer) as deltas:
                 async for delta in deltas:
+                    self._answers.note()
                     await call.send(delta)
 
     async def embed(self, call: Call) -> None:
         request = decode(call.body, EmbedRequest)
         with request_context(request.request_id), counted(self.turning.requests):
             self._check_model(request.model)
-            await call.send(await self._engine.embed(request))
+            vector = await self._engine.embed(request)
+            self._answers.note()
+            await call.send(vector)
 
     async def release(self, call: Call) -> None:
         offer = decode(call.body, ReleaseOffer)

@@ -28,9 +28,11 @@ from workers.guides import Guides
 from workers.metrics import STEP_SECONDS, STEP_TOKENS
 from workers.pulls import Pulls
 from workers.scheduler import Limits, Output, Scheduler, Step
+from workers.stall import StepWatch
 
 log = logging.getLogger(__name__)
 
+ENGINE_THREAD = "engine"  # its threads have names that begin so
 EVENTS_EVERY_S = 0.05  # for blocks that running answers fill: nobody asks for them before the answers end
 
 
@@ -43,6 +45,7 @@ class StepEngineConfig:
     max_step_tokens: int
     offer_lease_s: float  # a KV offer that nobody fetched or released by then is unpinned
     pull_timeout_s: float
+    stall_timeout_s: float = 0.0  # of a step; 0: it may take for ever
 
 
 class StepEngine:
@@ -52,8 +55,9 @@ class StepEngine:
         self._executor = executor
         self._transfer = transfer
         self._config = config
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=ENGINE_THREAD)
         self._wake = asyncio.Event()
+        self._watch = StepWatch(config.stall_timeout_s)
         self._outputs: dict[RequestId, _OutputQueue] = {}
         self._vectors: dict[RequestId, asyncio.Future[Embedding]] = {}
         self._offers: dict[int, _PinnedOffer] = {}
@@ -64,6 +68,7 @@ class StepEngine:
         self._loop_task: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
         self._stopped = False
+        self._is_stuck = False  # in a step that does not end
         self._worker_id = WorkerId("")
         self._info: EngineInfo | None = None
         self._guides: Guides | None = None
@@ -188,6 +193,9 @@ class StepEngine:
         return EngineReport(queued_tokens=0 if self._info is None else self._scheduler.certain_tokens)
 
     def check_health(self) -> None:
+        if self._failure is None and (what := self._watch.hangs(time.monotonic())):
+            self._is_stuck = True
+            self._fail(EngineError(f"the engine of {self._worker_id} hangs: {what}"))
         if self._failure is not None:
             raise self._failure
         if self._loop_task is None:
@@ -197,7 +205,8 @@ class StepEngine:
         if self._stopped:
             return
         self._stopped = True
-        self._fail(EngineError(f"{self._worker_id} is stopping"))
+        if self._failure is None:
+            self._fail(EngineError(f"{self._worker_id} is stopping"))
         if self._loop_task is not None:
             self._loop_task.cancel()
             with suppress(asyncio.CancelledError):
@@ -205,6 +214,8 @@ class StepEngine:
             await self._pulls.close()
         for offer in self._offers.values():
             offer.expiry.cancel()
+        if self._is_stuck and self._pace is None:
+            return  # its thread may be in a step that never ends, and writes to the memory of the transfer
         await asyncio.to_thread(self._thread.shutdown)  # a start that was given up may still use the transfer's memory
         if self._transfer is not None:
             await self._transfer.close()
@@ -227,7 +238,9 @@ class StepEngine:
         for tokens, start in ((prompt, 0), ([0], len(prompt))):
             output = [0] * (start > 0)
             row = Row("warm-up", tokens, start, [0, 1], True, SamplingParams(temperature=0), prompt, output)
+            self._watch.begin(len(tokens), time.monotonic())
             self._executor.execute([row])
+            self._watch.end(time.monotonic())
 
     async def _run(self) -> None:
         """Step until cancelled. A failing executor ends the engine: its KV cache cannot be trusted any more."""
@@ -243,10 +256,14 @@ class StepEngine:
                     self._plan_events()
                     await self._wake.wait()
                     continue
-                started = time.perf_counter()
+                num_tokens = sum([len(row.token_ids) for row in step.rows])
+                started = time.monotonic()
+                self._watch.begin(num_tokens, started)
                 results = await self._execute(step.rows)
-                STEP_SECONDS.observe(time.perf_counter() - started)
-                self._deliver(step, results)
+                ended = time.monotonic()
+                self._watch.end(ended)
+                STEP_SECONDS.observe(ended - started)
+                self._deliver(step, num_tokens, results)
         except Exception as error:
             log.exception("the engine failed")
             self._fail(EngineError(f"the engine of {self._worker_id} failed: {type(error).__name__}: {error}"))
@@ -259,8 +276,7 @@ class StepEngine:
         loop = asyncio.get_running_loop()
         return await asyncio.shield(loop.run_in_executor(self._thread, self._executor.execute, rows))
 
-    def _deliver(self, step: Step, results: Sequence[Result]) -> None:
-        num_tokens = sum([len(row.token_ids) for row in step.rows])
+    def _deliver(self, step: Step, num_tokens: int, results: Sequence[Result]) -> None:
         STEP_TOKENS.inc(num_tokens)
         has_news = has_prompts = num_tokens > len(step.rows)
         for output in self._scheduler.complete(step, results):

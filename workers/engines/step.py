@@ -9,6 +9,7 @@ from workers.engine import Engine
 from workers.executor import Executor
 from workers.names import served_name
 from workers.ranks import RankedEngine
+from workers.stall import STEP_STALL_S
 from workers.step_engine import StepEngine, StepEngineConfig
 
 
@@ -22,6 +23,7 @@ def open_step_engine(config: WorkerConfig, open_executor: Callable[[], Executor]
         max_step_tokens=config.max_step_tokens,
         offer_lease_s=config.offer_lease_s,
         pull_timeout_s=config.pull_timeout_s,
+        stall_timeout_s=STEP_STALL_S if config.stall_timeout_s is None else config.stall_timeout_s,
     )
 
     def open_rank() -> StepEngine:
