@@ -29,6 +29,7 @@ from rich.text import Text
 from kvmesh.nixl_probe import NixlProbe
 from mesh.config import load
 from mesh.discovery import DiscoveryUrl, Put, open_discovery
+from mesh.discovery.answers import NOT_ASKED
 from protocol.errors import MeshError, WireError
 from protocol.messages import Card, decode
 from protocol.version import PROTOCOL_VERSION, RELEASE, VersionError, common_version, release_name
@@ -38,6 +39,7 @@ OLDEST_PYTHON = (3, 11)
 SMALL_SHM_BYTES = 128 * 2**20
 LITTLE_MEMORY_BYTES = 2 * 2**30
 PROBE_TIMEOUT_S = 60.0
+ASKED_TIMEOUT_S = 3.0  # for all addresses of a list
 CARDS_TIMEOUT_S = 0.7  # for the next card of discovery
 MAX_CARDS = 4096
 MAX_TOLD = 4  # services that are named
@@ -304,6 +306,8 @@ def check_port(host: str, port: int) -> Finding:
 def check_discovery(url: str) -> Finding:
     """Check that files can be made in the directory, or where it will be; or that another backend answers."""
     scheme, _, path = url.partition(":")
+    if scheme == "static":
+        return asyncio.run(check_listed_services(url))
     if scheme != "file" or not path:
         return asyncio.run(check_discovery_server(url))
     directory = nearest_directory(Path(path).absolute())
@@ -329,6 +333,36 @@ async def check_discovery_server(url: str) -> Finding:
     finally:
         await discovery.close()
     return Finding("discovery", "ok", f"{url.partition('?')[0]} answers and can be written to")
+
+
+async def check_listed_services(url: str) -> Finding:
+    """Ask each address of the list what it shows."""
+    try:
+        discovery = open_discovery(url)
+    except MeshError as error:
+        return Finding("discovery", "fail", error.message, error.hint)
+    watching = asyncio.ensure_future(anext(discovery.watch("")))
+    try:
+        async with asyncio.timeout(ASKED_TIMEOUT_S):
+            while not (asked := discovery.where().asked) or any(said == NOT_ASKED for _, said in asked):
+                if watching.done():
+                    watching.result()
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        asked = discovery.where().asked
+    except MeshError as error:
+        return Finding("discovery", "fail", error.message, error.hint)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await discovery.close()
+    silent = [f"{address}: {said}" for address, said in asked if not said.startswith("answers")]
+    place = f"{len(asked) - len(silent)} of {len(asked)} addresses of {url.partition('?')[0]} answer"
+    if not silent:
+        return Finding("discovery", "ok", place)
+    more = f"; and {len(silent) - MAX_TOLD} more" if len(silent) > MAX_TOLD else ""
+    text = f"{place}; {'; '.join(silent[:MAX_TOLD])}{more}"
+    return Finding("discovery", "warn", text, "start the services there with --port and the same --discovery")
 
 
 def check_versions(url: str) -> Finding:

@@ -27,6 +27,13 @@ class IgnoredKey(Struct, frozen=True):
     reason: str
 
 
+class AskedAddress(Struct, frozen=True):
+    """An address that discovery asks for the keys of a service."""
+
+    address: str
+    said: str
+
+
 class DiscoveryReport(Struct, frozen=True, omit_defaults=True):
     """The part of /health that tells of discovery."""
 
@@ -34,6 +41,7 @@ class DiscoveryReport(Struct, frozen=True, omit_defaults=True):
     status: str
     workers_found: int
     ignored: list[IgnoredKey]
+    asked: list[AskedAddress] = []
     down: list[IgnoredKey] = []  # workers without a card, because they end again and again
 
 
@@ -71,6 +79,7 @@ class Findings:
             status=place.status(),
             workers_found=len(self._found.union(key for key in left_out if key.startswith(KEY_PREFIX))),
             ignored=[IgnoredKey(writable(key[:MAX_KEY_CHARS]), reason) for key, reason in ignored],
+            asked=[AskedAddress(address, writable(said)) for address, said in islice(place.asked, MAX_IGNORED)],
         )
 
 
@@ -83,6 +92,9 @@ def sentence(report: DiscoveryReport) -> str:
     """Return the report as one line of the log."""
     head = f"no worker can be used: searched in {report.place} ({report.status}), found {report.workers_found}"
     reasons = [*report.down, *report.ignored]
+    if report.asked:
+        told = [f"{one.address}: {one.said}" for one in report.asked[:MAX_TOLD]]
+        head += f"; asked {', '.join(told)}" + (" ..." if len(report.asked) > MAX_TOLD else "")
     if not report.workers_found and not reasons:
         return f"{head}; give workers the same --discovery"
     told = [f"{found.key}: {found.reason}" for found in reasons[:MAX_TOLD]]

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 
-from mesh.discovery import open_discovery
+from mesh.discovery import open_discovery, standing_calls
 from mesh.http.server import listening
 from mesh.lifecycle import watch_parent
 from mesh.plane.client import PlaneClient
@@ -33,14 +33,14 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         workers = WorkerFeed(plane)
         router = LocalRouter(config, plane, workers)
         cleanup.push_async_callback(router.close)
-        server = PlaneServer(handlers(router), always={"progress"})
+        discovery = open_discovery(config.discovery)
+        server = PlaneServer(handlers(router), always={"progress"}, standing=standing_calls(discovery))
         cleanup.push_async_callback(server.close)
         address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
         api = RouterApi(router, workers, int(config.max_body_mib * 2**20), config.max_bookings)
         url = await cleanup.enter_async_context(
             listening(api.app, config.host, config.http_port, advertise_host=config.advertise_host)
         )
-        discovery = open_discovery(config.discovery)
         cleanup.push_async_callback(discovery.close)
         async with asyncio.TaskGroup() as feeds:
             follow = [feeds.create_task(workers.run(discovery), name="router: follow workers")]

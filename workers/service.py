@@ -12,7 +12,7 @@ import msgspec
 
 from kvevents.batches import in_parts
 from kvevents.formats import encode_payload
-from mesh.discovery import Discovery, open_discovery
+from mesh.discovery import Discovery, open_discovery, standing_calls
 from mesh.http.files import make_room_for_files
 from mesh.lifecycle import settle, unless_stopped, watch_parent
 from mesh.plane.server import Call, Handler, PlaneServer
@@ -135,7 +135,9 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
             files=membership.files,
             stall_timeout_s=answer_stall_s(config, engine),
         )
-        server = PlaneServer(worker.handlers(), max_calls=config.max_calls, always={"release"})
+        server = PlaneServer(
+            worker.handlers(), max_calls=config.max_calls, always={"release"}, standing=standing_calls(host.discovery)
+        )
         cleanup.push_async_callback(server.close)
         membership.address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
         cleanup.push_async_callback(engine.stop)

@@ -11,10 +11,23 @@ from msgspec import Meta
 
 from mesh.discovery.board import Change, Deleted, Put
 from mesh.discovery.file import FileDiscovery
-from mesh.discovery.store import Discovery, Registration
+from mesh.discovery.static import USAGE as STATIC_USAGE
+from mesh.discovery.static import StaticDiscovery
+from mesh.discovery.store import Discovery, Registration, ShownByOwner
+from mesh.plane.server import Handler
 from protocol.errors import ConfigError
 
-__all__ = ["BACKENDS", "Change", "Deleted", "Discovery", "DiscoveryUrl", "Put", "Registration", "open_discovery"]
+__all__ = [
+    "BACKENDS",
+    "Change",
+    "Deleted",
+    "Discovery",
+    "DiscoveryUrl",
+    "Put",
+    "Registration",
+    "open_discovery",
+    "standing_calls",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +52,7 @@ BACKENDS: Mapping[str, DiscoveryBackend] = {
     "file": DiscoveryBackend("file:<directory>", FileDiscovery),
     "etcd": DiscoveryBackend("etcd:<host:port,...>/<prefix>", open_etcd),
     "kubernetes": DiscoveryBackend("kubernetes:<namespace>/<mesh>", open_kubernetes),
+    "static": DiscoveryBackend(STATIC_USAGE, StaticDiscovery),
 }
 USAGE = " or ".join(backend.usage for backend in BACKENDS.values())
 
@@ -55,3 +69,8 @@ def open_discovery(url: str) -> Discovery:
     if rest and (backend := BACKENDS.get(scheme)) is not None:
         return backend.open(rest)
     raise ConfigError(f"no discovery backend for {url!r}", hint=f"use {USAGE}")
+
+
+def standing_calls(discovery: Discovery) -> Mapping[str, Handler]:
+    """Return the calls that each request plane of a process has to answer for its discovery."""
+    return discovery.calls() if isinstance(discovery, ShownByOwner) else {}

@@ -15,6 +15,7 @@ class SearchPlace:
     is_read: bool = False  # all its keys were read at least once
     away_since_unix_s: float | None = None  # None: the place answers
     ignored: tuple[tuple[str, str], ...] = ()  # the first of the keys that do not count, with the reasons
+    asked: tuple[tuple[str, str], ...] = ()  # of a backend that asks services themselves: an address, what it said
 
     def status(self) -> str:
         if self.away_since_unix_s is not None:

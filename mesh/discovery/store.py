@@ -1,11 +1,12 @@
 """The discovery seam. A key lives while its owner renews the lease; watchers see every key come and go."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from mesh.discovery.board import Change
 from mesh.discovery.place import SearchPlace
+from mesh.plane.server import Handler
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +41,12 @@ class Discovery(Protocol):
 
     async def close(self) -> None:
         """Withdraw all keys of this object and end its watches."""
+
+
+@runtime_checkable
+class ShownByOwner(Protocol):
+    """A backend whose watchers ask the owners of keys themselves."""
+
+    def calls(self) -> Mapping[str, Handler]:
+        """Return the calls that each request plane of this process has to answer."""
+        ...

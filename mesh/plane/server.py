@@ -91,15 +91,27 @@ Handler = Callable[[Call], Awaitable[None]]
 class PlaneServer:
     """Listens on one port. An error of a handler is raised at its caller."""
 
-    def __init__(self, handlers: Mapping[str, Handler], *, max_calls: int = 4096, always: Collection[str] = ()) -> None:
-        """Make a server. The methods in `always` free resources, and are answered also when draining or full."""
-        self.handlers = dict(handlers)
-        self.always = frozenset(always)
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler],
+        *,
+        max_calls: int = 4096,
+        always: Collection[str] = (),
+        standing: Mapping[str, Handler] | None = None,
+    ) -> None:
+        """Make a server. The methods in `always` free resources, and are answered also when draining or full.
+
+        So are the `standing` methods. Their calls last as long as the caller wants, and no drain waits for them.
+        """
+        self.standing = frozenset(standing or ())
+        self.handlers = {**handlers, **(standing or {})}
+        self.always = self.standing.union(always)
         self.max_calls = max_calls
         self.draining = False
         self._server: asyncio.Server | None = None
         self._links: set[Link] = set()
         self.tasks: set[asyncio.Task[None]] = set()
+        self.standing_tasks: set[asyncio.Task[None]] = set()
         self.address = ""
 
     async def start(self, host: str, port: int = 0, *, advertise_host: str = "") -> str:
@@ -130,10 +142,11 @@ class PlaneServer:
         self.draining = True
         if self._server is not None:
             self._server.close()
-        for task in self.tasks:
+        tasks = self.tasks | self.standing_tasks
+        for task in tasks:
             task.cancel("the service is stopping")
-        if self.tasks:
-            await asyncio.wait(self.tasks)
+        if tasks:
+            await asyncio.wait(tasks)
         for link in list(self._links):
             link.close()
         self._server = None
@@ -197,13 +210,14 @@ class _ServerLink(Link):
         call = Call(self, frame)
         task = asyncio.get_running_loop().create_task(self._answer(call, frame.stream), name=f"call {frame.method}")
         self._calls[frame.stream] = (call, task)
-        self._server.tasks.add(task)
+        (self._server.standing_tasks if frame.method in self._server.standing else self._server.tasks).add(task)
         # A callback, because a task that is cancelled before its first step runs no code of its own.
         task.add_done_callback(lambda task: self._forget(frame.stream, task))
         self.watch_peer()
 
     def _forget(self, stream: int, task: asyncio.Task[None]) -> None:
         self._server.tasks.discard(task)
+        self._server.standing_tasks.discard(task)
         del self._calls[stream]
 
     def _refuse(self, frame: Open) -> MeshError | None:

@@ -8,8 +8,8 @@ import pytest
 from mesh.discovery import Put, open_discovery
 from protocol.messages import WorkerCard, decode_card
 from protocol.version import OURS, Versions
-from tests.compat.conftest import NEW, MixedMesh, Release
 from tests.support.mesh import until
+from tests.support.services import NEW, Release, Services
 from tests.support.streams import Stream, check_mock_answer
 
 BOTH = ("old", "new")
@@ -17,10 +17,10 @@ BLOCK = 16
 
 
 @pytest.fixture(scope="module")
-def mesh(place: str, old: Release, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MixedMesh]:
+def mesh(place: str, old: Release, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     """Run a frontend, a prefill worker and a decode worker of each release."""
     with ExitStack() as stack:
-        mesh = MixedMesh(tmp_path_factory.mktemp("mixed"), place, stack)
+        mesh = Services(tmp_path_factory.mktemp("mixed"), place, stack)
         names = [mesh.start(role, one) for role in ("frontend", "prefill", "decode") for one in (old, NEW)]
         mesh.until_ready(*names)
         for frontend in BOTH:
@@ -32,14 +32,14 @@ def prompt_of(length: int, first: int) -> list[int]:
     return [(first * 131 + 37 * i) % 1900 + 50 for i in range(length)]
 
 
-def pinned(mesh: MixedMesh, frontend: str, prefill: str, decode: str, first: int) -> Stream:
+def pinned(mesh: Services, frontend: str, prefill: str, decode: str, first: int) -> Stream:
     """A stream whose prompt is computed by one worker and whose tokens come from another."""
     headers = {"x-kvmesh-worker": f"decode-{decode}", "x-kvmesh-prefill-worker": f"prefill-{prefill}"}
     how = {"trace": True, "disaggregate": True}
     return Stream(mesh.url(f"frontend-{frontend}"), prompt_of(100, first), 8, headers=headers, kvmesh=how)
 
 
-async def test_the_mesh_is_really_of_two_releases(mesh: MixedMesh) -> None:
+async def test_the_mesh_is_really_of_two_releases(mesh: Services) -> None:
     store, found = open_discovery(mesh.discovery), dict[str, Versions]()
     async for change in store.watch("workers/"):
         assert isinstance(change, Put)
@@ -53,7 +53,7 @@ async def test_the_mesh_is_really_of_two_releases(mesh: MixedMesh) -> None:
 
 
 @pytest.mark.parametrize("frontend", BOTH)
-def test_every_decode_worker_pulls_from_every_prefill_worker(mesh: MixedMesh, frontend: str) -> None:
+def test_every_decode_worker_pulls_from_every_prefill_worker(mesh: Services, frontend: str) -> None:
     pairs = [(prefill, decode) for prefill in BOTH for decode in BOTH]
     first = 10 * BOTH.index(frontend)
     streams = [pinned(mesh, frontend, *pair, first + number) for number, pair in enumerate(pairs)]
@@ -65,7 +65,7 @@ def test_every_decode_worker_pulls_from_every_prefill_worker(mesh: MixedMesh, fr
 
 
 @pytest.mark.parametrize(("frontend", "other"), [BOTH, BOTH[::-1]])
-def test_a_frontend_follows_the_caches_of_all_workers(mesh: MixedMesh, frontend: str, other: str) -> None:
+def test_a_frontend_follows_the_caches_of_all_workers(mesh: Services, frontend: str, other: str) -> None:
     """The other frontend has placed the prompt: only KV events tell this one where it is."""
     for number, worker in enumerate(BOTH):
         prompt = prompt_of(5 * BLOCK, 500 + number + 10 * BOTH.index(frontend))
@@ -81,7 +81,7 @@ def test_a_frontend_follows_the_caches_of_all_workers(mesh: MixedMesh, frontend:
         until(lambda overlap=overlap: overlap() >= 4, what="the KV events")
 
 
-def test_the_routers_of_both_frontends_gossip(mesh: MixedMesh) -> None:
+def test_the_routers_of_both_frontends_gossip(mesh: Services) -> None:
     for asked, told in (BOTH, BOTH[::-1]):
         before = mesh.metric(f"frontend-{told}", "kvmesh_router_gossip_received_total")
         check_mock_answer(pinned(mesh, asked, "new", "old", 700 + BOTH.index(asked)).join())
@@ -95,7 +95,7 @@ def test_the_routers_of_both_frontends_gossip(mesh: MixedMesh) -> None:
 
 @pytest.mark.parametrize("place", ["file"], indirect=True)
 @pytest.mark.parametrize(("dies", "stays"), [BOTH, BOTH[::-1]])
-def test_streams_migrate_between_the_releases(mesh: MixedMesh, old: Release, dies: str, stays: str) -> None:
+def test_streams_migrate_between_the_releases(mesh: Services, old: Release, dies: str, stays: str) -> None:
     streams = [Stream(mesh.url(f"frontend-{of}"), prompt_of(40, 800 + i), 120) for i in range(4) for of in BOTH]
     for stream in streams:
         stream.until_tokens(5)

@@ -3,14 +3,14 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.compat.conftest import NEW, MixedMesh, Release
 from tests.support.mesh import until
+from tests.support.services import NEW, Release, Services
 from tests.support.streams import Stream, check_mock_answer
 
 
 def test_frontends_ask_routers_of_the_other_release(place: str, old: Release, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        mesh = MixedMesh(tmp_path, place, stack)
+        mesh = Services(tmp_path, place, stack)
         mesh.start("aggregated", NEW)
         frontends = [mesh.start("frontend", release, "--router", "remote") for release in (old, NEW)]
         routers = [mesh.start("router", release) for release in (old, NEW)]  # router-new is asked first, by its name

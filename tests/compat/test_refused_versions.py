@@ -9,17 +9,17 @@ import httpx
 import pytest
 
 from protocol.version import PROTOCOL_VERSION, RELEASE
-from tests.compat.conftest import NEW, MixedMesh, Release, claiming
 from tests.support.mesh import until
+from tests.support.services import NEW, Release, Services, claiming
 from tests.support.streams import Stream, check_mock_answer
 
 FAR = claiming(99, 98, "9.9.9")
 
 
 @pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[MixedMesh]:
+def mesh(tmp_path: Path) -> Iterator[Services]:
     with ExitStack() as stack:
-        yield MixedMesh(tmp_path, f"file:{tmp_path / 'discovery'}", stack)
+        yield Services(tmp_path, f"file:{tmp_path / 'discovery'}", stack)
 
 
 def both_versions(text: str) -> bool:
@@ -27,13 +27,13 @@ def both_versions(text: str) -> bool:
     return all(part in text for part in (*theirs, *ours))
 
 
-def answers(mesh: MixedMesh, frontend: str, count: int = 8) -> None:
+def answers(mesh: Services, frontend: str, count: int = 8) -> None:
     streams = [Stream(mesh.url(frontend), [100 * n + i for i in range(1, 30)], 4) for n in range(1, count + 1)]
     for stream in streams:
         check_mock_answer(stream.join())
 
 
-def test_a_worker_of_a_far_release_is_refused_by_name(mesh: MixedMesh) -> None:
+def test_a_worker_of_a_far_release_is_refused_by_name(mesh: Services) -> None:
     names = [mesh.start("frontend", NEW), mesh.start("aggregated", NEW), mesh.start("aggregated", FAR)]
     mesh.until_ready(*names)
     mesh.until_joined("frontend-new", 1)
@@ -46,14 +46,14 @@ def test_a_worker_of_a_far_release_is_refused_by_name(mesh: MixedMesh) -> None:
     answers(mesh, "frontend-new")
 
 
-def test_a_frontend_of_a_far_release_refuses_our_workers(mesh: MixedMesh) -> None:
+def test_a_frontend_of_a_far_release_refuses_our_workers(mesh: Services) -> None:
     mesh.until_ready(mesh.start("aggregated", NEW), mesh.start("frontend", FAR))
     until(lambda: "ignoring workers/aggregated-new" in mesh.log("frontend-other"), what="the refusal in its log")
     refused = mesh.health("frontend-other")["discovery"]["ignored"]
     assert [both_versions(found["reason"]) for found in refused] == [True]
 
 
-def test_the_previous_release_goes_on_beside_a_far_worker(mesh: MixedMesh, old: Release) -> None:
+def test_the_previous_release_goes_on_beside_a_far_worker(mesh: Services, old: Release) -> None:
     """Release 0.1.0 reads no version: the worker refuses its calls, and they go to the other worker."""
     names = [mesh.start("frontend", old), mesh.start("aggregated", NEW), mesh.start("aggregated", FAR)]
     mesh.until_ready(*names)
@@ -63,7 +63,7 @@ def test_the_previous_release_goes_on_beside_a_far_worker(mesh: MixedMesh, old: 
     assert lines and all("protocol 1 (kvmesh 0.1)" in line and "protocol 99" in line for line in lines)
 
 
-def test_a_router_of_a_far_release_is_not_asked(mesh: MixedMesh) -> None:
+def test_a_router_of_a_far_release_is_not_asked(mesh: Services) -> None:
     mesh.until_ready(
         mesh.start("aggregated", NEW), mesh.start("router", FAR), mesh.start("frontend", NEW, "--router", "remote")
     )

@@ -17,7 +17,7 @@ from mesh.discovery import BACKENDS, Change, Deleted, Discovery, Put, open_disco
 from mesh.discovery.file import FileDiscovery
 from mesh.discovery.memory import MemoryDiscovery
 from protocol.errors import ConfigError
-from tests.support.etcd_server import WHY_NONE, EtcdProcess
+from tests.support.etcd_server import WHY_NONE, EtcdProcess, free_port
 from tests.support.fake_cluster import FakeCluster
 from tests.support.patience import PATIENCE_S
 
@@ -45,6 +45,10 @@ async def discovery(
             token = tmp_path / "token"
             token.write_text(cluster.token)
             store = open_discovery(f"kubernetes:ns/run?api={cluster.url}&token-file={token}")
+        case "static":  # a process that asks itself over the wire
+            address = f"127.0.0.1:{free_port()}"
+            (tmp_path / "mesh.txt").write_text(f"{address}\n")
+            store = open_discovery(f"static:{tmp_path / 'mesh.txt'}?listen={address}")
         case scheme:
             store = open_discovery(f"{scheme}:{tmp_path / 'run'}")
     yield store

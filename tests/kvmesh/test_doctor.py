@@ -1,7 +1,12 @@
 """The doctor judges a machine by its facts, and ends on this one."""
 
+import asyncio
 import io
 import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -12,8 +17,12 @@ from rich.console import Console
 from kvmesh import doctor
 from kvmesh.doctor import Finding, TorchProbe
 from kvmesh.nixl_probe import NixlProbe
+from mesh.discovery import open_discovery, standing_calls
+from mesh.plane.server import PlaneServer
+from protocol.messages import RouterCard, encode_card
 from protocol.version import PROTOCOL_VERSION, RELEASE
 from tests.support.etcd_server import WHY_NONE, EtcdProcess, free_port
+from tests.support.patience import PATIENCE_S
 
 GPU = "NVIDIA H200, 143771 MiB, 570.1"
 CPU_TORCH = TorchProbe("2.13.0+cpu")
@@ -110,6 +119,48 @@ def test_a_discovery_server_is_tried_and_left_as_it_was(tmp_path: Path, monkeypa
         assert etcd.ctl("get", "", "--prefix", "--keys-only").strip() == ""
     finally:
         etcd.stop()
+
+
+def test_each_address_of_a_list_is_asked(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.txt"
+    url = f"static:{path}"
+    assert (missing := doctor.check_discovery(url)).status == "fail" and "cannot be read" in missing.found
+    path.write_text("nonsense\n")
+    assert "line 1: 'nonsense' is no address" in doctor.check_discovery(url).found
+    path.write_text(away := f"127.0.0.1:{free_port()}")
+    finding = doctor.check_discovery(url)
+    assert finding.status == "warn"
+    assert f"0 of 1 addresses of {url} answer; {away}: cannot connect" in finding.found
+    with listening_service(path) as address:
+        path.write_text(address)
+        assert doctor.check_discovery(url) == Finding("discovery", "ok", f"1 of 1 addresses of {url} answer")
+        assert doctor.check_versions(url).found.endswith(f"registered services: 1 of kvmesh {RELEASE}")
+
+
+@contextmanager
+def listening_service(path: Path) -> Iterator[str]:
+    """Run a service in a thread: the doctor runs event loops of its own."""
+    started, stop = Future[str](), asyncio.Event()
+
+    async def serve() -> None:
+        store = open_discovery(f"static:{path}")
+        server = PlaneServer({}, standing=standing_calls(store))
+        address = await server.start("127.0.0.1")
+        await store.put("routers/r", encode_card(RouterCard(name="r")))
+        started.set_result(address)
+        await stop.wait()
+        await store.close()
+        await server.close()
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        yield started.result(PATIENCE_S)
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
 
 
 def test_services_of_far_releases_are_named(tmp_path: Path) -> None:
