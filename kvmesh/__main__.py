@@ -19,7 +19,7 @@ COMMANDS = {
     "demo-planner": ("kvmesh.demo_planner", "a load that triples and falls, and a planner that follows it"),
     "replay": ("simulator.replay", "simulate a mesh under a trace or synthetic load"),
     "profile": ("profiler.__main__", "measure or estimate a worker; plan a deployment for an SLO"),
-    "bench": ("benchmarks.__main__", "measure a part: frontend, streams, soak, engine, index, many, planner, fidelity"),
+    "bench": ("benchmarks.__main__", "measure a part: frontend, streams, engine, index, many, picker, planner, ..."),
 }
 SERVICES = {
     "frontend": ("frontend.__main__", "one frontend: OpenAI's API in, tokens out"),
