@@ -314,13 +314,15 @@ class _Writer:
         now_s = asyncio.get_running_loop().time()
         for card in found:
             self.on_card(card, is_gone=False)
-        self._own.on_cards(found, now_s)
+        if self._own.on_cards(found, now_s):
+            log.warning("Kubernetes has lost cards of this process: they are written again")
         self._changed.set()
 
     def on_card(self, card: MeshCard, is_gone: bool) -> None:
         now_s = asyncio.get_running_loop().time()
         if is_gone:
-            self._own.on_gone(card.name, now_s)
+            if self._own.on_gone(card.name, now_s):
+                log.warning("somebody has taken the card %s away: it is written again", card.key)
         elif other := self._own.on_card(card, now_s):
             log.warning("pod %s has written the card %s too: give services names of their own", other, card.key)
         self._changed.set()

@@ -111,12 +111,13 @@ class OwnCards:
 
     # --- what is seen ---------------------------------------------------------------------------------
 
-    def on_cards(self, found: Iterable[MeshCard], now_s: float) -> None:
-        """Take that these are all cards, or all those of our pod. Call `on_card` for each of them first."""
+    def on_cards(self, found: Iterable[MeshCard], now_s: float) -> bool:
+        """Take that these are all cards, or all those of our pod. Call `on_card` for each of them first.
+
+        Return whether one of ours has to be written again.
+        """
         names = {card.name for card in found}
-        for name in list(self._keys):
-            if name not in names:
-                self.on_gone(name, now_s)
+        return sum(self.on_gone(name, now_s) for name in list(self._keys) if name not in names) > 0
 
     def on_card(self, card: MeshCard, now_s: float) -> str:
         """Take a card. Return the name of another pod that has written over ours, once."""
@@ -135,13 +136,15 @@ class OwnCards:
             self.on_gone(card.name, now_s)
         return ""
 
-    def on_gone(self, name: str, now_s: float) -> None:
-        """Take that a card is not there, or is empty."""
+    def on_gone(self, name: str, now_s: float) -> bool:
+        """Take that a card is not there, or is empty. Return whether it has to be written again."""
         own = self._own.get(self._keys.get(name, ""))
-        if own is not None and own.is_settled():
-            own.written = None
-            own.due_s = max(now_s + REPAIR_SPREAD_S * self._draw(), own.repaired_s + REPAIR_S)
-            own.repaired_s = own.due_s
+        if own is None or not own.is_settled():
+            return False
+        own.written = None
+        own.due_s = max(now_s + REPAIR_SPREAD_S * self._draw(), own.repaired_s + REPAIR_S)
+        own.repaired_s = own.due_s
+        return True
 
     def _is_left(self, card: MeshCard) -> bool:
         owner = card.owner

@@ -31,7 +31,8 @@ class FakeCluster:
 
     def __post_init__(self) -> None:
         self.objects: dict[Key, dict[str, Any]] = {}
-        self.history: list[tuple[int, str, Key, dict[str, Any]]] = []  # revision, kind, key, object
+        # revision, kind, key, object, the object before
+        self.history: list[tuple[int, str, Key, dict[str, Any], dict[str, Any] | None]] = []
         self.oldest = 0  # revisions before this one are forgotten
         self._revision = 100
         self._uids = itertools.count(1)
@@ -124,7 +125,7 @@ class FakeCluster:
     def _record(self, kind: str, key: Key, content: dict[str, Any]) -> None:
         self._revision += 1
         content["metadata"]["resourceVersion"] = str(self._revision)
-        self.history.append((self._revision, kind, key, content))
+        self.history.append((self._revision, kind, key, content, self.objects.get(key)))
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -205,9 +206,11 @@ class FakeCluster:
             return
         while True:
             changed = self._changed
-            for revision, kind, name, content in list(self.history):
+            for revision, kind, name, content, before in list(self.history):
                 if revision > seen and selects(request, key, name, content):
                     await response.write(line(kind, content))
+                elif revision > seen and before is not None and selects(request, key, name, before):
+                    await response.write(line("DELETED", before))  # it has lost the labels that were asked for
             seen = self._revision
             if request.query.get("allowWatchBookmarks") == "true":
                 await response.write(line("BOOKMARK", {"metadata": {"resourceVersion": str(seen)}}))
