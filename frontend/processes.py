@@ -77,8 +77,11 @@ def bound_socket(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         holder = socket.socket(family, kind, protocol)
         try:
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server before may still end
+            if port:
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             holder.bind(address)
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # a free port is one that nobody shares yet
         except OSError:
             holder.close()
             raise
