@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
@@ -13,6 +12,7 @@ from kvevents.transport import KvSource, Snapshot
 from mesh.discovery import Deleted, Discovery, Put
 from mesh.discovery.place import SearchPlace
 from mesh.plane.client import PlaneClient
+from protocol.card_checks import problem_of
 from protocol.errors import ConfigError, FeedLostError, MeshError, WireError
 from protocol.events import Digest
 from protocol.ids import WorkerId
@@ -21,7 +21,7 @@ from protocol.model_files import fingerprint
 from protocol.version import VersionError
 from router.findings import KEY_PREFIX, UNREADABLE, Complaint, DiscoveryReport, Findings
 from router.fleet import WorkerFleet
-from router.members import Members
+from router.members import Changes, Members
 from router.metrics import EVENTS, LAPSED_WORKERS
 
 log = logging.getLogger(__name__)
@@ -128,29 +128,34 @@ class WorkerFeed:
             log.warning("ignoring %s: %s", key, error)
             self._findings.ignore(key, str(error) if isinstance(error, VersionError) else UNREADABLE)
             return
-        if not 0 < card.capacity < math.inf:
-            log.warning("ignoring %s: its capacity is %s, not a positive number", key, card.capacity)
-            self._findings.ignore(key, f"its capacity is {card.capacity}, not a positive number")
+        if problem := problem_of(card, key.removeprefix(KEY_PREFIX)):
+            log.warning("ignoring %s: %s", key, problem)
+            self._findings.ignore(key, problem)
             return
         self._values[key] = value
-        if self._members.join(card):
-            self._findings.count(key)
+        self._findings.count(key)
+        changes = self._members.join(card)
+        if card not in (*changes.joined, *changes.put_aside):
+            changes = Changes(changes.joined, [*changes.put_aside, card])
+        self._carry_out(changes)
+
+    def _carry_out(self, changes: Changes) -> None:
+        for card in changes.put_aside:
+            self._findings.ignore(KEY_PREFIX + card.worker_id, self._members.conflict(card))
+            self._tell_left(card.worker_id)
+            log.warning(
+                "worker %s (%s) waits: its block size %d, its context %d or its tokenizer %s is not that of the other "
+                "workers of %s; start all with the same --block-size and model", card.name, card.worker_id,
+                card.block_size, card.context_tokens, fingerprint(card.model_files)[:12] or "(not told)", card.model,
+            )  # fmt: skip
+        for card in changes.joined:
+            self._findings.count(KEY_PREFIX + card.worker_id)
             self._tell_joined(card)
-            return
-        self._findings.ignore(key, self._members.conflict(card))
-        self._tell_left(card.worker_id)
-        log.warning(
-            "worker %s (%s) waits: its block size %d, its context %d or its tokenizer %s is not that of the other "
-            "workers of %s; start all with the same --block-size and model", card.name, card.worker_id, card.block_size,
-            card.context_tokens, fingerprint(card.model_files)[:12] or "(not told)", card.model,
-        )  # fmt: skip
 
     def _leave(self, worker_id: WorkerId) -> None:
         log.info("worker left", extra={"worker": worker_id})
         self._tell_left(worker_id)
-        for card in self._members.leave(worker_id):
-            self._findings.count(KEY_PREFIX + card.worker_id)
-            self._tell_joined(card)
+        self._carry_out(self._members.leave(worker_id))
 
     def _tell_joined(self, card: WorkerCard) -> None:
         log.info("worker joined", extra={"worker": card.worker_id, "role": card.role.value, "model": card.model})
