@@ -17,7 +17,7 @@ from tests.support.chart import (
     helm,
     needs_helm,
     of_kind,
-    pod_of,
+    pods_of,
     refused,
     rendered,
 )
@@ -26,7 +26,7 @@ pytestmark = needs_helm
 
 GOLDEN = Path(__file__).parent / "golden"
 # Kinds of other projects: Kubernetes has no schema for them.
-FOREIGN = ("LeaderWorkerSet", "PodMonitor", "InferencePool")
+FOREIGN = ("LeaderWorkerSet", "PodMonitor", "InferencePool", "HTTPRoute")
 ALL = (
     "router.separate=true",
     "planner.enabled=true",
@@ -42,6 +42,10 @@ ALL = (
     'poolDefaults.priorityClassName="gpu"',
     'poolDefaults.rdma={"resource": "rdma/hca", "count": 1}',
     'events.transport="nats"',
+    'events.natsSecret="nats"',
+    "endpointPicker.enabled=true",
+    'endpointPicker.tlsSecret="tls"',
+    'endpointPicker.podAnnotations={"a": "b"}',
 )
 
 
@@ -102,7 +106,7 @@ def summary(one: Object) -> Object:
     spec = one.get("spec", {})
     said: Object = {"object": f"{one['kind']} {one['metadata']['name']}"}
     if of_kind([one], "Deployment", "LeaderWorkerSet"):
-        pod = pod_of(one)["spec"]
+        [pod] = [template["spec"] for template in pods_of(one)]
         [container] = pod["containers"]
         said["replicas"] = spec.get("replicas", "set by others")
         said["nodes"] = spec.get("leaderWorkerTemplate", {}).get("size", 1)

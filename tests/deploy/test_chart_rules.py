@@ -17,15 +17,16 @@ from tests.support.chart import (
     NAMESPACE,
     RELEASE,
     Object,
+    container_of,
+    containers,
     flags_of,
     in_a_pod,
     named,
     needs_helm,
     of_kind,
-    pod_of,
+    pods,
     refused,
     rendered,
-    workloads,
 )
 from workers.__main__ import with_engine_args
 from workers.config import WorkerConfig
@@ -35,11 +36,15 @@ from workers.engines.vllm.arguments import Surroundings, leads, plan_start
 pytestmark = needs_helm
 
 SGLANG = ('pools.decode.engine="sglang"', "pools.decode.nodes=2", 'pools.decode.engineArgs=["--tp", "16"]')
+NATS = ('events.transport="nats"', 'events.natsSecret="nats"')
+PICKER = ("endpointPicker.enabled=true", 'endpointPicker.tlsSecret="tls"', 'endpointPicker.failureMode="FailOpen"')
 CASES = [
     *((example, ()) for example in EXAMPLES),
     ("values-tiny.yaml", ("router.separate=true", "planner.enabled=true", 'planner.settings.prefill_profile="mock"')),
     ("values-tiny.yaml", ("planner.enabled=true", 'planner.settings={"mode": "aggregated", "max_gpus": 1048576}')),
-    ("values-tiny.yaml", ('events.transport="nats"', 'frontend.apiKeysSecret="keys"', *SGLANG)),
+    ("values-tiny.yaml", (*NATS, 'frontend.apiKeysSecret="keys"', *SGLANG)),
+    ("values-tiny.yaml", (*PICKER, *NATS, "router.separate=true")),
+    ("values-70b-two-node-engines.yaml", PICKER),
 ]
 every_case = pytest.mark.parametrize(("example", "settings"), CASES)
 
@@ -51,7 +56,7 @@ def parsed(container: Object) -> FrontendConfig | RouterConfig | ServiceConfig |
         case ["python", "-m", "frontend"]:
             load(RouterConfig, [], environ, prefix="KVMESH_ROUTER_", prog="router", section="router")
             return load(FrontendConfig, argv, environ, prefix="KVMESH_FRONTEND_", prog="frontend")
-        case ["python", "-m", "router"]:
+        case ["python", "-m", "router"]:  # or an endpoint picker
             return load(RouterConfig, argv, environ, prefix="KVMESH_ROUTER_", prog="router")
         case ["python", "-m", "planner"]:
             return load(ServiceConfig, argv, environ, prefix="KVMESH_PLANNER_", prog="planner")
@@ -62,27 +67,26 @@ def parsed(container: Object) -> FrontendConfig | RouterConfig | ServiceConfig |
 
 @every_case
 def test_every_flag_and_variable_is_one_of_the_service(example: str, settings: tuple[str, ...]) -> None:
-    for name, _, container in workloads(rendered(example, *settings)):
+    for name, _, container in containers(rendered(example, *settings)):
         config = parsed(container)
         assert config.discovery == f"kubernetes:{NAMESPACE}/{RELEASE}", name
         if isinstance(config, WorkerConfig) and config.engine == "vllm":
             plan_start(config, config.model, (), Surroundings(5600, 8))
-            assert leads(config) == ("--nnodes" not in config.engine_args)  # in_a_pod says that it is pod 1 of 2
+            assert leads(config) == ("--nnodes" not in config.engine_args)  # in_a_pod says: pod 1 of 2
         if isinstance(config, WorkerConfig) and config.engine == "sglang":
             assert read_flags(config).node_rank == 1
 
 
 def test_large_numbers_arrive_as_they_were_written() -> None:
     objects = rendered("values-tiny.yaml", "pools.decode.settings.num_blocks=104857600")
-    [config] = [parsed(one) for name, _, one in workloads(objects) if name == "demo-decode"]
+    config = parsed(container_of(objects, "demo-decode"))
     assert isinstance(config, WorkerConfig) and config.num_blocks == 104857600
 
 
 @pytest.mark.parametrize("place", ["frontend", "router", "planner", "pools.decode"])
 def test_what_the_chart_decides_cannot_be_set_again(place: str) -> None:
     objects = rendered("values-tiny.yaml", "router.separate=true", "planner.enabled=true")
-    name = f"demo-{place.removeprefix('pools.')}"
-    [container] = [one for owner, _, one in workloads(objects) if owner == name]
+    container = container_of(objects, f"demo-{place.removeprefix('pools.')}")
     decided = [flag.removeprefix("--").replace("-", "_") for flag in flags_of(container)]
     values = ", ".join(f'"{one}": 1' for one in decided)
     text = refused("router.separate=true", "planner.enabled=true", f"{place}.settings={{{values}}}")
@@ -93,8 +97,8 @@ def test_what_the_chart_decides_cannot_be_set_again(place: str) -> None:
 @every_case
 def test_a_pod_has_more_time_to_stop_than_a_drain_takes(example: str, settings: tuple[str, ...]) -> None:
     """Requests in flight have the drain's time, and KV that others still fetch once more."""
-    for name, pod, container in workloads(rendered(example, *settings)):
-        drain_s = float(flags_of(container).get("--drain-timeout-s", "0"))
+    for name, pod, container in containers(rendered(example, *settings)):
+        drain_s = float(flags_of(container).get("--drain-timeout-s", "0"))  # a planner has nothing to drain
         program, before_s = container["lifecycle"]["preStop"]["exec"]["command"]
         assert pod["spec"]["terminationGracePeriodSeconds"] >= float(before_s) + 2 * drain_s + 10, name
         assert program == "sleep" and float(before_s) > 0
@@ -103,18 +107,18 @@ def test_a_pod_has_more_time_to_stop_than_a_drain_takes(example: str, settings: 
 @every_case
 def test_selectors_find_the_pods_and_no_others(example: str, settings: tuple[str, ...]) -> None:
     objects = rendered(example, *settings)
-    pods = {name: pod["metadata"]["labels"] for name, pod, _ in workloads(objects)}
-    assert all(labels["kvmesh.dev/mesh"] == RELEASE for labels in pods.values())
+    labels_of = {name: pod["metadata"]["labels"] for name, pod in pods(objects)}
+    assert all(labels["kvmesh.dev/mesh"] == RELEASE for labels in labels_of.values())
     for one in of_kind(objects, "Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"):
         spec, name = one["spec"], one["metadata"]["name"]
         selector = spec.get("podSelector") or spec["selector"]
-        found = [owner for owner, labels in pods.items() if selector_fits(selector, labels)]
+        found = [owner for owner, labels in labels_of.items() if selector_fits(selector, labels)]
         is_of_all_workers = one["kind"] == "PodMonitor" and name == "demo-worker"
-        workers = [owner for owner, labels in pods.items() if "kvmesh.dev/pool" in labels]
+        workers = [owner for owner, labels in labels_of.items() if "kvmesh.dev/pool" in labels]
         assert found == (workers if is_of_all_workers else [name]), (one["kind"], name)
-    for name, pod, _ in workloads(objects):
+    for _, pod in pods(objects):
         [constraint] = pod["spec"]["topologySpreadConstraints"]
-        assert selector_fits(constraint["labelSelector"], pods[name])
+        assert selector_fits(constraint["labelSelector"], pod["metadata"]["labels"])
 
 
 def selector_fits(selector: Object, labels: dict[str, str]) -> bool:
@@ -125,11 +129,12 @@ def selector_fits(selector: Object, labels: dict[str, str]) -> bool:
 @every_case
 def test_policies_open_the_ports_on_which_pods_listen(example: str, settings: tuple[str, ...]) -> None:
     objects = rendered(example, *settings)
-    for name, _, container in workloads(objects):
-        opened = set(ports_of(named(objects, "NetworkPolicy", name)))
-        assert listening(container) == opened, name
-        for port in container["ports"]:
-            assert (port["containerPort"], port["containerPort"]) in opened, (name, port)
+    wanted: dict[str, set[tuple[int, int]]] = {}
+    for name, _, container in containers(objects):
+        own = listening(container)
+        wanted.setdefault(name, set()).update(own)
+        assert {(port["containerPort"], port["containerPort"]) for port in container["ports"]} <= own
+    assert {name: set(ports_of(named(objects, "NetworkPolicy", name))) for name in wanted} == wanted
 
 
 def ports_of(policy: Object) -> Iterator[tuple[int, int]]:
@@ -147,8 +152,10 @@ def listening(container: Object) -> set[tuple[int, int]]:
         case FrontendConfig():
             router = load(RouterConfig, [], environ, prefix="KVMESH_ROUTER_", prog="router")
             singles = {config.port} | ({router.gossip_port} if config.router == "embedded" else set())
-        case RouterConfig():
+        case RouterConfig(ext_proc_port=None):
             singles = {config.port, config.http_port, config.gossip_port}
+        case RouterConfig():
+            singles = {config.ext_proc_port or 0, config.http_port, config.gossip_port}
         case ServiceConfig():
             singles = {config.metrics_port}
         case WorkerConfig():
@@ -171,7 +178,7 @@ def both_ends(ports: str) -> tuple[int, int]:
 
 @every_case
 def test_pods_run_without_rights_on_their_host(example: str, settings: tuple[str, ...]) -> None:
-    for name, pod, container in workloads(rendered(example, *settings)):
+    for name, pod, container in containers(rendered(example, *settings)):
         spec, security = pod["spec"], container["securityContext"]
         assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 10001, name
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -185,16 +192,17 @@ def test_pods_run_without_rights_on_their_host(example: str, settings: tuple[str
 @every_case
 def test_no_pod_gets_variables_named_after_services(example: str, settings: tuple[str, ...]) -> None:
     """Kubernetes would set KVMESH_FRONTEND_PORT=tcp://... for a release called kvmesh: a bad setting."""
-    assert all(pod["spec"]["enableServiceLinks"] is False for _, pod, _ in workloads(rendered(example, *settings)))
+    assert all(pod["spec"]["enableServiceLinks"] is False for _, pod in pods(rendered(example, *settings)))
 
 
 @every_case
 def test_what_a_process_writes_to_lies_on_a_volume(example: str, settings: tuple[str, ...]) -> None:
-    for name, pod, container in workloads(rendered(example, *settings)):
+    for name, pod in pods(rendered(example, *settings)):
+        used = {mount["name"] for one in pod["spec"]["containers"] for mount in one["volumeMounts"]}
+        assert used == {volume["name"] for volume in pod["spec"]["volumes"]}, name
+    for name, _, container in containers(rendered(example, *settings)):
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
-        assert set(mounts.values()) == volumes, name
-        for flag in ("--model-cache", "--record-file", "--api-keys-file"):
+        for flag in ("--model-cache", "--record-file", "--api-keys-file", "--ext-proc-tls-cert"):
             if path := flags_of(container).get(flag):
                 assert any(path.startswith(mount) for mount in mounts), (name, flag)
         if "--kv-events-transport" in flags_of(container):
@@ -203,7 +211,7 @@ def test_what_a_process_writes_to_lies_on_a_volume(example: str, settings: tuple
 
 @every_case
 def test_a_probe_asks_a_port_of_the_container(example: str, settings: tuple[str, ...]) -> None:
-    for name, _, container in workloads(rendered(example, *settings)):
+    for name, _, container in containers(rendered(example, *settings)):
         ports = {port["name"] for port in container["ports"]}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert container[probe]["httpGet"]["port"] in ports, (name, probe)
@@ -214,7 +222,7 @@ def test_a_probe_asks_a_port_of_the_container(example: str, settings: tuple[str,
 def test_accounts_and_roles_belong_to_pods_of_the_chart(example: str, settings: tuple[str, ...]) -> None:
     objects = rendered(example, *settings)
     accounts = {one["metadata"]["name"] for one in of_kind(objects, "ServiceAccount")}
-    assert {pod["spec"]["serviceAccountName"] for _, pod, _ in workloads(objects)} <= accounts
+    assert {pod["spec"]["serviceAccountName"] for _, pod in pods(objects)} <= accounts
     for role in of_kind(objects, "Role"):
         for rule in role["rules"]:
             assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]], role["metadata"]["name"]
@@ -225,7 +233,7 @@ def test_accounts_and_roles_belong_to_pods_of_the_chart(example: str, settings: 
 def test_the_planner_scales_workloads_that_its_role_names() -> None:
     for settings in ((), ('pools.decode.engine="vllm"', "pools.decode.nodes=2")):
         objects = rendered("values-tiny.yaml", "planner.enabled=true", *settings)
-        [flags] = [flags_of(one) for name, _, one in workloads(objects) if name == "demo-planner"]
+        flags = flags_of(container_of(objects, "demo-planner"))
         pools = {one["metadata"]["name"]: one for one in of_kind(objects, "Deployment", "LeaderWorkerSet")}
         rules = named(objects, "Role", "demo-planner")["rules"]
         for flag in ("--kubernetes-prefill", "--kubernetes-decode"):
@@ -248,14 +256,50 @@ def test_frontends_are_scaled_by_a_metric_that_they_have() -> None:
 
 def test_gpus_and_rdma_devices_are_asked_for_by_name() -> None:
     objects = rendered("values-8b-4-nodes.yaml")
-    limits = pod_of(named(objects, "Deployment", "demo-decode"))["spec"]["containers"][0]["resources"]["limits"]
+    limits = container_of(objects, "demo-decode")["resources"]["limits"]
     assert limits["nvidia.com/gpu"] == 1 and limits["rdma/hca_shared_devices_a"] == 1
 
 
 def test_an_engine_over_two_nodes_is_one_group_of_pods() -> None:
-    group = named(rendered("values-70b-two-node-engines.yaml"), "LeaderWorkerSet", "demo-decode")["spec"]
-    assert group["leaderWorkerTemplate"]["size"] == 2
-    assert group["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
-    [container] = pod_of({"kind": "LeaderWorkerSet", "spec": group})["spec"]["containers"]
-    argv, _ = in_a_pod(container)
+    objects = rendered("values-70b-two-node-engines.yaml")
+    group = named(objects, "LeaderWorkerSet", "demo-decode")["spec"]["leaderWorkerTemplate"]
+    assert group["size"] == 2 and group["restartPolicy"] == "RecreateGroupOnPodRestart"
+    argv, _ = in_a_pod(container_of(objects, "demo-decode"))
     assert {"--nnodes=2", "--node-rank=1", "--master-addr=demo-0.demo.llm"} <= set(argv)
+
+
+def test_a_gateway_finds_pods_with_a_frontend_and_its_picker() -> None:
+    objects = rendered("values-tiny.yaml", *PICKER, 'endpointPicker.parentRefs=[{"name": "front-door"}]')
+    [pool], [route] = of_kind(objects, "InferencePool"), of_kind(objects, "HTTPRoute")
+    assert route["spec"]["rules"][0]["backendRefs"][0]["name"] == pool["metadata"]["name"] == RELEASE
+    selected = {
+        name for name, pod in pods(objects) if selector_fits(pool["spec"]["selector"], pod["metadata"]["labels"])
+    }
+    assert selected == {"demo-decode"}
+    [target] = pool["spec"]["targetPorts"]
+    worker, frontend = container_of(objects, "demo-decode", "worker"), container_of(objects, "demo-decode", "frontend")
+    assert flags_of(worker)["--http-endpoint"] == f"$(KVMESH_POD_IP):{target['number']}"
+    assert flags_of(frontend)["--router"] == "direct" and int(flags_of(frontend)["--port"]) == target["number"]
+    service = named(objects, "Service", pool["spec"]["endpointPickerRef"]["name"])
+    assert service["spec"]["ports"][0]["port"] == pool["spec"]["endpointPickerRef"]["port"]["number"]
+    assert int(flags_of(container_of(objects, "demo-picker"))["--ext-proc-port"]) == 9002
+
+
+def test_a_pod_is_ready_without_being_known_to_others() -> None:
+    """The frontend beside a worker is ready at once: it waits for the worker, which counts once the pod is ready."""
+    probe = container_of(rendered("values-tiny.yaml", *PICKER), "demo-decode", "frontend")["readinessProbe"]
+    assert probe["httpGet"]["path"] == "/live"
+
+
+def test_headers_of_a_picker_are_believed_from_gateways_alone() -> None:
+    policy = named(rendered("values-tiny.yaml", *PICKER), "NetworkPolicy", "demo-decode")
+    [rule] = [one for one in policy["spec"]["ingress"] if {"protocol": "TCP", "port": 8000} in one["ports"]]
+    gateway, planner = rule["from"]
+    assert gateway["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "envoy-gateway-system"}
+    assert planner["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "planner"
+
+
+def test_of_an_engine_over_nodes_the_leader_alone_is_an_endpoint() -> None:
+    objects = rendered("values-70b-two-node-engines.yaml", *PICKER)
+    found = [[one["name"] for one in pod["spec"]["containers"]] for name, pod in pods(objects) if name == "demo-decode"]
+    assert found == [["worker", "frontend"], ["worker"]]

@@ -70,18 +70,32 @@ def named(objects: list[Object], kind: str, name: str) -> Object:
     return found
 
 
-def pod_of(workload: Object) -> Object:
-    """Return the template of a workload's pods."""
-    spec = workload["spec"]
-    return spec["leaderWorkerTemplate"]["workerTemplate"] if workload["kind"] == "LeaderWorkerSet" else spec["template"]
+def pods_of(workload: Object) -> list[Object]:
+    """Return the templates of a workload's pods: a group of pods may have one for its leader."""
+    if workload["kind"] == "LeaderWorkerSet":
+        group = workload["spec"]["leaderWorkerTemplate"]
+        return [group[name] for name in ("leaderTemplate", "workerTemplate") if name in group]
+    return [workload["spec"]["template"]]
 
 
-def workloads(objects: list[Object]) -> Iterator[tuple[str, Object, Object]]:
-    """Yield the name, the pod template and the only container of each workload."""
+def pods(objects: list[Object]) -> Iterator[tuple[str, Object]]:
+    """Yield the name of each workload, with the templates of its pods."""
     for workload in of_kind(objects, *_WORKLOADS):
-        pod = pod_of(workload)
-        [container] = pod["spec"]["containers"]
-        yield workload["metadata"]["name"], pod, container
+        for pod in pods_of(workload):
+            yield workload["metadata"]["name"], pod
+
+
+def containers(objects: list[Object]) -> Iterator[tuple[str, Object, Object]]:
+    """Yield each container of each pod template, with the workload's name."""
+    for name, pod in pods(objects):
+        for container in pod["spec"]["containers"]:
+            yield name, pod, container
+
+
+def container_of(objects: list[Object], workload: str, name: str = "") -> Object:
+    """Return the container `name`, or the only one, of a workload's pods."""
+    [found] = [one for owner, _, one in containers(objects) if owner == workload and name in ("", one["name"])]
+    return found
 
 
 def flags_of(container: Object) -> dict[str, str]:

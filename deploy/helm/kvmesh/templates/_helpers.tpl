@@ -2,7 +2,8 @@
 {{- define "kvmesh.ports" -}}
 frontend: 8000      {{/* HTTP API and /metrics */}}
 router: 7100        {{/* requests of frontends */}}
-routerHttp: 8100    {{/* the router's HTTP API and /metrics */}}
+routerHttp: 8100    {{/* the HTTP API and /metrics of routers and pickers */}}
+picker: 9002        {{/* ext_proc of gateways */}}
 gossip: 7300        {{/* routers tell each other what they have booked */}}
 worker: 7000        {{/* requests */}}
 metrics: 9100       {{/* /metrics and probes of workers and planner */}}
@@ -41,7 +42,7 @@ kubernetes:{{ .Release.Namespace }}/{{ .Release.Name }}
 
 {{- /* What all pods have in common. Service links are off: they would set KVMESH_FRONTEND_PORT and the like. */ -}}
 {{- define "kvmesh.pod" -}}
-serviceAccountName: {{ .root.Release.Name }}-{{ .component }}
+serviceAccountName: {{ .root.Release.Name }}-{{ .account | default .component }}
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ include "kvmesh.graceSeconds" . }}
 {{- with .root.Values.images.pullSecrets }}
@@ -97,11 +98,37 @@ lifecycle:
   valueFrom: {fieldRef: {fieldPath: metadata.uid}}
 - name: KVMESH_POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: KVMESH_CONTAINER
+  value: {{ . }}
+{{- end }}
+
+{{- /* The NATS server of KV events, for workers and routers. */ -}}
+{{- define "kvmesh.natsUrl" -}}
+{{- with .Values.events }}
+{{- .natsUrl }}{{ if .natsSecret }}?user={{ .natsUser }}&password-file=/etc/kvmesh/nats/password{{ end }}
+{{- end }}
+{{- end }}
+
+{{- define "kvmesh.natsVolume" -}}
+{{- with .Values.events }}
+{{- if and (eq .transport "nats") .natsSecret }}
+- name: nats
+  secret: {secretName: {{ .natsSecret }}, defaultMode: 0440}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "kvmesh.natsMount" -}}
+{{- with .Values.events }}
+{{- if and (eq .transport "nats") .natsSecret }}
+- {name: nats, mountPath: /etc/kvmesh/nats, readOnly: true}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- /* Settings as environment variables. JSON writes large numbers as Python reads them. */ -}}
 {{- define "kvmesh.settings" -}}
-{{- $decided := list "name" "host" "port" "advertise_host" "discovery" "metrics_port" "http_port" "gossip_port" "drain_timeout_s" "log_format" "router" "model_cache" "model_cache_mib" "api_keys_file" "processes" "connector" "kubernetes_namespace" "kubernetes_prefill" "kubernetes_decode" "record_file" "role" "engine" "engine_args" "model" "model_path" "count" "kv_events_transport" "kv_events_ports" "nats_url" "config" }}
+{{- $decided := list "name" "host" "port" "advertise_host" "discovery" "metrics_port" "http_port" "gossip_port" "drain_timeout_s" "log_format" "router" "model_cache" "model_cache_mib" "api_keys_file" "processes" "connector" "kubernetes_namespace" "kubernetes_prefill" "kubernetes_decode" "record_file" "role" "engine" "engine_args" "model" "model_path" "count" "kv_events_transport" "kv_events_ports" "nats_url" "http_endpoint" "ext_proc_port" "ext_proc_tls_cert" "ext_proc_tls_key" "config" }}
 {{- $taken := list }}
 {{- range $name, $_ := .settings }}{{ if has $name $decided }}{{ $taken = append $taken $name }}{{ end }}{{ end }}
 {{- if $taken }}
