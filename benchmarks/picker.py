@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated
 
 import aiohttp
+import psutil
 from aiohttp import web
 from msgspec import Meta, Struct, structs
 from rich.console import Console
@@ -38,6 +39,9 @@ MODEL = "tiny"
 MODES: tuple[Mode, ...] = ("none", "buffered", "duplex")
 START_S = 60.0
 GOAL_MS = 2.0
+PARTS, STREAMS = 400, 8  # of a streamed answer; streams at once
+PART = b'data: {"choices":[{"delta":{"content":"fox"}}]}\n\n'
+PART_GAP_S = 0.002  # so that parts travel one by one
 WORD = "quick brown fox "  # some five tokens of the tiny model
 
 
@@ -65,6 +69,7 @@ class PickerReport(Struct, frozen=True, kw_only=True):
     buffered_added_p90_ms: float
     duplex_added_p90_ms: float
     picker_pick_ms: float  # mean, by the picker's own clock, of all requests
+    duplex_part_us: float  # CPU of the picker for each part of an answer that passes through it
     goal_ms: float = GOAL_MS
     meets_goal: bool = False
 
@@ -97,7 +102,7 @@ async def measure(config: PickerConfig, folder: Path) -> PickerReport:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(answering(endpoint))
         await stack.enter_async_context(joined(discovery, config.workers, to))
-        await stack.enter_async_context(running_picker(folder, ext_proc, http_port, discovery))
+        picker = await stack.enter_async_context(running_picker(folder, ext_proc, http_port, discovery))
         stack.enter_context(running_envoy(folder, ext_proc, listeners))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         url = f"http://{HOST}:{http_port}"
@@ -106,11 +111,14 @@ async def measure(config: PickerConfig, folder: Path) -> PickerReport:
         before = await picker_time(session, url)
         times = await timed(session, ports, config.requests, config.prompt_words)
         after = await picker_time(session, url)
-        tokens = prompt_tokens(config.prompt_words)
-    return report_of(config, tokens, times, (after[0] - before[0]) / max(1.0, after[1] - before[1]))
+        part_s = await part_time(session, ports[2], picker)
+    pick_s = (after[0] - before[0]) / max(1.0, after[1] - before[1])
+    return report_of(config, prompt_tokens(config.prompt_words), times, pick_s, part_s)
 
 
-def report_of(config: PickerConfig, tokens: int, times: Sequence[Sequence[float]], pick_s: float) -> PickerReport:
+def report_of(
+    config: PickerConfig, tokens: int, times: Sequence[Sequence[float]], pick_s: float, part_s: float
+) -> PickerReport:
     """Return the report of the times at each port, in seconds, in the order of MODES."""
     plain, buffered, duplex = [statistics.median(one) * 1e3 for one in times]
     tails = [statistics.quantiles(one, n=10)[8] * 1e3 for one in times]
@@ -128,6 +136,7 @@ def report_of(config: PickerConfig, tokens: int, times: Sequence[Sequence[float]
         buffered_added_p90_ms=round(tails[1] - tails[0], 3),
         duplex_added_p90_ms=round(tails[2] - tails[0], 3),
         picker_pick_ms=round(pick_s * 1e3, 3),
+        duplex_part_us=round(part_s * 1e6, 1),
         meets_goal=max(added) <= GOAL_MS,
     )
 
@@ -163,9 +172,15 @@ async def answering(port: int) -> AsyncIterator[None]:
     """Serve as the endpoint: every request has the same answer."""
     reply = json.dumps({"object": "chat.completion", "choices": []})
 
-    async def answer(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(text=reply, content_type="application/json")
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if b'"stream": true' not in await request.read():
+            return web.Response(text=reply, content_type="application/json")
+        stream = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await stream.prepare(request)
+        for _ in range(PARTS):
+            await stream.write(PART)
+            await asyncio.sleep(PART_GAP_S)
+        return stream
 
     app = web.Application(client_max_size=1 << 26)
     app.router.add_route("*", "/{path:.*}", answer)
@@ -204,12 +219,12 @@ async def joined(place: str, workers: int, endpoint: str) -> AsyncIterator[None]
 
 
 @asynccontextmanager
-async def running_picker(folder: Path, ext_proc: int, http_port: int, discovery: str) -> AsyncIterator[None]:
+async def running_picker(folder: Path, ext_proc: int, http_port: int, discovery: str) -> AsyncIterator[psutil.Process]:
     argv = ["-m", "router", "--ext-proc-port", str(ext_proc), "--http-port", str(http_port), "--discovery", discovery]
     with (folder / "picker.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=log, stderr=log)
     try:
-        yield
+        yield psutil.Process(process.pid)
     finally:
         process.terminate()
         await process.wait()
@@ -224,6 +239,19 @@ async def until_picked(session: aiohttp.ClientSession, port: int) -> None:
                 return
         await asyncio.sleep(0.2)
     raise EngineError(f"no request got through the gateway within {START_S:.0f} s", hint=f"it said {reply.status}")
+
+
+async def part_time(session: aiohttp.ClientSession, port: int, picker: psutil.Process) -> float:
+    """Return the CPU time of the picker for a part of an answer, in seconds."""
+
+    async def stream() -> None:
+        body = json.loads(chat(0, 1)) | {"stream": True}
+        async with session.post(f"http://{HOST}:{port}/v1/chat/completions", data=json.dumps(body)) as reply:
+            await reply.read()
+
+    before = sum(picker.cpu_times()[:2])
+    await asyncio.gather(*[stream() for _ in range(STREAMS)])
+    return float(sum(picker.cpu_times()[:2]) - before) / (PARTS * STREAMS)
 
 
 async def picker_time(session: aiohttp.ClientSession, url: str) -> tuple[float, float]:
@@ -245,3 +273,4 @@ def show(report: PickerReport, console: Console) -> None:
     console.print(table)
     verdict = f"{'meets' if report.meets_goal else 'misses'} the goal of {report.goal_ms:g} ms added at p50"
     console.print(f"picks took {report.picker_pick_ms:.3f} ms; {verdict}")
+    console.print(f"a part of an answer that passes through the picker took {report.duplex_part_us:.0f} us of its CPU")

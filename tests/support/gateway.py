@@ -172,6 +172,8 @@ class Gateway:
         """Ask for an endpoint, show the picker a whole answer, and end the stream."""
         conversation = self.open()
         picked = await conversation.pick(body, path, **options)
+        if picked.status:
+            return picked
         await conversation.respond(b"data: a\n\n", b"data: [DONE]\n\n")
         await conversation.end()
         return picked

@@ -333,3 +333,24 @@ async def test_workers_that_leave_are_not_picked(picker: RunningPicker) -> None:
     await picker.until_known("w2")
     picked: list[Picked] = [await picker.gateway.pick() for _ in range(3)]
     assert {one.worker for one in picked} == {"w2"}
+
+
+async def test_pickers_tell_each_other_of_their_load(tmp_path: Path, model_folder: Path) -> None:
+    settings = {"gossip": True, "ramp_s": 0.0}
+    async with (
+        running(tmp_path, model_folder, name="one", **settings) as one,
+        running(tmp_path, model_folder, name="two", **settings) as two,
+    ):
+        await one.join("w1", "10.0.0.1:8000")
+        await one.join("w2", "10.0.0.2:8000")
+        for found in (one, two):
+            await found.until_known("w1", "w2")
+        held = one.gateway.open()
+        first = await held.pick(STORY)
+
+        async def the_other_knows() -> bool:
+            return (await two.gateway.pick(OTHER)).worker != first.worker
+
+        await two.until(the_other_knows)
+        assert {(await two.gateway.pick(OTHER)).worker for _ in range(4)} == {"w1", "w2"} - {first.worker}
+        await held.end()
