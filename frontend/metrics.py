@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cache
 
-from prometheus_client import Gauge
-
+from mesh.gauges import gauge
 from mesh.histogram import Distribution, LoopHistogram
 from mesh.tally import LoopCounter, LoopGauge, Tally
 
@@ -18,8 +17,8 @@ REQUESTS = LoopCounter(  # outcome: errors.OUTCOMES
     _P + "requests_total", "Requests that ended.", ["endpoint", "outcome"]
 )
 INFLIGHT = LoopGauge(_P + "inflight", "Requests in progress.").labels()
-MODELS_READY = Gauge(_P + "models_ready", "Models that can be asked.")
-WORKERS_DOWN = Gauge(_P + "workers_down", "Workers that end again and again, as their owners report.")
+MODELS_READY = gauge(_P + "models_ready", "Models that can be asked.", together="alike")
+WORKERS_DOWN = gauge(_P + "workers_down", "Workers that end again and again, as their owners report.", together="alike")
 TTFT = LoopHistogram(_P + "ttft_seconds", "Request received to first token sent.", ["endpoint"], buckets=_WAITS_S)
 ITL = LoopHistogram(_P + "itl_seconds", "Mean gap between the tokens of one answer.", ["endpoint"], buckets=_GAPS_S)
 DURATION = LoopHistogram(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from frontend import metrics
 from frontend.admission import Admission
 from frontend.config import FrontendConfig
 from frontend.direct import DirectRouter
@@ -76,6 +77,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
             settings = settings_of(config)
             api = FrontendApi(settings, models, dispatcher, opened.is_ready, folder, responses=responses, search=search)
             configure(api, config, guard, cors)
+            observe(models, search)
             async with listening_at(config, api, tls) as url:
                 card = FrontendCard(name=config.name, url=url, pid=os.getpid())
                 registration = await discovery.put(f"frontends/{config.name}", encode_card(card))
@@ -133,6 +135,12 @@ def configure(api: FrontendApi, config: FrontendConfig, guard: ApiKeyGuard | Non
     api.app.guard, api.app.cors, api.app.logs_access = guard, cors, config.access_log
     api.app.is_draining = lambda: api.admission.draining
     api.app.limits = replace(api.app.limits, max_connections=config.max_connections)
+
+
+def observe(models: ModelRegistry, search: Callable[[], DiscoveryReport]) -> None:
+    """Let the gauges read what is known when they are scraped, by whichever process of ours is asked."""
+    metrics.MODELS_READY.set_function(lambda: len(models.ready()))
+    metrics.WORKERS_DOWN.set_function(lambda: len(search().down))
 
 
 def open_registry(config: FrontendConfig, plane: PlaneClient) -> ModelRegistry:

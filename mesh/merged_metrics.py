@@ -14,30 +14,23 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from mesh.gauges import together_of
+
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
 MAX_BYTES = 16 << 20
-_NOT_ADDED = (
-    "_created",
-    "_start_time_seconds",
-    "_max_fds",
-    "_info",
-    "_models_ready",
-    "_responses_stored",
-    "_responses_stored_bytes",
-)  # here the largest counts
 
 
 def merge(texts: Sequence[str]) -> str:
-    """Add up samples of equal name and labels; where a sum makes no sense, take the largest. Pure."""
+    """Add up samples of equal name and labels. Of gauges that all processes report alike, take the largest. Pure."""
     merged: dict[str, Metric] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for text in texts:
         for family in text_string_to_metric_families(text):
             merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             found = values.setdefault(family.name, {})
-            is_added = not family.name.endswith(_NOT_ADDED)
+            is_added = family.type != "gauge" or together_of(family.name) != "alike"
             for sample in family.samples:
                 key = (sample.name, tuple(sample.labels.items()))
                 before = found.get(key)

@@ -12,6 +12,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from mesh.gauges import Together, declare
+
 Child = TypeVar("Child")
 Family = TypeVar("Family", bound=Metric)
 
@@ -90,6 +92,18 @@ class LoopCounter(_Tallies):
 
 
 class LoopGauge(_Tallies):
-    """A gauge that is increased and decreased by steps."""
+    """A gauge that is increased and decreased by steps. `together`: see mesh/gauges.py."""
 
     _family = GaugeMetricFamily
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labels: Sequence[str] = (),
+        *,
+        together: Together = "sum",
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        declare(name, together)
+        super().__init__(name, documentation, labels, registry=registry)

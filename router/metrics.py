@@ -1,7 +1,8 @@
 """All metrics of the router. Label values come from closed sets: never a request id."""
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter
 
+from mesh.gauges import gauge
 from mesh.histogram import LoopHistogram
 from mesh.tally import LoopCounter
 from protocol.messages import Placed
@@ -19,24 +20,34 @@ PREDICTED_TOKENS = LoopCounter(
     "kvmesh_router_predicted_reuse_tokens_total", "Of those, believed to be cached."
 ).labels()
 REUSED_TOKENS = LoopCounter("kvmesh_router_reused_tokens_total", "Of those, found in the cache by the worker.").labels()
-WAITING = Gauge("kvmesh_router_waiting", "Requests that wait because every worker is saturated.")
-EXPIRED = Gauge("kvmesh_router_expired_bookings", "Bookings that ended because nothing was heard of them.")
-IN_FLIGHT = Gauge("kvmesh_router_in_flight", "Bookings that stand.")
-INDEX_BLOCKS = Gauge("kvmesh_router_index_blocks", "Distinct prefixes in the index.")
-ORPHAN_BLOCKS = Gauge("kvmesh_router_index_orphan_blocks", "Blocks dropped because their parent is not known.")
-WORKERS = Gauge("kvmesh_router_workers", "Workers known.")
-LAPSED_WORKERS = Gauge("kvmesh_router_lapsed_workers", "Workers that answer although their lease has lapsed.")
+WAITING = gauge("kvmesh_router_waiting", "Requests that wait because every worker is saturated.", together="sum")
+EXPIRED = gauge(
+    "kvmesh_router_expired_bookings", "Bookings that ended because nothing was heard of them.", together="sum"
+)
+IN_FLIGHT = gauge("kvmesh_router_in_flight", "Bookings that stand.", together="sum")
+INDEX_BLOCKS = gauge("kvmesh_router_index_blocks", "Distinct prefixes in the index.", together="alike")
+ORPHAN_BLOCKS = gauge(
+    "kvmesh_router_index_orphan_blocks", "Blocks dropped because their parent is not known.", together="alike"
+)
+WORKERS = gauge("kvmesh_router_workers", "Workers known.", together="alike")
+LAPSED_WORKERS = gauge(
+    "kvmesh_router_lapsed_workers", "Workers that answer although their lease has lapsed.", together="alike"
+)
 EVENTS = LoopCounter("kvmesh_router_kv_events_total", "KV events applied.").labels()
 HTTP_REQUESTS = Counter("kvmesh_router_http_requests_total", "HTTP requests answered.", ["route", "status"])
-HTTP_BOOKINGS = Gauge("kvmesh_router_http_bookings", "Bookings made over HTTP that stand.")
+HTTP_BOOKINGS = gauge("kvmesh_router_http_bookings", "Bookings made over HTTP that stand.", together="sum")
 RESUMED = Counter("kvmesh_router_resumed_total", "Bookings taken over from a router that is gone.")
 GOSSIP_SENT = Counter("kvmesh_router_gossip_sent_total", "Messages to other routers.")
 GOSSIP_RECEIVED = Counter("kvmesh_router_gossip_received_total", "Messages from other routers.")
 LOAD_REPORTS = LoopCounter("kvmesh_router_load_reports_total", "Reports of load from workers.").labels()
-UNBOOKED_REQUESTS = Gauge("kvmesh_router_unbooked_requests", "Requests that workers report for outside callers.")
-UNBOOKED_BLOCKS = Gauge("kvmesh_router_unbooked_blocks", "KV blocks that these requests hold.")
-UNBOOKED_TOKENS = Gauge("kvmesh_router_unbooked_tokens", "Prompt tokens that workers report beyond the bookings.")
-PEERS = Gauge("kvmesh_router_peers", "Other routers that gossip.")
+UNBOOKED_REQUESTS = gauge(
+    "kvmesh_router_unbooked_requests", "Requests that workers report for outside callers.", together="alike"
+)
+UNBOOKED_BLOCKS = gauge("kvmesh_router_unbooked_blocks", "KV blocks that these requests hold.", together="alike")
+UNBOOKED_TOKENS = gauge(
+    "kvmesh_router_unbooked_tokens", "Prompt tokens that workers report beyond the bookings.", together="alike"
+)
+PEERS = gauge("kvmesh_router_peers", "Other routers that gossip.", together="alike")
 
 _AGGREGATED, _DISAGGREGATED = PLACEMENTS.labels("aggregated"), PLACEMENTS.labels("disaggregated")
 

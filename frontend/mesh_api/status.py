@@ -5,7 +5,6 @@ from importlib.resources import files
 from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from frontend import metrics
 from frontend.endpoint import Endpoint, Handler, Services
 from frontend.operation import Operation
 from mesh.http import request as http
@@ -46,8 +45,6 @@ async def live(services: Services, request: Request) -> Reply:
 
 
 async def show_metrics(services: Services, request: Request) -> Reply:
-    metrics.MODELS_READY.set(len(services.models.ready()))
-    metrics.WORKERS_DOWN.set(len(services.search().down))
     if services.metrics_folder is None:
         return await http.show_metrics(request)
     return Reply(await merged_metrics(services.metrics_folder), content_type=CONTENT_TYPE_LATEST)

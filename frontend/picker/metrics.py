@@ -1,7 +1,6 @@
 """All metrics of the endpoint picker. Label values come from closed sets."""
 
-from prometheus_client import Gauge
-
+from mesh.gauges import gauge
 from mesh.histogram import LoopHistogram
 from mesh.tally import LoopCounter, LoopGauge
 
@@ -18,4 +17,4 @@ STREAMS = LoopGauge("kvmesh_picker_streams", "Requests that gateways have open h
 UNSEEN = LoopCounter(
     "kvmesh_picker_unseen_total", "Requests whose streams ended before their answers: their load was let go early."
 ).labels()
-ENDPOINTS = Gauge("kvmesh_picker_endpoints", "Endpoints that can be picked.")
+ENDPOINTS = gauge("kvmesh_picker_endpoints", "Endpoints that can be picked.", together="alike")

@@ -46,9 +46,9 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
         yield running
 
 
-def complete(url: str) -> str:
+def complete(url: str, prompt: str = "Once") -> str:
     """Over a connection of its own, which the kernel gives to any of the processes."""
-    response = httpx.post(f"{url}/v1/completions", json=BODY, timeout=30, verify=TRUSTED)
+    response = httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": prompt}, timeout=30, verify=TRUSTED)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])
 
@@ -71,6 +71,30 @@ def test_requests_spread_and_every_process_counts_all(mesh: Mesh) -> None:
         assert complete(first.url) == complete(second.url)
     assert parent.returncode == 128 + signal.SIGTERM or parent.returncode == 0
     assert cards(mesh) == []
+
+
+def test_gauges_of_several_processes_say_what_one_would(mesh: Mesh) -> None:
+    """The frontend of the mesh is one process, and knows the same workers."""
+    alike = ("router_workers", "router_index_blocks", "router_index_orphan_blocks", "frontend_models_ready")
+    own = ("router_in_flight", "router_waiting", "frontend_inflight")
+    with many_frontends(mesh, 2):
+        url = cards(mesh)[0].url
+        until(lambda: httpx.get(f"{url}/health", verify=TRUSTED).status_code == 200, what="a frontend that is ready")
+        for number in range(12):
+            complete(url, f"{number} " + "Once upon a time there was a mesh. " * 8)
+
+        def read(name: str, of: str) -> float:
+            return mesh.metric(f"kvmesh_{name}", url=f"{of}/metrics")
+
+        for name in alike:
+            until(lambda name=name: read(name, url) == read(name, mesh.url), what=f"equal {name}")
+        assert read("router_workers", url) == 1
+        assert read("router_index_blocks", url) >= 12
+        until(lambda: [read(name, url) for name in own] == [0, 0, 0], what="the end of all requests")
+        counts = ("router_place_seconds_count", "router_wait_seconds_count")
+        assert [read(name, url) for name in counts] == [12, 12]
+        assert mesh.metric("kvmesh_frontend_ttft_seconds_count", url=f"{url}/metrics", endpoint="completions") == 12
+        assert read("router_peers", url) == 2, "its sibling and the frontend of the mesh"
 
 
 def test_a_taken_port_is_an_error_and_leaves_no_process(mesh: Mesh, tmp_path: Path) -> None:

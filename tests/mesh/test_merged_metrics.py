@@ -1,0 +1,55 @@
+"""Metrics of several processes, merged as if they were one."""
+
+import subprocess
+import sys
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mesh.gauges import declare
+from mesh.merged_metrics import merge
+
+NAMES = """
+import frontend.service, frontend.picker.metrics
+from mesh.gauges import together_of
+from prometheus_client import REGISTRY
+for family in REGISTRY.collect():
+    if family.type == "gauge":
+        print(family.name, together_of(family.name))
+"""
+
+
+def merged(*texts: str) -> dict[str, float]:
+    families = text_string_to_metric_families(merge(texts))
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def of(kind: str, name: str, value: float) -> str:
+    return f"# HELP {name} Words.\n# TYPE {name} {kind}\n{name} {value}\n"
+
+
+@pytest.mark.parametrize(("together", "value"), [("sum", 11.0), ("alike", 8.0)])
+def test_a_gauge_is_merged_as_it_is_declared(together: str, value: float) -> None:
+    declare("workers", together)  # type: ignore[arg-type]
+    assert merged(of("gauge", "workers", 8), of("gauge", "workers", 3)) == {"workers": value}
+
+
+def test_counters_are_added_and_their_start_is_not() -> None:
+    texts = [of("counter", "asked_total", n) + of("gauge", "asked_created", 1000 + n) for n in (3, 4)]
+    assert merged(*texts) == {"asked_total": 7, "asked_created": 1004}
+
+
+def test_histograms_are_added() -> None:
+    text = (
+        "# HELP wait Words.\n# TYPE wait histogram\n"
+        'wait_bucket{le="1.0"} 2\nwait_bucket{le="+Inf"} 3\nwait_count 3\nwait_sum 7\n'
+    )
+    assert merged(text, text) == {"wait_bucket": 6, "wait_count": 6, "wait_sum": 14}
+
+
+def test_every_gauge_of_a_frontend_says_how_it_is_merged() -> None:
+    """A gauge that says nothing would be added up: 16 workers for 8."""
+    listed = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, check=True)
+    rules = dict(line.split() for line in listed.stdout.splitlines())
+    assert rules["kvmesh_router_workers"] == "alike"
+    assert [name for name, rule in rules.items() if rule == "None"] == []
