@@ -53,14 +53,14 @@ def parsed(container: Object) -> FrontendConfig | RouterConfig | ServiceConfig |
     """Read the container's flags and variables as its service does. Raise ConfigError as the service would."""
     argv, environ = in_a_pod(container)
     match container["command"]:
-        case ["python", "-m", "frontend"]:
+        case ["python3", "-m", "frontend"]:
             load(RouterConfig, [], environ, prefix="KVMESH_ROUTER_", prog="router", section="router")
             return load(FrontendConfig, argv, environ, prefix="KVMESH_FRONTEND_", prog="frontend")
-        case ["python", "-m", "router"]:  # or an endpoint picker
+        case ["python3", "-m", "router"]:  # or an endpoint picker
             return load(RouterConfig, argv, environ, prefix="KVMESH_ROUTER_", prog="router")
-        case ["python", "-m", "planner"]:
+        case ["python3", "-m", "planner"]:
             return load(ServiceConfig, argv, environ, prefix="KVMESH_PLANNER_", prog="planner")
-        case ["python", "-m", "workers"]:
+        case ["python3", "-m", "workers"]:
             return load(WorkerConfig, with_engine_args(argv), environ, prefix="KVMESH_WORKER_", prog="worker")
     raise AssertionError(container["command"])
 
@@ -257,7 +257,7 @@ def test_frontends_are_scaled_by_a_metric_that_they_have() -> None:
 def test_gpus_and_rdma_devices_are_asked_for_by_name() -> None:
     objects = rendered("values-8b-4-nodes.yaml")
     limits = container_of(objects, "demo-decode")["resources"]["limits"]
-    assert limits["nvidia.com/gpu"] == 1 and limits["rdma/hca_shared_devices_a"] == 1
+    assert limits["nvidia.com/gpu"] == limits["rdma/hca_shared_devices_a"] == "1"
 
 
 def test_an_engine_over_two_nodes_is_one_group_of_pods() -> None:
