@@ -12,6 +12,7 @@ COMMANDS = {
     "announce": ("kvmesh.announce", "publish a running server, for `kvmesh attach --discover`"),
     "demo": ("kvmesh.demo", "start a mesh, send it real requests, show what happened"),
     "doctor": ("kvmesh.doctor", "check this machine and say what to do"),
+    "cluster-check": ("kvmesh.cluster_check", "a mesh on four hosts of this machine, under every fault (root)"),
     "explain": ("kvmesh.explain", "ask a running mesh where a prompt would run, and why"),
     "batch": ("kvmesh.batch.command", "send a file of requests, in OpenAI's batch format, to a running mesh"),
     "planner": ("kvmesh.planner", "decide how many workers run; `kvmesh planner explain` shows the reasons"),
@@ -58,7 +59,7 @@ def open_standard_streams() -> None:
 
 def usage() -> str:
     rows = (COMMANDS | SERVICES).items()
-    lines = [f"  {name:<12} {text}" for name, (_, text) in rows]
+    lines = [f"  {name:<13} {text}" for name, (_, text) in rows]
     return "\n".join(["usage: kvmesh <command> [options]; `kvmesh <command> --help` lists them", "", *lines])
 
 

@@ -4,6 +4,7 @@ Nothing here touches the machine's own network: the bridge is in a namespace too
 util-linux and curl are needed.
 """
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -19,6 +20,8 @@ from protocol.errors import ConfigError, MeshError
 
 HOSTS = ("infra", "front", "prefill", "decode")
 NETWORK = "10.77.0"
+MARK = "KVMESH_LAB"  # in the environment of every process of a lab
+TABLE = "faults"
 TOOLS = ("ip", "nft", "iptables", "unshare", "curl")
 # Private pids, IPC, host name and /dev/shm, so that two hosts can share memory in no way.
 _ENTER = 'mount --make-rprivate /; mount -t tmpfs tmpfs /dev/shm; hostname "$0"; exec "$@"'
@@ -53,7 +56,9 @@ class HostProcess:
         wrapped += ["unshare", "-m", "-p", "-i", "-u", "-f", "--kill-child", "--mount-proc"]
         wrapped += ["bash", "-c", _ENTER, host.name, *command]
         with log.open("ab") as file:
-            self.process = subprocess.Popen(wrapped, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            self.process = subprocess.Popen(
+                wrapped, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=host.lab.environment
+            )
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
@@ -117,6 +122,9 @@ class Lab:
         self.prefix = f"kvm{secrets.token_hex(2)}-"
         self.bridge = f"{self.prefix}bridge"
         self.processes: list[HostProcess] = []
+        self.temporary = folder / "tmp"  # of all processes, so that what they leave behind is seen
+        self.temporary.mkdir(exist_ok=True)
+        self.environment = os.environ | {MARK: self.prefix, "TMPDIR": str(self.temporary)}
         self.hosts = {name: LabHost(self, name, number) for number, name in enumerate(names, 1)}
 
     def open(self) -> None:
@@ -140,9 +148,30 @@ class Lab:
         for namespace in (*[host.namespace for host in self.hosts.values()], self.bridge):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
 
+    def stop_all(self) -> None:
+        """Ask all processes to stop, the last one that was started first."""
+        for process in reversed(self.processes):
+            process.stop()
+
     def leftovers(self) -> list[str]:
-        """Return what is left of this lab after `close`."""
-        return [line for line in run("ip", "netns", "list").splitlines() if line.startswith(self.prefix)]
+        """Return what is left of this lab after `close`: namespaces, processes, rules on the machine's own network."""
+        namespaces = [line for line in run("ip", "netns", "list").splitlines() if line.startswith(self.prefix)]
+        tables = [line for line in run("nft", "list", "tables").splitlines() if line == f"table bridge {TABLE}"]
+        return [*namespaces, *(f"process {pid}" for pid in self.living()), *tables]
+
+    def living(self) -> list[int]:
+        """Return the processes that were started in this lab, with their children, and have not ended."""
+        mark = f"{MARK}={self.prefix}".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+        return found
+
+    def temporary_files(self) -> list[str]:
+        """Return the files that processes have left where temporary files go."""
+        return sorted(str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*"))
 
     def _on_bridge(self, *command: str) -> str:
         return run("ip", "netns", "exec", self.bridge, *command)
@@ -151,9 +180,9 @@ class Lab:
 
     def heal(self) -> None:
         self._on_bridge("nft", "flush ruleset")
-        self._on_bridge("nft", "add table bridge faults")
+        self._on_bridge("nft", f"add table bridge {TABLE}")
         chain = "{ type filter hook forward priority 0; }"
-        self._on_bridge("nft", f"add chain bridge faults forward {chain}")
+        self._on_bridge("nft", f"add chain bridge {TABLE} forward {chain}")
         for host in self.hosts.values():
             self._end_delay(host)
             self._on_bridge("ip", "link", "set", host.port, "up")
@@ -162,7 +191,7 @@ class Lab:
     def _between(self, one: str, other: str, verdict: str) -> None:
         a, b = self.hosts[one].address, self.hosts[other].address
         for source, target in ((a, b), (b, a)):
-            rule = f"add rule bridge faults forward ip saddr {source} ip daddr {target} {verdict}"
+            rule = f"add rule bridge {TABLE} forward ip saddr {source} ip daddr {target} {verdict}"
             self._on_bridge("nft", rule)
 
     def cut(self, one: str, other: str) -> None:

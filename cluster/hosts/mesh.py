@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
+from cluster.hosts.compare import CacheView
 from cluster.hosts.lab import HostProcess, Lab, LabError
 from cluster.tiny_model import CHECKPOINT_DIR
 
@@ -25,6 +27,7 @@ class HostsAnswer(Struct, frozen=True, kw_only=True):
 
     took_s: float
     text: str = ""
+    tokens: list[str] = []
     error: str = ""
     trace: dict[str, Any] = {}
     cached_tokens: int = 0
@@ -119,7 +122,7 @@ class HostsMesh:
         """Ask prompt `number`, under a salt that nobody has used: nothing of it is cached, so KV has to move."""
         self.asked += 1
         prompt = [(7 * number + n) % 2000 + 5 for n in range(PROMPT_TOKENS)]
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "logprobs": 0}
         body |= {"kvmesh": {"trace": True}, "cache_salt": f"salt {self.asked}"} | fields
         started_s = time.monotonic()
         try:
@@ -134,9 +137,15 @@ class HostsMesh:
         return HostsAnswer(
             took_s=took_s,
             text=reply["choices"][0]["text"],
+            tokens=reply["choices"][0]["logprobs"]["tokens"],
             trace=reply.get("kvmesh") or {},
             cached_tokens=(reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0),
         )
+
+    def compare(self) -> list[CacheView]:
+        """Return what each router believes of each worker's cache, and whether it is so."""
+        text = self.lab.hosts["front"].run(sys.executable, "-m", "cluster.hosts.compare", self.discovery)
+        return msgspec.json.decode(text, type=list[CacheView])
 
     def _curl(self, url: str, *flags: str) -> str:
         return self.lab.hosts["front"].run("curl", "-sS", "-m", str(CLIENT_TIMEOUT_S), url, *flags)
