@@ -61,6 +61,7 @@ test-vllm: $(VLLM) ## the tests that run real vLLM on the CPU (ARGS='-k lora': s
 
 test-hosts: $(DEV) ## the tests on four hosts (network namespaces: root, iproute2, nftables, iptables, curl, etcd, nats-server)
 	KVMESH_TEST_HOSTS=1 $(PY) -m pytest --durations=5 tests/hosts $(ARGS)
+	$(PY) -m kvmesh cluster-check --json
 
 test-kube: $(DEV) ## discovery and planner against a real kube-apiserver (built once: root, apt, 15 minutes; then 3 minutes)
 	@$(or $(PYTHON),false) deploy/install_kube_apiserver.py

@@ -47,6 +47,7 @@ MAX_ATTEMPTS = 4
 MAX_ENGINE_FAILURES = 2  # a request that breaks engines must not reach every worker
 REPLACEMENT_S = 15.0  # a request that lost its worker waits so long for another one to appear
 RETRY_S = 0.2
+LOST_AGAIN_S = 0.5  # between two tries of lost workers: with a prefill leg, each of them computes something
 RELEASE_TIMEOUT_S = 5.0
 PROGRESS_S = 2.0  # between reports on one answer to the router
 PROGRESS_TURNS = 20  # the reports are spread over these turns: 10,000 at once would block the event loop for 50 ms
@@ -238,8 +239,8 @@ class _Generation(msgspec.Struct):
 class _Failures:
     """Counts what has failed a request, and decides whether it may be tried again."""
 
-    __slots__ = ("_attempts", "_deadline", "_engine_failures", "_generated", "_lost", "_patience_ends", "_patience_s",
-        "excluded", "problem", "workers")  # fmt: skip
+    __slots__ = ("_attempts", "_deadline", "_engine_failures", "_generated", "_lost", "_lost_again", "_patience_ends",
+        "_patience_s", "excluded", "problem", "workers")  # fmt: skip
 
     def __init__(self, generated: Sequence[int], deadline: float, patience_s: float) -> None:
         """Begin without failures. `generated` grows with the answer; a request that lost its worker waits `patience_s`
@@ -250,6 +251,7 @@ class _Failures:
         self._patience_ends = deadline
         self._attempts = self._engine_failures = 0
         self._lost: set[WorkerId] = set()  # workers that were away: they may come back, and are no other workers then
+        self._lost_again = 0.0  # when they may be tried again
         self.workers: list[WorkerId] = []
         self.excluded: list[WorkerId] = []  # from the next attempt
         self.problem: MeshError | None = None  # the last one
@@ -281,9 +283,11 @@ class _Failures:
         for error in (self.problem, refusal):
             if isinstance(error, OverloadedError) and not self._generated:
                 raise error from None  # refused early: the caller may come back, nothing was begun
-        if asyncio.get_running_loop().time() >= self._patience_ends:
+        now = asyncio.get_running_loop().time()
+        if now >= self._patience_ends:
             raise self.problem from None
-        if isinstance(refusal, NoWorkerError):
+        if isinstance(refusal, NoWorkerError) and now >= self._lost_again:
+            self._lost_again = now + LOST_AGAIN_S
             self.excluded = [worker_id for worker_id in self.excluded if worker_id not in self._lost]
 
 

@@ -17,9 +17,13 @@ from rich.table import Table
 from cluster.hosts.check import check_hosts
 from cluster.hosts.lab import why_not
 from cluster.hosts.mesh import SERVERS
-from cluster.hosts.report import HEALED_S, RESET_S, SILENCE_S, HostsReport, judge
+from cluster.hosts.report import HEALED_S, REPLUGGED_S, RESET_S, SILENCE_S, HostsReport, judge
 from mesh.config import load
 from protocol.errors import ConfigError
+
+LEGEND = """sent: requests; wrong: tokens; worst, usual: seconds that the fault cost a request (waits: nobody could
+answer, then the seconds from healing to the answer); pulled: with KV over NIXL; healed: seconds of the first request
+after it"""
 
 
 class ClusterCheckConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,9 +77,10 @@ def check_tools() -> None:
 
 
 def show(report: HostsReport, console: Console) -> None:
-    table = Table(title=f"{report.requests} requests on {report.hosts} hosts", title_justify="left")
-    for column in ("fault", "requests", "failed", "wrong tokens", "worst", "usual", "KV moved", "after healing"):
-        table.add_column(column)
+    table = Table(title=f"{report.requests} requests on {report.hosts} hosts", title_justify="left", box=None)
+    table.add_column("fault", no_wrap=True)
+    for column in ("sent", "failed", "wrong", "worst", "usual", "pulled", "healed"):
+        table.add_column(column, justify="right", no_wrap=True)
     for one in report.faults:
         late = one.worst_extra_s is None
         table.add_row(
@@ -83,15 +88,17 @@ def show(report: HostsReport, console: Console) -> None:
             str(one.requests),
             str(one.failed),
             str(one.wrong_tokens),
-            "waits" if late else f"+{one.worst_extra_s:.2f} s",
-            "waits" if late else f"+{one.usual_extra_s:.2f} s",
+            f"waits, {one.waited_s:.2f}" if late else f"+{one.worst_extra_s:.2f}",
+            "" if late else f"+{one.usual_extra_s:.2f}",
             str(one.pulled),
-            f"{one.heal_first_request_s:.2f} s" + (f" (waiting ones: {one.waited_s:.2f} s)" if late else ""),
+            f"{one.heal_first_request_s:.2f}",
         )
     console.print(table)
+    console.print(f"[dim]{LEGEND}[/dim]")
     console.print(
         f"resets cost {report.reset_recovery_s} s (limit {RESET_S}), silence {report.partition_recovery_s} s (limit "
-        f"{SILENCE_S}), the first request after healing {report.heal_first_request_s} s (limit {HEALED_S})"
+        f"{SILENCE_S}), the first request after healing {report.heal_first_request_s} s (limit {HEALED_S}), "
+        f"with a link up again {report.replug_first_request_s} s (limit {REPLUGGED_S})"
     )
     for problem in report.problems:
         console.print(f"[red]not as it should be:[/red] {problem}")

@@ -21,6 +21,7 @@ _TCP_INFO_BYTES = 104
 _RETRANSMITS = 2  # offset of the number of times that the oldest packet was sent again
 _UNACKED, _LAST_ACK_MS = 8 + 4 * 4, 8 + 4 * 12  # offsets of u32 in struct tcp_info
 _AT_ONCE_MS = 1
+_RECEIVED_BYTES = 8 + 4 * 24 + 8 * 3  # offset of a u64 in struct tcp_info
 
 
 def probe_when_silent(connection: socket.socket) -> None:
@@ -67,6 +68,17 @@ def connections_of_process() -> Iterator[socket.socket]:
         with connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                 yield connection
+
+
+def received_bytes(host: str) -> int:
+    """Return how many bytes this process has received over its TCP connections with a host, an IP address."""
+    total = 0
+    for connection in connections_of_process():
+        with contextlib.suppress(OSError, AttributeError, struct.error):
+            if connection.getpeername()[0] == host:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_BYTES + 8)
+                total += struct.unpack_from("=Q", info, _RECEIVED_BYTES)[0]
+    return total
 
 
 def break_cut_connections(host: str) -> int:

@@ -448,6 +448,48 @@ class WorkerIdentity(Message, frozen=True):
     worker_id: WorkerId
 
 
+MOST_PROBE_BYTES = 64 << 20
+
+
+class Clock(Message, frozen=True):
+    """Say what a service's clock shows: the answer of the method `clock` of workers and routers."""
+
+    unix_s: float
+
+
+class ProbePeer(Message, frozen=True):
+    """A request to report on the way to a peer: the method `probe_peer` of workers and routers. One runs at a time."""
+
+    address: Annotated[str, Meta(max_length=256)]  # of the peer's request plane
+    transfer: Annotated[str, Meta(max_length=16)] = ""  # "nixl" or "shm": read memory of the peer too; workers alone
+    num_bytes: Annotated[int, Meta(ge=1 << 20, le=MOST_PROBE_BYTES)] = 16 << 20
+
+
+class PeerProbe(Message, frozen=True):
+    """What a probe has found. Times are None where nothing could be measured."""
+
+    problem: Annotated[str, Meta(max_length=1024)] = ""  # why the peer cannot be reached
+    round_trip_s: float | None = None
+    clock_offset_s: float | None = None  # of the peer's clock; positive: it is ahead
+    transfer_problem: Annotated[str, Meta(max_length=1024)] = ""
+    num_bytes: int = 0  # read from the peer's memory
+    duration_s: float = 0.0
+    tcp_bytes: int = 0  # that came over TCP meanwhile from the peer's host
+    rdma_devices: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=64)] = ()  # of the asked
+    ucx: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=64)] = ()  # its UCX_* settings
+
+
+class ProbeOfferRequest(Message, frozen=True):
+    """Ask a worker for memory to read from: worker method `probe_offer`. The memory is kept as long as the call."""
+
+    transfer: Annotated[str, Meta(max_length=16)]
+    num_bytes: Annotated[int, Meta(ge=1 << 20, le=MOST_PROBE_BYTES)]
+
+
+class ProbeOffer(Message, frozen=True):
+    ticket: Ticket
+
+
 class KvDigest(Message, frozen=True):
     """A hash of a worker's cache after batch `seq` of its KV events: the answer of worker method `kv_digest`."""
 

@@ -8,6 +8,7 @@ from mesh.discovery import open_discovery, standing_calls
 from mesh.http.server import listening
 from mesh.lifecycle import watch_parent
 from mesh.plane.client import PlaneClient
+from mesh.plane.probing import PeerProbing
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import log_ready, serve_metrics
 from protocol.messages import Progress, Resume, RouteRequest, decode, encode_card
@@ -105,7 +106,7 @@ def handlers(router: LocalRouter) -> dict[str, Handler]:
     async def preview(call: Call) -> None:
         await call.send(await router.preview(decode(call.body, RouteRequest), call.timeout_s))
 
-    return {"place": place, "resume": resume, "progress": progress, "preview": preview}
+    return {"place": place, "resume": resume, "progress": progress, "preview": preview, **PeerProbing().handlers()}
 
 
 def end_if_placed(placing: asyncio.Task[LocalBooking]) -> None:

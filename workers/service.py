@@ -15,6 +15,7 @@ from kvevents.formats import encode_payload
 from mesh.discovery import Discovery, open_discovery, standing_calls
 from mesh.http.files import make_room_for_files
 from mesh.lifecycle import settle, unless_stopped, watch_parent
+from mesh.plane.probing import PeerProbing
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import log_ready, request_context, serve_metrics
 from protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
@@ -42,6 +43,7 @@ from workers.metrics import CACHED_BLOCKS, OFFERS, QUEUED_TOKENS, REQUESTS, RUNN
 from workers.model_files import OfferedFiles
 from workers.names import worker_name
 from workers.stall import ANSWER_STALL_S, AnswerWatch
+from workers.transfer_probe import ProbeOffers, probe_transfer
 from workers.turning import Place, Turning, offers_taken, role_asked_for
 
 log = logging.getLogger(__name__)
@@ -210,6 +212,8 @@ class Worker:
         self.load_reports = LoadReports(self._ranks, load_report_interval_s)
         self.info: EngineInfo | None = None
         self._files = files or OfferedFiles()
+        self._probing = PeerProbing(probe_transfer)
+        self._probe_offers = ProbeOffers()
 
     def check_health(self) -> None:
         """Raise EngineError if this worker can serve no more."""
@@ -229,6 +233,8 @@ class Worker:
             "kv_digest": self.kv_digest,
             "control": self.control,
             "load": self.load_reports.answer,
+            "probe_offer": self._probe_offers.answer,
+            **self._probing.handlers(),
         }
 
     async def generate(self, call: Call) -> None:

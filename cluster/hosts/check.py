@@ -126,7 +126,7 @@ class HostsCheck:
         waited_s = max(began_s + answer.took_s - healing_s for _, answer in answers[:-1])
         self.mesh.until(lambda: self.mesh.ask(0).pulled_bytes > 0, f"KV moves again after {fault}")
         result = result_of(fault, kind, answers, self.right, self.measured.usual_s, first.took_s)
-        return late(result, waited_s)
+        return late(result, max(0.0, waited_s))
 
     def lose_server(self, name: str) -> FaultResult:
         """Kill a server, ask while it is away and after its restart."""

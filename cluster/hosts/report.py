@@ -1,6 +1,6 @@
 """Judge what a mesh on four hosts did under faults. Pure: measurements go in, a report comes out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -10,6 +10,7 @@ from cluster.hosts.mesh import HostsAnswer
 RESET_S = 0.3  # that a reset or refused connection may cost a request
 SILENCE_S = 2.0  # that a silent host may cost a request
 HEALED_S = 1.0  # that the first request after healing may take
+REPLUGGED_S = 2.0  # the same if a link was down: Linux asks for the address of a host's card once a second
 
 
 class FaultResult(Struct, frozen=True, kw_only=True):
@@ -45,6 +46,7 @@ class HostsReport(Struct, frozen=True, kw_only=True):
     reset_recovery_s: float
     partition_recovery_s: float
     heal_first_request_s: float
+    replug_first_request_s: float
     waited_s: float
     etcd_restart_failed: int
     nats_restart_diverged: int
@@ -115,6 +117,10 @@ def worst(faults: Sequence[FaultResult], *kinds: str) -> float:
     )
 
 
+def worst_healing(faults: Iterable[FaultResult]) -> float:
+    return max((one.heal_first_request_s for one in faults), default=0.0)
+
+
 def judge(measured: Measured) -> HostsReport:
     """Return the report, with one problem for each promise that was not kept."""
     faults = measured.faults
@@ -133,7 +139,8 @@ def judge(measured: Measured) -> HostsReport:
         usual_s=round(measured.usual_s, 3),
         reset_recovery_s=worst(faults, "reset"),
         partition_recovery_s=worst(faults, "cut", "unplugged"),
-        heal_first_request_s=max((one.heal_first_request_s for one in faults), default=0.0),
+        heal_first_request_s=worst_healing(one for one in faults if one.kind != "unplugged"),
+        replug_first_request_s=worst_healing(one for one in faults if one.kind == "unplugged"),
         waited_s=max((one.waited_s for one in faults), default=0.0),
         etcd_restart_failed=sum(one.failed for one in faults if one.fault.startswith("etcd")),
         nats_restart_diverged=measured.nats_restart_diverged,
@@ -168,6 +175,11 @@ def problems_of(report: HostsReport, leftovers: Sequence[str]) -> list[str]:
         (
             report.heal_first_request_s <= HEALED_S,
             f"the first request after healing took {report.heal_first_request_s} s, the limit is {HEALED_S} s",
+        ),
+        (
+            report.replug_first_request_s <= REPLUGGED_S,
+            f"with a link up again, the first request took {report.replug_first_request_s} s, the limit is "
+            f"{REPLUGGED_S} s",
         ),
         (
             report.waited_s <= SILENCE_S,

@@ -52,9 +52,17 @@ class _NixlPeer(msgspec.Struct, frozen=True):
     slots_address: int
 
 
+def ignored_settings() -> list[str]:
+    """Return the settings of UCX that are set, but empty. Files of compose make some of an unset variable."""
+    return sorted(name for name, value in os.environ.items() if name.startswith("UCX_") and not value.strip())
+
+
 def _import_nixl() -> Any:
     """Import the NIXL API, and keep it from logging to stdout, which is for our own output."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    for name in ignored_settings():
+        log.warning("%s is set, but empty: UCX would find no transport at all. It is ignored", name)
+        del os.environ[name]
     api = importlib.import_module("nixl._api")
     nixl_log = logging.getLogger("nixl")
     nixl_log.handlers.clear()

@@ -50,6 +50,7 @@ def test_a_mesh_that_kept_all_promises_is_ok() -> None:
         (measured(fault("unplugged", "x", 0.1, answer(2.2))), "silence cost 2.1 s"),
         (measured(fault("reset", "x", 0.1, answer(0.5))), "a reset cost 0.4 s"),
         (measured(fault(heal_s=1.1)), "the first request after healing took 1.1 s"),
+        (measured(fault("unplugged", "x", 2.1)), "with a link up again, the first request took 2.1 s"),
         (measured(late(fault(), 2.5)), "answered 2.5 s after healing"),
         (measured(fault("cut", "x", 0.1, answer(tokens=["a", "x"]))), "2 tokens differ"),
         (measured(fault("cut", "x", 0.1, answer(error="boom"))), "1 requests failed"),

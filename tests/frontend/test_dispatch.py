@@ -51,6 +51,7 @@ GONE = UnreachableError("connection refused")
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "REPLACEMENT_S", 0.2)
     monkeypatch.setattr(dispatch, "RETRY_S", 0.005)
+    monkeypatch.setattr(dispatch, "LOST_AGAIN_S", 0.02)
 
 
 def prefill(*scripts: list[Step], name: str = "p0", overlap_blocks: int = 0) -> FakeWorker:
@@ -462,6 +463,16 @@ async def test_a_lost_worker_that_returns_continues_the_answer(checked: list[Run
     checked.append(run)
     assert run.tokens == answer(PROMPT, 10)
     assert (len(lost.requests), run.trace.migrations) == (4, 1)
+
+
+async def test_lost_workers_are_tried_once_per_pause(checked: list[Run]) -> None:
+    """Each try has the prompt computed by a prefill worker: hundreds of waiting requests must not flood it."""
+    p = prefill()
+    run = Run(p, decode([GONE]))
+    checked.append(run)
+    with pytest.raises(PeerLostError):
+        await run(max_tokens=100)
+    assert 3 <= len(p.requests) <= 0.2 / 0.02 + 2
 
 
 async def test_a_worker_whose_engine_failed_is_not_tried_again(checked: list[Run]) -> None:
