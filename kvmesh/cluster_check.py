@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from cluster.hosts.report import HEALED_S, REPLUGGED_S, RESET_S, SILENCE_S, Host
 from mesh.config import load
 from protocol.errors import ConfigError
 
+WIDTH = 120  # where there is no terminal
 LEGEND = """sent: requests; wrong: tokens; worst, usual: seconds that the fault cost a request (waits: nobody could
 answer, then the seconds from healing to the answer); pulled: with KV over NIXL; healed: seconds of the first request
 after it"""
@@ -46,7 +48,7 @@ def main(argv: list[str]) -> int:
         section="cluster-check",
     )
     check_tools()
-    console = Console(stderr=config.json, highlight=False)
+    console = Console(stderr=config.json, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     started_s = time.monotonic()
 
     def tell(line: str) -> None:

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvmesh.doctor_cluster import examine_cluster, show_cluster
 from kvmesh.nixl_probe import NixlProbe
 from mesh.config import load
 from mesh.discovery import DiscoveryUrl, Put, open_discovery
@@ -55,6 +56,8 @@ class DoctorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     host: Annotated[str, Meta(description="address the HTTP API is to have")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535, description="port the HTTP API is to have")] = 8000
     discovery: DiscoveryUrl = "file:.run/discovery"
+    cluster: Annotated[bool, Meta(description="look at a running mesh instead: all pairs of its services")] = False
+    pairs: Annotated[int, Meta(ge=1, le=10_000, description="cluster: pairs to measure, at most")] = 64
 
 
 class Finding(Struct, frozen=True):
@@ -84,6 +87,8 @@ def main(argv: list[str]) -> int:
         description="Look at this machine and say what a mesh finds on it, and what to do about it.",
         section="doctor",
     )
+    if config.cluster:
+        return look_at_cluster(config)
     with Console(stderr=True).status("looking at this machine"):
         findings = examine(config)
     failed = any(finding.status == "fail" for finding in findings)
@@ -92,6 +97,17 @@ def main(argv: list[str]) -> int:
     else:
         show(findings, Console(highlight=False))
     return 1 if failed else 0
+
+
+def look_at_cluster(config: DoctorConfig) -> int:
+    """Return 0 if all services and pairs are well, else 1. Raises MeshError if discovery cannot be read."""
+    with Console(stderr=True).status("having the services probe each other"):
+        report = asyncio.run(examine_cluster(config.discovery, config.pairs))
+    if config.json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        show_cluster(report, Console(highlight=False))
+    return 0 if report.ok else 1
 
 
 def examine(config: DoctorConfig) -> list[Finding]:

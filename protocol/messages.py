@@ -466,7 +466,7 @@ class ProbePeer(Message, frozen=True):
 
 
 class PeerProbe(Message, frozen=True):
-    """What a probe has found. Times are None where nothing could be measured."""
+    """Report what a probe has found. Times are None where nothing could be measured."""
 
     problem: Annotated[str, Meta(max_length=1024)] = ""  # why the peer cannot be reached
     round_trip_s: float | None = None

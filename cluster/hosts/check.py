@@ -62,7 +62,9 @@ class HostsCheck:
     def take(self, result: FaultResult) -> None:
         self.measured.faults.append(result)
         seen = (
-            "answered after the fault" if result.worst_extra_s is None else f"at most {result.worst_extra_s:.2f} s more"
+            f"answered {result.waited_s:.2f} s after healing began"
+            if result.worst_extra_s is None
+            else f"at most {result.worst_extra_s:.2f} s more"
         )
         wrong = (
             f", {result.failed} failed, {result.wrong_tokens} wrong tokens"

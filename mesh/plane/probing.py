@@ -19,7 +19,7 @@ PINGS = 5
 TransferProbe = Callable[[PlaneClient, ProbePeer, PeerProbe], Awaitable[PeerProbe]]
 
 
-class Ping(NamedTuple):
+class ClockReading(NamedTuple):
     """One question for a clock. `sent_s` and `received_s` are of our clock, `told_s` is of the peer's."""
 
     sent_s: float
@@ -36,19 +36,19 @@ class Ping(NamedTuple):
         return self.told_s - (self.sent_s + self.received_s) / 2
 
 
-def quickest(pings: Sequence[Ping]) -> Ping:
+def quickest(pings: Sequence[ClockReading]) -> ClockReading:
     """Return the ping with the shortest round trip: what it says of the clock is the most exact."""
     return min(pings, key=lambda ping: ping.round_trip_s)
 
 
-async def ping(plane: PlaneClient, address: str) -> Ping:
+async def ping(plane: PlaneClient, address: str) -> ClockReading:
     """Ask a service for its clock several times; return the best answer. Raises MeshError."""
     pings = []
     await plane.ask(address, "clock", None, Clock, ANSWER_S)  # connects
     for _ in range(PINGS):
         wall_s, started_s = time.time(), time.perf_counter()
         told = await plane.ask(address, "clock", None, Clock, ANSWER_S)
-        pings.append(Ping(wall_s, told.unix_s, wall_s + time.perf_counter() - started_s))
+        pings.append(ClockReading(wall_s, told.unix_s, wall_s + time.perf_counter() - started_s))
     return quickest(pings)
 
 
