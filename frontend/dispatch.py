@@ -114,8 +114,7 @@ class Dispatcher:
         route = await self._route(request, request.prompt, hints, failed)
         async with self._router.book(route, _left(deadline)) as booking:
             target = booking.placed.decode
-            if target.dp_rank:
-                request = msgspec.structs.replace(request, dp_rank=target.dp_rank)
+            request = msgspec.structs.replace(request, dp_rank=target.dp_rank, worker_id=target.worker_id)
             try:
                 vector = await self._plane.ask(target.address, "embed", request, Embedding, _left(deadline))
             except ELSEWHERE as error:
@@ -171,7 +170,7 @@ class Dispatcher:
 
         An engine whose halves meet while the prompt is computed gives the ticket at once, and no token.
         """
-        body = msgspec.structs.replace(request, offer_kv=True, dp_rank=target.dp_rank)
+        body = msgspec.structs.replace(request, offer_kv=True, dp_rank=target.dp_rank, worker_id=target.worker_id)
         try:
             async with self._plane.open(target.address, "generate", body, _left(deadline)) as stream:
                 async for told in stream.messages(Delta):
@@ -193,8 +192,7 @@ class Dispatcher:
 
     async def _decode(self, target: Target, request: GenerateRequest, timeout_s: float, leg: "_Leg") -> None:
         leg.on_offer_taken = self._release
-        if target.dp_rank:
-            request = msgspec.structs.replace(request, dp_rank=target.dp_rank)
+        request = msgspec.structs.replace(request, dp_rank=target.dp_rank, worker_id=target.worker_id)
         try:
             async with self._plane.open(target.address, "generate", request, timeout_s) as stream:
                 await stream.feed(Delta, leg)

@@ -166,6 +166,9 @@ class GenerateRequest(Message, frozen=True):
     offer_kv: bool = False  # prefill leg: keep the prompt's blocks and answer with a ticket
     ticket: Ticket | None = None  # decode leg: fetch these blocks first
     dp_rank: int = 0  # of a worker that has several
+    worker_id: WorkerId = WorkerId(
+        ""
+    )  # the worker that is meant: any other one at its address refuses; "": whoever is there
 
 
 MAX_PROMPT_LOGPROBS = 1 << 19  # of one prompt, those of the likeliest tokens included: some 10 MB on the wire
@@ -377,6 +380,7 @@ class EmbedRequest(Message, frozen=True):
     lora: str | None = None
     cache_salt: str | None = None
     dp_rank: int = 0
+    worker_id: WorkerId = WorkerId("")  # as in GenerateRequest
 
 
 class Embedding(Message, frozen=True):

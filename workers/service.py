@@ -19,6 +19,7 @@ from mesh.plane.probing import PeerProbing
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import log_ready, request_context, serve_metrics
 from protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
+from protocol.ids import WorkerId
 from protocol.messages import (
     Control,
     ControlAction,
@@ -240,6 +241,7 @@ class Worker:
     async def generate(self, call: Call) -> None:
         request = decode(call.body, GenerateRequest)
         with request_context(request.request_id), counted(self.turning.requests):
+            self._check_is_meant(request.worker_id)
             self._check_roles(request)
             pushing = self._pushing
             answer = self._engine.generate(request) if pushing is None else pushing.push(request, call.offer)
@@ -251,6 +253,7 @@ class Worker:
     async def embed(self, call: Call) -> None:
         request = decode(call.body, EmbedRequest)
         with request_context(request.request_id), counted(self.turning.requests):
+            self._check_is_meant(request.worker_id)
             self._check_model(request.model)
             vector = await self._engine.embed(request)
             self._answers.note()
@@ -304,6 +307,11 @@ class Worker:
         if not 0 <= rank < len(self._ranks):
             raise InvalidRequestError(f"there is no rank {rank} here", hint=f"there are {len(self._ranks)}, from 0")
         return rank
+
+    def _check_is_meant(self, worker_id: WorkerId) -> None:
+        """Raise DrainingError for a call that means a worker that was at this address before."""
+        if worker_id and worker_id != self._place.worker_id:
+            raise DrainingError(f"worker {worker_id} has moved or ended; here is {self._place.worker_id} now")
 
     def _check_model(self, model: str) -> None:
         info = self._info()
