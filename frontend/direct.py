@@ -42,6 +42,7 @@ class DirectRouter:
 
     def __init__(self, workers: WorkerNews, own: str = "") -> None:
         self._cards: dict[WorkerId, WorkerCard] = {}
+        self._named: dict[str, dict[WorkerId, WorkerCard]] = {}  # by id, name and HTTP endpoint
         self._own = own
         workers.listen(self._join, self._leave)
 
@@ -78,21 +79,28 @@ class DirectRouter:
 
     def _find(self, wanted: str, request: RouteRequest, roles: Collection[Role]) -> WorkerCard | None:
         """Return the worker with this id, name or HTTP endpoint that can do its part."""
-        for card in self._cards.values():
-            if (
-                wanted in (card.worker_id, card.name, card.http_endpoint)
-                and card.model == request.model
-                and card.role in roles
-                and card.worker_id not in request.exclude
-            ):
+        for card in self._named.get(wanted, {}).values():
+            if card.model == request.model and card.role in roles and card.worker_id not in request.exclude:
                 return card
         return None
 
     def _join(self, card: WorkerCard) -> None:
+        self._leave(card.worker_id)
         self._cards[card.worker_id] = card
+        for name in _names_of(card):
+            self._named.setdefault(name, {})[card.worker_id] = card
 
     def _leave(self, worker_id: WorkerId) -> None:
-        self._cards.pop(worker_id, None)
+        if (card := self._cards.pop(worker_id, None)) is None:
+            return
+        for name in _names_of(card):
+            self._named[name].pop(worker_id, None)
+            if not self._named[name]:
+                del self._named[name]
+
+
+def _names_of(card: WorkerCard) -> set[str]:
+    return {card.worker_id, card.name, card.http_endpoint} - {""}
 
 
 def _target(card: WorkerCard, dp_rank: int) -> Target:

@@ -4,6 +4,7 @@ A picker reads no more than it needs. An endpoint may support parameters that ou
 parsers do not take is placed by its length alone, and the endpoint says what is wrong with it.
 """
 
+import asyncio
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
@@ -17,11 +18,14 @@ from frontend.models import Model
 from frontend.openai.chat import ChatDialect
 from frontend.openai.completions import CompletionsDialect
 from frontend.openai.embeddings import parse_embeddings, read_inputs
+from frontend.picker.budget import BodyBudget
 from frontend.picker.wire import RequestHead
 from frontend.prompts import answer_limit, read_prompts
 from frontend.request import ParsedRequest
 from frontend.responses.dialect import ResponsesDialect
+from mesh.http.encodings import decoded, read_encodings
 from mesh.http.errors import error_body
+from mesh.http.request import PIECES_A_TURN
 from protocol.errors import ConfigError, ContextLengthError, InvalidRequestError, MeshError
 
 OBJECTIVE_HEADER = "x-gateway-inference-objective"
@@ -101,6 +105,30 @@ def reader_of(head: RequestHead) -> PromptReader | None:
     if head.header(":method") != "POST":
         return None
     return READERS.get((head.header(":path") or "").partition("?")[0])
+
+
+class BodyReading:
+    """Undoes the content encodings of bodies, within the limits of one body and of all together."""
+
+    def __init__(self, max_body_bytes: int, budget: BodyBudget) -> None:
+        self._max_body_bytes = max_body_bytes
+        self._budget = budget
+
+    async def plain(self, body: bytes, head: RequestHead) -> bytes:
+        """Return the body without its encodings. Raise InvalidRequestError, BodyTooLargeError, OverloadedError."""
+        encodings = read_encodings(head.header("content-encoding") or "")
+        if not encodings:
+            return body
+        whole = bytearray()
+        try:
+            for number, piece in enumerate(decoded(body, encodings, self._max_body_bytes), 1):
+                self._budget.hold(len(piece))
+                whole += piece
+                if number % PIECES_A_TURN == 0:
+                    await asyncio.sleep(0)  # other requests are served meanwhile
+            return bytes(whole)
+        finally:
+            self._budget.give_back(len(whole))
 
 
 class _Named(msgspec.Struct):

@@ -53,7 +53,8 @@ class EndpointFeed:
 
     def workers_at(self, subset: Sequence[str]) -> list[WorkerId]:
         """Return the workers that answer at these endpoints."""
-        found = [self._serving.get(endpoint_of(text) or "", ()) for text in subset]
+        serving = self._serving
+        found = [serving.get(text) or serving.get(endpoint_of(text) or "") or () for text in subset]
         return [worker_id for workers in found for worker_id in workers]
 
     def any(self, subset: Sequence[str] | None) -> str:

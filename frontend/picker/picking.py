@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from frontend.hints import DP_RANK_HEADER, PREFILL_HEADER, PREFILLER_HEADER, STEERING, WORKER_HEADER
 from frontend.models import ModelRegistry
-from frontend.picker.asking import REWRITE_HEADER, hints_of, model_name, read_prompt, reader_of, renamed
+from frontend.picker.asking import REWRITE_HEADER, BodyReading, hints_of, model_name, read_prompt, reader_of, renamed
 from frontend.picker.endpoints import EndpointFeed
 from frontend.picker.metrics import UNREAD
 from frontend.picker.stream import Asked, ExtProcStream
@@ -37,12 +37,14 @@ class Picker:
         router: LocalRouter,
         models: ModelRegistry,
         endpoints: EndpointFeed,
+        reading: BodyReading,
         objectives: Mapping[str, int],
         wait_s: float,
     ) -> None:
         self._router = router
         self._models = models
         self._endpoints = endpoints
+        self._reading = reading
         self._objectives = objectives
         self.wait_s = wait_s
 
@@ -64,11 +66,13 @@ class Picker:
         """Return what the router is asked, and the body where it has changed."""
         head, reader = asked.head, reader_of(asked.head)
         assert reader is not None, "the body is read for these paths alone"
-        name, rewritten = model_name(body), None
+        plain, rewritten = await self._reading.plain(body, head), None
+        name = model_name(plain)
         if (other := head.header(REWRITE_HEADER)) and other != name:
-            name, rewritten = other, renamed(body, other)
+            name, plain = other, renamed(plain, other)
+            rewritten = plain
         model = await self._models.get(name)
-        prompt, problem = await read_prompt(reader, rewritten or body, model)
+        prompt, problem = await read_prompt(reader, plain, model)
         if problem is not None:
             UNREAD.inc()
         hashes = await sequence_hashes_of(prompt.tokens, model.block_size, model.lora, prompt.salt)
@@ -104,9 +108,11 @@ class Picker:
             headers[PREFILL_HEADER] = str(prefill.worker_id)
             if (prefiller := self._endpoints.of(prefill.worker_id)) is not None:
                 headers[PREFILLER_HEADER] = prefiller
+        removed = STEERING - headers.keys()
         if body is not None:
             headers["content-length"] = str(len(body))
-        return Steering(endpoint, headers, sorted(STEERING - headers.keys()))
+            removed |= {"content-encoding"}
+        return Steering(endpoint, headers, sorted(removed))
 
 
 class Keeper:

@@ -10,6 +10,7 @@ import grpc
 
 from frontend.errors import outcome
 from frontend.picker.asking import reader_of
+from frontend.picker.budget import BodyBudget
 from frontend.picker.metrics import PICK_SECONDS, REQUESTS, STREAMS, UNSEEN
 from frontend.picker.picking import Keeper, Pick, Picker
 from frontend.picker.stream import Asked, ExtProcStream
@@ -51,6 +52,7 @@ class PickerServer:
         self,
         picker: Picker,
         keeper: Keeper,
+        budget: BodyBudget,
         is_ready: Callable[[], bool],
         *,
         max_streams: int,
@@ -58,6 +60,7 @@ class PickerServer:
     ) -> None:
         self._picker = picker
         self._keeper = keeper
+        self._budget = budget
         self._is_ready = is_ready
         self._max_streams = max_streams
         self._max_body_bytes = max_body_bytes
@@ -111,7 +114,7 @@ class PickerServer:
         """Serve one request of a gateway."""
         self._open += 1
         STREAMS.inc()
-        call = _Call(self._picker, self._keeper, context, ExtProcStream(self._max_body_bytes))
+        call = _Call(self._picker, self._keeper, context, ExtProcStream(self._max_body_bytes, self._budget))
         try:
             await call.run(is_full=self._open > self._max_streams)
         except WireError as error:
@@ -167,7 +170,8 @@ class _Call:
                         raise OverloadedError("too many requests are open at the endpoint picker")
                 reads_body = isinstance(heard, RequestHead) and reader_of(heard) is not None
                 await self._write(self._stream.hear(heard, reads_body))
-                if (asked := self._stream.asked) is not None and not await self._steer(asked):
+                del heard  # it may be a large body, and the answer may take long
+                if self._stream.asked is not None and not await self._steer():
                     return
                 self._note()
         except WireError:
@@ -176,7 +180,8 @@ class _Call:
             await self._refuse(as_failure(error))
 
     def let_go(self) -> None:
-        """End the booking, and the reading."""
+        """End the booking and the reading, and let the body go."""
+        self._stream.forget_body()
         if self._reading is not None:
             self._reading.cancel()
         if (booking := self._booking) is not None:
@@ -194,10 +199,11 @@ class _Call:
         for answer in answers:
             await self._context.write(answer)
 
-    async def _steer(self, asked: Asked) -> bool:
+    async def _steer(self) -> bool:
         """Have an endpoint picked, and send the request there. False: the gateway has left meanwhile."""
         began = asyncio.get_running_loop().time()
-        pick = await self._picked(asked)
+        assert self._stream.asked is not None
+        pick = await self._picked(self._stream.asked)
         if pick is None:
             REQUESTS.labels("client_gone").inc()
             return False

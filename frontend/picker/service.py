@@ -8,7 +8,8 @@ from pathlib import Path
 
 from frontend.model_files import ModelFolders, default_cache_dir
 from frontend.models import ModelRegistry
-from frontend.picker.asking import read_objectives
+from frontend.picker.asking import BodyReading, read_objectives
+from frontend.picker.budget import BodyBudget
 from frontend.picker.endpoints import EndpointFeed
 from frontend.picker.metrics import ENDPOINTS
 from frontend.picker.picking import Keeper, Picker
@@ -27,6 +28,8 @@ from router.http import RouterApi
 from router.local import LocalRouter
 
 log = logging.getLogger(__name__)
+
+BODIES_BYTES = 1 << 30  # of all requests together that are being read or wait
 
 
 async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
@@ -83,15 +86,20 @@ def open_server(
     cleanup: AsyncExitStack,
 ) -> PickerServer:
     """Return the gRPC server, not yet listening. Raise ConfigError."""
-    picker = Picker(router, models, endpoints, read_objectives(config.ext_proc_objectives), config.ext_proc_wait_s)
+    max_body_bytes = int(config.ext_proc_max_body_mib * 2**20)
+    budget = BodyBudget(max(BODIES_BYTES, max_body_bytes))
+    reading = BodyReading(max_body_bytes, budget)
+    objectives = read_objectives(config.ext_proc_objectives)
+    picker = Picker(router, models, endpoints, reading, objectives, config.ext_proc_wait_s)
     keeper = Keeper(router.lease_s / 4)
     cleanup.callback(keeper.close)
     server = PickerServer(
         picker,
         keeper,
+        budget,
         is_ready,
         max_streams=config.ext_proc_max_streams,
-        max_body_bytes=int(config.ext_proc_max_body_mib * 2**20),
+        max_body_bytes=max_body_bytes,
     )
     cleanup.push_async_callback(server.drain, 0.0)
     return server

@@ -6,6 +6,7 @@ message needs an answer of its own kind. The answer to the head, or that to the 
 
 from dataclasses import dataclass
 
+from frontend.picker.budget import BodyBudget
 from frontend.picker.wire import (
     BodyMode,
     BodyPart,
@@ -36,10 +37,11 @@ class Asked:
 
 
 class ExtProcStream:
-    """The state of one request at the gateway. `reads`: whether the body of this request has to be read to pick."""
+    """The state of one request at the gateway. Its body counts in the budget until it is sent on."""
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, budget: BodyBudget) -> None:
         self._max_body_bytes = max_body_bytes
+        self._budget = budget
         self._head: RequestHead | None = None
         self._reads_body = False
         self._parts: list[bytes] = []
@@ -55,7 +57,7 @@ class ExtProcStream:
     @property
     def asked(self) -> Asked | None:
         """Return the request once it is complete and until it is `steered`."""
-        return None if self._is_steered else self._asked
+        return self._asked
 
     @property
     def sees_answer(self) -> bool:
@@ -65,8 +67,8 @@ class ExtProcStream:
     def hear(self, heard: Heard, reads_body: bool = True) -> list[bytes]:
         """Take a message; return the answers that need no endpoint. `reads_body` counts for a head alone.
 
-        Raise WireError for a message out of turn, BodyTooLargeError, ConfigError if Envoy is set so that no body can
-        be read.
+        Raise WireError for a message out of turn, BodyTooLargeError, OverloadedError if all bodies together are too
+        large, ConfigError if Envoy is set so that no body can be read.
         """
         match heard:
             case RequestHead():
@@ -86,13 +88,22 @@ class ExtProcStream:
     def steered(self, steering: Steering, body: bytes | None = None) -> list[bytes]:
         """Return the answers that send the request to an endpoint; `body` takes the place of its body."""
         assert self._asked is not None and not self._is_steered, "an endpoint is picked once"
+        own = self._asked.body
         self._is_steered = True
-        if self._asked.body is None:
+        self.forget_body()
+        if own is None:
             return [head_answer(of_request=True, steering=steering)]
         if self._mode is BodyMode.FULL_DUPLEX_STREAMED:
-            whole = self._asked.body if body is None else body
+            whole = own if body is None else body
             return [head_answer(of_request=True, steering=steering), *self._sent_back(whole)]
         return [whole_body_answer(of_request=True, steering=steering, body=body)]
+
+    def forget_body(self) -> None:
+        """Let the body go. A second call does nothing."""
+        self._asked = None
+        self._parts.clear()
+        self._budget.give_back(self._size)
+        self._size = 0
 
     # --- the request ---------------------------------------------------------------------------------------------
 
@@ -120,6 +131,7 @@ class ExtProcStream:
             return [self._passed_on(part, mode)]
         if self._asked is not None:
             raise WireError("the gateway has sent more of a body after its end")
+        self._budget.hold(len(part.data))
         self._size += len(part.data)
         if self._size > self._max_body_bytes:
             raise BodyTooLargeError(

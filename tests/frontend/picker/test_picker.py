@@ -1,9 +1,11 @@
 """A gateway asks an endpoint picker over gRPC, as Envoy does, where to send requests."""
 
 import asyncio
+import gzip
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 from frontend.picker.metrics import UNSEEN
@@ -115,6 +117,40 @@ async def test_a_body_our_parser_refuses_is_placed_by_its_length(picker: Running
     picture = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
     picked = await picker.gateway.pick({"model": "tiny", "messages": [{"role": "user", "content": picture}]})
     assert picked.worker in ENDPOINTS
+
+
+async def test_encoded_bodies_are_read_and_pass_as_they_are(picker: RunningPicker) -> None:
+    data = gzip.compress(json.dumps(STORY).encode())
+    first = await picker.gateway.serve(data, headers={"content-encoding": "gzip"})
+    assert first.body == data
+    again = [await picker.gateway.serve(STORY) for _ in range(3)]
+    assert {one.worker for one in again} == {first.worker}
+
+
+async def test_a_renamed_body_loses_its_encoding(picker: RunningPicker) -> None:
+    headers = {"content-encoding": "gzip", "x-gateway-model-name-rewrite": "tiny"}
+    picked = await picker.gateway.pick(gzip.compress(json.dumps(CHAT | {"model": "public"}).encode()), headers=headers)
+    assert json.loads(picked.body) == CHAT
+    assert "content-encoding" in picked.removed
+
+
+@pytest.mark.parametrize(("encoding", "body", "status"), [("br", b"x", 415), ("gzip", b"no gzip", 400)])
+async def test_an_encoding_that_cannot_be_undone_is_refused(
+    picker: RunningPicker, encoding: str, body: bytes, status: int
+) -> None:
+    assert (await picker.gateway.pick(body, headers={"content-encoding": encoding})).status == status
+
+
+async def test_picks_are_counted_by_their_outcome(picker: RunningPicker) -> None:
+    await picker.gateway.serve()
+    await picker.gateway.pick(CHAT | {"model": "none"})
+    async with httpx.AsyncClient() as client:
+        lines = (await client.get(f"{picker.url}/metrics")).text.splitlines()
+    counts = dict(line.rsplit(" ", 1) for line in lines if line.startswith("kvmesh_picker_"))
+    assert float(counts['kvmesh_picker_requests_total{outcome="ok"}']) >= 1
+    assert float(counts['kvmesh_picker_requests_total{outcome="model_not_found"}']) >= 1
+    assert float(counts["kvmesh_picker_endpoints"]) == 2
+    assert float(counts["kvmesh_picker_streams"]) == 0
 
 
 # --- subsets -------------------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
 import pytest
 
+from frontend.picker.budget import BodyBudget
 from frontend.picker.stream import PART_BYTES, ExtProcStream
 from frontend.picker.wire import BodyMode, BodyPart, RequestHead, ResponseHead, Steering, Trailers, message_class
 from mesh.http.errors import BodyTooLargeError
-from protocol.errors import ConfigError, WireError
+from protocol.errors import ConfigError, OverloadedError, WireError
 
 DUPLEX, BUFFERED, NONE = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED, BodyMode.NONE
 STEERING = Steering("10.0.0.1:80", {})
@@ -24,8 +25,8 @@ def kinds(answers: list[bytes]) -> list[str]:
     return [message_class("ProcessingResponse").FromString(answer).WhichOneof("response") for answer in answers]
 
 
-def stream(max_body_bytes: int = 1 << 20) -> ExtProcStream:
-    return ExtProcStream(max_body_bytes)
+def stream(max_body_bytes: int = 1 << 20, budget: BodyBudget | None = None) -> ExtProcStream:
+    return ExtProcStream(max_body_bytes, budget or BodyBudget(1 << 30))
 
 
 def test_duplex_answers_nothing_before_the_body_is_read() -> None:
@@ -84,6 +85,21 @@ def test_bodies_are_bounded_over_all_their_parts() -> None:
     one.hear(part(b"ab", is_last=False))
     with pytest.raises(BodyTooLargeError):
         one.hear(part(b"cd"))
+
+
+def test_the_bodies_of_all_streams_share_a_budget() -> None:
+    budget = BodyBudget(5)
+    one, other = stream(budget=budget), stream(budget=budget)
+    for each in (one, other):
+        each.hear(head())
+    one.hear(part(b"abcd"))
+    with pytest.raises(OverloadedError):
+        other.hear(part(b"ef"))
+    one.steered(STEERING)
+    other.hear(part(b"ef"))
+    other.forget_body()
+    other.forget_body()
+    assert budget.held_bytes == 0
 
 
 @pytest.mark.parametrize("mode", [NONE, BodyMode.STREAMED, BodyMode.BUFFERED_PARTIAL, BodyMode.GRPC])
