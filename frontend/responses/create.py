@@ -160,6 +160,7 @@ def record_of(job: Job, owner: str, response: Response) -> StoredResponse:
         input=encode(kept_items(parsed.items, response.id)),
         previous=parsed.settings.previous_response_id,
         is_background=parsed.settings.background,
+        is_stream=job.parsed.stream,
     )
 
 
@@ -212,7 +213,7 @@ class BackgroundJob:
         if self._saving is not None:
             await self._saving
         record = self._run.with_response(response.status, encode(response), events)
-        await self._kept.keep(record)
+        await self._kept.keep(record, is_update=True)
         self._run.record = record
         self._tell(events)
 
@@ -234,7 +235,8 @@ class BackgroundJob:
         response = in_progress(self._job)
         self._run.record = self._run.with_response(response.status, encode(response))
         self._tell(self._writer.begun())
-        self._saving = asyncio.create_task(self._kept.keep(self._run.record), name=f"store {response.id}")
+        saving = self._kept.keep(self._run.record, is_update=True)
+        self._saving = asyncio.create_task(saving, name=f"store {response.id}")
 
     def lane(self, branch: Branch, now: Callable[[], float]) -> None:
         return None

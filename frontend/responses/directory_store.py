@@ -47,8 +47,8 @@ class DirectoryStore:
         self._threads = ThreadPoolExecutor(THREADS, "responses")
         self._room = asyncio.Semaphore(MAX_WAITING)
 
-    async def put(self, record: StoredResponse) -> None:
-        await self._in_thread(lambda: self._files.put(record))
+    async def put(self, record: StoredResponse, *, is_update: bool = False) -> None:
+        await self._in_thread(lambda: self._files.put(record, is_update))
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
         return await self._in_thread(lambda: self._files.get(name_of(owner, response_id)))
@@ -104,13 +104,16 @@ class ResponseFiles:
                 hint="give --responses-store dir:PATH a directory that this user can write",
             ) from error
 
-    def put(self, record: StoredResponse) -> None:
+    def put(self, record: StoredResponse, is_update: bool) -> None:
         """Raise OSError, StorageError."""
         name, data = name_of(record.owner, record.id), _encoder.encode(record)
         if len(data) > self._retention.limits.max_bytes:
             raise StorageError(f"the response has {len(data)} bytes, more than the store holds")
         half = self._half_written(data)
         try:
+            if is_update and not self._path(name).exists():  # another frontend has deleted it meanwhile
+                half.unlink()
+                return
             half.replace(self._path(name))
         except OSError:
             half.unlink(missing_ok=True)

@@ -18,8 +18,10 @@ class MemoryStore:
         self._records: dict[str, StoredResponse] = {}
         self._now_s = now_s
 
-    async def put(self, record: StoredResponse) -> None:
+    async def put(self, record: StoredResponse, *, is_update: bool = False) -> None:
         name = name_of(record.owner, record.id)
+        if is_update and name not in self._records:
+            return
         size_bytes = ENTRY_BYTES + len(record.response) + len(record.input) + len(record.events)
         if size_bytes > self._retention.limits.max_bytes:  # it must not crowd out the others first
             await self.delete(record.owner, record.id)

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 MAX_REFERENCES = 1024  # of one request: each may be a read of the store
 MAX_REFERENCED_BYTES = 16 << 20
+TURN_BYTES = 1 << 18  # of stored JSON that is read in one turn of the event loop: a millisecond
 BEAT_S = 1.0
 SWEEP_BEATS = 10
 CANCEL_S = 5.0  # for another frontend to notice that its response is to be cancelled
@@ -71,6 +72,19 @@ def by_response(ids: Sequence[str]) -> dict[str, set[str]]:
     return grouped
 
 
+async def read_in_turns(chain: Sequence[StoredResponse]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Return the items of a conversation, by response. Other requests go on while a long one is read."""
+    found: list[tuple[str, list[dict[str, Any]]]] = []
+    turn_bytes = 0
+    for record in chain:
+        turn_bytes += len(record.input) + len(record.response)
+        if turn_bytes > TURN_BYTES:
+            turn_bytes = 0
+            await asyncio.sleep(0)
+        found += conversation_of([record])
+    return found
+
+
 class KeptResponses:
     """Stores responses and runs background ones, each for the API key that asked for it."""
 
@@ -96,7 +110,7 @@ class KeptResponses:
             return Storage()
         owner = self.owner(request)
         try:
-            earlier = [] if previous is None else conversation_of(await self.store.chain(owner, previous))
+            earlier = [] if previous is None else await read_in_turns(await self.store.chain(owner, previous))
             return Storage(earlier, await self._referenced(owner, references))
         except PreviousResponseError as error:
             metrics.MISSES.inc()
@@ -120,10 +134,10 @@ class KeptResponses:
             metrics.MISSES.inc()
         return found
 
-    async def keep(self, record: StoredResponse) -> None:
+    async def keep(self, record: StoredResponse, *, is_update: bool = False) -> None:
         """Store a response. The client has its answer whether or not this succeeds."""
         try:
-            await self.store.put(record)
+            await self.store.put(record, is_update=is_update)
         except StorageError as error:
             metrics.STORE_FAILURES.inc()
             log.error("the response %s is not stored: %s", record.id, error)

@@ -40,6 +40,7 @@ class StoredResponse(Struct, frozen=True, kw_only=True):
     input: bytes  # the JSON list of its input items
     previous: str | None = None
     is_background: bool = False
+    is_stream: bool = False  # a background response with events
     events: bytes = b""  # the stream of a background response that is complete
 
     @property
@@ -66,8 +67,11 @@ class ResponseStore(Protocol):
     Methods raise StorageError if the store fails.
     """
 
-    async def put(self, record: StoredResponse) -> None:
-        """Keep a response, or what is new of it. Once this returns, every reader of the store sees it."""
+    async def put(self, record: StoredResponse, *, is_update: bool = False) -> None:
+        """Keep a response, or what is new of it. Once this returns, every reader of the store sees it.
+
+        An update of a response that was deleted does nothing.
+        """
         ...
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None: ...

@@ -32,7 +32,9 @@ async def retrieve(services: Services, request: Request) -> Reply | ReplyStream:
     run = kept.runs.find((record.owner, record.id))
     if run is not None and run.log is not None:
         return await send_events(request, run.log, {}, after)
-    record = await kept.wait_for_end(record)
+    may_have_events = record.is_background and record.is_stream
+    if may_have_events:
+        record = await kept.wait_for_end(record)  # it runs at another frontend
     if not record.events:
         refuse("stream", "only a background response that was created with stream true can be streamed again")
     reply = request.open_stream(SSE_HEADERS)

@@ -95,6 +95,17 @@ async def test_a_deleted_response_is_gone(opener: Opener) -> None:
     assert await store.get("", "a") is None
 
 
+async def test_an_update_does_not_bring_a_deleted_response_back(opener: Opener) -> None:
+    """Another frontend may end a background response just after it was deleted."""
+    store = opener(StoreLimits())
+    await store.put(record("a", status="in_progress"))
+    await store.put(record("a"), is_update=True)
+    assert await store.get("", "a") == record("a")
+    await store.delete("", "a")
+    await store.put(record("a"), is_update=True)
+    assert await store.get("", "a") is None
+
+
 async def test_a_response_that_is_used_again_lives_on(opener: Opener, clock: Clock) -> None:
     store = opener(StoreLimits(ttl_s=10))
     await store.put(record("a"))

@@ -133,7 +133,7 @@ async def test_a_full_disk_is_reported_and_not_fatal(
     thinking_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(thinking_model, kept(tmp_path)) as served:
-        monkeypatch.setattr(directory_store.ResponseFiles, "put", lambda self, record: full(record))
+        monkeypatch.setattr(directory_store.ResponseFiles, "put", lambda self, record, is_update: full(record))
         body = await served.whole()
         assert "No space left on device" in caplog.text
         assert (await served.events())[-1]["type"] == "response.completed"

@@ -11,10 +11,12 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
+from frontend.responses import state
 from frontend.responses.directory_store import DirectoryStore
 from frontend.responses.memory_store import MemoryStore
 from frontend.responses.retention import StoreLimits
 from frontend.responses.state import KeptResponses
+from frontend.responses.store import StoredResponse
 from frontend.security import ApiKeyGuard
 from protocol.errors import PeerLostError
 from protocol.messages import Delta
@@ -150,6 +152,20 @@ async def test_a_conversation_may_branch(storing: Served) -> None:
             text == "left",
             text == "right",
         ]
+
+
+async def test_other_requests_go_on_while_a_long_conversation_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "TURN_BYTES", 1)
+    chain = [
+        StoredResponse(id=str(n), owner="", status="completed", response=b'{"output": []}', input=b"[]")
+        for n in range(5)
+    ]
+    reading, turns = asyncio.create_task(state.read_in_turns(chain)), 0
+    while not reading.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns >= len(chain)
+    assert await reading == [(str(n), []) for n in range(5)]
 
 
 async def test_the_chain_counts_as_input(storing: Served) -> None:
@@ -510,6 +526,17 @@ async def test_only_background_streams_can_be_streamed_again(storing: Served) ->
         assert (status, refused["error"]["param"]) == (400, "stream")
     status, refused = await get(storing, f"{body['id']}?stream=yes")
     assert (status, refused["error"]["param"]) == (400, "stream")
+
+
+async def test_no_stream_is_refused_before_the_response_ends(storing: Served) -> None:
+    gate = asyncio.Event()
+    storing.generator.script = [gate, *words("Once")]
+    begun = await storing.whole(background=True)
+    status, refused = await get(storing, f"{begun['id']}?stream=true")
+    assert (status, refused["error"]["param"]) == (400, "stream")
+    assert (await get(storing, begun["id"]))[1]["status"] == "queued", "it was not waited for"
+    gate.set()
+    await until(storing, begun["id"], "completed")
 
 
 async def test_a_background_stream_that_fails_ends_with_the_failure(storing: Served) -> None:
