@@ -22,7 +22,7 @@ def main() -> int:
             description="Watch the traffic, forecast it, and have prefill and decode workers started and stopped so "
             "that an SLO is kept. See docs/planner-operations.md.",
             section="planner",
-            foreign=("KVMESH_PLANNER_EXPLAIN_",),
+            foreign=("KVMESH_PLANNER_EXPLAIN_", "KVMESH_PLANNER_APPLY_"),
         )
         setup_logging(config.name, level=config.log_level, fmt=config.log_format)
     except ConfigError as error:

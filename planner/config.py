@@ -50,6 +50,9 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     mock_step_tokens: Annotated[int, Meta(ge=1, description="profile mock: --max-step-tokens of the workers")] = 512
     local_control: Annotated[str, Meta(description=f"local: unix:<run directory>/control/{CONTROL_FILE}")] = ""
     compose_command: Annotated[str, Meta(description="compose: the command, as for a shell")] = "docker compose"
+    compose_inspect: Annotated[str, Meta(description="compose: the command that shows containers by id")] = (
+        "docker inspect"
+    )
     compose_files: Annotated[tuple[str, ...], Meta(description="compose: files (-f)")] = ()
     compose_project: Annotated[str, Meta(description="compose: project (-p); default: the folder's")] = ""
     compose_prefill: Annotated[str, Meta(description="compose: service of the prefill workers")] = "prefill"

@@ -1,4 +1,7 @@
-"""Scale services of docker compose with `up --scale`. Compose decides which container is stopped."""
+"""Scale services of docker compose with `up --scale`. Compose decides which container is stopped.
+
+Compose 1 and 2 print different lists, so compose is asked for ids alone, and the engine for the containers' states.
+"""
 
 import asyncio
 import os
@@ -14,35 +17,71 @@ from planner.model import RoleFleet, ScalingDecision
 
 LIST_TIMEOUT_S = 20.0
 SCALE_TIMEOUT_S = 180.0  # compose waits for containers that stop, up to their stop_grace_period
-MAX_OUTPUT_BYTES = 8 << 20
+MAX_OUTPUT_BYTES = 64 << 20
+SERVICE_LABEL = "com.docker.compose.service"
+
+
+class Health(msgspec.Struct, frozen=True):
+    status: str = msgspec.field(name="Status", default="")
+
+
+class State(msgspec.Struct, frozen=True):
+    status: str = msgspec.field(name="Status", default="")
+    health: Health | None = msgspec.field(name="Health", default=None)
+
+
+class Config(msgspec.Struct, frozen=True):
+    labels: dict[str, str] | None = msgspec.field(name="Labels", default=None)
 
 
 class Container(msgspec.Struct, frozen=True):
-    """The fields of `docker compose ps --format json` that are used here."""
+    """The fields of `docker inspect` that are used here."""
 
-    service: str = msgspec.field(name="Service", default="")
-    state: str = msgspec.field(name="State", default="")
-    health: str = msgspec.field(name="Health", default="")
+    state: State = msgspec.field(name="State")
+    config: Config = msgspec.field(name="Config")
+
+    @property
+    def service(self) -> str:
+        return (self.config.labels or {}).get(SERVICE_LABEL, "")
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the container runs, and is healthy if it has a health check."""
+        health = self.state.health.status if self.state.health is not None else ""
+        return self.state.status == "running" and health in ("", "none", "healthy")
 
 
 class ComposeConnector:
     name = "compose"
 
-    def __init__(self, command: str, files: Sequence[str], project: str, *, prefill: str, decode: str) -> None:
+    def __init__(
+        self,
+        command: str,
+        files: Sequence[str],
+        project: str,
+        *,
+        prefill: str,
+        decode: str,
+        inspect: str = "docker inspect",
+    ) -> None:
         """Raise ConfigError if both roles are one service.
 
-        `command` is written as for a shell. `prefill` and `decode` are services; "" means no prefill workers.
+        `command` and `inspect` are written as for a shell. `prefill` and `decode` are services; "" means no prefill
+        workers.
         """
         check_distinct(self.name, prefill, decode)
         self._command = [*shlex.split(command), *(word for file in files for word in ("-f", file))]
         self._command += ["-p", project] if project else []
+        self._inspect = shlex.split(inspect)
         self._prefill, self._decode = prefill, decode
         self._services = (prefill, decode) if prefill else (decode,)
         self._changing = asyncio.Lock()
 
     async def fleets(self) -> Fleets:
-        listed = await self._run(["ps", "--all", "--format", "json", *self._services], LIST_TIMEOUT_S)
-        containers = read_containers(listed)
+        listed = await self._run([*self._command, "ps", "--all", "--quiet", *self._services], LIST_TIMEOUT_S)
+        containers: list[Container] = []
+        if ids := listed.split():
+            containers = read_containers(await self._run([*self._inspect, *ids], LIST_TIMEOUT_S))
         return Fleets(prefill=fleet_of(containers, self._prefill), decode=fleet_of(containers, self._decode))
 
     async def apply(self, decision: ScalingDecision) -> Applied:
@@ -54,16 +93,15 @@ class ComposeConnector:
                 wanted = dict(zip((self._prefill, self._decode), counts, strict=True))
                 scales = [f"--scale={service}={wanted[service]}" for service in self._services]
                 flags = ["up", "--detach", "--no-deps", "--no-recreate", *scales, *self._services]
-                await self._run(flags, SCALE_TIMEOUT_S)
+                await self._run([*self._command, *flags], SCALE_TIMEOUT_S)
                 fleets = await self.fleets()
             return applied_of(decision, fleets.prefill.ordered, fleets.decode.ordered, 0, steps.notes)
 
     async def close(self) -> None:
         pass
 
-    async def _run(self, arguments: Sequence[str], timeout_s: float) -> str:
+    async def _run(self, command: Sequence[str], timeout_s: float) -> str:
         """Return the command's output. Raise ConnectorError if it fails, or takes too long and is killed."""
-        command = [*self._command, *arguments]
         shown = shlex.join(command[:4])
         try:
             process = await asyncio.create_subprocess_exec(
@@ -74,7 +112,9 @@ class ComposeConnector:
                 env=os.environ,
             )
         except OSError as error:
-            raise ConnectorError(f"{shown} cannot be run: {error}", hint="see --compose-command") from error
+            raise ConnectorError(
+                f"{shown} cannot be run: {error}", hint="see --compose-command, --compose-inspect"
+            ) from error
         try:
             async with asyncio.timeout(timeout_s):
                 out, err = await process.communicate()
@@ -98,22 +138,22 @@ async def open_connector(config: ServiceConfig, present: Present) -> ComposeConn
         config.compose_project,
         prefill=config.compose_prefill if has_prefill_role(config) else "",
         decode=config.compose_decode,
+        inspect=config.compose_inspect,
     )
 
 
 def read_containers(listed: str) -> list[Container]:
-    """Read one JSON list, or one object in each line: versions of compose differ. Raise ConnectorError otherwise."""
+    """Read what `docker inspect` prints. Raise ConnectorError if that is no list of containers."""
     try:
-        if listed.lstrip().startswith("["):
-            return msgspec.json.decode(listed, type=list[Container])
-        return [msgspec.json.decode(line, type=Container) for line in listed.splitlines() if line.strip()]
+        return msgspec.json.decode(listed, type=list[Container])
     except msgspec.DecodeError as error:
-        raise ConnectorError(f"docker compose ps gives no list of containers: {error}") from error
+        raise ConnectorError(f"docker inspect gives no list of containers: {error}") from error
 
 
 def fleet_of(containers: Sequence[Container], service: str) -> RoleFleet:
     """Count the containers of a service. Without a health check, a container is ready when it runs."""
     own = [c for c in containers if service and c.service == service]
-    there = [c for c in own if c.state not in ("exited", "dead", "removing")]
-    ready = sum(c.state == "running" and c.health in ("", "healthy") for c in there)
-    return RoleFleet(ready=ready, starting=len(there) - ready, draining=sum(c.state == "removing" for c in own))
+    there = [c for c in own if c.state.status not in ("exited", "dead", "removing")]
+    ready = sum(c.is_ready for c in there)
+    draining = sum(c.state.status == "removing" for c in own)
+    return RoleFleet(ready=ready, starting=len(there) - ready, draining=draining)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`docker compose` as far as the planner calls it: its containers are rows in a JSON file, $FAKE_DOCKER_STATE.
+"""`docker compose` and `docker inspect` as far as the planner calls them, over containers in $FAKE_DOCKER_STATE.
 
 State: {"containers": [{"Service", "State", "Health"}], "fail": "" or what to say on stderr, "calls": [...]}.
 """
@@ -23,6 +23,9 @@ def answer(argv: list[str], state: dict) -> int:
     if state["fail"]:
         print(state["fail"], file=sys.stderr)
         return 1
+    if argv[0] == "inspect":
+        print(json.dumps([inspected(state["containers"][int(word)]) for word in argv[1:]]))
+        return 0
     if argv[0] != "compose":
         print(f"docker: {argv[0]!r} is not a docker command.", file=sys.stderr)
         return 1
@@ -31,10 +34,10 @@ def answer(argv: list[str], state: dict) -> int:
         words = words[2:]
     command, *rest = words
     if command == "ps":
-        services = [word for word in rest if not word.startswith("-") and word != "json"]
-        for container in state["containers"]:
+        services = [word for word in rest if not word.startswith("-")]
+        for number, container in enumerate(state["containers"]):
             if container["Service"] in services:
-                print(json.dumps(container))
+                print(number)
         return 0
     if command == "up":
         for word in rest:
@@ -44,6 +47,12 @@ def answer(argv: list[str], state: dict) -> int:
         return 0
     print(f"unknown docker command: compose {command}", file=sys.stderr)
     return 1
+
+
+def inspected(container: dict) -> dict:
+    health = {"Health": {"Status": container["Health"]}} if container["Health"] else {}
+    labels = {"com.docker.compose.service": container["Service"]}
+    return {"State": {"Status": container["State"], **health}, "Config": {"Labels": labels}}
 
 
 def scale(containers: list[dict], service: str, count: int) -> None:
