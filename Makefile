@@ -24,7 +24,7 @@ SGLANG := .venv-sglang/.installed
 ENVOY := .venv-envoy/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev up demo demo-planner doctor test test-all test-large test-vllm test-sglang test-envoy test-hosts test-kube test-clients check fmt clean force
+.PHONY: help install dev up demo demo-planner doctor test test-all test-large test-vllm test-sglang test-envoy test-hosts test-containers test-kube test-clients check fmt clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ test-kube: $(DEV) ## discovery and planner against a real kube-apiserver (built 
 	@$(or $(PYTHON),false) deploy/install_kube_apiserver.py
 	@$(or $(PYTHON),false) deploy/install_kube_tools.py
 	KVMESH_TEST_KUBE=1 $(PY) -m pytest --durations=5 tests/kube $(ARGS)
+
+test-containers: $(DEV) ## docker-compose.yml in real containers (Docker, or podman and debootstrap for root)
+	KVMESH_TEST_CONTAINERS=1 $(PY) -m pytest --durations=5 tests/containers $(ARGS)
 
 test-sglang: $(SGLANG) ## the tests that run real SGLang on the CPU
 	KVMESH_TEST_SGLANG=1 PYTHONPATH=.venv-sglang:deploy/sglang_stubs .venv-vllm/bin/python -m pytest --durations=5 \

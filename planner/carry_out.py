@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 
+from mesh.bodies import bounded
 from mesh.config import load
 from mesh.lifecycle import run
 from mesh.telemetry import LogFormat, LogLevel, setup_logging
@@ -22,7 +23,6 @@ from planner.connectors.compose import open_connector
 from planner.connectors.connector import Applied, Connector, Fleets
 from planner.connectors.virtual import Acknowledgement, Order, read_token
 from planner.model import Action, Reason, RoleFleet, ScalingDecision
-from planner.scrape import bounded
 from planner.service import either
 from protocol.errors import ConfigError, MeshError, UnreachableError, WireError
 

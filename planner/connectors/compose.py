@@ -21,24 +21,24 @@ MAX_OUTPUT_BYTES = 64 << 20
 SERVICE_LABEL = "com.docker.compose.service"
 
 
-class Health(msgspec.Struct, frozen=True):
+class ContainerHealth(msgspec.Struct, frozen=True):
     status: str = msgspec.field(name="Status", default="")
 
 
-class State(msgspec.Struct, frozen=True):
+class ContainerState(msgspec.Struct, frozen=True):
     status: str = msgspec.field(name="Status", default="")
-    health: Health | None = msgspec.field(name="Health", default=None)
+    health: ContainerHealth | None = msgspec.field(name="Health", default=None)
 
 
-class Config(msgspec.Struct, frozen=True):
+class ContainerConfig(msgspec.Struct, frozen=True):
     labels: dict[str, str] | None = msgspec.field(name="Labels", default=None)
 
 
 class Container(msgspec.Struct, frozen=True):
     """The fields of `docker inspect` that are used here."""
 
-    state: State = msgspec.field(name="State")
-    config: Config = msgspec.field(name="Config")
+    state: ContainerState = msgspec.field(name="State")
+    config: ContainerConfig = msgspec.field(name="Config")
 
     @property
     def service(self) -> str:
@@ -109,7 +109,7 @@ class ComposeConnector:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env=os.environ,
+                env=dict(os.environ),  # uvloop takes no other mapping
             )
         except OSError as error:
             raise ConnectorError(

@@ -51,7 +51,7 @@ class PlanConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     out_dir: Annotated[str, Meta(description="folder for the deployment, the page and the picture")] = "plan"
     png: Annotated[bool, Meta(description="draw the Pareto front")] = True
     json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
-    image: Annotated[str, Meta(description="container image")] = f"kvmesh:{RELEASE}"
+    image: Annotated[str, Meta(description="container image")] = f"kvmesh/worker:{RELEASE}"
     model_path: Annotated[str, Meta(description="the model's folder in the containers")] = "/models/tiny"
     namespace: Annotated[str, Meta(description="namespace in Kubernetes")] = "default"
     connector: Annotated[str, Meta(description="connector in planner.toml")] = "compose"

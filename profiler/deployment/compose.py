@@ -5,41 +5,45 @@ from typing import Any
 from profiler.deployment.deployment import BUILT_IN_MODEL, Deployment, title_of, worker_flags
 from profiler.deployment.yaml_files import to_yaml
 
-COMPOSE_FILES = ["docker-compose.yml", "docker-compose.planner.yml", "compose.override.yml"]
+PLAN_FOLDER = "/etc/kvmesh/plan"  # of the planner's container
+SHARED_MEMORY = "8g"  # for the processes of one engine
 
 
 def compose_override(deployment: Deployment) -> str:
-    """Return an override of docker-compose.yml and docker-compose.planner.yml, whose workers can be scaled."""
+    """Return an override of docker-compose.yml: its workers, and the settings of its planner."""
     services = {role: _compose_worker(deployment, role) for role in ("prefill", "decode")}
-    if deployment.model_path != BUILT_IN_MODEL:
-        services["frontend"] = {"volumes": [_model_volume_of_compose(deployment)]}  # beside its own: the tokenizer
-    files = " ".join(f"-f {name}" for name in COMPOSE_FILES)
+    services["planner"] = {
+        "command": ["python", "-m", "planner", "--config", f"{PLAN_FOLDER}/planner.toml", "--log-format", "json"],
+        "volumes": [f"${{KVMESH_PLAN:?set it to the folder of this file}}:{PLAN_FOLDER}:ro"],
+    }
     head = [
         title_of(deployment),
         "#",
-        "#   mkdir -p .run/compose",
-        f"#   docker compose {files} up --detach",
+        "#   export KVMESH_PLAN=FOLDER_OF_THIS_FILE    # as an absolute path",
+        "#   docker compose -f docker-compose.yml -f $KVMESH_PLAN/compose.override.yml up --detach",
         "",
     ]
     return "\n".join(head) + to_yaml({"services": services})
 
 
 def _compose_worker(deployment: Deployment, role: str) -> dict[str, Any]:
-    """Return a service with replicas. Each worker takes its name and address from its container."""
+    """Return a scaled service. Each worker takes its name and address from its container."""
     words = ["python", "-m", "workers", "--name", f"{role}-$$(hostname)", "--advertise-host", "$$(hostname -i)"]
-    line = " ".join([*words, *map(_shell_word, worker_flags(deployment, role))])
+    line = " ".join([*words, *map(_shell_word, worker_flags(deployment, role, ""))])
     profile = deployment.profile(role)
-    deploy: dict[str, Any] = {"replicas": deployment.workers(role)}
-    if profile.gpus:
-        device = {"driver": "nvidia", "count": profile.gpus, "capabilities": ["gpu"]}
-        deploy["resources"] = {"reservations": {"devices": [device]}}
     service: dict[str, Any] = {
         "image": deployment.image,
         "command": ["sh", "-c", f"exec {line}"],
-        "deploy": deploy,
+        "scale": deployment.workers(role),
     }
+    if profile.gpus:
+        device = {"driver": "nvidia", "count": profile.gpus, "capabilities": ["gpu"]}
+        service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+        service |= {"shm_size": SHARED_MEMORY, "pids_limit": 8192}
     if deployment.model_path != BUILT_IN_MODEL:
         service["volumes"] = [_model_volume_of_compose(deployment)]
+        service["mem_limit"] = "${KVMESH_WORKER_MEMORY:?set it to the memory of a worker, such as 64g}"
+        service["cpus"] = "${KVMESH_WORKER_CPUS:?set it to the cores of a worker, such as 8}"
     return service
 
 

@@ -21,7 +21,7 @@ class Deployment(Struct, frozen=True, kw_only=True):
     prefill: Profile
     decode: Profile
     goal: Goal
-    image: str = f"kvmesh:{RELEASE}"
+    image: str = f"kvmesh/worker:{RELEASE}"
     model_path: str = BUILT_IN_MODEL  # in the container
     namespace: str = "default"
 
@@ -74,11 +74,12 @@ def warnings_of(deployment: Deployment) -> list[Reason]:
     return found
 
 
-def worker_flags(deployment: Deployment, role: str) -> list[str]:
-    """Return the flags of `python -m workers`, without its name and addresses."""
+def worker_flags(deployment: Deployment, role: str, discovery: str = DISCOVERY) -> list[str]:
+    """Return the flags of `python -m workers`, without its name and addresses. `discovery` "": its environment says."""
     profile = deployment.profile(role)
     flags = ["--role", role, "--engine", deployment.engine(role), "--model-path", deployment.model_path]
-    flags += ["--model", profile.model, "--host", "0.0.0.0", "--metrics-port", "9100", "--discovery", DISCOVERY]
+    flags += ["--model", profile.model, "--host", "0.0.0.0", "--metrics-port", "9100"]
+    flags += ["--discovery", discovery] if discovery else []
     return flags + ["--log-format", "json", *sizing_flags(profile, deployment.option.batch if role == "decode" else 0)]
 
 

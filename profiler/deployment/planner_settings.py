@@ -3,12 +3,16 @@
 import json
 from typing import Any
 
-from profiler.deployment.compose import COMPOSE_FILES
+from profiler.deployment.compose import PLAN_FOLDER
 from profiler.deployment.deployment import DISCOVERY, Deployment
 
 
 def planner_toml(deployment: Deployment, folder: str, connector: str) -> str:
-    """Return planner.toml. The planner finds prefill.json and decode.json in `folder`."""
+    """Return planner.toml. The planner finds prefill.json and decode.json in `folder`; with compose, in its container.
+
+    That planner has no rights over containers: `kvmesh planner apply` carries out what it decides.
+    """
+    folder = PLAN_FOLDER if connector == "compose" else folder
     goal = deployment.goal
     start_s = max(deployment.prefill.start_s, deployment.decode.start_s)
     settings: dict[str, Any] = {
@@ -24,14 +28,15 @@ def planner_toml(deployment: Deployment, folder: str, connector: str) -> str:
     settings |= {
         "prefill_profile": f"{folder}/prefill.json",
         "decode_profile": f"{folder}/decode.json",
-        "connector": connector,
+        "connector": "virtual" if connector == "compose" else connector,
     }
     if connector == "kubernetes":
         settings |= {"discovery": DISCOVERY, "kubernetes_namespace": deployment.namespace}
         settings |= {"record_file": "/run/kvmesh/planner.jsonl", "host": "0.0.0.0"}
         settings["frontends"] = ["http://kvmesh-frontend:8000"]  # the frontend's card says 0.0.0.0
     if connector == "compose":
-        settings |= {"compose_files": COMPOSE_FILES, "discovery": "file:.run/compose/discovery"}
-        settings["frontends"] = ["http://127.0.0.1:8000"]
+        settings |= {"virtual_host": "0.0.0.0", "virtual_token_file": "/run/secrets/planner_token", "flips": False}
+        settings |= {"frontends": ["http://frontend:8000"], "record_file": "/tmp/planner.jsonl"}
+        settings |= {"host": "0.0.0.0", "metrics_port": 9300}
     lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
     return "\n".join([f"# For {deployment.option.title}.", "[planner]", *lines, ""])

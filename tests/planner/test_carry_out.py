@@ -90,6 +90,20 @@ async def test_a_decision_becomes_containers_and_is_acknowledged(
         assert (fleets.decode.ready, fleets.decode.starting) == (1, 2)
 
 
+async def test_the_command_carries_decisions_out_until_it_is_stopped(
+    planner: VirtualConnector, containers: Containers, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    docker = f"{sys.executable} {fake_docker.__file__}"
+    flags = ["--url", planner.url, "--token-file", str(tmp_path / "token"), "--poll-s", "0.05"]
+    flags += ["--compose-command", f"{docker} compose", "--compose-inspect", f"{docker} inspect"]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvmesh", "planner", "apply", *flags)
+    await until_complete(planner, decision(2, 3))
+    assert sorted(containers.services()) == ["decode"] * 3 + ["prefill"] * 2
+    process.terminate()
+    assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
+
+
 async def test_what_failed_is_tried_again(
     planner: VirtualConnector, containers: Containers, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -60,36 +60,36 @@ def recommended(plan: Path) -> dict[str, Any]:
 # --- compose ----------------------------------------------------------------------------------------------
 
 
-def test_the_override_fits_over_our_compose_files(plan: Path) -> None:
+def test_the_override_fits_over_our_compose_file(plan: Path) -> None:
     override = yaml.safe_load((plan / "compose.override.yml").read_text())["services"]
-    base = yaml.safe_load((ROOT / "docker-compose.planner.yml").read_text())["services"]
-    assert set(override) == {"prefill", "decode", "frontend"}
+    base = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    assert set(override) == {"prefill", "decode", "planner"}
     assert set(override) <= set(base)
     option = recommended(plan)
     for role in ("prefill", "decode"):
-        deploy = override[role]["deploy"]
-        assert deploy["replicas"] == option[f"{role}_workers"]
-        gpus = deploy["resources"]["reservations"]["devices"][0]["count"]
+        assert override[role]["scale"] == option[f"{role}_workers"]
+        gpus = override[role]["deploy"]["resources"]["reservations"]["devices"][0]["count"]
         assert gpus == int(option[f"{role}_mapping"].removeprefix("tp"))
-    for service in override.values():
-        assert any(":/models/8b:ro" in volume for volume in service["volumes"])
+        assert any(":/models/8b:ro" in volume for volume in override[role]["volumes"])
+        assert override[role].keys() >= {"mem_limit", "cpus"}, "the limits of the tiny model's workers would stay"
 
 
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="needs docker-compose; no daemon")
 def test_compose_reads_the_files_together(plan: Path) -> None:
-    names = [ROOT / "docker-compose.yml", ROOT / "docker-compose.planner.yml", plan / "compose.override.yml"]
+    names = [ROOT / "docker-compose.yml", plan / "compose.override.yml"]
     files = [word for name in names for word in ("-f", str(name))]
     command = ["docker-compose", "--project-directory", str(ROOT), *files, "config"]
-    environ = os.environ | {"KVMESH_MODEL_FOLDER": "/srv/8b"}
+    environ = os.environ | {"KVMESH_MODEL_FOLDER": "/srv/8b", "KVMESH_PLAN": str(plan)}
+    environ |= {"KVMESH_WORKER_MEMORY": "64g", "KVMESH_WORKER_CPUS": "8"}
     read = subprocess.run(command, check=True, env=environ, capture_output=True, text=True).stdout
     services = yaml.safe_load(read)["services"]
-    started = {name for name, service in services.items() if not service.get("profiles")}
-    assert started == {"frontend", "prefill", "decode"}
     option = recommended(plan)
     for role in ("prefill", "decode"):
-        assert services[role]["deploy"]["replicas"] == option[f"{role}_workers"]
+        assert services[role]["scale"] == option[f"{role}_workers"]
         assert services[role]["healthcheck"]
-        assert {target_of(volume) for volume in services[role]["volumes"]} == {"/run/kvmesh", "/models/8b"}
+        assert {target_of(volume) for volume in services[role]["volumes"]} == {"/models/8b"}
+    planner = {target_of(volume) for volume in services["planner"]["volumes"]}
+    assert planner == {"/etc/kvmesh/profile.json", "/etc/kvmesh/plan"}
 
 
 def target_of(volume: str | dict[str, Any]) -> str:
@@ -99,16 +99,11 @@ def target_of(volume: str | dict[str, Any]) -> str:
 
 def test_workers_understand_a_containers_command(plan: Path) -> None:
     services = yaml.safe_load((plan / "compose.override.yml").read_text())["services"]
-    base = yaml.safe_load((ROOT / "docker-compose.planner.yml").read_text())["services"]
+    base = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     for role in (Role.PREFILL, Role.DECODE):
         config, reference = (worker_of(read[role.value]["command"]) for read in (services, base))
-        assert (config.role, config.name, config.advertise_host, config.discovery, config.metrics_port) == (
-            reference.role,
-            reference.name,
-            reference.advertise_host,
-            reference.discovery,
-            reference.metrics_port,
-        )
+        for name in ("role", "name", "advertise_host", "discovery", "host", "metrics_port"):
+            assert getattr(config, name) == getattr(reference, name), name
         assert config.model_path == "/models/8b"
         assert "--tensor-parallel-size" in config.engine_args
 
@@ -180,12 +175,12 @@ def read_planner(path: Path) -> ServiceConfig:
 def test_the_planners_settings_are_the_goal(plan: Path) -> None:
     config = read_planner(plan / "planner.toml")
     assert (config.ttft_slo_s, config.itl_slo_s, config.max_gpus) == (0.5, 0.02, 8)
-    assert config.connector == "compose"
-    files = ["docker-compose.yml", "docker-compose.planner.yml", "compose.override.yml"]
-    assert list(config.compose_files) == files
+    assert (config.connector, config.flips) == ("virtual", False), "`kvmesh planner apply` carries its decisions out"
     option = recommended(plan)
-    assert read_profile(Path(config.prefill_profile)).mapping == option["prefill_mapping"]
-    assert read_profile(Path(config.decode_profile)).mapping == option["decode_mapping"]
+    for role in ("prefill", "decode"):
+        file = getattr(config, f"{role}_profile")
+        assert file == f"/etc/kvmesh/plan/{role}.json", "the folder of the plan, in the container"
+        assert read_profile(plan / f"{role}.json").mapping == option[f"{role}_mapping"]
 
 
 def test_the_page_stands_alone_and_holds_all_options(plan: Path) -> None:
@@ -289,7 +284,7 @@ def test_a_person_picks_another_point_by_its_number(
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["option"] == picks["options"][number]
     services = yaml.safe_load((tmp_path / "compose.override.yml").read_text())["services"]
-    assert services["decode"]["deploy"]["replicas"] == told["option"]["decode_workers"]
+    assert services["decode"]["scale"] == told["option"]["decode_workers"]
     page = (tmp_path / "plan.html").read_text()
     assert "--pick" not in json.loads(re.split("</?script[^>]*>", page)[1])["command"]
     with pytest.raises(ConfigError, match="no option 9999"):

@@ -168,7 +168,8 @@ def test_the_generated_frontend_and_planner_files_are_read(engine: str, tmp_path
         file.write_text(planner_toml(deployment, "/etc/profiles", connector))
         flags = ["--config", str(file)]
         read = load(ServiceConfig, flags, {}, prefix="KVMESH_PLANNER_", prog="test", section="planner")
-        assert (read.connector, read.max_gpus, read.ttft_slo_s) == (connector, 16, 0.5)
+        kind = {"compose": "virtual"}.get(connector, connector)
+        assert (read.connector, read.max_gpus, read.ttft_slo_s) == (kind, 16, 0.5)
 
 
 def test_more_vllm_ranks_than_a_worker_takes_are_warned_of() -> None:
