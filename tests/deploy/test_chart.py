@@ -108,7 +108,7 @@ def summary(one: Object) -> Object:
     if of_kind([one], "Deployment", "LeaderWorkerSet"):
         [pod] = [template["spec"] for template in pods_of(one)]
         [container] = pod["containers"]
-        said["replicas"] = spec.get("replicas", "set by others")
+        said["replicas"] = spec["replicas"]
         said["nodes"] = spec.get("leaderWorkerTemplate", {}).get("size", 1)
         said["image"] = container["image"]
         said["run"] = " ".join([*container["command"], *container["args"]])

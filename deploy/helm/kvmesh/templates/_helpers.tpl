@@ -167,6 +167,13 @@ lifecycle:
 {{ gt (int $pool.nodes) 1 | ternary "leaderworkerset" "deployment" }}/{{ .root.Release.Name }}-{{ .name }}
 {{- end }}
 
+{{- /* The number of a workload's pods. Where others set it, those that it has: `replicas` is for its first installation. */ -}}
+{{- define "kvmesh.replicas" -}}
+{{- $live := dict }}
+{{- if .isScaled }}{{ $live = lookup .apiVersion .kind .root.Release.Namespace .name }}{{ end }}
+{{- if $live }}{{ $live.spec.replicas }}{{ else }}{{ .replicas }}{{ end }}
+{{- end }}
+
 {{- /* Whether the planner sets the number of a pool's workers. */ -}}
 {{- define "kvmesh.isPlanned" -}}
 {{- with .root.Values.planner }}
