@@ -177,8 +177,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 def _report(error: Exception) -> int:
     """Print on stderr why `main` failed: one line for an expected failure, else a traceback. Return the exit code."""
     expected = _mesh_errors(error)
-    for one in expected:
-        print(f"error: {one}", file=sys.stderr)
+    for text in dict.fromkeys(str(one) for one in expected):  # several tasks may have met the same
+        print(f"error: {text}", file=sys.stderr)
     if not expected:
         traceback.print_exception(error)
         return EXIT_FAILED

@@ -452,6 +452,12 @@ class WorkerIdentity(Message, frozen=True):
     worker_id: WorkerId
 
 
+class RouterIdentity(Message, frozen=True):
+    """Name the router that answers at an address now: the answer of router method `identify`."""
+
+    name: str
+
+
 MOST_PROBE_BYTES = 64 << 20
 
 

@@ -10,15 +10,27 @@ import msgspec
 from mesh.discovery import Deleted, Discovery, Put
 from mesh.plane.client import PlaneClient, Stream
 from protocol.errors import DrainingError, FeedLostError, MeshError, NoWorkerError, PeerLostError, WireError
-from protocol.messages import Placed, Progress, Resume, RouterCard, RouteRequest, decode, decode_card, encode
+from protocol.messages import (
+    Placed,
+    Progress,
+    Resume,
+    RouterCard,
+    RouteRequest,
+    RouterIdentity,
+    decode,
+    decode_card,
+    encode,
+)
 from protocol.version import VersionError
 from router.booking import Booking
+from router.lapsed import Lapsed
 
 log = logging.getLogger(__name__)
 
 STILL_WAITING = encode(None)  # sent by a router while a request waits in its queue
 
 ANSWER_TIMEOUT_S = 3.0  # a router answers in well under a millisecond; one that hangs must not hold requests up
+IDENTIFY_TIMEOUT_S = 1.0
 TELL_TIMEOUT_S = 5.0
 RESUME_S = 0.5  # between tries to find another router for a booking
 MAX_REFUSED = 4  # routers that an error names
@@ -31,6 +43,7 @@ class RemoteRouter:
     def __init__(self, plane: PlaneClient) -> None:
         self._plane = plane
         self._routers: dict[str, RouterCard] = {}
+        self._lapsed = Lapsed(self._is_there, self._forget)
         self._refused: dict[str, str] = {}  # why routers of other versions are not asked
 
     def is_ready(self) -> bool:
@@ -42,13 +55,29 @@ class RemoteRouter:
 
     async def run(self, discovery: Discovery) -> None:
         """Follow routers until cancelled. Raises FeedLostError if the feed ends."""
-        async for change in discovery.watch("routers/"):
-            match change:
-                case Put():
-                    self._join(change.key, change.value)
-                case Deleted():
-                    self._forget(change.key)
+        try:
+            async for change in discovery.watch("routers/"):
+                match change:
+                    case Put():
+                        self._lapsed.discard(change.key)
+                        self._join(change.key, change.value)
+                    case Deleted() if change.has_lapsed and change.key in self._routers:
+                        self._lapsed.add(change.key)
+                    case Deleted():
+                        self._lapsed.discard(change.key)
+                        self._forget(change.key)
+        finally:
+            await self._lapsed.close()
         raise FeedLostError("the discovery watch ended", hint="check --discovery")
+
+    async def _is_there(self, key: str) -> bool:
+        """Return whether a router answers at its address, and under its name."""
+        card = self._routers[key]
+        try:
+            found = await self._plane.ask(card.address, "identify", None, RouterIdentity, IDENTIFY_TIMEOUT_S)
+        except MeshError:
+            return False
+        return found.name == card.name
 
     def _forget(self, key: str) -> None:
         self._routers.pop(key, None)

@@ -21,14 +21,14 @@ from protocol.model_files import fingerprint
 from protocol.version import VersionError
 from router.findings import KEY_PREFIX, UNREADABLE, Complaint, DiscoveryReport, Findings
 from router.fleet import WorkerFleet
+from router.lapsed import Lapsed
 from router.members import Changes, Members
 from router.metrics import EVENTS, LAPSED_WORKERS
 
 log = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 10.0
-ANSWER_TIMEOUT_S = 1.0  # of a worker whose lease has lapsed
-ASK_AGAIN_S = 2.0
+ANSWER_TIMEOUT_S = 1.0  # of a worker that is asked who it is
 LOOK_S = 1.0  # between two looks whether there is a worker
 NOWHERE_YET = SearchPlace("")
 
@@ -52,7 +52,9 @@ class WorkerFeed:
         self._left: list[Callable[[WorkerId], object]] = []
         self._plane = plane
         self._values: dict[str, bytes] = {}  # of the keys whose workers have joined
-        self._lapsed: dict[str, asyncio.Task[None]] = {}
+        self._at: dict[str, set[str]] = {}  # the same keys, by the address of the worker
+        self._asking: set[asyncio.Task[None]] = set()  # who is there, at addresses with several workers
+        self._lapsed = Lapsed(self._is_there, self._forget, LAPSED_WORKERS.set)
         self._findings = Findings()
         self._where: Callable[[], SearchPlace] = lambda: NOWHERE_YET
         self.seen = asyncio.Event()  # discovery has reported a worker
@@ -77,49 +79,58 @@ class WorkerFeed:
                     case Deleted():
                         self._on_deleted(change)
         finally:
-            for asking in list(self._lapsed.values()):
+            await self._lapsed.close()
+            for asking in self._asking:
                 asking.cancel()
-            await asyncio.gather(*self._lapsed.values(), return_exceptions=True)
+            await asyncio.gather(*self._asking, return_exceptions=True)
         raise FeedLostError("the discovery watch ended", hint="check --discovery")
 
     def _on_put(self, key: str, value: bytes) -> None:
-        if (asking := self._lapsed.pop(key, None)) is not None:
-            asking.cancel()
-            LAPSED_WORKERS.set(len(self._lapsed))
-            if self._values.get(key) == value:
-                log.info("worker %s has renewed its lease", key.removeprefix(KEY_PREFIX))
-                return
+        if self._lapsed.discard(key) and self._values.get(key) == value:
+            log.info("worker %s has renewed its lease", key.removeprefix(KEY_PREFIX))
+            return
         self._join(key, value)
 
     def _on_deleted(self, change: Deleted) -> None:
         value = self._values.get(change.key)
         if change.has_lapsed and self._plane is not None and value is not None:
             card = decode(value, WorkerCard)
-            asking = asyncio.create_task(self._leave_when_silent(change.key, card, self._plane), name="ask a worker")
-            self._lapsed[change.key] = asking
+            self._plane.suspect(card.address, f"the lease of worker {card.worker_id} has ended")
+            self._lapsed.add(change.key)
             return
+        self._lapsed.discard(change.key)
         self._forget(change.key)
 
-    async def _leave_when_silent(self, key: str, card: WorkerCard, plane: PlaneClient) -> None:
-        """Keep a worker whose lease has lapsed as long as it answers at its address, and under its id."""
-        plane.suspect(card.address, f"the lease of worker {card.worker_id} has ended")
-        is_known = False
-        while await is_there(plane, card):
-            if not is_known:
-                is_known = True
-                log.warning("worker %s cannot renew its lease, but it answers: it stays", card.worker_id)
-                LAPSED_WORKERS.set(len(self._lapsed))
-            await asyncio.sleep(ASK_AGAIN_S)
-        del self._lapsed[key]
-        LAPSED_WORKERS.set(len(self._lapsed))
-        self._forget(key)
+    async def _is_there(self, key: str) -> bool:
+        """Return whether a worker answers at its address, and under its id."""
+        card = decode(self._values[key], WorkerCard)
+        return self._plane is not None and await who_is_at(self._plane, card.address) == card.worker_id
 
     def _forget(self, key: str) -> None:
-        if (asking := self._lapsed.pop(key, None)) is not None:
-            asking.cancel()
-        self._values.pop(key, None)
         self._findings.forget(key)
-        self._leave(WorkerId(key.removeprefix(KEY_PREFIX)))
+        if (value := self._values.pop(key, None)) is not None:
+            self._note_address(key, decode(value, WorkerCard).address, is_there=False)
+            self._leave(WorkerId(key.removeprefix(KEY_PREFIX)))
+
+    def _note_address(self, key: str, address: str, *, is_there: bool) -> None:
+        keys = self._at.setdefault(address, set())
+        (keys.add if is_there else keys.discard)(key)
+        if not keys:
+            del self._at[address]
+
+    async def _leave_if_replaced(self, address: str, plane: PlaneClient) -> None:
+        """Forget the workers of an address at which another of its workers answers: they have ended before it began.
+
+        Their cards stand until their leases end, and would get requests that the other worker has to answer.
+        """
+        found = await who_is_at(plane, address)
+        keys = self._at.get(address, set())
+        if found is None or KEY_PREFIX + found not in keys:
+            return
+        for key in keys - {KEY_PREFIX + found}:
+            log.info("worker %s has replaced %s at its address", found, key.removeprefix(KEY_PREFIX))
+            self._lapsed.discard(key)
+            self._forget(key)
 
     def _join(self, key: str, value: bytes) -> None:
         try:
@@ -132,7 +143,7 @@ class WorkerFeed:
             log.warning("ignoring %s: %s", key, problem)
             self._findings.ignore(key, problem)
             return
-        self._values[key] = value
+        self._note_card(key, value, card)
         self._findings.count(key)
         changes = self._members.join(card)
         if card not in (*changes.joined, *changes.put_aside):
@@ -151,6 +162,16 @@ class WorkerFeed:
         for card in changes.joined:
             self._findings.count(KEY_PREFIX + card.worker_id)
             self._tell_joined(card)
+
+    def _note_card(self, key: str, value: bytes, card: WorkerCard) -> None:
+        if (before := self._values.get(key)) is not None:
+            self._note_address(key, decode(before, WorkerCard).address, is_there=False)
+        self._values[key] = value
+        self._note_address(key, card.address, is_there=True)
+        if card.address and len(self._at[card.address]) > 1 and self._plane is not None:
+            asking = asyncio.create_task(self._leave_if_replaced(card.address, self._plane), name="ask who is there")
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
 
     def _leave(self, worker_id: WorkerId) -> None:
         log.info("worker left", extra={"worker": worker_id})
@@ -176,13 +197,12 @@ async def tell_missing(is_served: Callable[[], bool], report: Callable[[], Disco
         await asyncio.sleep(LOOK_S)
 
 
-async def is_there(plane: PlaneClient, card: WorkerCard) -> bool:
-    """Return whether the worker of a card answers at its address; another worker may have taken the address."""
+async def who_is_at(plane: PlaneClient, address: str) -> WorkerId | None:
+    """Return the id of the worker that answers at an address, None if none does."""
     try:
-        found = await plane.ask(card.address, "identify", None, WorkerIdentity, ANSWER_TIMEOUT_S)
+        return (await plane.ask(address, "identify", None, WorkerIdentity, ANSWER_TIMEOUT_S)).worker_id
     except MeshError:
-        return False
-    return found.worker_id == card.worker_id
+        return None
 
 
 class LinkWatch:

@@ -8,16 +8,19 @@ from collections.abc import Callable
 import zmq
 
 from kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
+from mesh.address import split_address
 from mesh.discovery import Deleted, Discovery, Put
 from protocol.errors import FeedLostError, WireError
 from protocol.messages import RouterCard, decode_card, encode
 from router.gossip import GossipReceiver, GossipSender, decode_news
+from router.lapsed import Lapsed
 from router.load import ActiveLoad
 from router.metrics import GOSSIP_RECEIVED, GOSSIP_SENT
 
 log = logging.getLogger(__name__)
 
 MAX_NEWS_BYTES = 16 << 20
+PROBE_TIMEOUT_S = 1.0
 _QUEUED_NEWS = 256  # of one router, while the loop is busy; later messages make dropped ones good
 
 
@@ -41,6 +44,7 @@ class Gossip:
         self._tell_at = 0.0
         self._expiry_timer: asyncio.TimerHandle | None = None
         self._endpoints: dict[str, str] = {}  # by router
+        self._lapsed = Lapsed(self._listens, lambda name: self._follow(name, ""))
         self._complained = False
         # XPUB reports each new listener, which needs a full report, and when the last one has gone
         pub = open_socket(zmq.XPUB, send=_QUEUED_NEWS, max_bytes=64)
@@ -67,14 +71,24 @@ class Gossip:
             self._plan_tell()
 
     async def run(self, discovery: Discovery) -> None:
-        """Follow all other routers until cancelled. Raises FeedLostError if the feed ends."""
-        async for change in discovery.watch("routers/"):
-            name = change.key.removeprefix("routers/")
-            match change:
-                case Put():
-                    self._follow(name, self._endpoint_of(name, change.value))
-                case Deleted():
-                    self._follow(name, "")
+        """Follow all other routers until cancelled. Raises FeedLostError if the feed ends.
+
+        A router whose lease has ended is followed as long as something listens at its endpoint. An idle router says
+        nothing, so its silence proves nothing.
+        """
+        try:
+            async for change in discovery.watch("routers/"):
+                name = change.key.removeprefix("routers/")
+                self._lapsed.discard(name)
+                match change:
+                    case Put():
+                        self._follow(name, self._endpoint_of(name, change.value))
+                    case Deleted() if change.has_lapsed and name in self._endpoints:
+                        self._lapsed.add(name)
+                    case Deleted():
+                        self._follow(name, "")
+        finally:
+            await self._lapsed.close()
         raise FeedLostError("the discovery watch ended", hint="check --discovery")
 
     def close(self) -> None:
@@ -129,6 +143,17 @@ class Gossip:
         except WireError as error:
             log.warning("ignoring routers/%s: %s", name, error)
             return ""
+
+    async def _listens(self, name: str) -> bool:
+        """Return whether a process listens where a router gossips."""
+        try:
+            host, port = split_address(self._endpoints[name].removeprefix("tcp://"))
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(host, port)
+        except (OSError, ValueError, OverflowError):  # TimeoutError is an OSError
+            return False
+        writer.close()
+        return True
 
     def _follow(self, name: str, endpoint: str) -> None:
         """Follow a router at an endpoint; "": follow it no more."""

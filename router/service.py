@@ -11,7 +11,7 @@ from mesh.plane.client import PlaneClient
 from mesh.plane.probing import PeerProbing
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import log_ready, serve_metrics
-from protocol.messages import Progress, Resume, RouteRequest, decode, encode_card
+from protocol.messages import Progress, Resume, RouteRequest, RouterIdentity, decode, encode_card
 from router.config import RouterConfig
 from router.feeds import WorkerFeed, tell_missing
 from router.http import RouterApi
@@ -106,7 +106,11 @@ def handlers(router: LocalRouter) -> dict[str, Handler]:
     async def preview(call: Call) -> None:
         await call.send(await router.preview(decode(call.body, RouteRequest), call.timeout_s))
 
-    return {"place": place, "resume": resume, "progress": progress, "preview": preview, **PeerProbing().handlers()}
+    async def identify(call: Call) -> None:
+        await call.send(RouterIdentity(name=router.name))
+
+    asked = {"place": place, "resume": resume, "progress": progress, "preview": preview, "identify": identify}
+    return {**asked, **PeerProbing().handlers()}
 
 
 def end_if_placed(placing: asyncio.Task[LocalBooking]) -> None:

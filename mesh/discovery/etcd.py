@@ -228,7 +228,8 @@ class _Keeper:
                 if not self.listed.done() and (error.is_final or now_s - started_s > START_TIMEOUT_S):
                     self.listed.set_exception(self._no_start(error))
                     return
-                if self.listed.done() and not self._is_away:
+                is_told = error.is_final and self._refuse_writers(error)
+                if self.listed.done() and not (self._is_away or is_told):
                     self._is_away = True
                     log.warning("etcd at %s is away, the last known services stay: %s", endpoint, error)
                 self._release_writers()
@@ -257,7 +258,7 @@ class _Keeper:
         watch.start()
         if not self.listed.done():
             self.listed.set_result(None)
-        else:
+        elif self._is_away:
             log.info("etcd at %s answers again", connection.endpoint)
         self._is_away = False
         renew_s = time.monotonic() + self._settings.lease_s / 3
@@ -337,6 +338,17 @@ class _Keeper:
                 for future in waiting:
                     future.set_result(None)
                 waiting.clear()
+
+    def _refuse_writers(self, error: "_BrokenError") -> bool:
+        """Raise a refusal at those that wait for a key to be written, and give the key up. Return if there were any."""
+        with self._lock:
+            refused = {key: waiting for key, waiting in self._unwritten.items() if waiting}
+            for key, waiting in refused.items():
+                del self._unwritten[key]
+                self._own.pop(key, None)
+                for future in waiting:
+                    future.set_exception(self._no_start(error))
+        return bool(refused)
 
     def _revoke(self, connection: "_Connection") -> None:
         if self._lease_id:

@@ -420,6 +420,29 @@ async def test_a_user_sees_and_writes_what_its_role_allows(etcd: EtcdProcess, tm
         await anext(opened(etcd, f"?user=mesh&password-file={tmp_path / 'good'}", "other").watch(""))
 
 
+@needs_etcd
+async def test_a_key_that_may_not_be_written_is_a_config_error(
+    etcd: EtcdProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user may read the prefix, so only the first write is refused."""
+    etcd.ctl("user", "add", "root:r")
+    etcd.ctl("user", "grant-role", "root", "root")
+    etcd.ctl("user", "add", "reader:secret")
+    etcd.ctl("role", "add", "reader")
+    etcd.ctl("role", "grant-permission", "reader", "--prefix=true", "read", "/mesh/")
+    etcd.ctl("user", "grant-role", "reader", "reader")
+    etcd.ctl("auth", "enable")
+    (tmp_path / "password").write_text("secret")
+    store = opened(etcd, f"?user=reader&password-file={tmp_path / 'password'}")
+    with pytest.raises(ConfigError, match=r"permission denied .*read and write access to /mesh/"):
+        await store.put("workers/a", b"1")
+    assert not caplog.messages, "one error is enough"
+    changes = asyncio.ensure_future(anext(store.watch("")))
+    etcd.ctl("--user", "root:r", "put", "/mesh/workers/b", "2")
+    assert await asyncio.wait_for(changes, PATIENCE_S) == Put("workers/b", b"2"), "it still reads"
+    await store.close()
+
+
 @pytest.fixture
 def certificate(tmp_path: Path) -> dict[str, str]:
     """A certificate of 127.0.0.1 that signs itself, so that it is its own authority, and its key."""

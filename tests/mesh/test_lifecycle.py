@@ -166,6 +166,14 @@ def test_a_group_of_expected_failures_is_one_line_each(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "error: a\nerror: b\n"
 
 
+def test_what_several_tasks_have_met_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main(stop: asyncio.Event) -> None:
+        raise ExceptionGroup("tasks", [ConfigError("a"), ConfigError("b"), ConfigError("a")])
+
+    assert lifecycle.run(main) == 2
+    assert capsys.readouterr().err == "error: a\nerror: b\n"
+
+
 @pytest.mark.parametrize("error", [KeyError("k"), ExceptionGroup("g", [ConfigError("a"), KeyError("k")])])
 def test_a_bug_shows_its_traceback(capsys: pytest.CaptureFixture[str], error: Exception) -> None:
     async def main(stop: asyncio.Event) -> None:

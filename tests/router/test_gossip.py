@@ -490,6 +490,19 @@ async def test_cards_that_cannot_be_followed_are_passed_over(mesh: Mesh) -> None
     await until(lambda: seen(first) == (0, 0, 0) and first.gossip.peers == 0)
 
 
+async def test_a_router_that_listens_outlives_its_lease(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle router says nothing, and it may have lost discovery only."""
+    monkeypatch.setattr("router.lapsed.ASK_AGAIN_S", 0.02)
+    first, second = [await mesh.start(name) for name in "ab"]
+    assert first.gossip is not None
+    mesh.discovery.remove("routers/b", has_lapsed=True)
+    await asyncio.sleep(0.2)
+    await second.place(request("r", pin=WorkerId("d1")), 5)
+    await until(lambda: seen(first) == (160, 1, 1))
+    await second.close()
+    await until(lambda: first.gossip.peers == 0 and seen(first) == (0, 0, 0))
+
+
 async def test_a_port_that_is_taken_is_a_bad_setting(mesh: Mesh) -> None:
     first = await mesh.start("a")
     assert first.gossip is not None

@@ -35,6 +35,7 @@ from protocol.messages import (
     RouterCard,
     RouteRequest,
     WorkerCard,
+    WorkerIdentity,
     decode,
     encode,
 )
@@ -125,6 +126,13 @@ class World:
         await server.close()
         await router.close()
         self.discovery.remove(f"routers/{name}")
+
+    async def serve_as_worker(self) -> str:
+        async def identify(call: Call) -> None:
+            await call.send(WorkerIdentity(worker_id=WorkerId("w")))
+
+        self.servers["worker"] = PlaneServer({"identify": identify})
+        return await self.servers["worker"].start("127.0.0.1")
 
     async def put_router(self, name: str, address: str, gossip: str = "") -> None:
         await self.discovery.put(f"routers/{name}", encode(RouterCard(name=name, address=address, gossip=gossip)))
@@ -549,6 +557,43 @@ async def test_an_embedded_router_is_not_asked(world: World) -> None:
     async with world.remote.book(request(), 5) as booking:
         assert booking.placed.decode.worker_id == "d1"
     await world.discovery.put("routers/b", encode(RouterCard(name="b")))  # as while it drains
+    await until(lambda: not world.remote.is_ready())
+
+
+async def test_a_router_that_answers_outlives_its_lease(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have lost discovery only."""
+    monkeypatch.setattr("router.lapsed.ASK_AGAIN_S", 0.02)
+    await world.start_router("a")
+    await world.add(card("d1"))
+    world.discovery.remove("routers/a", has_lapsed=True)
+    await asyncio.sleep(0.1)
+    async with world.remote.book(request(), 5) as booking:
+        assert booking.placed.decode.worker_id == "d1"
+    await world.servers["a"].close()
+    await until(lambda: not world.remote.is_ready())
+
+
+@pytest.mark.parametrize("there", ["nobody", "another router", "a worker"])
+async def test_a_router_that_is_gone_leaves_with_its_lease(world: World, there: str) -> None:
+    await world.start_router("a")
+    address = "127.0.0.1:1"
+    if there == "another router":
+        address = world.servers["a"].address
+    elif there == "a worker":
+        address = await world.serve_as_worker()
+    await world.put_router("b", address)
+    world.discovery.remove("routers/b", has_lapsed=True)
+    await until(lambda: list(world.remote._routers) == ["routers/a"])
+
+
+async def test_a_router_that_renews_its_lease_is_asked_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.lapsed.ASK_AGAIN_S", 0.02)
+    await world.start_router("a")
+    world.discovery.remove("routers/a", has_lapsed=True)
+    await asyncio.sleep(0.05)
+    await world.put_router("a", world.servers["a"].address)
+    await until(lambda: not world.remote._lapsed._asking)
+    world.discovery.remove("routers/a")
     await until(lambda: not world.remote.is_ready())
 
 

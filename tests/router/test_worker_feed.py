@@ -12,7 +12,6 @@ from mesh.plane.client import PlaneClient
 from mesh.plane.server import Call, PlaneServer
 from protocol.ids import WorkerId
 from protocol.messages import WorkerCard, WorkerIdentity, encode
-from router import feeds
 from router.feeds import WorkerFeed
 from router.metrics import LAPSED_WORKERS
 from tests.support.patience import PATIENCE_S
@@ -56,7 +55,7 @@ class Site:
 
 @pytest_asyncio.fixture
 async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    monkeypatch.setattr(feeds, "ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr("router.lapsed.ASK_AGAIN_S", 0.05)
     site = Site()
     await site.start()
     yield site
@@ -115,3 +114,32 @@ async def test_a_lapsed_worker_may_withdraw(site: Site) -> None:
     await site.until(lambda: LAPSED_WORKERS._value.get() == 0)
     site.discovery.remove(f"workers/{site.worker_id}")
     await site.until(lambda: not site.present)
+
+
+async def test_a_worker_replaces_the_one_before_it_at_its_address(site: Site) -> None:
+    """The card of a worker that was killed stands until its lease ends, and its successor answers there."""
+    before, site.worker_id = site.worker_id, WorkerId("d2-id")
+    await site.discovery.put(f"workers/{site.worker_id}", encode(replace(site.card, worker_id=site.worker_id)))
+    await site.until(lambda: set(site.present) == {site.worker_id})
+    site.discovery.remove(f"workers/{before}", has_lapsed=True)
+    await asyncio.sleep(0.2)
+    assert set(site.present) == {site.worker_id}
+    assert LAPSED_WORKERS._value.get() == 0
+
+
+async def test_a_dead_card_does_not_replace_the_worker_at_its_address(site: Site) -> None:
+    """A frontend that has just started may see the card of the dead worker last."""
+    dead = WorkerId("d0-id")
+    await site.discovery.put(f"workers/{dead}", encode(replace(site.card, worker_id=dead)))
+    await site.until(lambda: site.joined == 2 and set(site.present) == {site.worker_id})
+
+
+@pytest.mark.parametrize("answers", ["nobody", "a stranger"])
+async def test_cards_of_one_address_stay_while_neither_worker_answers(site: Site, answers: str) -> None:
+    if answers == "nobody":
+        await site.server.close()
+    other, site.worker_id = WorkerId("d2-id"), WorkerId("unknown")
+    await site.discovery.put(f"workers/{other}", encode(replace(site.card, worker_id=other)))
+    await site.until(lambda: site.joined == 2)
+    await asyncio.sleep(0.2)
+    assert set(site.present) == {site.card.worker_id, other}

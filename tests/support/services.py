@@ -21,7 +21,7 @@ from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-WORKER_FLAGS = ("--engine", "mock", "--mock-itl-ms", "15", "--model-path", str(CHECKPOINT_DIR), "--model", "tiny")
+WORKER_FLAGS = ("--engine", "mock", "--mock-itl-ms", "15", "--model", "tiny")
 
 
 def quiet_port() -> int:
@@ -60,13 +60,13 @@ class Services:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, Path] = {}
 
-    def start(self, role: str, release: Release, *flags: str, name: str = "") -> str:
+    def start(self, role: str, release: Release, *flags: str, name: str = "", model_path: Path = CHECKPOINT_DIR) -> str:
         """Start a service and return its name. It is not waited for."""
         name = name or f"{role}-{release.name}"
         module = role if role in ("frontend", "router") else "workers"
         given = ("--discovery", self.discovery, "--name", name, *flags)
         if module == "workers":
-            given += ("--role", role, *WORKER_FLAGS)
+            given += ("--role", role, "--model-path", str(model_path), *WORKER_FLAGS)
         elif module == "frontend":
             given += ("--port", "0")
         path = self._logs[name] = self._folder / f"{name}.{len(self._logs)}.log"
@@ -87,6 +87,14 @@ class Services:
         for name in names:
             until(lambda name=name: "ready" in self.log(name) or self._has_ended(name), what=f"{name} to be ready")
             assert not self._has_ended(name), self.log(name)
+
+    def error_of(self, name: str) -> str:
+        """Wait until a service has ended because of an error, and return it: the one and last line that tells of it."""
+        assert self._processes[name].wait(PATIENCE_S) in (1, 2), self.log(name)
+        lines = self.log(name).strip().splitlines()
+        assert [line.startswith("error: ") for line in lines].index(True) == len(lines) - 1, lines
+        assert "Traceback" not in self.log(name), lines
+        return lines[-1]
 
     def until_joined(self, frontend: str, workers: int) -> None:
         def seen() -> int:
