@@ -41,6 +41,7 @@ class EnvoyPort:
     to: str = ""
     message_timeout_s: float = 0.2
     max_message_timeout_s: float = 60.0
+    fails_open: bool = False  # failure_mode_allow
 
 
 def find_envoy() -> str | None:
@@ -129,7 +130,7 @@ def _ext_proc(listener: EnvoyPort) -> dict[str, Any]:
         "processing_mode": {"request_header_mode": "SEND", **PROCESSING[listener.mode]},
         "message_timeout": f"{listener.message_timeout_s}s",
         "max_message_timeout": f"{listener.max_message_timeout_s}s",
-        "failure_mode_allow": False,
+        "failure_mode_allow": listener.fails_open,
         "metadata_options": {"receiving_namespaces": {"untyped": ["envoy.lb"]}},
     }
 

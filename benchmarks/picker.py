@@ -69,6 +69,7 @@ class PickerReport(Struct, frozen=True, kw_only=True):
     buffered_added_p90_ms: float
     duplex_added_p90_ms: float
     picker_pick_ms: float  # mean, by the picker's own clock, of all requests
+    picker_cpu_ms: float  # CPU of the picker for a request, mean of both modes
     duplex_part_us: float  # CPU of the picker for each part of an answer that passes through it
     goal_ms: float = GOAL_MS
     meets_goal: bool = False
@@ -109,15 +110,17 @@ async def measure(config: PickerConfig, folder: Path) -> PickerReport:
         await until_picked(session, ports[1])
         await timed(session, ports, config.requests, config.prompt_words)
         before = await picker_time(session, url)
+        cpu_before = cpu_s_of(picker)
         times = await timed(session, ports, config.requests, config.prompt_words)
+        cpu_s = (cpu_s_of(picker) - cpu_before) / (2 * config.requests)
         after = await picker_time(session, url)
         part_s = await part_time(session, ports[2], picker)
     pick_s = (after[0] - before[0]) / max(1.0, after[1] - before[1])
-    return report_of(config, prompt_tokens(config.prompt_words), times, pick_s, part_s)
+    return report_of(config, prompt_tokens(config.prompt_words), times, pick_s, cpu_s, part_s)
 
 
 def report_of(
-    config: PickerConfig, tokens: int, times: Sequence[Sequence[float]], pick_s: float, part_s: float
+    config: PickerConfig, tokens: int, times: Sequence[Sequence[float]], pick_s: float, cpu_s: float, part_s: float
 ) -> PickerReport:
     """Return the report of the times at each port, in seconds, in the order of MODES."""
     plain, buffered, duplex = [statistics.median(one) * 1e3 for one in times]
@@ -136,6 +139,7 @@ def report_of(
         buffered_added_p90_ms=round(tails[1] - tails[0], 3),
         duplex_added_p90_ms=round(tails[2] - tails[0], 3),
         picker_pick_ms=round(pick_s * 1e3, 3),
+        picker_cpu_ms=round(cpu_s * 1e3, 3),
         duplex_part_us=round(part_s * 1e6, 1),
         meets_goal=max(added) <= GOAL_MS,
     )
@@ -249,9 +253,14 @@ async def part_time(session: aiohttp.ClientSession, port: int, picker: psutil.Pr
         async with session.post(f"http://{HOST}:{port}/v1/chat/completions", data=json.dumps(body)) as reply:
             await reply.read()
 
-    before = sum(picker.cpu_times()[:2])
+    before = cpu_s_of(picker)
     await asyncio.gather(*[stream() for _ in range(STREAMS)])
-    return float(sum(picker.cpu_times()[:2]) - before) / (PARTS * STREAMS)
+    return (cpu_s_of(picker) - before) / (PARTS * STREAMS)
+
+
+def cpu_s_of(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 async def picker_time(session: aiohttp.ClientSession, url: str) -> tuple[float, float]:
@@ -273,4 +282,5 @@ def show(report: PickerReport, console: Console) -> None:
     console.print(table)
     verdict = f"{'meets' if report.meets_goal else 'misses'} the goal of {report.goal_ms:g} ms added at p50"
     console.print(f"picks took {report.picker_pick_ms:.3f} ms; {verdict}")
-    console.print(f"a part of an answer that passes through the picker took {report.duplex_part_us:.0f} us of its CPU")
+    parts = f"a part of an answer that passes through it {report.duplex_part_us:.0f} us"
+    console.print(f"a request took {report.picker_cpu_ms:.2f} ms of the picker's CPU, {parts}")

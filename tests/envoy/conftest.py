@@ -63,6 +63,7 @@ class GatewayMesh:
 
     folder: Path
     urls: dict[Mode, str]
+    open_url: str  # of Envoy, where it lets a failure of the picker pass; buffered
     picker_url: str
     picker_argv: list[str]
     stack: ExitStack
@@ -111,12 +112,19 @@ def worker_argv(name: str, role: str, model: str, discovery: str, *more: str) ->
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayMesh]:
     folder = tmp_path_factory.mktemp("gateway")
     discovery = f"file:{folder / 'discovery'}"
-    ext_proc, http_port, *ports = free_ports(7)
+    ext_proc, http_port, open_port, *ports = free_ports(8)
     picker_argv = ["router", "--ext-proc-port", str(ext_proc), "--http-port", str(http_port), "--discovery", discovery]
     picker_argv += ["--ext-proc-wait-s", "1", "--saturation-requests-share", "1", "--ramp-s", "0"]
     urls = {mode: f"http://{join_address(HOST, port)}" for mode, port in zip(MODES, ports[:2], strict=True)}
     with ExitStack() as stack:
-        found = GatewayMesh(folder, urls, f"http://{join_address(HOST, http_port)}", picker_argv, stack)
+        found = GatewayMesh(
+            folder,
+            urls,
+            f"http://{join_address(HOST, open_port)}",
+            f"http://{join_address(HOST, http_port)}",
+            picker_argv,
+            stack,
+        )
         found.start_picker()
         prefill = worker_argv("p1", "prefill", LARGE, discovery)
         stack.enter_context(service(folder, "p1", *prefill))
@@ -129,6 +137,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayMesh]:
             sidecar = ["frontend", "--router", "direct", "--port", str(port), "--discovery", discovery]
             stack.enter_context(service(folder, f"sidecar-{name}", *sidecar, "--name", f"sidecar-{name}"))
         listeners = [EnvoyPort(port, mode) for mode, port in zip(MODES, ports[:2], strict=True)]
+        listeners.append(EnvoyPort(open_port, "buffered", fails_open=True))
         stack.enter_context(running_envoy(folder, ext_proc, listeners))
         found.until_routed()
         yield found

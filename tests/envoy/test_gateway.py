@@ -17,11 +17,11 @@ both_modes = pytest.mark.parametrize("mode", MODES)
 STORY = "Once upon a time there was a small fox who lived at the edge of a very old forest. " * 6
 
 
-def stream(mesh: GatewayMesh, mode: Mode, model: str, tokens: int) -> Any:
+def stream(url: str, model: str, tokens: int) -> Any:
     """Open a stream of so many tokens; the first one has come when the headers have."""
     body = {"model": model, "messages": [{"role": "user", "content": "tell"}], "stream": True, "max_tokens": tokens}
     body["ignore_eos"] = True
-    return httpx.stream("POST", f"{mesh.urls[mode]}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+    return httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
 
 
 @both_modes
@@ -105,7 +105,7 @@ def test_refusals_of_the_endpoint_reach_the_client(mesh: GatewayMesh, mode: Mode
 
 @both_modes
 def test_a_full_model_waits_and_then_gets_a_429(mesh: GatewayMesh, mode: Mode) -> None:
-    with stream(mesh, mode, SMALL, 400) as running:
+    with stream(mesh.urls[mode], SMALL, 400) as running:
         assert running.status_code == 200
         began = time.monotonic()
         reply = mesh.chat(mode, "hi", SMALL)
@@ -118,7 +118,7 @@ def test_a_full_model_waits_and_then_gets_a_429(mesh: GatewayMesh, mode: Mode) -
 @both_modes
 def test_a_waiting_request_runs_when_another_ends(mesh: GatewayMesh, mode: Mode) -> None:
     found: list[int] = []
-    with stream(mesh, mode, SMALL, 400):
+    with stream(mesh.urls[mode], SMALL, 400):
         waiting = threading.Thread(target=lambda: found.append(mesh.chat(mode, "hi", SMALL).status_code))
         waiting.start()
         until(lambda: mesh.health()["waiting"] == 1, "it waits")
@@ -129,7 +129,7 @@ def test_a_waiting_request_runs_when_another_ends(mesh: GatewayMesh, mode: Mode)
 
 @both_modes
 def test_a_client_that_leaves_frees_its_worker(mesh: GatewayMesh, mode: Mode) -> None:
-    with stream(mesh, mode, SMALL, 1000) as running:
+    with stream(mesh.urls[mode], SMALL, 1000) as running:
         chunks = running.iter_raw()  # an iterator that is dropped closes the connection
         assert next(chunks).startswith(b"data:")
         assert mesh.health()["in_flight"] == 1
@@ -147,3 +147,28 @@ def test_a_picker_that_was_killed_is_missed_until_it_is_back(mesh: GatewayMesh, 
     mesh.start_picker()
     mesh.until_routed()
     assert mesh.trace(mode, "hello again")["decode_worker"] in {"d1", "d2"}
+
+
+def rest_without_picker(mesh: GatewayMesh, url: str) -> bytes:
+    """Return a streamed answer whose picker is killed after the first part; what breaks off ends with a note."""
+    with stream(url, SMALL, 40) as running:
+        chunks = running.iter_raw()
+        text = next(chunks)
+        mesh.picker.send_signal(signal.SIGKILL)
+        mesh.picker.wait()
+        try:
+            text += b"".join(chunks)
+        except httpx.RemoteProtocolError:
+            text += b"(broken off)"
+    mesh.start_picker()
+    mesh.until_routed()
+    return text
+
+
+@both_modes
+def test_an_answer_breaks_off_with_its_picker(mesh: GatewayMesh, mode: Mode) -> None:
+    assert rest_without_picker(mesh, mesh.urls[mode]).endswith(b"(broken off)")
+
+
+def test_an_answer_outlives_its_picker_where_envoy_fails_open(mesh: GatewayMesh) -> None:
+    assert rest_without_picker(mesh, mesh.open_url).endswith(b"data: [DONE]\n\n")
