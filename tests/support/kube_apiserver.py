@@ -13,6 +13,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,16 @@ class KubeApiserver:
             if event["user"]["username"] == user and event["stage"] != "ResponseStarted":
                 found.append((event["verb"], event.get("objectRef", {}).get("resource", "")))
         return found
+
+    def requests_since(self, unix_s: float, users: set[str]) -> list[tuple[str, str, str]]:
+        """Return user, verb and resource of what users have asked since then, watches that go on among it."""
+        found: dict[str, tuple[str, str, str]] = {}
+        for line in (self._folder / "audit.log").read_text().splitlines():
+            event = json.loads(line)
+            user, since = event["user"]["username"], event["requestReceivedTimestamp"]
+            if user in users and datetime.fromisoformat(since).timestamp() >= unix_s:
+                found[event["auditID"]] = (user, event["verb"], event.get("objectRef", {}).get("resource", ""))
+        return list(found.values())
 
     def _until_served(self, spec: dict[str, Any]) -> None:
         path = f"apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
