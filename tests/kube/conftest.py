@@ -95,8 +95,9 @@ async def space(server: KubeApiserver, tmp_path: Path, request: pytest.FixtureRe
         await discovery.close()
 
 
-def install_chart(server: KubeApiserver, namespace: str) -> None:
-    objects = copy.deepcopy(of_kind(rendered("values-tiny.yaml", "planner.enabled=true"), *INSTALLED))
+def install_chart(server: KubeApiserver, namespace: str, *settings: str) -> None:
+    """Install accounts, rights and definitions of the chart, with `settings` as of `--set-json`."""
+    objects = copy.deepcopy(of_kind(rendered("values-tiny.yaml", "planner.enabled=true", *settings), *INSTALLED))
     for one in objects:
         if "namespace" in one["metadata"]:
             one["metadata"]["namespace"] = namespace

@@ -9,7 +9,7 @@ import pytest
 from planner.connectors.connector import ConnectorError
 from planner.connectors.kubernetes import KubernetesConnector
 from planner.model import Action, Reason, ScalingDecision
-from tests.kube.conftest import Space
+from tests.kube.conftest import Space, install_chart
 from tests.support.kube_apiserver import ApiRefusedError
 from tests.support.patience import PATIENCE_S
 
@@ -50,6 +50,13 @@ async def test_a_service_may_do_what_it_needs_and_nothing_else(space: Space, ser
     allowed = {(verb, what) for what in RESOURCES for verb in VERBS if may(space, token, verb, what)}
     assert allowed == GRANTED[service]
     assert not any(may(space, token, verb, what, namespace="default") for verb, what in GRANTED[service])
+
+
+async def test_a_worker_with_a_frontend_beside_it_may_follow_pods(space: Space) -> None:
+    """Such pods are the endpoints of a gateway."""
+    install_chart(space.server, space.namespace, "endpointPicker.enabled=true")
+    token = space.token("worker").read_text()
+    assert {verb for verb in VERBS if may(space, token, verb, "pods")} == {"get", "list", "watch"}
 
 
 def forbidden(space: Space) -> Iterator[tuple[str, str, str, Any]]:
@@ -128,6 +135,7 @@ def replicas(space: Space, kind: str, name: str) -> int:
 
 
 async def test_the_planner_scales_its_pools(space: Space) -> None:
+    install_chart(space.server, space.namespace, 'pools.decode.engine="vllm"', "pools.decode.nodes=2")
     meta = {"name": "demo-decode", "namespace": space.namespace}
     space.server.install([leader_worker_sets(), deployment(space, "demo-prefill", 2)])
     group = {"apiVersion": f"{LWS}/v1", "kind": "LeaderWorkerSet", "metadata": meta, "spec": {"replicas": 3}}
