@@ -67,11 +67,11 @@ def serve_metrics(
     *,
     advertise_host: str = "",
     registry: CollectorRegistry = REGISTRY,
-    is_ready: Callable[[], bool] = lambda: True,
+    problem: Callable[[], str] = lambda: "",
 ) -> tuple[str, Callable[[], None]]:
     """Serve /metrics on a thread; return its URL and a function that ends it (blocks for up to 0.5 s).
 
-    /health answers 200 while `is_ready` is true, which another thread asks, else 503.
+    /health answers 200 while `problem` returns "", else 503 with what it returns. Another thread asks it.
     Port 0 takes a free one. `advertise_host` replaces the host in the URL, for scrapers on other hosts.
     Raises ConfigError if the address cannot be used.
     """
@@ -81,7 +81,8 @@ def serve_metrics(
         if environ.get("PATH_INFO") != "/health":
             page: Iterable[bytes] = pages(environ, start)
             return page
-        status, text = ("200 OK", b"ready\n") if is_ready() else ("503 Service Unavailable", b"not ready\n")
+        why = problem()
+        status, text = ("503 Service Unavailable" if why else "200 OK"), f"{why or 'ready'}\n".encode()
         start(status, [("Content-Type", "text/plain"), ("Content-Length", str(len(text)))])
         return [text]
 

@@ -57,13 +57,14 @@ class Readiness:
     """Knows whether all workers of a process are in the mesh; /health asks from another thread."""
 
     def __init__(self, num_workers: int) -> None:
-        self._starting = num_workers
+        self._num_workers = self._starting = num_workers
         self._leaving = 0
 
-    @property
-    def is_ready(self) -> bool:
-        """Return whether all workers have joined and none has begun to leave."""
-        return self._starting == 0 and self._leaving == 0
+    def problem(self) -> str:
+        """Return why the process should get no work, "" if all its workers have joined and none has begun to leave."""
+        if self._leaving:
+            return "draining"
+        return f"{self._starting} of {self._num_workers} workers have not joined yet" if self._starting else ""
 
     def on_ready(self) -> None:
         self._starting -= 1
@@ -94,7 +95,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     readiness = Readiness(len(configs))
     async with AsyncExitStack() as cleanup:
         metrics_url, close_metrics = serve_metrics(
-            config.host, config.metrics_port, advertise_host=config.advertise_host, is_ready=lambda: readiness.is_ready
+            config.host, config.metrics_port, advertise_host=config.advertise_host, problem=readiness.problem
         )
         cleanup.push_async_callback(asyncio.to_thread, close_metrics)
         discovery = open_discovery(config.discovery)

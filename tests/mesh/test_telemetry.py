@@ -174,12 +174,13 @@ def test_metrics_are_served_on_a_free_port_until_closed() -> None:
 
 
 def test_health_is_503_until_the_service_is_ready() -> None:
-    ready = [False]
-    url, close = serve_metrics("127.0.0.1", 0, registry=CollectorRegistry(), is_ready=lambda: ready[0])
+    problem = ["1 of 1 workers have not joined yet"]
+    url, close = serve_metrics("127.0.0.1", 0, registry=CollectorRegistry(), problem=lambda: problem[0])
     health = url.replace("/metrics", "/health")
-    with pytest.raises(urllib.error.HTTPError, match="503"):
+    with pytest.raises(urllib.error.HTTPError, match="503") as refused:
         urllib.request.urlopen(health, timeout=5)
-    ready[0] = True
+    assert refused.value.read() == b"1 of 1 workers have not joined yet\n"
+    problem[0] = ""
     with urllib.request.urlopen(health, timeout=5) as answer:
         assert (answer.status, answer.read()) == (200, b"ready\n")
     close()

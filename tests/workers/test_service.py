@@ -241,10 +241,10 @@ async def test_a_stop_during_the_start_ends_it_at_once() -> None:
 
 def test_a_process_is_ready_from_its_last_join_to_its_first_leave() -> None:
     readiness = Readiness(2)
-    seen = [readiness.is_ready]
+    seen = [not readiness.problem()]
     for step in (readiness.on_ready, readiness.on_ready, readiness.on_leaving):
         step()
-        seen.append(readiness.is_ready)
+        seen.append(not readiness.problem())
     assert seen == [False, False, True, False]
 
 
