@@ -1,4 +1,4 @@
-"""What 1,000 cards cost a service that follows them, with a real API server."""
+"""Measure a service that follows 1,000 cards of a real API server."""
 
 import asyncio
 import json
