@@ -96,7 +96,7 @@ class LabHost:
     def __init__(self, lab: "Lab", name: str, number: int) -> None:
         self.lab, self.name = lab, name
         self.namespace = f"{lab.prefix}{name}"
-        self.address = f"{NETWORK}.{number}"
+        self.address = f"{lab.network}.{number}"
         self.port = f"p{number}"  # its end at the bridge
         self.detour = (f"d{number}", f"e{number}")  # a pair of devices between that end and the bridge
         self.relay: subprocess.Popen[str] | None = None
@@ -117,8 +117,10 @@ class LabHost:
 class Lab:
     """A bridge with hosts. Faults are rules of the bridge; `heal` removes them all."""
 
-    def __init__(self, folder: Path, names: Sequence[str] = HOSTS) -> None:
+    def __init__(self, folder: Path, names: Sequence[str] = HOSTS, network: str = NETWORK) -> None:
+        """Plan hosts with the addresses `network`.1, `network`.2 and so on. Nothing is made before `open`."""
         self.folder = folder
+        self.network = network
         self.prefix = f"kvm{secrets.token_hex(2)}-"
         self.bridge = f"{self.prefix}bridge"
         self.processes: list[HostProcess] = []
@@ -235,11 +237,11 @@ class Lab:
 
 
 @contextmanager
-def lab(folder: Path) -> Iterator[Lab]:
+def lab(folder: Path, names: Sequence[str] = HOSTS, network: str = NETWORK) -> Iterator[Lab]:
     """Make the hosts; at the end, end their processes and remove them. Raises ConfigError where that is impossible."""
     if problem := why_not():
         raise ConfigError(problem, hint="run it as root on a Linux machine, or in a privileged container")
-    made = Lab(folder)
+    made = Lab(folder, names, network)
     try:
         made.open()
         yield made
