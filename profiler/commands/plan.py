@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mesh.config import load
+from profiler.deployment.chart import chart_values
 from profiler.deployment.compose import compose_override
 from profiler.deployment.deployment import Deployment, warnings_of
-from profiler.deployment.kubernetes import kubernetes_manifests
 from profiler.deployment.planner_settings import planner_toml
 from profiler.files import read_profiles, write_profile
 from profiler.page import page_of
@@ -158,7 +158,7 @@ def deployment_of(config: PlanConfig, option: Option, prefill: list[Profile], de
 
 def write_deployment(deployment: Deployment, out: Path, connector: str) -> None:
     (out / "compose.override.yml").write_text(compose_override(deployment))
-    (out / "kubernetes.yaml").write_text(kubernetes_manifests(deployment))
+    (out / "values.yaml").write_text(chart_values(deployment))
     (out / "planner.toml").write_text(planner_toml(deployment, str(out.resolve()), connector))
     write_profile(deployment.prefill, out / "prefill.json")
     write_profile(deployment.decode, out / "decode.json")

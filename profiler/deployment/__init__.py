@@ -1,4 +1,4 @@
-"""The files that `kvmesh profile plan` writes: a compose override, Kubernetes manifests, the planner's settings.
+"""The files that `kvmesh profile plan` writes: a compose override, values for the Helm chart, the planner's settings.
 
 Everything here is pure: a `Deployment` goes in, text comes out.
 """

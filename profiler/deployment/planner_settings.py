@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from profiler.deployment.compose import PLAN_FOLDER
-from profiler.deployment.deployment import DISCOVERY, Deployment
+from profiler.deployment.deployment import Deployment
 
 
 def planner_toml(deployment: Deployment, folder: str, connector: str) -> str:
@@ -31,9 +31,8 @@ def planner_toml(deployment: Deployment, folder: str, connector: str) -> str:
         "connector": "virtual" if connector == "compose" else connector,
     }
     if connector == "kubernetes":
-        settings |= {"discovery": DISCOVERY, "kubernetes_namespace": deployment.namespace}
-        settings |= {"record_file": "/run/kvmesh/planner.jsonl", "host": "0.0.0.0"}
-        settings["frontends"] = ["http://kvmesh-frontend:8000"]  # the frontend's card says 0.0.0.0
+        settings |= {"discovery": f"kubernetes:{deployment.namespace}/kvmesh"}
+        settings |= {"kubernetes_namespace": deployment.namespace}
     if connector == "compose":
         settings |= {"virtual_host": "0.0.0.0", "virtual_token_file": "/run/secrets/planner_token", "flips": False}
         settings |= {"frontends": ["http://frontend:8000"], "record_file": "/tmp/planner.jsonl"}

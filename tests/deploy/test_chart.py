@@ -79,7 +79,7 @@ def test_a_misspelled_value_is_refused_by_its_place() -> None:
 
 def test_contradictions_are_refused_with_what_to_do() -> None:
     assert "pools.decode: the engine torch cannot span 2 nodes; take vllm or" in refused("pools.decode.nodes=2")
-    assert "engineArgs are flags of vllm and sglang" in refused('pools.decode.engineArgs=["--x"]')
+    assert "engineArgs are flags of vllm, sglang and trtllm" in refused('pools.decode.engineArgs=["--x"]')
     assert "pools.router: another part has this name" in refused('pools.router={"replicas": 1}')
     assert 'there is no pool "big"; set planner.prefillPool' in refused(
         "planner.enabled=true", 'planner.decodePool="big"'

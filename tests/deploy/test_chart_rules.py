@@ -162,7 +162,7 @@ def listening(container: Object) -> set[tuple[int, int]]:
             singles = {config.port, config.metrics_port}
             if config.kv_events_transport == "zmq":
                 ranges.add(both_ends(config.kv_events_ports))
-            if config.engine != "sglang":
+            if config.engine not in ("sglang", "trtllm"):
                 ranges.add(both_ends(environ["UCX_TCP_PORT_RANGE"]))
             if config.engine == "vllm":
                 first = int(environ["VLLM_NIXL_SIDE_CHANNEL_PORT"])

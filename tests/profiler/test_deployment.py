@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from benchmarks.engine_steps import SHAPES
-from frontend.config import FrontendConfig
 from mesh.config import load
 from planner.config import ServiceConfig
 from profiler.__main__ import main
@@ -28,6 +27,7 @@ from profiler.picks import Goal, Option, Picks
 from protocol.errors import ConfigError
 from protocol.messages import Role
 from protocol.profile import PrefillTable, Profile, read_profile
+from tests.support.chart import container_of, flags_of, needs_helm, rendered
 from workers.config import WorkerConfig
 
 ROOT = Path(__file__).parent.parent.parent
@@ -123,46 +123,26 @@ def read_worker(flags: list[str]) -> WorkerConfig:
 # --- Kubernetes -------------------------------------------------------------------------------------------
 
 
-def test_manifests_have_a_deployment_for_each_role(plan: Path) -> None:
-    documents = list(yaml.safe_load_all((plan / "kubernetes.yaml").read_text()))
-    deployments = {d["metadata"]["name"]: d for d in documents if d["kind"] == "Deployment"}
-    assert set(deployments) == {f"kvmesh-{part}" for part in ("frontend", "prefill", "decode", "planner")}
-    option = recommended(plan)
-    for name, deployment in deployments.items():
-        spec = deployment["spec"]
-        assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
-        mounts = {m["name"] for c in spec["template"]["spec"]["containers"] for m in c["volumeMounts"]}
-        assert mounts == {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
-        command = spec["template"]["spec"]["containers"][0]["command"]
-        assert command[:2] == ["python", "-m"]
-        match name.removeprefix("kvmesh-"):
-            case "frontend":
-                load(FrontendConfig, command[3:], {}, prefix="KVMESH_FRONTEND_", prog="test")
-            case "planner":
-                assert command[3:] == ["--config", "/etc/kvmesh-planner/planner.toml"]
-            case role:
-                assert read_worker(command[3:]).role == Role(role)
-                assert spec["replicas"] == option[f"{role}_workers"]
-                assert spec["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] >= 1
+def test_values_are_pools_of_the_option_and_a_planner_with_its_goal(plan: Path) -> None:
+    values, option = yaml.safe_load((plan / "values.yaml").read_text()), recommended(plan)
+    assert values["model"]["path"] == "/models/8b" and values["modelsClaim"]
+    for role in ("prefill", "decode"):
+        pool = values["pools"][role]
+        assert (pool["role"], pool["replicas"]) == (role, option[f"{role}_workers"])
+        assert pool["gpus"] == int(option[f"{role}_mapping"].removeprefix("tp"))
+    settings = values["planner"]["settings"]
+    assert (settings["ttft_slo_s"], settings["itl_slo_s"], settings["max_gpus"]) == (0.5, 0.02, 8)
+    assert settings["prefill_profile"] == "/profiles/prefill.json"
 
 
-def test_the_planner_reads_its_files_and_may_scale_its_workloads(plan: Path, tmp_path: Path) -> None:
-    documents = list(yaml.safe_load_all((plan / "kubernetes.yaml").read_text()))
-    files = next(d["data"] for d in documents if d["kind"] == "ConfigMap")
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    config = read_planner(tmp_path / "planner.toml")
-    assert config.connector == "kubernetes"
-    assert list(config.frontends) == ["http://kvmesh-frontend:8000"]
-    for workload in (config.kubernetes_prefill, config.kubernetes_decode):
-        assert workload.removeprefix("deployment/") in {d["metadata"]["name"] for d in documents}
-    assert read_profile(tmp_path / "prefill.json").prefill is not None
-    rules = next(d["rules"] for d in documents if d["kind"] == "Role")
-    assert {(r["resources"][0], *r["verbs"]) for r in rules} == {
-        ("deployments", "get"),
-        ("deployments/scale", "get", "patch"),
-    }
-    assert {"ServiceAccount", "RoleBinding", "Service", "PersistentVolumeClaim"} <= {d["kind"] for d in documents}
+@needs_helm
+def test_the_chart_takes_the_values(plan: Path) -> None:
+    objects = rendered(str(plan / "values.yaml"))
+    flags = flags_of(container_of(objects, "demo-planner"))
+    assert flags["--kubernetes-prefill"] == "deployment/demo-prefill"
+    mounts = container_of(objects, "demo-planner")["volumeMounts"]
+    assert {"name": "profiles", "mountPath": "/profiles", "readOnly": True} in mounts
+    assert container_of(objects, "demo-decode")["resources"]["limits"]["nvidia.com/gpu"]
 
 
 def read_planner(path: Path) -> ServiceConfig:
@@ -198,9 +178,8 @@ def test_a_name_cannot_end_the_pages_script(profiles: Path, tmp_path: Path) -> N
     flags = ["--image", "</script><script>alert(1)</script>", "--out-dir", str(tmp_path), "--no-png"]
     assert main(["plan", "--profiles", str(profiles), *flags, *FLAGS]) == 0
     assert "alert(1)</script>" not in (tmp_path / "plan.html").read_text()
-    manifest = list(yaml.safe_load_all((tmp_path / "kubernetes.yaml").read_text()))
-    images = {d["spec"]["template"]["spec"]["containers"][0]["image"] for d in manifest if d["kind"] == "Deployment"}
-    assert images == {"</script><script>alert(1)</script>"}
+    values = yaml.safe_load((tmp_path / "values.yaml").read_text())
+    assert values["images"]["worker"] == "</script><script>alert(1)</script>"
 
 
 def test_the_picture_is_a_png(plan: Path) -> None:
@@ -218,7 +197,7 @@ def test_without_matplotlib_only_the_picture_is_left_out(
     assert line.startswith("pareto.png is left out: pictures need matplotlib")
     files = {path.name for path in tmp_path.iterdir()}
     assert "pareto.png" not in files
-    assert {"compose.override.yml", "kubernetes.yaml", "planner.toml", "plan.html", "plan.json"} <= files
+    assert {"compose.override.yml", "values.yaml", "planner.toml", "plan.html", "plan.json"} <= files
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])

@@ -2,21 +2,23 @@
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from frontend.config import FrontendConfig
 from mesh.config import load
 from planner.config import ServiceConfig
+from profiler.deployment.chart import chart_values
 from profiler.deployment.compose import compose_override
 from profiler.deployment.deployment import Deployment, sizing_flags, warnings_of
-from profiler.deployment.kubernetes import kubernetes_manifests
 from profiler.deployment.planner_settings import planner_toml
 from profiler.picks import Goal, Option
 from protocol.messages import Role
 from protocol.profile import Profile
+from tests.support.chart import container_of, find_tool, in_a_pod, rendered
+from workers.__main__ import with_engine_args
 from workers.config import WorkerConfig
 from workers.engines.registry import STARTED
 from workers.engines.sglang.arguments import EventEndpoints, argv_of, read_flags
@@ -26,6 +28,7 @@ from workers.engines.vllm.arguments import Surroundings, plan_start
 ENGINES = ("torch", "mock", "vllm", "sglang", "trtllm")
 MAPPINGS = ("tp1", "tp4", "tep4", "dep4")
 BATCH = 100
+PREFIX = "KVMESH_WORKER_"
 # Fields of TensorRT-LLM's TorchLlmArgs that our worker or the generated flags set.
 TRTLLM_FIELDS = frozenset(
     [
@@ -73,13 +76,18 @@ def compose_commands(deployment: Deployment) -> dict[str, list[str]]:
     return commands
 
 
-def kubernetes_commands(deployment: Deployment) -> dict[str, list[str]]:
-    """Return the flags of each container in the Kubernetes manifests, by the name of its service."""
+def chart_commands(deployment: Deployment, folder: Path) -> dict[str, list[str]]:
+    """Return the worker flags of each role that the chart makes of the values. Its settings are flags here, too."""
+    file = folder / "values.yaml"
+    file.write_text(chart_values(deployment))
+    objects = rendered(str(file))
     found = {}
-    for document in yaml.safe_load_all(kubernetes_manifests(deployment)):
-        if document["kind"] == "Deployment":
-            [container] = document["spec"]["template"]["spec"]["containers"]
-            found[container["name"]] = container["command"][3:]
+    for role in ("prefill", "decode"):
+        container = container_of(objects, f"demo-{role}")
+        argv, environ = in_a_pod(container)
+        own = {key: text for key, text in environ.items() if key.startswith(PREFIX)}
+        settings = [f"--{key.removeprefix(PREFIX).lower().replace('_', '-')}={text}" for key, text in own.items()]
+        found[role] = [*settings, *with_engine_args(argv)]
     return found
 
 
@@ -146,9 +154,13 @@ MEANT = {
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_generated_worker_starts_its_engine_as_the_mapping_says(engine: str, mapping: str) -> None:
+def test_every_generated_worker_starts_its_engine_as_the_mapping_says(
+    engine: str, mapping: str, tmp_path: Path
+) -> None:
     deployment = deployment_of(engine, mapping)
-    for commands in (compose_commands(deployment), kubernetes_commands(deployment)):
+    generated = [compose_commands(deployment)]
+    generated += [chart_commands(deployment, tmp_path)] if find_tool("helm") else []
+    for commands in generated:
         for role in ("prefill", "decode"):
             config = read_worker(commands[role])
             assert (config.engine, config.role, config.model_path) == (engine, Role(role), "/models/m")
@@ -159,10 +171,8 @@ def test_every_generated_worker_starts_its_engine_as_the_mapping_says(engine: st
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_generated_frontend_and_planner_files_are_read(engine: str, tmp_path: Any) -> None:
+def test_the_generated_planner_files_are_read(engine: str, tmp_path: Path) -> None:
     deployment = deployment_of(engine, "tp4")
-    flags = kubernetes_commands(deployment)["frontend"]
-    assert load(FrontendConfig, flags, {}, prefix="KVMESH_FRONTEND_", prog="test").port == 8000
     for connector in ("compose", "kubernetes"):
         file = tmp_path / f"{connector}.toml"
         file.write_text(planner_toml(deployment, "/etc/profiles", connector))

@@ -41,7 +41,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 def manifests(example: str, *settings: str) -> str:
     """Return what `helm template` prints for a values file of the chart and settings such as `router.separate=true`."""
     flags = [f"--set-json={setting}" for setting in settings]
-    place = ("-n", NAMESPACE, "-f", str(CHART / example))
+    place = ("-n", NAMESPACE, "-f", str(CHART / example))  # a whole path stands for itself
     done = helm("template", RELEASE, str(CHART), "--include-crds", *place, *flags)
     if done.returncode:
         raise RuntimeError(done.stderr)

@@ -152,8 +152,8 @@ lifecycle:
 {{- if and (gt (int $pool.nodes) 1) (not $spans) }}
 {{- fail (printf "pools.%s: the engine %s cannot span %d nodes; take vllm or sglang, or nodes: 1" .name $pool.engine (int $pool.nodes)) }}
 {{- end }}
-{{- if and $pool.engineArgs (not $spans) }}
-{{- fail (printf "pools.%s: engineArgs are flags of vllm and sglang; the engine is %s" .name $pool.engine) }}
+{{- if and $pool.engineArgs (not (or $spans (eq $pool.engine "trtllm"))) }}
+{{- fail (printf "pools.%s: engineArgs are flags of vllm, sglang and trtllm; the engine is %s" .name $pool.engine) }}
 {{- end }}
 {{- if has .name (list "frontend" "router" "planner" "picker") }}
 {{- fail (printf "pools.%s: another part has this name; choose another one" .name) }}
