@@ -91,7 +91,10 @@ def test_fields_and_features_of_a_newer_release_are_ignored() -> None:
 
 def test_each_place_that_names_the_release_names_the_same() -> None:
     assert "version" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dynamic"]
-    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    images = [service["image"] for service in services.values() if service.get("image", "").startswith("kvmesh")]
-    assert {image.rpartition(":")[2] for image in images} == {RELEASE}
+    for path in ("docker-compose.yml", "deploy/Dockerfile", *ROOT.glob("deploy/helm/kvmesh/values*.yaml")):
+        tags = re.findall(r"\bkvmesh/[a-z]+:([0-9][\w.]*)", (ROOT / path).read_text())
+        assert set(tags) <= {RELEASE}, path
+    assert set(re.findall(r"^ARG VERSION=(.*)$", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE)) == {RELEASE}
+    chart = yaml.safe_load((ROOT / "deploy/helm/kvmesh/Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (RELEASE, RELEASE)
     assert re.search(rf"^## ({re.escape(RELEASE)}|Unreleased)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
