@@ -142,7 +142,9 @@ class Exchange:
         try:
             deadline = self._started + timeout_s(self._request, self._services.limits)
             with self._services.admission.until(deadline, self._loop):
-                parsed = with_hints(self._services, self._request, self._dialect.parse(self._request.body))
+                parsed = with_hints(
+                    self._request, self._dialect.parse(self._request.body), is_steered=self._services.is_steered
+                )
                 model = await self._services.models.get(parsed.model)
                 self._job = job = await prepare(parsed, model, self._request_id, self._started)
                 reply = await (self._send_stream if parsed.stream else self._send_whole)(job, deadline)
@@ -245,12 +247,12 @@ def count_tokens(counters: metrics.EndpointMetrics, job: Job, counts: TokenCount
 ParsedT = TypeVar("ParsedT", bound=ParsedBody)
 
 
-def with_hints(services: Services, request: Request, parsed: ParsedT) -> ParsedT:
+def with_hints(request: Request, parsed: ParsedT, *, is_steered: bool = False) -> ParsedT:
     """Add what the headers ask for. The tenant of an API key is not theirs to say, and shares no cache with others.
 
     Raise InvalidRequestError.
     """
-    hints = with_headers(parsed.hints, request.headers, is_steered=services.is_steered)
+    hints = with_headers(parsed.hints, request.headers, is_steered=is_steered)
     if tenant := request.tenant:
         own = f"{tenant} {parsed.cache_salt or ''}"  # no tenant's name has a space: none can take another's
         return msgspec.structs.replace(parsed, hints=msgspec.structs.replace(hints, tenant=tenant), cache_salt=own)

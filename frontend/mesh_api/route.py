@@ -17,7 +17,7 @@ async def preview(services: Services, request: Request) -> Reply:
     """Report where a request would run; nothing is run or booked. Raise MeshError."""
     deadline = asyncio.get_running_loop().time() + timeout_s(request, services.limits)
     with services.admission.enter(), services.admission.until(deadline):
-        parsed = with_hints(services, request, parse_either(request.body))
+        parsed = with_hints(request, parse_either(request.body), is_steered=services.is_steered)
         model = await services.models.get(parsed.model)
         job = await prepare(parsed, model, new_id("route", client_request_id(request)), deadline)
         asked = job.branches[0].request

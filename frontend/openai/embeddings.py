@@ -104,7 +104,7 @@ async def answer(services: Services, request: Request) -> Reply:
     try:
         deadline = started + timeout_s(request, services.limits)
         with services.admission.enter(), services.admission.until(deadline):
-            parsed = with_hints(services, request, parse_embeddings(request.body))
+            parsed = with_hints(request, parse_embeddings(request.body), is_steered=services.is_steered)
             model = await services.models.get(parsed.model)
             reply = await embed(parsed, model, services.generator, request_id, deadline)
         result = "ok"
