@@ -127,7 +127,7 @@ class KubernetesApi:
                 headers=self._headers(None if body is None else body_type),
             ) as response:  # fmt: skip
                 content = await bounded(response, MAX_BODY_BYTES)
-        except (aiohttp.ClientError, OSError, TimeoutError, WireError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, WireError) as error:
             raise self._no_answer(target, error) from error
         if response.status not in (200, 201):
             raise self._refusal(target, response.status, content)
@@ -159,7 +159,7 @@ class KubernetesApi:
                 break_when_cut(response)
                 async for line in lines(response, MAX_LINE_BYTES):
                     yield line
-            except (aiohttp.ClientError, OSError, TimeoutError, WireError) as error:
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError, WireError) as error:
                 raise self._no_answer(target, error) from error
 
     async def close(self) -> None:

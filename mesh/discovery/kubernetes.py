@@ -43,7 +43,7 @@ from mesh.discovery.own_cards import FIRST_WAIT_S, DeleteCard, OwnCards, WriteCa
 from mesh.discovery.place import Contact, SearchPlace
 from mesh.discovery.store import Registration
 from mesh.kubernetes_api import ACCOUNT_FOLDER, Account, ApiTarget, KubernetesApi, KubernetesError, account_of
-from protocol.errors import ConfigError, MeshError, WireError
+from protocol.errors import ConfigError, FeedLostError, MeshError, WireError
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,19 @@ class KubernetesDiscovery:
         self._run("cards", self._cards.run())
 
     def _run(self, what: str, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks[what] = asyncio.create_task(work, name=f"discovery: {what}")
+        task = asyncio.create_task(work, name=f"discovery: {what}")
+        task.add_done_callback(self._on_end)
+        self._tasks[what] = task
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """Let nobody wait for a task that has crashed: who watches learns that the watch has ended."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.critical("%s has crashed: %r", task.get_name(), error, exc_info=error)
+        for follower in (self._pods, self._cards):
+            if follower is not None and not follower.listed.done():
+                follower.listed.set_exception(FeedLostError(f"{task.get_name()} has crashed: {error!r}"))
+        self._board.close()
 
 
 class _Seen:
@@ -227,7 +239,8 @@ class _Seen:
         if not self._away:
             log.warning("Kubernetes cannot be watched, the last known services stay: %s", error)
         self._away[collection] = error.message
-        self.view.on_away()
+        if collection == CARDS:
+            self.view.on_away()
 
 
 class _CardSink:

@@ -8,7 +8,7 @@ another one with fewer revisions, where a watch from ours would wait in silence.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0  # after failures, doubled each time; a part of it is drawn
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # after failures, doubled each time; a part of it is drawn
 SHORT_WATCH_S = 1.0  # a server that ends watches sooner is broken
 WATCH_S = 300.0  # asked of the server; a part of it is drawn, so that clients do not return together
 

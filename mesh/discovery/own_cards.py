@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from mesh.discovery.kubernetes_objects import CardOwner, MeshCard, name_of
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0  # after failures, doubled each time; a part of it is drawn
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0  # after failures, doubled each time; a part of it is drawn
 REPAIR_S = 60.0  # between two repairs of one card
 REPAIR_SPREAD_S = 1.0  # the owners of many cards do not repair them in the same moment
 

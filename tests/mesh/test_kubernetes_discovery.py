@@ -225,6 +225,46 @@ async def test_a_card_that_cannot_be_believed_harms_nobody(
     assert "made it by hand" in reasons["meshcards/other-name"]
 
 
+async def test_a_token_that_is_no_header_is_one_error(
+    cluster: Cluster, frontend: KubernetesDiscovery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_follow, "START_TIMEOUT_S", 0.2)
+    (tmp_path / "token").write_text("two\nlines")
+    with pytest.raises(UnreachableError, match="no Kubernetes API server answers"):
+        await anext(frontend.watch(""))
+
+
+async def test_a_crash_of_a_follower_ends_the_watches(
+    cluster: Cluster, worker: KubernetesDiscovery, frontend: KubernetesDiscovery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await worker.put("workers/a", b"1")
+    changes = frontend.watch("")
+    await take(changes)
+    monkeypatch.setattr(kubernetes_follow, "read_event", lambda line: 1 / 0)
+    cluster.put_pod("ns", "p", "m", is_ready=False)
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(anext(changes), PATIENCE_S)
+
+
+async def test_pods_that_cannot_be_listed_keep_no_card_for_ever(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card that went while its watch was cut lapses in time, whatever happens to the pods."""
+    monkeypatch.setattr("mesh.discovery.kubernetes.RETURN_S", 0.5)
+    monkeypatch.setattr("mesh.discovery.kubernetes_view.RETURN_S", 0.5)
+    reader = cluster.open(tmp_path)
+    owner = CardOwner("p", cluster.objects["pods", "ns", "p"]["metadata"]["uid"])
+    cluster.put("meshcards", "ns", card_object("m", "workers/b", b"1", owner))
+    changes = reader.watch("")
+    await take(changes)
+    cluster.history.clear()
+    cluster.objects.pop(("meshcards", "ns", name_of("m", "workers/b")))
+    cluster.refuse = {("list", "pods"): 503}
+    cluster.cut()
+    assert await take(changes) == [Deleted("workers/b", has_lapsed=True)]
+    await reader.close()
+
+
 # --- leaving ------------------------------------------------------------------------------------------
 
 

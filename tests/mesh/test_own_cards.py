@@ -88,7 +88,7 @@ def test_failures_are_tried_again_after_growing_waits() -> None:
         cards.on_failure(order, now_s)
         waits.append(cards.due_s() - now_s)
         now_s = cards.due_s()
-    assert waits == pytest.approx([0.5, 1, 2, 4, 8, 16, 30, 30, 30])
+    assert waits == pytest.approx([0.5, 1, 2, 4, 8, 16, 32, 60, 60])
 
 
 def test_a_card_that_is_taken_away_is_written_again_at_most_once_a_minute() -> None:

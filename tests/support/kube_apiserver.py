@@ -173,7 +173,7 @@ class KubeApiserver:
         found = []
         for line in (self._folder / "audit.log").read_text().splitlines():
             event = json.loads(line)
-            if event["user"]["username"] == user and event["stage"] != "ResponseStarted":
+            if event["user"].get("username", "") == user and event["stage"] != "ResponseStarted":
                 found.append((event["verb"], event.get("objectRef", {}).get("resource", "")))
         return found
 
@@ -182,7 +182,7 @@ class KubeApiserver:
         found: dict[str, tuple[str, str, str]] = {}
         for line in (self._folder / "audit.log").read_text().splitlines():
             event = json.loads(line)
-            user, since = event["user"]["username"], event["requestReceivedTimestamp"]
+            user, since = event["user"].get("username", ""), event["requestReceivedTimestamp"]
             if user in users and datetime.fromisoformat(since).timestamp() >= unix_s:
                 found[event["auditID"]] = (user, event["verb"], event.get("objectRef", {}).get("resource", ""))
         return list(found.values())
