@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mesh.silence import PROBE_S, break_cut_connections, probe_when_silent, wire_of
+from mesh.silence import PROBE_S, break_cut_connections, probe_when_silent, received_bytes, wire_of
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the options are Linux's")
 
@@ -41,3 +41,16 @@ def test_a_peer_that_does_not_read_is_not_cut() -> None:
             got += len(reader.recv(1 << 20))
         assert got == sent
         reader.close()
+
+
+def test_bytes_received_from_a_host_are_counted_over_its_connections() -> None:
+    with socket.create_server(("127.0.0.2", 0)) as server, socket.create_connection(server.getsockname()) as receiver:
+        sender, _ = server.accept()
+        with sender:
+            before_bytes = received_bytes("127.0.0.2")
+            sender.sendall(b"x" * 100_000)
+            left = 100_000
+            while left:
+                left -= len(receiver.recv(left))
+            assert received_bytes("127.0.0.2") - before_bytes == 100_000
+            assert received_bytes("127.0.0.77") == 0
