@@ -47,10 +47,16 @@ def test_the_script_serves_over_hosts_and_leaves_nothing_behind(tmp_path: Path) 
         job.until_logged(f"ready: curl {url}/v1/models", PATIENCE_S)
         until_both_roles(front, url)
         before = made.hosts["prefill"].sent_bytes()
-        body = {"model": "tiny", "prompt": list(range(5, 405)), "max_tokens": 8, "kvmesh": {"trace": True}}
+        body = {
+            "model": "tiny",
+            "prompt": list(range(5, 405)),
+            "max_tokens": 8,
+            "temperature": 0,
+            "kvmesh": {"trace": True},
+        }
         ask = ("curl", "-s", "-m", "30", f"{url}/v1/completions", "-H", "content-type: application/json")
         answer = json.loads(front.run(*ask, "-d", json.dumps(body)))
-        assert answer["usage"]["completion_tokens"] == 8
+        assert answer["choices"][0]["text"]
         assert re.fullmatch(r"prefill-prefill-0", answer["kvmesh"]["prefill_worker"])
         assert made.hosts["prefill"].sent_bytes() - before > answer["kvmesh"]["kv_bytes_pulled"] > 100_000
         job.stop()
