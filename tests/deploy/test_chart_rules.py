@@ -1,5 +1,6 @@
 """The chart keeps its rules for all values: flags, ports, rights, grace periods and selectors fit each other."""
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from planner.config import ServiceConfig
 from planner.connectors.kubernetes import workload_path
 from router.config import RouterConfig
 from tests.support.chart import (
+    CHART,
     EXAMPLES,
     NAMESPACE,
     RELEASE,
@@ -30,6 +32,7 @@ from tests.support.chart import (
 )
 from workers.__main__ import with_engine_args
 from workers.config import WorkerConfig
+from workers.engines.registry import STARTED
 from workers.engines.sglang.arguments import read_flags
 from workers.engines.vllm.arguments import Surroundings, leads, plan_start
 
@@ -75,6 +78,11 @@ def test_every_flag_and_variable_is_one_of_the_service(example: str, settings: t
             assert leads(config) == ("--nnodes" not in config.engine_args)  # in_a_pod says: pod 1 of 2
         if isinstance(config, WorkerConfig) and config.engine == "sglang":
             assert read_flags(config).node_rank == 1
+
+
+def test_pools_may_have_the_engines_that_workers_start() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert set(schema["definitions"]["pool"]["properties"]["engine"]["enum"]) == set(STARTED)
 
 
 def test_large_numbers_arrive_as_they_were_written() -> None:
