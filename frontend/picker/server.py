@@ -176,6 +176,8 @@ class _Call:
                 self._note()
         except WireError:
             raise
+        except grpc.aio.BaseError as error:  # what it sends cannot be taken, so it cannot be told either
+            log.info("a gateway broke off a stream: %s", error)
         except Exception as error:
             await self._refuse(as_failure(error))
 

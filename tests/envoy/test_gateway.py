@@ -1,5 +1,6 @@
 """Requests reach their workers through a real Envoy that asks the endpoint picker, in both of its modes."""
 
+import asyncio
 import json
 import signal
 import threading
@@ -135,6 +136,24 @@ def test_a_client_that_leaves_frees_its_worker(mesh: GatewayMesh, mode: Mode) ->
         assert mesh.health()["in_flight"] == 1
     mesh.until_idle()
     assert mesh.chat(mode, "hi", SMALL).status_code == 200
+
+
+@both_modes
+def test_many_clients_that_leave_at_once_leave_no_load(mesh: GatewayMesh, mode: Mode) -> None:
+    async def leaving(client: httpx.AsyncClient, number: int) -> int:
+        text = f"{number} tell me more " * 20
+        body = {"model": LARGE, "messages": [{"role": "user", "content": text}], "stream": True, "ignore_eos": True}
+        async with client.stream("POST", f"{mesh.urls[mode]}/v1/chat/completions", json=body) as reply:
+            if number % 3:  # a third leaves with the headers
+                await anext(reply.aiter_raw(), b"")
+            return reply.status_code
+
+    async def all_at_once() -> set[int]:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            return set(await asyncio.gather(*[leaving(client, number) for number in range(48)]))
+
+    assert asyncio.run(all_at_once()) <= {200, 429}
+    mesh.until_idle()
 
 
 @both_modes
