@@ -12,6 +12,7 @@ from planner.model import WorkerLoad
 from planner.scrape import fetch_page, samples
 from protocol.errors import MeshError, WireError
 from protocol.messages import WorkerCard
+from protocol.version import NEIGHBOURS
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def read_load(page: str, card: WorkerCard, isl_tokens: float | None = None) -> W
     gauges = _gauges(page, card.name)
     missing = [name for name in (RUNNING, WAITING, USED_BLOCKS) if not math.isfinite(gauges.get(name, math.nan))]
     if missing:
-        raise WireError(f"{card.name} does not tell its {', '.join(missing)}", hint="run one version everywhere")
+        raise WireError(f"{card.name} does not tell its {', '.join(missing)}", hint=NEIGHBOURS)
     queued = gauges.get(QUEUED_TOKENS, math.nan)
     if not math.isfinite(queued):
         queued = gauges[WAITING] * (isl_tokens or 0.0)

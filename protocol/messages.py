@@ -15,7 +15,15 @@ from protocol.errors import MeshError, WireError, error_class
 from protocol.hashing import token_bytes
 from protocol.ids import RequestId, WorkerId
 from protocol.model_files import ModelFile
-from protocol.version import OLDEST_PROTOCOL, PROTOCOL_VERSION, RELEASE, UNNAMED_PROTOCOL, Versions, common_version
+from protocol.version import (
+    NEIGHBOURS,
+    OLDEST_PROTOCOL,
+    PROTOCOL_VERSION,
+    RELEASE,
+    UNNAMED_PROTOCOL,
+    Versions,
+    common_version,
+)
 
 
 class Role(StrEnum):
@@ -573,7 +581,7 @@ def decoder(kind: type[T]) -> "msgspec.msgpack.Decoder[T]":
 
 
 def unreadable(kind: type, error: Exception) -> WireError:
-    return WireError(f"unreadable {kind.__name__}: {error}", hint="run one version everywhere")
+    return WireError(f"unreadable {kind.__name__}: {error}", hint=NEIGHBOURS)
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

@@ -10,6 +10,8 @@ PROTOCOL_VERSION = 2  # of this release
 OLDEST_PROTOCOL = 1  # the oldest that this release understands
 UNNAMED_PROTOCOL = 1  # of releases whose cards and frames name none: 0.1.0
 
+NEIGHBOURS = "run releases together that are next to each other: docs/releasing.md"  # a hint of errors
+
 _RELEASE_TEXT = re.compile(r"[0-9A-Za-z.+-]{1,32}")
 
 
@@ -41,10 +43,7 @@ def common_version(theirs: Versions, ours: Versions = OURS) -> int:
     common = min(ours.protocol, theirs.protocol)
     if common >= max(ours.oldest, theirs.oldest):
         return common
-    raise VersionError(
-        f"it speaks {theirs}, this process {ours}",
-        hint="run releases together that are next to each other: docs/releasing.md",
-    )
+    raise VersionError(f"it speaks {theirs}, this process {ours}", hint=NEIGHBOURS)
 
 
 def release_name(release: str) -> str:

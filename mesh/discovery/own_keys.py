@@ -6,7 +6,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from mesh.plane.server import Call
-from protocol.errors import OverloadedError
+from protocol.errors import ConfigError, OverloadedError
 from protocol.ids import new_generation
 from protocol.messages import Message
 
@@ -37,6 +37,14 @@ class OwnKeys:
         self._changed: set[asyncio.Event] = set()  # of each caller
 
     def put(self, key: str, value: bytes) -> None:
+        """Raises ConfigError for more than those that ask would take."""
+        if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_BYTES:
+            found = f"{len(key)} characters with {len(value)} bytes"
+            raise ConfigError(
+                f"a key of {found} cannot be shown", hint=f"{MAX_KEY_CHARS} with {MAX_VALUE_BYTES} at most"
+            )
+        if key not in self._values and len(self._values) >= MAX_KEYS:
+            raise ConfigError(f"{MAX_KEYS} keys of this process are shown already", hint="start another process")
         self._values[key] = value
         self._note_change()
 

@@ -19,7 +19,7 @@ from protocol.errors import (
     WireError,
 )
 from protocol.messages import encode
-from protocol.version import VersionError, common_version
+from protocol.version import NEIGHBOURS, VersionError, common_version
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class _ServerLink(Link):
         if not 0 < frame.timeout_s <= MAX_TIMEOUT_S:
             return InvalidRequestError(f"a timeout of {frame.timeout_s} s is not between 0 and {MAX_TIMEOUT_S:.0f}")
         if frame.method not in self._server.handlers:
-            return InvalidRequestError(f"no method {frame.method!r}", hint="run one version everywhere")
+            return InvalidRequestError(f"no method {frame.method!r}", hint=NEIGHBOURS)
         if frame.method in self._server.always:
             return None
         if self._server.draining:

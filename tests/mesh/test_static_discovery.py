@@ -282,6 +282,15 @@ async def test_an_answer_is_checked_before_it_is_believed(site: Site, news: obje
     await server.close()
 
 
+async def test_what_nobody_would_take_is_not_shown(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh.discovery.own_keys.MAX_KEYS", 2)
+    _, store, _ = await site.service(a=b"1", b=b"2")
+    for key, value in (("k" * 513, b"1"), ("a", b"1" * 65537), ("workers/c", b"3")):
+        with pytest.raises(ConfigError, match=r"cannot be shown|shown already"):
+            await store.put(key, value)
+    await store.put("workers/a", b"4")
+
+
 async def test_no_drain_waits_for_those_who_ask(site: Site) -> None:
     address, store, server = await site.service(a=b"1")
     site.list(address)
