@@ -29,7 +29,7 @@ def compose_override(deployment: Deployment) -> str:
 def _compose_worker(deployment: Deployment, role: str) -> dict[str, Any]:
     """Return a scaled service. Each worker takes its name and address from its container."""
     words = ["python", "-m", "workers", "--name", f"{role}-$$(hostname)", "--advertise-host", "$$(hostname -i)"]
-    line = " ".join([*words, *map(_shell_word, worker_flags(deployment, role, ""))])
+    line = " ".join([*words, *map(_shell_word, worker_flags(deployment, role))])
     profile = deployment.profile(role)
     service: dict[str, Any] = {
         "image": deployment.image,

@@ -10,7 +10,6 @@ from protocol.version import RELEASE
 from workers.engines.mapping import parse_mapping
 from workers.engines.registry import ENGINES, STARTED
 
-DISCOVERY = "file:/run/kvmesh/discovery"
 BUILT_IN_MODEL = "/models/tiny"  # in our image
 IN_THE_IMAGE = {kind.name for kind in ENGINES.values() if kind.is_bundled}
 MAX_RANKS = 64  # the most that `kvmesh worker --dp-size` takes
@@ -74,12 +73,11 @@ def warnings_of(deployment: Deployment) -> list[Reason]:
     return found
 
 
-def worker_flags(deployment: Deployment, role: str, discovery: str = DISCOVERY) -> list[str]:
-    """Return the flags of `python -m workers`, without its name and addresses. `discovery` "": its environment says."""
+def worker_flags(deployment: Deployment, role: str) -> list[str]:
+    """Return the flags of `python -m workers`, without its name, its addresses and discovery."""
     profile = deployment.profile(role)
     flags = ["--role", role, "--engine", deployment.engine(role), "--model-path", deployment.model_path]
     flags += ["--model", profile.model, "--host", "0.0.0.0", "--metrics-port", "9100"]
-    flags += ["--discovery", discovery] if discovery else []
     return flags + ["--log-format", "json", *sizing_flags(profile, deployment.option.batch if role == "decode" else 0)]
 
 
