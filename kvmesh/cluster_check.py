@@ -102,6 +102,8 @@ def show(report: HostsReport, console: Console) -> None:
         f"{SILENCE_S}), the first request after healing {report.heal_first_request_s} s (limit {HEALED_S}), "
         f"with a link up again {report.replug_first_request_s} s (limit {REPLUGGED_S})"
     )
+    for skipped in report.skipped:
+        console.print(f"skipped: {skipped}")
     for problem in report.problems:
         console.print(f"[red]not as it should be:[/red] {problem}")
     console.print("all promises were kept" if report.ok else f"{len(report.problems)} promises were not kept")

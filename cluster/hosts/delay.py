@@ -44,6 +44,15 @@ class HeldFrames:
         return max(0.0, self._held[0][0] - now_s) if self._held else None
 
 
+def why_no_delay() -> str:
+    """Return why frames cannot be relayed here; "" if they can."""
+    try:
+        open_device("lo").close()
+    except (OSError, AttributeError) as error:
+        return f"no packet sockets: {error}"
+    return ""
+
+
 def open_device(name: str) -> socket.socket:
     device = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     device.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)

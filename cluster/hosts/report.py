@@ -26,6 +26,7 @@ class FaultResult(Struct, frozen=True, kw_only=True):
     pulled: int  # requests whose KV came over the network all the same
     heal_first_request_s: float  # of a request that is sent when the network has healed
     waited_s: float = 0.0  # from the begin of healing until the requests that waited were answered
+    tries: int = 1  # the times are those of the last one
 
 
 class HostsReport(Struct, frozen=True, kw_only=True):
@@ -52,6 +53,7 @@ class HostsReport(Struct, frozen=True, kw_only=True):
     nats_restart_diverged: int
     nats_away_diverged: int  # while NATS was away: the comparison does see what a router does not know
     leftovers: int
+    skipped: list[str]
     duration_s: float
     faults: list[FaultResult]
 
@@ -70,6 +72,7 @@ class Measured(Struct, kw_only=True):
     nats_restart_diverged: int = 0
     nats_away_diverged: int = 0
     leftovers: list[str] = []
+    skipped: list[str] = []  # faults that cannot be made on this machine, and why
     duration_s: float = 0.0
     faults: list[FaultResult] = []
 
@@ -110,6 +113,25 @@ def late(result: FaultResult, waited_s: float) -> FaultResult:
     return msgspec.structs.replace(result, worst_extra_s=None, usual_extra_s=None, waited_s=round(waited_s, 3))
 
 
+def is_too_slow(result: FaultResult) -> bool:
+    """Return whether a fault has cost more than is promised."""
+    most_s = RESET_S if result.kind == "reset" else SILENCE_S
+    healed_s = REPLUGGED_S if result.kind == "unplugged" else HEALED_S
+    return max(result.worst_extra_s or 0.0, result.waited_s) > most_s or result.heal_first_request_s > healed_s
+
+
+def tried_again(before: FaultResult, again: FaultResult) -> FaultResult:
+    """Return the result of another try: its times, and what went wrong in any."""
+    return msgspec.structs.replace(
+        again,
+        tries=before.tries + 1,
+        requests=before.requests + again.requests,
+        failed=before.failed + again.failed,
+        wrong_tokens=before.wrong_tokens + again.wrong_tokens,
+        pulled=before.pulled + again.pulled,
+    )
+
+
 def worst(faults: Sequence[FaultResult], *kinds: str) -> float:
     """Return the most that a request lost to a fault of these kinds."""
     return max(
@@ -146,6 +168,7 @@ def judge(measured: Measured) -> HostsReport:
         nats_restart_diverged=measured.nats_restart_diverged,
         nats_away_diverged=measured.nats_away_diverged,
         leftovers=len(measured.leftovers),
+        skipped=measured.skipped,
         duration_s=round(measured.duration_s, 1),
         faults=faults,
     )

@@ -9,7 +9,7 @@ from cluster.hosts.compare import transport_of
 from cluster.hosts.delay import MOST_FRAMES, HeldFrames
 from cluster.hosts.lab import why_not
 from cluster.hosts.mesh import HostsAnswer
-from cluster.hosts.report import FaultResult, Measured, judge, late, result_of, wrong_tokens
+from cluster.hosts.report import FaultResult, Measured, is_too_slow, judge, late, result_of, tried_again, wrong_tokens
 from kvmesh import cluster_check
 from protocol.errors import ConfigError
 
@@ -69,6 +69,32 @@ def test_every_broken_promise_is_a_problem(bad: Measured, problem: str) -> None:
     assert not report.ok
     [found] = report.problems
     assert problem in found
+
+
+def test_a_fault_that_cannot_be_made_is_named_and_no_problem() -> None:
+    report = judge(measured(fault(), skipped=["packets 20 ms late: no packet sockets"]))
+    assert (report.ok, report.skipped) == (True, ["packets 20 ms late: no packet sockets"])
+
+
+@pytest.mark.parametrize(
+    ("result", "slow"),
+    [
+        (fault("cut", "x", 0.9, answer(2.0)), False),
+        (fault("cut", "x", 0.1, answer(2.2)), True),
+        (fault("reset", "x", 0.1, answer(0.5)), True),
+        (fault("delay", "x", 1.1), True),
+        (fault("unplugged", "x", 1.9), False),
+        (late(fault("cut", "x", 0.1, answer(9.0)), 2.1), True),
+        (late(fault("cut", "x", 0.1, answer(9.0)), 0.5), False),
+    ],
+)
+def test_what_took_longer_than_promised_is_tried_again(result: FaultResult, slow: bool) -> None:
+    assert is_too_slow(result) == slow
+
+
+def test_another_try_has_its_own_times_and_forgets_no_failure() -> None:
+    again = tried_again(fault("cut", "x", 0.1, answer(3.0), answer(error="boom")), fault())
+    assert (again.tries, again.requests, again.failed, again.worst_extra_s) == (2, 3, 1, 0.0)
 
 
 def test_failures_while_etcd_restarts_are_counted_apart() -> None:
