@@ -117,7 +117,8 @@ def is_too_slow(result: FaultResult) -> bool:
     """Return whether a fault has cost more than is promised."""
     most_s = RESET_S if result.kind == "reset" else SILENCE_S
     healed_s = REPLUGGED_S if result.kind == "unplugged" else HEALED_S
-    return max(result.worst_extra_s or 0.0, result.waited_s) > most_s or result.heal_first_request_s > healed_s
+    cost_s = result.worst_extra_s or 0.0
+    return cost_s > most_s or result.waited_s > SILENCE_S or result.heal_first_request_s > healed_s
 
 
 def tried_again(before: FaultResult, again: FaultResult) -> FaultResult:

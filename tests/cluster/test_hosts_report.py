@@ -85,7 +85,7 @@ def test_a_fault_that_cannot_be_made_is_named_and_no_problem() -> None:
         (fault("delay", "x", 1.1), True),
         (fault("unplugged", "x", 1.9), False),
         (late(fault("cut", "x", 0.1, answer(9.0)), 2.1), True),
-        (late(fault("cut", "x", 0.1, answer(9.0)), 0.5), False),
+        (late(fault("reset", "x", 0.1, answer(9.0)), 0.5), False),
     ],
 )
 def test_what_took_longer_than_promised_is_tried_again(result: FaultResult, slow: bool) -> None:
