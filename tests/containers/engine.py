@@ -59,6 +59,14 @@ class Engine:
         read: list[dict[str, Any]] = json.loads(self.run("inspect", *ids)) if ids else []
         return read
 
+    def logs(self, container: str) -> str:
+        """Return the last lines of a container, of both its streams."""
+        command = [*self.cli, "logs", "--tail", "15", container]
+        done = subprocess.run(
+            command, env=dict(self.environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        return done.stdout
+
     def has_image(self, image: str) -> bool:
         return self.run("image", "inspect", "--format", "{{.Id}}", image, check=False).strip() != ""
 

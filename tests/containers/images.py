@@ -23,7 +23,7 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
 BASE_VARIABLE = "KVMESH_BASE_IMAGE"  # an image with Python to build on, instead of the Dockerfile's
 BUILD_S = 1500.0
 # Left out of a base that debootstrap makes: nobody reads it in a container.
-UNREAD = ("var/cache/apt/archives", "var/lib/apt/lists", "usr/share/doc", "usr/share/locale", "usr/share/man")
+UNREAD = ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/locale", "usr/share/man")
 
 STAND_IN = """\
 ARG BASE

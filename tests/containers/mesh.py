@@ -21,7 +21,7 @@ from tests.support.guide import commands_of
 PROJECT = f"kvmesh-test-{os.getpid()}"
 WAIT_S = 180.0
 EAGER_PLANNER = ROOT / "tests" / "containers" / "eager-planner.yml"
-READ_METRICS = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
+READ_METRICS = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:{port}/metrics').read().decode())"
 
 SHIM = """\
 #!/bin/sh
@@ -129,15 +129,18 @@ class ComposedMesh:
             reply: dict[str, Any] = json.load(answer)
         return reply
 
+    def counted(self, container: str, port: int, name: str, labels: str = "") -> float:
+        """Return the sum of a metric of a container. `labels`: a part of the text between the braces."""
+        page = self.engine.run("exec", container, "python", "-c", READ_METRICS.format(port=port))
+        found = re.findall(rf"^{name}(?:\{{(.*)\}})? (\S+)$", page, re.MULTILINE)
+        return sum(float(value) for given, value in found if labels in given)
+
     def pulls(self) -> dict[str, float]:
         """Return the sums of all decode workers' pulls over NIXL: their number and bytes."""
-        totals = {"kv_pulls_total": 0.0, "kv_pulled_bytes_total": 0.0}
-        for container in self.engine.ids(PROJECT, "decode"):
-            page = self.engine.run("exec", container, "python", "-c", READ_METRICS)
-            for name in totals:
-                found = re.findall(rf'^kvmesh_worker_{name}\{{backend="nixl"[^}}]*\}} (\S+)$', page, re.MULTILINE)
-                totals[name] += sum(map(float, found))
-        return totals
+        workers = self.engine.ids(PROJECT, "decode")
+        names = ("kv_pulls_total", "kv_pulled_bytes_total")
+        nixl = 'backend="nixl"'
+        return {name: sum(self.counted(one, 9100, f"kvmesh_worker_{name}", nixl) for one in workers) for name in names}
 
     def until(self, condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> float:
         """Wait, and return for how long."""
@@ -150,7 +153,7 @@ class ComposedMesh:
     def logs(self) -> str:
         parts = []
         for container in self.containers():
-            said = self.engine.run("logs", "--tail", "15", container["Id"], check=False)
+            said = self.engine.logs(container["Id"])
             parts.append(f"--- {container['Name']} {container['State']['Status']}\n{said}")
         return "\n".join(parts)
 
