@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -487,11 +487,13 @@ class _Connection:
             self._watching.cancel()
 
 
-def open_channel(endpoint: str, settings: EtcdSettings) -> grpc.Channel:
+def open_channel(endpoint: str, settings: EtcdSettings, more: Sequence[tuple[str, int]] = ()) -> grpc.Channel:
+    """Open a channel. `more`: further options of gRPC."""
+    options = (*CHANNEL_OPTIONS, *more)
     if not settings.has_tls:
-        return grpc.insecure_channel(endpoint, CHANNEL_OPTIONS)
+        return grpc.insecure_channel(endpoint, options)
     credentials = grpc.ssl_channel_credentials(settings.ca, settings.key, settings.cert)
-    return grpc.secure_channel(endpoint, credentials, CHANNEL_OPTIONS)
+    return grpc.secure_channel(endpoint, credentials, options)
 
 
 def broken(error: grpc.RpcError, is_first: bool = False) -> _BrokenError:

@@ -15,6 +15,8 @@ from protocol.errors import ConfigError, UnreachableError
 ROOT = "root"
 HEALTH = "health"  # its password is the same word. It has no rights: it is for health checks, which have to log in
 RETRY_S = 0.5
+# By default gRPC resolves a name at most every 30 s, and waits ever longer between connections.
+OFTEN = (("grpc.max_reconnect_backoff_ms", 1_000), ("grpc.dns_min_time_between_resolutions_ms", 1_000))
 NOT_ENABLED = "authentication is not enabled"
 THERE_ALREADY = "already exists"
 
@@ -25,7 +27,7 @@ def guard(settings: EtcdSettings, root_password: str, wait_s: float) -> None:
     Wait at most `wait_s` for etcd to answer. Raises UnreachableError after that, and ConfigError if etcd has another
     root password, or refuses.
     """
-    with open_channel(settings.endpoints[0], settings) as channel:
+    with open_channel(settings.endpoints[0], settings, OFTEN) as channel:
         admin = _Admin(channel, settings)
         is_guarded = admin.log_in_as_root(root_password, time.monotonic() + wait_s)
         if is_guarded and admin.user_works():
