@@ -74,6 +74,7 @@ def keys(cluster: Cluster) -> list[str]:
 
 async def test_a_worker_asks_four_things_and_then_nothing(cluster: Cluster, worker: KubernetesDiscovery) -> None:
     await worker.put("workers/a", b"1")
+    await until(lambda: ("watch", "meshcards") in cluster.calls)
     await asyncio.sleep(1.0)
     assert sorted(cluster.calls) == [
         ("get", "pods"),
@@ -99,6 +100,8 @@ async def test_a_quiet_mesh_writes_nothing(
     await worker.put("workers/a", b"1")
     changes = frontend.watch("")
     await take(changes)
+    watches = [("watch", "meshcards"), ("watch", "meshcards"), ("watch", "pods")]
+    await until(lambda: sorted(call for call in cluster.calls if call[0] == "watch") == watches)
     before = list(cluster.calls)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(changes), 2.0)
@@ -366,12 +369,13 @@ async def test_a_refused_list_names_verb_resource_and_namespace(
 
 
 async def test_a_server_that_starts_is_not_believed_when_it_refuses(
-    cluster: Cluster, frontend: KubernetesDiscovery, worker: KubernetesDiscovery
+    cluster: Cluster, frontend: KubernetesDiscovery, worker: KubernetesDiscovery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kubernetes_follow, "BELIEVED_S", PATIENCE_S)
     await worker.put("workers/a", b"1")
     cluster.refuse["list", "pods"] = 403
     watching = asyncio.ensure_future(anext(frontend.watch("")))
-    await asyncio.sleep(0.3)
+    await until(lambda: cluster.calls.count(("list", "pods")) > 1)
     cluster.refuse.clear()
     assert await asyncio.wait_for(watching, PATIENCE_S) == Put("workers/a", b"1")
 
