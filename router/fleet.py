@@ -258,14 +258,16 @@ class WorkerFleet:
         unsettled = self._unsettled_holders(now)
         if not unsettled:
             return NOBODY
-        found: list[Holder] = []
+        found: set[Holder] = set()
         without = unsettled | self._avoided if self._avoided else unsettled
         for roles in LEG_ROLES:
-            shelves = [shelf for role in roles if (shelf := pool.shelves[role])]
-            new = [pair for shelf in shelves for pair in shelf.in_flight_of(unsettled)]
+            busiest, new = -1, list[tuple[Holder, int]]()
+            for role in roles:
+                if shelves := pool.shelves[role]:
+                    new += shelves.in_flight_of(unsettled)
+                    busiest = max(busiest, shelves.most_in_flight(without))
             if new:
-                busiest = max([shelf.most_in_flight(without) for shelf in shelves])
-                found += self.warm_up.held_back(new, busiest, now)
+                found.update(self.warm_up.held_back(new, busiest, now))
         return found
 
     def _unsettled_holders(self, now: float) -> frozenset[Holder]:
