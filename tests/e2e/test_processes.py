@@ -94,7 +94,7 @@ def test_gauges_of_several_processes_say_what_one_would(mesh: Mesh) -> None:
         counts = ("router_place_seconds_count", "router_wait_seconds_count")
         assert [read(name, url) for name in counts] == [12, 12]
         assert mesh.metric("kvmesh_frontend_ttft_seconds_count", url=f"{url}/metrics", endpoint="completions") == 12
-        assert read("router_peers", url) == 2, "its sibling and the frontend of the mesh"
+        until(lambda: read("router_peers", url) == 2, what="two peers: a sibling and the frontend of the mesh")
 
 
 def test_a_taken_port_is_an_error_and_leaves_no_process(mesh: Mesh, tmp_path: Path) -> None:

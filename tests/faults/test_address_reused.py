@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
+
 from cluster.tiny_model import CHECKPOINT_DIR
 from tests.faults.prompts import prompt_of
 from tests.support.mesh import Mesh, running_mesh, until
@@ -17,10 +19,14 @@ def worker(mesh: Mesh, port: int, model: str) -> Iterator[subprocess.Popen[bytes
     command = [sys.executable, "-m", "workers", "--name", f"of-{model}", "--role", "aggregated", "--engine", "mock"]
     command += ["--model-path", str(CHECKPOINT_DIR), "--model", model, "--kv-transfer", "shm", "--port", str(port)]
     command += ["--discovery", f"file:{mesh.run_dir / 'discovery'}"]
-    seen = mesh.workers_seen()
+
+    def number_seen() -> int:
+        return sum(httpx.get(f"{mesh.url}/health").json()["workers"].get(model, {}).values())
+
+    before = number_seen()
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
-            until(lambda: mesh.workers_seen() == seen + 1, what=f"the frontend to know the worker of {model}")
+            until(lambda: number_seen() == before + 1, what=f"the frontend to know the worker of {model}")
             yield process
         finally:
             process.kill()
