@@ -38,6 +38,7 @@ class Wire(NamedTuple):
 
     is_waiting: bool = False  # packets on their way have not been acknowledged
     is_cut: bool = False  # they get no answer: sent again twice, and nothing was heard for a while
+    is_silent: bool = False  # packets are on their way, and nothing was heard for a while
 
 
 def wire_of(connection: socket.socket, silent_ms: int = 500) -> Wire:
@@ -53,7 +54,8 @@ def wire_of(connection: socket.socket, silent_ms: int = 500) -> Wire:
         return Wire()
     (unacked,) = struct.unpack_from("=I", info, _UNACKED)
     (last_ack_ms,) = struct.unpack_from("=I", info, _LAST_ACK_MS)
-    return Wire(unacked > 0, unacked > 0 and info[_RETRANSMITS] >= 2 and last_ack_ms >= silent_ms)
+    is_silent = unacked > 0 and last_ack_ms >= silent_ms
+    return Wire(unacked > 0, is_silent and info[_RETRANSMITS] >= 2, is_silent)
 
 
 def connections_of_process() -> Iterator[socket.socket]:

@@ -19,7 +19,7 @@ from mesh.plane.probing import PeerProbing
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import log_ready, request_context, serve_metrics
 from protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
-from protocol.ids import WorkerId
+from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
     Control,
     ControlAction,
@@ -207,6 +207,7 @@ class Worker:
         """Take `stall_timeout_s`: an engine none of whose answers advances for so long counts as hung. 0: never."""
         self._engine = engine
         self._answers = AnswerWatch(stall_timeout_s)
+        self._calls: dict[RequestId, asyncio.Task[Any]] = {}
         self._place = place
         self._pushing = engine if isinstance(engine, Pushing) else None
         self._ranks = engine.ranks if isinstance(engine, Ranked) else [engine]
@@ -241,7 +242,8 @@ class Worker:
 
     async def generate(self, call: Call) -> None:
         request = decode(call.body, GenerateRequest)
-        with request_context(request.request_id), counted(self.turning.requests):
+        await self._end_earlier(request.request_id)
+        with request_context(request.request_id), counted(self.turning.requests, self._calls, request.request_id):
             self._check_is_meant(request.worker_id)
             self._check_roles(request)
             pushing = self._pushing
@@ -253,12 +255,22 @@ class Worker:
 
     async def embed(self, call: Call) -> None:
         request = decode(call.body, EmbedRequest)
-        with request_context(request.request_id), counted(self.turning.requests):
+        await self._end_earlier(request.request_id)
+        with request_context(request.request_id), counted(self.turning.requests, self._calls, request.request_id):
             self._check_is_meant(request.worker_id)
             self._check_model(request.model)
             vector = await self._engine.embed(request)
             self._answers.note()
             await call.send(vector)
+
+    async def _end_earlier(self, request_id: RequestId) -> None:
+        """End an earlier call for the same request, if there is one.
+
+        A caller that has lost this worker and found it again asks once more, perhaps before the loss is seen here.
+        """
+        while (earlier := self._calls.get(request_id)) is not None:
+            earlier.cancel()
+            await asyncio.wait([earlier])
 
     async def release(self, call: Call) -> None:
         offer = decode(call.body, ReleaseOffer)
@@ -337,12 +349,15 @@ _NONE = encode(None)
 
 
 @contextmanager
-def counted(running: set[asyncio.Task[Any]]) -> Iterator[None]:
-    """Count one request, however it ends. Until then its task is among those `running`."""
+def counted(
+    running: set[asyncio.Task[Any]], calls: dict[RequestId, asyncio.Task[Any]], request_id: RequestId
+) -> Iterator[None]:
+    """Count one request, however it ends. Until then its task is among those `running`, and in `calls` under its id."""
     outcome = "cancelled"
     task = asyncio.current_task()
     assert task is not None
     running.add(task)
+    calls[request_id] = task
     try:
         yield
         outcome = "ok"
@@ -356,6 +371,7 @@ def counted(running: set[asyncio.Task[Any]]) -> Iterator[None]:
         raise
     finally:
         running.discard(task)
+        del calls[request_id]
         REQUESTS.labels(outcome).inc()
 
 

@@ -77,7 +77,7 @@ class HostsCheck:
             else f"at most {result.worst_extra_s:.2f} s more"
         )
         wrong = (
-            f", {result.failed} failed, {result.wrong_tokens} wrong tokens"
+            f", {result.failed} failed, {result.wrong_tokens} wrong tokens {result.errors}"
             if result.failed or result.wrong_tokens
             else ""
         )
@@ -120,7 +120,10 @@ class HostsCheck:
         result = result_of(fault, kind, answers, self.right, usual_s, first.took_s)
         late = result_of(fault, kind, after, self.right, usual_s, first.took_s)
         return msgspec.structs.replace(
-            result, failed=result.failed + late.failed, wrong_tokens=result.wrong_tokens + late.wrong_tokens
+            result,
+            failed=result.failed + late.failed,
+            errors=result.errors + late.errors,
+            wrong_tokens=result.wrong_tokens + late.wrong_tokens,
         )
 
     def wait_through(self, fault: str, kind: str, begin: Callable[[], None]) -> FaultResult:

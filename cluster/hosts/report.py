@@ -10,6 +10,7 @@ from cluster.hosts.mesh import HostsAnswer
 RESET_S = 0.3  # that a reset or refused connection may cost a request
 SILENCE_S = 2.0  # that a silent host may cost a request
 HEALED_S = 1.0  # that the first request after healing may take
+MAX_ERROR_CHARS = 300
 REPLUGGED_S = 2.0  # the same if a link was down: Linux asks for the address of a host's card once a second
 
 
@@ -20,6 +21,7 @@ class FaultResult(Struct, frozen=True, kw_only=True):
     kind: str  # "cut", "unplugged", "reset", "loss", "delay" or "server"
     requests: int
     failed: int
+    errors: list[str] = []  # what the failed requests got
     wrong_tokens: int
     worst_extra_s: float | None  # None: no request could be answered before the network healed
     usual_extra_s: float | None  # the median
@@ -100,6 +102,7 @@ def result_of(
         kind=kind,
         requests=len(answers),
         failed=sum(bool(answer.error) for _, answer in answers),
+        errors=[answer.error[:MAX_ERROR_CHARS] for _, answer in answers if answer.error],
         wrong_tokens=sum(wrong_tokens(right[number], answer) for number, answer in answers),
         worst_extra_s=round(max(0.0, extras_s[-1]), 3),
         usual_extra_s=round(max(0.0, extras_s[len(extras_s) // 2]), 3),
@@ -128,6 +131,7 @@ def tried_again(before: FaultResult, again: FaultResult) -> FaultResult:
         tries=before.tries + 1,
         requests=before.requests + again.requests,
         failed=before.failed + again.failed,
+        errors=before.errors + again.errors,
         wrong_tokens=before.wrong_tokens + again.wrong_tokens,
         pulled=before.pulled + again.pulled,
     )

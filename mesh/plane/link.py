@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 KEEPALIVE_S = 5.0  # a silent peer is asked this often while streams are open
 WIRE_CHECK_S = 0.5  # while streams are open and what was sent may be on its way
 CUT_CHECKS = 2  # a wire that is found cut so often in a row is given up
+SILENT_CHECKS = 3  # ... or silent: where a host has no neighbour entry left, the kernel counts no packet as sent again
 SUSPECT_S = 2.0  # time to answer for a peer that is thought to be gone
 KEEPALIVE_MISSES = 3  # a peer is given up after so many unanswered questions
 HIGH_WATER_BYTES = 1 << 20
@@ -47,6 +48,7 @@ class Link(asyncio.Protocol, ABC):
         self._wire_check: asyncio.TimerHandle | None = None
         self._has_sent = False  # since the wire was checked
         self._cut_checks = 0  # how often in a row the wire was found cut
+        self._silent_checks = 0  # ... or silent
         self.was_cut = False  # the connection was given up for that
         self.closed = asyncio.Event()
         self.peer = "?"
@@ -157,11 +159,12 @@ class Link(asyncio.Protocol, ABC):
         """Hang up if packets get no answer. A peer that hangs or does not read answers by its kernel."""
         self._wire_check = None
         if self._transport is None or self._socket is None or not self.is_busy():
-            self._cut_checks = 0
+            self._cut_checks = self._silent_checks = 0
             return
         wire = wire_of(self._socket)
         self._cut_checks = self._cut_checks + 1 if wire.is_cut else 0
-        if self._cut_checks >= CUT_CHECKS:
+        self._silent_checks = self._silent_checks + 1 if wire.is_silent else 0
+        if self._cut_checks >= CUT_CHECKS or self._silent_checks >= SILENT_CHECKS:
             self.was_cut = True
             self.abort("the peer's host does not answer")
         elif wire.is_waiting or self._has_sent:

@@ -147,6 +147,20 @@ async def test_generate_is_answered_by_the_adapter_that_is_named(engine: Engine)
     assert said == [mock_token(PROMPT, i, 2048, "critic") for i in range(3)]
 
 
+async def test_a_request_that_is_asked_again_ends_its_earlier_call() -> None:
+    slow = open_engine(config(mock_speedup=1.0, mock_itl_ms=1000.0))
+    worker = await ready(slow)
+    asked = [Call(question()), Call(question())]
+    earlier, again = [asyncio.create_task(worker.generate(call)) for call in asked]  # type: ignore[arg-type]
+    await asyncio.wait([earlier], timeout=PATIENCE_S)
+    assert earlier.cancelled()
+    assert not again.done()
+    again.cancel()
+    await asyncio.wait([again])
+    assert slow.load().running == slow.load().waiting == 0
+    await slow.stop()
+
+
 async def test_a_missing_feature_is_refused_before_anything_is_sent(engine: Engine) -> None:
     worker = await ready(engine)
     biased = question(sampling=SamplingParams(logit_bias=((5, 1.0),)))
