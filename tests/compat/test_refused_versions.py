@@ -1,6 +1,5 @@
 """A release that is too far away is refused by name, with both versions; all others go on."""
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -75,5 +74,5 @@ def test_a_router_of_a_far_release_is_not_asked(mesh: Services) -> None:
     assert "routers/router-other" in refused.text and both_versions(refused.text)
     mesh.until_ready(mesh.start("router", NEW))
     until(lambda: mesh.metric("router-new", "kvmesh_router_workers") == 1, what="the worker at our router")
-    time.sleep(0.5)
+    until(lambda: httpx.get(f"{mesh.url('frontend-new')}/health").status_code == 200, what="our router at the frontend")
     answers(mesh, "frontend-new")

@@ -162,7 +162,7 @@ async def test_a_process_that_only_registers_reads_no_directory(
 
 
 async def test_a_file_is_read_once_however_often_it_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 1,000 workers, reading what is renewed took most of an idle frontend's time."""
+    """Reading what is renewed took most of an idle frontend's time with 1,000 workers."""
     owner, store = FileDiscovery(str(tmp_path), lease_s=0.3), FileDiscovery(str(tmp_path), lease_s=0.3)
     await owner.put("workers/a", b"1")
     changes, read = store.watch("workers/"), Path.read_bytes

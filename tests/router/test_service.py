@@ -561,7 +561,7 @@ async def test_an_embedded_router_is_not_asked(world: World) -> None:
 
 
 async def test_a_router_that_answers_outlives_its_lease(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have lost discovery only."""
+    """A router without a lease may have lost discovery only."""
     monkeypatch.setattr("router.lapsed.ASK_AGAIN_S", 0.02)
     await world.start_router("a")
     await world.add(card("d1"))
