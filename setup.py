@@ -23,7 +23,7 @@ def extension(package: str, sources: list[str], include_dirs: list[str], flags: 
         f"{package}._native",
         sources,
         include_dirs=include_dirs,
-        depends=[*glob("protocol/*.h"), *glob("router/native/*.h")],
+        depends=[*glob("protocol/*.h"), *glob("*/native/*.h"), *glob("workers/engines/torch/native/*.h")],
         extra_compile_args=[*FLAGS, *flags],
         language="c++",
         optional=True,
@@ -46,4 +46,18 @@ def bound_by_nanobind(package: str) -> Extension:
     )
 
 
-setup(ext_modules=[raw("protocol"), raw("frontend"), *([bound_by_nanobind("router")] if nanobind else [])])
+def torch_engine() -> Extension:
+    """Return the kernels of the torch engine. Linked with no OpenMP library: they use the one that torch has loaded."""
+    vectors = ["-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
+    gcc_12 = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # it warns of its own header of AVX-512
+    return extension("workers.engines.torch", ["workers/engines/torch/_native.cpp"], [], [*vectors, *gcc_12])
+
+
+setup(
+    ext_modules=[
+        raw("protocol"),
+        raw("frontend"),
+        torch_engine(),
+        *([bound_by_nanobind("router")] if nanobind else []),
+    ]
+)

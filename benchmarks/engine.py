@@ -32,7 +32,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import engine_steps
+from benchmarks import engine_steps, engine_versus
 from benchmarks.frontend import cpu_name, quantile_ms
 from benchmarks.load import ClientLoad, ClientWaits, LoadOutcome, run_in_turn, run_load, trees
 from benchmarks.prompts import load_tokenizer, make_prompts
@@ -108,6 +108,8 @@ GOALS = {
 def main(argv: list[str]) -> int:
     if argv[:1] == ["steps"]:
         return engine_steps.main(argv[1:])
+    if argv[:1] == ["versus"]:
+        return engine_versus.main(argv[1:])
     config = load_config(
         EngineBenchConfig,
         argv,

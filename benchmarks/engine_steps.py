@@ -1,15 +1,18 @@
 """Run `kvmesh bench engine steps`: measure the torch engine's prefill and decode beside what the device could do.
 
-The roofline is measured on the same device in the same run, the best of ten tries: the rate of a large matrix
-product, and the rate at which memory is read. Prefill is bound by the first, decode by the second. Weights are
-random: speed does not depend on their values, and no checkpoint is needed.
+The roofline is measured on the same device in the same run, the best of some tries: the rate of matrix products at the
+model's own shapes, and the rate at which all threads read memory. Prefill is bound by the first, decode by the second.
+A share above 100 % is an error of the measurement, and the command fails. Weights are random: speed does not depend on
+their values, and no checkpoint is needed.
 """
 
+import cProfile
 import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -20,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mesh.config import load
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, EngineError
 from protocol.messages import SamplingParams
+from workers.engines.torch.config import read_config
 from workers.executor import ModelInfo, Row
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -56,6 +60,17 @@ class EngineStepsReport(Struct, frozen=True, kw_only=True):
     decode_tokens_s: float
     decode_roofline_share: float
     decode_step_ms: float
+    prefill_parts: dict[str, float]  # share of a prefill by part, under a profiler that makes "python" look larger
+    decode_parts: dict[str, float]
+
+
+PARTS = {  # names of built-in functions, as the profiler has them
+    "projections": ("_nn.linear", "_native.linear"),
+    "attention": ("_native.attend", "scaled_dot_product_attention"),
+    "kv copy": ("'index_select'", "'index_fill_'", "_native.prepare", "index_put"),
+    "norms and activation": ("rms_norm", "add_and_norm", "silu", "'roll'", "'addcmul_'", "torch.mul"),
+    "sampling": ("'argmax'", "'float'", "'softmax'", "'sort'", "'cumsum'", "searchsorted"),
+}
 
 
 def main(argv: list[str]) -> int:
@@ -73,6 +88,10 @@ def main(argv: list[str]) -> int:
     Console().print(table_of(config, report))
     if config.json:
         print(json.dumps(msgspec.to_builtins(report)))
+    if max(report.prefill_roofline_share, report.decode_roofline_share) > 1:
+        raise EngineError(
+            "a share is above 100 %", hint="the machine was busy while its rates were measured: try again"
+        )
     return 0
 
 
@@ -81,10 +100,7 @@ def measure(config: EngineStepsConfig, console: Console) -> EngineStepsReport:
 
     from workers.engines.torch.executor import TorchExecutor
 
-    folder = SHAPES / config.shape if (SHAPES / config.shape).is_dir() else Path(config.shape)
-    if not (folder / "config.json").is_file():
-        names = ", ".join(sorted(path.name for path in SHAPES.iterdir()))
-        raise ConfigError(f"no shape {config.shape!r}", hint=f"use one of {names}, or a folder with a config.json")
+    folder = shape_folder(config.shape)
     console.print(f"making random weights in the shape of {folder.name}")
     executor = TorchExecutor(
         str(folder), device=config.device, dtype=config.dtype, block_size=config.block_size, random_weights=True
@@ -95,14 +111,15 @@ def measure(config: EngineStepsConfig, console: Console) -> EngineStepsReport:
     region = executor.allocate_kv(blocks_each * config.batch, None)
     device, dtype = torch.device(region.device), getattr(torch, info.layout.dtype)
     console.print("measuring the device")
-    matmul_flops_s = _matmul_rate(torch, device, dtype)
-    read_bytes_s = _read_rate(torch, device)
+    matmul_flops_s = _matmul_rate(torch, device, dtype, shape, config.isl_tokens)
+    read_bytes_s = read_rate(region.device, folder)
     console.print("prefilling")
-    prompt = [_prefill_row(config.isl_tokens, blocks_each)]
+    prompt = [prefill_row(config.isl_tokens, blocks_each)]
     prefill_s = statistics.median(_times_s(config.rounds, lambda: executor.execute(prompt)))
     console.print("decoding")
-    rows = [_decode_row(n, config.context_tokens, blocks_each) for n in range(config.batch)]
+    rows = [decode_row(n, config.context_tokens, blocks_each) for n in range(config.batch)]
     decode_s = statistics.median(_times_s(config.rounds, lambda: executor.execute(rows)))
+    prefill_parts, decode_parts = parts_of(lambda: executor.execute(prompt)), parts_of(lambda: executor.execute(rows))
     executor.close()
     best_prefill_s = shape.prefill_flops(config.isl_tokens) / matmul_flops_s
     best_decode_s = shape.decode_bytes(config.batch, config.context_tokens) / read_bytes_s
@@ -119,7 +136,31 @@ def measure(config: EngineStepsConfig, console: Console) -> EngineStepsReport:
         decode_tokens_s=round(config.batch / decode_s, 1),
         decode_roofline_share=round(best_decode_s / decode_s, 3),
         decode_step_ms=round(1000 * decode_s, 2),
+        prefill_parts=prefill_parts,
+        decode_parts=decode_parts,
     )
+
+
+def parts_of(step: Callable[[], object]) -> dict[str, float]:
+    """Return which share of a step's time each part takes; "python" is all that is no part."""
+    profile = cProfile.Profile()
+    profile.runcall(step)
+    taken_s = dict.fromkeys((*PARTS, "python"), 0.0)
+    for entry in profile.getstats():
+        name = str(entry.code)
+        part = next((part for part, names in PARTS.items() if any(each in name for each in names)), "python")
+        taken_s[part] += entry.inlinetime
+    total_s = sum(taken_s.values())
+    return {part: round(each_s / total_s, 3) for part, each_s in taken_s.items()}
+
+
+def shape_folder(shape: str) -> Path:
+    """Return the folder of a shape. Raises ConfigError if there is none."""
+    folder = SHAPES / shape if (SHAPES / shape).is_dir() else Path(shape)
+    if not (folder / "config.json").is_file():
+        names = ", ".join(sorted(path.name for path in SHAPES.iterdir()))
+        raise ConfigError(f"no shape {shape!r}", hint=f"use one of {names}, or a folder with a config.json")
+    return folder
 
 
 class StepModel(Struct, frozen=True, kw_only=True):
@@ -131,6 +172,7 @@ class StepModel(Struct, frozen=True, kw_only=True):
     query_width: int  # num_heads * head_dim
     kv_bytes_per_token: int
     item_bytes: int
+    matrices: tuple[tuple[int, int], ...] = ()  # of one layer: outputs, inputs
 
     @staticmethod
     def of(folder: Path, info: ModelInfo) -> "StepModel":
@@ -147,6 +189,12 @@ class StepModel(Struct, frozen=True, kw_only=True):
             query_width=heads * head_dim,
             kv_bytes_per_token=layout.block_bytes // layout.block_size,
             item_bytes=4 if layout.dtype == "float32" else 2,
+            matrices=(
+                ((heads + 2 * kv_heads) * head_dim, hidden),
+                (hidden, heads * head_dim),
+                (2 * inner, hidden),
+                (hidden, inner),
+            ),
         )
 
     @property
@@ -163,12 +211,12 @@ class StepModel(Struct, frozen=True, kw_only=True):
         return self.weight_bytes + batch * context_tokens * self.kv_bytes_per_token
 
 
-def _prefill_row(isl_tokens: int, blocks: int) -> Row:
+def prefill_row(isl_tokens: int, blocks: int) -> Row:
     tokens = [i % 1000 for i in range(isl_tokens)]
     return Row("bench", tokens, 0, list(range(blocks)), True, SamplingParams(temperature=0), tokens, [])
 
 
-def _decode_row(number: int, context_tokens: int, blocks: int) -> Row:
+def decode_row(number: int, context_tokens: int, blocks: int) -> Row:
     table = list(range(number * blocks, (number + 1) * blocks))
     return Row(str(number), [1], context_tokens, table, True, SamplingParams(temperature=0), [1], [1])
 
@@ -183,18 +231,37 @@ def _times_s(rounds: int, step: Callable[[], object]) -> list[float]:
     return times_s
 
 
-def _matmul_rate(torch: ModuleType, device: object, dtype: object) -> float:
-    """FLOP/s of a square product, large enough to be bound by the arithmetic."""
+def _matmul_rate(torch: ModuleType, device: object, dtype: object, shape: "StepModel", isl_tokens: int) -> float:
+    """FLOP/s of the fastest product: those of the model's own matrices with a prompt, and a large square one."""
     side = 8192 if str(device).startswith("cuda") else 2048
-    a = torch.randn(side, side, device=device).to(dtype)
-    return 2 * side**3 / min(_times_s(10, lambda: _finish(torch, device, a @ a)))
+    rates = []
+    for tokens, outputs, inputs in {(side, side, side), *((isl_tokens, *matrix) for matrix in shape.matrices)}:
+        x = torch.randn(tokens, inputs, device=device).to(dtype)
+        weight = torch.randn(outputs, inputs, device=device).to(dtype)
+        best_s = min(_times_s(4, partial(_finish_way, torch, device, partial(torch.nn.functional.linear, x, weight))))
+        rates.append(2 * tokens * outputs * inputs / best_s)
+    return max(rates)
 
 
-def _read_rate(torch: ModuleType, device: object) -> float:
-    """Bytes/s at which a large array is read."""
-    num_bytes = (4 << 30) if str(device).startswith("cuda") else (512 << 20)
-    data = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    return num_bytes / min(_times_s(10, lambda: _finish(torch, device, data.sum())))
+def read_rate(device_name: str, folder: Path) -> float:
+    """Bytes/s at which all threads read memory: the best of a sum and of products with one token."""
+    import torch
+
+    from workers.engines.torch.kernels import Projection, open_kernels
+
+    device = torch.device(device_name)
+    rows, columns = (1 << 18, 4096) if str(device).startswith("cuda") else (1 << 17, 1024)
+    data = torch.ones(rows, columns, dtype=torch.float32, device=device)
+    token = torch.ones(1, columns, dtype=torch.float32, device=device)
+    ways: list[Callable[[], object]] = [data.sum, lambda: torch.nn.functional.linear(token, data)]
+    if kernels := open_kernels(read_config(folder), device, torch.float32):
+        ways.append(partial(kernels.linear, token, Projection((data,), (None,))))
+    best_s = min(min(_times_s(10, partial(_finish_way, torch, device, way))) for way in ways)
+    return 4 * rows * columns / best_s
+
+
+def _finish_way(torch: ModuleType, device: object, way: Callable[[], object]) -> None:
+    _finish(torch, device, way())
 
 
 def _finish(torch: ModuleType, device: object, result: object) -> None:
@@ -222,6 +289,8 @@ def table_of(config: EngineStepsConfig, report: EngineStepsReport) -> Table:
     ]
     for row in rows:
         table.add_row(*row)
+    for name, parts in (("prefill", report.prefill_parts), ("decode", report.decode_parts)):
+        table.add_row(f"{name}, by part", ", ".join(f"{part} {_share(each)}" for part, each in parts.items()), "")
     return table
 
 

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.load import ClientLoad, LoadOutcome, rss_mib, run_load, trees
 from benchmarks.prompts import load_tokenizer, make_prompts
-from cluster.config import ClusterConfig, UpConfig
+from cluster.config import ClusterConfig, ClusterTls, UpConfig
 from cluster.running import running_cluster
 from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.config import load as load_config
@@ -47,6 +47,7 @@ class FrontendBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     scale: Annotated[float, Meta(gt=0, description="share of the requests: 0.1 for a quick look")] = 1.0
     url: Annotated[str, Meta(description="of a server that runs already, http://host:port; with --pid")] = ""
     pid: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="of that server")] = None
+    mesh_tls: ClusterTls = ""
     json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
@@ -173,6 +174,7 @@ def burst_mesh(config: FrontendBenchConfig) -> ClusterConfig:
             decode=0,
             aggregated=4,
             model_path=config.model,
+            mesh_tls=config.mesh_tls,
             drain_timeout_s=1.0,
             log_level="warning",
         ),

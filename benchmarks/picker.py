@@ -267,7 +267,8 @@ async def picker_time(session: aiohttp.ClientSession, url: str) -> tuple[float, 
     """Return the seconds that the picker has taken for its picks, and their number."""
     async with session.get(f"{url}/metrics") as reply:
         text = await reply.text()
-    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("kvmesh_picker_pick_seconds_"))
+    lines = (line for line in text.splitlines() if line.startswith("kvmesh_picker_pick_seconds_"))
+    found = {line.partition("{")[0].split(" ")[0]: line.rsplit(" ", 1)[1] for line in lines}
     return float(found["kvmesh_picker_pick_seconds_sum"]), float(found["kvmesh_picker_pick_seconds_count"])
 
 

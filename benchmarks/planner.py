@@ -39,11 +39,12 @@ from planner.model import PlannerConfig
 from planner.profiles import polynomial_profile
 from protocol.errors import ConfigError
 from simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
+from simulator.access_log import read_access_log
 from simulator.loads import Rate, Shape, bursty, diurnal, sawtooth, step, synthesize
 from simulator.mooncake import from_rows, stream_rows
 
 POLICIES = ("kvmesh", "reactive", "static-peak", "static-mean", "reference")
-LOADS = ("diurnal", "bursty", "step", "sawtooth", "conversation")
+LOADS = ("diurnal", "bursty", "step", "sawtooth", "conversation", "recorded")
 
 KV_TOKENS = 400_000
 LONG_KV_TOKENS = 1_000_000  # for the trace's contexts of up to 120,000
@@ -64,6 +65,9 @@ class PlannerBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     trace: Annotated[
         str, Meta(description="of the conversation load: JSON lines in Mooncake's format; none: skip it")
+    ] = ""
+    access_log: Annotated[
+        str, Meta(description="of the recorded load: a frontend's --access-log-file; none: skip it")
     ] = ""
     loads: Annotated[str, Meta(description="which, with commas between; none: all")] = ""
     policies: Annotated[str, Meta(description="which, with commas between; none: all")] = ""
@@ -146,6 +150,8 @@ def load_of(name: str, config: PlannerBenchConfig) -> PlannerLoad | None:
     }
     if name == "conversation":
         return _conversation(config) if config.trace else None
+    if name == "recorded":
+        return _recorded(config) if config.access_log else None
     rate, duration_s = rates[name]
     setting, sim = _setting(SPEEDUP, TTFT_SLO_S, ITL_SLO_S, config.seed)
     return PlannerLoad(
@@ -234,6 +240,14 @@ def _conversation(config: PlannerBenchConfig) -> PlannerLoad:
     rows = rows[: round(len(rows) * config.share)]
     setting, sim = _setting(SPEEDUP * 4, LONG_TTFT_SLO_S, LONG_ITL_SLO_S, config.seed, LONG_KV_TOKENS)
     load = PlannerLoad("conversation", lambda: from_rows(rows, sim.block_size), None, setting, sim)
+    return replace(load, hit_share=_hit_share(load))
+
+
+def _recorded(config: PlannerBenchConfig) -> PlannerLoad:
+    setting, sim = _setting(SPEEDUP, TTFT_SLO_S, ITL_SLO_S, config.seed)
+    requests = list(read_access_log(Path(config.access_log), sim.block_size, round(SHAPE.osl_tokens)))
+    requests = requests[: max(1, round(len(requests) * config.share))]
+    load = PlannerLoad("recorded", lambda: iter(requests), None, setting, sim)
     return replace(load, hit_share=_hit_share(load))
 
 

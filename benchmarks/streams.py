@@ -58,7 +58,7 @@ POLL_S = 0.05
 LOOK_S = 0.5  # between looks at all streams
 LEAVING_TOKENS = 512  # asked for by those whose clients leave
 ENDING_SHARE = 0.1  # of the streams, the last ones: their clients stay
-_GAUGES = re.compile(r"^kvmesh_(?:frontend_inflight|worker_(?:running|waiting)_requests\{[^}]*\}) (\S+)$", re.M)
+_GAUGES = re.compile(r"^kvmesh_(?:frontend_inflight|worker_(?:running|waiting)_requests)(?:\{[^}]*\})? (\S+)$", re.M)
 P = TypeVar("P")
 R = TypeVar("R")
 

@@ -10,29 +10,51 @@ from msgspec import Meta, Struct
 from cluster.tiny_model import CHECKPOINT_DIR
 from frontend.config import FrontendConfig
 from mesh.config import Group, load_with_groups
-from mesh.telemetry import LogLevel
+from mesh.telemetry import LogLevel, Namespace
 from protocol.messages import Role
 from router.config import RouterConfig
 from workers.config import WorkerConfig
 from workers.engines.registry import ENGINE_HELP, StartedEngineName
 
 ENV_PREFIX = "KVMESH_UP_"
+ClusterTls = Annotated[  # the type of a command's setting
+    str,
+    Meta(description="mutual TLS between the processes: folder of a CA; auto: one is made in the run directory"),
+]
 GROUPS = (
     Group(
         "options of every worker",
         WorkerConfig,
-        frozenset({"name", "role", "count", "discovery", "advertise_host", "metrics_port", "http_endpoint"})
+        frozenset(
+            {"name", "namespace", "role", "count", "discovery", "advertise_host", "metrics_port", "http_endpoint"}
+        )
+        | {"mesh_tls", "mesh_probes"}
         | {name for name in WorkerConfig.__struct_fields__ if name.startswith("attach_")},
     ),
     Group(
         "options of the frontend",
         FrontendConfig,
-        frozenset({"name", "advertise_host", "discovery", "processes", "shares_port_with", "direct_worker"}),
+        frozenset(
+            {"name", "namespace", "advertise_host", "discovery", "processes", "shares_port_with", "direct_worker"}
+        )
+        | {"mesh_tls", "mesh_port"},
     ),
     Group(
         "options of the router",
         RouterConfig,
-        frozenset({"name", "advertise_host", "discovery", "http_port", "metrics_port", "gossip_port", "max_body_mib"})
+        frozenset(
+            {
+                "name",
+                "namespace",
+                "advertise_host",
+                "discovery",
+                "http_port",
+                "metrics_port",
+                "gossip_port",
+                "max_body_mib",
+            }
+        )
+        | {"mesh_tls", "mesh_probes"}
         | {"tokenizer", "tokenizer_cache_mib", "model_cache", "model_cache_mib"}  # the frontend's
         | {name for name in RouterConfig.__struct_fields__ if name.startswith("ext_proc_")},
     ),
@@ -59,10 +81,12 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             description="a planner starts and stops workers; its options begin with --planner-, see python -m planner"
         ),
     ] = False
+    mesh_tls: ClusterTls = ""
     run_dir: Annotated[
         str, Meta(description="folder of discovery and logs; default: a new one, removed at the end")
     ] = ""
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
+    namespace: Namespace = "kvmesh"
     log_level: LogLevel = "info"
 
 
@@ -80,7 +104,7 @@ class ClusterConfig:
         """Return the name that the model is served under."""
         return served_name(self.up.model, self.up.model_path)
 
-    def worker_config(self, role: Role, name: str, discovery: str) -> WorkerConfig:
+    def worker_config(self, role: Role, name: str, discovery: str, mesh_tls: str = "") -> WorkerConfig:
         up = self.up
         return WorkerConfig(
             **self.worker,
@@ -91,6 +115,8 @@ class ClusterConfig:
             model=self.model,
             discovery=discovery,
             drain_timeout_s=up.drain_timeout_s,
+            mesh_tls=mesh_tls,
+            namespace=up.namespace,
             log_level=up.log_level,
         )
 

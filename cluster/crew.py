@@ -5,12 +5,15 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import aiohttp
 
 from cluster.notices import DownNotices
 from mesh.discovery import Deleted, Discovery, Put
+from mesh.identity.credentials import Credentials
+from mesh.member_session import member_session
 from mesh.plane.client import PlaneClient
 from mesh.supervisor import ProcessSpec, Supervisor
 from planner.connectors.local_api import MAX_WORKERS, Flipped, MemberReport, Refusal, Scaled, State
@@ -46,17 +49,18 @@ class Crew:
         drain_timeout_s: float,
         tell: Callable[[str], None],
         fetch: Callable[[WorkerCard], Awaitable[float | None]] | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         """Take `spec_of`, the process of a role and name, and `fetch`, how many requests a worker has in hand."""
         self._supervisor = supervisor
         self._spec_of = spec_of
         self._drain_timeout_s = drain_timeout_s
         self._tell = tell
-        self._fetch = fetch or requests_in_hand
+        self._fetch = fetch or partial(requests_in_hand, credentials=credentials)
         self._members: dict[str, Member] = {}
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._plane = PlaneClient()
+        self._plane = PlaneClient(credentials)
         self.failures: list[Refusal] = []
         self.notices = DownNotices()
         self.is_complete = False  # every first worker has joined: from then on the mesh serves without those that fail
@@ -105,9 +109,16 @@ class Crew:
                     member.cards[change.key] = card
                     self._on_card(member, card)
             elif isinstance(change, Deleted):
+                if change.has_lapsed and self._runs(change.key):
+                    continue  # it has lost discovery only
                 for member in self._members.values():
                     if (gone := member.cards.pop(change.key, None)) is not None and member.card is gone:
                         member.card = None
+
+    def _runs(self, key: str) -> bool:
+        """Return whether the worker of a key is a process of ours that runs."""
+        cards = [(member, member.cards[key]) for member in self._members.values() if key in member.cards]
+        return any(card.pid == self._supervisor.pid(member.name) for member, card in cards)
 
     def _on_card(self, member: Member, card: WorkerCard) -> None:
         if card.pid != self._supervisor.pid(member.name):  # the card of a killed worker, or of another mesh
@@ -283,9 +294,9 @@ def least_loaded(loads: Iterable[tuple[Member, float | None]], count: int) -> li
     return [member for member, _ in sorted(loads, key=cost)[: max(0, count)]]
 
 
-async def requests_in_hand(card: WorkerCard) -> float | None:
+async def requests_in_hand(card: WorkerCard, credentials: Credentials | None = None) -> float | None:
     with suppress(aiohttp.ClientError, TimeoutError, MeshError):
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LOAD_TIMEOUT_S)) as http:
+        async with member_session(credentials, timeout=aiohttp.ClientTimeout(LOAD_TIMEOUT_S)) as http:
             load = await fetch_load(http, card)
             return float(load.running + load.waiting)
     return None

@@ -9,6 +9,8 @@ from msgspec.structs import replace
 from cluster.config import ClusterConfig
 from frontend.config import FrontendConfig
 from mesh.config import environ_of, flags_of, load, to_flags
+from mesh.identity.credentials import issued_folder
+from mesh.identity.names import MeshRole
 from mesh.supervisor import ProcessSpec
 from planner.config import ServiceConfig
 from planner.profiles import polynomial_profile
@@ -17,10 +19,21 @@ from protocol.profile import Profile, read_profile
 from workers.engines.registry import ENGINES
 
 PLANNER = "planner"  # name of its process
+TLS = "tls"  # folder of the certificates in the run directory
 
 
 def discovery_of(run_dir: Path) -> str:
     return f"file:{run_dir / 'discovery'}"
+
+
+def tls_folder(config: ClusterConfig, run_dir: Path, role: MeshRole, name: str = "") -> str:
+    """Return the folder with the certificate of a process, "" in an open mesh. `name` is the role's by default."""
+    return str(issued_folder(ca_folder(config, run_dir), role, name or role.value)) if config.up.mesh_tls else ""
+
+
+def ca_folder(config: ClusterConfig, run_dir: Path) -> Path:
+    """Return the folder of the CA that signs the processes of a closed mesh."""
+    return run_dir / TLS if config.up.mesh_tls == "auto" else Path(config.up.mesh_tls).resolve()
 
 
 def process_specs(config: ClusterConfig, run_dir: Path, config_file: str = "") -> list[ProcessSpec]:
@@ -29,12 +42,20 @@ def process_specs(config: ClusterConfig, run_dir: Path, config_file: str = "") -
     Frontend and router read the tables [frontend] and [router] of `config_file`; what is set here wins.
     """
     up = config.up
-    common = ["--discovery", discovery_of(run_dir), "--log-level", up.log_level]
+    common = ["--discovery", discovery_of(run_dir), "--namespace", up.namespace, "--log-level", up.log_level]
+
+    def closed(role: MeshRole) -> list[str]:
+        return ["--mesh-tls", tls_folder(config, run_dir, role)]
+
     common += ["--config", str(Path(config_file).resolve())] if config_file else []
     router_environ = environ_of(config.router, "KVMESH_ROUTER_")  # an embedded router has no flags
-    specs = [ProcessSpec("frontend", ["-m", "frontend", *frontend_flags(config), *common], router_environ)]
+    specs = [
+        ProcessSpec(
+            "frontend", ["-m", "frontend", *frontend_flags(config), *common, *closed(MeshRole.FRONTEND)], router_environ
+        )
+    ]
     if up.router == "remote":
-        specs.append(ProcessSpec("router", ["-m", "router", *common], router_environ))
+        specs.append(ProcessSpec("router", ["-m", "router", *common, *closed(MeshRole.ROUTER)], router_environ))
     return specs + [worker_spec(config, role, name, run_dir) for name, role in config.first_workers().items()]
 
 
@@ -42,6 +63,8 @@ def frontend_flags(config: ClusterConfig) -> list[str]:
     up = config.up
     flags = ["--host", up.host, "--port", str(up.port), "--router", up.router]
     flags += ["--drain-timeout-s", str(up.drain_timeout_s)]
+    if "drain_notice_s" not in config.frontend:  # nobody is left to go to
+        flags += ["--drain-notice-s", "0"]
     return flags + flags_of(FrontendConfig, config.frontend)
 
 
@@ -54,7 +77,8 @@ def read_frontend(config: ClusterConfig, config_file: str, environ: Mapping[str,
 
 
 def worker_spec(config: ClusterConfig, role: Role, name: str, run_dir: Path) -> ProcessSpec:
-    worker = config.worker_config(role, name, discovery_of(run_dir))
+    folder = tls_folder(config, run_dir, MeshRole.WORKER, name.rpartition("-")[0])
+    worker = config.worker_config(role, name, discovery_of(run_dir), folder)
     return ProcessSpec(name, ["-m", "workers", *to_flags(worker)])
 
 
@@ -73,6 +97,8 @@ def planner_spec(config: ClusterConfig, planner: ServiceConfig, run_dir: Path, c
         local_control=control,
         discovery=discovery_of(run_dir),
         record_file=record_file_of(planner, run_dir),
+        mesh_tls=tls_folder(config, run_dir, MeshRole.PLANNER),
+        namespace=config.up.namespace,
         log_level=config.up.log_level,
     )
     return ProcessSpec(PLANNER, ["-m", "planner", *to_flags(settings)])

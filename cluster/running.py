@@ -2,21 +2,23 @@
 
 import asyncio
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
 
+from cluster.certificates import issue_all
 from cluster.config import ClusterConfig
 from cluster.control import control_socket
 from cluster.crew import Crew
 from cluster.processes import (
     PLANNER,
+    ca_folder,
     discovery_of,
     planner_spec,
     process_specs,
@@ -24,12 +26,15 @@ from cluster.processes import (
     record_file_of,
     worker_spec,
 )
+from cluster.run_folder import PREFIX, claim, let_go, remove_left_folders
 from frontend.config import FrontendConfig
 from mesh.discovery import Discovery, Put, open_discovery
-from mesh.supervisor import Supervisor
+from mesh.identity.credentials import Credentials
+from mesh.member_session import member_session
+from mesh.supervisor import ProcessSpec, Supervisor
 from planner.config import ServiceConfig
 from protocol.errors import ConfigError, EngineError, MeshError
-from protocol.messages import FrontendCard, WorkerCard, decode
+from protocol.messages import FrontendCard, Role, WorkerCard, decode
 
 START_TIMEOUT_S = 180.0
 HEALTH_POLL_S = 0.05
@@ -47,8 +52,11 @@ class Cluster:
         crew: Crew,
         tell: Callable[[str], None],
         frontend: FrontendConfig,
+        credentials: Credentials | None = None,
     ) -> None:
         self.config = config
+        self.credentials = credentials  # of an operator, where the processes talk over TLS
+        self.mesh_url = ""  # of the frontend for members of the mesh, "" where it is open
         self.frontend = frontend  # as its process reads its settings
         self.run_dir = run_dir
         self.supervisor = supervisor
@@ -87,7 +95,7 @@ class Cluster:
             if isinstance(change, Put) and change.key.startswith("frontends/"):
                 frontend = decode(change.value, FrontendCard)
                 if frontend.url != self.url and self._is_of_our_frontend(frontend.pid):
-                    self.url = frontend.url
+                    self.url, self.mesh_url = frontend.url, frontend.mesh_url
                     tell(f"frontend listens on {self.url}")
             elif isinstance(change, Put) and change.key.startswith("workers/"):
                 card = decode(change.value, WorkerCard)
@@ -112,12 +120,14 @@ class Cluster:
 
         Return at once if clients need a certificate, because this process has none.
         """
-        if self.frontend.tls_client_ca:
+        if self.frontend.tls_client_ca and self.credentials is None:
             return
-        async with aiohttp.ClientSession(base_url=self.url) as http:
+        # The frontend is our own process: the certificate of its public port may be for another name.
+        how: dict[str, Any] = {"ssl": False} if self.credentials is None else {}
+        async with member_session(self.credentials, base_url=self.mesh_url or self.url) as http:
             while True:
-                try:  # the frontend is our own process: its certificate may be for another name
-                    async with http.get("/health", ssl=False) as response:
+                try:
+                    async with http.get("/health", **how) as response:
                         health = await response.json()
                 except aiohttp.ClientError:  # it has died; the supervisor starts it again
                     health = {}
@@ -144,15 +154,22 @@ class Cluster:
 def make_run_dir(given: str) -> Path:
     """Make the run directory. Raises ConfigError if nothing can be written into it."""
     try:
-        run_dir = Path(given or tempfile.mkdtemp(prefix="kvmesh-")).resolve()
+        run_dir = Path(given or tempfile.mkdtemp(prefix=PREFIX)).resolve()
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=run_dir / "logs").close()  # the directories may be there and closed to us
+        if not given:
+            claim(run_dir)
+            remove_left_folders()
     except OSError as error:
         raise ConfigError(
             f"cannot write to the run directory {error.filename or given}: {error.strerror}",
             hint="set --run-dir to a directory that you may write to",
         ) from error
     return run_dir
+
+
+def specified(config: ClusterConfig, run_dir: Path, role: Role, name: str) -> ProcessSpec:
+    return worker_spec(config, role, name, run_dir)
 
 
 @asynccontextmanager
@@ -168,8 +185,9 @@ async def running_cluster(
     discovery = open_discovery(discovery_of(run_dir))
     supervisor = Supervisor(run_dir / "logs", tell)
     drain_timeout_s = config.up.drain_timeout_s
-    crew = Crew(supervisor, lambda role, name: worker_spec(config, role, name, run_dir), drain_timeout_s, tell)
-    cluster = Cluster(config, run_dir, supervisor, discovery, crew, tell, frontend)
+    credentials = issue_all(ca_folder(config, run_dir)) if config.up.mesh_tls else None
+    crew = Crew(supervisor, partial(specified, config, run_dir), drain_timeout_s, tell, credentials=credentials)
+    cluster = Cluster(config, run_dir, supervisor, discovery, crew, tell, frontend, credentials)
     following = asyncio.create_task(crew.follow(discovery), name="follow workers")
     noticing = asyncio.create_task(crew.notices.run(discovery), name="show workers that are down")
     keep = False
@@ -199,5 +217,5 @@ async def running_cluster(
             await crew.close()
             await supervisor.kill_all()
             await discovery.close()
-            if not config.up.run_dir and not keep:
-                shutil.rmtree(run_dir, ignore_errors=True)
+            if not config.up.run_dir:
+                let_go(run_dir, keep=keep)

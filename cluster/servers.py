@@ -40,6 +40,9 @@ class AttachConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the frontend; 0: any")] = 8000
     advertise_host: Annotated[str, Meta(description="address that peers use; default: --host")] = ""
     discovery: DiscoveryUrl = "file:.run/discovery"
+    mesh_tls: Annotated[
+        str, Meta(description="--mesh-tls of the workers; a frontend started here reads KVMESH_FRONTEND_MESH_TLS")
+    ] = ""
     tool_parser: Annotated[str, Meta(description=TOOL_PARSER_HELP)] = ""
     reasoning_parser: Annotated[str, Meta(description=REASONING_PARSER_HELP)] = ""
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
@@ -143,6 +146,7 @@ def worker_config(config: AttachConfig, entry: ServerEntry) -> WorkerConfig:
         host=config.host,
         advertise_host=config.advertise_host,
         discovery=config.discovery,
+        mesh_tls=config.mesh_tls,
         drain_timeout_s=config.drain_timeout_s,
         log_level=config.log_level,
     )

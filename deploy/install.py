@@ -21,6 +21,7 @@ LOG = VENV / "install.log"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
 INSTALL = [*PIP, "install", "--progress-bar", "off", "-c", "constraints.txt"]
+LOCKED = [*PIP, "install", "--progress-bar", "off", "--require-hashes", "--no-deps", "-r"]  # and a file of deploy/locks
 LOG_TAIL_LINES = 25
 _DOING = re.compile(r"^\s*(Collecting|Downloading|Processing|Building|Installing|Obtaining)\s+(.*)$", re.MULTILINE)
 
@@ -37,12 +38,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["runtime", "dev"])
     parser.add_argument("--torch", choices=["cpu", "cuda"], help="default: what .venv has, else cpu")
+    parser.add_argument("--unlocked", action="store_true", help="versions of constraints.txt, without hashes")
     arguments = parser.parse_args()
     if problem := missing_here():
         print(problem, file=sys.stderr)
         return 1
     os.chdir(ROOT)
-    steps = [TOOLS] if arguments.what == "dev" else runtime_steps(arguments.torch)
+    is_locked = not arguments.unlocked
+    steps = [tools(is_locked)] if arguments.what == "dev" else runtime_steps(arguments.torch, is_locked)
     started = time.monotonic()
     VENV.mkdir(exist_ok=True)
     LOG.write_bytes(b"")
@@ -69,14 +72,21 @@ def missing_here() -> str:
 # --- what to do ---------------------------------------------------------------------------------------
 
 
-def runtime_steps(torch: str | None) -> list[InstallStep]:
+def runtime_steps(torch: str | None, is_locked: bool) -> list[InstallStep]:
     steps = []
     if not venv_works():
         shutil.rmtree(VENV, ignore_errors=True)
         steps.append(InstallStep("virtual environment", [sys.executable, "-m", "venv", str(VENV)]))
+    if is_locked:
+        steps.append(InstallStep("dependencies, by their hashes", [*LOCKED, "deploy/locks/runtime.txt"], hint=UNLOCKED))
     if torch is not None or not has(*pins("torch")):
         steps.append(torch_step(torch))
-    return [*steps, NIXL, KVMESH]
+    return [*steps, nixl(is_locked), KVMESH]
+
+
+def tools(is_locked: bool) -> InstallStep:
+    argv = [*LOCKED, "deploy/locks/dev.txt"] if is_locked else [*INSTALL, "-e", ".[dev]"]
+    return InstallStep("tools for tests and checks", argv, hint=UNLOCKED if is_locked else "")
 
 
 def torch_step(torch: str | None) -> InstallStep:
@@ -112,17 +122,22 @@ def has(pin: str) -> bool:
     return any(VENV.glob(f"lib/python3*/site-packages/{name}-{version}[.+]*dist-info"))
 
 
-# With its dependencies nixl would bring torch with CUDA and a second CUDA build of itself: docs/decisions/0003-nixl.md
-NIXL = InstallStep(
-    "nixl, which moves KV between workers",
-    [*INSTALL, "--no-deps", *pins("nixl", "nixl-cu12")],
-    instead="without it KV moves through shared memory, between workers on one host",
-)
-KVMESH = InstallStep("kvmesh and its dependencies", [*INSTALL, "-e", ".[torch]"])
+def nixl(is_locked: bool) -> InstallStep:
+    """Install nixl alone: it asks for CUDA's torch and for a second build of itself (docs/decisions/0003-nixl.md)."""
+    return InstallStep(
+        "nixl, which moves KV between workers",
+        [*LOCKED, "deploy/locks/nixl.txt"] if is_locked else [*INSTALL, "--no-deps", *pins("nixl", "nixl-cu12")],
+        instead="without it KV moves through shared memory, between workers on one host",
+    )
+
+
+UNLOCKED = """\
+Files that differ from deploy/locks were not made by who made the tested ones; an index of your own may build its own.
+`make LOCKED=no install` takes the versions of constraints.txt without hashes."""
+KVMESH = InstallStep("kvmesh", [*INSTALL, "-e", ".[torch]"])
 NO_NATIVE_CODE = """\
 The KV index could not be built and runs in plain Python, many times slower: see .venv/install.log.
 It takes a C++17 compiler and Python.h (Debian, Ubuntu: apt-get install g++ python3-dev), then `make -B install`."""
-TOOLS = InstallStep("tools for tests and checks", [*INSTALL, "-e", ".[dev]"])
 
 
 # --- doing it -----------------------------------------------------------------------------------------

@@ -11,7 +11,12 @@ import os
 import secrets
 from pathlib import Path
 
-NAMES = ("etcd_root_password", "etcd_password", "nats_password", "planner_token")
+NAMES = (
+    "etcd_root_password",
+    *(f"etcd_{role}_password" for role in ("worker", "router", "frontend", "planner")),
+    *(f"nats_{role}_password" for role in ("worker", "router")),
+    "planner_token",
+)
 BESIDE = Path(__file__).resolve().parent.parent / "secrets"
 
 

@@ -1,6 +1,7 @@
 // frontend._native: the way of a token that is text alone. Its specification is PlainTokenLane in frontend/lane.py.
 
 #include "../protocol/buffers.h"
+#include "native/tokens.h"
 
 #include <cstring>
 #include <structmember.h>
@@ -8,59 +9,6 @@
 using namespace kvmesh;
 
 namespace {
-
-constexpr std::size_t MOST_TOKENS = 256;  // as in frontend/lane.py
-
-/// The token ids of a Delta that has nothing else: msgpack [[token, ...], nil, ...], in its shortest form.
-class TokenReader {
-   public:
-    TokenReader(const std::uint8_t* data, std::size_t size) : at_(data), end_(data + size) {}
-
-    /// How many there are, 0 if the message is of another kind.
-    std::size_t read(std::uint32_t* tokens) {
-        if (end_ - at_ < 3 || (*at_ & 0xf0) != 0x90) return 0;
-        int others = (*at_++ & 0x0f) - 1;
-        if (others < 0) return 0;
-        std::size_t count = 0;
-        if ((*at_ & 0xf0) == 0x90) {
-            count = *at_++ & 0x0f;
-        } else if (*at_ == 0xdc) {
-            at_++;
-            count = big_endian(2);
-            if (count < 16) return 0;
-        }
-        if (!count || count > MOST_TOKENS) return 0;
-        for (std::size_t i = 0; i < count; i++) {
-            if (!token(tokens[i])) return 0;
-        }
-        for (; others && at_ < end_; others--) {
-            if (*at_++ != 0xc0) return 0;
-        }
-        return others || at_ < end_ ? 0 : count;
-    }
-
-   private:
-    bool token(std::uint32_t& value) {
-        if (at_ == end_) return false;
-        const std::uint8_t tag = *at_++;
-        if (tag < 0x80) {
-            value = tag;
-            return true;
-        }
-        const int width = tag == 0xcc ? 1 : tag == 0xcd ? 2 : tag == 0xce ? 4 : 0;
-        if (!width || end_ - at_ < width) return false;
-        value = big_endian(width);
-        return value >= (width == 1 ? 0x80u : width == 2 ? 0x100u : 0x10000u);
-    }
-    std::uint32_t big_endian(int width) {
-        std::uint32_t value = 0;
-        for (; width && at_ < end_; width--) value = value << 8 | *at_++;
-        return value;
-    }
-
-    const std::uint8_t* at_;
-    const std::uint8_t* end_;
-};
 
 struct Lane {
     PyObject_HEAD
@@ -75,6 +23,7 @@ struct Lane {
     Py_ssize_t most;    // messages that may pass before one goes to `take`
     Py_ssize_t passed;  // that it has not been told of
     Py_ssize_t num_tokens;
+    Py_ssize_t limit;  // of the length of `generated`
     PyObject* last_token_s;
 };
 
@@ -167,7 +116,9 @@ PyObject* lane_call(PyObject* self, PyObject* const* args, std::size_t flags, Py
     const std::size_t count =
         TokenReader(static_cast<const std::uint8_t*>(view.buf), static_cast<std::size_t>(view.len)).read(tokens);
     PyBuffer_Release(&view);
-    return count ? pass(lane, tokens, count, args[0]) : long_way(lane, args[0]);
+    const Py_ssize_t left = lane->limit - PyList_GET_SIZE(lane->generated);
+    const bool fits = static_cast<Py_ssize_t>(count) <= left;
+    return count && fits ? pass(lane, tokens, count, args[0]) : long_way(lane, args[0]);
 }
 
 PyObject* lane_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
@@ -186,6 +137,7 @@ PyObject* lane_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     lane->tail = Py_NewRef(tail);
     lane->texts = Py_NewRef(Py_None);
     lane->generated = PyList_New(0);
+    lane->limit = PY_SSIZE_T_MAX;
     lane->last_token_s = PyFloat_FromDouble(0.0);
     if (!lane->generated || !lane->last_token_s) Py_CLEAR(self);
     return self;
@@ -278,6 +230,7 @@ PyMethodDef lane_methods[] = {
 
 PyMemberDef lane_members[] = {
     {"last_token_s", T_OBJECT, offsetof(Lane, last_token_s), READONLY, nullptr},
+    {"limit", T_PYSSIZET, offsetof(Lane, limit), 0, nullptr},
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Lane, call), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };

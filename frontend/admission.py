@@ -18,6 +18,7 @@ class Admission:
         self._idle.set()
         self.inflight = 0
         self.draining = False
+        self.is_leaving = False  # it will drain soon; until then requests are taken as before
         self.deadlines = Deadlines()
         self._is_cut_off = False
 
@@ -44,8 +45,12 @@ class Admission:
             return DrainingError("this frontend has stopped", hint="try again")
         return DeadlineExceededError("the request took longer than its timeout")
 
+    def leave(self) -> None:
+        """Tell load balancers, by /health, to send requests elsewhere. Those that come all the same are answered."""
+        self.is_leaving = True
+
     def drain(self) -> None:
-        self.draining = True
+        self.is_leaving = self.draining = True
 
     def cut_off(self) -> None:
         """End what is in progress: it has had its time."""

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from mesh.discovery import DiscoveryUrl
-from mesh.telemetry import LogFormat, LogLevel
+from mesh.identity.credentials import MeshTls
+from mesh.telemetry import LogFormat, LogLevel, Namespace
 
 
 class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,7 +17,12 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0: any")] = 8000
     advertise_host: Annotated[str, Meta(description="address under which planners find /metrics; default: --host")] = ""
     processes: Annotated[
-        int, Meta(ge=1, le=256, description="frontends that share the port; each takes up to one core")
+        int,
+        Meta(
+            ge=1,
+            le=256,
+            description="frontends that share the port; each takes up to one core; SIGHUP replaces them in turn",
+        ),
     ] = 1
     shares_port_with: Annotated[
         str, Meta(description="folder where the processes of one port meet; set by --processes")
@@ -49,12 +55,46 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tls_key: Annotated[str, Meta(description="PEM file with its private key; default: the one of --tls-cert")] = ""
     tls_client_ca: Annotated[str, Meta(description="PEM file; clients need a certificate that it has signed")] = ""
     api_keys_file: Annotated[
-        str, Meta(description="one API key a line, and its tenant if it has one; only requests with a key are served")
+        str, Meta(description="file of API keys, made by `kvmesh keys`; only requests with one of them are served")
     ] = ""
+    jwt_keys: Annotated[
+        str, Meta(description="also serve requests with JWTs signed by these keys: a JWKS, as a file or an https URL")
+    ] = ""
+    jwt_issuer: Annotated[str, Meta(description="issuer (`iss`) of the tokens; needed with --jwt-keys")] = ""
+    jwt_audience: Annotated[str, Meta(description="audience (`aud`) of the tokens; needed with --jwt-keys")] = ""
+    jwt_leeway_s: Annotated[float, Meta(ge=0, le=600, description="by which clocks may differ from the issuer's")] = (
+        30.0
+    )
+    jwt_tenant_claim: Annotated[str, Meta(description="claim with the tenant, where the claim `kvmesh` names none")] = (
+        "tenant"
+    )
+    salt_secret_file: Annotated[
+        str, Meta(description="file with a secret, the same at all frontends, that the salts of tenants are made with")
+    ] = ""
+    limits_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="port where frontends share the limits of keys; --processes N takes 2N from there; 0: any",
+        ),
+    ] = 0
     cors_origins: Annotated[
         str, Meta(description="origins of web pages that may call the API, with commas between them; *: all pages")
     ] = ""
+    ui: Annotated[bool, Meta(description="serve the live page, at /ui; with --mesh-tls it needs API keys")] = True
+    ui_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(description="port of the live page; further processes take the next ones; default: that of the API"),
+    ] = None
     access_log: Annotated[bool, Meta(description="log a line for every request")] = False
+    access_log_file: Annotated[
+        str, Meta(description="write these lines here instead, as JSON; of --processes, each adds its name to the path")
+    ] = ""
+    access_log_mib: Annotated[
+        float,
+        Meta(ge=1, description="size of that file, with the one before, <file>.1"),
+    ] = 256.0
     max_connections: Annotated[int, Meta(ge=1, description="open connections; more are refused")] = 20_000
     max_body_mib: Annotated[float, Meta(gt=0, description="larger request bodies are refused")] = 16.0
     responses_store: Annotated[
@@ -71,5 +111,37 @@ class FrontendConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_inflight: Annotated[int, Meta(ge=1, description="requests in progress; more are refused")] = 4096
     request_timeout_s: Annotated[float, Meta(gt=0, description="deadline of a request that names none")] = 600.0
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
+    mesh_tls: MeshTls = ""
+    mesh_port: Annotated[
+        int, Meta(ge=0, le=65535, description="--mesh-tls: port of /metrics and of placements, for members; 0: any")
+    ] = 0
+    drain_notice_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=600,
+            description="on shutdown, /health says `draining` for so long before the port closes: longer than "
+            "load balancers take to notice",
+        ),
+    ] = 2.5
+    slo_ttft_s: Annotated[float, Meta(gt=0, description="SLO: a request whose first token comes later missed it")] = 2.0
+    slo_itl_s: Annotated[
+        float, Meta(gt=0, description="SLO: a request whose mean gap between tokens is longer missed it")
+    ] = 0.1
+    gen_ai_metrics: Annotated[
+        bool, Meta(description="also count under OpenTelemetry's names for generative AI, gen_ai_*")
+    ] = False
+    otlp_endpoint: Annotated[
+        str, Meta(description="send traces to this OpenTelemetry collector (OTLP over HTTP), as http://host:4318")
+    ] = ""
+    trace_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="share of requests to trace, beside those that failed, missed the SLO or migrated",
+        ),
+    ] = 0.01
+    namespace: Namespace = "kvmesh"
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"

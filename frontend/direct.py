@@ -9,7 +9,7 @@ from types import TracebackType
 from frontend.hints import WORKER_HEADER
 from protocol.errors import InvalidRequestError, NoWorkerError
 from protocol.ids import WorkerId
-from protocol.messages import Placed, Role, RouteRequest, Target, WorkerCard
+from protocol.messages import Placed, Role, RouteRequest, WorkerCard
 from router.feeds import WorkerNews
 
 DECODING = (Role.DECODE, Role.AGGREGATED)
@@ -24,6 +24,9 @@ class _NamedPlace:
 
     def prefill_done(self, reused_tokens: int | None = None) -> None:
         return
+
+    def finished(self, osl_tokens: int) -> None:
+        """Do nothing: no router learns from it."""
 
     def progress(self, osl_tokens: int) -> None:
         return
@@ -50,6 +53,9 @@ class DirectRouter:
         """Return the placement that the request names. Raise InvalidRequestError, NoWorkerError."""
         return _NamedPlace(self._placed(request))
 
+    def check(self, request: RouteRequest, timeout_s: float) -> None:
+        """Do nothing: the gateway has decided that the request runs."""
+
     async def preview(self, request: RouteRequest, timeout_s: float) -> Placed:
         """Return the placement that the request names. Raise InvalidRequestError, NoWorkerError."""
         return self._placed(request)
@@ -72,8 +78,8 @@ class DirectRouter:
         if request.pin_prefill is not None and request.disaggregate is not False:
             prefill = self._find(request.pin_prefill, request, PREFILLING)  # without it the prompt is computed here
         return Placed(
-            decode=_target(decode, request.pin_rank or 0),
-            prefill=None if prefill is None else _target(prefill, 0),
+            decode=decode.target(request.pin_rank or 0),
+            prefill=None if prefill is None else prefill.target(0),
             reason="named by the gateway" if request.pin else "the frontend's own worker",
         )
 
@@ -101,7 +107,3 @@ class DirectRouter:
 
 def _names_of(card: WorkerCard) -> set[str]:
     return {card.worker_id, card.name, card.http_endpoint} - {""}
-
-
-def _target(card: WorkerCard, dp_rank: int) -> Target:
-    return Target(worker_id=card.worker_id, name=card.name, address=card.address, dp_rank=dp_rank)

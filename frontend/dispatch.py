@@ -13,8 +13,13 @@ import msgspec
 
 from frontend.generator import DeltaConsumer, Hints, Trace
 from frontend.lane import TokenLane
+from frontend.metrics import SUSPECTS
 from frontend.route_requests import route_request, sequence_hashes_of
+from frontend.suspects import MAX_ENDED, Condemned, Trial, Trials, fingerprint, has_ended
+from frontend.timeline import Attempt, LegRecord
+from frontend.timeline import now as clock
 from mesh.plane.client import PlaneClient
+from mesh.safeguards import is_off
 from protocol.errors import (
     CancelledByPeerError,
     DrainingError,
@@ -25,17 +30,19 @@ from protocol.errors import (
     PeerLostError,
     UnreachableError,
 )
-from protocol.ids import WorkerId
+from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
     Delta,
     Embedding,
     EmbedRequest,
+    FinishReason,
     GenerateRequest,
     Placed,
     ReleaseOffer,
     RouteRequest,
     Target,
     Ticket,
+    TimedDelta,
     pack_tokens,
 )
 from router.booking import Booking, Router
@@ -43,7 +50,8 @@ from router.booking import Booking, Router
 log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
-MAX_ATTEMPTS = 4
+_AVOIDS = not is_off("avoidance")
+MAX_ATTEMPTS = 1 if is_off("migration") else 4
 MAX_ENGINE_FAILURES = 2  # a request that breaks engines must not reach every worker
 REPLACEMENT_S = 15.0  # a request that lost its worker waits so long for another one to appear
 RETRY_S = 0.2
@@ -51,6 +59,8 @@ LOST_AGAIN_S = 0.5  # between two tries of lost workers: with a prefill leg, eac
 RELEASE_TIMEOUT_S = 5.0
 PROGRESS_S = 2.0  # between reports on one answer to the router
 PROGRESS_TURNS = 20  # the reports are spread over these turns: 10,000 at once would block the event loop for 50 ms
+# No token of a server has more bytes than that, and no byte becomes more than one token.
+MAX_RETOKENIZED = 256  # of ours for one of a server
 NOT_BEGUN = (UnreachableError, DrainingError, OverloadedError)  # the worker took no part: not an attempt
 ELSEWHERE = (PeerLostError, DrainingError, EngineError, CancelledByPeerError, OverloadedError)
 
@@ -58,10 +68,12 @@ ELSEWHERE = (PeerLostError, DrainingError, EngineError, CancelledByPeerError, Ov
 class _LegFailedError(Exception):
     """Raised when a worker has failed its part; another worker may do it."""
 
-    def __init__(self, worker_id: WorkerId, reason: MeshError) -> None:
+    def __init__(self, target: Target, reason: MeshError, *, has_progressed: bool = False) -> None:
         super().__init__(str(reason))
-        self.worker_id = worker_id
+        self.target = target
+        self.worker_id = target.worker_id
         self.reason = reason
+        self.has_progressed = has_progressed  # the worker has computed the prompt and given tokens
 
 
 class Dispatcher:
@@ -73,15 +85,21 @@ class Dispatcher:
         self._block_size_of = block_size_of
         self._releasing: set[asyncio.Task[None]] = set()
         self._reports = _Reports()
+        self._trials = Trials()
+        self._condemned = Condemned()
+        self.wants_reasons: Callable[[], bool] | None = None  # somebody looks: should this placement be explained?
+        self.on_failure: Callable[[str, str], object] = lambda worker, reason: None
 
     async def generate(
         self, request: GenerateRequest, hints: Hints, trace: Trace, deadline: float, consumer: DeltaConsumer
     ) -> None:
         """Implements frontend.generator.Generator."""
         task = _Generation(request, hints, trace, deadline, consumer, list(request.generated))
-        failures = _Failures(task.generated, deadline, REPLACEMENT_S)
+        if trace.record is not None:
+            trace.record.generated = task.generated
+        failures = task.failures = _Failures(task.generated, deadline, REPLACEMENT_S)
         try:
-            await self._elsewhere(lambda failed: self._generate(task, failed), failures)
+            await self._elsewhere(request, lambda failed: self._generate(task, failed), failures)
         finally:
             trace.migrations += len(failures.workers)
 
@@ -90,23 +108,60 @@ class Dispatcher:
         route = await self._route(request, request.prompt, msgspec.structs.replace(hints, explain=True), ())
         return await self._router.preview(route, _left(deadline))
 
+    def check(self, model: str, hints: Hints, max_tokens: int, deadline: float) -> None:
+        """Implements frontend.generator.Generator."""
+        route = route_request(RequestId(""), model, None, 1, b"", hints, max_tokens=max_tokens)
+        self._router.check(route, _left(deadline))
+
     async def embed(self, request: EmbedRequest, hints: Hints, deadline: float) -> Embedding:
         """Implements frontend.generator.Generator."""
         failures = _Failures((), deadline, 0.0)  # what the last worker said tells more than that there is no other
-        return await self._elsewhere(lambda failed: self._embed(request, hints, deadline, failed), failures)
+        return await self._elsewhere(request, lambda failed: self._embed(request, hints, deadline, failed), failures)
 
     async def _elsewhere(
-        self, attempt: Callable[[Sequence[WorkerId]], Awaitable[ResultT]], failures: "_Failures"
+        self,
+        request: GenerateRequest | EmbedRequest,
+        attempt: Callable[[Sequence[WorkerId]], Awaitable[ResultT]],
+        failures: "_Failures",
     ) -> ResultT:
         """Make attempts until one succeeds; each is given the workers to leave out. Raise MeshError."""
+        if len(self._condemned):
+            self._check_not_condemned(request)
         while True:
             try:
+                if not failures.ended:
+                    return await attempt(failures.excluded)
+                failures.trial = await self._trials.begin()
                 return await attempt(failures.excluded)
             except _LegFailedError as failure:
+                if failures.may_be_the_cause(failure) and await has_ended(self._plane, failure.target):
+                    self._suspect(request, failures)
+                self.on_failure(failure.target.name, str(failure.reason))
                 failures.note(failure)
             except (NoWorkerError, OverloadedError) as refusal:  # of the router
+                failures.end_trial()  # not to keep the others waiting
                 failures.weigh(refusal)
                 await asyncio.sleep(RETRY_S)
+            finally:
+                failures.end_trial()
+
+    def _suspect(self, request: GenerateRequest | EmbedRequest, failures: "_Failures") -> None:
+        """Count a process that ended under a request. A request that did it alone is remembered."""
+        failures.ended += 1
+        SUSPECTS.labels("tried" if failures.ended < MAX_ENDED else "stopped").inc()
+        if failures.ended >= MAX_ENDED and failures.trial is not None and failures.trial.is_alone:
+            self._condemned.add(fingerprint(request), asyncio.get_running_loop().time())
+
+    def _check_not_condemned(self, request: GenerateRequest | EmbedRequest) -> None:
+        """Raise EngineError if the same request has ended workers a short time ago."""
+        left_s = self._condemned.left_s(fingerprint(request), asyncio.get_running_loop().time())
+        if left_s:
+            SUSPECTS.labels("refused").inc()
+            raise EngineError(
+                f"the same request has ended the processes of {MAX_ENDED} workers",
+                hint="change the request; see the logs of the workers",
+                retry_after_s=left_s,
+            )
 
     async def _embed(
         self, request: EmbedRequest, hints: Hints, deadline: float, failed: Sequence[WorkerId]
@@ -116,9 +171,10 @@ class Dispatcher:
             target = booking.placed.decode
             request = msgspec.structs.replace(request, dp_rank=target.dp_rank, worker_id=target.worker_id)
             try:
-                vector = await self._plane.ask(target.address, "embed", request, Embedding, _left(deadline))
+                left_s = _left(deadline)
+                vector = await self._plane.ask(target.address, "embed", request, Embedding, left_s, hasty=True)
             except ELSEWHERE as error:
-                raise _LegFailedError(target.worker_id, error) from error
+                raise _LegFailedError(target, error) from error
             booking.prefill_done()
             return vector
 
@@ -134,27 +190,39 @@ class Dispatcher:
         """Return what the router is asked; `tokens`: all that a worker has to compute before its first new token."""
         salt = request.request_id if _wants_prompt_logprobs(request) else request.cache_salt
         hashes = await sequence_hashes_of(tokens, self._block_size_of(request.model), request.lora, salt)
+        most = generated = 0
+        if isinstance(request, GenerateRequest):
+            generated = len(request.generated)
+            most = request.stop.max_tokens - generated
         return route_request(
-            request.request_id, request.model, request.lora, len(tokens) // 4, hashes, hints, failed=failed
-        )
+            request.request_id, request.model, request.lora, len(tokens) // 4, hashes, hints, failed=failed,
+            max_tokens=max(0, most), is_continued=bool(failed or generated),
+        )  # fmt: skip
 
     async def _generate(self, task: "_Generation", failed: Sequence[WorkerId]) -> None:
         """Have one placement carried out. Raise _LegFailedError if a worker fails its part."""
         request = task.continued() if task.generated or failed else task.request
         tokens = request.prompt + pack_tokens(request.generated) if request.generated else request.prompt
-        route = await self._route(request, tokens, task.hints, failed)
+        route = await self._route(request, tokens, _hints(task), failed)
+        if self.wants_reasons is not None and self.wants_reasons():
+            route = msgspec.structs.replace(route, explain=True)
         now = asyncio.get_running_loop().time
         asked = now()
+        attempt = None
+        if (record := task.trace.record) is not None:
+            attempt = record.begin(route.isl_tokens, self._block_size_of(request.model), route.sequence_hashes)
         async with self._router.book(route, task.deadline - asked) as booking:
             placed, trace = booking.placed, task.trace
             trace.waited_s += now() - asked
             is_first = not request.generated
             _note_placement(trace, placed, is_first, route.isl_tokens, self._block_size_of(request.model))
-            leg = _Leg(task, booking, is_first=is_first)
+            if attempt is not None:
+                attempt.placed, attempt.placed_at, attempt.explanation = placed, clock(), placed.explanation
+            leg = _Leg(task, booking, attempt, is_first=is_first)
             self._reports.add(leg)
             try:
                 if placed.prefill is not None:
-                    ticket = await self._prefill(placed.prefill, request, task.deadline, leg)
+                    ticket = await self._prefill(placed, request, task.deadline, leg)
                     if ticket is None or leg.is_done:
                         return
                     request = msgspec.structs.replace(task.continued(), ticket=ticket)
@@ -162,19 +230,34 @@ class Dispatcher:
                 await self._decode(placed.decode, request, task.deadline - now(), leg)
             finally:
                 self._reports.discard(leg)
+                leg.report_end()
+                if attempt is not None:
+                    attempt.ended = clock()
                 if leg.ticket is not None:
                     self._release(leg.ticket)
 
-    async def _prefill(self, target: Target, request: GenerateRequest, deadline: float, leg: "_Leg") -> Ticket | None:
+    async def _prefill(self, placed: Placed, request: GenerateRequest, deadline: float, leg: "_Leg") -> Ticket | None:
         """The first token, and the ticket for the prompt's KV unless the answer ends there.
 
         An engine whose halves meet while the prompt is computed gives the ticket at once, and no token.
         """
-        body = msgspec.structs.replace(request, offer_kv=True, dp_rank=target.dp_rank, worker_id=target.worker_id)
+        target = placed.prefill
+        assert target is not None
+        record = leg.begin(target, is_prefill=True)
+        body = msgspec.structs.replace(
+            request,
+            offer_kv=True,
+            kv_for=placed.decode.name,
+            dp_rank=target.dp_rank,
+            worker_id=target.worker_id,
+            traceparent=_traceparent(request, record),
+        )
         try:
-            async with self._plane.open(target.address, "generate", body, _left(deadline)) as stream:
-                async for told in stream.messages(Delta):
+            async with self._plane.open(target.address, "generate", body, _left(deadline), hasty=True) as stream:
+                async for told in stream.messages(TimedDelta):
                     leg.ticket = told.ticket
+                    if record is not None and record.first is None:
+                        record.first = clock()
                     while told.logprobs and leg.is_full:
                         await leg.until_ready()
                     delta = leg.on_prompt(told)
@@ -188,18 +271,32 @@ class Dispatcher:
                         return delta.ticket
             raise PeerLostError(f"prefill worker {target.name} ended without a ticket")
         except ELSEWHERE as error:
-            raise _LegFailedError(target.worker_id, error) from error
+            leg.note_failure(error)
+            raise _LegFailedError(target, error) from error
+        finally:
+            if record is not None:
+                record.ended = clock()
 
     async def _decode(self, target: Target, request: GenerateRequest, timeout_s: float, leg: "_Leg") -> None:
         leg.on_offer_taken = self._release
-        request = msgspec.structs.replace(request, dp_rank=target.dp_rank, worker_id=target.worker_id)
+        record = leg.begin(target, is_prefill=False)
+        request = msgspec.structs.replace(
+            request,
+            dp_rank=target.dp_rank,
+            worker_id=target.worker_id,
+            traceparent=_traceparent(request, record),
+        )
         try:
-            async with self._plane.open(target.address, "generate", request, timeout_s) as stream:
-                await stream.feed(Delta, leg)
+            async with self._plane.open(target.address, "generate", request, timeout_s, hasty=True) as stream:
+                await stream.feed(TimedDelta, leg)
             if not leg.is_done:
                 raise PeerLostError(f"worker {target.name} ended without a finish reason")
         except ELSEWHERE as error:
-            raise _LegFailedError(target.worker_id, error) from error
+            leg.note_failure(error)
+            raise _LegFailedError(target, error, has_progressed=leg.is_steady) from error
+        finally:
+            if record is not None:
+                record.ended = clock()
 
     def _release(self, ticket: Ticket) -> None:
         """Tell the prefill worker, without waiting for it: its lease is the fallback."""
@@ -208,7 +305,7 @@ class Dispatcher:
         task.add_done_callback(self._releasing.discard)
 
     async def _tell_release(self, ticket: Ticket) -> None:
-        offer = ReleaseOffer(offer_id=ticket.offer_id, nonce=ticket.nonce)
+        offer = ReleaseOffer(offer_id=ticket.offer_id, nonce=ticket.nonce, secret=ticket.secret)
         try:
             await self._plane.tell(ticket.address, "release", offer, RELEASE_TIMEOUT_S)
         except MeshError as error:
@@ -225,6 +322,7 @@ class _Generation(msgspec.Struct):
     consumer: DeltaConsumer
     generated: list[int]  # all tokens so far
 
+    failures: "_Failures | None" = None
     num_prompt_logprobs: int = 0  # that the consumer has
 
     def continued(self) -> GenerateRequest:
@@ -238,7 +336,7 @@ class _Failures:
     """Counts what has failed a request, and decides whether it may be tried again."""
 
     __slots__ = ("_attempts", "_deadline", "_engine_failures", "_generated", "_lost", "_lost_again", "_patience_ends",
-        "_patience_s", "excluded", "problem", "workers")  # fmt: skip
+        "_patience_s", "ended", "excluded", "problem", "trial", "workers")  # fmt: skip
 
     def __init__(self, generated: Sequence[int], deadline: float, patience_s: float) -> None:
         """Begin without failures. `generated` grows with the answer; a request that lost its worker waits `patience_s`
@@ -253,6 +351,23 @@ class _Failures:
         self.workers: list[WorkerId] = []
         self.excluded: list[WorkerId] = []  # from the next attempt
         self.problem: MeshError | None = None  # the last one
+        self.ended = 0  # processes of workers that ended before they gave a token, one after the other
+        self.trial: Trial | None = None  # this attempt, as one of a suspect
+
+    def may_be_the_cause(self, failure: _LegFailedError) -> bool:
+        """Return whether the request is suspected if the worker's process has ended."""
+        is_lost = isinstance(failure.reason, PeerLostError) and not isinstance(failure.reason, NOT_BEGUN)
+        return is_lost and not failure.has_progressed
+
+    def on_progress(self) -> None:
+        """Clear the request of suspicion: a worker has computed its prompt."""
+        self.ended = 0
+        self.end_trial()
+
+    def end_trial(self) -> None:
+        if self.trial is not None:
+            self.trial.end()
+            self.trial = None
 
     def note(self, failure: _LegFailedError) -> None:
         """Raise the reason if this was one failure too many."""
@@ -260,12 +375,18 @@ class _Failures:
         if not is_known:
             log.warning("worker %s failed a request: %s", failure.worker_id, failure.reason)
             self.workers.append(failure.worker_id)
-        self.excluded.append(failure.worker_id)
+        if _AVOIDS:
+            self.excluded.append(failure.worker_id)
         if isinstance(failure.reason, PeerLostError):
             self._lost.add(failure.worker_id)
         self.problem = failure.reason
         self._attempts += not isinstance(failure.reason, NOT_BEGUN)
         self._engine_failures += isinstance(failure.reason, EngineError)
+        if self.ended >= MAX_ENDED:
+            raise EngineError(
+                f"the processes of {self.ended} workers ended while they computed this request",
+                hint="see the logs of the workers",
+            ) from failure
         if self._attempts >= MAX_ATTEMPTS or self._engine_failures >= MAX_ENGINE_FAILURES:
             raise failure.reason
         if not is_known or not isinstance(failure.reason, UnreachableError):
@@ -301,18 +422,23 @@ class _Leg:
         "_has_begun",
         "_has_ended",
         "_is_first",
-        "_is_steady",
+        "_most_tokens",
         "_prompt_logprobs",
         "_task",
+        "attempt",
+        "is_steady",
         "on_offer_taken",
+        "record",
         "shortcut",
         "ticket",
         "trace",
         "until_ready",
     )
 
-    def __init__(self, task: _Generation, booking: Booking, *, is_first: bool) -> None:
+    def __init__(self, task: _Generation, booking: Booking, attempt: Attempt | None, *, is_first: bool) -> None:
         consumer = task.consumer
+        self.attempt = attempt  # while somebody looks
+        self.record: LegRecord | None = None  # of the worker that has the request now, in `attempt`
         self.trace = task.trace
         self.ticket: Ticket | None = None  # an offer that stands
         self.on_offer_taken: Callable[[Ticket], None] | None = None
@@ -323,12 +449,23 @@ class _Leg:
         self._give = consumer.take
         self._generated = task.generated
         self._before = len(task.generated)  # part of the prompt
+        self._most_tokens = _most_tokens(task.request, booking.placed)
         self._is_first = is_first  # no worker before has computed the prompt for this answer
         self._task = task
         self._prompt_logprobs = 0  # that have come from the workers of this placement
         self._has_begun = False
         self._has_ended = False  # the answer, by itself
-        self._is_steady = False  # its decode worker has sent a first delta
+        self.is_steady = False  # its decode worker has sent a first delta
+
+    def begin(self, target: Target, *, is_prefill: bool) -> LegRecord | None:
+        """Note that a worker is asked; return the record of its part while somebody looks."""
+        if self.attempt is not None:
+            self.record = self.attempt.begin_leg(target, is_prefill=is_prefill)
+        return self.record
+
+    def note_failure(self, error: MeshError) -> None:
+        if self.attempt is not None:
+            self.attempt.error = error.code
 
     def on_first(self, delta: Delta) -> None:
         """Take the delta of a prefill leg; the consumer has no use for its ticket."""
@@ -348,8 +485,22 @@ class _Leg:
         self._prompt_logprobs = end
         return msgspec.structs.replace(delta, logprobs=logprobs[count:] or None)
 
+    def _cut(self, delta: Delta) -> Delta:
+        """Return the part of the delta with which the answer is as long as it may be, and ends."""
+        left = max(0, self._most_tokens - len(self._generated))  # another worker may have been free to give more
+        log.warning("a worker sends more than the %d tokens that were asked for", self._task.request.stop.max_tokens)
+        return msgspec.structs.replace(
+            delta,
+            token_ids=delta.token_ids[:left],
+            finish_reason=FinishReason.LENGTH,
+            logprobs=None if delta.logprobs is None else delta.logprobs[:left],
+            stop_token=None,
+        )
+
     def take(self, delta: Delta) -> bool:
-        if self._is_steady and delta.finish_reason is None and delta.pull is None:  # nearly all: in one step
+        if self.is_steady and delta.finish_reason is None and delta.pull is None:  # nearly all: in one step
+            if len(self._generated) + len(delta.token_ids) > self._most_tokens:
+                return self._forward(self._cut(delta))
             self._generated += delta.token_ids
             wants_more = self._give(delta)
             if self.shortcut is None and (lane := self._consumer.lane) is not None:
@@ -367,18 +518,35 @@ class _Leg:
         if not self._has_begun or delta.pull is not None:
             self._note(delta)
         wants_more = self._forward(delta)
-        self._is_steady = True
+        self.is_steady = True
+        if (failures := self._task.failures) is not None and failures.ended:
+            failures.on_progress()
         if (lane := self._consumer.lane) is not None:
             self._open(lane)
         return wants_more
 
     def _forward(self, delta: Delta) -> bool:
+        if len(self._generated) + len(delta.token_ids) > self._most_tokens:
+            delta = self._cut(delta)
         self._generated += delta.token_ids
         self._has_ended = delta.finish_reason is not None
+        if self.record is not None:
+            self._note_times(self.record, delta)
         return self._give(delta) and not self._has_ended
 
+    def _note_times(self, record: LegRecord, delta: Delta) -> None:
+        if isinstance(delta, TimedDelta) and delta.times is not None:
+            record.times = delta.times
+        if record.first is None:
+            record.first = clock()
+        if (answer := self.trace.record) is not None:
+            if answer.first_token is None and self._generated:
+                answer.first_token = clock()
+            if self._has_ended:
+                answer.last_token = clock()
+
     def _open(self, lane: TokenLane) -> None:
-        lane.generated = self._generated
+        lane.generated, lane.limit = self._generated, self._most_tokens
         self.shortcut = lane
 
     @property
@@ -393,6 +561,13 @@ class _Leg:
         """Report progress, also before the first token: a long prompt may take longer than the booking's lease."""
         self._booking.progress(len(self._generated) - self._before)
 
+    def report_end(self) -> None:
+        count = len(self._generated) - self._before
+        if self.is_done:
+            self._booking.finished(count)
+        elif count:
+            self._booking.progress(count)
+
     def _note(self, delta: Delta) -> None:
         if not self._has_begun:
             self._has_begun = True
@@ -403,6 +578,8 @@ class _Leg:
             self.trace.transfer = delta.pull.backend
             self.trace.kv_bytes_pulled += delta.pull.num_bytes
             self.trace.pull_error = delta.pull.error
+            if self.record is not None:
+                self.record.pull = delta.pull
 
 
 class _Reports:
@@ -453,6 +630,28 @@ def without_prompt_logprobs(request: GenerateRequest) -> GenerateRequest:
         return request
     sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=None)
     return msgspec.structs.replace(request, sampling=sampling)
+
+
+def _most_tokens(request: GenerateRequest, placed: Placed) -> int:
+    """Return the length at which an answer is cut, whatever the workers send.
+
+    Where a server speaks in texts, the server counts: its text must not be cut because it is more tokens of ours.
+    """
+    retokenizes = placed.decode.retokenizes or (placed.prefill is not None and placed.prefill.retokenizes)
+    return request.stop.max_tokens * (MAX_RETOKENIZED if retokenizes else 1)
+
+
+def _hints(task: _Generation) -> Hints:
+    """Return the hints of a request. The router is asked for its reasons where they go into a trace."""
+    record = task.trace.record
+    if record is None or record.context is None or not record.context.is_sampled or task.hints.explain:
+        return task.hints
+    return msgspec.structs.replace(task.hints, explain=True)
+
+
+def _traceparent(request: GenerateRequest, record: LegRecord | None) -> str:
+    """Return the trace of a leg: its own span, or what the client has sent where we make none."""
+    return request.traceparent if record is None or not record.traceparent else record.traceparent
 
 
 def _left(deadline: float) -> float:

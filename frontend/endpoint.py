@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -12,13 +12,19 @@ from typing import TypeVar
 import msgspec
 
 from frontend import metrics
+from frontend.access_log import access_fields
 from frontend.admission import Admission
+from frontend.crew import WorkerCrew
 from frontend.dialect import Dialect
 from frontend.errors import outcome
+from frontend.gen_ai import GenAiMetrics
 from frontend.generator import Generator
 from frontend.guide_errors import in_callers_words
 from frontend.hints import with_headers
 from frontend.job import Job, TokenCounts, prepare
+from frontend.keys.caller import KeyCaller, caller_of, salt_for
+from frontend.keys.meter import Visit
+from frontend.keys.visits import begin, model_for
 from frontend.models import ModelRegistry
 from frontend.operation import Operation
 from frontend.outlet import SseOutlet, WholeOutlet
@@ -26,10 +32,14 @@ from frontend.report import placement_headers
 from frontend.request import ParsedBody
 from frontend.responses.state import KeptResponses
 from frontend.running import run
+from frontend.service_level import NO_LIMIT, ServiceLevel
+from frontend.timeline import AnswerRecord, RequestTimeline, Timelines
+from frontend.timeline import now as clock
 from mesh.http.connection import refusal
 from mesh.http.errors import error_body
 from mesh.http.request import Reply, ReplyStream, Request
 from mesh.http.server import REQUEST_ID_HEADER, client_request_id
+from mesh.trace_context import TRACEPARENT, read_context
 from protocol.errors import InvalidRequestError, MeshError
 from protocol.ids import RequestId, new_request_id
 from router.findings import DiscoveryReport
@@ -64,6 +74,11 @@ class Services:
     search: Callable[[], DiscoveryReport]  # of workers
     responses: KeptResponses | None = None  # None: they are not stored
     is_steered: bool = False  # an endpoint picker is in front
+    router_note: Callable[[], str] = str  # what is wrong with the routers, "" for nothing
+    slo: ServiceLevel = NO_LIMIT
+    gen_ai: GenAiMetrics | None = None  # None: only our own names are counted
+    timelines: Timelines = field(default_factory=Timelines)
+    crew: WorkerCrew | None = None  # None: this frontend reaches no workers
 
 
 Handler = Callable[[Services, Request], Awaitable[Reply | ReplyStream]]
@@ -115,12 +130,15 @@ class Exchange:
         "_headers",
         "_job",
         "_loop",
+        "_model",
         "_request",
         "_request_id",
         "_services",
         "_shown_id",
         "_started",
         "_stream",
+        "_timeline",
+        "_visit",
         "outcome",
     )
 
@@ -135,7 +153,10 @@ class Exchange:
         self._shown_id = theirs or self._request_id
         self._headers = request_id_headers(self._shown_id)
         self._job: Job | None = None
+        self._model = ""  # as workers call it, once it is known
         self._stream: SseOutlet | None = None
+        self._visit: Visit | None = None  # of a caller with limits
+        self._timeline = services.timelines.begin(self._request_id, dialect.name, request.headers)
         self.outcome = "client_gone"  # what remains if the handler is cancelled
 
     async def run(self) -> Reply | ReplyStream:
@@ -145,8 +166,19 @@ class Exchange:
                 parsed = with_hints(
                     self._request, self._dialect.parse(self._request.body), is_steered=self._services.is_steered
                 )
-                model = await self._services.models.get(parsed.model)
-                self._job = job = await prepare(parsed, model, self._request_id, self._started)
+                if (timeline := self._timeline) is not None:
+                    timeline.on_parsed(parsed.model, is_stream=parsed.stream)
+                model = await model_for(self._request, self._services.models, parsed.model)
+                self._model = model.base
+                self._services.generator.check(model.base, parsed.hints, parsed.max_tokens or 0, deadline)
+                self._visit = visit = await begin(self._request)
+                job = await prepare(parsed, model, self._request_id, self._started)
+                if timeline is not None:
+                    record(job, timeline)
+                carry_trace(self._request, job, timeline)
+                if visit is not None:
+                    await reserve(visit, job)
+                self._job = job
                 reply = await (self._send_stream if parsed.stream else self._send_whole)(job, deadline)
             self.outcome = "ok"
             return reply
@@ -190,18 +222,28 @@ class Exchange:
 
     def count(self) -> None:
         """Tell the metrics how it ended."""
-        counters = metrics.of_endpoint(self._dialect.name)
+        services, job = self._services, self._job
+        counters = metrics.of_endpoint(self._dialect.name, self._model)
         counters.requests(self.outcome).inc()
-        counters.duration.observe(self._loop.time() - self._started)
-        if self._job is not None:
-            counts = self._job.counts()
-            count_tokens(counters, self._job, counts)
-            self._request.log_fields = {
-                "model": self._job.parsed.model,
-                "isl_tokens": counts.prompt,
-                "osl_tokens": counts.completion,
-                "cached_tokens": counts.cached,
-            }
+        duration_s = self._loop.time() - self._started
+        counters.duration.observe(duration_s)
+        if services.gen_ai is not None:
+            services.gen_ai.ended(self._dialect.name, self._model, self.outcome, duration_s)
+        if (caller := caller_of(self._request)) is not None:
+            caller.usage.count(self.outcome)
+        if self._visit is not None and job is None:
+            self._visit.end(0)
+        ttft_s, itl_s = None, 0.0
+        if job is not None:
+            counts = job.counts()
+            ttft_s, itl_s = count_tokens(counters, job, counts, services.gen_ai)
+            settle(caller, self._visit, job, counts)
+        if (missed := services.slo.missed(self.outcome, ttft_s, itl_s)) is not None:
+            counters.slo_missed(missed).inc()
+        if (timeline := self._timeline) is not None:
+            timeline.slo_missed = "" if missed in (None, "none") else str(missed)
+            end_record(services.timelines, timeline, job, self.outcome)
+            self._request.log_fields = partial(access_fields, timeline)
 
 
 def identified(handler: Handler, prefix: str, error_body: ErrorShape = openai_error) -> Handler:
@@ -228,7 +270,45 @@ def as_failure(error: Exception, request_id: str) -> MeshError:
     return MeshError("the frontend failed", hint="see its log")
 
 
-def count_tokens(counters: metrics.EndpointMetrics, job: Job, counts: TokenCounts) -> None:
+def record(job: Job, timeline: RequestTimeline) -> None:
+    """Have the answers of a job recorded. The request was tokenized just now."""
+    timeline.tokenized, timeline.rendered = clock(), job.prompts[0].rendered
+    timeline.answers = tuple([AnswerRecord(b.index, timeline.context, b.request.stop.max_tokens) for b in job.branches])
+    for branch, answer in zip(job.branches, timeline.answers, strict=True):
+        branch.trace.record = answer
+
+
+def carry_trace(request: Request, job: Job, timeline: RequestTimeline | None) -> None:
+    """Pass the trace of a request on to workers: ours, or the client's where no traces are made."""
+    context = None if timeline is None else timeline.context
+    if context is None and request.header(TRACEPARENT) is not None:
+        context = read_context(request.headers)
+    if context is None:
+        return
+    parent = context.header(context.parent_id if timeline is None else timeline.span_id or context.parent_id)
+    for branch in job.branches:
+        branch.request = msgspec.structs.replace(branch.request, traceparent=parent, tracestate=context.state)
+
+
+def end_record(timelines: Timelines, timeline: RequestTimeline, job: Job | None, outcome: str) -> None:
+    """Complete the record of a request, and show it to those who look."""
+    if job is not None:
+        counts = job.counts()
+        timeline.isl_tokens, timeline.osl_tokens, timeline.cached_tokens = (
+            counts.prompt, counts.completion, counts.cached,
+        )  # fmt: skip
+        for branch, answer in zip(job.branches, timeline.answers, strict=True):
+            answer.osl_tokens, answer.generated = branch.answer.completion_tokens, None
+            if answer.last_token is None:  # it broke off
+                answer.last_token = branch.timing.last_token
+    timelines.end(timeline, outcome)
+
+
+def count_tokens(
+    counters: metrics.EndpointMetrics, job: Job, counts: TokenCounts, gen_ai: GenAiMetrics | None = None
+) -> tuple[float | None, float]:
+    """Count what a job has used. Return its TTFT, and the longest mean gap of its answers."""
+    longest_s = 0.0
     for prompt in job.prompts:
         counters.input_tokens.observe(prompt.num_tokens)
     if counts.cached:
@@ -242,6 +322,25 @@ def count_tokens(counters: metrics.EndpointMetrics, job: Job, counts: TokenCount
             counters.migrations.inc(branch.trace.migrations)
         if (itl_s := branch.timing.itl_s(osl_tokens)) is not None:
             counters.itl.observe(itl_s)
+            longest_s = max(longest_s, itl_s)
+    if gen_ai is not None:
+        gen_ai.answered(counters.endpoint, counters.model, (counts.prompt, counts.completion), ttft_s, longest_s)
+    return ttft_s, longest_s
+
+
+async def reserve(visit: Visit, job: Job) -> None:
+    """Take the tokens that a job may use. Raise RateLimitedError, TooLargeForKeyError."""
+    named = job.parsed.max_tokens is not None
+    most = sum([branch.request.stop.max_tokens for branch in job.branches]) if named else None
+    await visit.reserve(sum([prompt.num_tokens for prompt in job.prompts]), most, len(job.branches))
+
+
+def settle(caller: KeyCaller | None, visit: Visit | None, job: Job, counts: TokenCounts) -> None:
+    """Count the tokens that a job has used."""
+    if caller is not None:
+        caller.usage.add(counts.prompt, counts.completion)
+    if visit is not None:
+        visit.end(counts.total, [branch.answer.completion_tokens for branch in job.branches])
 
 
 ParsedT = TypeVar("ParsedT", bound=ParsedBody)
@@ -249,14 +348,26 @@ ParsedT = TypeVar("ParsedT", bound=ParsedBody)
 
 def with_hints(request: Request, parsed: ParsedT, *, is_steered: bool = False) -> ParsedT:
     """Add what the headers ask for. The tenant of an API key is not theirs to say, and shares no cache with others.
+    A priority is cut to the ceiling of the key.
 
     Raise InvalidRequestError.
     """
     hints = with_headers(parsed.hints, request.headers, is_steered=is_steered)
-    if tenant := request.tenant:
-        own = f"{tenant} {parsed.cache_salt or ''}"  # no tenant's name has a space: none can take another's
-        return msgspec.structs.replace(parsed, hints=msgspec.structs.replace(hints, tenant=tenant), cache_salt=own)
+    if request.header(TIMEOUT_HEADER) is not None:
+        hints = msgspec.structs.replace(hints, has_deadline=True)
+    caller = caller_of(request)
+    if caller is not None:
+        tenant, priority = caller.tenant or hints.tenant, caller.priority(hints.priority)
+        if (tenant, priority) != (hints.tenant, hints.priority):
+            hints = msgspec.structs.replace(hints, tenant=tenant, priority=priority)
+        if (salt := caller.salt(parsed.cache_salt)) != parsed.cache_salt:
+            return msgspec.structs.replace(parsed, hints=hints, cache_salt=salt)
     return parsed if hints is parsed.hints else msgspec.structs.replace(parsed, hints=hints)
+
+
+def salted(request: Request, parsed: ParsedT) -> ParsedT:
+    """Return the request with the salt of its caller: what a tokenizer has seen shows in its time."""
+    return msgspec.structs.replace(parsed, cache_salt=salt_for(request, parsed.cache_salt))
 
 
 def timeout_s(request: Request, limits: TimeLimits) -> float:

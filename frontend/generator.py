@@ -7,6 +7,7 @@ from typing import Protocol
 from msgspec import Struct, field
 
 from frontend.lane import TokenLane
+from frontend.timeline import AnswerRecord
 from protocol.messages import Delta, Embedding, EmbedRequest, Explanation, GenerateRequest, Placed, TokenLogprob
 
 MAX_EXPLANATIONS = 8  # of one request, the latest: it may be placed again and again
@@ -25,6 +26,7 @@ class Trace(Struct):
     waited_s: float = 0.0  # for the router, most of it in its queue
     migrations: int = 0
     pull_error: str = ""
+    record: AnswerRecord | None = None  # while somebody looks, see frontend/timeline.py
     explanations: deque[Explanation] = field(default_factory=lambda: deque(maxlen=MAX_EXPLANATIONS))
 
 
@@ -40,6 +42,7 @@ class Hints(Struct, frozen=True):
     tenant: str = ""
     priority: int = 0
     explain: bool = False
+    has_deadline: bool = False  # the client says how long it waits for the answer
 
 
 class DeltaConsumer(Protocol):
@@ -82,6 +85,10 @@ class Generator(Protocol):
     async def preview(self, request: GenerateRequest, hints: Hints, deadline: float) -> Placed:
         """Return where the request would run if it came now, with the explanation. Nothing is booked or sent. Raise
         MeshError."""
+        ...
+
+    def check(self, model: str, hints: Hints, max_tokens: int, deadline: float) -> None:
+        """Raise OverloadedError if such a request would certainly be refused, whatever its prompt is."""
         ...
 
     async def embed(self, request: EmbedRequest, hints: Hints, deadline: float) -> Embedding:

@@ -8,15 +8,23 @@ from pathlib import Path
 import msgspec
 
 from frontend.admission import Admission
+from frontend.crew import WorkerCrew
 from frontend.endpoint import Endpoint, Services, TimeLimits
+from frontend.gen_ai import gen_ai_metrics
 from frontend.generator import Generator
+from frontend.mesh_api import status
 from frontend.models import ModelRegistry
 from frontend.openapi import openapi
 from frontend.refusals import Refusals
 from frontend.responses.state import KeptResponses
+from frontend.service_level import NO_LIMIT, ServiceLevel
 from frontend.table import ENDPOINTS, ERRORS_BELOW
+from frontend.timeline import Timelines
 from mesh.http.server import App, HttpLimits, Route
 from router.findings import NOTHING_SEARCHED, DiscoveryReport
+
+LIVE = "/live"
+MESH_PATHS = ("/health", LIVE, "/metrics", "/kvmesh/route")  # as in mesh/identity/rights.py
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +32,10 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float = 600.0  # where the client sends no x-request-timeout-s
     max_request_timeout_s: float = 3600.0
     max_inflight: int = 4096  # requests in progress; more get a 429
+    is_closed: bool = False  # what is within the mesh alone has a port of its own
     is_steered: bool = False  # an endpoint picker is in front, whose headers name workers
+    slo: ServiceLevel = NO_LIMIT
+    counts_gen_ai: bool = False  # also under OpenTelemetry's names
 
 
 class FrontendApi:
@@ -41,10 +52,16 @@ class FrontendApi:
         endpoints: Sequence[Endpoint] = ENDPOINTS,
         responses: KeptResponses | None = None,
         search: Callable[[], DiscoveryReport] = lambda: NOTHING_SEARCHED,
+        router_note: Callable[[], str] = str,
+        timelines: Timelines | None = None,
+        crew: WorkerCrew | None = None,
+        further: Sequence[Route] = (),
+        admission: Admission | None = None,
     ) -> None:
         """Build the application; in `metrics_folder` the processes that share our port meet. Without `responses`
-        none are stored. `search` says what discovery has found."""
-        self.admission = Admission(settings.max_inflight)
+        none are stored. `search` says what discovery has found. `further` routes are no part of the described API."""
+        self.admission = admission or Admission(settings.max_inflight)
+        self.timelines = timelines or Timelines()
         services = Services(
             models,
             generator,
@@ -56,9 +73,18 @@ class FrontendApi:
             search=search,
             responses=responses,
             is_steered=settings.is_steered,
+            router_note=router_note,
+            slo=settings.slo,
+            gen_ai=gen_ai_metrics() if settings.counts_gen_ai else None,
+            timelines=self.timelines,
+            crew=crew,
         )
+        self.mesh_app = App([route_of(endpoint, services) for endpoint in endpoints if endpoint.path in MESH_PATHS])
+        if settings.is_closed:
+            public = [one for one in endpoints if one.path not in MESH_PATHS or one.path == LIVE]
+            endpoints = [status.BARE_HEALTH, *public]
         self.app = App(
-            [route_of(endpoint, services) for endpoint in endpoints],
+            [*(route_of(endpoint, services) for endpoint in endpoints), *further],
             HttpLimits(max_body_bytes=settings.max_body_bytes),
             refusal=Refusals(endpoints, ERRORS_BELOW),
         )

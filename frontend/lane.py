@@ -5,6 +5,7 @@ such a delta, so it is not even decoded: a chunk is its head, the texts of the t
 the long way, in their order; the first and the last delta of an answer are among them.
 """
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ class PlainTokenLane:
 
     __slots__ = (
         "_head", "_most", "_now", "_num_tokens", "_passed", "_tail", "_take", "_write",
-        "generated", "last_token_s", "texts",
+        "generated", "last_token_s", "limit", "texts",
     )  # fmt: skip
 
     def __init__(self, now: Callable[[], float], write: Callable[[bytes], bool], head: bytes, tail: bytes) -> None:
@@ -35,6 +36,7 @@ class PlainTokenLane:
         self._tail = tail
         self.texts: dict[int, bytes] | None = None  # of the next token, see Detokenizer.plain_texts; None: no lane now
         self.generated: list[int] = []  # where the tokens are noted
+        self.limit = sys.maxsize  # of their number: a message beyond it goes the long way
         self.last_token_s = 0.0  # when the last one passed
         self._take: Take | None = None
         self._most = self._passed = self._num_tokens = 0
@@ -56,7 +58,7 @@ class PlainTokenLane:
             raise RuntimeError("the lane is not bound to a stream")
         if (texts := self.texts) is not None and self._passed < self._most and (ids := _tokens_alone(raw)):
             plain = [texts[token_id] for token_id in ids]
-            if b"" not in plain:
+            if b"" not in plain and len(self.generated) + len(ids) <= self.limit:
                 self.generated += ids
                 self.last_token_s = self._now()
                 self._num_tokens += len(ids)
@@ -90,7 +92,7 @@ if native.WANTED:
     try:
         from frontend import _native
 
-        NATIVE = True
+        NATIVE = hasattr(_native.TokenLane, "limit")  # else it was built from older sources
     except ImportError:  # it was not built
         pass
 

@@ -1,40 +1,36 @@
-"""All metrics of the frontend. Label values come from closed sets: never a request id or a client's words."""
+"""All metrics of the frontend. Labels have closed or bounded sets of values: no request id, no client's words."""
 
 from dataclasses import dataclass, field
-from functools import cache
 
-from mesh.gauges import gauge
-from mesh.histogram import Distribution, LoopHistogram
-from mesh.tally import LoopCounter, LoopGauge, Tally
+from mesh.histogram import Distribution
+from mesh.measure import bounded, counter, gauge, histogram, locked_gauge
+from mesh.tally import Tally
 
-_GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
-_WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_WHOLE_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _P = "kvmesh_frontend_"
+MOST_REMEMBERED = 1024  # children by endpoint and model
 
-REQUESTS = LoopCounter(  # outcome: errors.OUTCOMES
-    _P + "requests_total", "Requests that ended.", ["endpoint", "outcome"]
-)
-INFLIGHT = LoopGauge(_P + "inflight", "Requests in progress.").labels()
-MODELS_READY = gauge(_P + "models_ready", "Models that can be asked.", together="alike")
-WORKERS_DOWN = gauge(_P + "workers_down", "Workers that end again and again, as their owners report.", together="alike")
-TTFT = LoopHistogram(_P + "ttft_seconds", "Request received to first token sent.", ["endpoint"], buckets=_WAITS_S)
-ITL = LoopHistogram(_P + "itl_seconds", "Mean gap between the tokens of one answer.", ["endpoint"], buckets=_GAPS_S)
-DURATION = LoopHistogram(
-    _P + "request_duration_seconds", "Request received to its end.", ["endpoint"], buckets=_WHOLE_S
-)
-INPUT_TOKENS = LoopHistogram(_P + "input_sequence_tokens", "Tokens of the prompt.", ["endpoint"], buckets=_TOKENS)
-OUTPUT_TOKENS = LoopHistogram(_P + "output_sequence_tokens", "Tokens of the answer.", ["endpoint"], buckets=_TOKENS)
-CACHED_TOKENS = LoopCounter(_P + "cached_tokens_total", "Prompt tokens found in a prefix cache.", ["endpoint"])
-MIGRATIONS = LoopCounter(_P + "migrations_total", "Streams that went on at another worker.", ["endpoint"])
+REQUESTS = counter(_P + "requests_total")  # outcome: errors.OUTCOMES
+SLO_REQUESTS = counter(_P + "slo_requests_total")
+SLO_SECONDS = locked_gauge(_P + "slo_seconds")
+INFLIGHT = gauge(_P + "inflight").labels()
+MODELS_READY = locked_gauge(_P + "models_ready")
+WORKERS_DOWN = locked_gauge(_P + "workers_down")
+TTFT = histogram(_P + "ttft_seconds")
+ITL = histogram(_P + "itl_seconds")
+DURATION = histogram(_P + "request_duration_seconds")
+INPUT_TOKENS = histogram(_P + "input_sequence_tokens")
+OUTPUT_TOKENS = histogram(_P + "output_sequence_tokens")
+CACHED_TOKENS = counter(_P + "cached_tokens_total")
+MIGRATIONS = counter(_P + "migrations_total")
+SUSPECTS = counter(_P + "suspects_total")  # verdict: tried (again, alone), stopped, refused
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointMetrics:
-    """The children of one endpoint: looking them up for every request costs as much as counting does."""
+    """The children of one endpoint and model: looking them up for every request costs as much as counting does."""
 
     endpoint: str
+    model: str
     ttft: Distribution
     itl: Distribution
     duration: Distribution
@@ -43,22 +39,43 @@ class EndpointMetrics:
     cached_tokens: Tally
     migrations: Tally
     outcomes: dict[str, Tally] = field(default_factory=dict)
+    slo: dict[str, Tally] = field(default_factory=dict)
 
     def requests(self, outcome: str) -> Tally:
         if (tally := self.outcomes.get(outcome)) is None:
-            tally = self.outcomes[outcome] = REQUESTS.labels(self.endpoint, outcome)
+            tally = self.outcomes[outcome] = REQUESTS.labels(self.endpoint, self.model, outcome)
+        return tally
+
+    def slo_missed(self, missed: str) -> Tally:
+        """Count by what a request has missed: none, ttft, itl, both or failed."""
+        if (tally := self.slo.get(missed)) is None:
+            tally = self.slo[missed] = SLO_REQUESTS.labels(self.endpoint, self.model, missed)
         return tally
 
 
-@cache
-def of_endpoint(endpoint: str) -> EndpointMetrics:
+_of_endpoint: dict[tuple[str, str], EndpointMetrics] = {}
+
+
+def of_endpoint(endpoint: str, model: str = "") -> EndpointMetrics:
+    """Return the children of an endpoint and the model of its workers; "": the request named none that is known."""
+    found = _of_endpoint.get((endpoint, model))
+    if found is None:
+        found = _made(endpoint, bounded("model", model) if model else "")
+        if len(_of_endpoint) < MOST_REMEMBERED:
+            _of_endpoint[endpoint, model] = found
+    return found
+
+
+def _made(endpoint: str, model: str) -> EndpointMetrics:
+    of = (endpoint, model)
     return EndpointMetrics(
         endpoint,
-        TTFT.labels(endpoint),
-        ITL.labels(endpoint),
-        DURATION.labels(endpoint),
-        INPUT_TOKENS.labels(endpoint),
-        OUTPUT_TOKENS.labels(endpoint),
-        CACHED_TOKENS.labels(endpoint),
-        MIGRATIONS.labels(endpoint),
+        model,
+        TTFT.labels(*of),
+        ITL.labels(*of),
+        DURATION.labels(*of),
+        INPUT_TOKENS.labels(*of),
+        OUTPUT_TOKENS.labels(*of),
+        CACHED_TOKENS.labels(*of),
+        MIGRATIONS.labels(*of),
     )

@@ -18,7 +18,7 @@ from frontend.templates import ChatTemplate
 from frontend.tokenizer import CACHE_BYTES, Tokenizer
 from frontend.tokenizing.backends import BackendName, require_backend
 from mesh.lifecycle import settle
-from protocol.errors import ConfigError, InvalidRequestError, NoWorkerError
+from protocol.errors import ConfigError, InvalidRequestError, MeshError, NoWorkerError
 from protocol.ids import WorkerId
 from protocol.messages import Feature, Role, WorkerCard
 from protocol.model_files import ModelFile
@@ -30,6 +30,7 @@ MAX_NAMES_TOLD = 32  # in an error
 UNKNOWN_PARSER = "this frontend does not know its --tool-parser or --reasoning-parser; the log has the name"
 ONLY_PREFILLS = "it only prefills, and no worker of its model can decode"
 SEE_HEALTH = "try again later; GET /health says why"
+HELD_LOOK_S = 0.05
 RETRY_S = 5.0  # between tries to load a model that cannot be loaded
 
 
@@ -139,6 +140,7 @@ class ModelRegistry:
         self._folders = folders
         self._tokenizers: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()  # by sha256 of tokenizer.json
         self._tokenizer_lock = asyncio.Lock()  # models that share a tokenizer may be loaded at once
+        self._hold_until = 0.0
         self._served: dict[str, ServedModel] = {}
         self._model_of: dict[WorkerId, str] = {}
 
@@ -160,13 +162,18 @@ class ModelRegistry:
         if name is not None:
             self._served[name].let_go(worker_id)
 
+    def hold_until(self, at_s: float) -> None:
+        """Have requests wait for a worker until then: this frontend has just started, and may not know it yet."""
+        self._hold_until = at_s
+
     async def get(self, name: str) -> Model:
         """Return the model, or the adapter, called `name`.
 
         Raise UnknownModelError, NoWorkerError, or ConfigError if the model's folder cannot be read.
         """
-        served = self.find_ready(name)
-        task = self._load(served)
+        while not self._knows(name) and self._now() < self._hold_until:  # noqa: ASYNC110 - only after the start
+            await asyncio.sleep(HELD_LOOK_S)
+        task = self._load(served := self.find_ready(name))
         model = task.result() if task.done() else await asyncio.shield(task)  # others wait for it as well
         if name == model.name and served.features == model.features:
             return model
@@ -176,6 +183,16 @@ class ModelRegistry:
         """Load the model of a worker that has just joined, so that the first request need not wait for it."""
         if (served := self._served.get(card.model)) is not None and not served.problem:
             self._load(served)
+
+    def _knows(self, name: str) -> bool:
+        """Return whether a wait for workers changes nothing."""
+        try:
+            self.find_ready(name)
+        except NoWorkerError:
+            return False
+        except MeshError:
+            return True
+        return True
 
     def _load(self, served: ServedModel) -> asyncio.Task[Model]:
         """The load under way or done. A failed one is tried again, but not by every request: it takes time and a core,
@@ -258,6 +275,10 @@ class ModelRegistry:
 
     def ready(self) -> list[ServedModel]:
         return [served for served in self._served.values() if served.ready]
+
+    def cards(self) -> list[WorkerCard]:
+        """Return the cards of all workers that are known."""
+        return [card for served in self._served.values() for card in served.cards.values()]
 
     def count(self) -> dict[str, dict[str, int]]:
         """Workers by model and role."""

@@ -75,6 +75,7 @@ def _asked_headers(max_timeout_s: float) -> dict[str, tuple[str, Schema]]:
 PATH_NAMES: Mapping[str, str] = {
     "name": "the name of a model or of an adapter",
     "response_id": "the id of a stored response",
+    "worker": "the id of a worker, or its name where only one has that name",
 }
 
 # --- the document ---------------------------------------------------------------------------------------
@@ -266,6 +267,7 @@ def _headers(named: Mapping[str, tuple[str, Schema]]) -> Schema:
 _DESCRIBED = {
     400: "Something in the request cannot be honoured; the error names it.",
     401: "The API key is missing or unknown.",
+    403: "The API key may not use this model.",
     404: "There is no such thing, for example no such model; the error names it.",
     405: "The path does not take this method; Allow names those that it takes.",
     408: "The request did not come to its end in time.",

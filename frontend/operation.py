@@ -13,8 +13,21 @@ from mesh.http.request import JSON
 Kind = Any  # a type or a union of types, as msgspec reads it
 
 HTTP_FAILURES = (400, 405, 408, 413, 415, 429, 431, 500)  # of any request, before it reaches its endpoint
-ASKED_FAILURES = (400, 401, 404, 408, 413, 429, 431, 500, 502, 503, 504)  # of what workers or the router are asked for
-OWN_FAILURES = (400, 401, 404, 408, 413, 431, 500, 503)  # of what the frontend answers by itself
+ASKED_FAILURES = (
+    400,
+    401,
+    403,
+    404,
+    408,
+    413,
+    429,
+    431,
+    500,
+    502,
+    503,
+    504,
+)  # of what workers or the router are asked for
+OWN_FAILURES = (400, 401, 403, 404, 408, 413, 429, 431, 500, 503)  # of what the frontend answers by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

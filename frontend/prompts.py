@@ -1,6 +1,7 @@
 """Turn prompts into the tokens that the model reads: render the chat template, tokenize, check the length."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, TypeVar
 
@@ -30,6 +31,7 @@ class TokenizedPrompt(msgspec.Struct):
     tokens: bytes  # u32 little endian
     tail: str = ""  # of a rendered chat
     text: str = ""  # for the echo
+    rendered: float | None = None  # when its chat template was, by time.monotonic
 
     @property
     def num_tokens(self) -> int:
@@ -65,9 +67,10 @@ async def chat_prompt(parsed: ParsedRequest, model: Model) -> TokenizedPrompt:
     assert parsed.messages is not None
     turns = sum([1 + len(message.get("tool_calls") or ()) for message in parsed.messages])
     text = render(parsed, model) if turns <= LONG_TURNS else await asyncio.to_thread(render, parsed, model)
+    rendered = time.monotonic()
     check_length(text, model, parsed.names.prompt)
     tokens = await model.tokenizer.encode_packed(text, add_special_tokens=False, salt=parsed.cache_salt or "")
-    return TokenizedPrompt(tokens, text[-PROMPT_TAIL_CHARS:])
+    return TokenizedPrompt(tokens, text[-PROMPT_TAIL_CHARS:], rendered=rendered)
 
 
 def render(parsed: ParsedRequest, model: Model) -> str:

@@ -28,8 +28,11 @@ def route_request(
     hints: Hints,
     failed: Sequence[WorkerId] = (),
     among: Sequence[WorkerId] | None = None,
+    max_tokens: int = 0,
+    is_continued: bool = False,
 ) -> RouteRequest:
-    """Return the question. `failed`: workers that have failed the request; `among`: the only ones that may decode."""
+    """Return the question. `failed`: workers that have failed the request; `among`: the only ones that may decode.
+    `max_tokens`: of the answer, that may still come."""
     return RouteRequest(
         request_id=request_id,
         model=model,
@@ -46,4 +49,7 @@ def route_request(
         tenant=hints.tenant,
         priority=hints.priority,
         explain=hints.explain,
+        max_tokens=max_tokens,
+        has_deadline=hints.has_deadline,
+        is_continued=is_continued,
     )

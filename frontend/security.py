@@ -1,160 +1,29 @@
-"""Guard the API: API keys and TLS, each from files that flags name, and the web pages that may call."""
+"""Guard the API: TLS from files that flags name, and the web pages that may call."""
 
-import hashlib
-import hmac
 import logging
-import re
 import ssl
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Generic, NamedTuple, NoReturn, TypeVar
+from typing import NoReturn
 
 from frontend.report import PLACEMENT_HEADERS
 from mesh.http.cors import Cors, read_origins
-from mesh.http.errors import UnauthorizedError
-from mesh.http.request import Request
+from mesh.watched_files import Stamp, WatchedFiles, stamp_of
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MAX_KEYS = 10_000  # every request is compared with all of them
-LOOK_S = 2.0  # between looks whether files have changed
-_KEY = re.compile(r"[\x21-\x7e]{1,1024}")
-_TENANT = re.compile(r"[\x21-\x7e]{1,256}")
-_BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
-_CARRIERS = ("authorization", "x-api-key")
-SHOWN_TO_PAGES = ("x-request-id", "request-id", "retry-after", "www-authenticate", *PLACEMENT_HEADERS)
-_SEND = "send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
-
-
-class ApiKey(NamedTuple):
-    digest: bytes  # SHA-256: the key itself is not kept
-    tenant: str  # "": whatever the request says
-
-
-def read_api_keys(text: str, source: str) -> list[ApiKey]:
-    """Read one key a line, then the tenant it stands for, if any; `#` begins a comment.
-
-    Raises ConfigError that names the line, and never the key.
-    """
-    keys: dict[bytes, ApiKey] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        key, *rest = line.partition("#")[0].split() or [""]
-        if not key:
-            continue
-        digest, tenant = _digest(key), rest[0] if rest else ""
-        if len(rest) > 1 or not _KEY.fullmatch(key) or (tenant and not _TENANT.fullmatch(tenant)):
-            raise ConfigError(
-                f"line {number} of {source} is no API key",
-                hint="write a key and, if it stands for one, a tenant; both in printable ASCII, without spaces",
-            )
-        if digest in keys:
-            raise ConfigError(f"line {number} of {source} has the same key as a line before it", hint="remove one")
-        keys[digest] = ApiKey(digest, tenant)
-    if not 0 < len(keys) <= MAX_KEYS:
-        raise ConfigError(f"{source} holds {len(keys)} API keys", hint=f"write 1 to {MAX_KEYS}, one a line")
-    return list(keys.values())
-
-
-Stamp = tuple[tuple[int, int, int], ...]  # of files: changes with what is in them
-T = TypeVar("T")
-
-
-class WatchedFiles(Generic[T]):
-    """Keeps what was read from files, and reads them again once they have changed."""
-
-    def __init__(self, look: Callable[[], Stamp], read: Callable[[], T], name: str, clock: Callable[[], float]) -> None:
-        """Read the files; `name` says what they hold, for the log. Raise ConfigError."""
-        self._look = look
-        self._read_files = read
-        self._name = name
-        self._clock = clock
-        self._stamp = look()
-        self._content = read()
-        self._next_look = clock() + LOOK_S
-
-    def read(self) -> T:
-        """Return the content. If the files cannot be used any more, it stays: they may be half written."""
-        if self._clock() >= self._next_look:
-            self._next_look = self._clock() + LOOK_S
-            try:
-                self._read_changes()
-            except (ConfigError, OSError) as error:
-                log.error("the %s stay as they were: %s", self._name, error)
-        return self._content
-
-    def _read_changes(self) -> None:
-        stamp = self._look()
-        if stamp != self._stamp:
-            self._content, self._stamp = self._read_files(), stamp
-            log.info("the %s were read again", self._name)
-
-
-class ApiKeyGuard:
-    """Lets requests pass that carry one of the keys in a file. A file that changes is read again."""
-
-    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raise ConfigError."""
-        self._path = Path(path)
-        self._keys = WatchedFiles(self._look, self._read, "API keys", clock)
-        warn_if_public("--api-keys-file", path)
-
-    def __call__(self, request: Request) -> None:
-        """Name the tenant of its key in the request. Raise UnauthorizedError."""
-        keys = self._keys.read()
-        sent = sent_key(request)
-        if sent is None:
-            raise UnauthorizedError("no API key was sent", hint=_SEND)
-        digest, found = _digest(sent), None
-        for key in keys:  # to the end: the time taken tells nothing
-            if hmac.compare_digest(key.digest, digest):
-                found = key
-        if found is None:
-            raise UnauthorizedError("Incorrect API key provided", hint="check it, and " + _SEND)
-        request.tenant = found.tenant
-
-    def _look(self) -> Stamp:
-        try:
-            return stamp_of([str(self._path)])
-        except OSError as error:
-            self._cannot_read(error)
-
-    def _read(self) -> list[ApiKey]:
-        try:
-            if self._path.stat().st_mode & stat.S_IWOTH:
-                raise ConfigError(
-                    f"every user of this machine can write API keys into {self._path}", hint="chmod o-w it"
-                )
-            return read_api_keys(self._path.read_text("utf-8"), str(self._path))
-        except (OSError, UnicodeDecodeError) as error:
-            self._cannot_read(error)
-
-    def _cannot_read(self, error: OSError | UnicodeDecodeError) -> NoReturn:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(
-            f"cannot read the API keys in {self._path}: {why}", hint="give --api-keys-file a text file, one key a line"
-        ) from error
-
-
-def sent_key(request: Request) -> str | None:
-    """The key that a request carries: OpenAI's clients send a bearer token, Anthropic's a header of its own.
-
-    Raises UnauthorizedError for one of these headers that was sent twice: what is in front of us may have looked at
-    the other.
-    """
-    names = [name for name, _ in request.headers if name in _CARRIERS]
-    if len(set(names)) < len(names):
-        raise UnauthorizedError("a header with an API key was sent twice", hint="send one key; " + _SEND)
-    if found := _BEARER.fullmatch(request.header("authorization") or ""):
-        return found[1]
-    return request.header("x-api-key") or None
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+SHOWN_TO_PAGES = (
+    "x-request-id",
+    "request-id",
+    "retry-after",
+    "www-authenticate",
+    *(f"x-ratelimit-{what}-{limit}" for limit in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
+    *PLACEMENT_HEADERS,
+)
 
 
 def open_to(origins: str) -> Cors | None:
@@ -229,12 +98,6 @@ def _load_context(cert: str, key: str, client_ca: str) -> ssl.SSLContext:
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-def stamp_of(paths: Sequence[str]) -> Stamp:
-    """Raises OSError."""
-    found = [Path(path).stat() for path in paths]
-    return tuple((file.st_mtime_ns, file.st_ino, file.st_size) for file in found)
 
 
 def warn_if_public(flag: str, path: str) -> None:

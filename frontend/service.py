@@ -4,8 +4,9 @@ import asyncio
 import logging
 import os
 import ssl
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,30 +15,50 @@ from typing import NamedTuple
 from msgspec import structs
 
 from frontend import metrics
+from frontend.access_log import AccessLogFile
 from frontend.admission import Admission
 from frontend.config import FrontendConfig
+from frontend.crew import WorkerCrew
 from frontend.direct import DirectRouter
 from frontend.dispatch import Dispatcher
 from frontend.http import FrontendApi, HttpSettings
+from frontend.keys.guard import ApiKeyGuard, Doorkeeper
+from frontend.keys.issuer import IssuerKeys
+from frontend.keys.meters import Meters
+from frontend.keys.salts import read_secret
+from frontend.keys.sharing import LimitSharing
+from frontend.keys.tokens import TokenRules, TokenVerifier
+from frontend.live.opening import LiveParts, live_page
 from frontend.model_files import ModelFolders, default_cache_dir
 from frontend.models import ModelRegistry
 from frontend.responses.opening import check_setting, open_store
 from frontend.responses.retention import StoreLimits
 from frontend.responses.state import KeptResponses
-from frontend.security import ApiKeyGuard, open_to, tls_context
-from mesh.discovery import Discovery, open_discovery
+from frontend.security import open_to, tls_context
+from frontend.service_level import ServiceLevel
+from frontend.tracing import Tracing
+from mesh.discovery import Discovery, open_discovery, standing_calls
+from mesh.exposition import labelled
 from mesh.http.cors import Cors
-from mesh.http.server import listening
-from mesh.lifecycle import watch_parent
-from mesh.merged_metrics import sharing
+from mesh.http.door import Door
+from mesh.http.server import Leaving, listening, log_line
+from mesh.identity.credentials import Credentials
+from mesh.identity.metrics import using
+from mesh.identity.names import MeshRole
+from mesh.lifecycle import unless_stopped, watch_parent
+from mesh.merged_metrics import ready_file, sharing
 from mesh.plane.client import PlaneClient
+from mesh.plane.server import PlaneServer
 from mesh.telemetry import log_ready
+from protocol.errors import ConfigError
 from protocol.ids import new_generation
 from protocol.messages import FrontendCard, encode_card
+from protocol.version import RELEASE
 from router.booking import Router
 from router.client import RemoteRouter
 from router.config import RouterConfig
 from router.down import DownWorkers
+from router.fallback import FallbackRouter
 from router.feeds import LinkWatch, WorkerFeed, tell_missing
 from router.findings import DiscoveryReport
 from router.local import LocalRouter
@@ -45,59 +66,141 @@ from router.local import LocalRouter
 log = logging.getLogger(__name__)
 
 CUT_OFF_S = 2.0  # for telling the clients of requests that are cut off
-FIRST_NEWS_S = 3.0  # of workers, for a process that shares its port
+FIRST_NEWS_S = 3.0  # until discovery has told its workers
+NEWS_LOOK_S = 0.02
+HEARD_S = 0.05  # for what was told to reach those who listen
+FIRST_WORKER_S = 3.0  # after the start, in which requests wait for a worker
 
 
 async def serve(config: FrontendConfig, router_config: RouterConfig, stop: asyncio.Event) -> None:
     """Answer until `stop` is set, then finish what is in flight."""
     watch_parent(stop)
     tls = tls_context(config.tls_cert, config.tls_key, config.tls_client_ca)
-    guard, cors = ApiKeyGuard(config.api_keys_file) if config.api_keys_file else None, open_to(config.cors_origins)
-    responses = kept_responses(config)
+    limits = LimitSharing(f"{config.name}-{new_generation():x}")
+    meters, cors = Meters(sharing=limits), open_to(config.cors_origins)
+    guard, responses = open_guard(config, meters), kept_responses(config)
     async with AsyncExitStack() as cleanup:
-        plane = PlaneClient()
+        cleanup.callback(meters.close)
+        cleanup.enter_context(labelled("frontend", config.namespace))
+        credentials = await cleanup.enter_async_context(using(config.mesh_tls, MeshRole.FRONTEND))
+        plane = PlaneClient(credentials)
         cleanup.push_async_callback(plane.close)
-        discovery = open_discovery(config.discovery)
+        discovery = open_discovery(config.discovery, credentials)
         cleanup.push_async_callback(discovery.close)
         models = open_registry(config, plane)
         workers = worker_feed(plane, models)
         async with asyncio.TaskGroup() as feeds:
-            down = DownWorkers()
-            search = partial(searched, workers, models, down)
+            search = partial(searched, workers, models, down := DownWorkers())
             follow = follow_workers(feeds, workers, down, discovery, models)
             opened = await open_router(config, router_config, plane, workers, discovery, cleanup)
-            if opened.run is not None:
-                follow.append(feeds.create_task(opened.run, name="frontend: follow routers"))
+            follow += [] if opened.run is None else [feeds.create_task(opened.run, name="frontend: follow routers")]
             dispatcher = Dispatcher(opened.router, plane, lambda model: models.find(model).facts.block_size)
             folder = Path(config.shares_port_with) if config.shares_port_with else None
             if folder is not None:
                 await cleanup.enter_async_context(sharing(folder))
-                await heard_of(workers)
             follow += keep(responses, feeds, cleanup)
-            settings = settings_of(config)
-            api = FrontendApi(settings, models, dispatcher, opened.is_ready, folder, responses=responses, search=search)
-            configure(api, config, guard, cors)
-            observe(models, search)
-            async with listening_at(config, api, tls) as url:
-                card = FrontendCard(name=config.name, url=url, pid=os.getpid())
-                registration = await discovery.put(f"frontends/{config.name}", encode_card(card))
-                log_ready(log, metrics=f"{url}/metrics", discovery=config.discovery, url=url)
-                await stop.wait()
-                await registration.withdraw()
-                await drain(api.admission, config.drain_timeout_s)
+            if guard is not None:
+                follow += await share_limits(config, limits, guard.issuer, plane, discovery, feeds, cleanup)
+            opening = partial(FrontendApi, responses=responses, search=search, router_note=opened.note)
+            settings, crew = settings_of(config, credentials), WorkerCrew(plane, models, workers.resting)
+            parts = LiveParts(opened.router, dispatcher, workers, discovery, Admission(settings.max_inflight))
+            live = await cleanup.enter_async_context(live_page(config, parts, credentials, guard, tls, stop))
+            api = opening(settings, models, dispatcher, opened.is_ready, folder, crew=crew, **parts.of_api(live))
+            configure(api, config, guard, cors, cleanup)
+            observe(models, search, settings.slo)
+            await unless_stopped(hear(discovery, models), stop)
+            if not stop.is_set():
+                await serve_clients(config, api, discovery, credentials, tls, stop)
             await dispatcher.close()
             for feed in follow:
                 feed.cancel()
 
 
-def listening_at(
-    config: FrontendConfig, api: FrontendApi, tls: ssl.SSLContext | None
-) -> AbstractAsyncContextManager[str]:
-    """Return the listener of the API. It yields the URL for others."""
+async def serve_clients(
+    config: FrontendConfig,
+    api: FrontendApi,
+    discovery: Discovery,
+    credentials: Credentials | None,
+    tls: ssl.SSLContext | None,
+    stop: asyncio.Event,
+) -> None:
+    """Answer until `stop` is set, then let clients go elsewhere and finish what is in flight."""
+    leaving = Leaving()
+    async with (
+        listening_to_members(config, api, credentials) as mesh_url,
+        listening_at(config, api, tls, leaving) as url,
+    ):
+        card = FrontendCard(name=config.name, url=url, pid=os.getpid(), mesh_url=mesh_url)
+        registration = await discovery.put(f"frontends/{config.name}", encode_card(card))
+        log_ready(log, metrics=f"{mesh_url or url}/metrics", discovery=config.discovery, url=url)
+        await stop.wait()
+        await registration.withdraw()
+        await drain(api.admission, config.drain_timeout_s, config.drain_notice_s, leaving.leave)
+
+
+def open_guard(config: FrontendConfig, meters: Meters) -> Doorkeeper | None:
+    """Return what lets requests in; None if the API is open. Raise ConfigError."""
+    secret, issuer = read_secret(config.salt_secret_file), open_issuer(config)
+    keys = ApiKeyGuard(config.api_keys_file, meters=meters, secret=secret) if config.api_keys_file else None
+    if issuer is None:
+        return None if keys is None else Doorkeeper(keys, None)
+    rules = TokenRules(config.jwt_issuer, config.jwt_audience, config.jwt_leeway_s, config.jwt_tenant_claim)
+    return Doorkeeper(keys, TokenVerifier(issuer, rules, meters, secret=secret))
+
+
+def open_issuer(config: FrontendConfig) -> IssuerKeys | None:
+    """Return the keys of tokens' issuer; None if tokens are not taken. Raise ConfigError."""
+    if not config.jwt_keys:
+        return None
+    if not (config.jwt_issuer and config.jwt_audience):
+        raise ConfigError(
+            "--jwt-keys is given without --jwt-issuer and --jwt-audience", hint="a token made for others must not count"
+        )
+    return IssuerKeys(config.jwt_keys)
+
+
+@asynccontextmanager
+async def listening_at(
+    config: FrontendConfig, api: FrontendApi, tls: ssl.SSLContext | None, leaving: Leaving
+) -> AsyncIterator[str]:
+    """Serve the API; yield the URL for others. Processes that share the port say that they listen."""
     shares = bool(config.shares_port_with)
-    return listening(
-        api.app, config.host, config.port, advertise_host=config.advertise_host, tls=tls, reuse_port=shares
+    ready = ready_file(Path(config.shares_port_with), os.getpid())
+    async with listening(
+        api.app,
+        config.host,
+        config.port,
+        advertise_host=config.advertise_host,
+        tls=tls,
+        reuse_port=shares,
+        leaving=leaving,
+    ) as url:
+        if shares:
+            ready.touch()
+        try:
+            yield url
+        finally:
+            ready.unlink(missing_ok=True)
+
+
+@asynccontextmanager
+async def listening_to_members(
+    config: FrontendConfig, api: FrontendApi, credentials: Credentials | None
+) -> AsyncIterator[str]:
+    """Serve what is within the mesh alone on a port of its own; yield its URL, "" where the mesh is open."""
+    if credentials is None:
+        yield ""
+        return
+    listener = listening(
+        api.mesh_app,
+        config.host,
+        config.mesh_port,
+        advertise_host=config.advertise_host,
+        door=Door(credentials),
+        reuse_port=bool(config.shares_port_with and config.mesh_port),
     )
+    async with listener as url:
+        yield url
 
 
 class OpenedRouter(NamedTuple):
@@ -106,6 +209,7 @@ class OpenedRouter(NamedTuple):
     router: Router
     is_ready: Callable[[], bool]
     run: Coroutine[None, None, None] | None  # what follows other routers
+    note: Callable[[], str] = str  # for operators, "" for nothing
 
 
 async def open_router(
@@ -120,8 +224,8 @@ async def open_router(
     if config.router == "direct":
         return OpenedRouter(DirectRouter(workers, config.direct_worker), always, None)
     if config.router == "remote":
-        remote = RemoteRouter(plane)
-        return OpenedRouter(remote, remote.is_ready, remote.run(discovery))
+        remote = RemoteRouter(plane, FallbackRouter(workers))
+        return OpenedRouter(remote, remote.is_ready, remote.run(discovery), remote.note)
     local = LocalRouter(named_for(config, router_config), plane, workers)
     cleanup.push_async_callback(local.close)
     if local.gossip is None:
@@ -130,17 +234,51 @@ async def open_router(
     return OpenedRouter(local, always, local.gossip.run(discovery))
 
 
-def configure(api: FrontendApi, config: FrontendConfig, guard: ApiKeyGuard | None, cors: Cors | None) -> None:
+def configure(
+    api: FrontendApi, config: FrontendConfig, guard: Doorkeeper | None, cors: Cors | None, cleanup: AsyncExitStack
+) -> None:
     """Set what the application lets in and logs."""
-    api.app.guard, api.app.cors, api.app.logs_access = guard, cors, config.access_log
-    api.app.is_draining = lambda: api.admission.draining
+    api.app.guard, api.app.cors = guard, cors
+    api.app.is_draining = lambda: api.admission.is_leaving
     api.app.limits = replace(api.app.limits, max_connections=config.max_connections)
+    open_access_log(api, config, cleanup)
+    open_tracing(api, config, cleanup)
 
 
-def observe(models: ModelRegistry, search: Callable[[], DiscoveryReport]) -> None:
+def open_tracing(api: FrontendApi, config: FrontendConfig, cleanup: AsyncExitStack) -> None:
+    """Have requests traced, if the settings ask for it. Raise ConfigError."""
+    if not config.otlp_endpoint:
+        return
+    resource = {
+        "service.name": "kvmesh-frontend",
+        "service.namespace": config.namespace,
+        "service.instance.id": config.name,
+        "service.version": RELEASE,
+    }
+    api.timelines.tracer = tracing = Tracing(config.otlp_endpoint, config.trace_share, resource)
+    cleanup.push_async_callback(asyncio.to_thread, tracing.close)
+    cleanup.callback(api.timelines.look(tracing.ended))
+
+
+def open_access_log(api: FrontendApi, config: FrontendConfig, cleanup: AsyncExitStack) -> None:
+    """Have a line written for every request, if the settings ask for it. Raise ConfigError."""
+    if not (config.access_log or config.access_log_file):
+        return
+    api.app.access_log = log_line
+    if config.access_log_file:
+        path = config.access_log_file
+        file = AccessLogFile(f"{path}.{config.name}" if config.shares_port_with else path, config.access_log_mib)
+        cleanup.push_async_callback(file.close)
+        api.app.access_log = file.write
+    cleanup.callback(api.timelines.look(lambda timeline: None))  # the server asks each request for its fields
+
+
+def observe(models: ModelRegistry, search: Callable[[], DiscoveryReport], slo: ServiceLevel) -> None:
     """Let the gauges read what is known when they are scraped, by whichever process of ours is asked."""
     metrics.MODELS_READY.set_function(lambda: len(models.ready()))
     metrics.WORKERS_DOWN.set_function(lambda: len(search().down))
+    metrics.SLO_SECONDS.labels("ttft").set(slo.ttft_s)
+    metrics.SLO_SECONDS.labels("itl").set(slo.itl_s)
 
 
 def open_registry(config: FrontendConfig, plane: PlaneClient) -> ModelRegistry:
@@ -180,11 +318,17 @@ def searched(workers: WorkerFeed, models: ModelRegistry, down: DownWorkers) -> D
     return structs.replace(workers.report(models.unusable()), down=down.report())
 
 
-async def heard_of(workers: WorkerFeed) -> None:
-    """Others answer on the same port: a process that knows no worker yet would turn away what they could do."""
+async def hear(discovery: Discovery, models: ModelRegistry) -> None:
+    """Wait until discovery has told its workers: a frontend that knew none would refuse what others can do.
+
+    While discovery is away or empty, that ends soon; then requests wait for the first worker for some time.
+    """
     with suppress(TimeoutError):
         async with asyncio.timeout(FIRST_NEWS_S):
-            await workers.seen.wait()
+            while not discovery.where().is_read:  # noqa: ASYNC110 - a thread of the backend tells it, once
+                await asyncio.sleep(NEWS_LOOK_S)
+            await asyncio.sleep(HEARD_S)
+    models.hold_until(time.monotonic() + FIRST_WORKER_S)
 
 
 def always() -> bool:
@@ -208,7 +352,7 @@ def kept_responses(config: FrontendConfig) -> KeptResponses | None:
     store = open_store(config.responses_store, limits)
     if store is None:
         return None
-    return KeptResponses(store, config.responses_background, is_keyed=bool(config.api_keys_file))
+    return KeptResponses(store, config.responses_background, is_keyed=bool(config.api_keys_file or config.jwt_keys))
 
 
 def keep(
@@ -221,29 +365,67 @@ def keep(
     return [feeds.create_task(responses.run(), name="frontend: keep responses")]
 
 
-def settings_of(config: FrontendConfig) -> HttpSettings:
+async def share_limits(
+    config: FrontendConfig,
+    limits: LimitSharing,
+    issuer: IssuerKeys | None,
+    plane: PlaneClient,
+    discovery: Discovery,
+    feeds: asyncio.TaskGroup,
+    cleanup: AsyncExitStack,
+) -> list[asyncio.Task[None]]:
+    """Let the frontends of the mesh hold keys to their limits together, and follow the issuer of tokens."""
+    server = PlaneServer(limits.handlers(), standing=standing_calls(discovery), credentials=plane.credentials)
+    cleanup.push_async_callback(limits.close)
+    cleanup.push_async_callback(server.close)
+    address = await server.start(config.host, config.limits_port, advertise_host=config.advertise_host)
+    task = feeds.create_task(limits.run(discovery, plane, address), name="frontend: share limits")
+    await limits.joined()
+    if issuer is None:
+        return [task]
+    return [task, feeds.create_task(issuer.run(), name="frontend: fetch public keys")]
+
+
+def settings_of(config: FrontendConfig, credentials: Credentials | None) -> HttpSettings:
     return HttpSettings(
         max_body_bytes=int(config.max_body_mib * 2**20),
         request_timeout_s=config.request_timeout_s,
         max_inflight=config.max_inflight,
+        is_closed=credentials is not None,
         is_steered=config.router == "direct",
+        slo=ServiceLevel(config.slo_ttft_s, config.slo_itl_s),
+        counts_gen_ai=config.gen_ai_metrics,
     )
 
 
-async def drain(admission: Admission, timeout_s: float) -> None:
-    """New requests get 503 while those in flight finish; those that take too long end with an error."""
+async def drain(
+    admission: Admission, timeout_s: float, notice_s: float = 0.0, leave: Callable[[], Awaitable[None]] | None = None
+) -> None:
+    """Let requests in flight finish; those that take too long end with an error.
+
+    For `notice_s` before that, load balancers can read in /health that they should go elsewhere. Then `leave` takes no
+    more clients: who connects is refused at once, and what comes on connections that stand is answered.
+    """
+    admission.leave()
+    if notice_s:
+        log.info("leaving", extra={"notice_s": notice_s})
+        await asyncio.sleep(notice_s)
     log.info("draining")
+    if not await idle_within(admission, timeout_s, leave):
+        log.warning("cutting off %d requests after %.1f s", admission.inflight, timeout_s)
+        admission.drain()
+        admission.cut_off()
+        await idle_within(admission, CUT_OFF_S)
     admission.drain()
-    if await idle_within(admission, timeout_s):
-        return
-    log.warning("cutting off %d requests after %.1f s", admission.inflight, timeout_s)
-    admission.cut_off()
-    await idle_within(admission, CUT_OFF_S)
 
 
-async def idle_within(admission: Admission, timeout_s: float) -> bool:
+async def idle_within(
+    admission: Admission, timeout_s: float, leave: Callable[[], Awaitable[None]] | None = None
+) -> bool:
     try:
         async with asyncio.timeout(timeout_s):
+            if leave is not None:
+                await leave()
             await admission.wait_idle()
     except TimeoutError:
         return False

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from frontend.anthropic import count, messages
 from frontend.anthropic.errors import error_body as anthropic_error
 from frontend.endpoint import Endpoint, ErrorShape
-from frontend.mesh_api import route, status, tokenize
+from frontend.mesh_api import controls, route, status, tokenize
 from frontend.openai import chat, completions, embeddings, models
 from frontend.responses import count as input_tokens
 from frontend.responses import create as responses
@@ -22,6 +22,7 @@ ENDPOINTS: Sequence[Endpoint] = (
     embeddings.ENDPOINT,
     *tokenize.ENDPOINTS,
     route.ENDPOINT,
+    *controls.ENDPOINTS,
     *models.ENDPOINTS,
     *status.ENDPOINTS,
 )

@@ -19,8 +19,8 @@ import jinja2.parser
 import jinja2.runtime
 import jinja2.utils
 import msgspec
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from frontend.template_limits import MAX_SOURCE_CHARS, LimitedEnvironment, limited
 from protocol.errors import ConfigError, InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -56,12 +56,11 @@ class ChatTemplate:
         self.source = source
         self._knows_developer = "developer" in source
         self._reads_reasoning = _READS_REASONING.search(source) is not None
-        try:
-            self._template = _environment().from_string(source)
-            # jinja2 copies these for every rendering, and chains of maps are slow to copy
-            self._template.globals = dict(self._template.globals)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template does not compile: {error}") from error
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ConfigError(f"the chat template has {len(source)} characters, at most {MAX_SOURCE_CHARS} are taken")
+        self._template = _compiled(source)
+        # jinja2 copies these for every rendering, and chains of maps are slow to copy
+        self._template.globals = dict(self._template.globals)
 
     @classmethod
     def load(cls, path: str | Path) -> "ChatTemplate | None":
@@ -90,16 +89,15 @@ class ChatTemplate:
         if continue_final_message:
             plain[-1]["content"] = _marked(plain[-1].get("content"))
         try:
-            text = self._template.render(
-                {
-                    **self._special_tokens,
-                    **(options or {}),
-                    "messages": plain,
-                    "tools": tools,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            values = {
+                **self._special_tokens,
+                **(options or {}),
+                "messages": plain,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            text = limited(lambda: self._template.render(values))
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {str(error)[:MAX_REFUSAL_CHARS]}", param=param
@@ -188,8 +186,16 @@ def _read_object(file: Path) -> dict[str, Any]:
 # --- transformers' environment --------------------------------------------------------------------------
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _compiled(source: str) -> jinja2.Template:
+    """Raise ConfigError if `source` is no template."""
+    try:
+        return limited(lambda: _environment().from_string(source))
+    except Exception as error:  # constants are computed while the template compiles, and may fail in any way
+        raise ConfigError(f"the chat template does not compile: {str(error)[:MAX_REFUSAL_CHARS]}") from error
+
+
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
@@ -199,6 +205,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         "dict": _DictFactory(),
         "namespace": _Namespace,
     }
+    environment.limit_filters()
     return environment
 
 
@@ -256,6 +263,9 @@ class _Namespace(jinja2.utils.Namespace):
         for name in attributes:
             _refuse_underscore(name)
         jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"  # what is in it may have it in turn
 
     def __setitem__(self, name: str, value: Any) -> None:
         _refuse_underscore(name)

@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RawStreamMsg, StorageType, StreamConfig
 
 from kvevents.nats_access import NatsAccess
-from protocol.errors import PeerLostError
+from protocol.errors import ConfigError, PeerLostError
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,14 @@ async def connect(client: Client, access: NatsAccess, on_interruption: Interrupt
         failures += 1
         log.log(logging.DEBUG if failures > 1 else logging.WARNING, "NATS at %s: %r", access.url, error)
 
+    tls = access.load_tls()
+
     async def disconnected() -> None:
+        if tls is not None:  # certificates are renewed while this process runs
+            try:
+                access.load_tls(tls)
+            except ConfigError as error:
+                log.warning("NATS: the TLS files that were read before stay in use: %s", error)
         if on_interruption is not None:
             on_interruption(False)
 
@@ -69,6 +76,8 @@ async def connect(client: Client, access: NatsAccess, on_interruption: Interrupt
         name="kvmesh kv events",
         user=access.user or None,
         password=access.password or None,
+        tls=tls,
+        inbox_prefix=access.inbox.encode(),
         error_cb=on_error,
         disconnected_cb=disconnected,
         reconnected_cb=reconnected,

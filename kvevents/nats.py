@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from urllib.parse import quote
 
 import nats.errors
 import nats.js.errors
@@ -26,7 +25,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy
 from kvevents import jetstream
 from kvevents.batches import in_parts
 from kvevents.formats import MAX_PAYLOAD_BYTES, encode_payload
-from kvevents.nats_access import NatsAccess, read_access
+from kvevents.nats_access import NatsAccess, read_access, token
 from kvevents.transport import Listener, TakeBatch
 from protocol.errors import ConfigError, PeerLostError
 from protocol.events import KvEvent
@@ -64,7 +63,8 @@ class NatsKvEventPublisher:
         """Begin to publish to `url`, see kvevents.nats_access. The server need not be up yet. Raises ConfigError."""
         self._access = read_access(url)
         self._id = secrets.token_hex(6)  # of this process, whose batches are numbered from 0
-        self._subject = f"{jetstream.SUBJECTS}.{_token(worker_id)}.{dp_rank}.{self._id}"
+        whose = f"{token(self._access.user)}." if self._access.user else ""  # a server lets a user publish under it
+        self._subject = f"{jetstream.SUBJECTS}.{whose}{token(worker_id)}.{dp_rank}.{self._id}"
         self.endpoint = f"{self._access.url}/{self._subject}"
         self.lost = 0
         self._dp_rank = dp_rank
@@ -176,7 +176,7 @@ class NatsServer:
         self.listeners: dict[str, Listener] = {}  # by subject
         self._access = access
         self._url = access.url
-        self._durable = _token(durable)
+        self._durable = token(durable)
         self._client = Client()
         self._stream = self._client.jetstream()
         self._is_ready = asyncio.Event()  # the stream and a consumer exist
@@ -281,17 +281,23 @@ class NatsServer:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:
-    """Split nats://host:port/subject into (nats://host:port, subject). Raises ConfigError."""
-    server, _, subject = endpoint.removeprefix("nats://").partition("/")
-    url = read_access(f"nats://{server}").url
+    """Split nats://host:port/subject, or tls://, into the server's URL and the subject. Raises ConfigError."""
+    scheme, _, rest = endpoint.partition("://")
+    server, _, subject = rest.partition("/")
+    url = read_access(f"{scheme}://{server}").url
     if not re.fullmatch(r"[^\s*>/]+", subject) or not subject.startswith(f"{jetstream.SUBJECTS}."):
         raise ConfigError(f"cannot follow KV events at {endpoint!r}", hint="give it as nats://host:port/subject")
     return url, subject
 
 
-def _token(name: str) -> str:
-    """Escape `name` for use as one part of a subject, or as a consumer's name."""
-    return quote(name, safe="").replace(".", "%2E")
+def check_subject(subject: str, worker_id: WorkerId, dp_rank: int) -> None:
+    """Raise ConfigError for a subject on which another worker, or another rank, publishes.
+
+    It is the prefix, the user if there is one, the worker, the rank and the process.
+    """
+    own = subject.removeprefix(f"{jetstream.SUBJECTS}.").split(".")
+    if len(own) not in (3, 4) or own[-3:-1] != [token(worker_id), str(dp_rank)]:
+        raise ConfigError(f"the subject of its KV events, {subject[:200]!r}, is not its own")
 
 
 def _begin(work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:

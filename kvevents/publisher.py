@@ -11,6 +11,7 @@ from enum import Enum
 import zmq
 
 from kvevents.batches import in_parts
+from kvevents.door import EventDoor, KeyPair, close_to_strangers
 from kvevents.formats import encode_payload
 from kvevents.ring import ReplayRing
 from kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
@@ -37,7 +38,7 @@ class KvEventPublisher:
 
     Implements kvevents.transport.Publisher. Must be made on a running event loop. A port `*` takes a free one, and
     `5700-5799` the first free one of these: see `endpoint`, `replay_endpoint`. `advertise_host` replaces the host in
-    both, for subscribers on other hosts.
+    both, for subscribers on other hosts. With `door` and `keys`, both sockets take only followers that the door admits.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class KvEventPublisher:
         ring_batches: int = 10_000,
         ring_bytes: int = 64 << 20,
         advertise_host: str | None = None,
+        door: EventDoor | None = None,
+        keys: KeyPair | None = None,
     ) -> None:
         self._topic = topic.encode()
         self._dp_rank = dp_rank
@@ -57,8 +60,12 @@ class KvEventPublisher:
         self._replays: dict[bytes, _Replay] = {}  # by client
         self._next_round: asyncio.Handle | None = None
         self._loop = asyncio.get_running_loop()
-        self._pub = open_socket(zmq.PUB, send=_QUEUED_EVENTS)
-        router = open_socket(zmq.ROUTER, send=_QUEUED_REPLAYS, max_bytes=_REQUEST_BYTES)
+        open_one = open_socket if door is None else door.open_socket
+        self._pub = open_one(zmq.PUB, send=_QUEUED_EVENTS)
+        router = open_one(zmq.ROUTER, send=_QUEUED_REPLAYS, max_bytes=_REQUEST_BYTES)
+        if keys is not None:
+            close_to_strangers(self._pub, keys)
+            close_to_strangers(router, keys)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # report a client that is gone or full, do not drop silently
         try:
             self.endpoint = bind_socket(self._pub, bind, advertise_host, to=_PURPOSE)

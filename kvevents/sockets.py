@@ -124,12 +124,19 @@ def _bind_first_free(socket: zmq.Socket[bytes], base: str, first: int, last: int
     socket.bind(f"{base}:{last}")
 
 
-def open_socket(kind: int, *, receive: int = 1000, send: int = 1000, max_bytes: int = -1) -> zmq.Socket[bytes]:
+def open_socket(
+    kind: int,
+    *,
+    receive: int = 1000,
+    send: int = 1000,
+    max_bytes: int = -1,
+    context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
+) -> zmq.Socket[bytes]:
     """Open a socket that closes without waiting, and queues at most so many messages for each peer.
 
-    A peer that sends a message of more than `max_bytes` is disconnected.
+    A peer that sends a message of more than `max_bytes` is disconnected. Without `context` it is the process's own.
     """
-    context = zmq.Context[zmq.Socket[bytes]].instance()
+    context = context or zmq.Context[zmq.Socket[bytes]].instance()
     context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)  # has an effect only before the first socket
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Protocol
 
+from kvevents.allowance import Allowance, EventRates
 from kvevents.connect import Links
 from kvevents.cursor import (
     Action,
@@ -24,6 +25,7 @@ from kvevents.cursor import (
 )
 from kvevents.pending import PendingBudget
 from kvevents.transport import KvSource, Snapshot
+from mesh.safeguards import is_off
 from protocol.errors import MeshError, WireError
 from protocol.events import Digest
 from protocol.ids import WorkerId
@@ -31,6 +33,7 @@ from protocol.messages import KvDigest
 
 log = logging.getLogger(__name__)
 
+_FINDS_LOSSES = not is_off("replay")
 _FIRST_RECHECKS_S = (0.1, 1.0)  # finds batches that were published before the subscription arrived
 
 Request = RequestReplay | RequestSnapshot | RequestDigest
@@ -68,14 +71,24 @@ class Patience:
 class KvEventSubscriber:
     """Feeds `sink` with each worker's events, in order, on the event loop it was made on.
 
-    `stats` counts: batches, dropped, unreadable, replays, snapshots, digests, divergences, resets.
+    `stats` counts: batches, dropped, unreadable, replays, snapshots, digests, divergences, resets, rests.
+
+    A publisher that sends more than `rates` is disconnected for a while, and asked for what was missed after that.
     """
 
-    def __init__(self, sink: Sink, *, patience: Patience | None = None, links: Links | None = None) -> None:
-        """Make a subscriber, which closes `links` when it is closed."""
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        patience: Patience | None = None,
+        links: Links | None = None,
+        rates: EventRates | None = None,
+        on_rest: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Make a subscriber, which closes `links` when it is closed. `on_rest` counts disconnected publishers."""
         self.stats: Counter[str] = Counter()
         self._links = links or Links()
-        self._shared = _Shared(sink, patience or Patience(), self._links, self.stats)
+        self._shared = _Shared(sink, patience or Patience(), self._links, self.stats, rates or EventRates(), on_rest)
         self._feeds: dict[tuple[WorkerId, int], _Feed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -106,6 +119,11 @@ class KvEventSubscriber:
         feed = self._feeds.get((worker_id, dp_rank))
         return feed is not None and feed.is_live
 
+    def count_live(self) -> tuple[int, int]:
+        """Return how many sources are followed without a gap, and how many are not."""
+        live = [feed.is_live for feed in list(self._feeds.values())]
+        return sum(live), len(live) - sum(live)
+
     def positions(self) -> Mapping[tuple[WorkerId, int], Position]:
         """Return the positions up to which the sink was fed. A follower with a copy of the sink can resume there."""
         return {key: position for key, feed in self._feeds.items() if (position := feed.position) is not None}
@@ -131,11 +149,21 @@ class KvEventSubscriber:
 class _Shared:
     """The objects that all feeds of a subscriber share."""
 
-    def __init__(self, sink: Sink, patience: Patience, links: Links, stats: Counter[str]) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        patience: Patience,
+        links: Links,
+        stats: Counter[str],
+        rates: EventRates,
+        on_rest: Callable[[], object],
+    ) -> None:
         self.sink = sink
         self.patience = patience
         self.links = links
         self.stats = stats
+        self.rates = rates
+        self.on_rest = on_rest
         self.slots = asyncio.Semaphore(patience.at_once)
         self.budget = PendingBudget()
 
@@ -158,11 +186,15 @@ class _Feed:
         self._request: Request | None = None
         self._requested = asyncio.Event()
         self._complained = False
+        self._links = shared.links
+        self._on_rest = shared.on_rest
+        self._allowance = Allowance(shared.rates, asyncio.get_running_loop().time())
+        self._is_resting = self._has_rested = False  # the publisher sent too much: the link is closed
         self._link = shared.links.open(source, self)
         self._cursor = Cursor(
-            can_replay=self._link.can_replay,
-            can_snapshot=source.snapshot is not None,
-            can_digest=source.digest is not None,
+            can_replay=self._link.can_replay and _FINDS_LOSSES,
+            can_snapshot=source.snapshot is not None and _FINDS_LOSSES,
+            can_digest=source.digest is not None and _FINDS_LOSSES,
             numbers_restart=self._link.numbers_restart,
             resume=source.resume,
             budget=shared.budget,
@@ -171,7 +203,7 @@ class _Feed:
 
     @property
     def is_live(self) -> bool:
-        return self._cursor.mode is Mode.LIVE
+        return self._cursor.mode is Mode.LIVE and not self._is_resting
 
     @property
     def position(self) -> Position | None:
@@ -191,7 +223,9 @@ class _Feed:
         rechecks = chain(_FIRST_RECHECKS_S, repeat(self._patience.recheck_s))
         in_a_row = 0
         while not self._is_closed:
-            if self._request is None:
+            if self._is_resting:
+                await self._rest()
+            elif self._request is None:
                 in_a_row = 0
                 await self._idle(min(next(rechecks), self._patience.recheck_s))
             else:
@@ -238,12 +272,14 @@ class _Feed:
         self._carry_out(self._cursor.on_replay_failed())
 
     def _on_replayed(self, seq: int, payload: bytes) -> bool:
-        self._carry_out(self._cursor.on_replayed(seq, payload))
+        if self._may_take(payload):
+            self._carry_out(self._cursor.on_replayed(seq, payload))
         return self._wants_replay
 
     @property
     def _wants_replay(self) -> bool:
-        return self._request is None and self._cursor.mode is Mode.REPLAYING and not self._is_closed
+        is_open = not (self._is_closed or self._is_resting)
+        return is_open and self._request is None and self._cursor.mode is Mode.REPLAYING
 
     async def _restore(self, take: Callable[[], Awaitable[Snapshot]]) -> None:
         self._stats["snapshots"] += 1
@@ -275,7 +311,8 @@ class _Feed:
     # --- events of the link -----------------------------------------------------------------------------------
 
     def on_live(self, seq: int, payload: bytes) -> None:
-        self._carry_out(self._cursor.on_live(seq, payload))
+        if self._may_take(payload):
+            self._carry_out(self._cursor.on_live(seq, payload))
 
     def on_disconnected(self) -> None:
         self._carry_out(self._cursor.on_disconnected())
@@ -288,6 +325,41 @@ class _Feed:
         self._stats["unreadable"] += 1
         log.log(logging.DEBUG if self._complained else logging.WARNING, "%s: %s", self._name, what)
         self._complained = True
+        self._may_take(b"")
+
+    # --- a publisher that sends too much ----------------------------------------------------------------------
+
+    def _may_take(self, payload: bytes) -> bool:
+        """Return whether a batch is within the publisher's allowance; else its link is closed for a while."""
+        if self._is_resting or self._is_closed:
+            return False
+        if self._allowance.take(payload, asyncio.get_running_loop().time()):
+            return True
+        self._stats["rests"] += 1
+        self._on_rest()
+        level = logging.DEBUG if self._has_rested else logging.WARNING
+        log.log(level, "%s: it sends more events than one publisher may; it is disconnected for a while, and asked "
+                "for what was missed after that", self._name)  # fmt: skip
+        self._is_resting = self._has_rested = True
+        self._link.close()
+        self._carry_out(self._cursor.on_disconnected())
+        self._requested.set()
+        return False
+
+    async def _rest(self) -> None:
+        """Leave the publisher alone until it may send again, then connect again and ask for what was missed."""
+        await asyncio.sleep(self._allowance.rest_s(asyncio.get_running_loop().time()))
+        if self._is_closed:
+            return
+        try:
+            self._link = self._links.open(self._source, self)
+        except MeshError as error:
+            log.warning("%s: cannot connect again: %s", self._name, error)
+            return
+        self._is_resting = False
+        if self._request is None and self._cursor.mode is Mode.REPLAYING:
+            self._request = RequestReplay(self._cursor.replay_start)
+        self._carry_out(self._cursor.on_reconnected())
 
     # --- actions of the cursor --------------------------------------------------------------------------
 

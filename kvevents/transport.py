@@ -34,6 +34,7 @@ class KvSource:
     topic: str = ""  # ZMQ: a prefix; "" takes all
     snapshot: Callable[[], Awaitable[Snapshot]] | None = None
     digest: Callable[[], Awaitable[KvDigest]] | None = None
+    key: str = ""  # ZMQ: the publisher's public key (CURVE, Z85); "": its events are open to everybody
     resume: Position | None = None  # the sink holds the batches before it, see KvEventSubscriber.positions
 
 

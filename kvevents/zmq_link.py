@@ -5,10 +5,12 @@ import asyncio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvevents.door import KeyPair, show_key
 from kvevents.formats import MAX_PAYLOAD_BYTES
 from kvevents.publisher import END_OF_REPLAY
 from kvevents.sockets import Frames, LoopSocket, open_socket
 from kvevents.transport import KvSource, Listener, TakeBatch
+from protocol.card_checks import is_event_key
 from protocol.errors import ConfigError
 
 _QUEUED_BATCHES = 4096  # of one worker, kept while the loop is busy
@@ -21,18 +23,21 @@ class ZmqLink:
 
     numbers_restart = True
 
-    def __init__(self, source: KvSource, listener: Listener) -> None:
+    def __init__(self, source: KvSource, listener: Listener, keys: KeyPair | None = None) -> None:
+        """Follow a source; `keys` are the follower's own. Raises ConfigError, also for open events where keys count."""
+        _check_keys(source, keys)
+        self._keys = keys
         self._source = source
         self._listener = listener
         self._was_cut = False
         self.can_replay = bool(source.replay_endpoint)
         if self.can_replay:
-            _connect_dealer(source).close()  # finds a bad address now
+            self._dealer().close()  # finds a bad address now
         sub = open_socket(zmq.SUB, receive=_QUEUED_BATCHES, max_bytes=MAX_PAYLOAD_BYTES)
         watch = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         sub.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
         try:
-            _connect(sub, source.endpoint)
+            self._connect(sub, source.endpoint)
         except ConfigError:
             watch.close()
             raise
@@ -42,7 +47,7 @@ class ZmqLink:
 
     async def replay(self, start: int, take: TakeBatch, silence_s: float) -> None:
         replay = _ReplayReader(take, self._listener)
-        dealer = LoopSocket(_connect_dealer(self._source), replay.on_message)
+        dealer = LoopSocket(self._dealer(), replay.on_message)
         try:
             dealer.send((b"", start.to_bytes(_SEQ_BYTES, "big")))
             while not replay.ended:
@@ -57,6 +62,21 @@ class ZmqLink:
             self._watched.disable_monitor()
         self._watch.close()
         self._sub.close()
+
+    def _dealer(self) -> zmq.Socket[bytes]:
+        socket = open_socket(zmq.DEALER, receive=_QUEUED_REPLAYS, max_bytes=MAX_PAYLOAD_BYTES)
+        return self._connect(socket, self._source.replay_endpoint)
+
+    def _connect(self, socket: zmq.Socket[bytes], endpoint: str) -> zmq.Socket[bytes]:
+        if self._keys is not None:
+            show_key(socket, self._keys, self._source.key)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close()
+            hint = "give it as tcp://host:port"
+            raise ConfigError(f"cannot follow KV events at {endpoint!r}: {error}", hint=hint) from error
+        return socket
 
     def _on_batch(self, frames: Frames) -> None:
         """Take a message `[topic, seq, payload]`."""
@@ -96,16 +116,10 @@ class _ReplayReader:
         self.ended = seq == END_OF_REPLAY or not self._take(int.from_bytes(seq, "big"), payload)
 
 
-def _connect_dealer(source: KvSource) -> zmq.Socket[bytes]:
-    socket = open_socket(zmq.DEALER, receive=_QUEUED_REPLAYS, max_bytes=MAX_PAYLOAD_BYTES)
-    return _connect(socket, source.replay_endpoint)
-
-
-def _connect(socket: zmq.Socket[bytes], endpoint: str) -> zmq.Socket[bytes]:
-    try:
-        socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        socket.close()
-        hint = "give it as tcp://host:port"
-        raise ConfigError(f"cannot follow KV events at {endpoint!r}: {error}", hint=hint) from error
-    return socket
+def _check_keys(source: KvSource, keys: KeyPair | None) -> None:
+    if source.key and not is_event_key(source.key):
+        raise ConfigError("the key of the KV events is no key", hint="a key is 40 characters of Z85")
+    if (keys is None) == bool(source.key):
+        found, expected = ("closed", "open") if source.key else ("open", "closed")
+        hint = "start all services with --mesh-tls, or none"
+        raise ConfigError(f"its KV events are {found}, expected were {expected} ones", hint=hint)

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
-from cluster.config import ClusterConfig, UpConfig
+from cluster.config import ClusterConfig, ClusterTls, UpConfig
 from cluster.running import Cluster, running_cluster
 from mesh.config import load
 from mesh.lifecycle import run, unless_stopped
@@ -35,6 +35,7 @@ class DemoConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, Meta(ge=2, description="length of an answer, at most")] = 120
     engine: Annotated[Literal["torch", "mock"], Meta(description="what computes")] = "torch"
     kv_transfer: Annotated[Literal["auto", "nixl", "shm"], Meta(description="how KV moves between workers")] = "auto"
+    mesh_tls: ClusterTls = ""
     device: Annotated[str, Meta(description="torch: cpu, cuda, cuda:<n> or auto")] = "auto"
 
 
@@ -105,7 +106,8 @@ async def show(config: DemoConfig, console: Console) -> DemoReport:
 
     tell("starting a frontend with a router inside, 1 prefill worker and 2 decode workers, each a process of its own")
     up = ClusterConfig(
-        UpConfig(engine=config.engine, port=0), worker={"kv_transfer": config.kv_transfer, "device": config.device}
+        UpConfig(engine=config.engine, port=0, mesh_tls=config.mesh_tls),
+        worker={"kv_transfer": config.kv_transfer, "device": config.device},
     )
     async with running_cluster(up, tell) as cluster:
         await cluster.until_ready(tell)

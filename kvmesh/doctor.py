@@ -31,10 +31,12 @@ from kvmesh.nixl_probe import NixlProbe
 from mesh.config import load
 from mesh.discovery import DiscoveryUrl, Put, open_discovery
 from mesh.discovery.answers import NOT_ASKED
+from mesh.identity.credentials import Credentials, MeshTls, open_credentials
 from protocol.errors import MeshError, WireError
 from protocol.messages import Card, decode
 from protocol.version import PROTOCOL_VERSION, RELEASE, VersionError, common_version, release_name
 from workers.engines.registry import ENGINES
+from workers.engines.torch.cpu import bfloat16_by, cpu_flags
 
 OLDEST_PYTHON = (3, 11)
 SMALL_SHM_BYTES = 128 * 2**20
@@ -56,6 +58,7 @@ class DoctorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     host: Annotated[str, Meta(description="address the HTTP API is to have")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535, description="port the HTTP API is to have")] = 8000
     discovery: DiscoveryUrl = "file:.run/discovery"
+    mesh_tls: MeshTls = ""
     cluster: Annotated[bool, Meta(description="look at a running mesh instead: all pairs of its services")] = False
     pairs: Annotated[int, Meta(ge=1, le=10_000, description="cluster: pairs to measure, at most")] = 64
 
@@ -102,7 +105,7 @@ def main(argv: list[str]) -> int:
 def look_at_cluster(config: DoctorConfig) -> int:
     """Return 0 if all services and pairs are well, else 1. Raises MeshError if discovery cannot be read."""
     with Console(stderr=True).status("having the services probe each other"):
-        report = asyncio.run(examine_cluster(config.discovery, config.pairs))
+        report = asyncio.run(examine_cluster(config.discovery, config.pairs, open_credentials(config.mesh_tls)))
     if config.json:
         print(msgspec.json.encode(report).decode())
     else:
@@ -112,20 +115,22 @@ def look_at_cluster(config: DoctorConfig) -> int:
 
 def examine(config: DoctorConfig) -> list[Finding]:
     torch, nixl, memfd = probe_torch(), probe_nixl(), memfd_problem()
-    discovery = check_discovery(config.discovery)
+    credentials = open_credentials(config.mesh_tls)
+    discovery = check_discovery(config.discovery, credentials)
     return [
         check_python(sys.version_info[:3]),
         check_packages(requirements()),
         check_uvloop(version_of("uvloop")),
         check_torch(torch),
         check_gpu(list_gpus(), torch),
+        check_dtype(bfloat16_by(cpu_flags())),
         check_engines({kind.package: kind.distributions for kind in ENGINES.values() if kind.package}),
         check_nixl(nixl),
         check_shared_memory(memfd, shm_bytes()),
         check_kv_transfer(not nixl.problem, not memfd),
         check_port(config.host, config.port),
         discovery,
-        *([] if discovery.status == "fail" else [check_versions(config.discovery)]),
+        *([] if discovery.status == "fail" else [check_versions(config.discovery, credentials)]),
         check_capacity(len(os.sched_getaffinity(0)), psutil.virtual_memory().available),
     ]
 
@@ -205,6 +210,13 @@ def check_torch(torch: TorchProbe) -> Finding:
     if torch.problem:
         return Finding("torch", "fail", f"{torch.version} does not import: {torch.problem}", "make clean install")
     return Finding("torch", "ok", f"{torch.version}, {f'built for CUDA {torch.cuda}' if torch.cuda else 'for the CPU'}")
+
+
+def check_dtype(bfloat16: str) -> Finding:
+    """`bfloat16`: the instructions that multiply it; "" if the processor has none."""
+    if bfloat16:
+        return Finding("dtype", "ok", f"auto is bfloat16 for models stored so, but small ones: the CPU has {bfloat16}")
+    return Finding("dtype", "ok", "auto is float32: the CPU has no instructions for bfloat16")
 
 
 def list_gpus() -> list[str]:
@@ -319,13 +331,13 @@ def check_port(host: str, port: int) -> Finding:
     return Finding(name, "ok", f"free on {host}")
 
 
-def check_discovery(url: str) -> Finding:
+def check_discovery(url: str, credentials: Credentials | None = None) -> Finding:
     """Check that files can be made in the directory, or where it will be; or that another backend answers."""
     scheme, _, path = url.partition(":")
     if scheme == "static":
-        return asyncio.run(check_listed_services(url))
+        return asyncio.run(check_listed_services(url, credentials))
     if scheme != "file" or not path:
-        return asyncio.run(check_discovery_server(url))
+        return asyncio.run(check_discovery_server(url, credentials))
     directory = nearest_directory(Path(path).absolute())
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".tmp-kvmesh-doctor-"):
@@ -335,10 +347,10 @@ def check_discovery(url: str) -> Finding:
         return Finding("discovery", "fail", f"cannot write to {directory}: {error.strerror}", advice)
 
 
-async def check_discovery_server(url: str) -> Finding:
+async def check_discovery_server(url: str, credentials: Credentials | None = None) -> Finding:
     """Put a key and withdraw it again."""
     try:
-        discovery = open_discovery(url)
+        discovery = open_discovery(url, credentials)
     except MeshError as error:
         return Finding("discovery", "fail", error.message, error.hint)
     try:
@@ -351,10 +363,10 @@ async def check_discovery_server(url: str) -> Finding:
     return Finding("discovery", "ok", f"{url.partition('?')[0]} answers and can be written to")
 
 
-async def check_listed_services(url: str) -> Finding:
+async def check_listed_services(url: str, credentials: Credentials | None = None) -> Finding:
     """Ask each address of the list what it shows."""
     try:
-        discovery = open_discovery(url)
+        discovery = open_discovery(url, credentials)
     except MeshError as error:
         return Finding("discovery", "fail", error.message, error.hint)
     watching = asyncio.ensure_future(anext(discovery.watch("")))
@@ -381,11 +393,11 @@ async def check_listed_services(url: str) -> Finding:
     return Finding("discovery", "warn", text, "start the services there with --port and the same --discovery")
 
 
-def check_versions(url: str) -> Finding:
+def check_versions(url: str, credentials: Credentials | None = None) -> Finding:
     """Look for registered services that cannot work with this release."""
     ours = f"{release_name(RELEASE)}, protocol {PROTOCOL_VERSION}"
     scheme, _, path = url.partition(":")
-    found = {} if scheme == "file" and not Path(path).is_dir() else asyncio.run(registered_cards(url))
+    found = {} if scheme == "file" and not Path(path).is_dir() else asyncio.run(registered_cards(url, credentials))
     refused = []
     for key, card in found.items():
         try:
@@ -401,11 +413,11 @@ def check_versions(url: str) -> Finding:
     return Finding("versions", "ok", f"{ours}; registered services: {there}")
 
 
-async def registered_cards(url: str) -> dict[str, Card]:
+async def registered_cards(url: str, credentials: Credentials | None = None) -> dict[str, Card]:
     """Return what the cards in discovery say of their versions; nothing if discovery cannot be read."""
     found: dict[str, Card] = {}
     try:
-        discovery = open_discovery(url)
+        discovery = open_discovery(url, credentials)
     except MeshError:
         return found
     try:

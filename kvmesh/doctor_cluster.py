@@ -18,6 +18,7 @@ from rich.text import Text
 
 from mesh.address import split_address
 from mesh.discovery import Put, open_discovery
+from mesh.identity.credentials import Credentials
 from mesh.plane.client import PlaneClient
 from mesh.plane.probing import PROBE_S, ping
 from protocol.errors import InvalidRequestError, MeshError, OverloadedError, WireError
@@ -231,12 +232,12 @@ def advice_on_services(services: Sequence[ClusterService]) -> list[ClusterAdvice
 # --- what is asked ------------------------------------------------------------------------------------
 
 
-async def examine_cluster(url: str, most_pairs: int) -> ClusterReport:
+async def examine_cluster(url: str, most_pairs: int, credentials: Credentials | None = None) -> ClusterReport:
     """Ask all services, then have pairs of them probe each other. Raises MeshError if discovery cannot be read."""
-    plane = PlaneClient()
+    plane = PlaneClient(credentials)
     try:
         limit = asyncio.Semaphore(ASKED_AT_ONCE)
-        found = await services_of(url)
+        found = await services_of(url, credentials)
         services = await asyncio.gather(*(look_at(plane, service, limit) for service in found))
         chosen, left_out = choose_pairs(services, most_pairs, random.Random(most_pairs))
         pairs = await measure(plane, chosen)
@@ -252,10 +253,10 @@ async def examine_cluster(url: str, most_pairs: int) -> ClusterReport:
     )
 
 
-async def services_of(url: str) -> list[ClusterService]:
+async def services_of(url: str, credentials: Credentials | None = None) -> list[ClusterService]:
     """Return the workers and routers that discovery shows, by name."""
     found: dict[str, ClusterService] = {}
-    discovery = open_discovery(url)
+    discovery = open_discovery(url, credentials)
     try:
         changes = discovery.watch("")
         while len(found) < MAX_SERVICES:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -16,6 +16,13 @@ class EtcdUserConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     discovery: DiscoveryUrl
     root_password_file: Annotated[str, Meta(min_length=1, description="file with the password of etcd's user root")]
+    role: Annotated[
+        Literal["all", "worker", "router", "frontend", "planner", "reader"],
+        Meta(description="what the user may write: the cards of its role; all: every key of the mesh"),
+    ] = "all"
+    name: Annotated[
+        str, Meta(max_length=128, description="worker: the user may write cards of workers of this name alone")
+    ] = ""
     wait_s: Annotated[float, Meta(ge=0, description="time that etcd has to answer")] = 60.0
 
 
@@ -26,8 +33,8 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_ETCD_USER_",
         prog="kvmesh etcd-user",
-        description="Make the user that --discovery names, with the rights to its prefix alone, and have etcd ask "
-        "everybody for a password. A second run changes nothing.",
+        description="Make the user that --discovery names, with the rights of its role to keys of its prefix alone, "
+        "and have etcd ask everybody for a password. A second run changes nothing.",
         section="etcd_user",
     )
     from mesh.discovery.etcd import read_settings
@@ -40,8 +47,11 @@ def main(argv: list[str]) -> int:
             f"{config.discovery!r} names no user of an etcd",
             hint="give --discovery etcd:HOST:PORT/PREFIX?user=NAME&password-file=FILE",
         )
-    guard(settings, password_in(config.root_password_file), config.wait_s)
-    print(f"{settings.shown()} asks for passwords; {settings.user} may use the keys of its prefix")
+    if config.name and config.role != "worker":
+        raise ConfigError(f"--name {config.name} of a {config.role}", hint="only a worker's cards are limited by name")
+    guard(settings, password_in(config.root_password_file), config.wait_s, config.role, config.name)
+    rights = "use the keys of its prefix" if config.role == "all" else f"read them, and write those of a {config.role}"
+    print(f"{settings.shown()} asks for passwords; {settings.user} may {rights}")
     return 0
 
 

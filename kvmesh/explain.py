@@ -23,6 +23,7 @@ from frontend.templates import ChatTemplate
 from frontend.tokenizer import Tokenizer
 from kvmesh.http_client import API_KEY, message_of, open_session
 from mesh.config import load
+from mesh.identity.credentials import MeshTls
 from protocol.errors import ConfigError, MeshError, UnreachableError
 from protocol.messages import CandidateReport, Explanation, Target, WorkerCard, unpack_tokens
 
@@ -44,6 +45,7 @@ class ExplainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     raw: Annotated[bool, Meta(description="the prompt is a text completion, without the chat template")] = False
     json: Annotated[bool, Meta(description="print one JSON object")] = False
     api_key: Annotated[str, Meta(description="key of a mesh that asks for one; default: KVMESH_API_KEY")] = ""
+    mesh_tls: MeshTls = ""
     ca_file: Annotated[
         str,
         Meta(description="PEM file with the certificate of the mesh's HTTPS, or of its issuer; default: the host's"),
@@ -97,9 +99,12 @@ async def ask(config: ExplainConfig, prompt: str) -> bytes:
     chat = [{"role": "user", "content": prompt}]
     content: dict[str, object] = {"prompt": prompt} if config.raw else {"messages": chat}
     asked = config.router or config.url
+    key = config.api_key or os.environ.get(API_KEY, "")
     try:
-        async with open_session(config.api_key or os.environ.get(API_KEY, ""), config.ca_file, TIMEOUT_S) as http:
-            return await (ask_router if config.router else ask_frontend)(http, asked, config.model, content)
+        async with open_session(key, config.ca_file, TIMEOUT_S, mesh_tls=config.mesh_tls) as http:
+            if config.router:
+                return await ask_router(http, asked, config.model, content)
+            return await ask_frontend(http, asked, config.model, content, is_member=bool(config.mesh_tls))
     except aiohttp.ClientConnectorCertificateError as error:
         found = f"the certificate of {asked} is not trusted: {error.certificate_error}"
         raise UnreachableError(found, hint="name the file that it can be checked with: --ca-file") from error
@@ -109,8 +114,12 @@ async def ask(config: ExplainConfig, prompt: str) -> bytes:
         raise UnreachableError(f"no mesh answers at {asked}: {reason}", hint=hint) from error
 
 
-async def ask_frontend(http: aiohttp.ClientSession, url: str, model: str, content: dict[str, object]) -> bytes:
-    if not model:
+async def ask_frontend(
+    http: aiohttp.ClientSession, url: str, model: str, content: dict[str, object], *, is_member: bool = False
+) -> bytes:
+    if not model and is_member:  # the port for members has no list of models
+        model = only(msgspec.json.decode(await fetch(http, "GET", f"{url}/health"))["ready_models"])
+    elif not model:
         served = msgspec.json.decode(await fetch(http, "GET", f"{url}/v1/models"))
         model = only([entry["id"] for entry in served["data"]])
     return await fetch(http, "POST", f"{url}/kvmesh/route", {"model": model} | content)
@@ -176,6 +185,8 @@ def show(reply: PlacementReply, console: Console) -> None:
     console.print(Text(f"\nwhy     {explanation.why}"))
     if explanation.would_wait:
         console.print("wait    it would wait in the router: every worker that could take it is saturated")
+    if explanation.total_s:
+        console.print(f"time    {explanation.first_s:.2f} s to the first token, {explanation.total_s:.2f} s in all")
     console.print(f"policy  {explanation.policy}")
     console.print(f"price   {explanation.recompute_price:g}: what a block to compute counts against one in a queue")
     console.print(f"busy    {explanation.busy_share:.0%} of the workers' time has gone into prompts lately")

@@ -5,15 +5,23 @@ import ssl
 import aiohttp
 import msgspec
 
+from mesh.identity.credentials import open_credentials
 from protocol.errors import ConfigError
 
 API_KEY = "KVMESH_API_KEY"  # environment variable; a flag can be seen by other users of this machine
 
 
-def open_session(api_key: str, ca_file: str, timeout_s: float, connections: int = 100) -> aiohttp.ClientSession:
-    """Return a client that sends the key and trusts what `ca_file` has signed. Raises ConfigError."""
+def open_session(
+    api_key: str, ca_file: str, timeout_s: float, connections: int = 100, mesh_tls: str = ""
+) -> aiohttp.ClientSession:
+    """Return a client that sends the key and trusts what `ca_file` has signed. Raises ConfigError.
+
+    With `mesh_tls`, the folder of a member, it talks to members of that mesh alone.
+    """
     try:
         tls: ssl.SSLContext | bool = ssl.create_default_context(cafile=ca_file) if ca_file else True
+        if (credentials := open_credentials(mesh_tls)) is not None:
+            tls = credentials.dialing()
     except (OSError, ssl.SSLError) as error:
         why = error.strerror or error
         raise ConfigError(f"cannot read {ca_file}: {why}", hint="--ca-file takes certificates in PEM") from error

@@ -124,6 +124,8 @@ def show_how_to_use(cluster: Cluster, console: Console) -> None:
         control=cluster.control.removeprefix("unix:"),
         frontend=cluster.frontend,
         pids={card.name: card.pid for card in cluster.cards.values()},
+        mesh_url=cluster.mesh_url,
+        operator_tls=str(cluster.credentials.folder) if cluster.credentials is not None else "",
         planner_record=cluster.planner_record,
     )
     console.print("\n[bold green]The mesh is up.[/bold green]  Ctrl-C stops it.\n", soft_wrap=True)

@@ -24,6 +24,8 @@ class RunningMesh:
     control: str  # path of the control socket
     frontend: FrontendConfig
     pids: Mapping[str, int]  # of the workers, by name
+    mesh_url: str = ""  # of the frontend for members of the mesh, where the processes talk over TLS
+    operator_tls: str = ""  # folder with the certificate of an operator
     planner_record: str = ""  # file of the planner's decisions, "": there is no planner
 
 
@@ -31,6 +33,8 @@ def welcome(mesh: RunningMesh) -> str:
     key = ' -H "authorization: Bearer $KVMESH_API_KEY"' if mesh.frontend.api_keys_file else ""
     body = {"model": mesh.model, "stream": True, "max_tokens": 100, "stream_options": {"include_usage": True}}
     body["messages"] = [{"role": "user", "content": PROMPT}]
+    tls = mesh.operator_tls
+    certificate = f" (curl -k --cert {tls}/cert.pem --key {tls}/key.pem)" if mesh.mesh_url else ""
     lines = [
         *preparations(mesh.frontend),
         f"  curl -N {mesh.url}/v1/chat/completions -H 'content-type: application/json'{key} \\",
@@ -42,7 +46,7 @@ def welcome(mesh: RunningMesh) -> str:
         *things_to_try(mesh),
         "",
         f"  logs      {mesh.run_dir}/logs",
-        f"  metrics   {mesh.url}/metrics",
+        f"  metrics   {mesh.mesh_url or mesh.url}/metrics{certificate}",
         f"  discovery file:{mesh.run_dir}/discovery (workers join with --discovery)",
     ]
     if mesh.planner_record:
@@ -76,9 +80,10 @@ def python_client(mesh: RunningMesh) -> list[str]:
 
 def things_to_try(mesh: RunningMesh) -> Sequence[str]:
     control = f"curl --unix-socket {mesh.control} http://localhost"
+    member = f" --mesh-tls {mesh.operator_tls}" if mesh.mesh_url else ""
     lines = [
         "  cache     send the curl request twice: the second answer's usage has cached_tokens",
-        f'  explain   kvmesh explain --url {mesh.url} "{PROMPT}"',
+        f'  explain   kvmesh explain --url {mesh.mesh_url or mesh.url}{member} "{PROMPT}"',
         f"  workers   {control}/workers",
     ]
     if mesh.pids:

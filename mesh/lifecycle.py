@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from protocol.errors import ConfigError, MeshError
+from protocol.errors import ConfigError, ExpiredError, MeshError
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,13 @@ def settle() -> None:
     """Exempt all objects in memory from the search for cycles. Call it after loading something large that stays."""
     gc.collect()
     gc.freeze()
+
+
+def on_hangup() -> asyncio.Event:
+    """Return an event that each SIGHUP sets; without this call a SIGHUP ends the process. Call it on the event loop."""
+    hangup = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
+    return hangup
 
 
 async def unless_stopped(
@@ -182,7 +189,8 @@ def _report(error: Exception) -> int:
     if not expected:
         traceback.print_exception(error)
         return EXIT_FAILED
-    return EXIT_BAD_SETTINGS if all(isinstance(one, ConfigError) for one in expected) else EXIT_FAILED
+    is_lasting = all(isinstance(one, ConfigError) and not isinstance(one, ExpiredError) for one in expected)
+    return EXIT_BAD_SETTINGS if is_lasting else EXIT_FAILED
 
 
 def _mesh_errors(error: Exception) -> list[MeshError]:

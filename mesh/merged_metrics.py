@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from mesh.gauges import together_of
+from mesh.exposition import page
+from mesh.metric_list import together_of
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ async def sharing(folder: Path) -> AsyncIterator[None]:
     path = folder / f"{os.getpid()}.sock"
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(generate_latest())
+        writer.write(page())
         with suppress(OSError):
             await writer.drain()
         writer.close()
@@ -73,11 +74,16 @@ async def sharing(folder: Path) -> AsyncIterator[None]:
         path.unlink(missing_ok=True)
 
 
+def ready_file(folder: Path, pid: int) -> Path:
+    """Return the file by which a process says that it listens."""
+    return folder / f"{pid}.ready"
+
+
 async def merged_metrics(folder: Path) -> bytes:
     """Return the merged metrics of all processes that share `folder`. A process that does not answer is left out."""
     others = sockets_of_others(folder)
     texts = await asyncio.gather(*(_ask(path) for path in others))
-    own = generate_latest().decode()
+    own = page().decode()
     return (await asyncio.to_thread(merge, [own, *filter(None, texts)])).encode()
 
 

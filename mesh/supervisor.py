@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 STABLE_S = 20.0  # a process that ran this long is restarted at once
 MAX_QUICK_EXITS = 5
+MOST_PAUSE_S = 1.0  # between quick exits: a worker that is killed again and again is soon back each time
 DOWN_S = 30.0  # first pause of a process that keeps ending while the others go on; doubled each time
 MOST_DOWN_S = 600.0
 
@@ -38,7 +39,7 @@ def restart_delay_s(run_times_s: Sequence[float]) -> float | None:
         quick_exits += 1
     if quick_exits >= MAX_QUICK_EXITS:
         return None
-    return 0.0 if quick_exits <= 1 else 0.25 * 2.0**quick_exits
+    return 0.0 if quick_exits <= 1 else MOST_PAUSE_S
 
 
 def down_delay_s(times_down: int) -> float:

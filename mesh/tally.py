@@ -12,8 +12,6 @@ from prometheus_client import REGISTRY, CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from mesh.gauges import Together, declare
-
 Child = TypeVar("Child")
 Family = TypeVar("Family", bound=Metric)
 
@@ -39,6 +37,15 @@ class LoopMetric(Collector, Generic[Child, Family]):
         if (child := self._children.get(values)) is None:
             child = self._children[values] = self._new_child()
         return child
+
+    def children(self) -> list[tuple[tuple[str, ...], Child]]:
+        """Return the label values of each child, and the child."""
+        return list(self._children.items())
+
+    def forget(self, value: str) -> None:
+        """Remove the children whose first label has this value."""
+        for values in [values for values in self._children if values[:1] == (value,)]:
+            del self._children[values]
 
     def collect(self) -> Iterator[Metric]:
         family = self._empty()
@@ -92,18 +99,6 @@ class LoopCounter(_Tallies):
 
 
 class LoopGauge(_Tallies):
-    """A gauge that is increased and decreased by steps. `together`: see mesh/gauges.py."""
+    """A gauge that is increased and decreased by steps."""
 
     _family = GaugeMetricFamily
-
-    def __init__(
-        self,
-        name: str,
-        documentation: str,
-        labels: Sequence[str] = (),
-        *,
-        together: Together = "sum",
-        registry: CollectorRegistry = REGISTRY,
-    ) -> None:
-        declare(name, together)
-        super().__init__(name, documentation, labels, registry=registry)

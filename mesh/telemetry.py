@@ -1,30 +1,41 @@
 """Set up what a service reports: log lines that carry the request's id, and a /metrics endpoint."""
 
+import atexit
 import logging
-import socket
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Annotated, Any, Literal, TextIO
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from typing import Annotated, Any, Literal, NamedTuple, TextIO
+from wsgiref.simple_server import make_server
 
 import msgspec
 from msgspec import Meta
 from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
-from prometheus_client.exposition import ThreadingWSGIServer
 
 from mesh.address import cannot_listen, join_address
-from protocol.errors import ConfigError
+from mesh.exposition import Exposed
+from mesh.http.door import Door, check_member
+from mesh.http.errors import ForbiddenError
+from mesh.log_flood import SUMMARY_S, LogFlood
+from mesh.pages import MEMBER, PageServer, QuietHandler, server_class
+from mesh.trace_context import outgoing_trace, outgoing_trace_id
+from protocol.errors import ConfigError, shown_error
 
 # Types of settings: the field of each service's config.
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")]
 LogFormat = Annotated[Literal["text", "json"], Meta(description="format of the log lines")]
+Namespace = Annotated[str, Meta(description="name of the mesh: the label `namespace` of its metrics; empty: no label")]
 
+ACCESS_LOG = "mesh.http.access"
+_Wsgi = Callable[[dict[str, Any], Any], Iterable[bytes]]
+NO_PAGES: Mapping[str, Callable[[], bytes]] = {}
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
-_OWN_ATTRIBUTES = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "request_id"}
+_OWN_ATTRIBUTES = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "request_id", "trace_id"}
 
 
 def setup_logging(
@@ -37,21 +48,30 @@ def setup_logging(
 ) -> None:
     """Send all log records to `stream` (default stderr) or append them to `file`, one line each.
 
-    A second call replaces the first. Raises ConfigError for a file that cannot be written.
+    Of too many lines of one kind most are left out, and counted. A second call replaces the first.
+    Raises ConfigError for a file that cannot be written.
     """
     handler = _handler(stream, file)
     handler.addFilter(_add_request_id)
+    handler.addFilter(FloodFilter(handler))
     handler.setFormatter(JsonFormatter(service) if fmt == "json" else TextFormatter(service))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
 
 
 @contextmanager
-def request_context(request_id: str) -> Iterator[None]:
-    """Add `request_id` to log records made inside the block, also in tasks started there."""
+def request_context(request_id: str, traceparent: str = "", tracestate: str = "") -> Iterator[None]:
+    """Add `request_id` to log records made inside the block, also in tasks started there, and the id of its trace.
+
+    Servers that are asked there get the trace.
+    """
     token = _request_id.set(request_id)
     try:
-        yield
+        if not traceparent:
+            yield
+            return
+        with outgoing_trace(traceparent, tracestate):
+            yield
     finally:
         _request_id.reset(token)
 
@@ -68,29 +88,34 @@ def serve_metrics(
     advertise_host: str = "",
     registry: CollectorRegistry = REGISTRY,
     problem: Callable[[], str] = lambda: "",
+    door: Door | None = None,
+    pages: Mapping[str, Callable[[], bytes]] = NO_PAGES,
 ) -> tuple[str, Callable[[], None]]:
     """Serve /metrics on a thread; return its URL and a function that ends it (blocks for up to 0.5 s).
 
     /health answers 200 while `problem` returns "", else 503 with what it returns. Another thread asks it.
-    Port 0 takes a free one. `advertise_host` replaces the host in the URL, for scrapers on other hosts.
-    Raises ConfigError if the address cannot be used.
+    `pages` are further paths, whose answers are JSON. Port 0 takes a free one. `advertise_host` replaces the host in
+    the URL, for scrapers on other hosts. Raises ConfigError if the address cannot be used.
     """
-    pages = make_wsgi_app(registry)
+    own_pages = _with_pages(make_wsgi_app(Exposed(registry)), pages)
 
     def answer(environ: dict[str, Any], start: Callable[[str, list[tuple[str, str]]], Any]) -> Iterable[bytes]:
-        if environ.get("PATH_INFO") != "/health":
-            page: Iterable[bytes] = pages(environ, start)
+        path = environ.get("PATH_INFO")
+        if door is not None and (refused := _refused(environ, path, door, pages)):
+            start("403 Forbidden", [("Content-Type", "text/plain"), ("Content-Length", str(len(refused)))])
+            return [refused]
+        if path != "/health":
+            page: Iterable[bytes] = own_pages(environ, start)
             return page
         why = problem()
         status, text = ("503 Service Unavailable" if why else "200 OK"), f"{why or 'ready'}\n".encode()
+        if door is not None and environ[MEMBER] is None:
+            text = b"not ok\n" if why else b"ok\n"
         start(status, [("Content-Type", "text/plain"), ("Content-Length", str(len(text)))])
         return [text]
 
-    server_class = _MetricsServerV6 if ":" in host else ThreadingWSGIServer
-    try:
-        server = make_server(host, port, answer, server_class, handler_class=_QuietHandler)
-    except OSError as error:
-        raise cannot_listen(host, port, error) from error
+    server = _page_server(host, port, answer)
+    server.door = door
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
 
@@ -99,21 +124,131 @@ def serve_metrics(
         server.server_close()
         thread.join()
 
-    return f"http://{join_address(advertise_host or host, server.server_port)}/metrics", close
+    scheme = "http" if door is None else "https"
+    return f"{scheme}://{join_address(advertise_host or host, server.server_port)}/metrics", close
 
 
-class _MetricsServerV6(ThreadingWSGIServer):
-    address_family = socket.AF_INET6
+def _page_server(host: str, port: int, answer: _Wsgi) -> PageServer:
+    """Return a server that listens. Raise ConfigError."""
+    try:
+        server = make_server(host, port, answer, server_class(host), handler_class=QuietHandler)
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
+    assert isinstance(server, PageServer)
+    return server
 
 
-class _QuietHandler(WSGIRequestHandler):
-    """Answers without a log line for each request."""
+def _with_pages(metrics: _Wsgi, pages: Mapping[str, Callable[[], bytes]]) -> _Wsgi:
+    """Return an application that serves `pages`, and the metrics at all other paths."""
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+    def answer(environ: dict[str, Any], start: Callable[[str, list[tuple[str, str]]], Any]) -> Iterable[bytes]:
+        page = pages.get(environ.get("PATH_INFO") or "")
+        if page is None:
+            return metrics(environ, start)
+        body = page()
+        start("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+        return [body]
+
+    return answer
 
 
-class TextFormatter(logging.Formatter):
+def _refused(environ: dict[str, Any], path: Any, door: Door, pages: Collection[str]) -> bytes:
+    """Return why a page is not shown to whoever asks, b"" if it is."""
+    member = environ[MEMBER]
+    if member is None:
+        return b"" if path == "/health" else b"this is for members of the mesh\n"
+    try:
+        route = path if path == "/health" or path in pages else "/metrics"
+        check_member(member, door.credentials, environ["REQUEST_METHOD"], route)
+    except ForbiddenError as error:
+        return f"{error}\n".encode()
+    return b""
+
+
+class FloodFilter(logging.Filter):
+    """Leaves out lines of a kind that comes too often, and has its handler write how many they were.
+
+    The lines of the access log are wanted, one for each request, and all pass.
+    """
+
+    def __init__(self, handler: logging.Handler) -> None:
+        super().__init__()
+        self._handler = handler
+        self._flood = LogFlood()
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None  # only during a flood: perhaps no other line comes
+        atexit.register(self.tell)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name == ACCESS_LOG:
+            return True
+        kind = _Kind(record.name, record.levelno, record.pathname, record.lineno, _exception_type(record))
+        with self._lock:
+            passes = self._flood.passes(kind, time.monotonic())
+            if self._flood.waits_for_summary and self._timer is None:
+                self._timer = threading.Timer(SUMMARY_S, self.tell)
+                self._timer.daemon = True
+                self._timer.start()
+        return passes
+
+    def tell(self) -> None:
+        """Write how many lines were left out."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            told = self._flood.summary()
+        for kind, count in told:
+            assert isinstance(kind, _Kind)
+            text = f"{count:,} more of these were left out: {os.path.basename(kind.file)}, line {kind.line}"
+            summary = logging.LogRecord(kind.name, kind.level, kind.file, kind.line, text, None, None)
+            _add_request_id(summary)
+            self._handler.acquire()
+            try:
+                self._handler.emit(summary)
+            finally:
+                self._handler.release()
+
+
+class _Kind(NamedTuple):
+    """A place in the code that logs."""
+
+    name: str
+    level: int
+    file: str
+    line: int
+    exception: str
+
+
+def _exception_type(record: logging.LogRecord) -> str:
+    return record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""
+
+
+class _TraceFormatter(logging.Formatter):
+    """Formats tracebacks without the texts of foreign exceptions: an engine may write the prompt of a request there."""
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        _, error, _ = ei
+        if error is None:
+            return ""
+        whole = traceback.TracebackException.from_exception(error)
+        _withhold(whole, error)
+        return "".join(whole.format()).rstrip("\n")
+
+
+def _withhold(trace: traceback.TracebackException, error: BaseException) -> None:
+    """Replace the texts of an exception, of what caused it and of what it groups."""
+    trace._str = shown_error(error)  # type: ignore[attr-defined]
+    trace.__notes__ = None
+    for part, cause in ((trace.__cause__, error.__cause__), (trace.__context__, error.__context__)):
+        if part is not None and cause is not None:
+            _withhold(part, cause)
+    if isinstance(error, BaseExceptionGroup):
+        for part, inner in zip(getattr(trace, "exceptions", None) or (), error.exceptions, strict=False):
+            _withhold(part, inner)
+
+
+class TextFormatter(_TraceFormatter):
     """Formats `time LEVEL service logger: message key=value`; a traceback follows on lines of its own."""
 
     def __init__(self, service: str) -> None:
@@ -131,7 +266,7 @@ class TextFormatter(logging.Formatter):
         return "\n".join(lines)
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_TraceFormatter):
     """Formats one JSON object per record: ts, level, service, logger, message, request_id, extras, exception."""
 
     def __init__(self, service: str) -> None:
@@ -166,6 +301,8 @@ def _handler(stream: TextIO | None, file: str | None) -> logging.Handler:
 def _add_request_id(record: logging.LogRecord) -> bool:
     if not hasattr(record, "request_id"):
         record.request_id = _request_id.get()
+        if trace_id := outgoing_trace_id():
+            record.trace_id = trace_id
     return True
 
 
@@ -173,7 +310,10 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
     """Return the request's id, if there is one, and the fields that the caller passed by `extra`."""
     request_id = getattr(record, "request_id", "")
     extras = {key: value for key, value in vars(record).items() if key not in _OWN_ATTRIBUTES}
-    return ({"request_id": request_id} if request_id else {}) | extras
+    ids = {"request_id": request_id} if request_id else {}
+    if trace_id := getattr(record, "trace_id", ""):
+        ids["trace_id"] = trace_id
+    return ids | extras
 
 
 def _timestamp(record: logging.LogRecord) -> str:

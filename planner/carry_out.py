@@ -16,7 +16,9 @@ from msgspec import Meta, Struct
 
 from mesh.bodies import bounded
 from mesh.config import load
+from mesh.identity.credentials import MeshTls, open_credentials
 from mesh.lifecycle import run
+from mesh.member_session import member_session
 from mesh.telemetry import LogFormat, LogLevel, setup_logging
 from planner.config import ServiceConfig
 from planner.connectors.compose import open_connector
@@ -41,6 +43,7 @@ class ApplyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         "http://127.0.0.1:8090"
     )
     token_file: Annotated[str, Meta(description="the planner's --virtual-token-file; empty: none")] = ""
+    mesh_tls: MeshTls = ""
     poll_s: Annotated[float, Meta(gt=0, description="time between two questions")] = 2.0
     aggregated: Annotated[bool, Meta(description="the planner has --mode aggregated: there are no prefill workers")] = (
         False
@@ -77,7 +80,7 @@ async def serve(config: ApplyConfig, headers: dict[str, str], stop: asyncio.Even
     own = {name: getattr(config, name) for name in config.__struct_fields__ if name.startswith("compose_")}
     mode: Any = "aggregated" if config.aggregated else "disaggregated"
     connector = await open_connector(ServiceConfig(connector="compose", mode=mode, **own), nobody)
-    async with aiohttp.ClientSession(headers=headers) as http:
+    async with member_session(open_credentials(config.mesh_tls), headers=headers) as http:
         planner = RemotePlanner(http, config.url.rstrip("/"))
         await carry_out(planner, connector, config.poll_s, stop)
         await connector.close()

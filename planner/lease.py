@@ -8,20 +8,10 @@ from collections.abc import Callable
 
 from mesh.discovery import Discovery, Put, Registration
 from protocol.errors import WireError
-from protocol.messages import Card, decode, encode_card
+from protocol.messages import PlannerCard, decode, encode_card
 
 SETTLE_S = 1.0  # after this time, the card of a planner that started in the same moment is visible
 PREFIX = "planners/"
-
-
-class PlannerCard(Card, frozen=True):
-    """The card of a planner, under `planners/<start time>-<random>`. The planner with the first key acts."""
-
-    name: str
-    pid: int = 0
-    metrics_url: str = ""
-    record_file: str = ""
-    connector: str = ""
 
 
 class Lease:

@@ -2,30 +2,30 @@
 
 import math
 
-from prometheus_client import Counter, Gauge
-
-from planner.model import Observation, RoleFleet, ScalingDecision, Traffic
+from mesh.measure import locked_counter, locked_gauge
+from planner.model import Action, Observation, RoleFleet, ScalingDecision, Traffic
 
 _P = "kvmesh_planner_"
 NAN = math.nan
 
-REPLICAS = Gauge(_P + "replicas", "Workers that exist.", ["role", "state"])  # ready, starting, draining
-TARGET = Gauge(_P + "target_replicas", "Workers in the last decision.", ["role"])
-NEEDED = Gauge(_P + "needed_replicas", "Workers that the forecast asks for, before limits.", ["role"])
-RPS = Gauge(_P + "observed_requests_per_second", "Requests that arrived, in the last interval.")
-ISL = Gauge(_P + "observed_isl_tokens", "Mean tokens of a prompt, in the last interval.")
-OSL = Gauge(_P + "observed_osl_tokens", "Mean tokens of an answer, in the last interval.")
-HITS = Gauge(_P + "observed_hit_share", "Share of prompt tokens found in a cache, in the last interval.")
-TTFT = Gauge(_P + "observed_ttft_seconds", "Mean TTFT of the last interval.")
-ITL = Gauge(_P + "observed_itl_seconds", "Mean ITL of the last interval.")
-PREDICTED_RPS = Gauge(_P + "predicted_requests_per_second", "Forecast requests per second.")
-CORRECTION = Gauge(_P + "correction", "Observed over expected times.", ["of"])  # ttft, itl
-GPU_HOURS = Counter(_P + "gpu_hours_total", "GPU-hours of all workers since the planner started to act.")
-DECISIONS = Counter(_P + "decisions_total", "Decisions, once for each of their reasons.", ["loop", "action", "code"])
-APPLIED = Counter(_P + "applied_total", "Decisions handed to the connector.", ["outcome"])  # ok, partial, error
-FLIPS = Counter(_P + "flips_total", "Workers that were asked to change their role.", ["to_role"])
-LATE = Counter(_P + "unknown_traffic_total", "Steps without traffic figures.")
-ACTING = Gauge(_P + "is_acting", "1: this planner holds the lease.")
+REPLICAS = locked_gauge(_P + "replicas")  # ready, starting, draining
+TARGET = locked_gauge(_P + "target_replicas")
+NEEDED = locked_gauge(_P + "needed_replicas")
+RPS = locked_gauge(_P + "observed_requests_per_second")
+ISL = locked_gauge(_P + "observed_isl_tokens")
+OSL = locked_gauge(_P + "observed_osl_tokens")
+HITS = locked_gauge(_P + "observed_hit_share")
+TTFT = locked_gauge(_P + "observed_ttft_seconds")
+ITL = locked_gauge(_P + "observed_itl_seconds")
+PREDICTED_RPS = locked_gauge(_P + "predicted_requests_per_second")
+CORRECTION = locked_gauge(_P + "correction")  # ttft, itl
+GPU_HOURS = locked_counter(_P + "gpu_hours_total")
+DECISIONS = locked_counter(_P + "decisions_total")
+APPLIED = locked_counter(_P + "applied_total")  # ok, partial, error
+FLIPS = locked_counter(_P + "flips_total")
+LATE = locked_counter(_P + "unknown_traffic_total")
+ACTING = locked_gauge(_P + "is_acting")
+ON_HOLD = locked_gauge(_P + "on_hold")
 
 
 def show_observation(observation: Observation) -> None:
@@ -66,5 +66,14 @@ def show_decision(decision: ScalingDecision) -> None:
         PREDICTED_RPS.set(decision.forecast_rps)
     CORRECTION.labels("ttft").set(decision.ttft_correction)
     CORRECTION.labels("itl").set(decision.itl_correction)
+    show_hold(decision)
     for code in {reason.code for reason in decision.reasons}:
         DECISIONS.labels(decision.loop, decision.action.value, code).inc()
+
+
+def show_hold(decision: ScalingDecision) -> None:
+    """Show for which reasons the last step planned nothing; most steps plan nothing because it is not time yet."""
+    ON_HOLD.clear()
+    if decision.action is Action.HOLD and decision.loop == "none":
+        for code in {reason.code for reason in decision.reasons}:
+            ON_HOLD.labels(code).set(1)

@@ -4,13 +4,14 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import aiohttp
 import msgspec
 
-from mesh.discovery import Discovery, Put
+from mesh.discovery import Deleted, Discovery
+from mesh.lapsed import Lapsed
 from planner.connectors.connector import Fleets
 from planner.loads import fetch_loads, shared_out
 from planner.model import Observation, Traffic
@@ -22,27 +23,51 @@ from protocol.messages import FrontendCard, Role, WorkerCard, decode_card
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
+ANSWER_S = 2.0  # of a worker whose lease has ended
 MAX_CARDS = 65_536
+
+
+async def nothing_answers(url: str) -> bool:
+    return False
+
+
+async def page_answers(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        await fetch_page(http, url, ANSWER_S)
+    except MeshError:
+        return False
+    return True
 
 
 class MeshView:
     """Knows which workers and frontends have a card in discovery."""
 
-    def __init__(self, decoding: Role = Role.DECODE) -> None:
-        """Count workers of the role `decoding` as those that write answers. AGGREGATED: there are no others."""
+    def __init__(self, decoding: Role = Role.DECODE, answers: Callable[[str], Awaitable[bool]] | None = None) -> None:
+        """Count workers of the role `decoding` as those that write answers. AGGREGATED: there are no others.
+
+        `answers` tells whether a page is there; a worker whose lease has ended counts for as long as its page is.
+        """
         self._roles = (Role.AGGREGATED,) if decoding is Role.AGGREGATED else (Role.PREFILL, Role.DECODE)
         self._told: set[Role] = set()  # roles that are present and not counted
         self._workers: dict[str, WorkerCard] = {}
         self._frontends: dict[str, FrontendCard] = {}
+        self._answers = answers or nothing_answers
+        self._lapsed = Lapsed(self._runs, self._forget)
 
     async def follow(self, discovery: Discovery) -> None:
         """Follow the cards until the watch ends."""
+        try:
+            await self._follow(discovery)
+        finally:
+            await self._lapsed.close()
+
+    async def _follow(self, discovery: Discovery) -> None:
         async for change in discovery.watch(""):
             kind, _, _ = change.key.partition("/")
-            if not isinstance(change, Put):
-                self._workers.pop(change.key, None)
-                self._frontends.pop(change.key, None)
+            if isinstance(change, Deleted):
+                self._on_deleted(change)
                 continue
+            self._lapsed.discard(change.key)
             try:
                 if kind == "workers" and len(self._workers) < MAX_CARDS:
                     self._join(change.key, decode_card(change.value, WorkerCard))
@@ -50,6 +75,25 @@ class MeshView:
                     self._frontends[change.key] = decode_card(change.value, FrontendCard)
             except WireError as error:
                 log.warning("a card that cannot be read at %s: %s", change.key, error)
+
+    def _on_deleted(self, change: Deleted) -> None:
+        if change.has_lapsed and change.key in self._workers:
+            self._lapsed.add(change.key)  # it may have lost discovery only: another in its place would be one too many
+            return
+        self._lapsed.discard(change.key)
+        self._forget(change.key)
+
+    def _forget(self, key: str) -> None:
+        self._workers.pop(key, None)
+        self._frontends.pop(key, None)
+
+    async def _runs(self, key: str) -> bool:
+        """Return whether the page of a worker answers, and is not that of a worker that has taken its place."""
+        card = self._workers[key]
+        place = (card.name, card.metrics_url)
+        if any((other.name, other.metrics_url) == place for at, other in self._workers.items() if at != key):
+            return False
+        return bool(card.metrics_url) and await self._answers(card.metrics_url)
 
     def _join(self, key: str, card: WorkerCard) -> None:
         self._workers[key] = card
@@ -71,12 +115,14 @@ class MeshView:
         return self._of(self._roles[-1])
 
     def _of(self, role: Role) -> list[WorkerCard]:
-        return [card for card in self._workers.values() if card.role is role]
+        return [card for card in self._workers.values() if card.role is role and not card.resting]
 
     def frontends(self) -> dict[str, int]:
         """Return how many processes answer at each URL."""
-        urls = [card.url for card in self._frontends.values()]
-        return {url: urls.count(url) for url in urls}
+        found: dict[str, list[FrontendCard]] = {}
+        for _, card in sorted(self._frontends.items()):
+            found.setdefault(card.url, []).append(card)
+        return {cards[0].observed_url: len(cards) for cards in found.values()}
 
 
 class TrafficSource(Protocol):

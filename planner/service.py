@@ -6,13 +6,18 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import aiohttp
 from msgspec.structs import replace
 
 from mesh.discovery import open_discovery
+from mesh.exposition import labelled
+from mesh.http.door import door_of
+from mesh.identity.metrics import using
+from mesh.identity.names import MeshRole
 from mesh.lifecycle import watch_parent
+from mesh.member_session import member_session
 from mesh.telemetry import log_ready, serve_metrics
 from planner import metrics
 from planner.budget import counted_gpus
@@ -23,9 +28,10 @@ from planner.connectors.shadow import ShadowConnector
 from planner.core import PlannerCore
 from planner.lease import Lease, card_of
 from planner.model import Action, Flip, Observation, Reason, RoleFleet, ScalingDecision
-from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, TrafficSource
+from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, TrafficSource, page_answers
 from planner.profiles import open_profiles
 from planner.record import Record, RecordFile, kept
+from planner.told import ToldSteps, step_of
 from protocol.errors import ConfigError, FeedLostError
 
 log = logging.getLogger(__name__)
@@ -52,21 +58,23 @@ class Observes(Protocol):
 
 
 async def serve(config: ServiceConfig, stop: asyncio.Event) -> None:
-    """Plan until `stop` is set; the workers then stay as they are.
-
-    Raise ConfigError for bad settings, and FeedLostError if discovery ends: a planner that sees nobody must stop.
-    """
+    """Plan until `stop` is set. Raise ConfigError, and FeedLostError if discovery ends: who sees nobody must stop."""
     watch_parent(stop)
     prefill, decode = open_profiles(config)
     core = PlannerCore(planned_with(config), prefill, decode)
     records = RecordFile(Path(config.record_file), int(config.record_mib * 2**20)) if config.record_file else None
     async with AsyncExitStack() as cleanup:
-        metrics_url, close_metrics = serve_metrics(config.host, config.metrics_port)
+        credentials = await cleanup.enter_async_context(using(config.mesh_tls, MeshRole.PLANNER))
+        cleanup.enter_context(labelled("planner", config.namespace))
+        door = door_of(credentials, answers_probes=config.mesh_probes)
+        told = ToldSteps()
+        metrics_url, close_metrics = serve_metrics(config.host, config.metrics_port, door=door, pages=told.pages)
         cleanup.push_async_callback(asyncio.to_thread, close_metrics)
-        http = await cleanup.enter_async_context(aiohttp.ClientSession())
-        discovery = open_discovery(config.discovery)
+        http = await cleanup.enter_async_context(member_session(credentials))
+        outside = await cleanup.enter_async_context(aiohttp.ClientSession())  # a Prometheus is no member of the mesh
+        discovery = open_discovery(config.discovery, credentials)
         cleanup.push_async_callback(discovery.close)
-        view = MeshView(decoding_role(config))
+        view = MeshView(decoding_role(config), lambda url: page_answers(http, url))
         connector = await open_connector(config, lambda: present(view))
         cleanup.push_async_callback(connector.close)
         if config.shadow:
@@ -75,10 +83,11 @@ async def serve(config: ServiceConfig, stop: asyncio.Event) -> None:
         planner = Planner(
             config,
             core,
-            Observer(http, view, open_source(config, http, view)),
+            Observer(http, view, open_source(config, http, outside, view)),
             connector,
             records,
             (counted_gpus(prefill), counted_gpus(decode)),
+            told,
         )
         acts: Callable[[float], bool] = always if config.shadow else lease.is_ours
         log_ready(
@@ -107,7 +116,9 @@ async def lost_if_it_ends(feed: Awaitable[None]) -> None:
     raise FeedLostError("discovery has ended", hint="see the planner's log, and --discovery")
 
 
-def open_source(config: ServiceConfig, http: aiohttp.ClientSession, view: MeshView) -> TrafficSource:
+def open_source(
+    config: ServiceConfig, http: aiohttp.ClientSession, outside: aiohttp.ClientSession, view: MeshView
+) -> TrafficSource:
     """Return the source of the traffic figures. Raise ConfigError for a bad URL."""
     if config.source == "frontends":
         named = dict.fromkeys((url.rstrip("/") for url in config.frontends), MAYBE_SEVERAL)
@@ -116,7 +127,7 @@ def open_source(config: ServiceConfig, http: aiohttp.ClientSession, view: MeshVi
         raise ConfigError(
             f"no Prometheus server at {config.prometheus_url!r}", hint="set --prometheus-url to http://host:port"
         )
-    return PrometheusSource(http, config.prometheus_url, config.prometheus_matcher, config.prometheus_window_s)
+    return PrometheusSource(outside, config.prometheus_url, config.prometheus_matcher, config.prometheus_window_s)
 
 
 def tick_s(config: ServiceConfig) -> float:
@@ -145,8 +156,10 @@ class Planner:
         connector: Connector,
         records: RecordFile | None,
         gpus: tuple[int, int],
+        told: ToldSteps | None = None,
     ) -> None:
         """Plan with these parts. `gpus` are those of one prefill and of one decode worker."""
+        self._told = told or ToldSteps()
         self._config = config
         self._core = core
         self._observer = observer
@@ -258,12 +271,14 @@ class Planner:
                 log.info("%s: %s", said, why)
             self._said = said
         self._problem = error
+        mode: Literal["active", "shadow"] = "shadow" if self._config.shadow else "active"
+        self._told.add(step_of(time.time(), mode, observation, decision, applied, error))
         if self._records is not None:
             self._records.add(
                 Record(
                     ts_s=time.time(),
                     planner=self._config.name,
-                    mode="shadow" if self._config.shadow else "active",
+                    mode=mode,
                     connector=self._connector.name,
                     observation=kept(observation),
                     decision=decision,

@@ -5,6 +5,7 @@ of its field, and nobody else is harmed.
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 
 from protocol.messages import WorkerCard
@@ -21,6 +22,14 @@ LIMITS: tuple[tuple[str, int, int], ...] = (
     ("context_tokens", 1, 1 << 28),
     ("max_num_seqs", 1, 1 << 20),
 )
+
+
+_EVENT_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+
+
+def is_event_key(text: str) -> bool:
+    """Return whether a text is a public key of ZMQ: 40 characters of Z85."""
+    return _EVENT_KEY.fullmatch(text) is not None
 
 
 def problem_of(card: WorkerCard, worker_id: str) -> str:
@@ -46,6 +55,8 @@ def _problems(card: WorkerCard, worker_id: str) -> Iterator[str]:
     yield from _too_long("a name", (*names, *card.loras[:MAX_LORAS], *card.features[:MAX_FEATURES]), MAX_NAME_CHARS)
     ranks = [text for pair in card.rank_kv_events[:MAX_RANKS] for text in pair]
     places = (card.model_path, card.address, card.kv_events, card.kv_replay, card.metrics_url, card.http_endpoint)
+    if card.kv_key and not is_event_key(card.kv_key):
+        yield f"its kv_key has {len(card.kv_key)} characters or bad ones, expected 40 of Z85"
     yield from _too_long("an address or path", (*places, *ranks), MAX_PATH_CHARS)
     if len(card.loras) > MAX_LORAS or len(card.features) > MAX_FEATURES:
         yield (

@@ -24,6 +24,12 @@ class ConfigError(MeshError):
     code = "config"
 
 
+class ExpiredError(ConfigError):
+    """A certificate counts no more. It may be renewed at any time, so a process that ends for it is started again."""
+
+    code = "expired"
+
+
 class WireError(MeshError):
     """Data from the network cannot be read, or is larger than agreed."""
 
@@ -74,6 +80,12 @@ class UnreachableError(PeerLostError):
     code = "unreachable"
 
 
+class IdentityError(UnreachableError):
+    """A certificate shows no member of this mesh, or one that may not do what it tries. Nothing has been begun."""
+
+    code = "identity"
+
+
 class DrainingError(MeshError):
     """The service takes no new work. The work may be tried elsewhere."""
 
@@ -96,6 +108,32 @@ class FeedLostError(MeshError):
     """A feed of events that a service depends on has ended."""
 
     code = "feed_lost"
+
+
+_OF_DEVICES = ("CUDA error", "CUDA out of memory")  # torch puts no values of a request into these
+
+
+def shown_error(error: BaseException) -> str:
+    """Return the text of an exception as far as logs and other callers may have it.
+
+    The text of an exception that is not ours may hold a prompt, for example where an engine raises it. What a device
+    says is shown, its first line.
+    """
+    if isinstance(error, MeshError):
+        return str(error)
+    if isinstance(error, OSError):
+        return error.strerror or ""
+    if isinstance(error, BaseExceptionGroup):
+        return f"{len(error.exceptions)} failures"
+    text = str(error)
+    if text.startswith(_OF_DEVICES):
+        return text.splitlines()[0][:300]
+    return f"(a text of {len(text)} characters is left out)" if text else ""
+
+
+def kind_of(error: BaseException) -> str:
+    """Return an exception as one phrase without foreign texts."""
+    return f"{type(error).__name__}: {shown_error(error)}".removesuffix(": ")
 
 
 def _subclasses(cls: type[MeshError]) -> dict[str, type[MeshError]]:

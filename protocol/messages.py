@@ -156,6 +156,7 @@ class Ticket(Message, frozen=True):
     layout: KvLayout = NO_LAYOUT
     block_ids: tuple[int, ...] = ()  # at the peer, in prompt order; the last block may be partly filled
     num_tokens: int = 0  # tokens whose KV the blocks hold
+    secret: Annotated[bytes, Meta(max_length=64)] = b""  # 128 random bits of a sealed ticket: the rest is at the peer
     opaque: bytes = b""  # of engines that move KV themselves; then slot, peer, layout and block_ids are not set
 
 
@@ -172,11 +173,15 @@ class GenerateRequest(Message, frozen=True):
     cache_salt: str | None = None
     guide: Guide | None = None
     offer_kv: bool = False  # prefill leg: keep the prompt's blocks and answer with a ticket
+    kv_for: Annotated[str, Meta(max_length=256)] = ""  # ... for the worker of this name
     ticket: Ticket | None = None  # decode leg: fetch these blocks first
     dp_rank: int = 0  # of a worker that has several
     worker_id: WorkerId = WorkerId(
         ""
     )  # the worker that is meant: any other one at its address refuses; "": whoever is there
+    # Of the request's trace, in W3C's form; "": it has none. Where it has, the last delta is a TimedDelta.
+    traceparent: Annotated[str, Meta(max_length=256)] = ""
+    tracestate: Annotated[str, Meta(max_length=512)] = ""
 
 
 MAX_PROMPT_LOGPROBS = 1 << 19  # of one prompt, those of the likeliest tokens included: some 10 MB on the wire
@@ -210,6 +215,21 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     ticket: Ticket | None = None  # last delta of a prefill leg whose answer continues at a decode worker
     pull: PullReport | None = None  # first delta of a decode leg with a ticket
     stop_token: int | None = None  # the stop token that ended the answer; it is part of token_ids
+
+
+class WorkerTimes(msgspec.Struct, frozen=True, array_like=True):
+    """Report how a worker spent its time on a request that belongs to a trace, from when the request came."""
+
+    queued_s: float = 0.0  # until its first step or pull
+    first_s: float = 0.0  # until its first token
+    total_s: float = 0.0  # until its last one
+    preemptions: int = 0
+
+
+class TimedDelta(Delta, frozen=True, array_like=True):
+    """The last delta of a request that belongs to a trace. Older releases read it as a Delta."""
+
+    times: WorkerTimes | None = None
 
 
 class Feature(StrEnum):
@@ -252,6 +272,7 @@ class WorkerCard(Card, frozen=True):
     kv_events: str = ""  # tcp://host:port (ZMQ) or nats://host:port/subject; "" if the worker publishes none
     kv_replay: str = ""  # ZMQ alone
     rank_kv_events: tuple[tuple[str, str], ...] = ()  # (kv_events, kv_replay) of data-parallel ranks 1, 2, ...
+    kv_key: str = ""  # public key of these ZMQ sockets (CURVE, Z85); "": they are open to everybody
     transfer: str = ""  # backend that moves the worker's KV; prefill and decode workers must agree
     dp_size: int = 1  # total_blocks, max_num_seqs: of each rank
     # Speed against the other workers of its role: one of 2 is given twice the work.
@@ -260,11 +281,24 @@ class WorkerCard(Card, frozen=True):
     metrics_url: str = ""
     http_endpoint: str = ""  # ip:port where OpenAI's API of this worker answers; "": nowhere that gateways may use
     reports_load: bool = False  # it answers `load`
+    retokenizes: bool = False  # see Target.retokenizes
     features: tuple[str, ...] = ()  # each a Feature; one that a newer release has added is ignored
     loras: tuple[str, ...] = ()  # names of adapters, served as models of their own
     tool_parser: str = ""  # how the model writes tool calls; "": guess from its chat template
     reasoning_parser: str = ""  # how the model sets its thoughts apart; "": guess from its chat template
     model_files: Annotated[tuple[ModelFile, ...], Meta(max_length=16)] = ()  # what it answers `model_file` with
+    resting: Annotated[str, Meta(max_length=32)] = ""  # "drained" or "asleep": it takes no requests; "": it does
+
+    def target(self, dp_rank: int, overlap_blocks: int = 0) -> "Target":
+        """Return the worker as the target of a placement."""
+        return Target(
+            worker_id=self.worker_id,
+            name=self.name,
+            address=self.address,
+            dp_rank=dp_rank,
+            overlap_blocks=overlap_blocks,
+            retokenizes=self.retokenizes,
+        )
 
 
 class RouterCard(Card, frozen=True):
@@ -273,6 +307,7 @@ class RouterCard(Card, frozen=True):
     name: str
     address: str = ""  # host:port of its request plane; "": it answers only its own process
     gossip: str = ""  # ZMQ endpoint where it publishes its bookings; "": it publishes none
+    gossip_key: str = ""  # public key of its gossip (CURVE, Z85), to follow it and to let it follow; "": it is open
     http_url: str = ""
     pid: int = 0
 
@@ -283,6 +318,123 @@ class FrontendCard(Card, frozen=True):
     name: str
     url: str
     pid: int = 0
+    mesh_url: str = ""  # of /metrics and the full /health, for members of a closed mesh
+
+    @property
+    def observed_url(self) -> str:
+        """Return the URL for members of the mesh."""
+        return self.mesh_url or self.url
+
+
+class PlannerCard(Card, frozen=True):
+    """The card of a planner, under `planners/<start time>-<random>`. The planner with the first key acts."""
+
+    name: str
+    pid: int = 0
+    metrics_url: str = ""
+    record_file: str = ""
+    connector: str = ""
+
+
+class RoleCount(Message, frozen=True, array_like=True):
+    """The workers of one role that a planner sees, and the number that it wants."""
+
+    ready: int = 0
+    starting: int = 0
+    draining: int = 0
+    ordered: int = 0  # by the decision: ready and starting
+
+
+class PlannerStep(Message, frozen=True):
+    """A step of a planner, for those who look: what it saw, what it wants, and why. None: not known."""
+
+    ts_s: float  # wall clock
+    mode: str = ""  # active or shadow
+    loop: str = ""
+    prefill: RoleCount = RoleCount()
+    decode: RoleCount = RoleCount()
+    requests_per_s: float | None = None  # that came
+    forecast_per_s: float | None = None
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    reasons: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
+    applied: bool = False  # something was ordered
+    error: str = ""  # why an order failed
+
+
+MAX_PLANNER_STEPS = 120
+
+
+class PlannerSteps(Message, frozen=True):
+    """The last steps of a planner, oldest first: the answer to GET /steps, as JSON."""
+
+    steps: Annotated[tuple[PlannerStep, ...], Meta(max_length=MAX_PLANNER_STEPS)] = ()
+
+
+class LimiterCard(Card, frozen=True):
+    """The description of a frontend that shares the limits of API keys, under `limiters/<name>`."""
+
+    name: Annotated[str, Meta(max_length=256)]
+    address: Annotated[str, Meta(max_length=256)]  # host:port of its request plane
+    pid: int = 0
+
+
+MAX_BUDGET_RETURNS = 256
+Amount = Annotated[int, Meta(ge=0, le=2**53)]
+KeyLimit = Annotated[int, Meta(ge=1, le=2**53)] | None
+
+
+class BudgetReturn(Message, frozen=True, array_like=True):
+    """A part of a lease that was not used, for the slot of time in which it was granted."""
+
+    slot: int
+    requests: Amount
+    tokens: Amount
+
+
+class BudgetUse(Message, frozen=True, array_like=True):
+    """A use that still counts."""
+
+    age_s: Annotated[float, Meta(ge=0, le=120)]
+    requests: Amount
+    tokens: Amount
+
+
+class BudgetAsk(Message, frozen=True):
+    """A request for a lease of what an API key may use: frontend method `budget`, asked of the key's owner."""
+
+    key: Annotated[str, Meta(max_length=512)]  # its name
+    asker: Annotated[str, Meta(max_length=256)]
+    owner: Annotated[str, Meta(max_length=256)]  # that is meant: another process may have the address now
+    limit_requests: KeyLimit = None
+    limit_tokens: KeyLimit = None
+    limit_streams: KeyLimit = None
+    need_requests: Amount = 0  # without so many the asker is not helped
+    need_tokens: Amount = 0
+    want_requests: Amount = 0  # what it can use soon
+    want_tokens: Amount = 0
+    epoch: int = 0  # of the owner that granted what is returned
+    returned: Annotated[tuple[BudgetReturn, ...], Meta(max_length=MAX_BUDGET_RETURNS)] = ()
+    debt_tokens: Amount = 0  # that were used beyond leases
+    handed: Annotated[tuple[BudgetUse, ...], Meta(max_length=MAX_BUDGET_RETURNS)] = ()  # by the owner before
+    streams: Amount = 0  # in progress at the asker
+    want_streams: Amount = 0
+
+
+class BudgetGrant(Message, frozen=True):
+    """The answer to BudgetAsk: the lease, and what is left of the limits."""
+
+    epoch: int = 0
+    slot: int = 0
+    requests: Amount = 0
+    tokens: Amount = 0
+    streams: Amount = 0
+    lacking: str = ""  # the limit that is reached, "" if none
+    wait_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    left_requests: Amount = 0
+    left_tokens: Amount = 0
+    reset_requests_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    reset_tokens_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
 
 
 class DownCard(Message, frozen=True):
@@ -311,6 +463,9 @@ class RouteRequest(Message, frozen=True):
     tenant: str = ""  # tenants share the queue fairly
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # a higher value goes first
     explain: bool = False  # answer with the reasons
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] = 0  # of the answer, that may still come; 0: not known
+    has_deadline: bool = False  # the client has named the time that it waits for the whole answer
+    is_continued: bool = False  # a part of its answer is there: it is not refused
 
 
 class Target(Message, frozen=True):
@@ -319,6 +474,7 @@ class Target(Message, frozen=True):
     address: str
     dp_rank: int = 0
     overlap_blocks: int = 0  # blocks of the prompt in this worker's cache, by the router's index
+    retokenizes: bool = False  # it makes tokens of a server's texts: more, or fewer, than the server has counted
 
 
 class CandidateReport(Message, frozen=True):
@@ -350,6 +506,8 @@ class Explanation(Message, frozen=True):
     asked_before: float  # recent requests whose cached prefix ended at the same block
     waited_s: float = 0.0  # in the router's queue
     would_wait: bool = False  # a preview: the request would wait, because the workers are saturated
+    first_s: float = 0.0  # estimated from the placement to the first token; 0: not known
+    total_s: float = 0.0  # ... to the last one
     candidates: tuple[CandidateReport, ...] = ()
 
 
@@ -369,6 +527,7 @@ class Progress(Message, frozen=True):
     osl_tokens: int = 0
     has_begun: bool = False  # the first token has come
     reused_tokens: int | None = None  # prompt tokens found in the worker's cache; reported with the first token
+    has_finished: bool = False  # the answer is complete; only a sample of answers is reported so
 
 
 class Resume(Message, frozen=True):
@@ -400,6 +559,17 @@ class ReleaseOffer(Message, frozen=True):
 
     offer_id: int
     nonce: int
+    secret: Annotated[bytes, Meta(max_length=64)] = b""  # of a sealed ticket; it then stands for both
+
+
+class RedeemTicket(Message, frozen=True):
+    """Ask a worker what a sealed ticket of it stands for: worker method `redeem`, answered by one `OpenedTicket`."""
+
+    secret: Annotated[bytes, Meta(max_length=64)]
+
+
+class OpenedTicket(Message, frozen=True):
+    ticket: Ticket
 
 
 class ControlAction(StrEnum):
@@ -414,6 +584,10 @@ class ControlAction(StrEnum):
     UNLOAD_LORA = "unload_lora"  # arguments: name
     LIST_LORAS = "list_loras"
     SET_ROLE = "set_role"  # arguments: role; the worker leaves and joins again under another id, with its cache
+    STATUS = "status"
+    DRAIN = "drain"  # finish what runs and take nothing more, until RESUME
+    RESUME = "resume"
+    LOG_LEVEL = "log_level"  # arguments: level
 
 
 class Control(Message, frozen=True):
@@ -423,16 +597,48 @@ class Control(Message, frozen=True):
     arguments: dict[str, str] = {}
 
 
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a worker as the worker itself sees it."""
+
+    state: str  # "serving", "drained", "asleep" or "changing"
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0
+    total_blocks: int = 0
+    is_profiling: bool = False
+    log_level: str = ""
+    quiet_s: float = 0.0  # since its engine last gave a token
+    problem: str = ""  # why it can serve no more, "" for nothing
+
+
 class ControlReply(Message, frozen=True):
     detail: str = ""  # says what was done
     loras: tuple[str, ...] = ()  # names of the adapters that are loaded now
     worker_id: WorkerId | None = None  # set_role: the worker's new id
+    status: WorkerStatus | None = None  # status: how the worker is
 
 
 class KvRank(Message, frozen=True):
     """The rank that `kv_snapshot` and `kv_digest` are asked for. A call without it asks for the first."""
 
     dp_rank: int = 0
+
+
+class EventKeyRequest(Message, frozen=True):
+    """Ask a worker to admit a follower of its KV events: worker method `event_key`, answered by one `EventKey`.
+
+    The follower's key counts while the call is open, so the call lasts as long as the follower.
+    """
+
+    key: Annotated[str, Meta(max_length=64)]  # the follower's public key (CURVE, Z85)
+
+
+class EventKey(Message, frozen=True):
+    """Tell a follower, who is now admitted, the key of this worker's events; its card has the same."""
+
+    worker_id: WorkerId
+    key: Annotated[str, Meta(max_length=64)]
 
 
 class ModelFileRequest(Message, frozen=True):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from protocol.errors import WireError
 
-RELEASE = "0.2.0"
+RELEASE = "0.3.0"
 PROTOCOL_VERSION = 2  # of this release
 OLDEST_PROTOCOL = 1  # the oldest that this release understands
 UNNAMED_PROTOCOL = 1  # of releases whose cards and frames name none: 0.1.0

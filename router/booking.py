@@ -17,6 +17,9 @@ class Booking(Protocol):
     def progress(self, osl_tokens: int) -> None:
         """Report that the request lives and how many tokens it has. A booking without such reports ends by itself."""
 
+    def finished(self, osl_tokens: int) -> None:
+        """Report that the answer is complete, and how many tokens it has. The booking ends right after it."""
+
 
 class Router(Protocol):
     """Implemented by router.local.LocalRouter and router.client.RemoteRouter."""
@@ -25,6 +28,12 @@ class Router(Protocol):
         """Place a request; its load counts until the block is left.
 
         Raises NoWorkerError, OverloadedError, DeadlineExceededError.
+        """
+
+    def check(self, request: RouteRequest, timeout_s: float) -> None:
+        """Raise OverloadedError if a request of this kind would certainly be refused, whatever its prompt is.
+
+        It takes no time, so the prompt need not be known yet: neither its hashes nor its length count.
         """
 
     async def preview(self, request: RouteRequest, timeout_s: float) -> Placed:

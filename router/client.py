@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import msgspec
 
 from mesh.discovery import Deleted, Discovery, Put
+from mesh.lapsed import Lapsed
 from mesh.plane.client import PlaneClient, Stream
 from protocol.errors import DrainingError, FeedLostError, MeshError, NoWorkerError, PeerLostError, WireError
 from protocol.messages import (
@@ -23,35 +24,51 @@ from protocol.messages import (
 )
 from protocol.version import VersionError
 from router.booking import Booking
-from router.lapsed import Lapsed
+from router.fallback import FallbackRouter
+from router.metrics import FALLBACKS
 
 log = logging.getLogger(__name__)
 
 STILL_WAITING = encode(None)  # sent by a router while a request waits in its queue
 
-ANSWER_TIMEOUT_S = 3.0  # a router answers in well under a millisecond; one that hangs must not hold requests up
+ANSWER_TIMEOUT_S = 2.0  # a router answers in well under a millisecond; one that hangs must not hold requests up
 IDENTIFY_TIMEOUT_S = 1.0
+ASK_AGAIN_S = 0.5  # between questions to a router that did not answer
 TELL_TIMEOUT_S = 5.0
+TELL_END_S = 0.05  # between reports of ends of answers, which cost a round trip each
 RESUME_S = 0.5  # between tries to find another router for a booking
 MAX_REFUSED = 4  # routers that an error names
 ELSEWHERE = (PeerLostError, DrainingError)  # another router may do it
+NO_ROUTER = "no router answers: requests are placed by this frontend's own load alone"
 
 
 class RemoteRouter:
-    """Asks the routers found through discovery: the first by name, and the next one if that router is gone."""
+    """Asks the routers found through discovery: the first by name, and the next one if that router is gone.
 
-    def __init__(self, plane: PlaneClient) -> None:
+    A router that did not answer gets no request before it has answered a question. While none answers, `fallback`
+    places requests, and their bookings are offered to routers that come back.
+    """
+
+    def __init__(self, plane: PlaneClient, fallback: FallbackRouter | None = None) -> None:
         self._plane = plane
+        self._fallback = fallback
+        self._is_falling_back = False
+        self._silent: dict[str, asyncio.Task[None]] = {}  # routers that did not answer, by key
         self._routers: dict[str, RouterCard] = {}
         self._lapsed = Lapsed(self._is_there, self._forget)
         self._refused: dict[str, str] = {}  # why routers of other versions are not asked
+        self._told_end_s = 0.0
 
     def is_ready(self) -> bool:
-        return bool(self._routers)
+        return bool(self._routers) or (self._fallback is not None and self._fallback.is_ready)
+
+    def note(self) -> str:
+        """Return what operators should know of the routers, "" for nothing."""
+        return NO_ROUTER if self._fallback is not None and not self.routers() else ""
 
     def routers(self) -> Sequence[RouterCard]:
-        """Return the known routers in the order in which they are asked."""
-        return [card for _, card in sorted(self._routers.items())]
+        """Return the routers that answer, in the order in which they are asked."""
+        return [card for key, card in sorted(self._routers.items()) if key not in self._silent]
 
     async def run(self, discovery: Discovery) -> None:
         """Follow routers until cancelled. Raises FeedLostError if the feed ends."""
@@ -68,6 +85,10 @@ class RemoteRouter:
                         self._forget(change.key)
         finally:
             await self._lapsed.close()
+            asking = list(self._silent.values())
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
         raise FeedLostError("the discovery watch ended", hint="check --discovery")
 
     async def _is_there(self, key: str) -> bool:
@@ -79,8 +100,24 @@ class RemoteRouter:
             return False
         return found.name == card.name
 
+    def _leave_out(self, card: RouterCard) -> None:
+        """Ask a router for nothing before it has answered a question: each request would wait for it again."""
+        key = f"routers/{card.name}"
+        if self._routers.get(key) == card and key not in self._silent:
+            self._silent[key] = asyncio.create_task(self._until_there(key), name=f"ask {key}")
+
+    async def _until_there(self, key: str) -> None:
+        try:
+            while True:
+                if key not in self._routers or await self._is_there(key):
+                    return
+                await asyncio.sleep(ASK_AGAIN_S)
+        finally:
+            del self._silent[key]
+
     def _forget(self, key: str) -> None:
-        self._routers.pop(key, None)
+        if (gone := self._routers.pop(key, None)) is not None:
+            self._plane.expect(gone.address, ())
         self._refused.pop(key, None)
 
     def _join(self, key: str, value: bytes) -> None:
@@ -94,6 +131,7 @@ class RemoteRouter:
             return
         if card.address:  # otherwise it is inside a frontend, or takes no more requests
             self._routers[key] = card
+            self._plane.expect(card.address, (card.name,))
 
     def _missing(self) -> str:
         """Return why there is nobody to ask."""
@@ -102,35 +140,77 @@ class RemoteRouter:
 
     @asynccontextmanager
     async def book(self, request: RouteRequest, timeout_s: float) -> AsyncIterator[Booking]:
-        """Place a request. Raises what Router.book does, and NoWorkerError if no router answers: a retry may help."""
+        """Place a request. Raises what Router.book does, and NoWorkerError if nobody can place: a retry may help."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         problem = self._missing()
         for card in self.routers():
             async with AsyncExitStack() as call:
                 try:
-                    opening = self._plane.open(card.address, "place", request, _left(deadline))
+                    opening = self._plane.open(card.address, "place", request, _left(deadline), hasty=True)
                     stream = await call.enter_async_context(opening)
                     placed = await _first(stream, card)
                 except ELSEWHERE as error:
                     problem = str(error)
+                    self._note_lost(card, error)
                     continue
                 booking = _RemoteBooking(self, self._plane, request, placed, deadline)
                 booking.hold(stream, card.address)
                 call.push_async_callback(booking.settle)
+                self._note_fallback(problem, is_needed=False)
+                if self._fallback is not None:
+                    call.enter_context(self._fallback.counted(placed))
                 yield booking
                 return
-        raise _no_router(problem)
+        if self._fallback is None:
+            raise _no_router(problem)
+        self._note_fallback(problem, is_needed=True)
+        placed = self._fallback.place(request)
+        FALLBACKS.inc()
+        booking = _RemoteBooking(self, self._plane, request, placed, deadline)
+        booking.hold(None)
+        try:
+            with self._fallback.counted(placed):
+                yield booking
+        finally:
+            await booking.settle()
+
+    def check(self, request: RouteRequest, timeout_s: float) -> None:
+        """Do nothing: the queues are in another process, which refuses when it is asked for a place."""
+
+    def may_tell_end(self) -> bool:
+        """Return whether the end of an answer is to be reported: a sample of them is enough to learn from."""
+        now = asyncio.get_running_loop().time()
+        if now - self._told_end_s < TELL_END_S:
+            return False
+        self._told_end_s = now
+        return True
 
     async def preview(self, request: RouteRequest, timeout_s: float) -> Placed:
         deadline = asyncio.get_running_loop().time() + timeout_s
         problem = self._missing()
         for card in self.routers():
             try:
-                async with self._plane.open(card.address, "preview", request, _left(deadline)) as stream:
+                opening = self._plane.open(card.address, "preview", request, _left(deadline), hasty=True)
+                async with opening as stream:
                     return await _first(stream, card)
             except ELSEWHERE as error:
                 problem = str(error)
-        raise _no_router(problem)
+                self._note_lost(card, error)
+        if self._fallback is None:
+            raise _no_router(problem)
+        return self._fallback.place(request)
+
+    def _note_lost(self, card: RouterCard, error: MeshError) -> None:
+        if isinstance(error, PeerLostError):
+            self._leave_out(card)
+
+    def _note_fallback(self, problem: str, *, is_needed: bool) -> None:
+        """Say in the log, once each time, that requests are placed without a router, and that they no longer are."""
+        if is_needed and not self._is_falling_back:
+            log.warning("no router answers (%s): this frontend places requests itself, by its own load alone", problem)
+        elif self._is_falling_back and not is_needed:
+            log.warning("a router answers again, and places the requests")
+        self._is_falling_back = is_needed
 
 
 class _RemoteBooking:
@@ -160,8 +240,11 @@ class _RemoteBooking:
     def progress(self, osl_tokens: int) -> None:
         self._tell_soon(msgspec.structs.replace(self._news, osl_tokens=osl_tokens))
 
-    def hold(self, stream: Stream, address: str) -> None:
-        """Hold the booking. `stream` is its lease at the router at `address`."""
+    def finished(self, osl_tokens: int) -> None:
+        self._news = msgspec.structs.replace(self._news, osl_tokens=osl_tokens, has_finished=True)
+
+    def hold(self, stream: Stream | None, address: str = "") -> None:
+        """Hold the booking. `stream` is its lease at the router at `address`; None: no router has it yet."""
         self._address = address
         self._holding = asyncio.create_task(self._hold(stream), name=f"hold {self._request.request_id}")
 
@@ -170,9 +253,15 @@ class _RemoteBooking:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        if self._news.has_finished and self._address and self._routers.may_tell_end():
+            self._to_tell = True
+            await self._tell()
 
-    async def _hold(self, stream: Stream) -> None:
-        await _ended(stream)
+    async def _hold(self, stream: Stream | None) -> None:
+        if stream is not None:
+            await _ended(stream)
+        else:
+            await asyncio.sleep(RESUME_S)  # most requests end before a router is back
         while _left(self._deadline) > 0:
             for card in self._routers.routers():
                 await self._resume_at(card)
@@ -183,7 +272,7 @@ class _RemoteBooking:
         self._address = ""
         held = Resume(request=self._request, placed=self.placed, progress=self._news)
         try:
-            async with self._plane.open(card.address, "resume", held, _left(self._deadline)) as stream:
+            async with self._plane.open(card.address, "resume", held, _left(self._deadline), hasty=True) as stream:
                 await _first(stream, card)
                 self._address = card.address
                 if self._news != held.progress:

@@ -5,9 +5,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from kvevents.allowance import EventRates
 from kvevents.nats_access import USAGE as NATS_USAGE
 from mesh.discovery import DiscoveryUrl
-from mesh.telemetry import LogFormat, LogLevel
+from mesh.identity.credentials import MeshProbes, MeshTls
+from mesh.safeguards import is_off
+from mesh.telemetry import LogFormat, LogLevel, Namespace
+from router.admission import AdmissionRules
 from router.disaggregation import LocalPrefill
 from router.policies import Policy, policies_help
 from router.queue import Order, QueueRules
@@ -17,6 +21,7 @@ from router.selection import Weights
 _RULES = RouterRules()  # the defaults stand there
 _SATURATION = Saturation()
 _NEVER = 1 << 62
+MIB = 1 << 20
 
 
 class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +78,15 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     queue_aging_tokens_per_s: Annotated[
         float, Meta(gt=0, description="wspt: a prompt is overtaken for its uncached tokens divided by this, in s")
     ] = _RULES.queue.aging_tokens_per_s
+    admission: Annotated[
+        bool, Meta(description="refuse requests at once that would not be answered by their deadline, as measured")
+    ] = _RULES.admission.is_on
+    queue_max_wait_s: Annotated[
+        float, Meta(ge=0, description="refuse requests that would wait longer, also in a burst; 0: any wait")
+    ] = _RULES.admission.max_wait_s
+    queue_standing_wait_s: Annotated[
+        float, Meta(ge=0, description="... so long once a queue does not go away; 0: any wait")
+    ] = _RULES.admission.standing_wait_s
     affinity_ttl_s: Annotated[
         float, Meta(ge=0, description="a session keeps to its worker for so long after its last request; 0: not")
     ] = _RULES.affinity_ttl_s
@@ -101,6 +115,10 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     nats_url: Annotated[
         str, Meta(description=f"NATS server that wants user and password for the KV events: {NATS_USAGE}")
     ] = ""
+    kv_events_per_s: Annotated[
+        float, Meta(gt=0, description="KV events of one publisher; one that sends more is heard again after a rest")
+    ] = EventRates().events_per_s
+    kv_events_mib_per_s: Annotated[float, Meta(gt=0, description="... and their size")] = EventRates().bytes_per_s / MIB
     max_body_mib: Annotated[float, Meta(gt=0, description="larger HTTP bodies are refused")] = 2.0
     max_bookings: Annotated[int, Meta(ge=1, description="bookings made over HTTP that stand at once")] = 4096
     ext_proc_port: Annotated[
@@ -124,6 +142,9 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ext_proc_tls_key: Annotated[
         str, Meta(description="picker: PEM file with the key; default: in the certificate's")
     ] = ""
+    ext_proc_client_ca: Annotated[
+        str, Meta(description="picker: PEM file of the CA whose certificates gateways must show; default: none needed")
+    ] = ""
     tokenizer: Annotated[
         Literal["auto", "hf", "fastokens"], Meta(description="picker: library that tokenizes, as a frontend has it")
     ] = "auto"
@@ -136,6 +157,9 @@ class RouterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     model_cache_mib: Annotated[float, Meta(gt=0, description="picker: size of that folder")] = 1024.0
     discovery: DiscoveryUrl = "file:.run/discovery"
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
+    mesh_tls: MeshTls = ""
+    mesh_probes: MeshProbes = False
+    namespace: Namespace = "kvmesh"
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
 
@@ -162,12 +186,19 @@ def rules_of(config: RouterConfig) -> RouterRules:
             max_tokens=config.queue_max_tokens,
             aging_tokens_per_s=config.queue_aging_tokens_per_s,
         ),
+        admission=AdmissionRules(
+            is_on=config.admission, max_wait_s=config.queue_max_wait_s, standing_wait_s=config.queue_standing_wait_s
+        ),
         affinity_ttl_s=config.affinity_ttl_s,
         predict_ttl_s=config.predict_ttl_s,
         approximate_ttl_s=config.approximate_ttl_s,
-        lease_s=config.lease_s,
+        lease_s=math.inf if is_off("lease_expiry") else config.lease_s,
         ramp_s=config.ramp_s,
     )
+
+
+def event_rates_of(config: RouterConfig) -> EventRates:
+    return EventRates(events_per_s=config.kv_events_per_s, bytes_per_s=config.kv_events_mib_per_s * MIB)
 
 
 def saturation_of(config: RouterConfig) -> Saturation | None:

@@ -13,9 +13,10 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError
+from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError, OverloadedError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import Explanation, Placed, RouteRequest, Target, WorkerCard
+from router.admission import FAINT, HOPEFUL, AdmissionControl, Placing, RefusedError
 from router.affinity import SessionAffinity, SessionKey, session_key
 from router.explain import explain
 from router.fleet import Pool, WorkerFleet
@@ -31,6 +32,7 @@ from router.placing import (
     look,
     plan,
     prefix_of,
+    running_on,
     who_may,
 )
 from router.prediction import CachePredictions
@@ -39,6 +41,7 @@ from router.reported import ReportedLoad
 from router.rules import RouterRules
 from router.selection import Candidate
 
+LOOK_S = 0.25  # between searches of the queues for requests that have become hopeless
 RESERVE_AFTER_S = 5.0  # a request that has waited so long for a worker gets it before smaller requests do
 _FOREVER = float("inf")
 
@@ -53,6 +56,7 @@ class Outcome(NamedTuple):
 class QueuedRequest(Struct):
     request: RouteRequest
     arrived_s: float
+    deadline_s: float
 
 
 class RouterState:
@@ -67,6 +71,8 @@ class RouterState:
         self._rng = random.Random(seed)
         self._queues: dict[str, PendingQueue[QueuedRequest]] = {}  # by model, of models for which requests wait
         self._affinity = SessionAffinity(ttl_s=rules.affinity_ttl_s)
+        self.admission = AdmissionControl(rules.admission)
+        self._looked_s = 0.0  # for hopeless requests
         self.stats: Counter[str] = Counter()  # expired: bookings that nobody ended
 
     @property
@@ -83,57 +89,102 @@ class RouterState:
         self.reported.forget(worker_id, now)
         self.fleet.remove_worker(worker_id, now)
         self._affinity.forget_worker(worker_id)
+        self.admission.keep(self.fleet.pools, self.load.__contains__)
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def try_place(self, request: RouteRequest, now: float) -> Placed | None:
+    def try_place(self, request: RouteRequest, now: float, deadline_s: float = _FOREVER) -> Placed | None:
         """Place and book a request at once if no request waits and a worker has room; None: `submit` it.
 
-        The placement is the one that `submit` and `dispatch` would make. Raises NoWorkerError.
+        The placement is the one that `submit` and `dispatch` would make. Raises NoWorkerError, RefusedError.
         """
         fleet = self.fleet
         if request.exclude or fleet.avoided_until:
             fleet.avoid(request.exclude, now)
+        self.admission.came(request.model, now)
         pool = fleet.pools.get(request.model)
         if pool is not None and (self._queues.get(request.model) or not has_room(pool, self.rules, now)):
             return None
         planned = self._plan(request, now)
-        return None if planned.is_full else self._book(planned, now, waited_s=0.0)
+        if planned.is_full:
+            return None
+        placing = _placing(planned, deadline_s)
+        self.admission.check_placing(request, placing, now, stands=None, retry_after_s=1.0)
+        return self._book(planned, placing, now, waited_s=0.0)
 
     def submit(self, request: RouteRequest, now: float, deadline_s: float = _FOREVER) -> Sequence[Outcome]:
         """Let a request wait for `dispatch`. Return the requests that it displaced from the queue, as failed.
 
-        Raises NoWorkerError if there is no worker for it, OverloadedError if the queue is full.
+        Raises NoWorkerError if there is no worker for it, OverloadedError if the queue is full, RefusedError if it
+        would not be answered in time.
         """
         self.fleet.avoid(request.exclude, now)
         pool, decoders, prefillers = who_may(self.fleet, request, now)
         overlaps, _ = self.fleet.find(pool, request.sequence_hashes, now)
         cached = max(cached_blocks(pool, overlaps, prefillers or decoders), default=0) * decoders[0].card.block_size
-        pending = Pending(
-            request_id=request.request_id,
-            tenant=request.tenant,
-            priority=request.priority,
-            arrived_s=now,
-            deadline_s=deadline_s,
-            isl_tokens=request.isl_tokens,
-            uncached_tokens=max(0, request.isl_tokens - cached),
-            payload=QueuedRequest(request, now),
-        )
+        pending = _pending(request, max(0, request.isl_tokens - cached), now, deadline_s)
         queue = self._queues.get(request.model)
         if queue is None:
-            queue = self._queues[request.model] = PendingQueue(self.rules.queue)
+            queue = PendingQueue(self.rules.queue)
+        self._check_wait(pending, queue, now)
         displaced = queue.push(pending, now)
+        self._queues[request.model] = queue
         return [Outcome(other.request_id, queue.refusal(now)) for other in displaced]
+
+    def check(self, request: RouteRequest, now: float, deadline_s: float) -> None:
+        """Raise RefusedError if a request would be refused even if nothing of its prompt had to be computed.
+
+        It is a quick look, before the prompt is known. Nothing is booked or remembered.
+        """
+        self.admission.came(request.model, now)
+        if (queue := self._queues.get(request.model)) is not None:
+            self._check_wait(_pending(request, 0, now, deadline_s), queue, now)
+
+    def _check_wait(self, pending: Pending[QueuedRequest], queue: PendingQueue[QueuedRequest], now: float) -> None:
+        gap_s = self.admission.gap_s(pending.payload.request.model)
+        wait_s = queue.wait_s(pending, now, gap_s) if queue else 0.0
+        self.admission.check_wait(
+            pending.payload.request,
+            pending.uncached_tokens,
+            wait_s,
+            pending.deadline_s - now,
+            self._stands(pending.payload.request.model, queue, now),
+            running_on(self.fleet.pools.get(pending.payload.request.model)),
+            retry_after_s=queue.retry_after_s(now),
+        )
 
     def dispatch(self, now: float) -> list[Outcome]:
         """Place what can be placed now, and fail what can no longer be served in time."""
         outcomes: list[Outcome] = []
         self.fleet.forgive(now)
+        looks = now - self._looked_s >= LOOK_S
         for model, queue in list(self._queues.items()):
+            self.admission.waits(model, queue.since_s, now)
             outcomes += [Outcome(late.request_id, _too_late(late.payload, now)) for late in queue.expire(now)]
+            if looks and self.rules.admission.is_on:
+                self._looked_s = now
+                outcomes += self._drop_hopeless(model, queue, now)
             outcomes += self._dispatch(self.fleet.pools.get(model), queue, now)
             self._tidy(model)
         return outcomes
+
+    def _stands(self, model: str, queue: PendingQueue[QueuedRequest], now: float) -> bool:
+        """Return whether a queue does not go away, or one has not long ago."""
+        return self.admission.stands(model, queue.since_s if queue else now, now)
+
+    def _drop_hopeless(self, model: str, queue: PendingQueue[QueuedRequest], now: float) -> list[Outcome]:
+        """Take the requests out of a queue that will not be served in time any more."""
+        stands, running = self._stands(model, queue, now), running_on(self.fleet.pools.get(model))
+
+        def needs_s(item: Pending[QueuedRequest]) -> float:
+            request, share = item.payload.request, FAINT if stands else HOPEFUL
+            if request.is_continued:
+                return -_FOREVER
+            return self.admission.needed_s(request, item.uncached_tokens, share, running)
+
+        hopeless = queue.take_hopeless(now, needs_s)
+        retry_after_s = queue.retry_after_s(now)
+        return [Outcome(item.request_id, _hopeless(item.payload, now, retry_after_s)) for item in hopeless]
 
     def next_deadline(self) -> float | None:
         """Return when to call `dispatch` at the latest: a request times out, or an avoided worker is trusted again."""
@@ -143,7 +194,8 @@ class RouterState:
     def place(self, request: RouteRequest, now: float) -> Placed:
         """Place and book at once, whoever waits and however full the workers are. Raises NoWorkerError."""
         self.fleet.avoid(request.exclude, now)
-        return self._book(self._plan(request, now), now, waited_s=0.0)
+        planned = self._plan(request, now)
+        return self._book(planned, _placing(planned, _FOREVER), now, waited_s=0.0)
 
     def preview(self, request: RouteRequest, now: float) -> Placed:
         """Return where a request would run if it came now, with the explanation. Nothing is booked or remembered.
@@ -156,7 +208,15 @@ class RouterState:
         finally:
             self._rng.setstate(draws)
         waits = planned.is_full or bool(self._queues.get(request.model))
-        return self._placed(planned, replace(explain(planned), would_wait=waits))
+        placing = _placing(planned, _FOREVER)
+        found = self.admission.estimate(request, placing.uncached_tokens, placing.queued_tokens, placing.running)
+        explanation = replace(
+            explain(planned),
+            would_wait=waits,
+            first_s=0.0 if found is None else round(found.first_s, 3),
+            total_s=0.0 if found is None else round(found.total_s, 3),
+        )
+        return self._placed(planned, explanation)
 
     def resume(self, request: RouteRequest, placed: Placed, now: float, *, is_prefilling: bool) -> None:
         """Book again what a router placed that is gone: the request runs where that router said.
@@ -183,11 +243,13 @@ class RouterState:
         for holder in holders[1:]:  # the prefill worker is done with it
             self.fleet.warm_up.completed(holder.worker_id)
         self.load.prefill_done(request_id, now)
+        self.admission.began(request_id, now)
 
     def progress(self, request_id: RequestId, osl_tokens: int, now: float) -> None:
         """Note that a request lives, and how many tokens it has by now."""
         holders = self.load.holders_of(request_id)
         if holders:
+            self.admission.grew(request_id, osl_tokens)
             card = self.fleet.slots[holders[0]].card
             grown = self.load.progress(request_id, 1 + osl_tokens // card.block_size, now)
             if (queue := self._queues.get(card.model)) is not None:
@@ -200,8 +262,11 @@ class RouterState:
             if queue.cancel(request_id) is not None:
                 self._tidy(model)
                 break
+        holders = self.load.holders_of(request_id)
+        if holders:
+            self.admission.ended(request_id, now, self.load.of(holders[0]).total.requests)
         if ok:
-            for holder in self.load.holders_of(request_id):
+            for holder in holders:
                 self.fleet.warm_up.completed(holder.worker_id)
         else:
             self.fleet.predictions.failed(request_id)
@@ -213,6 +278,7 @@ class RouterState:
         for request_id in expired:
             self.free(request_id, now, ok=False)
         self.stats["expired"] += len(expired)
+        self.admission.keep(self.fleet.pools, self.load.__contains__)
         return expired
 
     # --- the queue -------------------------------------------------------------------------------------------------
@@ -238,14 +304,34 @@ class RouterState:
             return False
 
         while queue and (item := queue.pop_next(now, fits)) is not None:
-            planned = plans[item.request_id]
-            if isinstance(planned, MeshError):
-                outcomes.append(Outcome(item.request_id, planned))
-            else:
-                outcomes.append(Outcome(item.request_id, self._book(planned, now, now - item.payload.arrived_s)))
+            self.admission.drained(item.payload.request.model, queue.since_s, now)
+            outcomes.append(Outcome(item.request_id, self._serve(item.payload, plans[item.request_id], queue, now)))
             ahead.clear()
             has_some_room = pool is None or has_room(pool, self.rules, now)
         return outcomes
+
+    def _serve(
+        self,
+        queued: QueuedRequest,
+        planned: PlacementPlan | MeshError,
+        queue: PendingQueue[QueuedRequest],
+        now: float,
+    ) -> Placed | MeshError:
+        """Book a request whose turn has come, or return why it is not placed."""
+        if isinstance(planned, MeshError):
+            return planned
+        placing = _placing(planned, queued.deadline_s)
+        try:
+            self.admission.check_placing(
+                queued.request,
+                placing,
+                now,
+                stands=self._stands(queued.request.model, queue, now),
+                retry_after_s=queue.retry_after_s(now),
+            )
+        except OverloadedError as refusal:
+            return refusal
+        return self._book(planned, placing, now, now - queued.arrived_s)
 
     def _try_plan(
         self, request: RouteRequest, now: float, ahead: Ahead, has_some_room: bool
@@ -274,16 +360,17 @@ class RouterState:
             bound_to = self._affinity.get(_key(request), now)
         return plan(look(self.fleet, self.rules, request, now, self._rng, ahead, bound_to, scores_all))
 
-    def _book(self, planned: PlacementPlan, now: float, waited_s: float) -> Placed:
+    def _book(self, planned: PlacementPlan, placing: Placing, now: float, waited_s: float) -> Placed:
         view, computes, decode = planned.view, planned.first.chosen, planned.last.chosen.holder
         request = view.request
-        uncached = max(0, request.isl_tokens - computes.overlap[-1] * view.block_size)
+        uncached = placing.uncached_tokens
         self._take(request, decode, computes.holder, uncached, now)
         chosen = [decode] if planned.first is planned.last else [decode, computes.holder]
         for holder in chosen:
             self.fleet.note_choice(holder)
         self._predict(request, chosen, now)
         self._remember(planned, uncached, now)
+        self.admission.placed(request.request_id, placing, now)
         return self._placed(planned, explain(planned, waited_s) if request.explain else None)
 
     def _take(self, request: RouteRequest, decode: Holder, prefill: Holder, prefill_tokens: int, now: float) -> None:
@@ -324,18 +411,52 @@ class RouterState:
 
     def _target(self, chosen: Candidate) -> Target:
         card = self.fleet.slots[chosen.holder].card
-        return Target(
-            worker_id=card.worker_id,
-            name=card.name,
-            address=card.address,
-            dp_rank=chosen.holder.dp_rank,
-            overlap_blocks=chosen.overlap[0],
-        )
+        return card.target(chosen.holder.dp_rank, chosen.overlap[0])
 
 
 def _key(request: RouteRequest) -> SessionKey:
     return session_key(request.model, request.tenant, request.session)
 
 
+def _pending(request: RouteRequest, uncached_tokens: int, now: float, deadline_s: float) -> Pending[QueuedRequest]:
+    return Pending(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        priority=request.priority,
+        arrived_s=now,
+        deadline_s=deadline_s,
+        isl_tokens=request.isl_tokens,
+        uncached_tokens=uncached_tokens,
+        payload=QueuedRequest(request, now, deadline_s),
+    )
+
+
+def _placing(planned: PlacementPlan, deadline_s: float) -> Placing:
+    """Return what is known of a request where a plan places it."""
+    view, computes = planned.view, planned.first.chosen
+    return Placing(
+        view.request.model,
+        view.request.max_tokens,
+        deadline_s,
+        max(0, view.request.isl_tokens - computes.overlap[-1] * view.block_size),
+        computes.queued_tokens,
+        planned.last.chosen.requests,
+    )
+
+
+def _hopeless(queued: QueuedRequest, now: float, retry_after_s: float) -> RefusedError:
+    waited_s, left_s = now - queued.arrived_s, queued.deadline_s - now
+    return RefusedError(
+        "hopeless",
+        f"it waited {waited_s:.1f} s, and would not be answered in the {left_s:.1f} s that are left",
+        retry_after_s=retry_after_s,
+    )
+
+
 def _too_late(queued: QueuedRequest, now: float) -> DeadlineExceededError:
     return DeadlineExceededError(f"no worker was free in time: the request waited {now - queued.arrived_s:.1f} s")
+
+
+def waiting_by_model(state: RouterState) -> dict[str, int]:
+    """Return how many requests wait, by model. Another thread may ask."""
+    return {model: len(queue) for model, queue in list(state._queues.items())}

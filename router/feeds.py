@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+from kvevents.allowance import EventRates
 from kvevents.connect import Links
+from kvevents.door import KeyPair
 from kvevents.subscriber import KvEventSubscriber
 from kvevents.transport import KvSource, Snapshot
 from mesh.discovery import Deleted, Discovery, Put
 from mesh.discovery.place import SearchPlace
+from mesh.lapsed import Lapsed
 from mesh.plane.client import PlaneClient
 from protocol.card_checks import problem_of
 from protocol.errors import ConfigError, FeedLostError, MeshError, WireError
@@ -19,15 +22,18 @@ from protocol.ids import WorkerId
 from protocol.messages import KvDigest, KvRank, KvSnapshot, WorkerCard, WorkerIdentity, decode, decode_card
 from protocol.model_files import fingerprint
 from protocol.version import VersionError
+from router.event_admission import EventAdmission
 from router.findings import KEY_PREFIX, UNREADABLE, Complaint, DiscoveryReport, Findings
-from router.fleet import WorkerFleet
-from router.lapsed import Lapsed
+from router.fleet import FEW_BLOCKS, TIERS_SHARE, OverfullError, WorkerFleet
 from router.members import Changes, Members
-from router.metrics import EVENTS, LAPSED_WORKERS
+from router.metrics import EVENT_RESTS, EVENTS, LAPSED_WORKERS, OVERFULL, FeedFacts
 
 log = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 10.0
+MAX_SNAPSHOT_BYTES = 2 << 30
+EVENT_BYTES = 2048  # of one block in an event of its own, with the names of adapter and salt
+TOKEN_BYTES = 5
 ANSWER_TIMEOUT_S = 1.0  # of a worker that is asked who it is
 LOOK_S = 1.0  # between two looks whether there is a worker
 NOWHERE_YET = SearchPlace("")
@@ -52,12 +58,14 @@ class WorkerFeed:
         self._left: list[Callable[[WorkerId], object]] = []
         self._plane = plane
         self._values: dict[str, bytes] = {}  # of the keys whose workers have joined
-        self._at: dict[str, set[str]] = {}  # the same keys, by the address of the worker
+        self._at: dict[str, dict[str, str]] = {}  # the same keys by the address of the worker, with its name
         self._asking: set[asyncio.Task[None]] = set()  # who is there, at addresses with several workers
-        self._lapsed = Lapsed(self._is_there, self._forget, LAPSED_WORKERS.set)
+        self._lapsed = Lapsed(self._is_there, self._lose, LAPSED_WORKERS.set)
         self._findings = Findings()
+        self.resting: dict[WorkerId, WorkerCard] = {}  # that have a card and take no requests
         self._where: Callable[[], SearchPlace] = lambda: NOWHERE_YET
         self.seen = asyncio.Event()  # discovery has reported a worker
+        self.loss = ""  # while listeners are told of a worker that left: why, "" if it left in good order
 
     def listen(self, joined: Callable[[WorkerCard], object], left: Callable[[WorkerId], object]) -> None:
         self._joined.append(joined)
@@ -99,24 +107,44 @@ class WorkerFeed:
             self._lapsed.add(change.key)
             return
         self._lapsed.discard(change.key)
-        self._forget(change.key)
+        if change.has_lapsed:
+            self._lose(change.key)
+        else:
+            self._forget(change.key)
 
     async def _is_there(self, key: str) -> bool:
         """Return whether a worker answers at its address, and under its id."""
         card = decode(self._values[key], WorkerCard)
         return self._plane is not None and await who_is_at(self._plane, card.address) == card.worker_id
 
+    def lapsed(self) -> frozenset[WorkerId]:
+        """Return the workers whose leases have ended, and who are asked whether they are still there."""
+        return frozenset([WorkerId(key.removeprefix(KEY_PREFIX)) for key in self._lapsed.asked()])
+
+    def _lose(self, key: str, why: str = "its lease has ended, and it does not answer") -> None:
+        self.loss = why
+        try:
+            self._forget(key)
+        finally:
+            self.loss = ""
+
     def _forget(self, key: str) -> None:
         self._findings.forget(key)
+        self.resting.pop(WorkerId(key.removeprefix(KEY_PREFIX)), None)
         if (value := self._values.pop(key, None)) is not None:
-            self._note_address(key, decode(value, WorkerCard).address, is_there=False)
+            self._note_address(key, decode(value, WorkerCard), is_there=False)
             self._leave(WorkerId(key.removeprefix(KEY_PREFIX)))
 
-    def _note_address(self, key: str, address: str, *, is_there: bool) -> None:
-        keys = self._at.setdefault(address, set())
-        (keys.add if is_there else keys.discard)(key)
-        if not keys:
-            del self._at[address]
+    def _note_address(self, key: str, card: WorkerCard, *, is_there: bool) -> None:
+        names = self._at.setdefault(card.address, {})
+        if is_there:
+            names[key] = card.name
+        else:
+            names.pop(key, None)
+        if self._plane is not None:
+            self._plane.expect(card.address, names.values())
+        if not names:
+            del self._at[card.address]
 
     async def _leave_if_replaced(self, address: str, plane: PlaneClient) -> None:
         """Forget the workers of an address at which another of its workers answers: they have ended before it began.
@@ -124,13 +152,13 @@ class WorkerFeed:
         Their cards stand until their leases end, and would get requests that the other worker has to answer.
         """
         found = await who_is_at(plane, address)
-        keys = self._at.get(address, set())
+        keys = set(self._at.get(address, ()))
         if found is None or KEY_PREFIX + found not in keys:
             return
         for key in keys - {KEY_PREFIX + found}:
             log.info("worker %s has replaced %s at its address", found, key.removeprefix(KEY_PREFIX))
             self._lapsed.discard(key)
-            self._forget(key)
+            self._lose(key, "another worker answers at its address")
 
     def _join(self, key: str, value: bytes) -> None:
         try:
@@ -144,11 +172,22 @@ class WorkerFeed:
             self._findings.ignore(key, problem)
             return
         self._note_card(key, value, card)
+        if card.resting:
+            self._rest(key, card)
+            return
+        self.resting.pop(card.worker_id, None)
         self._findings.count(key)
         changes = self._members.join(card)
         if card not in (*changes.joined, *changes.put_aside):
             changes = Changes(changes.joined, [*changes.put_aside, card])
         self._carry_out(changes)
+
+    def _rest(self, key: str, card: WorkerCard) -> None:
+        """Take no more account of a worker that an operator has drained, until its card says otherwise."""
+        self._findings.ignore(key, f"it is {card.resting}; `kvmesh workers` wakes it")
+        if card.worker_id not in self.resting:
+            self._leave(card.worker_id)
+        self.resting[card.worker_id] = card
 
     def _carry_out(self, changes: Changes) -> None:
         for card in changes.put_aside:
@@ -161,13 +200,13 @@ class WorkerFeed:
             )  # fmt: skip
         for card in changes.joined:
             self._findings.count(KEY_PREFIX + card.worker_id)
-            self._tell_joined(card)
+            self.tell_joined(card)
 
     def _note_card(self, key: str, value: bytes, card: WorkerCard) -> None:
         if (before := self._values.get(key)) is not None:
-            self._note_address(key, decode(before, WorkerCard).address, is_there=False)
+            self._note_address(key, decode(before, WorkerCard), is_there=False)
         self._values[key] = value
-        self._note_address(key, card.address, is_there=True)
+        self._note_address(key, card, is_there=True)
         if card.address and len(self._at[card.address]) > 1 and self._plane is not None:
             asking = asyncio.create_task(self._leave_if_replaced(card.address, self._plane), name="ask who is there")
             self._asking.add(asking)
@@ -178,7 +217,7 @@ class WorkerFeed:
         self._tell_left(worker_id)
         self._carry_out(self._members.leave(worker_id))
 
-    def _tell_joined(self, card: WorkerCard) -> None:
+    def tell_joined(self, card: WorkerCard) -> None:
         log.info("worker joined", extra={"worker": card.worker_id, "role": card.role.value, "model": card.model})
         for joined in self._joined:
             joined(card)
@@ -224,16 +263,32 @@ class LinkWatch:
 class KvFeed:
     """Follows the KV events of the workers that publish them, and applies them to the fleet."""
 
-    def __init__(self, fleet: WorkerFleet, plane: PlaneClient, nats_url: str = "") -> None:
-        """Raises ConfigError for a bad `nats_url`, the server that wants user and password."""
+    def __init__(
+        self,
+        fleet: WorkerFleet,
+        plane: PlaneClient,
+        nats_url: str = "",
+        rates: EventRates | None = None,
+        keys: KeyPair | None = None,
+    ) -> None:
+        """Make a feed; one with `keys` follows closed events alone. Raises ConfigError for a bad `nats_url`."""
         self._plane = plane
-        self._subscriber = KvEventSubscriber(KvSink(fleet), links=Links(nats_url=nats_url))
+        self._admission = None if keys is None else EventAdmission(plane, keys, self._follow, self._refuse)
+        self._subscriber = KvEventSubscriber(
+            KvSink(fleet), links=Links(nats_url=nats_url, keys=keys), rates=rates, on_rest=EVENT_RESTS.inc
+        )
         self._unfollowed: set[WorkerId] = set()
 
     def follow(self, card: WorkerCard) -> None:
         """Follow a worker's KV events, if it publishes any."""
         if not card.kv_events:
             return
+        if self._admission is not None and card.kv_key:
+            self._admission.show(card)
+        else:
+            self._follow(card)
+
+    def _follow(self, card: WorkerCard) -> None:
         endpoints = ((card.kv_events, card.kv_replay), *card.rank_kv_events)[: card.dp_size]
         try:
             for dp_rank, (live, replay) in enumerate(endpoints):
@@ -242,15 +297,21 @@ class KvFeed:
                     endpoint=live,
                     replay_endpoint=replay,
                     dp_rank=dp_rank,
+                    key=card.kv_key,
                     snapshot=partial(self._snapshot, card, dp_rank),
                     digest=partial(self._digest, card, dp_rank),
                 )
                 self._subscriber.add(source)
         except ConfigError as error:  # one bad card must not end the router; it places there by load alone
-            self._unfollowed.add(card.worker_id)
-            log.warning("the KV events of worker %s are not followed: %s", card.worker_id, error)
+            self._refuse(card, str(error))
+
+    def _refuse(self, card: WorkerCard, why: str) -> None:
+        self._unfollowed.add(card.worker_id)
+        log.warning("the KV events of worker %s are not followed: %s", card.worker_id, why)
 
     def leave(self, worker_id: WorkerId) -> None:
+        if self._admission is not None:
+            self._admission.let_go(worker_id)
         self._subscriber.remove(worker_id)
         self._unfollowed.discard(worker_id)
 
@@ -263,22 +324,38 @@ class KvFeed:
         ranks = range(1 + min(len(card.rank_kv_events), card.dp_size - 1))
         return "live" if all(self._subscriber.is_live(card.worker_id, rank) for rank in ranks) else "recovering"
 
+    def facts(self) -> FeedFacts:
+        live, recovering = self._subscriber.count_live()
+        return FeedFacts(live, recovering, self._subscriber.pending_bytes, self._subscriber.stats)
+
     async def close(self) -> None:
+        if self._admission is not None:
+            await self._admission.close()
         await self._subscriber.close()
 
     async def _snapshot(self, card: WorkerCard, dp_rank: int) -> Snapshot:
         """Ask a worker what its cache holds, because its event ring does not reach back far enough."""
         seq, payloads = -1, list[bytes]()
+        room_bytes = most_snapshot_bytes(card)
         rank = KvRank(dp_rank=dp_rank)
         async with self._plane.open(card.address, "kv_snapshot", rank, SNAPSHOT_TIMEOUT_S) as stream:
             async for part in stream.messages(KvSnapshot):
                 seq = part.seq
                 payloads.append(part.payload)
+                room_bytes -= len(part.payload)
+                if room_bytes < 0:
+                    raise WireError(f"a snapshot of more than the {card.total_blocks} blocks on the worker's card")
         return Snapshot(seq, payloads)
 
     async def _digest(self, card: WorkerCard, dp_rank: int) -> KvDigest:
         rank = KvRank(dp_rank=dp_rank)
         return await self._plane.ask(card.address, "kv_digest", rank, KvDigest, SNAPSHOT_TIMEOUT_S)
+
+
+def most_snapshot_bytes(card: WorkerCard) -> int:
+    """Return the most bytes that a worker may send for what one of its ranks holds."""
+    block_bytes = EVENT_BYTES + TOKEN_BYTES * card.block_size
+    return min(MAX_SNAPSHOT_BYTES, (TIERS_SHARE * card.total_blocks + FEW_BLOCKS) * block_bytes)
 
 
 class KvSink:
@@ -288,7 +365,11 @@ class KvSink:
         self._fleet = fleet
 
     def on_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> None:
-        EVENTS.inc(self._fleet.on_kv_batch(worker_id, dp_rank, payload))
+        try:
+            EVENTS.inc(self._fleet.on_kv_batch(worker_id, dp_rank, payload))
+        except OverfullError:
+            OVERFULL.inc()
+            raise
 
     def on_reset(self, worker_id: WorkerId, dp_rank: int, payloads: Sequence[bytes]) -> None:
         self._fleet.forget_kv(worker_id, dp_rank)

@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
+from protocol.errors import WireError
 from protocol.events import KvEvent
 from protocol.ids import WorkerId
 from protocol.messages import Role, WorkerCard
-from router.index import Depths, Digest, Holder, PrefixIndex
+from router.index import Depths, Digest, Holder, PrefixIndex, names_of
 from router.load import ActiveLoad, HolderLoad
 from router.prediction import CachePredictions, deepen
 from router.pressure import BusyShare, PrefixDemand, WorkSpread
 from router.shortlist import Shelves
 from router.warmup import WarmUp
 
+TIERS_SHARE = 16  # blocks that a rank may report for each block on its card: host memory and disks are larger
+FEW_BLOCKS = 4096  # that every rank may report besides
 NOBODY: frozenset[Holder] = frozenset()
 LEG_ROLES = ((Role.DECODE, Role.AGGREGATED), (Role.PREFILL,))  # of the workers that one leg is chosen from
 
@@ -69,6 +72,10 @@ class Shortlists(NamedTuple):
     held_back: Collection[Holder]  # workers that have just joined, and may take no further request; not all are listed
 
 
+class OverfullError(WireError):
+    """A worker reports far more KV blocks than its card has."""
+
+
 class WorkerFleet:
     """All workers that a router knows, with one pool per model. `load` and `predictions` belong to its router."""
 
@@ -83,6 +90,7 @@ class WorkerFleet:
         self.warm_up = WarmUp(ramp_s=ramp_s)
         self._suspect_s = suspect_s
         self._cards: dict[WorkerId, WorkerCard] = {}
+        self._names: dict[Holder, int] = {}  # names of blocks in the index, or a few more
         self._choices = 0
         self._avoided: frozenset[Holder] = NOBODY
         self._unsettled: frozenset[Holder] = NOBODY
@@ -125,6 +133,7 @@ class WorkerFleet:
         for dp_rank in range(card.dp_size):
             holder = Holder(worker_id, dp_rank)
             self.load.leave(holder, now)
+            self._names.pop(holder, None)
             pool.slots_of(card.role).remove(self.slots.pop(holder))
             pool.shelves[card.role].remove(holder)
         pool.index.drop_worker(worker_id)
@@ -181,18 +190,45 @@ class WorkerFleet:
             self.predictions.reported(Holder(worker_id, dp_rank))
 
     def on_kv_batch(self, worker_id: WorkerId, dp_rank: int, payload: bytes) -> int:
-        """Apply a batch of KV events as it came from the wire. Return their number. Raises WireError."""
+        """Apply a batch of KV events as it came from the wire. Return their number.
+
+        Raises WireError if it cannot be read, OverfullError if the rank now reports far more blocks than its card has.
+        """
         if (card := self._cards.get(worker_id)) is None:
             return 0
         holder = Holder(worker_id, dp_rank)
-        num_events = self.pools[card.model].index.apply_payload(holder, payload)
+        index = self.pools[card.model].index
+        before = index.num_entries
+        num_events = index.apply_payload(holder, payload)
         self.predictions.reported(holder)  # the events of the prompts that it has computed are among them
+        self._check_size(holder, card, index, index.num_entries - before)
         return num_events
+
+    def _check_size(self, holder: Holder, card: WorkerCard, index: PrefixIndex, more: int) -> None:
+        """Forget the blocks of a rank that reports far more than its card has. Raises OverfullError for such a rank.
+
+        The names of a holder are counted by what each batch adds. Others may have lost some to make room for it, so a
+        count that is too large is made exact before it is believed.
+        """
+        most = TIERS_SHARE * card.total_blocks + FEW_BLOCKS
+        names = max(index.blocks_of(holder), self._names.get(holder, 0) + more)
+        if names > most:
+            names = names_of(index, holder)
+        if names <= most:
+            self._names[holder] = names
+            return
+        index.drop(holder)
+        self._names.pop(holder, None)
+        raise OverfullError(
+            f"{names} blocks are reported where the card has {card.total_blocks}",
+            hint=f"at most {most} are kept, so all of them are forgotten",
+        )
 
     def forget_kv(self, worker_id: WorkerId, dp_rank: int) -> None:
         """Forget the blocks of one holder, which will be reported again."""
         if (card := self._cards.get(worker_id)) is not None:
             self.pools[card.model].index.drop(Holder(worker_id, dp_rank))
+            self._names.pop(Holder(worker_id, dp_rank), None)
 
     def digest(self, worker_id: WorkerId, dp_rank: int) -> Digest | None:
         """Return the digest of one holder's blocks; None for an unknown worker."""

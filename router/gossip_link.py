@@ -4,16 +4,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import zmq
 
+from kvevents.door import EventDoor, close_to_strangers, new_keys, show_key
 from kvevents.sockets import Frames, LoopSocket, bind_socket, open_socket
 from mesh.address import split_address
 from mesh.discovery import Deleted, Discovery, Put
-from protocol.errors import FeedLostError, WireError
+from mesh.lapsed import Lapsed
+from protocol.card_checks import is_event_key
+from protocol.errors import FeedLostError, MeshError, WireError
 from protocol.messages import RouterCard, decode_card, encode
 from router.gossip import GossipReceiver, GossipSender, decode_news
-from router.lapsed import Lapsed
 from router.load import ActiveLoad
 from router.metrics import GOSSIP_RECEIVED, GOSSIP_SENT
 
@@ -21,6 +24,7 @@ log = logging.getLogger(__name__)
 
 MAX_NEWS_BYTES = 16 << 20
 PROBE_TIMEOUT_S = 1.0
+HANDSHAKE_BYTES = 1024  # of a peer's message: a subscription has one, a handshake of CURVE some hundred
 _QUEUED_NEWS = 256  # of one router, while the loop is busy; later messages make dropped ones good
 
 
@@ -28,11 +32,19 @@ class Gossip:
     """Keeps the `load` of a router complete with what the other routers have placed. Needs a running event loop.
 
     `on_news` is called when that has changed: requests that wait may have room now. While nobody listens, nothing is
-    sent and no timer runs. Raises ConfigError if it cannot listen at `bind`.
+    sent and no timer runs. In a closed mesh only routers whose keys are on cards can follow or be followed. Raises
+    ConfigError if it cannot listen at `bind`.
     """
 
     def __init__(
-        self, load: ActiveLoad, name: str, on_news: Callable[[], None], *, bind: str, advertise_host: str = ""
+        self,
+        load: ActiveLoad,
+        name: str,
+        on_news: Callable[[], None],
+        *,
+        bind: str,
+        advertise_host: str = "",
+        is_closed: bool = False,
     ) -> None:
         self._name = name
         self._on_news = on_news
@@ -46,18 +58,32 @@ class Gossip:
         self._endpoints: dict[str, str] = {}  # by router
         self._lapsed = Lapsed(self._listens, lambda name: self._follow(name, ""))
         self._complained = False
+        self._keys = new_keys() if is_closed else None
+        self._door = EventDoor() if is_closed else None
+        self._peer_keys: dict[str, str] = {}  # by router
+        self._admitted: dict[str, ExitStack] = {}  # by router: its key is let in
         # XPUB reports each new listener, which needs a full report, and when the last one has gone
-        pub = open_socket(zmq.XPUB, send=_QUEUED_NEWS, max_bytes=64)
+        open_one = open_socket if self._door is None else self._door.open_socket
+        pub = open_one(zmq.XPUB, send=_QUEUED_NEWS, max_bytes=HANDSHAKE_BYTES)
+        if self._keys is not None:
+            close_to_strangers(pub, self._keys)
         pub.setsockopt(zmq.XPUB_VERBOSER, 1)
         try:
             self.endpoint = bind_socket(pub, bind, advertise_host or None, to="gossip")
         except BaseException:
             pub.close()
+            if self._door is not None:
+                self._door.close_unused()
             raise
         self._sub = open_socket(zmq.SUB, receive=_QUEUED_NEWS, max_bytes=MAX_NEWS_BYTES)
         self._sub.setsockopt(zmq.SUBSCRIBE, b"")
         self._telling = LoopSocket(pub, self._on_subscription)
         self._listening = LoopSocket(self._sub, self._on_message)
+
+    @property
+    def key(self) -> str:
+        """The public key of this router's gossip, for its card; "" in an open mesh."""
+        return "" if self._keys is None else self._keys.public
 
     @property
     def peers(self) -> int:
@@ -82,7 +108,7 @@ class Gossip:
                 self._lapsed.discard(name)
                 match change:
                     case Put():
-                        self._follow(name, self._endpoint_of(name, change.value))
+                        self._on_card(name, change.value)
                     case Deleted() if change.has_lapsed and name in self._endpoints:
                         self._lapsed.add(name)
                     case Deleted():
@@ -91,13 +117,15 @@ class Gossip:
             await self._lapsed.close()
         raise FeedLostError("the discovery watch ended", hint="check --discovery")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """A second call does nothing."""
         for timer in (self._tell_timer, self._expiry_timer):
             if timer is not None:
                 timer.cancel()
         self._telling.close()
         self._listening.close()
+        if self._door is not None:
+            await self._door.close()
 
     # --- telling ---------------------------------------------------------------------------------------
 
@@ -134,15 +162,28 @@ class Gossip:
 
     # --- listening -------------------------------------------------------------------------------------
 
-    def _endpoint_of(self, name: str, card: bytes) -> str:
-        """Return where a router gossips; "" if it does not, or is this router."""
+    def _on_card(self, name: str, value: bytes) -> None:
+        """Follow a router as its card says, unless it is this one."""
         if name == self._name:
-            return ""
+            return
         try:
-            return decode_card(card, RouterCard).gossip
+            card = decode_card(value, RouterCard)
         except WireError as error:
             log.warning("ignoring routers/%s: %s", name, error)
-            return ""
+            self._follow(name, "")
+            return
+        if card.gossip_key and not is_event_key(card.gossip_key):
+            log.warning("ignoring routers/%s: its gossip_key is no key", name)
+            self._follow(name, "")
+            return
+        if card.gossip and (self._keys is None) == bool(card.gossip_key):
+            found = "closed" if card.gossip_key else "open"
+            log.warning(
+                "the gossip of router %s is not followed: it is %s; start all with --mesh-tls, or none", name, found
+            )
+            self._follow(name, "")
+            return
+        self._follow(name, card.gossip, card.gossip_key)
 
     async def _listens(self, name: str) -> bool:
         """Return whether a process listens where a router gossips."""
@@ -155,8 +196,15 @@ class Gossip:
         writer.close()
         return True
 
-    def _follow(self, name: str, endpoint: str) -> None:
-        """Follow a router at an endpoint; "": follow it no more."""
+    def _follow(self, name: str, endpoint: str, key: str = "") -> None:
+        """Follow a router at an endpoint; "": follow it no more, and let it in no more."""
+        if key != self._peer_keys.get(name, ""):  # another process, perhaps where the one before was
+            if endpoint and self._endpoints.get(name) == endpoint:
+                self._follow(name, "")
+            self._let_in(name, key)
+            self._peer_keys[name] = key
+        if not endpoint:
+            self._peer_keys.pop(name, None)
         if not endpoint and self._receiver.forget(name, time.monotonic()):
             self._on_news()
         before = set(self._endpoints.values())
@@ -168,11 +216,27 @@ class Gossip:
             for lost in before - after:
                 self._sub.disconnect(lost)
             for new in after - before:
+                if self._keys is not None:
+                    show_key(self._sub, self._keys, key)
                 self._sub.connect(new)
         except zmq.ZMQError as error:
             self._endpoints.pop(name, None)
             log.warning("cannot listen to router %s at %r: %s", name, endpoint, error)
         self._listening.look_soon()
+
+    def _let_in(self, name: str, key: str) -> None:
+        """Let a router in by its key, and no more by an earlier one."""
+        if (before := self._admitted.pop(name, None)) is not None:
+            before.close()
+        if self._door is None or not key:
+            return
+        admitted = ExitStack()
+        try:
+            admitted.enter_context(self._door.admitted(key))
+        except MeshError as error:
+            log.warning("router %s is not let in: %s", name, error)
+        else:
+            self._admitted[name] = admitted
 
     def _on_message(self, frames: Frames) -> None:
         GOSSIP_RECEIVED.inc()

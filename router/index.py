@@ -582,3 +582,11 @@ if TYPE_CHECKING or not NATIVE:  # noqa: SIM108 - a type checker has to see a pl
     PrefixIndex = PlainIndex
 else:
     PrefixIndex = NativeIndex
+
+
+def names_of(index: PrefixIndex, holder: Holder) -> int:
+    """Return the number of names that `holder` uses. It may take time in proportion to that number."""
+    if isinstance(index, PlainIndex):
+        held = index._held.get(holder)
+        return 0 if held is None else len(held.names)
+    return len(index._named(holder))

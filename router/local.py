@@ -6,34 +6,29 @@ import os
 import time
 from collections.abc import Coroutine, Sequence
 
+from kvevents.door import new_keys
 from mesh.plane.client import PlaneClient
-from protocol.errors import InvalidRequestError, MeshError
+from protocol.errors import InvalidRequestError, MeshError, OverloadedError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import Placed, Progress, RouterCard, RouteRequest, WorkerCard
-from router.config import RouterConfig, rules_of
+from router.admission import RefusedError
+from router.config import RouterConfig, event_rates_of, rules_of
 from router.core import Outcome, RouterState
 from router.feeds import KvFeed, WorkerNews
 from router.gossip_link import Gossip
 from router.load_feed import LoadFeed
 from router.metrics import (
-    EXPIRED,
+    ESTIMATE_ERROR,
     FAILURES,
-    IN_FLIGHT,
-    INDEX_BLOCKS,
-    ORPHAN_BLOCKS,
-    PEERS,
     PLACE_SECONDS,
     PREDICTED_TOKENS,
     PROMPT_TOKENS,
+    REFUSALS,
     RESUMED,
     REUSED_TOKENS,
-    UNBOOKED_BLOCKS,
-    UNBOOKED_REQUESTS,
-    UNBOOKED_TOKENS,
     WAIT_SECONDS,
-    WAITING,
-    WORKERS,
     count_placement,
+    watch_state,
 )
 
 log = logging.getLogger(__name__)
@@ -66,6 +61,10 @@ class LocalBooking:
             self._osl_tokens = osl_tokens
         self._router.on_progress(self, self._osl_tokens)
 
+    def finished(self, osl_tokens: int) -> None:
+        """Report that the answer is complete: the estimates learn from it."""
+        self._router.on_finished(self, osl_tokens)
+
     def end(self, *, ok: bool) -> None:
         """End the booking; `ok`: the request ended well. A second call does nothing."""
         self._router.on_end(self, ok=ok)
@@ -97,12 +96,15 @@ class LocalRouter:
         self.name = config.name
         self.lease_s = config.lease_s
         self.state = RouterState(rules_of(config))
-        self.kv_feed = KvFeed(self.state.fleet, plane, config.nats_url)
+        keys = None if plane.credentials is None else new_keys()  # a closed mesh: its KV events are closed
+        self.kv_feed = KvFeed(self.state.fleet, plane, config.nats_url, event_rates_of(config), keys)
         self.load_feed = LoadFeed(self.state.reported, plane, self._wake)
         self.gossip: Gossip | None = None
         if config.gossip:
             bind, host = f"tcp://{config.host}:{config.gossip_port or '*'}", config.advertise_host or config.host
-            self.gossip = Gossip(self.state.load, config.name, self._wake, bind=bind, advertise_host=host)
+            self.gossip = Gossip(
+                self.state.load, config.name, self._wake, bind=bind, advertise_host=host, is_closed=keys is not None
+            )
         self._loop = asyncio.get_running_loop()
         self._placing: dict[RequestId, asyncio.Future[Placed]] = {}  # of requests that wait in the queue
         self._bookings: dict[RequestId, LocalBooking] = {}
@@ -110,6 +112,7 @@ class LocalRouter:
         self._next_deadline: asyncio.TimerHandle | None = None
         self._next_sweep: asyncio.TimerHandle | None = None
         workers.listen(self._join, self._leave)
+        self.state.admission.on_error = lambda what, ratio: ESTIMATE_ERROR.labels(what).observe(ratio)
         observe(self)
 
     async def place(self, request: RouteRequest, timeout_s: float) -> LocalBooking:
@@ -124,22 +127,31 @@ class LocalRouter:
             earlier.end(ok=False)
         started, waited_s = time.monotonic(), 0.0
         try:
-            placed = self.state.try_place(request, started)
+            placed = self.state.try_place(request, started, started + timeout_s)
             if placed is not None:
                 PLACE_SECONDS.observe(time.monotonic() - started)
             else:
                 placed = await self._wait_for_room(request, started, started + timeout_s)
                 waited_s = time.monotonic() - started
         except MeshError as error:
-            FAILURES.labels(error.code).inc()
+            count_failure(error)
             raise
-        count_placement(placed)
+        count_placement(placed, request.model)
         WAIT_SECONDS.observe(waited_s)
         return self._booked(request, placed)
 
     def book(self, request: RouteRequest, timeout_s: float) -> _BookedBlock:
         """Place a request; it counts until the block is left. Raises what `place` raises."""
         return _BookedBlock(self.place(request, timeout_s))
+
+    def check(self, request: RouteRequest, timeout_s: float) -> None:
+        """Raise RefusedError if a request of this kind would be refused now, whatever its prompt is."""
+        now = time.monotonic()
+        try:
+            self.state.check(request, now, now + timeout_s)
+        except MeshError as error:
+            count_failure(error)
+            raise
 
     async def preview(self, request: RouteRequest, timeout_s: float) -> Placed:
         """Return where the request would run if it came now, with the explanation. Raises NoWorkerError."""
@@ -160,15 +172,17 @@ class LocalRouter:
 
     def card(self, address: str = "", http_url: str = "") -> RouterCard:
         """Return this router's card. `address`: where it is asked for placements; "": nowhere."""
-        gossip = self.gossip.endpoint if self.gossip is not None else ""
-        return RouterCard(name=self.name, address=address, gossip=gossip, http_url=http_url, pid=os.getpid())
+        gossip, key = ("", "") if self.gossip is None else (self.gossip.endpoint, self.gossip.key)
+        return RouterCard(
+            name=self.name, address=address, gossip=gossip, gossip_key=key, http_url=http_url, pid=os.getpid()
+        )
 
     async def close(self) -> None:
         for handle in (self._dispatching, self._next_deadline, self._next_sweep):
             if handle is not None:
                 handle.cancel()
         if self.gossip is not None:
-            self.gossip.close()
+            await self.gossip.close()
         await self.kv_feed.close()
         await self.load_feed.close()
 
@@ -193,6 +207,10 @@ class LocalRouter:
         if self.booking(booking.request_id) is booking:
             self.state.progress(booking.request_id, osl_tokens, time.monotonic())
             self._on_change()
+
+    def on_finished(self, booking: LocalBooking, osl_tokens: int) -> None:
+        if self.booking(booking.request_id) is booking:
+            self.state.admission.finished(booking.request_id, osl_tokens)
 
     def on_end(self, booking: LocalBooking, *, ok: bool) -> None:
         if self._bookings.get(booking.request_id) is booking:  # otherwise another booking has taken its place
@@ -282,6 +300,12 @@ class LocalRouter:
         self._on_change()
 
 
+def count_failure(error: MeshError) -> None:
+    FAILURES.labels(error.code).inc()
+    if isinstance(error, OverloadedError):
+        REFUSALS.labels(error.reason if isinstance(error, RefusedError) else "full").inc()
+
+
 def count_reuse(booking: LocalBooking, reused_tokens: int, block_size: int) -> None:
     """Count what the router believed the worker to have cached, and what the worker then found."""
     computes = booking.placed.prefill or booking.placed.decode
@@ -291,15 +315,6 @@ def count_reuse(booking: LocalBooking, reused_tokens: int, block_size: int) -> N
 
 
 def observe(router: LocalRouter) -> None:
-    """Let the gauges read the router's state when they are scraped."""
-    state, fleet, gossip = router.state, router.state.fleet, router.gossip
-    IN_FLIGHT.set_function(lambda: len(state.load))
-    WAITING.set_function(lambda: state.waiting)
-    INDEX_BLOCKS.set_function(lambda: sum(index.num_blocks for index in fleet.indexes.values()))
-    ORPHAN_BLOCKS.set_function(lambda: sum(index.stats.orphan_blocks for index in fleet.indexes.values()))
-    EXPIRED.set_function(lambda: state.stats["expired"])
-    WORKERS.set_function(lambda: len(fleet.cards))
-    UNBOOKED_REQUESTS.set_function(lambda: state.reported.total.requests)
-    UNBOOKED_BLOCKS.set_function(lambda: state.reported.total.held_blocks)
-    UNBOOKED_TOKENS.set_function(lambda: state.reported.total.queued_tokens)
-    PEERS.set_function(lambda: gossip.peers if gossip is not None else 0)
+    """Let Prometheus read the router's state when it asks."""
+    gossip = router.gossip
+    watch_state(router.state, router.kv_feed.facts, lambda: gossip.peers if gossip is not None else 0)

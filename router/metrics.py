@@ -1,56 +1,120 @@
 """All metrics of the router. Label values come from closed sets: never a request id."""
 
-from prometheus_client import Counter
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
-from mesh.gauges import gauge
-from mesh.histogram import LoopHistogram
-from mesh.tally import LoopCounter
+from mesh.measure import AtScrape, Reading, bounded, counter, histogram, locked_counter, locked_gauge
+from mesh.tally import Tally
 from protocol.messages import Placed
+from router.core import RouterState, waiting_by_model
 
-PLACEMENTS = LoopCounter("kvmesh_router_placements_total", "Requests placed.", ["kind"])  # aggregated, disaggregated
-FAILURES = Counter("kvmesh_router_failures_total", "Requests that could not be placed.", ["code"])
-PLACE_SECONDS = LoopHistogram(
-    "kvmesh_router_place_seconds", "Time to choose workers.", buckets=(1e-5, 1e-4, 1e-3, 1e-2)
-).labels()
-WAIT_SECONDS = LoopHistogram(
-    "kvmesh_router_wait_seconds", "Time until a request was placed.", buckets=(1e-4, 1e-3, 1e-2, 0.1, 1, 10, 60)
-).labels()
-PROMPT_TOKENS = LoopCounter("kvmesh_router_prompt_tokens_total", "Prompt tokens of requests that have begun.").labels()
-PREDICTED_TOKENS = LoopCounter(
-    "kvmesh_router_predicted_reuse_tokens_total", "Of those, believed to be cached."
-).labels()
-REUSED_TOKENS = LoopCounter("kvmesh_router_reused_tokens_total", "Of those, found in the cache by the worker.").labels()
-WAITING = gauge("kvmesh_router_waiting", "Requests that wait because every worker is saturated.", together="sum")
-EXPIRED = gauge(
-    "kvmesh_router_expired_bookings", "Bookings that ended because nothing was heard of them.", together="sum"
+_P = "kvmesh_router_"
+PLACEMENTS = counter(_P + "placements_total")  # aggregated, disaggregated
+FAILURES = locked_counter(_P + "failures_total")
+REFUSALS = counter(  # reason: late (on arrival), hopeless (later), wait (too long in the queue), full (the queue)
+    _P + "refusals_total"
 )
-IN_FLIGHT = gauge("kvmesh_router_in_flight", "Bookings that stand.", together="sum")
-INDEX_BLOCKS = gauge("kvmesh_router_index_blocks", "Distinct prefixes in the index.", together="alike")
-ORPHAN_BLOCKS = gauge(
-    "kvmesh_router_index_orphan_blocks", "Blocks dropped because their parent is not known.", together="alike"
+ESTIMATE_ERROR = histogram(_P + "estimate_error")  # of: first, last
+PLACE_SECONDS = histogram(_P + "place_seconds").labels()
+WAIT_SECONDS = histogram(_P + "wait_seconds").labels()
+PROMPT_TOKENS = counter(_P + "prompt_tokens_total").labels()
+PREDICTED_TOKENS = counter(_P + "predicted_reuse_tokens_total").labels()
+REUSED_TOKENS = counter(_P + "reused_tokens_total").labels()
+LAPSED_WORKERS = locked_gauge(_P + "lapsed_workers")
+EVENTS = counter(_P + "kv_events_total").labels()
+EVENT_RESTS = locked_counter(_P + "kv_event_rests_total")
+OVERFULL = locked_counter(_P + "kv_overfull_total")
+HTTP_REQUESTS = locked_counter(_P + "http_requests_total")
+HTTP_BOOKINGS = locked_gauge(_P + "http_bookings")
+RESUMED = locked_counter(_P + "resumed_total")
+FALLBACKS = locked_counter(_P + "fallbacks_total")
+GOSSIP_SENT = locked_counter(_P + "gossip_sent_total")
+GOSSIP_RECEIVED = locked_counter(_P + "gossip_received_total")
+LOAD_REPORTS = counter(_P + "load_reports_total").labels()
+STATE = AtScrape(
+    [
+        _P + name
+        for name in (
+            "in_flight",
+            "waiting",
+            "expired_bookings",
+            "index_blocks",
+            "index_orphan_blocks",
+            "workers",
+            "unbooked_requests",
+            "unbooked_blocks",
+            "unbooked_tokens",
+            "peers",
+            "kv_feeds",
+            "kv_pending_bytes",
+            "kv_recoveries_total",
+        )
+    ]
 )
-WORKERS = gauge("kvmesh_router_workers", "Workers known.", together="alike")
-LAPSED_WORKERS = gauge(
-    "kvmesh_router_lapsed_workers", "Workers that answer although their lease has lapsed.", together="alike"
-)
-EVENTS = LoopCounter("kvmesh_router_kv_events_total", "KV events applied.").labels()
-HTTP_REQUESTS = Counter("kvmesh_router_http_requests_total", "HTTP requests answered.", ["route", "status"])
-HTTP_BOOKINGS = gauge("kvmesh_router_http_bookings", "Bookings made over HTTP that stand.", together="sum")
-RESUMED = Counter("kvmesh_router_resumed_total", "Bookings taken over from a router that is gone.")
-GOSSIP_SENT = Counter("kvmesh_router_gossip_sent_total", "Messages to other routers.")
-GOSSIP_RECEIVED = Counter("kvmesh_router_gossip_received_total", "Messages from other routers.")
-LOAD_REPORTS = LoopCounter("kvmesh_router_load_reports_total", "Reports of load from workers.").labels()
-UNBOOKED_REQUESTS = gauge(
-    "kvmesh_router_unbooked_requests", "Requests that workers report for outside callers.", together="alike"
-)
-UNBOOKED_BLOCKS = gauge("kvmesh_router_unbooked_blocks", "KV blocks that these requests hold.", together="alike")
-UNBOOKED_TOKENS = gauge(
-    "kvmesh_router_unbooked_tokens", "Prompt tokens that workers report beyond the bookings.", together="alike"
-)
-PEERS = gauge("kvmesh_router_peers", "Other routers that gossip.", together="alike")
+RECOVERIES = ("replays", "snapshots", "digests", "divergences", "resets", "rests", "dropped", "unreadable")
 
-_AGGREGATED, _DISAGGREGATED = PLACEMENTS.labels("aggregated"), PLACEMENTS.labels("disaggregated")
+
+class FeedFacts(NamedTuple):
+    """Facts about the KV events that a router follows."""
+
+    live: int
+    recovering: int
+    pending_bytes: int
+    stats: Mapping[str, int]
 
 
-def count_placement(placed: Placed) -> None:
-    (_AGGREGATED if placed.prefill is None else _DISAGGREGATED).inc()
+_placed: dict[tuple[bool, str], Tally] = {}
+
+
+def count_placement(placed: Placed, model: str) -> None:
+    key = (placed.prefill is None, model)
+    if (tally := _placed.get(key)) is None:
+        tally = PLACEMENTS.labels("aggregated" if key[0] else "disaggregated", bounded("model", model))
+        if len(_placed) < 1024:
+            _placed[key] = tally
+    tally.inc()
+
+
+def watch_state(state: RouterState, feeds: Callable[[], FeedFacts], peers: Callable[[], int]) -> None:
+    """Read the state of this process's router when Prometheus asks."""
+    STATE.read("router", lambda: read_state(state, feeds(), peers()))
+
+
+def read_state(state: RouterState, feeds: FeedFacts, peers: int) -> Iterator[Reading]:
+    reported, plain = state.reported.total, ()
+    for name, value in {
+        "in_flight": len(state.load),
+        "expired_bookings": state.stats["expired"],
+        "unbooked_requests": reported.requests,
+        "unbooked_blocks": reported.held_blocks,
+        "unbooked_tokens": reported.queued_tokens,
+        "peers": peers,
+        "kv_pending_bytes": feeds.pending_bytes,
+    }.items():
+        yield Reading(_P + name, plain, value)
+    yield Reading(_P + "kv_feeds", ("live",), feeds.live)
+    yield Reading(_P + "kv_feeds", ("recovering",), feeds.recovering)
+    for what in RECOVERIES:
+        yield Reading(_P + "kv_recoveries_total", (what,), feeds.stats.get(what, 0))
+    yield from read_models(state)
+
+
+def read_models(state: RouterState) -> Iterator[Reading]:
+    """Yield the samples of each model that has, or has had, workers here."""
+    waiting: Counter[str] = Counter()
+    blocks: Counter[str] = Counter()
+    orphans: Counter[str] = Counter()
+    for model, count in waiting_by_model(state).items():
+        waiting[bounded("model", model)] += count
+    for model, index in list(state.fleet.indexes.items()):
+        known = bounded("model", model)
+        waiting[known] += 0
+        blocks[known] += index.num_blocks
+        orphans[known] += index.stats.orphan_blocks
+    for name, counts in (("waiting", waiting), ("index_blocks", blocks), ("index_orphan_blocks", orphans)):
+        for model, count in counts.items():
+            yield Reading(_P + name, (model,), count)
+    workers = Counter((bounded("model", card.model), card.role.value) for card in state.fleet.cards)
+    for labels, count in workers.items():
+        yield Reading(_P + "workers", labels, count)

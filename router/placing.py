@@ -177,6 +177,8 @@ def who_may(fleet: WorkerFleet, request: RouteRequest, now: float) -> tuple[Pool
     if pool is None or not decoders:
         raise no_worker(fleet.cards, request)
     prefillers = pool.prefillers and _eligible(fleet, pool.prefillers, request, now, request.pin_prefill)
+    if prefillers and not (_wish(request) or _is_trusted(fleet, prefillers[0], now)):
+        prefillers = ()  # no other is left, and a worker that decodes can compute the prompt
     if request.pin_prefill is not None and not prefillers:
         raise NoWorkerError(f"no prefill worker {request.pin_prefill!r} is ready", hint="see `GET /workers`")
     return pool, decoders, prefillers
@@ -222,6 +224,13 @@ def has_room(pool: Pool, rules: RouterRules, now: float) -> bool:
     return False
 
 
+def running_on(pool: Pool | None) -> float | None:
+    """Return the sequences on a worker that decodes, on average; None without workers."""
+    if pool is None or not pool.decoders:
+        return None
+    return sum([slot.load.total.requests for slot in pool.decoders]) / len(pool.decoders)
+
+
 def is_packed(c: Candidate, view: RequestView, reserved: Collection[Holder] = ()) -> bool:
     """Return whether a worker has no sequence or no blocks to spare until an answer ends, which may take long."""
     limits = view.rules.saturation
@@ -265,8 +274,12 @@ def _eligible(
         ]
     if not fleet.avoided_until:
         return slots
-    trusted = [slot for slot in slots if fleet.avoided_until.get(slot.card.worker_id, 0.0) <= now]
-    return trusted or slots
+    return [slot for slot in slots if _is_trusted(fleet, slot, now)] or slots
+
+
+def _is_trusted(fleet: WorkerFleet, slot: Slot, now: float) -> bool:
+    """Return whether a worker has not failed a request lately."""
+    return fleet.avoided_until.get(slot.card.worker_id, 0.0) <= now
 
 
 # --- one worker or two ---------------------------------------------------------------------------------------------

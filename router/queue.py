@@ -10,7 +10,9 @@ part up to tens of thousands of them. So a cancelled request leaves at once, whe
 """
 
 import math
+import sys
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,6 +22,9 @@ from protocol.errors import InvalidRequestError, OverloadedError
 from protocol.ids import RequestId
 
 DRAIN_WINDOW_S = 10.0  # the drain rate is measured over about so long
+LEAST_SERVED = 8  # requests by which the rate is known
+MOST_OF_NONE = 3.0  # so many may well come in a time in which none came
+MAX_SERVED = 1024  # of the last ones, whose times are remembered
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 MAX_ASKED = 32  # after so many requests that do not fit, the others wait too
 IDLE_TENANTS = 256  # so many are remembered in each priority, those furthest ahead
@@ -73,6 +78,7 @@ class PendingQueue(Generic[P]):
         self._ticks = count()
         self._held = 0
         self.isl_tokens = 0
+        self.since_s = 0.0  # when it was empty last
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -89,6 +95,7 @@ class PendingQueue(Generic[P]):
             raise InvalidRequestError(f"request {item.request_id} waits in the queue already")
         if not self._waiting:
             self._drain.begin(now)
+            self.since_s = now
         displaced = self._make_room(item, now)
         tick = next(self._ticks)
         waiting = _Waiting(item, (self._key(item), tick, item.request_id), self._room(item))
@@ -139,6 +146,34 @@ class PendingQueue(Generic[P]):
         """Charge a tenant for so many tokens of an answer."""
         if priority in self._classes and output_tokens > 0:
             self._classes[priority].charge(tenant, output_tokens * self._rules.output_weight)
+
+    def wait_s(self, item: Pending[P], now: float, gap_s: float = 0.0) -> float:
+        """Return for how long a newcomer would wait, at the recent rate.
+
+        `gap_s`: what is known otherwise of the time between two requests that are served. It counts as much as
+        LEAST_SERVED requests. Without it the highest of the likely rates counts.
+        """
+        requests = self._ahead_of(item) + 1
+        return self._drain.mean_time_for(requests, now, gap_s) if gap_s else self._drain.least_time_for(requests, now)
+
+    def take_hopeless(self, now: float, needs_s: Callable[[Pending[P]], float]) -> Sequence[Pending[P]]:
+        """Take out the requests whose turn will come too late: `needs_s` has to be left before their deadline then."""
+        waits_s = self._drain.least_time_for(1, now)
+        served, hopeless = 0, list[RequestId]()
+        for priority in sorted(self._classes, reverse=True):
+            for request_id in self._classes[priority].in_order():
+                item = self._waiting[request_id].item
+                if now + (served + 1) * waits_s + needs_s(item) > item.deadline_s:
+                    hopeless.append(request_id)
+                else:
+                    served += 1
+        return [self._take(request_id) for request_id in hopeless]
+
+    def _ahead_of(self, item: Pending[P]) -> int:
+        """Return about how many waiting requests will be served before a newcomer: tenants take turns."""
+        above = sum([of_class.count for priority, of_class in self._classes.items() if priority > item.priority])
+        mine = self._classes.get(item.priority)
+        return above + (0 if mine is None else mine.ahead_of(item.tenant, self._key(item)))
 
     def retry_after_s(self, now: float) -> float:
         """Return in how many seconds the waiting requests will be served, at the recent rate; from 1 to 60."""
@@ -214,6 +249,7 @@ class _Class:
     def __init__(self, ticks: Iterator[int]) -> None:
         self.turns: list[_Turn] = []  # of the tenants with a line
         self.held = 0
+        self.count = 0
         self._ticks = ticks
         self._tenants: dict[str, _Tenant] = {}
         self._idle: list[_Turn] = []
@@ -225,11 +261,13 @@ class _Class:
         if not tenant.line:
             insort(self.turns, tenant.turn)
         insort(tenant.line, place)
+        self.count += 1
         self._hold(item.tenant, room)
 
     def remove(self, item: Pending[P], place: _Place, room: int) -> None:
         tenant = self._tenants[item.tenant]
         _discard(tenant.line, place)
+        self.count -= 1
         self._hold(item.tenant, -room)
         if not tenant.line:
             _discard(self.turns, tenant.turn)
@@ -245,6 +283,13 @@ class _Class:
                 yield line[depth][2]
             depth += 1
             lines = [line for line in lines if len(line) > depth]
+
+    def ahead_of(self, name: str, key: float) -> int:
+        """Return how many requests are served before one of a tenant with this key, if tenants take equal turns."""
+        mine = self._tenants.get(name)
+        before = 0 if mine is None else bisect_left(mine.line, (key, sys.maxsize, RequestId("")))
+        others = [self._tenants[turn[2]].line for turn in self.turns if turn[2] != name]
+        return before + sum([min(len(line), before + 1) for line in others])
 
     def serve(self, name: str, tokens: float) -> None:
         tenant = self._tenants[name]
@@ -307,18 +352,46 @@ class _Drain:
         self._requests = 0.0
         self._seconds = 0.0
         self._at = 0.0
+        self._began = 0.0
+        self._times: deque[float] = deque(maxlen=MAX_SERVED)  # when requests were served, since the queue has begun
 
     def begin(self, now: float) -> None:
         self._requests, self._seconds, self._at = 0.0, 0.0, now
+        self._times.clear()
+        self._began = now
 
     def served(self, now: float) -> None:
         requests, self._seconds = self._aged(now)
         self._requests, self._at = requests + 1, now
+        self._times.append(now)
 
     def time_for(self, requests: int, now: float) -> float:
         """Return the time to serve so many requests. It grows while none is served, as if one had been."""
         served, seconds = self._aged(now)
         return requests * seconds / max(served, 1.0)
+
+    def mean_time_for(self, requests: int, now: float, gap_s: float) -> float:
+        """Return the time to serve so many requests, if it takes `gap_s` for each as far as the queue is too young."""
+        self._trim(now)
+        is_young = now - self._began < DRAIN_WINDOW_S or not self._times
+        served = len(self._times) if is_young else len(self._times) - 1
+        elapsed_s = now - (self._began if is_young else self._times[0])
+        return requests * (LEAST_SERVED * gap_s + elapsed_s) / (LEAST_SERVED + served)
+
+    def least_time_for(self, requests: int, now: float) -> float:
+        """Return the time to serve so many requests if the rate is as high as it may well be, by the last ones served.
+
+        While fewer than LEAST_SERVED were served, little is known: then only the requests after so many count.
+        """
+        self._trim(now)
+        served = len(self._times)
+        if served < LEAST_SERVED:
+            return max(0, requests - LEAST_SERVED) * (now - self._began) / (served + math.sqrt(served) + MOST_OF_NONE)
+        return requests * (now - self._times[0]) / (served + math.sqrt(served))
+
+    def _trim(self, now: float) -> None:
+        while len(self._times) > LEAST_SERVED and self._times[0] < now - DRAIN_WINDOW_S:
+            self._times.popleft()
 
     def _aged(self, now: float) -> tuple[float, float]:
         kept = math.exp((self._at - now) / DRAIN_WINDOW_S)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from router.admission import AdmissionRules
 from router.disaggregation import LocalPrefill
 from router.policies import POLICIES, Policy
 from router.prediction import APPROXIMATE_TTL_S, ON_ROUTE_TTL_S
@@ -32,6 +33,7 @@ class RouterRules:
     local_prefill: LocalPrefill = field(default_factory=LocalPrefill)
     saturation: Saturation | None = field(default_factory=Saturation)  # None: no request waits in the router
     queue: QueueRules = field(default_factory=lambda: QueueRules(order="wspt"))
+    admission: AdmissionRules = field(default_factory=AdmissionRules)
     affinity_ttl_s: float = 0.0  # 0: sessions are not bound to workers
     predict_ttl_s: float = ON_ROUTE_TTL_S  # 0: only KV events are believed
     approximate_ttl_s: float = APPROXIMATE_TTL_S  # of predictions for workers without KV events

@@ -2,11 +2,16 @@
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 from mesh.discovery import open_discovery, standing_calls
+from mesh.exposition import labelled
+from mesh.http.door import door_of
 from mesh.http.server import listening
-from mesh.lifecycle import watch_parent
+from mesh.identity.credentials import Credentials
+from mesh.identity.metrics import using
+from mesh.identity.names import MeshRole
+from mesh.lifecycle import unless_stopped, watch_parent
 from mesh.plane.client import PlaneClient
 from mesh.plane.probing import PeerProbing
 from mesh.plane.server import Call, Handler, PlaneServer
@@ -20,27 +25,38 @@ from router.local import LocalBooking, LocalRouter
 log = logging.getLogger(__name__)
 
 STILL_WAITING_S = 1.0
+FIRST_NEWS_S = 1.5  # of workers, before frontends hear of this router
 
 
 async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
     """Place requests until `stop` is set; then place no more, and wait for the bookings to end."""
     watch_parent(stop)
     async with AsyncExitStack() as cleanup:
+        credentials = await cleanup.enter_async_context(using(config.mesh_tls, MeshRole.ROUTER, config.name))
+        cleanup.enter_context(labelled("router", config.namespace))
+        door = door_of(credentials, answers_probes=config.mesh_probes)
         if config.metrics_port is not None:
-            _, close_metrics = serve_metrics(config.host, config.metrics_port, advertise_host=config.advertise_host)
+            _, close_metrics = serve_metrics(
+                config.host, config.metrics_port, advertise_host=config.advertise_host, door=door
+            )
             cleanup.push_async_callback(asyncio.to_thread, close_metrics)
-        plane = PlaneClient()
+        plane = PlaneClient(credentials)
         cleanup.push_async_callback(plane.close)
         workers = WorkerFeed(plane)
         router = LocalRouter(config, plane, workers)
         cleanup.push_async_callback(router.close)
-        discovery = open_discovery(config.discovery)
-        server = PlaneServer(handlers(router), always={"progress"}, standing=standing_calls(discovery))
+        discovery = open_discovery(config.discovery, credentials)
+        server = PlaneServer(
+            handlers(router, credentials),
+            always={"progress"},
+            standing=standing_calls(discovery),
+            credentials=credentials,
+        )
         cleanup.push_async_callback(server.close)
         address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
         api = RouterApi(router, workers, int(config.max_body_mib * 2**20), config.max_bookings)
         url = await cleanup.enter_async_context(
-            listening(api.app, config.host, config.http_port, advertise_host=config.advertise_host)
+            listening(api.app, config.host, config.http_port, advertise_host=config.advertise_host, door=door)
         )
         cleanup.push_async_callback(discovery.close)
         async with asyncio.TaskGroup() as feeds:
@@ -49,14 +65,23 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
             follow.append(feeds.create_task(missing, name="router: tell of missing workers"))
             if router.gossip is not None:
                 follow.append(feeds.create_task(router.gossip.run(discovery), name="router: follow routers"))
-            await discovery.put(f"routers/{config.name}", encode_card(router.card(address, url)))
-            log_ready(log, metrics=f"{url}/metrics", discovery=config.discovery, address=address, url=url)
-            await stop.wait()
-            # no new placements; running requests still count, and the other routers hear of them
-            await discovery.put(f"routers/{config.name}", encode_card(router.card()))
+            await unless_stopped(heard_of(workers), stop)
+            if not stop.is_set():
+                await discovery.put(f"routers/{config.name}", encode_card(router.card(address, url)))
+                log_ready(log, metrics=f"{url}/metrics", discovery=config.discovery, address=address, url=url)
+                await stop.wait()
+                # no new placements; running requests still count, and the other routers hear of them
+                await discovery.put(f"routers/{config.name}", encode_card(router.card()))
             await drain(server, api, config.drain_timeout_s)
             for feed in follow:
                 feed.cancel()
+
+
+async def heard_of(workers: WorkerFeed) -> None:
+    """Wait a moment for the first news of workers: a router that knows none would refuse what others could place."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_NEWS_S):
+            await workers.seen.wait()
 
 
 async def drain(server: PlaneServer, api: RouterApi, timeout_s: float) -> None:
@@ -66,7 +91,7 @@ async def drain(server: PlaneServer, api: RouterApi, timeout_s: float) -> None:
         log.warning("stopped with %d bookings open after %.1f s", cut_off, timeout_s)
 
 
-def handlers(router: LocalRouter) -> dict[str, Handler]:
+def handlers(router: LocalRouter, credentials: Credentials | None = None) -> dict[str, Handler]:
     async def place(call: Call) -> None:
         """Place, and keep the answer open: it is the booking's lease, which ends with the caller.
 
@@ -101,7 +126,10 @@ def handlers(router: LocalRouter) -> dict[str, Handler]:
         if (booking := router.booking(told.request_id)) is not None:
             if told.has_begun:
                 booking.prefill_done(told.reused_tokens)
-            booking.progress(told.osl_tokens)
+            if told.has_finished:
+                booking.finished(told.osl_tokens)
+            else:
+                booking.progress(told.osl_tokens)
 
     async def preview(call: Call) -> None:
         await call.send(await router.preview(decode(call.body, RouteRequest), call.timeout_s))
@@ -110,7 +138,7 @@ def handlers(router: LocalRouter) -> dict[str, Handler]:
         await call.send(RouterIdentity(name=router.name))
 
     asked = {"place": place, "resume": resume, "progress": progress, "preview": preview, "identify": identify}
-    return {**asked, **PeerProbing().handlers()}
+    return {**asked, **PeerProbing(credentials=credentials).handlers()}
 
 
 def end_if_placed(placing: asyncio.Task[LocalBooking]) -> None:

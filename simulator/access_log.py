@@ -1,12 +1,17 @@
-"""A frontend's access log (`--access-log`, `--log-format json`) as requests of the simulator.
+"""A frontend's access log (`--access-log-file`) as requests of the simulator.
 
-A line tells when a request ended, how long it took, and how many tokens came in and went out. It tells nothing of what
-prompts have in common: no two of them share a prefix.
+A line tells when a request ended, how long it took, how many tokens came in and went out, and the hashes of the
+prompt's blocks: equal hashes are a prefix that prompts share. Lines of older releases have no hashes.
 """
 
+import glob
 import heapq
+from array import array
+from base64 import b64decode
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -21,16 +26,20 @@ LONGEST_S = 3600.0  # lines stand in the order of the requests' ends; a request 
 DEFAULT_ISL = 1000
 
 
-class _Line(Struct, frozen=True):
+class AccessLine(Struct, frozen=True):
+    """A line of the access log, as far as the simulator reads it."""
+
     path: str = ""
     status: int = 0
     duration_ms: Annotated[float, Meta(ge=0)] = 0.0
     ts: str = ""
     isl_tokens: Annotated[int, Meta(ge=0)] = 0  # 0: not known
     osl_tokens: Annotated[int, Meta(ge=0)] = 0
+    block_size: Annotated[int, Meta(ge=0)] = 0
+    blocks: str = ""  # base64 of u64 little endian: sequence hashes of the prompt's full blocks
 
 
-_lines = msgspec.json.Decoder(_Line)
+_lines = msgspec.json.Decoder(AccessLine)
 
 
 def read_access_log(
@@ -38,26 +47,67 @@ def read_access_log(
 ) -> Iterator[SimRequest]:
     """Requests that were answered with 200, in order of arrival, the first at 0.
 
-    Raises ConfigError, while it is read, if there are none or one of them took longer than `LONGEST_S`.
+    Raises ConfigError, while it is read, if there are none.
     """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise ConfigError(f"no access log at {path}: {error.strerror}", hint="start it with --access-log") from error
     first_s: float | None = None
-    with file:
-        for number, (arrived_s, line) in enumerate(_in_order(file, path)):
-            first_s = arrived_s if first_s is None else first_s
-            isl = line.isl_tokens or isl_tokens
-            names = thread_names(number, 0, isl // block_size)
-            yield SimRequest(arrived_s - first_s, isl, line.osl_tokens or osl_tokens, names, number)
+    for number, (arrived_s, line) in enumerate(read_lines(path)):
+        first_s = arrived_s if first_s is None else first_s
+        isl = line.isl_tokens or isl_tokens
+        names = block_names(line, isl, block_size, number)
+        yield SimRequest(arrived_s - first_s, isl, line.osl_tokens or osl_tokens, names, number)
     if first_s is None:
-        hint = "the frontend writes it with --access-log --log-format json"
+        hint = "the frontend writes it with --access-log-file"
         raise ConfigError(f"{path} has no request to {', '.join(PATHS)}", hint=hint)
 
 
-def _in_order(lines: Iterator[bytes], path: Path) -> Iterator[tuple[float, _Line]]:
-    pending: list[tuple[float, int, _Line]] = []
+def read_lines(path: Path) -> Iterator[tuple[float, AccessLine]]:
+    """Return the answered requests of a log, each after its time of arrival (Unix), in order of arrival.
+
+    A log of several processes, `<path>.<name>`, and what was set aside, `<path>.1`, belong to it. Raise ConfigError if
+    there is no log.
+    """
+    with ExitStack() as opened:
+        try:
+            logs = [[opened.enter_context(file.open("rb")) for file in files] for files in files_of(path)]
+        except OSError as error:
+            raise ConfigError(
+                f"no access log at {path}: {error.strerror}", hint="start the frontend with --access-log-file"
+            ) from error
+        yield from heapq.merge(*[_in_order(chain(*files), path) for files in logs], key=lambda found: found[0])
+
+
+def files_of(path: Path) -> list[list[Path]]:
+    """Return the files of a log: a list for each process, the older file first."""
+    last = [file for file in path.parent.glob(f"{glob.escape(path.name)}.*") if file.suffix != ".1"]
+    if path.exists() or not last:
+        last.append(path)
+    return [[*(older for older in [file.with_name(f"{file.name}.1")] if older.exists()), file] for file in last]
+
+
+def block_names(line: AccessLine, isl_tokens: int, block_size: int, number: int) -> bytes:
+    """Return the names of a prompt's blocks for the simulator. Larger blocks than those of the log are possible.
+
+    Blocks without a hash are shared with nobody. Raise ConfigError if the sizes do not fit.
+    """
+    wanted = isl_tokens // block_size
+    if not (line.blocks and line.block_size):
+        return thread_names(number, 0, wanted)
+    if block_size % line.block_size:
+        raise ConfigError(
+            f"blocks of {block_size} tokens are no multiple of the log's, which have {line.block_size}",
+            hint=f"set --block-size {line.block_size}",
+        )
+    try:
+        hashes = array("Q", b64decode(line.blocks, validate=True))
+    except ValueError as error:
+        raise ConfigError(f"the access log has blocks that cannot be read: {error}") from error
+    step = block_size // line.block_size
+    known = hashes[step - 1 :: step][:wanted]
+    return known.tobytes() + thread_names(number, len(known), wanted)
+
+
+def _in_order(lines: Iterator[bytes], path: Path) -> Iterator[tuple[float, AccessLine]]:
+    pending: list[tuple[float, int, AccessLine]] = []
     for number, text in enumerate(lines):
         try:
             line = _lines.decode(text)

@@ -38,7 +38,7 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A flag wins over `KVMESH_REPLAY_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     trace: Annotated[str, Meta(description="a trace in Mooncake's format: JSON lines")] = ""
-    access_log: Annotated[str, Meta(description="instead: the log of a frontend with --access-log")] = ""
+    access_log: Annotated[str, Meta(description="instead: the log of a frontend with --access-log-file")] = ""
     load: Annotated[LoadShape | None, Meta(description="instead: a Poisson process of this shape")] = None
     rate: Annotated[float, Meta(gt=0, description="synthetic: requests/s, on average")] = 4.0
     peak_rate: Annotated[float, Meta(ge=0, description="synthetic: requests/s at most; 0: 1.6 times --rate")] = 0.0

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from protocol.events import KvEvent
 from protocol.ids import WorkerId
 from protocol.messages import LoadReport, WorkerCard
+from router.admission import AdmissionRules
 from router.core import RouterState
 from router.index import Holder
 from router.load import Share
@@ -22,7 +23,12 @@ class SimRouters:
         self._config = config
         self._agenda = agenda
         limits = Saturation(queued_tokens=config.saturation_tokens) if config.saturation_tokens else None
-        rules = RouterRules(policy=config.policy, saturation=limits, recompute_price=config.recompute_price)
+        rules = RouterRules(
+            policy=config.policy,
+            saturation=limits,
+            recompute_price=config.recompute_price,
+            admission=AdmissionRules(is_on=config.admission),
+        )
         self.states = [RouterState(rules, seed=config.seed + number) for number in range(config.routers)]
         self.touched = [False] * config.routers  # requests that wait in this router may go now
         self._is_watching_queue = False

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import mesh_tls
 from tests.support.budget import examples
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads spin while they wait, and take the cores of the others
+
+if mesh_tls.IS_ON:
+    mesh_tls.close_all_meshes()
 
 settings.register_profile(
     "kvmesh",
@@ -41,6 +45,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.support.distribution import ByFile  # needs pytest-xdist, which `-p no:xdist` leaves out
 
     return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("KVMESH_TEST_LONG") != "1":
+        skip = pytest.mark.skip(reason="takes long: make test-long, or KVMESH_TEST_LONG=1")
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -30,7 +30,9 @@ MAY_USE: Mapping[str, frozenset[str]] = {
     "simulator": PLANES | SERVICES,
     "profiler": PLANES | SERVICES | {"cluster", "simulator"},
     "benchmarks": PLANES | SERVICES | {"cluster", "simulator", "profiler"},
-    "kvmesh": PLANES | SERVICES | {"cluster", "simulator", "profiler", "benchmarks"},  # the command, alone on top
+    "faults": PLANES | SERVICES | {"cluster"},
+    # the command, alone on top
+    "kvmesh": PLANES | SERVICES | {"cluster", "simulator", "profiler", "benchmarks", "faults"},
 }
 # Edges that point sideways on purpose: what starts a service may open one other by name, when it is told to.
 OPENED: frozenset[tuple[str, str]] = frozenset({("router.__main__", "frontend.picker.service")})

@@ -6,10 +6,12 @@ from msgspec import Meta, Struct
 
 from kvevents.nats_access import USAGE as NATS_USAGE
 from mesh.discovery import DiscoveryUrl
-from mesh.telemetry import LogFormat, LogLevel
+from mesh.identity.credentials import MeshProbes, MeshTls
+from mesh.telemetry import LogFormat, LogLevel, Namespace
 from protocol.errors import ConfigError
 from protocol.messages import Role
 from protocol.parsers import REASONING_PARSER_HELP, TOOL_PARSER_HELP, reasoning_parser_name, tool_parser_name
+from workers.canary import CANARY_INTERVAL_S
 from workers.engines.registry import ENGINE_HELP, EngineName
 from workers.schemas import GuideWhitespace
 from workers.stall import ANSWER_STALL_S, STEP_STALL_S
@@ -32,7 +34,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     device: Annotated[str, Meta(description="torch: cpu, cuda, cuda:<n> or auto")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="torch, vllm: type of weights; auto: float32 on a CPU, else the model's"),
+        Meta(
+            description="torch, vllm: type of weights; auto: the model's, float32 on a CPU slow at that (doctor says)"
+        ),
     ] = "auto"
     num_threads: Annotated[
         Annotated[int, Meta(ge=0)] | None,
@@ -95,6 +99,13 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_offloading_gib: Annotated[float, Meta(gt=0, description="vllm: host memory of --kv-connector offloading")] = 4.0
     offer_lease_s: Annotated[float, Meta(gt=0, description="a KV offer that nobody fetches is unpinned after")] = 30.0
     pull_timeout_s: Annotated[float, Meta(gt=0, description="a KV pull that takes longer is given up")] = 10.0
+    canary_interval_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(
+            description="a worker that is quiet for so long asks its engine for one token, and ends if none comes; "
+            f"default: {CANARY_INTERVAL_S:g}, and 0 for attached servers; 0: never"
+        ),
+    ] = None
     stall_timeout_s: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         Meta(
@@ -134,6 +145,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     discovery: DiscoveryUrl = "file:.run/discovery"
     max_calls: Annotated[int, Meta(ge=1, description="calls at once, beyond that they are refused")] = 4096
     drain_timeout_s: Annotated[float, Meta(ge=0, description="time to finish on shutdown")] = 20.0
+    mesh_tls: MeshTls = ""
+    mesh_probes: MeshProbes = False
+    namespace: Namespace = "kvmesh"
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
 

@@ -3,12 +3,12 @@
 Every backend passes tests/contracts/test_engine.py.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from protocol.events import Digest, KvEvent
-from protocol.ids import WorkerId
+from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
     Control,
     ControlReply,
@@ -19,6 +19,7 @@ from protocol.messages import (
     GenerateRequest,
     KvLayout,
     Role,
+    WorkerTimes,
 )
 
 
@@ -40,6 +41,7 @@ class EngineInfo:
     roles: tuple[Role, ...] = ()  # between which it can change while it runs, if it is Turnable
     serves: bool = True  # else it computes for another node's worker, and the mesh does not hear of it
     tells_events: bool = True  # of its KV cache; if not, routers guess which blocks it holds
+    retokenizes: bool = False  # its token ids are made of texts, and it counts `max_tokens` otherwise
     capacity: float = 1.0  # by its profile: speed against the other workers of its role
 
 
@@ -52,6 +54,7 @@ class EngineLoad:
     total_blocks: int
     offers: int  # standing KV offers
     queued_tokens: int | None = None  # of prompts, still to compute; None: the engine does not say
+    stalled_s: float = 0.0  # how long the running step lasts already, of an engine whose steps are watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,14 @@ class Engine(Caching, Protocol):
 
 
 @runtime_checkable
+class KeepsTimes(Protocol):
+    """An engine that knows when it began with a request."""
+
+    # Returns the times of a request that has a trace and is still being answered; None if it is not known.
+    times: Callable[[RequestId], WorkerTimes | None]
+
+
+@runtime_checkable
 class Ranked(Protocol):
     """An engine of data-parallel ranks, each with KV events of its own."""
 
@@ -126,6 +137,16 @@ class Pushing(Protocol):
         """
 
 
+PeerAnswers = Callable[[str, float], Awaitable[bool]]  # an address and a time: does a worker answer there?
+
+
+@runtime_checkable
+class PullsKv(Protocol):
+    """An engine that pulls KV itself. It asks peers on the request plane whether they live, when a pull is late."""
+
+    peer_answers: PeerAnswers | None
+
+
 @runtime_checkable
 class Turnable(Protocol):
     """An engine whose worker can go from one role to another, of those in its EngineInfo, and keep its cache."""
@@ -142,6 +163,14 @@ class ReportsLoad(Protocol):
         """Call `listener` on the event loop whenever `report` may have changed, and never while nothing changes."""
 
     def report(self) -> EngineReport: ...
+
+
+@runtime_checkable
+class ResetsCache(Protocol):
+    """An engine of ours, which can forget its prefix cache. It has no other controls of its own."""
+
+    def reset_cache(self) -> None:
+        """Forget all cached blocks. Raise InvalidRequestError while requests or offers hold blocks."""
 
 
 @runtime_checkable

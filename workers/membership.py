@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvevents.connect import open_publisher
+from kvevents.door import EventDoor, new_keys
 from kvevents.transport import Publisher
 from mesh.discovery import Discovery, Registration
 from protocol.ids import WorkerId, new_worker_id
@@ -23,19 +24,29 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """Raises ConfigError if its KV events cannot be published."""
+    """With a `door` its KV events over ZMQ are closed. Raises ConfigError if its KV events cannot be published."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine, discovery: Discovery, metrics_url: str) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        discovery: Discovery,
+        metrics_url: str,
+        door: EventDoor | None = None,
+    ) -> None:
         self.role = config.role
         self.engine_kind: str = config.engine
         self.worker_id = new_worker_id(worker_name(config))
         self.address = ""  # of the request plane: to be set before it joins
+        self.resting = ""  # as in the card
         self._config = config
         self._ranks = engine.ranks if isinstance(engine, Ranked) else [engine]
         self._discovery = discovery
         self._metrics_url = metrics_url
         self._registration: Registration | None = None
         self.files = OfferedFiles()
+        self._door = door
+        self.event_key = ""  # public; of all publishers that this worker has under its present id
         self.publishers: Sequence[Publisher] = self._open_publishers()
 
     def follow_caches(self) -> None:
@@ -61,6 +72,8 @@ class Membership:
                 reports_load=bool(reporting_ranks(self._ranks, self._config.load_report_interval_s)),
                 files=files,
                 http_endpoint=http_endpoint,
+                kv_key=self.event_key if info.tells_events else "",
+                resting=self.resting,
             )
             self._registration = await self._discovery.put(f"workers/{self.worker_id}", encode_card(card))
 
@@ -73,11 +86,11 @@ class Membership:
     async def change(self, role: Role, *, tells_events: bool) -> None:
         """Be another worker from now on, which has yet to join. Its first events say what its caches hold."""
         worker_id, before = self.worker_id, self.publishers
-        self.worker_id = new_worker_id(worker_name(self._config))
+        event_key, self.worker_id = self.event_key, new_worker_id(worker_name(self._config))
         try:
             fresh = self._open_publishers()
         except BaseException:
-            self.worker_id = worker_id
+            self.worker_id, self.event_key = worker_id, event_key
             raise
         if tells_events:  # no event can come between the earlier batches and the snapshot
             for rank, publisher in zip(self._ranks, fresh, strict=True):
@@ -94,6 +107,10 @@ class Membership:
 
     def _open_publishers(self) -> list[Publisher]:
         config = self._config
+        keys = None
+        if self._door is not None and config.kv_events_transport == "zmq":
+            keys = new_keys()
+            self.event_key = keys.public
         return [
             open_publisher(
                 config.kv_events_transport,
@@ -102,6 +119,8 @@ class Membership:
                 advertise_host=config.advertise_host,
                 nats_url=config.nats_url,
                 dp_rank=rank,
+                door=self._door,
+                keys=keys,
             )
             for rank in range(len(self._ranks))
         ]
@@ -119,6 +138,8 @@ def make_card(
     reports_load: bool = False,
     files: Sequence[ModelFile] = (),
     http_endpoint: str = "",
+    kv_key: str = "",
+    resting: str = "",
 ) -> WorkerCard:
     endpoints = [(one.endpoint, one.replay_endpoint) for one in publishers] if info.tells_events else [("", "")]
     return WorkerCard(
@@ -135,6 +156,7 @@ def make_card(
         kv_events=endpoints[0][0],
         kv_replay=endpoints[0][1],
         rank_kv_events=tuple(endpoints[1:]),
+        kv_key=kv_key,
         transfer=info.transfer,
         dp_size=info.dp_size,
         pid=os.getpid(),
@@ -142,9 +164,11 @@ def make_card(
         http_endpoint=http_endpoint,
         capacity=info.capacity if config.capacity is None else config.capacity,
         reports_load=reports_load,
+        retokenizes=info.retokenizes,
         features=info.features,
         loras=info.loras,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
         model_files=tuple(files),
+        resting=resting,
     )

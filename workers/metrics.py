@@ -1,28 +1,81 @@
 """All metrics of a worker. Label values come from small sets: never a request id."""
 
-from prometheus_client import Counter, Gauge, Histogram
+from collections.abc import Callable, Iterator
 
-REQUESTS = Counter("kvmesh_worker_requests_total", "Requests ended.", ["outcome"])  # "ok" or a MeshError.code
-STEP_SECONDS = Histogram(
-    "kvmesh_worker_step_seconds", "Time of one forward step.", buckets=(1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1)
-)
-STEP_TOKENS = Counter("kvmesh_worker_step_tokens_total", "Tokens computed, prompts and answers together.")
-PULLS = Counter("kvmesh_worker_kv_pulls_total", "KV pulls ended.", ["backend", "outcome"])
-PULL_BYTES = Counter("kvmesh_worker_kv_pulled_bytes_total", "KV bytes fetched from prefill workers.", ["backend"])
-PULL_SECONDS = Histogram(
-    "kvmesh_worker_kv_pull_seconds",
-    "Time of one KV pull.",
-    ["backend"],
-    buckets=(1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3),
-)
-TURNS = Counter("kvmesh_worker_role_changes_total", "Times a worker of this process has changed its role.", ["role"])
+from mesh.measure import AtScrape, Reading, locked_counter, locked_histogram
+from workers.engine import EngineLoad
+
+MIXED = "mixed"
+_P = "kvmesh_worker_"
+_places: dict[str, Callable[[], tuple[str, str]]] = {}  # by name of the worker
+REQUESTS = locked_counter(_P + "requests_total")  # "ok" or a MeshError.code
+STEP_SECONDS = locked_histogram(_P + "step_seconds")
+HESITATIONS = locked_counter(_P + "hesitations_total")
+CANARIES = locked_counter(_P + "canaries_total")  # "ok" or a MeshError.code
+STEP_TOKENS = locked_counter(_P + "step_tokens_total")
+PULLS = locked_counter(_P + "kv_pulls_total")
+PULL_BYTES = locked_counter(_P + "kv_pulled_bytes_total")
+PULL_SECONDS = locked_histogram(_P + "kv_pull_seconds")
+REDEMPTIONS = locked_counter(_P + "kv_redemptions_total")  # ok, failed, refused
+TURNS = locked_counter(_P + "role_changes_total")
 # By name of the worker: one process may host many, and these say how each of them is. All else is their sum.
-RUNNING = Gauge("kvmesh_worker_running_requests", "Requests in the batch.", ["worker"])
-WAITING = Gauge("kvmesh_worker_waiting_requests", "Requests that wait for a place.", ["worker"])
-QUEUED_TOKENS = Gauge("kvmesh_worker_queued_tokens", "Prompt tokens that are still to compute.", ["worker"])
-USED_BLOCKS = Gauge("kvmesh_worker_used_blocks", "KV blocks held by requests and offers.", ["worker"])
-TOTAL_BLOCKS = Gauge("kvmesh_worker_total_blocks", "All KV blocks: used, cached and free.", ["worker"])
-CACHED_BLOCKS = Gauge(
-    "kvmesh_worker_cached_blocks", "KV blocks that hold a reusable prefix and no request.", ["worker"]
+LOADS = AtScrape(
+    [
+        _P + name
+        for name in (
+            "running_requests",
+            "waiting_requests",
+            "queued_tokens",
+            "used_blocks",
+            "total_blocks",
+            "cached_blocks",
+            "kv_offers",
+            "stalled_seconds",
+        )
+    ]
 )
-OFFERS = Gauge("kvmesh_worker_kv_offers", "KV offers that wait for a decode worker.", ["worker"])
+
+
+def read_load(labels: tuple[str, str, str], load: EngineLoad, stalled_s: float) -> Iterator[Reading]:
+    """Yield the samples of one worker, whose name, model and role are `labels`.
+
+    `stalled_s`: for how long no answer has advanced, of an engine whose steps are not watched.
+    """
+    values = {
+        "running_requests": load.running,
+        "waiting_requests": load.waiting,
+        "queued_tokens": load.queued_tokens,
+        "used_blocks": load.used_blocks,
+        "cached_blocks": load.cached_blocks,
+        "total_blocks": load.total_blocks,
+        "kv_offers": load.offers,
+        "stalled_seconds": max(load.stalled_s, stalled_s),
+    }
+    for name, value in values.items():
+        if value is not None:
+            yield Reading(_P + name, labels, value)
+
+
+def watch_load(
+    name: str, place: Callable[[], tuple[str, str]], load: Callable[[], EngineLoad], stalled_s: Callable[[], float]
+) -> None:
+    """Read the load of a worker when Prometheus asks. `place` returns its model and its present role."""
+    _places[name] = place
+    LOADS.read(name, lambda: read_load((name, *place()), load(), stalled_s()))
+
+
+def forget_load(name: str) -> None:
+    """Stop reading the load of a worker that has ended."""
+    _places.pop(name, None)
+    LOADS.forget(name)
+
+
+def labels_of_workers() -> dict[str, str]:
+    """Return what the workers of this process have in common, for the metrics that are their sum."""
+    places = [place() for place in list(_places.values())]
+    models, roles = ({place[i] for place in places} for i in (0, 1))
+    return {
+        "model": "".join(models) if len(models) <= 1 else MIXED,
+        "role": "".join(roles) if len(roles) <= 1 else MIXED,
+        "worker": "".join(_places) if len(places) == 1 else "",
+    }

@@ -11,7 +11,9 @@ from kvcache.transfer.backend import TransferBackend
 from protocol.errors import MeshError, TransferError
 from protocol.ids import RequestId
 from protocol.messages import PullReport
+from workers.engine import PeerAnswers
 from workers.metrics import PULL_BYTES, PULL_SECONDS, PULLS
+from workers.pull_pace import ANSWER_S, ASK_AGAIN_S, PullPace
 from workers.scheduler import KvPull, Scheduler
 
 log = logging.getLogger(__name__)
@@ -22,7 +24,9 @@ class _Running:
     pull: KvPull
     started: float  # time.perf_counter
     task: asyncio.Task[int]
+    tokens: int  # that it is to bring
     timer: asyncio.TimerHandle
+    watch: asyncio.Task[None] | None = None
     given_up: bool = False
 
     @property
@@ -41,11 +45,13 @@ class Pulls:
         timeout_s: float,
         wake: Callable[[], None],
         least_s: Callable[[int], float] | None = None,
+        peer_answers: PeerAnswers | None = None,
     ) -> None:
-        """Pulls of n tokens take `least_s(n)` seconds at least, if it is given."""
+        """Pulls of n tokens take `least_s(n)` seconds at least, if it is given. The peers of late pulls are asked."""
         self._transfer = transfer
         self._scheduler = scheduler
-        self._timeout_s = timeout_s
+        self._pace = PullPace(timeout_s)
+        self._peer_answers = peer_answers
         self._wake = wake  # the scheduler has something new to plan
         self._least_s = least_s
         self._waited_for: dict[RequestId, _Running] = {}
@@ -56,8 +62,13 @@ class Pulls:
         loop = asyncio.get_running_loop()
         request_id = pull.sequence.request_id
         task = loop.create_task(self._fetch(pull), name=f"pull {request_id}")
-        timer = loop.call_later(self._timeout_s, self._on_timeout, request_id)
-        running = _Running(pull, time.perf_counter(), task, timer)
+        tokens = self._missing_tokens(pull)
+        limit_s = self._pace.limit_s(tokens)
+        timer = loop.call_later(limit_s, self._on_timeout, request_id, limit_s)
+        running = _Running(pull, time.perf_counter(), task, tokens, timer)
+        if self._peer_answers is not None and pull.sequence.request.ticket is not None:
+            address = pull.sequence.request.ticket.address
+            running.watch = loop.create_task(self._watch(running, address), name=f"watch pull {request_id}")
         self._waited_for[request_id] = running
         self._running.add(running)
         # A callback, since a task that is cancelled before its first step runs nothing of its own.
@@ -76,6 +87,8 @@ class Pulls:
     async def close(self) -> None:
         for running in self._running:
             running.timer.cancel()
+            if running.watch is not None:
+                running.watch.cancel()
             if not running.given_up:  # it is cancelled already; twice, and it would not wait for the transfer
                 running.task.cancel()
         if self._running:
@@ -88,16 +101,29 @@ class Pulls:
             raise TransferError("this worker has no KV transfer", hint="start it with --kv-transfer")
         if self._least_s is None:
             return await self._transfer.fetch(ticket, pull.skip, pull.into)
-        missing = ticket.num_tokens - pull.skip * self._scheduler.pool.block_size
-        due_s = time.monotonic() + self._least_s(missing)
+        due_s = time.monotonic() + self._least_s(self._missing_tokens(pull))
         num_bytes = await self._transfer.fetch(ticket, pull.skip, pull.into)
         if (rest_s := due_s - time.monotonic()) > 0:
             await asyncio.sleep(rest_s)
         return num_bytes
 
-    def _on_timeout(self, request_id: RequestId) -> None:
+    def _missing_tokens(self, pull: KvPull) -> int:
+        ticket = pull.sequence.request.ticket
+        return 0 if ticket is None else ticket.num_tokens - pull.skip * self._scheduler.pool.block_size
+
+    async def _watch(self, running: _Running, address: str) -> None:
+        """Give a late pull up when its peer does not answer on the request plane: it hangs, or cannot be reached."""
+        assert self._peer_answers is not None
+        wait_s, answers = self._pace.late_s(running.tokens), True
+        while answers:
+            await asyncio.sleep(wait_s)
+            wait_s, answers = ASK_AGAIN_S, await self._peer_answers(address, ANSWER_S)
+        if self._waited_for.get(running.request_id) is running:
+            self._give_up(running, f"the pull is late, and {address} does not answer")
+
+    def _on_timeout(self, request_id: RequestId, limit_s: float) -> None:
         if (running := self._waited_for.get(request_id)) is not None:
-            self._give_up(running, f"the pull took longer than {self._timeout_s:g} s")
+            self._give_up(running, f"the pull took longer than {limit_s:.3g} s")
 
     def _give_up(self, running: _Running, reason: str) -> None:
         running.given_up = True
@@ -118,8 +144,12 @@ class Pulls:
     def _end(self, running: _Running, num_bytes: int, problem: str) -> None:
         """End one pull: the request continues or is gone, and nobody waits for the pull any more."""
         running.timer.cancel()
+        if running.watch is not None and running.watch is not asyncio.current_task():
+            running.watch.cancel()
         del self._waited_for[running.request_id]
         duration_s = time.perf_counter() - running.started
+        if not problem:
+            self._pace.note(running.tokens, duration_s)
         backend = self._transfer.name if self._transfer is not None else "none"
         PULLS.labels(backend, "failed" if problem else "ok").inc()
         PULL_BYTES.labels(backend).inc(num_bytes)

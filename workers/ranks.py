@@ -11,7 +11,7 @@ from protocol.errors import InvalidRequestError
 from protocol.events import Digest, KvEvent
 from protocol.ids import WorkerId
 from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest
-from workers.engine import Engine, EngineInfo, EngineLoad
+from workers.engine import Engine, EngineInfo, EngineLoad, PeerAnswers
 from workers.step_engine import StepEngine
 
 
@@ -19,6 +19,15 @@ class RankedEngine:
     def __init__(self, ranks: Sequence[StepEngine]) -> None:
         """Take at least one rank."""
         self._ranks = list(ranks)
+
+    @property
+    def peer_answers(self) -> PeerAnswers | None:
+        return self._ranks[0].peer_answers
+
+    @peer_answers.setter
+    def peer_answers(self, peer_answers: PeerAnswers | None) -> None:
+        for one in self._ranks:
+            one.peer_answers = peer_answers
 
     @property
     def ranks(self) -> Sequence[Engine]:
@@ -66,7 +75,15 @@ class RankedEngine:
             total_blocks=sum(load.total_blocks for load in loads),
             offers=sum(load.offers for load in loads),
             queued_tokens=sum(load.queued_tokens or 0 for load in loads),
+            stalled_s=max(load.stalled_s for load in loads),
         )
+
+    def reset_cache(self) -> None:
+        """Forget the caches of all ranks, or of none."""
+        if self.load().used_blocks:
+            raise InvalidRequestError("blocks of the cache are in use", hint="drain the worker, or try again")
+        for one in self._ranks:
+            one.reset_cache()
 
     def check_health(self) -> None:
         for one in self._ranks:

@@ -75,6 +75,7 @@ class SequenceState:
     aborted: bool = False
     guide: Matcher | None = None
     embed: bool = False  # its prompt is wanted as a vector, and no token
+    num_preempted: int = 0
     unscored_from: int | None = None  # the first token of the prompt whose logprob is to come; None: none is
 
     @property
@@ -527,6 +528,7 @@ class Scheduler:
         self._free(sequence)
         self._waiting.appendleft(sequence)
         self.num_preempted += 1
+        sequence.num_preempted += 1
 
     def _add_row(self, step: Step, sequence: SequenceState, count: int) -> None:
         start, tokens, request = sequence.num_computed, sequence.tokens, sequence.request

@@ -3,18 +3,26 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from kvevents.batches import in_parts
+from kvevents.door import EventDoor
 from kvevents.formats import encode_payload
 from mesh.discovery import Discovery, open_discovery, standing_calls
+from mesh.exposition import labelled
+from mesh.http.door import door_of
 from mesh.http.files import make_room_for_files
+from mesh.identity.credentials import Credentials
+from mesh.identity.metrics import using
+from mesh.identity.names import MeshRole
 from mesh.lifecycle import settle, unless_stopped, watch_parent
+from mesh.plane.client import PlaneClient
 from mesh.plane.probing import PeerProbing
 from mesh.plane.server import Call, Handler, PlaneServer
 from mesh.telemetry import log_ready, request_context, serve_metrics
@@ -23,33 +31,45 @@ from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
     Control,
     ControlAction,
+    Delta,
     EmbedRequest,
     GenerateRequest,
     KvDigest,
     KvRank,
     KvSnapshot,
+    OpenedTicket,
+    RedeemTicket,
     ReleaseOffer,
     Role,
+    TimedDelta,
     WorkerIdentity,
+    WorkerTimes,
     decode,
     encode,
 )
+from workers.canary import CANARY_INTERVAL_S
 from workers.config import WorkerConfig
-from workers.engine import Controllable, Engine, EngineInfo, Pushing, Ranked
+from workers.controls import WorkerControls
+from workers.engine import Engine, EngineInfo, KeepsTimes, PullsKv, Pushing, Ranked
 from workers.engines.opening import check_settings, open_engine
 from workers.engines.registry import ENGINES
+from workers.event_keys import EventKeys
 from workers.load_reports import LoadReports
 from workers.membership import Membership
-from workers.metrics import CACHED_BLOCKS, OFFERS, QUEUED_TOKENS, REQUESTS, RUNNING, TOTAL_BLOCKS, USED_BLOCKS, WAITING
+from workers.metrics import REQUESTS, forget_load, labels_of_workers, watch_load
 from workers.model_files import OfferedFiles
 from workers.names import worker_name
+from workers.resting import Resting
+from workers.sealed_tickets import TicketOffice
 from workers.stall import ANSWER_STALL_S, AnswerWatch
 from workers.transfer_probe import ProbeOffers, probe_transfer
-from workers.turning import Place, Turning, offers_taken, role_asked_for
+from workers.trying import EngineCanary
+from workers.turning import Place, Turning, offers_taken
 
 log = logging.getLogger(__name__)
 
 HEALTH_CHECK_S = 1.0
+FREES = frozenset({"release", "redeem"})  # methods that have to work while this worker drains
 FILES_PER_WORKER = 24  # 7 of its own, the rest for connections of frontends and followers of its events
 
 
@@ -59,12 +79,15 @@ class Readiness:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = self._starting = num_workers
         self._leaving = 0
+        self._resting: dict[str, str] = {}
 
     def problem(self) -> str:
         """Return why the process should get no work, "" if all its workers have joined and none has begun to leave."""
         if self._leaving:
             return "draining"
-        return f"{self._starting} of {self._num_workers} workers have not joined yet" if self._starting else ""
+        if self._starting:
+            return f"{self._starting} of {self._num_workers} workers have not joined yet"
+        return ", ".join(f"{name} is {state}" for name, state in self._resting.items())
 
     def on_ready(self) -> None:
         self._starting -= 1
@@ -74,6 +97,12 @@ class Readiness:
     def on_leaving(self) -> None:
         self._leaving += 1
 
+    def on_resting(self, name: str, state: str) -> None:
+        """Take that a worker is "drained" or "asleep", or "" if it serves again."""
+        self._resting.pop(name, None)
+        if state:
+            self._resting[name] = state
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -82,6 +111,12 @@ class Host:
     discovery: Discovery
     metrics_url: str
     readiness: Readiness
+    plane: PlaneClient
+    door: EventDoor | None = None  # of a closed mesh whose KV events go over ZMQ
+
+    @property
+    def credentials(self) -> Credentials | None:
+        return self.plane.credentials
 
 
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
@@ -94,13 +129,25 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     configs = configs_of(config)
     readiness = Readiness(len(configs))
     async with AsyncExitStack() as cleanup:
+        credentials = await cleanup.enter_async_context(using(config.mesh_tls, MeshRole.WORKER, config.name))
+        cleanup.enter_context(labelled("worker", config.namespace, labels_of_workers))
         metrics_url, close_metrics = serve_metrics(
-            config.host, config.metrics_port, advertise_host=config.advertise_host, problem=readiness.problem
+            config.host,
+            config.metrics_port,
+            advertise_host=config.advertise_host,
+            problem=readiness.problem,
+            door=door_of(credentials, answers_probes=config.mesh_probes),
         )
         cleanup.push_async_callback(asyncio.to_thread, close_metrics)
-        discovery = open_discovery(config.discovery)
+        discovery = open_discovery(config.discovery, credentials)
         cleanup.push_async_callback(discovery.close)
-        host = Host(discovery, metrics_url, readiness)
+        plane = PlaneClient(credentials)
+        cleanup.push_async_callback(plane.close)
+        door = None
+        if credentials is not None and config.kv_events_transport == "zmq":
+            door = EventDoor()
+            cleanup.push_async_callback(door.close)
+        host = Host(discovery, metrics_url, readiness, plane, door)
         if len(configs) == 1:
             await serve_one(configs[0], host, stop)
             return
@@ -128,20 +175,12 @@ def configs_of(config: WorkerConfig) -> list[WorkerConfig]:
 
 async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> None:
     async with AsyncExitStack() as cleanup:
-        engine = open_engine(config)
-        membership = Membership(config, engine, host.discovery, host.metrics_url)
+        engine = asking_peers(open_engine(config), host.plane)
+        membership = Membership(config, engine, host.discovery, host.metrics_url, host.door)
         cleanup.push_async_callback(membership.close)
-        worker = Worker(
-            engine,
-            membership,
-            config.drain_timeout_s,
-            config.load_report_interval_s,
-            files=membership.files,
-            stall_timeout_s=answer_stall_s(config, engine),
-        )
-        server = PlaneServer(
-            worker.handlers(), max_calls=config.max_calls, always={"release"}, standing=standing_calls(host.discovery)
-        )
+        worker = open_worker(config, host, engine, membership)
+        cleanup.push_async_callback(worker.canary.close)
+        server = open_server(config, worker, host, membership)
         cleanup.push_async_callback(server.close)
         membership.address = await server.start(config.host, config.port, advertise_host=config.advertise_host)
         cleanup.push_async_callback(engine.stop)
@@ -151,7 +190,7 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
             return
         worker.info = info
         membership.follow_caches()
-        observe_load(worker_name(config), engine)
+        worker.observe(worker_name(config), info.model, cleanup)
         cleanup.push_async_callback(membership.leave)
         await membership.join(info)
         host.readiness.on_ready()
@@ -176,11 +215,59 @@ async def serve_one(config: WorkerConfig, host: Host, stop: asyncio.Event) -> No
         await offers_taken(engine, deadline)
 
 
+def open_worker(config: WorkerConfig, host: Host, engine: Engine, membership: Membership) -> "Worker":
+    return Worker(
+        engine,
+        membership,
+        config.drain_timeout_s,
+        config.load_report_interval_s,
+        files=membership.files,
+        stall_timeout_s=answer_stall_s(config, engine),
+        office=None if host.credentials is None else TicketOffice(host.plane),
+        credentials=host.credentials,
+        canary_interval_s=canary_interval_s(config),
+        on_resting=partial(host.readiness.on_resting, worker_name(config)),
+    )
+
+
+def asking_peers(engine: Engine, plane: PlaneClient) -> Engine:
+    """Return the engine. If it pulls KV itself, it can ask on the request plane whether a peer lives."""
+    if isinstance(engine, PullsKv):
+        engine.peer_answers = partial(answers, plane)
+    return engine
+
+
+async def answers(plane: PlaneClient, address: str, timeout_s: float) -> bool:
+    """Return whether a worker answers at an address."""
+    try:
+        await plane.ask(address, "identify", None, WorkerIdentity, timeout_s)
+    except MeshError:
+        return False
+    return True
+
+
+def open_server(config: WorkerConfig, worker: "Worker", host: Host, membership: Membership) -> PlaneServer:
+    return PlaneServer(
+        worker.handlers(),
+        max_calls=config.max_calls,
+        always=FREES,
+        standing={**standing_calls(host.discovery), **EventKeys(host.door, membership).handlers()},
+        credentials=host.credentials,
+    )
+
+
 def answer_stall_s(config: WorkerConfig, engine: Engine) -> float:
     """Return how long all answers may stand still. An engine whose steps are watched needs no such limit."""
     if isinstance(engine, Pushing):
         return 0.0
     return ANSWER_STALL_S if config.stall_timeout_s is None else config.stall_timeout_s
+
+
+def canary_interval_s(config: WorkerConfig) -> float:
+    """Return after how long a quiet worker tries its engine. A server that we do not own may be paid for by token."""
+    if config.canary_interval_s is not None:
+        return config.canary_interval_s
+    return 0.0 if config.engine == "attach" else CANARY_INTERVAL_S
 
 
 async def until_stopped(stop: asyncio.Event, worker: "Worker") -> None:
@@ -203,33 +290,55 @@ class Worker:
         load_report_interval_s: float = 0.0,
         files: OfferedFiles | None = None,
         stall_timeout_s: float = 0.0,
+        office: TicketOffice | None = None,
+        credentials: Credentials | None = None,
+        canary_interval_s: float = 0.0,
+        on_resting: Callable[[str], object] = str,
     ) -> None:
         """Take `stall_timeout_s`: an engine none of whose answers advances for so long counts as hung. 0: never."""
         self._engine = engine
         self._answers = AnswerWatch(stall_timeout_s)
+        self._office = office  # of a closed mesh: its tickets are sealed
         self._calls: dict[RequestId, asyncio.Task[Any]] = {}
         self._place = place
         self._pushing = engine if isinstance(engine, Pushing) else None
+        self._timing = engine if isinstance(engine, KeepsTimes) else None
         self._ranks = engine.ranks if isinstance(engine, Ranked) else [engine]
         self.turning = Turning(engine, place, drain_timeout_s)
+        self.canary = EngineCanary(engine, canary_interval_s)
+        self._resting = Resting(engine, place, self.turning, drain_timeout_s, on_resting)
+        self._controls = WorkerControls(
+            engine, self.turning, self._resting, self._info, self.canary.quiet_s, self._check_engine
+        )
         self.load_reports = LoadReports(self._ranks, load_report_interval_s)
         self.info: EngineInfo | None = None
         self._files = files or OfferedFiles()
-        self._probing = PeerProbing(probe_transfer)
+        self._probing = PeerProbing(probe_transfer, credentials)
         self._probe_offers = ProbeOffers()
 
     def check_health(self) -> None:
         """Raise EngineError if this worker can serve no more."""
+        self._check_engine()
+        now_s, requests = time.monotonic(), len(self.turning.requests)
+        if what := self._answers.hangs(requests, now_s) or self.canary.look(requests, now_s, self.info):
+            raise EngineError(f"the engine of {self._place.worker_id} hangs: {what}")
+
+    def _check_engine(self) -> None:
         self._engine.check_health()
         self.turning.check_health()
-        if what := self._answers.hangs(len(self.turning.requests), time.monotonic()):
-            raise EngineError(f"the engine of {self._place.worker_id} hangs: {what}")
+
+    def observe(self, name: str, model: str, cleanup: AsyncExitStack) -> None:
+        """Let Prometheus read the load until `cleanup` is closed."""
+        place, engine, answers = self._place, self._engine, self._answers
+        watch_load(name, lambda: (model, place.role.value), engine.load, answers.age_s)
+        cleanup.callback(forget_load, name)
 
     def handlers(self) -> dict[str, Handler]:
         return {
             "generate": self.generate,
             "embed": self.embed,
             "release": self.release,
+            "redeem": self.redeem,
             "identify": self.identify,
             "model_file": self._files.answer,
             "kv_snapshot": self.kv_snapshot,
@@ -241,17 +350,53 @@ class Worker:
         }
 
     async def generate(self, call: Call) -> None:
+        came = time.monotonic()
         request = decode(call.body, GenerateRequest)
         await self._end_earlier(request.request_id)
-        with request_context(request.request_id), counted(self.turning.requests, self._calls, request.request_id):
+        with (
+            request_context(request.request_id, request.traceparent, request.tracestate),
+            counted(self.turning.requests, self._calls, request.request_id),
+        ):
             self._check_is_meant(request.worker_id)
             self._check_roles(request)
+            if self._office is not None:
+                if request.offer_kv:
+                    await self._answer_sealed(call, request, self._office)
+                    return
+                request = await self._office.opened(request)
             pushing = self._pushing
             answer = self._engine.generate(request) if pushing is None else pushing.push(request, call.offer)
+            if request.traceparent:
+                answer = self._timed(request, came, answer)
             async with aclosing(answer) as deltas:
                 async for delta in deltas:
                     self._answers.note()
                     await call.send(delta)
+
+    async def _timed(
+        self, request: GenerateRequest, came: float, answer: AsyncGenerator[Delta, None]
+    ) -> AsyncGenerator[Delta, None]:
+        """Add to the last delta how the time here was spent."""
+        first: float | None = None
+        async with aclosing(answer) as deltas:
+            async for delta in deltas:
+                now = time.monotonic()
+                first = first or now
+                if delta.finish_reason is None and delta.ticket is None:
+                    yield delta
+                    continue
+                times = None if self._timing is None else self._timing.times(request.request_id)
+                yield with_times(delta, times or WorkerTimes(first_s=first - came, total_s=now - came))
+
+    async def _answer_sealed(self, call: Call, request: GenerateRequest, office: TicketOffice) -> None:
+        """Answer a prefill leg of a closed mesh."""
+        answer = self._engine.generate(request)
+        if request.traceparent:
+            answer = self._timed(request, time.monotonic(), answer)
+        async with aclosing(answer) as deltas:
+            async for delta in deltas:
+                self._answers.note()
+                await call.send(office.sealed_in(delta, request.kv_for, call.caller))
 
     async def embed(self, call: Call) -> None:
         request = decode(call.body, EmbedRequest)
@@ -274,7 +419,18 @@ class Worker:
 
     async def release(self, call: Call) -> None:
         offer = decode(call.body, ReleaseOffer)
-        self._engine.release(offer.offer_id, offer.nonce)
+        if self._office is None:
+            self._engine.release(offer.offer_id, offer.nonce)
+        elif (ticket := self._office.sealed.release(offer.secret, call.caller)) is not None:
+            self._engine.release(ticket.offer_id, ticket.nonce)
+
+    async def redeem(self, call: Call) -> None:
+        if self._office is None:
+            raise InvalidRequestError(
+                "this worker seals no tickets", hint="start all services with --mesh-tls, or none"
+            )
+        secret = decode(call.body, RedeemTicket).secret
+        await call.send(OpenedTicket(ticket=self._office.sealed.redeem(secret, call.caller)))
 
     async def kv_snapshot(self, call: Call) -> None:
         """Send one message per part, all with one `seq`: the parts are cut before anything else can be published."""
@@ -296,16 +452,13 @@ class Worker:
         await call.send(KvDigest(seq=seq, blocks=digest.blocks, value=digest.value))
 
     async def control(self, call: Call) -> None:
+        """Do what an operator asks. Adapters that came or went are told to routers."""
         request = decode(call.body, Control)
         info = self._info()
-        if request.action is ControlAction.SET_ROLE:
-            await call.send(await self.turning.set_role(role_asked_for(request.arguments), self._info))
-            return
-        if not isinstance(self._engine, Controllable):
-            raise InvalidRequestError(f"this worker's engine cannot {request.action.value}", hint="vLLM's can")
-        reply = await self._engine.control(request)
-        log.info("control", extra={"action": request.action.value, "detail": reply.detail})
-        if reply.loras != info.loras:
+        reply = await self._controls.carry_out(request)
+        if request.action is not ControlAction.STATUS:
+            log.info("control", extra={"action": request.action.value, "detail": reply.detail})
+        if request.action is not ControlAction.SET_ROLE and reply.loras != info.loras:
             self.info = replace(info, loras=reply.loras)
             await self._place.join(self.info)
         await call.send(reply)
@@ -330,6 +483,8 @@ class Worker:
         info = self._info()
         if self.turning.to is not None:
             raise DrainingError(f"this worker is becoming a {self.turning.to.value} worker")
+        if self._resting.state:
+            raise DrainingError(f"this worker is {self._resting.state}")
         if model != info.model:
             raise InvalidRequestError(f"model {model!r} is not served here", hint="route by the worker's card")
 
@@ -346,6 +501,10 @@ class Worker:
 
 
 _NONE = encode(None)
+
+
+def with_times(delta: Delta, times: WorkerTimes) -> TimedDelta:
+    return TimedDelta(**msgspec.structs.asdict(delta), times=times)
 
 
 @contextmanager
@@ -373,15 +532,3 @@ def counted(
         running.discard(task)
         del calls[request_id]
         REQUESTS.labels(outcome).inc()
-
-
-def observe_load(name: str, engine: Engine) -> None:
-    """The gauges read the engine when they are scraped, and cost nothing otherwise."""
-    RUNNING.labels(name).set_function(lambda: engine.load().running)
-    WAITING.labels(name).set_function(lambda: engine.load().waiting)
-    USED_BLOCKS.labels(name).set_function(lambda: engine.load().used_blocks)
-    CACHED_BLOCKS.labels(name).set_function(lambda: engine.load().cached_blocks)
-    TOTAL_BLOCKS.labels(name).set_function(lambda: engine.load().total_blocks)
-    OFFERS.labels(name).set_function(lambda: engine.load().offers)
-    if engine.load().queued_tokens is not None:
-        QUEUED_TOKENS.labels(name).set_function(lambda: engine.load().queued_tokens or 0)

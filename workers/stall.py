@@ -6,9 +6,13 @@ that its owner starts it again.
 
 from dataclasses import dataclass
 
+from mesh.safeguards import is_off
+
+_IS_OFF = is_off("progress_watch")
 MOST_GAP_S = 2.0  # between two looks that counts: a process that was stopped for longer has not seen its engine hang
 TIMES_LONGER = 4.0  # than the steps before, so that a slow machine is not taken for a hung engine
 STEP_STALL_S = 10.0
+HESITATES_S = 1.5  # its answers continue on other workers, and the step may still end
 ANSWER_STALL_S = 120.0  # an engine with its own scheduler may compute one long prompt for as long
 
 
@@ -34,7 +38,7 @@ class StepWatch:
     """
 
     def __init__(self, least_s: float) -> None:
-        self._least_s = least_s
+        self._least_s = 0.0 if _IS_OFF else least_s
         self._running: _Running | None = None
         self._longest_s = 0.0
         self._most_tokens = 0  # of a step so far
@@ -55,7 +59,21 @@ class StepWatch:
 
     def limit_s(self, tokens: int) -> float:
         """Return how long a step of so many tokens may take."""
-        return max(self._least_s, TIMES_LONGER * max(self._longest_s, tokens * self._token_s))
+        return max(self._least_s, self._likely_s(tokens))
+
+    def _likely_s(self, tokens: int) -> float:
+        return TIMES_LONGER * max(self._longest_s, tokens * self._token_s)
+
+    def age_s(self, now_s: float) -> float:
+        """Return how long the running step takes already, 0 between steps."""
+        return 0.0 if self._running is None else max(0.0, now_s - self._running.began_s)
+
+    def hesitates(self) -> bool:
+        """Return whether the running step takes far longer than it should, by the last call of `hangs`."""
+        step = self._running
+        if step is None or not self._least_s:
+            return False
+        return step.age_s > max(min(HESITATES_S, self._least_s), self._likely_s(step.tokens))
 
     def hangs(self, now_s: float) -> str:
         """Return what hangs, "" for nothing. Call this about once a second."""
@@ -69,13 +87,17 @@ class AnswerWatch:
     """Watch the answers of an engine with its own scheduler: with requests in hand, some answer must advance."""
 
     def __init__(self, least_s: float) -> None:
-        self._least_s = least_s
+        self._least_s = 0.0 if _IS_OFF else least_s
         self._has_news = False
         self._waiting: _Running | None = None
 
     def note(self) -> None:
         """Take a part of an answer."""
         self._has_news = True
+
+    def age_s(self) -> float:
+        """Return for how long no answer has advanced, by the last call of `hangs`."""
+        return 0.0 if self._waiting is None else self._waiting.age_s
 
     def hangs(self, requests: int, now_s: float) -> str:
         """Return what hangs, "" for nothing. Call this about once a second with the number of requests in hand."""

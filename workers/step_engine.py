@@ -9,29 +9,40 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from kvcache.pool import BlockPool
 from kvcache.transfer.backend import TransferBackend
-from protocol.errors import EngineError, InvalidRequestError, MeshError, OverloadedError
+from protocol.errors import EngineError, InvalidRequestError, MeshError, OverloadedError, UnreachableError, kind_of
 from protocol.events import Digest, KvEvent
 from protocol.ids import RequestId, WorkerId
-from protocol.messages import Delta, Embedding, EmbedRequest, Feature, GenerateRequest, SamplingParams, Ticket
+from protocol.messages import (
+    Delta,
+    Embedding,
+    EmbedRequest,
+    Feature,
+    GenerateRequest,
+    SamplingParams,
+    Ticket,
+)
 from workers.checks import check_embedding, check_generation
-from workers.engine import EngineInfo, EngineLoad, EngineReport
+from workers.engine import EngineInfo, EngineLoad, EngineReport, PeerAnswers
 from workers.executor import Executor, ModelInfo, Pace, Result, Row
 from workers.guides import Guides
-from workers.metrics import STEP_SECONDS, STEP_TOKENS
+from workers.metrics import HESITATIONS, STEP_SECONDS, STEP_TOKENS
 from workers.pulls import Pulls
 from workers.scheduler import Limits, Output, Scheduler, Step
+from workers.stage_marks import StageMarks
 from workers.stall import StepWatch
 
 log = logging.getLogger(__name__)
 
+LOAD_END_S = 2.0  # for a start that was given up: a model may take minutes to load
 ENGINE_THREAD = "engine"  # its threads have names that begin so
 EVENTS_EVERY_S = 0.05  # for blocks that running answers fill: nobody asks for them before the answers end
 
@@ -48,6 +59,25 @@ class StepEngineConfig:
     stall_timeout_s: float = 0.0  # of a step; 0: it may take for ever
 
 
+class _Preparing:
+    """Does in the engine's thread what belongs to the start, and what only its own end stops."""
+
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread = thread
+        self._work: Future[Any] | None = None
+
+    async def do(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        self._work = self._thread.submit(work, *arguments)
+        return await asyncio.wrap_future(self._work)
+
+    async def has_ended(self) -> bool:
+        """Return whether nothing is being done any more, or soon."""
+        if self._work is None or self._work.done():
+            return True
+        await asyncio.wait([asyncio.wrap_future(self._work)], timeout=LOAD_END_S)
+        return self._work.done()
+
+
 class StepEngine:
     """Implements workers.engine.Engine over any Executor."""
 
@@ -55,11 +85,15 @@ class StepEngine:
         self._executor = executor
         self._transfer = transfer
         self._config = config
+        self.peer_answers: PeerAnswers | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=ENGINE_THREAD)
+        self._preparing = _Preparing(self._thread)
         self._wake = asyncio.Event()
         self._watch = StepWatch(config.stall_timeout_s)
         self._outputs: dict[RequestId, _OutputQueue] = {}
         self._vectors: dict[RequestId, asyncio.Future[Embedding]] = {}
+        self._marks = StageMarks()
+        self.times = self._marks.times
         self._offers: dict[int, _PinnedOffer] = {}
         self._listeners: list[Callable[[Sequence[KvEvent]], object]] = []
         self._load_listeners: list[Callable[[], object]] = []
@@ -68,6 +102,7 @@ class StepEngine:
         self._loop_task: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
         self._stopped = False
+        self._hesitates = False  # in a step that takes far longer than it should
         self._is_stuck = False  # in a step that does not end
         self._worker_id = WorkerId("")
         self._info: EngineInfo | None = None
@@ -75,22 +110,23 @@ class StepEngine:
         self._pace: Pace | None = None
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
-        loop = asyncio.get_running_loop()
         self._worker_id = worker_id
-        model: ModelInfo = await loop.run_in_executor(self._thread, self._executor.load)
+        model: ModelInfo = await self._preparing.do(self._executor.load)
         await asyncio.sleep(model.start_s)
         self._guides, self._pace = model.guides, model.pace
         num_blocks = self._config.num_blocks
         memory = None if self._transfer is None else self._transfer.allocate(num_blocks * model.layout.block_bytes)
-        region = await loop.run_in_executor(self._thread, self._executor.allocate_kv, num_blocks, memory)
-        await loop.run_in_executor(self._thread, self._warm_up, model)
+        region = await self._preparing.do(self._executor.allocate_kv, num_blocks, memory)
+        await self._preparing.do(self._warm_up, model)
         if self._transfer is not None:
             await self._transfer.register(region, worker_id, address)
         limits = Limits(self._config.max_num_seqs, self._config.max_step_tokens, model.context_tokens, model.vocab_size)
         self._pool = BlockPool(num_blocks, model.layout.block_size)
         self._scheduler = Scheduler(self._pool, limits, model.eos_token_ids)
         least_s = None if model.pace is None else model.pace.pull_s
-        self._pulls = Pulls(self._transfer, self._scheduler, self._config.pull_timeout_s, self._wake.set, least_s)
+        self._pulls = Pulls(
+            self._transfer, self._scheduler, self._config.pull_timeout_s, self._wake.set, least_s, self.peer_answers
+        )
         if model.pace is not None:
             self._thread.shutdown(wait=False)  # its work is done
         self._loop_task = asyncio.create_task(self._run(), name="engine steps")
@@ -122,6 +158,8 @@ class StepEngine:
             matcher = await self._guides.open(request.guide, request.generated)
             self.check_health()
         self._scheduler.add(request, matcher)
+        if request.traceparent:
+            self._marks.add(request.request_id)
         queue = self._outputs[request.request_id] = _OutputQueue(take)
         self._wake.set()
         undelivered: Ticket | None = None
@@ -135,6 +173,7 @@ class StepEngine:
                     return
         finally:
             del self._outputs[request.request_id]
+            self._marks.forget(request.request_id)
             if (late := queue.ticket() or undelivered) is not None:
                 self.release(late.offer_id, late.nonce)
             self._abort(request.request_id)
@@ -174,6 +213,13 @@ class StepEngine:
     def rename(self, worker_id: WorkerId) -> None:
         self._worker_id = worker_id
 
+    def reset_cache(self) -> None:
+        """Forget all cached blocks. A block in use cannot be forgotten: what is computed next follows on from it."""
+        if held := self._pool.held_blocks:
+            raise InvalidRequestError(f"{held} blocks of the cache are in use", hint="drain the worker, or try again")
+        self._pool.clear()
+        self._publish_events()
+
     def load(self) -> EngineLoad:
         return EngineLoad(
             running=self._scheduler.num_running,
@@ -183,6 +229,7 @@ class StepEngine:
             total_blocks=self._pool.num_blocks,
             offers=len(self._offers),
             queued_tokens=self._scheduler.queued_tokens,
+            stalled_s=self._watch.age_s(time.monotonic()),
         )
 
     def on_load_change(self, listener: Callable[[], object]) -> None:
@@ -200,6 +247,11 @@ class StepEngine:
             raise self._failure
         if self._loop_task is None:
             raise EngineError("the engine has not started")
+        if not self._hesitates and self._watch.hesitates():
+            self._hesitates = True
+            HESITATIONS.inc()
+            log.warning("a step takes far longer than those before: its %d answers go elsewhere", len(self._outputs))
+            self._fail_callers(hesitation(self._worker_id))
 
     async def stop(self) -> None:
         if self._stopped:
@@ -216,6 +268,9 @@ class StepEngine:
             offer.expiry.cancel()
         if self._is_stuck and self._pace is None:
             return  # its thread may be in a step that never ends, and writes to the memory of the transfer
+        if not await self._preparing.has_ended():
+            self._thread.shutdown(wait=False)
+            return  # as above: the process ends without its thread
         await asyncio.to_thread(self._thread.shutdown)  # a start that was given up may still use the transfer's memory
         if self._transfer is not None:
             await self._transfer.close()
@@ -227,6 +282,8 @@ class StepEngine:
         """Raises what keeps it from taking another request."""
         self.check_health()
         assert self._info is not None, "a healthy engine has started"
+        if self._hesitates:
+            raise hesitation(self._worker_id)
         if self._scheduler.is_full():
             raise OverloadedError(f"{self._scheduler.num_waiting} requests wait on {self._worker_id} already")
         return self._info
@@ -249,6 +306,8 @@ class StepEngine:
                 step = self._scheduler.plan()
                 for pull in step.pulls:
                     self._pulls.start(pull)
+                if self._marks.unscheduled:
+                    self._marks.note_scheduled((*step.sequences, *[pull.sequence for pull in step.pulls]))
                 if not step.rows:
                     if self._pace is not None:
                         self._pace.rest()
@@ -262,11 +321,12 @@ class StepEngine:
                 results = await self._execute(step.rows)
                 ended = time.monotonic()
                 self._watch.end(ended)
+                self._hesitates = False
                 STEP_SECONDS.observe(ended - started)
                 self._deliver(step, num_tokens, results)
         except Exception as error:
             log.exception("the engine failed")
-            self._fail(EngineError(f"the engine of {self._worker_id} failed: {type(error).__name__}: {error}"))
+            self._fail(EngineError(f"the engine of {self._worker_id} failed: {kind_of(error)}"))
 
     async def _execute(self, rows: Sequence[Row]) -> Sequence[Result]:
         if self._pace is not None:
@@ -279,6 +339,7 @@ class StepEngine:
     def _deliver(self, step: Step, num_tokens: int, results: Sequence[Result]) -> None:
         STEP_TOKENS.inc(num_tokens)
         has_news = has_prompts = num_tokens > len(step.rows)
+        traced = self._marks.marks
         for output in self._scheduler.complete(step, results):
             if output.vector:
                 vector = self._vectors.get(output.request_id)
@@ -293,6 +354,8 @@ class StepEngine:
             delta = self._offer(output) if output.handoff else output.delta
             if (report := self._pulls.take_report(output.request_id)) is not None:
                 delta = msgspec.structs.replace(delta, pull=report)
+            if traced and delta.cached_tokens is not None:
+                self._marks.note_first(output.request_id)
             has_news |= delta.finish_reason is not None
             if queue is not None:
                 queue.put(delta)
@@ -332,6 +395,9 @@ class StepEngine:
 
     def _fail(self, failure: EngineError) -> None:
         self._failure = failure
+        self._fail_callers(failure)
+
+    def _fail_callers(self, failure: MeshError) -> None:
         for queue in self._outputs.values():
             queue.fail(failure)
         for vector in self._vectors.values():
@@ -413,6 +479,11 @@ class _OutputQueue:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():  # done: its consumer was just cancelled
             waiter.set_result(None)
+
+
+def hesitation(worker_id: WorkerId) -> UnreachableError:
+    """Return an error after which a caller tries other workers, and this one again later."""
+    return UnreachableError(f"the engine of {worker_id} makes no step", hint="see its log")
 
 
 def _takes_nothing(delta: Delta) -> bool:

@@ -30,6 +30,7 @@ class Place(Protocol):
     worker_id: WorkerId
     engine_kind: str  # as in the settings
     publishers: Sequence[Publisher]  # of the data-parallel ranks
+    resting: str  # as in the worker's card
 
     async def join(self, info: EngineInfo) -> None: ...
 
@@ -64,6 +65,8 @@ class Turning:
             )
         if self._has_ended:
             raise DrainingError(f"{self._place.worker_id} is shutting down")
+        if self._place.resting:
+            raise InvalidRequestError(f"this worker is {self._place.resting}", hint="resume or wake it first")
         if role is self.role:
             return ControlReply(detail=f"it is a {role.value} worker already", worker_id=self._place.worker_id)
         check_can_turn(self._engine, self._place.engine_kind, info_of(), role)
@@ -99,7 +102,7 @@ class Turning:
         try:
             await place.leave()
             deadline = asyncio.get_running_loop().time() + self._drain_timeout_s
-            await self._finish_requests()
+            await self.finish_requests("this worker changes its role")
             await offers_taken(self._engine, deadline)
             await place.change(role, tells_events=info_of().tells_events)
             self.count += 1
@@ -112,13 +115,13 @@ class Turning:
         TURNS.labels(role.value).inc()
         log.info("changed role", extra={"worker": place.worker_id, "before": before, "role": role.value})
 
-    async def _finish_requests(self) -> None:
+    async def finish_requests(self, why: str) -> None:
         """Wait for the requests. One that takes longer than a drain may continues on another worker."""
         if not self.requests:
             return
         _, late = await asyncio.wait(self.requests, timeout=self._drain_timeout_s)
         for task in late:
-            task.cancel("this worker changes its role")
+            task.cancel(why)
         if late:
             log.warning(
                 "%d requests continue on other workers: they took longer than %.1f s", len(late), self._drain_timeout_s

@@ -5,7 +5,8 @@ import asyncio
 from frontend.anthropic.errors import error_body
 from frontend.anthropic.parse import PROMPT_DEFAULTS, parse_count
 from frontend.anthropic.shapes import CountRequest, ErrorAnswer, TokenCount
-from frontend.endpoint import Endpoint, Services, identified, timeout_s
+from frontend.endpoint import Endpoint, Services, identified, salted, timeout_s
+from frontend.keys.visits import model_for, visiting
 from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
 from frontend.prompts import chat_prompt
 from mesh.http.request import Reply, Request, json_reply
@@ -15,8 +16,9 @@ async def count_tokens(services: Services, request: Request) -> Reply:
     """Count; a prompt that is sure not to fit is refused, because counting it could take seconds. Raise MeshError."""
     deadline = asyncio.get_running_loop().time() + timeout_s(request, services.limits)
     with services.admission.enter(), services.admission.until(deadline):
-        parsed = parse_count(request.body)
-        prompt = await chat_prompt(parsed, await services.models.get(parsed.model))
+        parsed = salted(request, parse_count(request.body))
+        async with visiting(request):
+            prompt = await chat_prompt(parsed, await model_for(request, services.models, parsed.model))
     return json_reply(TokenCount(prompt.num_tokens))
 
 

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from frontend.anthropic.shapes import ModelInfo, ModelPage
 from frontend.bodies import refuse
 from frontend.endpoint import Services
+from frontend.keys.visits import models_for, ready_model_for
 from frontend.models import ServedModel
 from mesh.http.request import Reply, Request, json_reply
 
@@ -22,7 +23,7 @@ def is_anthropics(request: Request) -> bool:
 async def list_models(services: Services, request: Request) -> Reply:
     """Raise InvalidRequestError."""
     query = request.query
-    models = [model_info(name, served) for name, served in services.models.names()]
+    models = [model_info(name, served) for name, served in models_for(request, services.models)]
     models.sort(key=lambda model: model.created_at, reverse=True)
     limit = page_limit(query.get("limit", str(PAGE_MODELS)))
     return json_reply(page_of(models, limit, after=query.get("after_id"), before=query.get("before_id")))
@@ -31,7 +32,7 @@ async def list_models(services: Services, request: Request) -> Reply:
 async def show_model(services: Services, request: Request) -> Reply:
     """Raise UnknownModelError, NoWorkerError."""
     name = request.params["name"]
-    return json_reply(model_info(name, services.models.find_ready(name)))
+    return json_reply(model_info(name, ready_model_for(request, services.models, name)))
 
 
 def model_info(name: str, served: ServedModel) -> ModelInfo:

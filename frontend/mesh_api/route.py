@@ -4,6 +4,7 @@ import asyncio
 
 from frontend.endpoint import Endpoint, Services, identified, new_id, timeout_s, with_hints
 from frontend.job import prepare
+from frontend.keys.visits import model_for, visiting
 from frontend.openai.parameters import parse_either
 from frontend.openai.shapes import ChatRequest, CompletionRequest
 from frontend.operation import ASKED_FAILURES, Operation
@@ -17,11 +18,12 @@ async def preview(services: Services, request: Request) -> Reply:
     """Report where a request would run; nothing is run or booked. Raise MeshError."""
     deadline = asyncio.get_running_loop().time() + timeout_s(request, services.limits)
     with services.admission.enter(), services.admission.until(deadline):
-        parsed = with_hints(request, parse_either(request.body), is_steered=services.is_steered)
-        model = await services.models.get(parsed.model)
-        job = await prepare(parsed, model, new_id("route", client_request_id(request)), deadline)
-        asked = job.branches[0].request
-        placed = await services.generator.preview(asked, parsed.hints, deadline)
+        async with visiting(request):
+            parsed = with_hints(request, parse_either(request.body), is_steered=services.is_steered)
+            model = await model_for(request, services.models, parsed.model)
+            job = await prepare(parsed, model, new_id("route", client_request_id(request)), deadline)
+            asked = job.branches[0].request
+            placed = await services.generator.preview(asked, parsed.hints, deadline)
     route = RouteRequest(
         request_id=asked.request_id, model=model.name, isl_tokens=job.prompts[0].num_tokens, lora=model.lora
     )

@@ -21,6 +21,13 @@ class Health(Struct, frozen=True):
     workers: dict[str, dict[str, int]]  # by model and role
     inflight: int
     discovery: DiscoveryReport
+    router: str = ""  # what is wrong with the routers, "" for nothing
+
+
+class BareHealth(Struct, frozen=True):
+    """Hold what /health says on the public port of a closed mesh."""
+
+    status: str
 
 
 class Live(Struct, frozen=True):
@@ -30,14 +37,21 @@ class Live(Struct, frozen=True):
 async def health(services: Services, request: Request) -> Reply:
     """Report whether requests can be answered: for load balancers and start-up."""
     ready = [served.name for served in services.models.ready()]
-    if services.admission.draining:
+    if services.admission.is_leaving:
         status = "draining"
     elif not services.router_ready():
         status = "no router is ready"
     else:
         status = "ready" if ready else "no model is ready"
-    report = Health(status, ready, services.models.count(), services.admission.inflight, services.search())
+    counts, inflight = services.models.count(), services.admission.inflight
+    report = Health(status, ready, counts, inflight, services.search(), services.router_note())
     return json_reply(report, status=200 if status == "ready" else 503)
+
+
+async def bare_health(services: Services, request: Request) -> Reply:
+    """Report whether requests can be answered, and nothing of the mesh: strangers ask here."""
+    found = await health(services, request)
+    return json_reply(BareHealth("ready" if found.status == 200 else "not ready"), status=found.status)
 
 
 async def live(services: Services, request: Request) -> Reply:
@@ -67,6 +81,11 @@ def _open(path: str, handler: Handler, operation: Operation) -> Endpoint:
     return Endpoint(method="GET", path=path, handler=handler, operation=operation, is_open=True)
 
 
+BARE_HEALTH = _open(
+    "/health",
+    bare_health,
+    Operation(summary="Can requests be answered?", reply=BareHealth, failures=(503,), fails_with_reply=True),
+)
 ENDPOINTS = (
     _open(
         "/health",

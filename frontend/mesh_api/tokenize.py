@@ -10,6 +10,8 @@ from msgspec import Meta, Struct
 
 from frontend.bodies import decode_body
 from frontend.endpoint import Endpoint, Services, identified
+from frontend.keys.caller import salt_for
+from frontend.keys.visits import model_for, visiting
 from frontend.models import Model
 from frontend.openai.parameters import CHAT_NAMES, declared, message_of
 from frontend.openai.shapes import Message, ToolSpec
@@ -72,9 +74,9 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
     return decode_body(body, _detokenize_decoder)
 
 
-async def tokenize(request: TokenizeRequest, model: Model) -> TokenizeReply:
+async def tokenize(request: TokenizeRequest, model: Model, salt: str | None = None) -> TokenizeReply:
     """Raises InvalidRequestError, ContextLengthError."""
-    tokens = unpack_tokens(await _tokens(request, model))
+    tokens = unpack_tokens(await _tokens(request, model, salt))
     texts = None
     if request.return_token_strs:
         texts = await off_loop_if_long(tokens, lambda: [_shown(token, model) for token in tokens])
@@ -89,11 +91,11 @@ async def off_loop_if_long(tokens: Sequence[int], work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if len(tokens) > LONG_TOKENS else work()
 
 
-async def _tokens(request: TokenizeRequest, model: Model) -> bytes:
+async def _tokens(request: TokenizeRequest, model: Model, salt: str | None) -> bytes:
     if request.prompt is not None:
         check_length(request.prompt, model, "prompt")
         with_special = request.add_special_tokens is not False
-        return await model.tokenizer.encode_packed(request.prompt, add_special_tokens=with_special)
+        return await model.tokenizer.encode_packed(request.prompt, add_special_tokens=with_special, salt=salt or "")
     chat = ParsedRequest(
         names=CHAT_NAMES,
         model=model.name,
@@ -101,6 +103,7 @@ async def _tokens(request: TokenizeRequest, model: Model) -> bytes:
         tools=tools_of(declared(request.tools or ()), ToolWish(), parallel=True),
         template_options=template_options(request.chat_template_kwargs, None),
         add_generation_prompt=request.add_generation_prompt,
+        cache_salt=salt,
     )
     return (await chat_prompt(chat, model)).tokens
 
@@ -120,12 +123,15 @@ async def detokenize(request: DetokenizeRequest, model: Model) -> DetokenizeRepl
 
 async def answer_tokenize(services: Services, request: Request) -> Reply:
     asked = parse_tokenize(request.body)
-    return json_reply(await tokenize(asked, await services.models.get(asked.model)))
+    async with visiting(request):
+        model = await model_for(request, services.models, asked.model)
+        return json_reply(await tokenize(asked, model, salt_for(request, None)))
 
 
 async def answer_detokenize(services: Services, request: Request) -> Reply:
     asked = parse_detokenize(request.body)
-    return json_reply(await detokenize(asked, await services.models.get(asked.model)))
+    async with visiting(request):
+        return json_reply(await detokenize(asked, await model_for(request, services.models, asked.model)))
 
 
 ENDPOINTS = (

@@ -23,6 +23,9 @@ from frontend.endpoint import (
 )
 from frontend.errors import outcome
 from frontend.generator import Generator, Hints
+from frontend.keys.caller import caller_of
+from frontend.keys.meter import Visit
+from frontend.keys.visits import begin, model_for
 from frontend.models import Model
 from frontend.openai.parameters import prompts_of
 from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
@@ -100,13 +103,16 @@ async def answer(services: Services, request: Request) -> Reply:
     theirs = client_request_id(request)
     request_id = new_id("embd", theirs)
     headers = request_id_headers(theirs or request_id)
-    result = "client_gone"
+    result, used_tokens, visit, base = "client_gone", 0, None, ""
     try:
         deadline = started + timeout_s(request, services.limits)
         with services.admission.enter(), services.admission.until(deadline):
             parsed = with_hints(request, parse_embeddings(request.body), is_steered=services.is_steered)
-            model = await services.models.get(parsed.model)
-            reply = await embed(parsed, model, services.generator, request_id, deadline)
+            model = await model_for(request, services.models, parsed.model)
+            base = model.base
+            visit = await begin(request)
+            reply = await embed(parsed, model, services.generator, request_id, deadline, visit)
+            used_tokens = reply.usage.total_tokens
         result = "ok"
         return json_reply(reply, headers=headers)
     except Exception as error:
@@ -114,18 +120,34 @@ async def answer(services: Services, request: Request) -> Reply:
         result = outcome(failure)
         return refusal(failure, None, headers)
     finally:
-        counters = metrics.of_endpoint(NAME)
+        counters = metrics.of_endpoint(NAME, base)
         counters.requests(result).inc()
-        counters.duration.observe(asyncio.get_running_loop().time() - started)
+        if visit is not None:
+            visit.end(used_tokens)
+        if (caller := caller_of(request)) is not None:
+            caller.usage.count(result)
+            caller.usage.add(used_tokens, 0)
+        duration_s = asyncio.get_running_loop().time() - started
+        counters.duration.observe(duration_s)
+        if services.gen_ai is not None:
+            services.gen_ai.ended(NAME, base, result, duration_s)
 
 
 async def embed(
-    parsed: ParsedEmbeddings, model: Model, generator: Generator, request_id: RequestId, deadline: float
+    parsed: ParsedEmbeddings,
+    model: Model,
+    generator: Generator,
+    request_id: RequestId,
+    deadline: float,
+    visit: Visit | None = None,
 ) -> EmbeddingsReply:
     """Have all vectors computed. Raise MeshError."""
     if Feature.EMBEDDINGS not in model.features:
         raise InvalidRequestError(f"the workers of {model.name!r} compute no embeddings", param="model")
     inputs = await read_inputs(parsed, model)
+    num_tokens = sum(len(tokens) for tokens in inputs) // 4
+    if visit is not None:
+        await visit.reserve(num_tokens, 0)
     requests = [
         EmbedRequest(
             request_id=RequestId(f"{request_id}-{index}"),
@@ -139,7 +161,6 @@ async def embed(
     vectors = [embedding.vector for embedding in await ask(requests, parsed.hints, generator, deadline)]
     check_vectors(vectors)
     check_dimensions(parsed.dimensions, vectors)
-    num_tokens = sum(len(tokens) for tokens in inputs) // 4
     return EmbeddingsReply(
         data=await embedding_objects(vectors, parsed.as_base64),
         model=model.name,

@@ -4,6 +4,7 @@ from frontend.anthropic import models as anthropics
 from frontend.anthropic.errors import error_body
 from frontend.anthropic.shapes import ErrorAnswer, ModelInfo, ModelPage
 from frontend.endpoint import Endpoint, Handler, Services, identified
+from frontend.keys.visits import models_for, ready_model_for
 from frontend.models import ServedModel
 from frontend.openai.shapes import ModelList, ModelObject
 from frontend.operation import Operation
@@ -13,13 +14,15 @@ TEXT = {"type": "string"}  # and so is the limit, which OpenAI's shape does not 
 
 
 async def list_models(services: Services, request: Request) -> Reply:
-    return json_reply(ModelList(data=[model_object(name, served) for name, served in services.models.names()]))
+    return json_reply(
+        ModelList(data=[model_object(name, served) for name, served in models_for(request, services.models)])
+    )
 
 
 async def show_model(services: Services, request: Request) -> Reply:
     """Raise UnknownModelError, NoWorkerError."""
     name = request.params["name"]
-    return json_reply(model_object(name, services.models.find_ready(name)))
+    return json_reply(model_object(name, ready_model_for(request, services.models, name)))
 
 
 def model_object(name: str, served: ServedModel) -> ModelObject:
@@ -64,7 +67,7 @@ ENDPOINTS = (
         path="/v1/models/{name:path}",  # names may have slashes
         handler=by_client(show_model, anthropics.show_model),
         operation=Operation(
-            summary="One model", reply=ModelObject, other=(ModelInfo, ErrorAnswer), failures=(401, 404, 503)
+            summary="One model", reply=ModelObject, other=(ModelInfo, ErrorAnswer), failures=(401, 403, 404, 503)
         ),
     ),
 )

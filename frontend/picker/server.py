@@ -269,14 +269,24 @@ def as_failure(error: Exception) -> MeshError:
     return MeshError("the endpoint picker failed", hint="see its log")
 
 
-def tls_credentials(cert: str, key: str) -> Any:
-    """Return the credentials of a server; None without a certificate. Raise ConfigError."""
+def tls_credentials(cert: str, key: str, client_ca: str) -> Any:
+    """Return the credentials of a server; None without a certificate. Raise ConfigError.
+
+    With `client_ca`, only callers with a certificate that it has signed are served.
+    """
     if not cert:
+        if client_ca:
+            raise ConfigError("--ext-proc-client-ca is of no use without --ext-proc-tls-cert", hint="give both")
         return None
+    certificate = _pem("--ext-proc-tls-cert", cert)
+    pair = (_pem("--ext-proc-tls-key", key or cert), certificate)
+    if not client_ca:
+        return grpc.ssl_server_credentials([pair])
+    return grpc.ssl_server_credentials([pair], _pem("--ext-proc-client-ca", client_ca), require_client_auth=True)
+
+
+def _pem(flag: str, path: str) -> bytes:
     try:
-        pair = (Path(key or cert).read_bytes(), Path(cert).read_bytes())
+        return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(
-            f"--ext-proc-tls-cert cannot be read: {error}", hint="give PEM files with certificate and key"
-        ) from error
-    return grpc.ssl_server_credentials([pair])
+        raise ConfigError(f"{flag} cannot be read: {error}", hint="give a PEM file") from error

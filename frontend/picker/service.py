@@ -16,7 +16,11 @@ from frontend.picker.picking import Keeper, Picker
 from frontend.picker.server import PickerServer, tls_credentials
 from mesh.address import join_address
 from mesh.discovery import open_discovery
+from mesh.exposition import labelled
+from mesh.http.door import door_of
 from mesh.http.server import listening
+from mesh.identity.metrics import using
+from mesh.identity.names import MeshRole
 from mesh.lifecycle import watch_parent
 from mesh.plane.client import PlaneClient
 from mesh.telemetry import log_ready, serve_metrics
@@ -36,10 +40,15 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
     """Pick endpoints until `stop` is set; then take no more requests, and let the open ones end."""
     watch_parent(stop)
     async with AsyncExitStack() as cleanup:
+        mesh = await cleanup.enter_async_context(using(config.mesh_tls, MeshRole.ROUTER, config.name))
+        cleanup.enter_context(labelled("picker", config.namespace))
+        door = door_of(mesh, answers_probes=config.mesh_probes)
         if config.metrics_port is not None:
-            _, close_metrics = serve_metrics(config.host, config.metrics_port, advertise_host=config.advertise_host)
+            _, close_metrics = serve_metrics(
+                config.host, config.metrics_port, advertise_host=config.advertise_host, door=door
+            )
             cleanup.push_async_callback(asyncio.to_thread, close_metrics)
-        plane = PlaneClient()
+        plane = PlaneClient(mesh)
         cleanup.push_async_callback(plane.close)
         workers = WorkerFeed(plane)
         endpoints = EndpointFeed(workers)
@@ -49,7 +58,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         cleanup.push_async_callback(router.close)
         endpoints.listen(models.load_early, lambda worker_id: None)
         server = open_server(config, router, models, endpoints, workers.seen.is_set, cleanup)
-        credentials = tls_credentials(config.ext_proc_tls_cert, config.ext_proc_tls_key)
+        credentials = tls_credentials(config.ext_proc_tls_cert, config.ext_proc_tls_key, config.ext_proc_client_ca)
         port = await server.start(config.host, config.ext_proc_port or 0, credentials)
 
         def search() -> DiscoveryReport:
@@ -57,9 +66,9 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
 
         api = RouterApi(router, workers, int(config.max_body_mib * 2**20), config.max_bookings, search)
         url = await cleanup.enter_async_context(
-            listening(api.app, config.host, config.http_port, advertise_host=config.advertise_host)
+            listening(api.app, config.host, config.http_port, advertise_host=config.advertise_host, door=door)
         )
-        discovery = open_discovery(config.discovery)
+        discovery = open_discovery(config.discovery, mesh)
         cleanup.push_async_callback(discovery.close)
         async with asyncio.TaskGroup() as feeds:
             follow = [feeds.create_task(workers.run(discovery), name="picker: follow workers")]

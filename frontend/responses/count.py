@@ -2,7 +2,8 @@
 
 import asyncio
 
-from frontend.endpoint import Endpoint, Services, identified, timeout_s
+from frontend.endpoint import Endpoint, Services, identified, salted, timeout_s
+from frontend.keys.visits import model_for, visiting
 from frontend.operation import ASKED_FAILURES, Operation
 from frontend.prompts import read_prompts
 from frontend.responses.parse import parse_responses
@@ -15,8 +16,9 @@ async def count_input_tokens(services: Services, request: Request) -> Reply:
     deadline = asyncio.get_running_loop().time() + timeout_s(request, services.limits)
     with services.admission.enter(), services.admission.until(deadline):
         storage = await services.responses.storage_for(request) if services.responses is not None else None
-        parsed = parse_responses(request.body, storage)
-        [prompt] = await read_prompts(parsed, await services.models.get(parsed.model))
+        parsed = salted(request, parse_responses(request.body, storage))
+        async with visiting(request):
+            [prompt] = await read_prompts(parsed, await model_for(request, services.models, parsed.model))
     return json_reply(InputTokens(prompt.num_tokens))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from frontend import metrics
 from frontend.answer import Part
@@ -15,9 +16,14 @@ from frontend.endpoint import (
     answer,
     as_failure,
     count_tokens,
+    end_record,
+    settle,
     timeout_s,
 )
+from frontend.errors import outcome
 from frontend.job import Branch, Job
+from frontend.keys.caller import KeyCaller, caller_of
+from frontend.keys.meter import Visit
 from frontend.operation import ASKED_FAILURES, Operation, ShapeNotes
 from frontend.outlet import SseOutlet, WholeOutlet
 from frontend.responses import parse
@@ -54,6 +60,7 @@ from frontend.responses.state import KeptResponses
 from frontend.responses.store import StoredResponse
 from frontend.running import run as run_job
 from frontend.shapes import encode
+from frontend.timeline import RequestTimeline
 from mesh.http.request import Reply, ReplyStream, Request
 from protocol.errors import MeshError
 
@@ -137,8 +144,12 @@ class StoringExchange(Exchange):
             runs.remove(run)
             raise
         first = run.record.response
-        runs.start(run, BackgroundJob(self._services, self._kept, run, job).carry_out(self._timeout_s()))
-        self._job = None  # its tokens are counted when it ends
+        visit, caller = self._visit, caller_of(self._request)
+        ended = partial(end_background, self._services, caller, visit, self._timeline)
+        background = BackgroundJob(self._services, self._kept, run, job, ended)
+        self._timeline = None  # as its tokens
+        runs.start(run, background.carry_out(self._timeout_s()))
+        self._job = self._visit = None  # its tokens are counted when it ends
         assert isinstance(self._dialect, ResponsesDialect)
         self._dialect.started = run
         return Reply(first, headers=self._headers)
@@ -148,6 +159,20 @@ class StoringExchange(Exchange):
         limits = self._services.limits
         asked_s = timeout_s(self._request, limits)
         return limits.max_s if self._request.header(TIMEOUT_HEADER) is None else asked_s
+
+
+def end_background(
+    services: Services,
+    caller: KeyCaller | None,
+    visit: Visit | None,
+    timeline: RequestTimeline | None,
+    job: Job,
+    result: str,
+) -> None:
+    """Count what a background response has used, and complete its record."""
+    settle(caller, visit, job, job.counts())
+    if timeline is not None:
+        end_record(services.timelines, timeline, job, result)
 
 
 def record_of(job: Job, owner: str, response: Response) -> StoredResponse:
@@ -170,7 +195,17 @@ class BackgroundJob:
     has_lanes = False
     is_full = False
 
-    def __init__(self, services: Services, kept: KeptResponses, run: BackgroundRun, job: Job) -> None:
+    def __init__(
+        self,
+        services: Services,
+        kept: KeptResponses,
+        run: BackgroundRun,
+        job: Job,
+        on_end: Callable[[Job, str], None],
+    ) -> None:
+        """`on_end` is told how the job has ended."""
+        self._on_end = on_end
+        self._outcome = "client_gone"  # what remains if it is cancelled
         self._services = services
         self._kept = kept
         self._run = run
@@ -186,7 +221,10 @@ class BackgroundJob:
                 await self._end(*await self._result(asyncio.get_running_loop().time() + limit_s))
         except MeshError as error:  # it came too late to begin
             await self._end(*self._failure(error))
-        count_tokens(metrics.of_endpoint(ResponsesDialect.name), self._job, self._job.counts())
+        finally:
+            self._on_end(self._job, self._outcome)
+        counters = metrics.of_endpoint(ResponsesDialect.name, self._job.model.base)
+        count_tokens(counters, self._job, self._job.counts(), self._services.gen_ai)
 
     async def _result(self, deadline: float) -> tuple[Response, bytes]:
         """Return the response as it ended, and the events that say so."""
@@ -200,10 +238,12 @@ class BackgroundJob:
             return cancelled(job, self._writer.so_far()), b""
         except Exception as error:
             return self._failure(as_failure(error, job.heading.id))
+        self._outcome = "ok"
         return self._writer.response(job.counts()), self._writer.end(job.counts())
 
     def _failure(self, error: MeshError) -> tuple[Response, bytes]:
         log.warning("background response %s failed: %s", self._job.heading.id, error)
+        self._outcome = outcome(error)
         events = self._writer.error(error, self._job.heading.id)
         return failed(self._job, self._writer.so_far(), error), events
 

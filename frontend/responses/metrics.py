@@ -1,18 +1,16 @@
 """All metrics of stored responses."""
 
-from prometheus_client import Counter
-
 from frontend.responses.retention import Dropped
-from mesh.gauges import gauge
+from mesh.measure import locked_counter, locked_gauge
 
 _P = "kvmesh_frontend_responses_"
 
-STORED = gauge(_P + "stored", "Responses in the store.", together="alike")
-STORED_BYTES = gauge(_P + "stored_bytes", "Size of the store.", together="alike")
-EVICTED = Counter(_P + "evicted_total", "Responses that left the store by themselves.", ["reason"])
-MISSES = Counter(_P + "misses_total", "Requests for a response that is not stored.")
-STORE_FAILURES = Counter(_P + "store_failures_total", "Responses that could not be stored.")
-BACKGROUND = gauge(_P + "background", "Background responses that are queued or in progress.", together="sum")
+STORED = locked_gauge(_P + "stored")
+STORED_BYTES = locked_gauge(_P + "stored_bytes")
+EVICTED = locked_counter(_P + "evicted_total")
+MISSES = locked_counter(_P + "misses_total")
+STORE_FAILURES = locked_counter(_P + "store_failures_total")
+BACKGROUND = locked_gauge(_P + "background")
 _EXPIRED, _FULL = EVICTED.labels("expired"), EVICTED.labels("full")
 
 

@@ -11,13 +11,14 @@ import msgspec
 from msgspec import Struct
 
 from frontend.bodies import decode_body, refuse
+from frontend.keys.caller import caller_of
+from frontend.keys.guard import sent_key
 from frontend.responses import metrics
 from frontend.responses.background import BackgroundRuns
 from frontend.responses.item_ids import response_of
 from frontend.responses.parse import Storage
 from frontend.responses.records import conversation_of, items_with
 from frontend.responses.store import PreviousResponseError, ResponseStore, StorageError, StoredResponse
-from frontend.security import sent_key
 from mesh.http.request import Request
 from protocol.errors import InvalidRequestError, MeshError
 
@@ -96,6 +97,9 @@ class KeptResponses:
 
     def owner(self, request: Request) -> str:
         """Return what stands for the API key of a request."""
+        caller = caller_of(request)
+        if caller is not None and caller.owner:
+            return caller.owner
         key = sent_key(request) if self._is_keyed else None
         return hashlib.sha256(b"responses of " + key.encode()).hexdigest() if key else ""
 

@@ -1,10 +1,10 @@
 """Count how often a piece of a prompt needed no tokenizing."""
 
-from prometheus_client import Counter
+from mesh.measure import locked_counter
 
 _P = "kvmesh_frontend_tokenizer_"
 
-PIECES = Counter(_P + "cache_pieces_total", "Pieces of prompts looked up in the tokenizer's cache.", ["found"])
+PIECES = locked_counter(_P + "cache_pieces_total")
 HITS = PIECES.labels("yes")
 MISSES = PIECES.labels("no")
-ENCODED_CHARS = Counter(_P + "encoded_chars_total", "Characters that were tokenized, not found in the cache.")
+ENCODED_CHARS = locked_counter(_P + "encoded_chars_total")

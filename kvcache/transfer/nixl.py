@@ -8,6 +8,7 @@ makes progress for peers that read from us; UCX needs that while it connects, an
 import asyncio
 import importlib
 import logging
+import math
 import os
 import queue
 import threading
@@ -21,7 +22,7 @@ import msgspec
 import numpy as np
 
 from kvcache.memory import KvRegion
-from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, Run, check_fetch, plan_copy
+from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, Run, check_fetch, has_ended, plan_copy
 from mesh.address import split_address
 from mesh.silence import break_cut_connections
 from protocol.errors import ConfigError, TransferError
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _FETCH_POLL_S = 0.00005  # while we read from a peer
 _OFFER_POLL_S = 0.0005  # while peers may read from us
+_LINGER_S = 10.0  # after the last offer has ended: a read that was given up still has to end at the peer
+_LINGER_POLL_S = 0.01
 _END_S = 2.0
 _MAX_PEERS = 256
 _PROBE_S = 0.3  # time to answer for a peer whose last transfer has failed
@@ -176,6 +179,7 @@ class _AgentThread(threading.Thread):
         self._has_offers = has_offers
         self._commands: queue.SimpleQueue[_Fetch | Literal[""] | None] = queue.SimpleQueue()
         self._ended = False
+        self._linger_until = 0.0  # infinite while an offer stands
         self._running: list[tuple[_Fetch, Steps]] = []
         self._peers: OrderedDict[WorkerId, str] = OrderedDict()  # worker -> NIXL agent name
         self._scratch = np.zeros(NUM_SLOTS, dtype=np.uint64)  # remote slots are read into it
@@ -210,8 +214,23 @@ class _AgentThread(threading.Thread):
             self._refuse_the_rest()
             self._close()
 
-    def _make_progress_for_peers(self) -> None:
+    def _poll_s(self) -> float | None:
+        """Return after how long something has to be polled; None if nothing has to be.
+
+        Over TCP our side takes part in what peers read. A peer that has given a read up releases the offer at once, and
+        its blocks stay held until the read has ended: so we take part for some time after the last offer.
+        """
+        if self._running:
+            return _FETCH_POLL_S
         if self._has_offers():
+            self._linger_until = math.inf
+            return _OFFER_POLL_S
+        if self._linger_until == math.inf:
+            self._linger_until = time.monotonic() + _LINGER_S
+        return _LINGER_POLL_S if time.monotonic() < self._linger_until else None
+
+    def _make_progress_for_peers(self) -> None:
+        if self._has_offers() or time.monotonic() < self._linger_until:
             try:
                 self._agent.get_new_notifs()
             except Exception as error:  # a peer that left; peers that still read from us will find out
@@ -270,7 +289,7 @@ class _AgentThread(threading.Thread):
 
     def _serve_commands(self) -> bool:
         """Take the waiting commands; sleep while nothing has to be polled. Return False for the end."""
-        timeout = _FETCH_POLL_S if self._running else _OFFER_POLL_S if self._has_offers() else None
+        timeout = self._poll_s()
         while True:
             try:
                 command = self._commands.get(timeout=timeout)
@@ -331,7 +350,7 @@ class _AgentThread(threading.Thread):
             local = np.array([(self._scratch.ctypes.data + 8 * here, 8, 0)], dtype=np.uint64)
             remote = np.array([(peer.slots_address + 8 * job.ticket.slot, 8, 0)], dtype=np.uint64)
             yield from self._read(job, name, local, "DRAM", remote, "DRAM")
-            if int(self._scratch[here]) != job.ticket.nonce:
+            if has_ended(job.ticket, int(self._scratch[here])):
                 raise TransferError(f"the KV offer of {job.ticket.worker_id} ended before it was fetched")
         finally:
             self._scratch_free.append(here)

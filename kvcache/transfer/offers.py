@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mesh.safeguards import is_off
 from protocol.errors import OverloadedError, TransferError
 from protocol.ids import WorkerId, new_generation
 from protocol.messages import KvLayout, Ticket
 
+_CHECKS_NONCES = not is_off("nonce")
 NUM_SLOTS = 4096  # standing offers of one worker; each costs 8 bytes that peers can read
 
 
@@ -65,6 +67,11 @@ class Offers:
         self._slots[ticket.slot] = 0
         self._free.append(ticket.slot)
         return True
+
+
+def has_ended(ticket: Ticket, found: int) -> bool:
+    """Return whether an offer ended before its blocks were read. `found` is what its slot holds after that."""
+    return found != ticket.nonce and _CHECKS_NONCES
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from kvcache.memory import KvRegion
-from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, check_fetch, plan_copy
+from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, check_fetch, has_ended, plan_copy
 from protocol.errors import ConfigError, TransferError
 from protocol.ids import WorkerId, new_generation
 from protocol.messages import Ticket, decode, encode
@@ -97,7 +97,7 @@ class ShmBackend:
             ctypes.memmove(self._region.block_address(run.local), source + start, size)  # releases the GIL
             num_bytes += size
         words = memory[:_HEADER_BYTES].view(np.uint64)
-        if not 0 <= ticket.slot < NUM_SLOTS or int(words[1 + ticket.slot]) != ticket.nonce:
+        if not 0 <= ticket.slot < NUM_SLOTS or has_ended(ticket, int(words[1 + ticket.slot])):
             raise TransferError(f"the KV offer of {ticket.worker_id} ended before it was fetched")
         return num_bytes
 

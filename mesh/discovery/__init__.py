@@ -14,6 +14,7 @@ from mesh.discovery.file import FileDiscovery
 from mesh.discovery.static import USAGE as STATIC_USAGE
 from mesh.discovery.static import StaticDiscovery
 from mesh.discovery.store import Discovery, Registration, ShownByOwner
+from mesh.identity.credentials import Credentials
 from mesh.plane.server import Handler
 from protocol.errors import ConfigError
 
@@ -33,26 +34,34 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class DiscoveryBackend:
     usage: str  # of `--discovery`
-    open: Callable[[str], Discovery]  # with what follows the scheme in the URL; never empty
+    open: Callable[[str, Credentials | None], Discovery]  # with what follows the scheme in the URL; never empty
 
 
-def open_etcd(rest: str) -> Discovery:
+def open_file(rest: str, credentials: Credentials | None) -> Discovery:
+    return FileDiscovery(rest)
+
+
+def open_etcd(rest: str, credentials: Credentials | None) -> Discovery:
     from mesh.discovery.etcd import EtcdDiscovery  # gRPC takes 0.2 s to load
 
     return EtcdDiscovery(rest)
 
 
-def open_kubernetes(rest: str) -> Discovery:
+def open_kubernetes(rest: str, credentials: Credentials | None) -> Discovery:
     from mesh.discovery.kubernetes import KubernetesDiscovery  # its HTTP client takes a while to load
 
     return KubernetesDiscovery(rest)
 
 
+def open_static(rest: str, credentials: Credentials | None) -> Discovery:
+    return StaticDiscovery(rest, credentials=credentials)
+
+
 BACKENDS: Mapping[str, DiscoveryBackend] = {
-    "file": DiscoveryBackend("file:<directory>", FileDiscovery),
+    "file": DiscoveryBackend("file:<directory>", open_file),
     "etcd": DiscoveryBackend("etcd:<host:port,...>/<prefix>", open_etcd),
     "kubernetes": DiscoveryBackend("kubernetes:<namespace>/<mesh>", open_kubernetes),
-    "static": DiscoveryBackend(STATIC_USAGE, StaticDiscovery),
+    "static": DiscoveryBackend(STATIC_USAGE, open_static),
 }
 USAGE = " or ".join(backend.usage for backend in BACKENDS.values())
 
@@ -60,14 +69,16 @@ USAGE = " or ".join(backend.usage for backend in BACKENDS.values())
 DiscoveryUrl = Annotated[str, Meta(description=f"{USAGE}, where the services of the mesh find each other")]
 
 
-def open_discovery(url: str) -> Discovery:
+def open_discovery(url: str, credentials: Credentials | None = None) -> Discovery:
     """Open the backend that `url` names. Raises ConfigError for an unknown one.
+
+    `credentials` count where services ask each other; other backends have users and certificates of their own.
 
     A process that talks only to itself makes a MemoryDiscovery instead.
     """
     scheme, _, rest = url.partition(":")
     if rest and (backend := BACKENDS.get(scheme)) is not None:
-        return backend.open(rest)
+        return backend.open(rest, credentials)
     raise ConfigError(f"no discovery backend for {url!r}", hint=f"use {USAGE}")
 
 

@@ -1,10 +1,12 @@
-"""Let an etcd ask for passwords: make the user of a mesh, which may use the keys of its prefix and nothing else.
+"""Let an etcd ask for passwords: make the users of a mesh, which may use the keys of its prefix and nothing else.
 
-If the user can use them already, nothing is changed. `root` can do everything and is used here alone.
+All may read the cards of the mesh; which ones a user may write says its role. If a user has its rights already, nothing
+is changed. `root` can do everything and is used here alone.
 """
 
 import time
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import grpc
 from aetcd import rpc
@@ -21,8 +23,35 @@ NOT_ENABLED = "authentication is not enabled"
 THERE_ALREADY = "already exists"
 
 
-def guard(settings: EtcdSettings, root_password: str, wait_s: float) -> None:
-    """Make users and role, then have etcd ask everybody for a password.
+EtcdRole = Literal["all", "worker", "router", "frontend", "planner", "reader"]
+WRITES: Mapping[EtcdRole, Sequence[str]] = {  # the keys that a role may write: those that begin so
+    "all": ("",),
+    "worker": ("workers/",),
+    "router": ("routers/",),
+    "frontend": ("frontends/", "limiters/", "routers/"),  # a frontend may have a router in it
+    "planner": ("planners/",),
+    "reader": (),
+}
+
+
+def permissions(settings: EtcdSettings, role: EtcdRole, name: str = "") -> list[rpc.Permission]:
+    """Return what a role may do. With `name` a worker may write its own card alone, and those of its copies.
+
+    A worker's id is its name, a dash and more.
+    """
+    writes = (f"workers/{name}-",) if role == "worker" and name else WRITES[role]
+    whole = settings.etcd_key("")
+    found = [] if role == "all" else [_permission(rpc.Permission.READ, whole)]
+    kind = rpc.Permission.READWRITE if role == "all" else rpc.Permission.WRITE
+    return found + [_permission(kind, settings.etcd_key(prefix)) for prefix in writes]
+
+
+def _permission(kind: Any, prefix: bytes) -> rpc.Permission:
+    return rpc.Permission(permType=kind, key=prefix, range_end=after(prefix))
+
+
+def guard(settings: EtcdSettings, root_password: str, wait_s: float, role: EtcdRole = "all", name: str = "") -> None:
+    """Make a user with the rights of its role, then have etcd ask everybody for a password.
 
     Wait at most `wait_s` for etcd to answer. Raises UnreachableError after that, and ConfigError if etcd has another
     root password, or refuses.
@@ -30,12 +59,11 @@ def guard(settings: EtcdSettings, root_password: str, wait_s: float) -> None:
     with open_channel(settings.endpoints[0], settings, OFTEN) as channel:
         admin = _Admin(channel, settings)
         is_guarded = admin.log_in_as_root(root_password, time.monotonic() + wait_s)
-        if is_guarded and admin.user_works():
+        wanted = permissions(settings, role, name)
+        if is_guarded and admin.user_works() and _same(admin.permissions_of(settings.user), wanted):
             return
-        first = settings.etcd_key("")
-        may_use = rpc.Permission(permType=rpc.Permission.READWRITE, key=first, range_end=after(first))
         admin.make("RoleAdd", rpc.AuthRoleAddRequest(name=settings.user))
-        admin.ask("RoleGrantPermission", rpc.AuthRoleGrantPermissionRequest(name=settings.user, perm=may_use))
+        admin.set_permissions(settings.user, wanted)
         admin.make_user(settings.user, settings.password, role=settings.user)
         admin.make_user(HEALTH, HEALTH)
         if not is_guarded:
@@ -80,6 +108,19 @@ class _Admin:
             return False
         return True
 
+    def permissions_of(self, role: str) -> list[Any]:
+        return list(self._answer("RoleGet", rpc.AuthRoleGetRequest(role=role)).perm)
+
+    def set_permissions(self, role: str, wanted: Sequence[Any]) -> None:
+        """Give a role these permissions and no others."""
+        ranges = {(one.key, one.range_end) for one in wanted}
+        for old in self.permissions_of(role):
+            if (old.key, old.range_end) not in ranges:
+                request = rpc.AuthRoleRevokePermissionRequest(role=role, key=old.key, range_end=old.range_end)
+                self.ask("RoleRevokePermission", request)
+        for one in wanted:
+            self.ask("RoleGrantPermission", rpc.AuthRoleGrantPermissionRequest(name=role, perm=one))
+
     def make_user(self, name: str, password: str, role: str = "") -> None:
         """Make a user, or change the password of the present one."""
         if not self.make("UserAdd", rpc.AuthUserAddRequest(name=name, password=password)):
@@ -98,8 +139,11 @@ class _Admin:
         return True
 
     def ask(self, method: str, request: Any) -> None:
+        self._answer(method, request)
+
+    def _answer(self, method: str, request: Any) -> Any:
         try:
-            self._call(method, request)
+            return self._call(method, request)
         except grpc.RpcError as error:
             raise _refused(method, error) from error
 
@@ -110,6 +154,14 @@ class _Admin:
         """Raises grpc.RpcError."""
         request = rpc.AuthenticateRequest(name=name, password=password)
         return (("token", self._auth.Authenticate(request, timeout=CALL_TIMEOUT_S).token),)
+
+
+def _same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    return _texts(found) == _texts(wanted)
+
+
+def _texts(some: Sequence[Any]) -> set[tuple[int, bytes, bytes]]:
+    return {(one.permType, one.key, one.range_end) for one in some}
 
 
 def _refused(method: str, error: grpc.RpcError) -> ConfigError:

@@ -8,6 +8,7 @@ a key its owner empties the file and removes it a moment later.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -33,6 +34,7 @@ SUSPENDED_S = 2.0  # nobody has looked for so long: this process did not run
 CHECKS_AFTER_CHANGE = 2  # of all times: a file may have got the inode of the one that it replaced, so it is read again
 WITHDRAWN_S = 0.3  # an empty file stays so long: watchers poll more often
 LITTER_S = 600.0  # a file that nobody has renewed for so long is removed by whoever has watched it
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})  # it passes: no reason for a process to end
 _KEY_SUFFIX, _NEW_SUFFIX = ".key", ".new"  # only files with these are ours to read or to remove
 
 
@@ -51,6 +53,7 @@ class FileDiscovery:
     def __init__(self, directory: str, lease_s: float = LEASE_S) -> None:
         self._directory = Path(directory)
         self._own: dict[str, bytes] = {}
+        self._unwritten: set[str] = set()  # of our keys, those that are written when the disk has room
         self._withdrawn: dict[str, float] = {}  # our keys -> when their empty files are to go
         self._lock = threading.Lock()  # guards our files between the loop and the thread
         self._lease_s = lease_s
@@ -118,17 +121,29 @@ class FileDiscovery:
 
     def _write(self, key: str, value: bytes) -> None:
         with self._lock:
-            self._write_file(key, value)
+            try:
+                self._write_file(key, value)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                log.warning("%s is written when there is room: %s", key, error)
+                self._unwritten.add(key)
             self._own[key] = value
             self._withdrawn.pop(key, None)
 
     def _write_file(self, key: str, value: bytes) -> None:
         beside = self._directory / f"{secrets.token_hex(8)}{_NEW_SUFFIX}"
-        beside.write_bytes(value)
-        beside.replace(self._path(key))
+        try:
+            beside.write_bytes(value)
+            beside.replace(self._path(key))
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+        self._unwritten.discard(key)
 
     def _empty(self, key: str) -> None:
         with self._lock:
+            self._unwritten.discard(key)
             if self._own.pop(key, None) is not None:
                 with contextlib.suppress(OSError):  # its lease ends soon anyway
                     self._write_file(key, b"")
@@ -157,6 +172,9 @@ class FileDiscovery:
             raise problem
 
     def _renew_file(self, key: str, value: bytes) -> None:
+        if key in self._unwritten:
+            self._write_file(key, value)
+            return
         try:
             os.utime(self._path(key))
         except FileNotFoundError:  # somebody has removed it
@@ -183,8 +201,10 @@ class FileDiscovery:
                 if str(error) != complaint:
                     complaint = str(error)
                     log.warning("the discovery directory %s cannot be used: %s", self._directory, error)
-                with contextlib.suppress(OSError):
-                    self._directory.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(
+                    OSError
+                ):  # without the parents: the folder of a killed mesh must not come back
+                    self._directory.mkdir(exist_ok=True)
                 continue
             complaint = ""
 

@@ -20,6 +20,7 @@ from mesh.discovery.board import Board, Change
 from mesh.discovery.own_keys import METHOD, KeysNews, OwnKeys
 from mesh.discovery.place import Contact, SearchPlace
 from mesh.discovery.store import Registration
+from mesh.identity.credentials import Credentials
 from mesh.plane.client import PlaneClient
 from mesh.plane.server import Handler, PlaneServer
 from protocol.errors import ConfigError, DeadlineExceededError, InvalidRequestError, MeshError, UnreachableError
@@ -52,7 +53,7 @@ def read_settings(rest: str) -> StaticSettings:
 
 
 class StaticDiscovery:
-    def __init__(self, rest: str, lease_s: float = LEASE_S) -> None:
+    def __init__(self, rest: str, lease_s: float = LEASE_S, credentials: Credentials | None = None) -> None:
         """Raises ConfigError for settings that cannot be used. Nothing is read or opened yet."""
         self._settings = read_settings(rest)
         self._list = _ListFile(self._settings.path)
@@ -62,7 +63,8 @@ class StaticDiscovery:
         self._contact = Contact(f"static:{self._settings.path.absolute()}")
         self._own = OwnKeys()
         self._is_shown = False  # others can ask this process for its keys
-        self._plane = PlaneClient()
+        self._credentials = credentials
+        self._plane = PlaneClient(credentials)
         self._server: PlaneServer | None = None
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._following: asyncio.Task[None] | None = None
@@ -111,7 +113,7 @@ class StaticDiscovery:
         """Answer at the address of the settings, if there is one. Raises ConfigError."""
         if not self._settings.listen or self._server is not None:
             return
-        self._server = PlaneServer({}, standing=self.calls())
+        self._server = PlaneServer({}, standing=self.calls(), credentials=self._credentials)
         await self._server.start(*split_address(self._settings.listen))
 
     # --- asking ---------------------------------------------------------------------------------------

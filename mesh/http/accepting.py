@@ -32,8 +32,12 @@ class Burst:
         for listener in self._listeners:
             listener.setblocking(False)
 
-    def accept(self) -> None:
-        """Accept the clients that wait. Never waits itself; call it for every connection that the event loop brings."""
+    def accept(self) -> int:
+        """Accept the clients that wait, and return how many. Never waits itself.
+
+        Call it for every connection that the event loop brings.
+        """
+        count = 0
         for listener in self._listeners:
             for _ in range(MOST_AT_ONCE):
                 try:
@@ -43,6 +47,24 @@ class Burst:
                 opening = asyncio.get_running_loop().create_task(self._open(client), name="open a connection")
                 self._opening.add(opening)
                 opening.add_done_callback(self._opening.discard)
+                count += 1
+        return count
+
+    async def stop(self) -> None:
+        """Accept the clients that wait in the kernel, and no more."""
+        while self.accept():  # noqa: ASYNC110 - other tasks get their turn between two batches
+            await asyncio.sleep(0)
+        self._let_listeners_go()
+
+    async def until_open(self) -> None:
+        """Return when the connections of all clients that were accepted are open."""
+        if self._opening:
+            await asyncio.wait(self._opening)
+
+    def _let_listeners_go(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
 
     async def _open(self, client: socket.socket) -> None:
         try:
@@ -53,9 +75,7 @@ class Burst:
 
     async def close(self) -> None:
         """Stop accepting. Connections that are open already stay."""
-        for listener in self._listeners:
-            listener.close()
-        self._listeners = []
+        self._let_listeners_go()
         for opening in list(self._opening):
             opening.cancel()
         if self._opening:

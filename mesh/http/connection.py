@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 from urllib.parse import unquote
 
 import httptools
@@ -29,8 +29,9 @@ from mesh.http.errors import (
     http_failure,
     retry_after_s,
 )
-from mesh.http.half_close import AT_ONCE_S, PROBE_AFTER_S, HalfClosed
-from mesh.http.request import JSON, Channel, Reply, ReplyStream, Request
+from mesh.http.half_close import AT_ONCE_S, PROBE_AFTER_S, HalfClosed, has_input
+from mesh.http.request import JSON, AccessLog, Channel, Reply, ReplyStream, Request
+from mesh.identity.credentials import ShownIdentity, member_of
 from protocol.errors import InvalidRequestError, MeshError, OverloadedError
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,14 @@ _known_hosts: set[str] = set()  # that are right: clients send few different one
 _AUTHORITY = re.compile(r"https?://[^/?]*", re.IGNORECASE)
 
 
+class Arrival(NamedTuple):
+    """A body that is on its way."""
+
+    host: str
+    held_bytes: int
+    since_s: float
+
+
 class ConnectionOwner(Protocol):
     """The part of a server that its connections use."""
 
@@ -73,12 +82,12 @@ class ConnectionOwner(Protocol):
     connections: "set[Connection]"
     body_bytes: int  # of all requests that are being read or handled
     max_body_bytes: int
-    max_bodies_bytes: int
     is_closing: bool
-    logs_access: bool
+    access_log: AccessLog | None
     late: MeshError  # the refusal of a request that does not end in time
     date_line: "DateLine"
     cors: Cors | None
+    takes_members: bool  # clients show certificates of the mesh
 
     @property
     def is_draining(self) -> bool: ...
@@ -86,6 +95,8 @@ class ConnectionOwner(Protocol):
     def add(self, connection: "Connection") -> None: ...
 
     def is_crowded(self) -> bool: ...
+
+    def has_room(self, asking: "Connection", more_bytes: int) -> bool: ...
 
     def admit(self, request: Request) -> None: ...
 
@@ -108,6 +119,7 @@ class Connection(asyncio.Protocol):
         "_ahead",
         "_body",
         "_body_left_bytes",
+        "_has_asked",
         "_has_ended",
         "_headers",
         "_held_bytes",
@@ -131,6 +143,7 @@ class Connection(asyncio.Protocol):
         "_watch",
         "_writable",
         "is_full",
+        "member",
     )
 
     def __init__(self, server: ConnectionOwner) -> None:
@@ -146,6 +159,7 @@ class Connection(asyncio.Protocol):
         self._body: bytes | bytearray = b""
         self._body_left_bytes = 0  # as Content-Length says
         self._is_receiving = False  # a part of a request has come
+        self._has_asked = False  # ... ever
         self._owes_continue = False
         self._is_deaf = False  # input is ignored
         self._has_ended = False  # the client sends no more
@@ -162,11 +176,28 @@ class Connection(asyncio.Protocol):
         self._is_closing = False
         self._writable: asyncio.Event | None = None  # set while a handler waits
         self.is_full = False  # the client reads more slowly than the handler writes
+        self.member: ShownIdentity | None = None
         self._unsent_bytes = 0  # while it is full: at the last look
 
     @property
     def is_busy(self) -> bool:
         return self._task is not None
+
+    @property
+    def has_input(self) -> bool:
+        """Return whether bytes of the client have come that the event loop has not brought yet."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or self._is_deaf:
+            return False
+        raw = transport.get_extra_info("socket")
+        return raw is not None and has_input(raw.fileno())
+
+    def is_asking(self, patience_s: float) -> bool:
+        """Return whether a request is on its way, or comes soon: a new client gets `patience_s` for its first one."""
+        if self._transport is None or self._is_deaf:
+            return False
+        is_new = not self._has_asked and self._server.now() - self._since < patience_s
+        return self._is_receiving or is_new or self.has_input
 
     # --- asyncio.Protocol --------------------------------------------------------------------------------
 
@@ -177,6 +208,8 @@ class Connection(asyncio.Protocol):
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             with suppress(OSError):  # the connection is gone already
                 _tune(raw)
+        if self._server.takes_members and (tls := transport.get_extra_info("ssl_object")).getpeercert():
+            self.member = member_of(tls)
         self._server.add(self)
         if self._server.is_closing:
             self.close()
@@ -318,7 +351,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._since = self._server.now()
-        self._is_receiving = True
+        self._is_receiving = self._has_asked = True
         self._url, self._headers = b"", []
 
     def on_url(self, url: bytes) -> None:
@@ -351,6 +384,8 @@ class Connection(asyncio.Protocol):
         self._server.admit(request)
         if length_bytes > self._server.max_body_bytes:
             raise self._body_too_large()
+        if not self._server.has_room(self, length_bytes):
+            raise _memory_full()
         if encodings:
             request.encodings = read_encodings(encodings)
         self._body_left_bytes = length_bytes
@@ -370,7 +405,7 @@ class Connection(asyncio.Protocol):
             self._body = bytearray(self._body) + data
         if len(self._body) > server.max_body_bytes:
             raise self._body_too_large()
-        if server.body_bytes > server.max_bodies_bytes:
+        if not server.has_room(self, 0):
             raise _memory_full()
 
     def on_message_complete(self) -> None:
@@ -401,12 +436,24 @@ class Connection(asyncio.Protocol):
         self._body, self._request, self._ahead = b"", None, b""
         self._go_on()
 
+    @property
+    def arrival(self) -> Arrival | None:
+        """Return what has come of a body that is not complete; None: no body is on its way."""
+        if not self._body or self._transport is None:
+            return None
+        name = self._transport.get_extra_info("peername")
+        return Arrival(str(name[0]) if name else "", len(self._body), self._since)
+
+    def give_way(self) -> None:
+        """End the request whose body is on its way, because it takes memory that others need."""
+        self._refuse(_memory_full())
+
     def hold(self, size_bytes: int) -> None:
         """Count more bytes of a body. Raise OverloadedError if all requests together then hold too many."""
         if self._transport is not None:  # `connection_lost` gave all back
             self._held_bytes += size_bytes
             self._server.body_bytes += size_bytes
-            if self._server.body_bytes > self._server.max_bodies_bytes:
+            if not self._server.has_room(self, 0):
                 raise _memory_full()
 
     def give_back(self, size_bytes: int) -> None:
@@ -490,7 +537,7 @@ class Connection(asyncio.Protocol):
             self.give_back(len(request.body))
             self._task = self._stream = None
             self._since = self._server.now()
-            if self._server.logs_access:
+            if self._server.access_log is not None:
                 self._server.log_access(request, reply)
         self._go_on()
 
@@ -516,6 +563,8 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def open_stream(self, request: Request, headers: Mapping[str, str], status: int) -> ReplyStream:
+        if request.caller is not None and (added := request.caller.reply_headers()):
+            headers = {**added, **headers}
         if (cors := self._server.cors) is not None:
             headers = cors.headers(request) | dict(headers)
         is_chunked = not request.is_http_1_0

@@ -43,6 +43,12 @@ class UnauthorizedError(InvalidRequestError):
     code = "unauthorized"
 
 
+class ForbiddenError(InvalidRequestError):
+    """The caller is known, and may not ask for this."""
+
+    code = "forbidden"
+
+
 @dataclass(frozen=True, slots=True)
 class HttpFailure:
     """The form of one kind of failure for an HTTP client."""
@@ -59,7 +65,9 @@ _BY_CODE = {
     "invalid_request": HttpFailure(400, _INVALID, None),
     "context_length": HttpFailure(400, _INVALID, "context_length_exceeded"),
     "unauthorized": HttpFailure(401, _INVALID, "invalid_api_key"),
+    "forbidden": HttpFailure(403, _INVALID, "forbidden"),
     "previous_response_not_found": HttpFailure(400, _INVALID, "previous_response_not_found"),
+    "model_not_allowed": HttpFailure(403, _INVALID, "model_not_allowed"),
     "model_not_found": HttpFailure(404, _INVALID, "model_not_found"),
     "not_found": HttpFailure(404, _INVALID, "not_found"),
     "method_not_allowed": HttpFailure(405, _INVALID, "method_not_allowed"),
@@ -68,8 +76,11 @@ _BY_CODE = {
     "unsupported_encoding": HttpFailure(415, _INVALID, "unsupported_encoding"),
     "head_too_large": HttpFailure(431, _INVALID, "headers_too_large"),
     "overloaded": HttpFailure(429, "rate_limit_error", "overloaded", retry_after_s=1),
+    "rate_limited": HttpFailure(429, "rate_limit_error", "rate_limit_exceeded", retry_after_s=1),
+    "too_large_for_key": HttpFailure(429, "rate_limit_error", "rate_limit_exceeded"),  # and no time to come back
     "no_worker": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),
     "unreachable": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),
+    "identity": HttpFailure(503, "server_error", "no_worker", retry_after_s=2),
     "draining": HttpFailure(503, "server_error", "draining", retry_after_s=2),
     "cancelled": HttpFailure(503, "server_error", "cancelled", retry_after_s=2),  # the worker is shutting down
     "deadline_exceeded": HttpFailure(504, "server_error", "deadline_exceeded"),

@@ -5,7 +5,10 @@ as the server sends something: a client that has closed answers with a reset, an
 """
 
 import asyncio
+import fcntl
 import select
+import termios
+from array import array
 from collections.abc import Callable
 
 AT_ONCE_S = 0.05  # after its request: a client that ends its sending side so soon means to read the reply
@@ -51,6 +54,16 @@ class HalfClosed:
             self._probe_at, self._delay_s = float("inf"), FIRST_LOOK_S
         self._timer = self._loop.call_later(self._delay_s, self._look)
         self._delay_s = min(2 * self._delay_s, LONGEST_LOOK_S)
+
+
+def has_input(file: int) -> bool:
+    """Return whether bytes of the peer of a socket wait to be read."""
+    waiting = array("i", [0])
+    try:
+        fcntl.ioctl(file, termios.FIONREAD, waiting)
+    except OSError:  # the connection is gone
+        return False
+    return waiting[0] > 0
 
 
 def has_hung_up(file: int) -> bool:

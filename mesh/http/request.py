@@ -7,9 +7,11 @@ from typing import Protocol, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
+from mesh.exposition import page
 from mesh.http.encodings import decoded
+from mesh.identity.credentials import ShownIdentity
 from protocol.errors import InvalidRequestError
 from protocol.messages import UNREADABLE
 
@@ -17,14 +19,20 @@ T = TypeVar("T")
 JSON = "application/json"
 MAX_QUERY_FIELDS = 100
 PIECES_A_TURN = 4  # of an encoded body: half a millisecond
+AccessLog = Callable[[dict[str, object]], None]  # takes the fields of a line
 _NO_PARAMS: Mapping[str, str] = {}
-_NO_FIELDS: Mapping[str, object] = {}
+
+
+def no_fields() -> Mapping[str, object]:
+    """Return no further field of the access log."""
+    return {}
 
 
 class Channel(Protocol):
     """The part of a connection that a request and the reply to it use."""
 
     is_full: bool  # the client reads more slowly than is written
+    member: ShownIdentity | None  # whose certificate the client has shown, where clients are members of the mesh
 
     def open_stream(self, request: "Request", headers: Mapping[str, str], status: int) -> "ReplyStream": ...
 
@@ -47,6 +55,14 @@ class Channel(Protocol):
     def abort(self) -> None: ...
 
 
+class Caller(Protocol):
+    """Whoever the guard of a listener has recognised."""
+
+    def reply_headers(self) -> Mapping[str, str]:
+        """Return further headers of each reply to this caller."""
+        ...
+
+
 class Request:
     """A request whose body has been read. `params` holds the values of the `{name}` parts of the route's path."""
 
@@ -54,6 +70,7 @@ class Request:
         "_connection",
         "_query_string",
         "body",
+        "caller",
         "encodings",
         "headers",
         "is_http_1_0",
@@ -63,7 +80,6 @@ class Request:
         "params",
         "path",
         "since",
-        "tenant",
     )
 
     def __init__(
@@ -83,11 +99,15 @@ class Request:
         self.since = since  # when its first byte came, in the loop's time
         self.is_http_1_0 = False  # the client does not know chunks
         self.keep = False  # keep the connection after the reply
-        self.log_fields: Mapping[str, object] = _NO_FIELDS  # further fields of the access log, without secrets
+        self.log_fields = no_fields  # returns further fields of the access log, without secrets
         self.body = b""
         self.encodings: tuple[str, ...] = ()  # of the body as the client sent it, in the order of their use
         self.params: Mapping[str, str] = _NO_PARAMS
-        self.tenant = ""  # of its API key, where keys name tenants
+        self.caller: Caller | None = None  # None: there is no guard
+
+    @property
+    def member(self) -> ShownIdentity | None:
+        return self._connection.member
 
     def header(self, name: str) -> str | None:
         """Return the first header called `name`, which is in lower case."""
@@ -269,4 +289,4 @@ async def live(request: Request) -> Reply:
 
 
 async def show_metrics(request: Request) -> Reply:
-    return Reply(generate_latest(), content_type=CONTENT_TYPE_LATEST)
+    return Reply(page(), content_type=CONTENT_TYPE_LATEST)

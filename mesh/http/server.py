@@ -16,13 +16,18 @@ from mesh.address import cannot_listen, join_address
 from mesh.http.accepting import Burst
 from mesh.http.connection import Connection, DateLine, refusal
 from mesh.http.cors import Cors, is_preflight
+from mesh.http.door import PLAIN_REFUSAL, Door, bare
 from mesh.http.errors import MethodNotAllowedError, NotFoundError, RequestTimeoutError, error_body
 from mesh.http.files import make_room_for_files
-from mesh.http.request import Channel, Reply, ReplyStream, Request
+from mesh.http.request import AccessLog, Channel, Reply, ReplyStream, Request
+from mesh.identity.listening import MemberListener
+from mesh.memory import give_back_free_memory
+from mesh.room import Room
+from mesh.telemetry import ACCESS_LOG
 from protocol.errors import ConfigError, MeshError
 
 log = logging.getLogger(__name__)
-access_log = logging.getLogger("mesh.http.access")
+access_log = logging.getLogger(ACCESS_LOG)
 
 Handler = Callable[[Request], Awaitable[Reply | ReplyStream]]
 Guard = Callable[[Request], None]
@@ -34,8 +39,12 @@ FLUSH_S = 2.0  # ... for clients to read the rest of complete replies, in all
 CANCEL_S = 0.5  # ... for cancelled handlers to end, after that
 SPARE_FILES = 256  # of this process, besides the connections of clients
 FEW_CONNECTIONS = 1000  # a limit below this is worth a warning
+MANY_CONNECTIONS = 256  # after whose end free memory is given back
+FAIR_S = 2.0  # in which a body may arrive, however many others wait for memory
 TLS_HANDSHAKE_S = 10.0
 TLS_GOODBYE_S = 2.0  # for the client to close too
+FIRST_ASK_S = 1.0  # in which a client that has just connected sends its request
+LOOK_S = 0.02  # between looks whether connections are idle
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -77,7 +86,7 @@ class App:
     guard: Guard | None = None  # raises MeshError for a request that may not pass; sees only the head
     on_reply: Callable[[str, int], None] | None = None  # gets the route's path and the status of every reply
     is_draining: Callable[[], bool] | None = None  # if True, no connection is kept after its reply
-    logs_access: bool = False  # a line for every request
+    access_log: AccessLog | None = None  # takes the fields of every request
     cors: Cors | None = None  # None: no page of another origin may call
     refusal: Refusal = plain_refusal  # makes the reply for a failure that no handler has answered
     _exact: dict[str, dict[str, Route]] = field(default_factory=dict)
@@ -160,7 +169,10 @@ def _pattern(path: str) -> re.Pattern[str]:
 class Server:
     """The connections of one listener, and the state that they share."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, door: Door | None = None) -> None:
+        """Serve an application; with `door`, to members of the mesh as the table of rights says."""
+        self.takes_members = door is not None
+        self._door = door
         self.loop = asyncio.get_running_loop()
         self.now = self.loop.time
         self.connections: set[Connection] = set()
@@ -169,7 +181,8 @@ class Server:
         self.body_bytes = 0  # of all requests that are being read or handled
         self.max_connections = app.limits.max_connections
         self.is_closing = False
-        self.logs_access = app.logs_access
+        self.is_leaving = False  # no connection is kept after its reply
+        self.access_log = app.access_log
         self.late: MeshError = RequestTimeoutError(
             f"the request did not arrive within {app.limits.receive_timeout_s:g} s"
         )
@@ -178,6 +191,7 @@ class Server:
         self._app = app
         self._sweep: asyncio.TimerHandle | None = None
         self._unflushed: list[Channel] = []
+        self._most_connections = 0  # since memory was given back
 
     def flush_soon(self, connection: Channel) -> None:
         """Flush the stream of `connection` at the end of this turn."""
@@ -205,10 +219,29 @@ class Server:
 
     @property
     def is_draining(self) -> bool:
-        return self.is_closing or (self._app.is_draining is not None and self._app.is_draining())
+        return self.is_closing or self.is_leaving or (self._app.is_draining is not None and self._app.is_draining())
 
     def is_crowded(self) -> bool:
         return len(self.connections) > self.max_connections
+
+    def has_room(self, asking: Connection, more_bytes: int) -> bool:
+        """Return whether `more_bytes` of a body fit. Bodies of others that come slowly give way."""
+        while self.body_bytes + more_bytes > self.max_bodies_bytes:
+            if (slowest := self._longest_arrival(asking)) is None:
+                return False
+            slowest.give_way()
+        return True
+
+    def _longest_arrival(self, asking: Connection) -> Connection | None:
+        """Return the connection whose body holds most for longest, of the host with the most; None: all are quick."""
+        now = self.now()
+        coming: Room[Connection] = Room(0, self.max_bodies_bytes)
+        for connection in self.connections:
+            if connection is asking or (arrival := connection.arrival) is None:
+                continue
+            if now - arrival.since_s > FAIR_S:
+                coming.hold(connection, arrival.host, arrival.held_bytes, arrival.since_s, anew=False)
+        return coming.who_gives_way("", now)
 
     def make_room(self) -> None:
         """Let this process open a file for every connection; if the system refuses, take fewer connections."""
@@ -226,6 +259,8 @@ class Server:
 
     def admit(self, request: Request) -> None:
         """Check the head of a request, before the body takes memory. Raises MeshError."""
+        if self._door is not None:
+            self._door.check(request, self._app.find_or_none(request))
         guard = self._app.guard
         if guard is None or request.method == "OPTIONS":  # a browser sends no key with a preflight
             return
@@ -240,6 +275,8 @@ class Server:
             if request.encodings:
                 await request.decode_body(self.max_body_bytes)
             reply = await route.handler(request)
+            if self._door is not None and request.member is None:
+                reply = bare(reply)
         except MeshError as error:
             reply = self._app.refusal(error, request, route)
         except Exception:
@@ -258,13 +295,15 @@ class Server:
         if request is not None:
             self._complete(request, reply)
         self._count(route, reply)
-        if self.logs_access:
+        if self.access_log is not None:
             self.log_access(request, reply)
         return reply
 
     def _complete(self, request: Request, reply: Reply) -> None:
         """Add the headers that every whole reply has."""
         give_id_back(request, reply)
+        if request.caller is not None:
+            reply.headers = dict(request.caller.reply_headers()) | dict(reply.headers)
         if self.cors is not None:
             reply.headers = self.cors.headers(request) | dict(reply.headers)
 
@@ -281,11 +320,12 @@ class Server:
                 "method": request.method,
                 "path": request.path[:200],
                 "duration_ms": round((self.now() - request.since) * 1e3, 3),
-                **request.log_fields,
+                **request.log_fields(),
             }
         if reply is not None and (request_id := reply.headers.get(REQUEST_ID_HEADER)):
             fields["request_id"] = request_id
-        access_log.info("request", extra=fields)
+        if self.access_log is not None:
+            self.access_log(fields)
 
     def _expire(self) -> None:
         """Hang up on clients that take too long. Runs while there are connections."""
@@ -293,6 +333,28 @@ class Server:
         self._sweep = self.loop.call_later(limits.sweep_s, self._expire) if self.connections else None
         for connection in list(self.connections):
             connection.expire(now, limits.receive_timeout_s, limits.keep_alive_s)
+        self._most_connections = max(self._most_connections, len(self.connections))
+        if self._most_connections >= MANY_CONNECTIONS and len(self.connections) < self._most_connections / 2:
+            self._most_connections = len(self.connections)
+            give_back_free_memory()
+
+    async def let_go(self) -> None:
+        """Hang up on idle connections. A request that is on its way is answered; its reply ends the connection.
+
+        Return when no request is on its way any more.
+        """
+        while True:
+            asking = False
+            for connection in list(self.connections):
+                if connection.is_busy:
+                    continue
+                if connection.is_asking(FIRST_ASK_S):
+                    asking = True
+                else:
+                    connection.close()
+            if not asking:
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
         """Hang up on idle connections at once, on busy ones after SHUTDOWN_S, on clients that read after FLUSH_S."""
@@ -301,9 +363,9 @@ class Server:
         if self._sweep is not None:
             self._sweep.cancel()
         for connection in list(self.connections):
-            if not connection.is_busy:
+            if not (connection.is_busy or connection.has_input):
                 connection.close()
-        await self._until(lambda: not any(c.is_busy for c in self.connections), began + SHUTDOWN_S)
+        await self._until(lambda: not any(c.is_busy or c.has_input for c in self.connections), began + SHUTDOWN_S)
         for connection in list(self.connections):
             if connection.is_busy:
                 connection.abort()
@@ -319,6 +381,11 @@ class Server:
             await asyncio.sleep(0.01)
 
 
+def log_line(fields: dict[str, object]) -> None:
+    """Write a line of the access log among the lines of the service."""
+    access_log.info("request", extra=fields)
+
+
 def client_request_id(request: Request) -> str | None:
     """Return the client's own id, if it is safe for logs and headers."""
     text = request.header(REQUEST_ID_HEADER) or ""
@@ -331,6 +398,26 @@ def give_id_back(request: Request, reply: Reply) -> None:
         reply.headers = {**reply.headers, REQUEST_ID_HEADER: sent}
 
 
+class Leaving:
+    """Lets the owner of a listener stop the listener before its block ends."""
+
+    def __init__(self) -> None:
+        self._followed: list[tuple[asyncio.Server, Burst, Server]] = []
+
+    def follow(self, listener: asyncio.Server, burst: Burst, server: Server) -> None:
+        """Take what `leave` stops."""
+        self._followed.append((listener, burst, server))
+
+    async def leave(self) -> None:
+        """Take no new clients, so that they go elsewhere at once; return when the others ask for nothing more."""
+        for listener, burst, server in self._followed:
+            server.is_leaving = True
+            await burst.stop()
+            listener.close()
+            await burst.until_open()
+            await server.let_go()
+
+
 @asynccontextmanager
 async def listening(
     app: App,
@@ -339,12 +426,19 @@ async def listening(
     *,
     advertise_host: str = "",
     tls: ssl.SSLContext | None = None,
+    door: Door | None = None,
     reuse_port: bool = False,
+    leaving: Leaving | None = None,
 ) -> AsyncIterator[str]:
     """Serve on a TCP port while the block runs; yields the URL. A client that leaves cancels its handler.
 
-    Port 0 takes a free one. Raises ConfigError if the address cannot be used.
+    With `door`, only members of the mesh are served. Port 0 takes a free one. Raises ConfigError if the address cannot
+    be used.
     """
+    if door is not None:
+        async with _listening_to_members(app, host, port, advertise_host, door, reuse_port) as url:
+            yield url
+        return
     server = Server(app)
     server.make_room()
     secured: dict[str, Any] = {}
@@ -357,24 +451,35 @@ async def listening(
         return server.connect()
 
     try:
-        listener = await server.loop.create_server(
-            accept,
-            host,
-            port,
-            backlog=2048,
-            reuse_port=reuse_port or None,
-            **secured,
-        )
+        how = {"backlog": 2048, "reuse_port": reuse_port or None, **secured}
+        listener = await server.loop.create_server(accept, host, port, **how)
     except OSError as error:
         raise cannot_listen(host, port, error) from error
     try:
         burst.follow(listener)
+        if leaving is not None:
+            leaving.follow(listener, burst, server)
         scheme = "http" if tls is None else "https"
         bound = listener.sockets[0].getsockname()[1]
         yield f"{scheme}://{join_address(advertise_host or host, bound)}"
     finally:
         listener.close()
         await burst.close()
+        await server.close()
+
+
+@asynccontextmanager
+async def _listening_to_members(
+    app: App, host: str, port: int, advertise_host: str, door: Door, reuse_port: bool
+) -> AsyncIterator[str]:
+    server = Server(app, door)
+    server.make_room()
+    listener = MemberListener(door.credentials, server.connect, refusal=PLAIN_REFUSAL, with_probes=door.answers_probes)
+    bound = await listener.start(host, port, reuse_port=reuse_port)
+    try:
+        yield f"https://{join_address(advertise_host or host, bound)}"
+    finally:
+        await listener.close()
         await server.close()
 
 

@@ -2,56 +2,72 @@
 
 import asyncio
 import logging
+import re
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 
 import msgspec
 
+from mesh.identity.credentials import ShownIdentity, member_of
+from mesh.identity.listening import ToldOnce
+from mesh.plane.bounds import Bounds
 from mesh.plane.frames import MAX_FRAME_BYTES, Batch, Frame, FrameReader, Ping, Pong, encode_frame
-from mesh.silence import probe_when_silent, wire_of
-from protocol.errors import MeshError, WireError
+from mesh.plane.metrics import HANGUPS
+from mesh.plane.peer_watch import PeerWatch
+from mesh.silence import probe_when_silent
+from protocol.errors import IdentityError, MeshError, WireError
 from protocol.messages import failure_of
 
 log = logging.getLogger(__name__)
 
-KEEPALIVE_S = 5.0  # a silent peer is asked this often while streams are open
-WIRE_CHECK_S = 0.5  # while streams are open and what was sent may be on its way
-CUT_CHECKS = 2  # a wire that is found cut so often in a row is given up
-SILENT_CHECKS = 3  # ... or silent: where a host has no neighbour entry left, the kernel counts no packet as sent again
-SUSPECT_S = 2.0  # time to answer for a peer that is thought to be gone
-KEEPALIVE_MISSES = 3  # a peer is given up after so many unanswered questions
 HIGH_WATER_BYTES = 1 << 20
-UNREAD_BYTES = 2 * MAX_FRAME_BYTES  # senders wait long before: the peer does not read
-BATCH_BYTES = 4 << 20  # a larger batch is sent before the turn of the loop ends
+UNREAD_BYTES = MAX_FRAME_BYTES + (8 << 20)  # senders wait long before: the peer does not read
+BATCH_BYTES = 1 << 20  # a larger batch is sent before the turn of the loop ends
+LINGER_S = 1.0  # after a hang-up that says why: a reset would destroy the words before a sending peer reads them
+FAREWELL = 0  # the number of no stream: its failure is why the server hangs up; releases before 0.3 ignore it
+# A client's first record of TLS, and an alert. No first frame of ours begins so: its tag is another.
+_TLS_BEGINNING = re.compile(rb"\x16\x03[\x01-\x04]..\x01|\x15\x03[\x01-\x04]\x00\x02", re.DOTALL)
+
+told_tls = ToldOnce()  # hosts whose TLS was refused
+
+
+def tls_refusal(peer: str) -> IdentityError:
+    """Return the error of a peer that speaks TLS where this process does not. The log has it once for each host."""
+    error = IdentityError("the peer uses TLS and this process does not", hint="start it with --mesh-tls")
+    if told_tls.is_new(peer.rpartition(":")[0]):
+        log.warning("hanging up on %s: %s", peer, error)
+    return error
 
 
 class Link(asyncio.Protocol, ABC):
-    """A connection whose subclass handles the frames: `on_frame`, `on_lost`, `is_busy`."""
+    """A connection whose subclass handles the frames: `on_frame`, `on_lost`, `is_busy`, `is_hasty`."""
 
-    def __init__(self, on_closed: Callable[["Link"], None]) -> None:
+    def __init__(self, on_closed: Callable[["Link"], None], bounds: Bounds, reader: FrameReader) -> None:
         self._on_closed = on_closed
-        self._reader = FrameReader()
+        self._bounds = bounds
+        self._reader = reader
+        self._holds_part = False  # of a frame
         self._transport: asyncio.Transport | None = None
         self.loop = asyncio.get_running_loop()
         self._writable = asyncio.Event()
         self._writable.set()
         self._batch = Batch([], [])
         self._batch_bytes = 0
+        self._sent_batches = 0
         self._frames: list[bytes] = []  # written in this turn of the loop, before the batch
         self._flush_planned = False
-        self._heard = True
-        self._misses = 0
-        self._keepalive: asyncio.TimerHandle | None = None
-        self._socket: socket.socket | None = None
-        self._wire_check: asyncio.TimerHandle | None = None
-        self._has_sent = False  # since the wire was checked
-        self._cut_checks = 0  # how often in a row the wire was found cut
-        self._silent_checks = 0  # ... or silent
-        self.was_cut = False  # the connection was given up for that
+        self.watch = PeerWatch(self)
+        self.is_paused = False  # nothing is read, because consumers are behind
         self.closed = asyncio.Event()
         self.peer = "?"
+        self.is_greeted = False
+        self.idle_since_s = self.loop.time()  # while no streams are open
+        self.member: ShownIdentity | None = None  # who the peer is, where the mesh has certificates
+        self.on_pong: Callable[[], None] | None = None
+        self._has_read = False
 
     @abstractmethod
     def on_frame(self, frame: Frame) -> None:
@@ -65,6 +81,15 @@ class Link(asyncio.Protocol, ABC):
     def is_busy(self) -> bool:
         """Say whether streams are open, so that a dead peer must be noticed."""
 
+    @property
+    def peer_name(self) -> str:
+        """Return the peer that has to share with others what its connections take."""
+        return str(self.member.identity) if self.member is not None else self.peer.rpartition(":")[0]
+
+    def is_hasty(self) -> bool:
+        """Say whether a dead peer must be noticed soon, because a call could continue elsewhere."""
+        return False
+
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -76,30 +101,54 @@ class Link(asyncio.Protocol, ABC):
         if raw is not None:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             probe_when_silent(raw)
-            self._socket = raw
+            self.watch.connection = raw
+        tls = transport.get_extra_info("ssl_object")
+        if tls is not None:
+            self.member = member_of(tls)  # the handshake has checked it
 
     def data_received(self, data: bytes) -> None:
-        self._heard = True
+        if self.closed.is_set():  # the link hangs up, and the peer does not know it yet
+            return
+        self.watch.pulse.heard_bytes += len(data)
+        if not self._has_read:
+            self._has_read = True
+            if self.member is None and _TLS_BEGINNING.match(data):
+                self.abort(str(tls_refusal(self.peer)))
+                return
         try:
-            for frame in self._reader.feed(data):
+            frames = self._reader.feed(data)
+            if self._holds_part or self._reader.held_bytes:
+                self._note_part(is_another=bool(frames))
+            for frame in frames:
                 if self.closed.is_set():
                     return
                 match frame:
                     case Ping():
                         self.write(Pong())
                     case Pong():
-                        pass
+                        self.watch.on_pong()
+                        if self.on_pong is not None:
+                            self.on_pong()
                     case _:
                         self.on_frame(frame)
+            if self._reader.refusal is not None:
+                raise self._reader.refusal
         except WireError as error:
-            log.warning("hanging up on %s: %s", self.peer, error)
-            self.abort(str(error))
+            HANGUPS.labels("unreadable").inc()
+            self.hang_up(error)
+
+    def _note_part(self, *, is_another: bool) -> None:
+        """Report how much of an incomplete frame is held. If it is too much, a connection ends: perhaps this one."""
+        held_bytes = self._reader.held_bytes
+        self._holds_part = held_bytes > 0
+        self._bounds.assemble(self, held_bytes, self.loop.time(), anew=is_another)
 
     def pause_writing(self) -> None:
         self._writable.clear()
 
     def resume_writing(self) -> None:
         self._writable.set()
+        self._bounds.unsent(self, 0, 0.0)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lose(str(error) if error else "the peer closed the connection")
@@ -134,7 +183,8 @@ class Link(asyncio.Protocol, ABC):
         self._batch_bytes = 0
         if self._batch.messages or self._batch.ends:
             batch, self._batch = self._batch, Batch([], [])
-            self._frames.append(encode_frame(batch))
+            self._sent_batches += 1
+            self._frames.append(encode_frame(Batch(batch.messages, batch.ends, self._sent_batches)))
 
     @property
     def writable(self) -> bool:
@@ -143,50 +193,26 @@ class Link(asyncio.Protocol, ABC):
     async def until_writable(self) -> None:
         await self._writable.wait()
 
-    def watch_peer(self) -> None:
-        """Notice from now on, while streams are open, a peer that falls silent."""
-        if self._keepalive is None:
-            self._heard, self._misses = True, 0
-            self._keepalive = self.loop.call_later(KEEPALIVE_S, self._check_peer)
-
-    def _watch_wire(self) -> None:
-        """Notice packets that get no answer. Where nothing is sent, the kernel probes the connection."""
-        self._has_sent = True
-        if self._wire_check is None and self.is_busy():
-            self._wire_check = self.loop.call_later(WIRE_CHECK_S, self._check_wire)
-
-    def _check_wire(self) -> None:
-        """Hang up if packets get no answer. A peer that hangs or does not read answers by its kernel."""
-        self._wire_check = None
-        if self._transport is None or self._socket is None or not self.is_busy():
-            self._cut_checks = self._silent_checks = 0
-            return
-        wire = wire_of(self._socket)
-        self._cut_checks = self._cut_checks + 1 if wire.is_cut else 0
-        self._silent_checks = self._silent_checks + 1 if wire.is_silent else 0
-        if self._cut_checks >= CUT_CHECKS or self._silent_checks >= SILENT_CHECKS:
-            self.was_cut = True
-            self.abort("the peer's host does not answer")
-        elif wire.is_waiting or self._has_sent:
-            self._has_sent = False
-            self._wire_check = self.loop.call_later(WIRE_CHECK_S, self._check_wire)
-
-    def suspect(self, reason: str) -> None:
-        """Ask a peer that may be gone, and hang up if it does not answer soon, long before the keepalive would."""
-        if self._transport is not None:
-            self._heard = False
-            self.write(Ping())
-            self.loop.call_later(SUSPECT_S, self._abort_unless_heard, reason)
-
-    def _abort_unless_heard(self, reason: str) -> None:
-        if not (self._heard or self.closed.is_set()):
-            self.abort(f"{reason}, and it does not answer")
-
     def abort(self, reason: str) -> None:
         transport = self._transport
         self._lose(reason)
         if transport is not None:
             transport.abort()
+
+    def hang_up(self, error: MeshError) -> None:
+        """Tell a peer that has said Hello, and reads, why the connection ends. What the peer still sends is dropped."""
+        log.warning("hanging up on %s: %s", self.peer, error)
+        transport = self._transport
+        if transport is None or not (self.is_greeted and self._writable.is_set()):
+            self.abort(str(error))
+            return
+        self.add_end(FAREWELL, error)
+        self._flush()
+        self._lose(str(error))
+        with suppress(OSError, NotImplementedError):  # the connection is gone already
+            if transport.can_write_eof() and not transport.is_closing():
+                transport.write_eof()
+        self.loop.call_later(LINGER_S, transport.abort)
 
     def close(self) -> None:
         """Send the waiting frames, then close."""
@@ -204,22 +230,17 @@ class Link(asyncio.Protocol, ABC):
         if self._transport is None:
             return
         self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
-        self._watch_wire()
-        if self._transport.get_write_buffer_size() > UNREAD_BYTES:
-            self.abort(f"the peer has left {UNREAD_BYTES >> 20} MiB unread")
+        self.watch.note_sent()
+        if not self._writable.is_set():
+            self._note_unsent(self._transport.get_write_buffer_size())
 
-    def _check_peer(self) -> None:
-        self._keepalive = None
-        if self._transport is None or not self.is_busy():
-            return
-        self._misses = 0 if self._heard else self._misses + 1
-        if self._misses >= KEEPALIVE_MISSES:
-            self.abort(f"the peer has been silent for {KEEPALIVE_S * KEEPALIVE_MISSES:.0f} s")
-            return
-        if not self._heard:
-            self.write(Ping())
-        self._heard = False
-        self._keepalive = self.loop.call_later(KEEPALIVE_S, self._check_peer)
+    def _note_unsent(self, unsent_bytes: int) -> None:
+        """Report how much the peer has left unread. If it is too much, a connection ends: perhaps this one."""
+        if unsent_bytes > UNREAD_BYTES:
+            HANGUPS.labels("unread").inc()
+            self.abort(f"the peer has left {UNREAD_BYTES >> 20} MiB unread")
+        else:
+            self._bounds.unsent(self, unsent_bytes, self.loop.time())
 
     def _lose(self, reason: str) -> None:
         if self.closed.is_set():
@@ -227,11 +248,10 @@ class Link(asyncio.Protocol, ABC):
         self.closed.set()
         self._transport = None
         self._writable.set()  # those that wait to write then see that the connection is over
-        self._socket = None
-        for timer in (self._keepalive, self._wire_check):
-            if timer is not None:
-                timer.cancel()
+        self.watch.close()
         self._batch = Batch([], [])
         self._frames.clear()
+        self._reader.clear()
+        self._bounds.leave(self)
         self.on_lost(reason)
         self._on_closed(self)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from mesh.identity.credentials import Credentials
 from mesh.plane.client import PlaneClient
 from mesh.plane.server import Call, Handler
 from protocol.errors import MeshError, OverloadedError
@@ -55,8 +56,9 @@ async def ping(plane: PlaneClient, address: str) -> ClockReading:
 class PeerProbing:
     """Answers `clock` and `probe_peer`. A probe has connections of its own, so nothing else waits for it."""
 
-    def __init__(self, transfer: TransferProbe | None = None) -> None:
+    def __init__(self, transfer: TransferProbe | None = None, credentials: Credentials | None = None) -> None:
         self._transfer = transfer
+        self._credentials = credentials
         self._is_busy = False
 
     def handlers(self) -> Mapping[str, Handler]:
@@ -70,7 +72,7 @@ class PeerProbing:
         if self._is_busy:
             raise OverloadedError("a probe of a peer runs here already", hint="ask again", retry_after_s=1)
         self._is_busy = True
-        plane = PlaneClient()
+        plane = PlaneClient(self._credentials)
         try:
             async with asyncio.timeout(PROBE_S):
                 found = await self._probe(plane, request)

@@ -18,9 +18,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from mesh.http.door import Door, door_of
 from mesh.http.errors import NotFoundError, UnauthorizedError
 from mesh.http.request import Reply, Request, json_reply
 from mesh.http.server import App, HttpLimits, Route, listening
+from mesh.identity.credentials import open_credentials
 from planner.config import ServiceConfig
 from planner.connectors.connector import Applied, ConnectorError, Fleets, Present
 from planner.connectors.steps import applied_of
@@ -87,7 +89,7 @@ class VirtualConnector:
         self._listener = AsyncExitStack()
         self.url = ""
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, host: str, port: int, door: Door | None = None) -> None:
         """Listen for the orchestrator. Raise ConfigError if the address cannot be used."""
         routes = [
             Route("GET", "/decision", self._tell, error_body=error_body),
@@ -95,7 +97,7 @@ class VirtualConnector:
         ]
         app = App(routes, LIMITS, guard=self._check_token)
         try:
-            self.url = await self._listener.enter_async_context(listening(app, host, port))
+            self.url = await self._listener.enter_async_context(listening(app, host, port, door=door))
         except ConfigError as error:
             raise ConfigError(error.message, hint="set --virtual-host and --virtual-port") from error
         log.info("decisions can be fetched", extra={"url": f"{self.url}/decision"})
@@ -180,7 +182,8 @@ class VirtualConnector:
 async def open_connector(config: ServiceConfig, present: Present) -> VirtualConnector:
     """Raise ConfigError if the token cannot be read or the address cannot be used."""
     connector = VirtualConnector(present, config.virtual_timeout_s, read_token(config.virtual_token_file))
-    await connector.start(config.virtual_host, config.virtual_port)
+    door = door_of(open_credentials(config.mesh_tls))
+    await connector.start(config.virtual_host, config.virtual_port, door)
     return connector
 
 

@@ -82,6 +82,7 @@ class Payload {
         bool is_lora_id_negative = false;
         std::size_t names = 0, count = 0, tokens = 0, num_tokens = 0;
         Text medium, lora, salt, kind;
+        const u8* keys = nullptr;  // where extra_keys are
     };
 
     // --- msgpack ---
@@ -147,6 +148,7 @@ class Payload {
         bool is_negative;
         return read_integer(value, is_negative) && !is_negative && value <= most;
     }
+    bool is_text() const { return at_ != end_ && ((*at_ & 0xE0) == 0xA0 || (*at_ >= 0xD9 && *at_ <= 0xDB)); }
     /// ASCII alone: whether the rest is sound UTF-8 is not decided here.
     bool read_text(Text& text) {
         u8 head;
@@ -259,6 +261,10 @@ class Payload {
         if (key == "lora_name") return once(7) && read_optional_text(fields.lora);
         if (key == "cache_salt") return once(8) && read_optional_text(fields.salt);
         if (key == "kv_cache_spec_kind") return once(9) && read_optional_text(fields.kind);
+        if (key == "extra_keys") {
+            fields.keys = at_;
+            return once(10) && skip(0);
+        }
         return skip(0);
     }
 
@@ -275,9 +281,10 @@ class Payload {
                (count < 4 || read_group(fields)) && (count < 5 || skip_all(count - 4, 0));
     }
 
-    bool stored(const Fields& fields) {
+    bool stored(Fields& fields) {
         if (!fields.has_names || !fields.has_tokens || !fields.block_size) return false;
         if (fields.kind.data() ? !dialect_->counts(fields.kind) : fields.group != 0) return true;
+        if (fields.keys && !fields.salt.data() && !fields.has_parent && !find_salt(fields)) return false;
         if (fields.num_tokens && fields.num_tokens != fields.count * fields.block_size) return false;
         WireEvent event = begin(WireEvent::STORED, fields);
         event.has_parent = fields.has_parent;
@@ -292,6 +299,31 @@ class Payload {
         }
         event.seed = hash_seed(lora.data(), lora.size(), fields.salt.data(), fields.salt.size());
         events.push_back(event);
+        return true;
+    }
+
+    /// The salt is the last text in the keys of a sequence's first block, where the adapter's name comes first.
+    bool find_salt(Fields& fields) {
+        const u8* after = std::exchange(at_, fields.keys);
+        u64 blocks = 0, keys;
+        bool is_first = true;
+        if (!take_nil() && !read_array(blocks)) return false;
+        for (u64 block = 0; block < blocks; block++) {
+            if (take_nil()) continue;
+            if (!read_array(keys)) return false;
+            for (; keys; keys--) {
+                Text text;
+                if (block || !is_text()) {
+                    if (!skip(1)) return false;
+                    continue;
+                }
+                if (!read_text(text)) return false;
+                const bool is_adapter = is_first && !fields.lora.empty() && text == fields.lora;
+                is_first = false;
+                if (!is_adapter) fields.salt = text;
+            }
+        }
+        at_ = after;
         return true;
     }
 

@@ -197,6 +197,7 @@ def test_quantiles() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_the_frontend_benchmark_measures_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["frontend", "--scale", "0.002", "--runs", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -63,6 +63,7 @@ def test_without_etcd_its_figures_are_null_and_a_line_says_so(
     assert "etcd is not installed" in shown.err
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_the_benchmark_of_many_workers_runs_on_its_own_meshes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,6 +1,8 @@
 """Planning against other ways to decide, in the simulator."""
 
 import json
+from array import array
+from base64 import b64encode
 from pathlib import Path
 
 import msgspec
@@ -166,3 +168,21 @@ def test_an_unknown_load_or_policy_is_refused() -> None:
 
 def test_without_a_trace_the_conversation_is_left_out() -> None:
     assert load_of("conversation", PlannerBenchConfig()) is None
+    assert load_of("recorded", PlannerBenchConfig()) is None
+
+
+def test_a_recorded_load_keeps_what_its_prompts_share(tmp_path: Path) -> None:
+    log, shared = tmp_path / "access.jsonl", array("Q", range(1000, 1128))
+    lines = [
+        {
+            "ts": f"2026-01-01T00:{k:02}:10.000Z", "path": "/v1/completions", "status": 200, "duration_ms": 2000,
+            "isl_tokens": 2560, "osl_tokens": 10, "block_size": 16,
+            "blocks": b64encode((shared + array("Q", range(9000 * k, 9000 * k + 32))).tobytes()).decode(),
+        }
+        for k in range(1, 31)
+    ]  # fmt: skip
+    log.write_text("\n".join(map(json.dumps, lines)))
+    load = load_of("recorded", PlannerBenchConfig(access_log=str(log)))
+    assert load is not None
+    assert [request.arrival_s for request in load.requests()] == [60.0 * k for k in range(30)]
+    assert 0.7 < load.hit_share <= 0.8

@@ -147,6 +147,7 @@ def test_more_streams_than_files_are_refused_with_advice(monkeypatch: pytest.Mon
         check_files(10_000)
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_the_streams_benchmark_runs_on_its_own_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["streams", "--streams", "20", "--itl-s", "0.5", "--window-s", "0.5", "--json"]) == 0
@@ -196,6 +197,7 @@ async def test_a_wrong_answer_is_an_error_and_the_client_continues() -> None:
         client.close()
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_the_soak_benchmark_runs_on_its_own_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["soak", "--requests", "200", "--json"]) == 0

@@ -218,3 +218,13 @@ async def test_foreign_and_unreadable_cards_change_nothing(host: FakeHost) -> No
     await host._join("stranger-0", Role.DECODE)
     await host.heard()
     assert host.crew.reports() == before
+
+
+async def test_a_worker_that_runs_stays_ready_when_its_lease_ends(host: FakeHost) -> None:
+    """Its card is gone because discovery was away or emptied, not because it has left."""
+    for key in (host._cards["decode-0"].key, host._cards["decode-1"].key):
+        if key.startswith("workers/decode-1"):
+            host.supervisor.end("decode-1")
+        host.discovery.remove(key, has_lapsed=True)
+    await host.heard()
+    assert (states(host)["decode-0"], states(host)["decode-1"]) == ("ready", "starting")

@@ -9,8 +9,8 @@ from tests.support.etcd_server import WHY_NONE, EtcdProcess
 from tests.support.services import ROOT, Release
 
 # The release before this one. Without its tag, as in most clones of CI, the commit is taken.
-PREVIOUS_TAG = "v0.1.0"
-PREVIOUS_COMMIT = "4390d065267ddd6cb6aeba84361afe50bb4b4eef"
+PREVIOUS_TAG = "v0.2.0"
+PREVIOUS_COMMIT = "22442c7c3fe4e6688988bafb62b1d2947ff9b5dc"
 
 
 def previous_commit() -> str:

@@ -12,6 +12,7 @@ from tests.support.mesh import until
 from tests.support.services import NEW, Release, Services
 from tests.support.streams import Stream, check_mock_answer
 
+pytestmark = pytest.mark.long
 BOTH = ("old", "new")
 BLOCK = 16
 
@@ -49,7 +50,7 @@ async def test_the_mesh_is_really_of_two_releases(mesh: Services) -> None:
             break
     await store.close()
     for role in ("prefill", "decode"):
-        assert (found[f"{role}-old"], found[f"{role}-new"]) == (Versions(1, 1, ""), OURS)
+        assert (found[f"{role}-old"], found[f"{role}-new"]) == (Versions(2, 1, "0.2.0"), OURS)
 
 
 @pytest.mark.parametrize("frontend", BOTH)

@@ -3,9 +3,13 @@
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.support.mesh import until
 from tests.support.services import NEW, Release, Services
 from tests.support.streams import Stream, check_mock_answer
+
+pytestmark = pytest.mark.long
 
 
 def test_frontends_ask_routers_of_the_other_release(place: str, old: Release, tmp_path: Path) -> None:

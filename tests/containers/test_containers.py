@@ -22,7 +22,7 @@ from tests.containers.mesh import EAGER_PLANNER, PROJECT, ComposedMesh, guide_li
 
 pytestmark = pytest.mark.timeout(2400)
 
-CONTROL, WORKER = "kvmesh/control:0.2.0", "kvmesh/worker:0.2.0"
+CONTROL, WORKER = "kvmesh/control:0.3.0", "kvmesh/worker:0.3.0"
 MOST_MB = {CONTROL: 300, WORKER: 1000}
 SERVICES = [name for name, service in COMPOSE.items() if "profiles" not in service and service["restart"] != "no"]
 
@@ -274,22 +274,29 @@ def load(mesh: ComposedMesh, streams: int) -> Iterator[list[str]]:
 
 def test_prometheus_scrapes_every_container_and_has_the_rules(mesh: ComposedMesh) -> None:
     mesh.guided("docker compose --profile observability up -d prometheus")
-    prometheus = f"http://127.0.0.1:{mesh.ports['9090']}/api/v1"
+    until_all_are_scraped(mesh)
+    with urllib.request.urlopen(f"{prometheus_of(mesh)}/rules", timeout=5) as answer:
+        groups = json.load(answer)["data"]["groups"]
+    assert {rule["health"] for group in groups for rule in group["rules"]} <= {"ok", "unknown"}
+    assert {group["name"] for group in groups} == {"kvmesh-recorded", "kvmesh-alerts"}
+
+
+def prometheus_of(mesh: ComposedMesh) -> str:
+    return f"http://127.0.0.1:{mesh.ports['9090']}/api/v1"
+
+
+def until_all_are_scraped(mesh: ComposedMesh) -> None:
     wanted = sum(len(mesh.engine.ids(PROJECT, s)) for s in ("frontend", "router", "prefill", "decode", "planner"))
 
     def up() -> int:
         try:
-            with urllib.request.urlopen(f"{prometheus}/query?query=count(up==1)", timeout=5) as answer:
+            with urllib.request.urlopen(f"{prometheus_of(mesh)}/query?query=count(up==1)", timeout=5) as answer:
                 found = json.load(answer)["data"]["result"]
         except OSError:
             return 0
         return int(found[0]["value"][1]) if found else 0
 
     mesh.until(lambda: up() == wanted, f"{wanted} containers are scraped")
-    with urllib.request.urlopen(f"{prometheus}/rules", timeout=5) as answer:
-        groups = json.load(answer)["data"]["groups"]
-    assert {rule["health"] for group in groups for rule in group["rules"]} <= {"ok", "unknown"}
-    assert {group["name"] for group in groups} == {"kvmesh-recorded", "kvmesh-alerts"}
 
 
 # --- and nothing is left ------------------------------------------------------------------------------
@@ -298,6 +305,43 @@ def test_prometheus_scrapes_every_container_and_has_the_rules(mesh: ComposedMesh
 def test_down_leaves_nothing(mesh: ComposedMesh) -> None:
     assert leftovers(mesh.engine), "the mesh has containers, a network and volumes until now"
     mesh.guided("docker compose --profile observability down --volumes")
+    assert leftovers(mesh.engine) == []
+
+
+# --- with mutual TLS, from nothing again ----------------------------------------------------------------
+
+
+def test_a_mesh_with_certificates_serves_and_shows_strangers_nothing(mesh: ComposedMesh) -> None:
+    mesh.guided("docker compose -f docker-compose.yml -f deploy/compose/mesh-tls.yml up -d")
+    for service in SERVICES:
+        count = COMPOSE[service].get("scale", 1)
+        mesh.until(lambda s=service, n=count: mesh.are_healthy(s, n), f"{service} is healthy")  # type: ignore[misc]
+    mesh.until(lambda: answers_over_prefill(mesh), "an answer over prefill and decode")
+    [decode, *_] = mesh.engine.ids(PROJECT, "decode")
+    assert mesh.engine.run("exec", decode, "sh", "-c", "cd /run/kvmesh/tls; ls */key.pem").split() == ["worker/key.pem"]
+    [router, *_] = mesh.engine.ids(PROJECT, "router")
+    script = (
+        "import ssl, urllib.request as u\n"
+        "blind = ssl._create_unverified_context()\n"
+        "for url in ('http://decode:9100/metrics', 'https://decode:9100/metrics', 'https://decode:9100/health'):\n"
+        "    try: print(u.urlopen(url, timeout=5, context=blind if 's:' in url else None).read().decode().strip())\n"
+        "    except OSError as error: print('refused')\n"
+    )
+    assert mesh.engine.run("exec", router, "python", "-c", script).split() == ["refused", "refused", "ok"]
+
+
+def answers_over_prefill(mesh: ComposedMesh) -> bool:
+    try:
+        return bool(mesh.ask("Tell me about a lighthouse that nobody has seen.")["kvmesh"]["kv_bytes_pulled"])
+    except OSError:
+        return False
+
+
+def test_prometheus_has_a_certificate_too(mesh: ComposedMesh) -> None:
+    line = guide_line("docker compose -f docker-compose.yml -f deploy/compose/mesh-tls.yml up -d")
+    mesh.shell(line.replace(" up -d", " --profile observability up -d prometheus"))
+    until_all_are_scraped(mesh)
+    mesh.shell(line.replace(" up -d", " --profile observability down --volumes"))
     assert leftovers(mesh.engine) == []
 
 

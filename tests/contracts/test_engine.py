@@ -553,7 +553,7 @@ async def test_a_failed_step_fails_the_engine_and_not_silently() -> None:
     class Broken(MockExecutor):
         def execute(self, rows: list) -> list:
             if rows[0].request_id != "warm-up":
-                raise RuntimeError("device lost")
+                raise RuntimeError("CUDA error: device lost")
             return super().execute(rows)
 
     config = StepEngineConfig("m", "", 16, 4, 64, 30.0, 5.0)

@@ -161,7 +161,7 @@ async def test_an_idle_backend_costs_no_cpu(pair: tuple[TransferBackend, np.ndar
     await backend.fetch(ticket, 0, [1])
     before = time.process_time()
     await asyncio.sleep(0.5)
-    assert time.process_time() - before < 0.05
+    assert time.process_time() - before < 0.15, "polling would take half a second"
 
 
 def test_neighbours_at_both_ends_are_copied_as_one() -> None:
@@ -169,6 +169,7 @@ def test_neighbours_at_both_ends_are_copied_as_one() -> None:
     assert plan_copy([], []) == []
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(why_unavailable()), reason=f"NIXL: {why_unavailable()}")
 def test_over_tcp_nothing_writes_into_blocks_whose_fetch_was_cancelled() -> None:
     """Releasing a NIXL transfer does not stop UCX: a cancelled fetch must wait for it."""

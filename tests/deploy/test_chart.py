@@ -26,11 +26,13 @@ pytestmark = needs_helm
 
 GOLDEN = Path(__file__).parent / "golden"
 # Kinds of other projects: Kubernetes has no schema for them.
-FOREIGN = ("LeaderWorkerSet", "PodMonitor", "InferencePool", "HTTPRoute")
+FOREIGN = ("LeaderWorkerSet", "PodMonitor", "PrometheusRule", "InferencePool", "HTTPRoute")
 ALL = (
     "router.separate=true",
     "planner.enabled=true",
     "podMonitors.enabled=true",
+    "prometheusRule.enabled=true",
+    "dashboards.enabled=true",
     "frontend.autoscaling.enabled=true",
     'frontend.apiKeysSecret="keys"',
     'planner.profilesConfigMap="profiles"',
@@ -42,7 +44,7 @@ ALL = (
     'poolDefaults.priorityClassName="gpu"',
     'poolDefaults.rdma={"resource": "rdma/hca", "count": 1}',
     'events.transport="nats"',
-    'events.natsSecret="nats"',
+    'events.natsSecrets={"worker": "nats-worker", "router": "nats-router"}',
     "endpointPicker.enabled=true",
     'endpointPicker.tlsSecret="tls"',
     'endpointPicker.podAnnotations={"a": "b"}',

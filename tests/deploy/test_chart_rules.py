@@ -39,8 +39,11 @@ from workers.engines.vllm.arguments import Surroundings, leads, plan_start
 pytestmark = needs_helm
 
 SGLANG = ('pools.decode.engine="sglang"', "pools.decode.nodes=2", 'pools.decode.engineArgs=["--tp", "16"]')
-NATS = ('events.transport="nats"', 'events.natsSecret="nats"')
-PICKER = ("endpointPicker.enabled=true", 'endpointPicker.tlsSecret="tls"', 'endpointPicker.failureMode="FailOpen"')
+NATS = ('events.transport="nats"', 'events.natsSecrets={"worker": "nats-worker", "router": "nats-router"}')
+PICKER = (
+    *("endpointPicker.enabled=true", 'endpointPicker.tlsSecret="tls"', 'endpointPicker.failureMode="FailOpen"'),
+    "endpointPicker.gatewaysNeedCertificates=true",
+)
 CASES = [
     *((example, ()) for example in EXAMPLES),
     ("values-tiny.yaml", ("router.separate=true", "planner.enabled=true", 'planner.settings.prefill_profile="mock"')),
@@ -160,6 +163,8 @@ def listening(container: Object) -> set[tuple[int, int]]:
         case FrontendConfig():
             router = load(RouterConfig, [], environ, prefix="KVMESH_ROUTER_", prog="router")
             singles = {config.port} | ({router.gossip_port} if config.router == "embedded" else set())
+            if config.api_keys_file or config.jwt_keys:
+                singles.add(config.limits_port)
         case RouterConfig(ext_proc_port=None):
             singles = {config.port, config.http_port, config.gossip_port}
         case RouterConfig():
@@ -210,7 +215,13 @@ def test_what_a_process_writes_to_lies_on_a_volume(example: str, settings: tuple
         assert used == {volume["name"] for volume in pod["spec"]["volumes"]}, name
     for name, _, container in containers(rendered(example, *settings)):
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        for flag in ("--model-cache", "--record-file", "--api-keys-file", "--ext-proc-tls-cert"):
+        for flag in (
+            "--model-cache",
+            "--record-file",
+            "--api-keys-file",
+            "--ext-proc-tls-cert",
+            "--ext-proc-client-ca",
+        ):
             if path := flags_of(container).get(flag):
                 assert any(path.startswith(mount) for mount in mounts), (name, flag)
         if "--kv-events-transport" in flags_of(container):
@@ -251,6 +262,18 @@ def test_the_planner_scales_workloads_that_its_role_names() -> None:
             for resource, verbs in ((f"{kind}s", {"get"}), (f"{kind}s/scale", {"get", "patch"})):
                 [rule] = [one for one in rules if resource in one["resources"]]
                 assert name in rule["resourceNames"] and set(rule["verbs"]) == verbs
+
+
+def test_workers_and_routers_have_users_of_their_own_at_nats() -> None:
+    objects = rendered("values-tiny.yaml", *NATS, "router.separate=true")
+    for workload, user in (("demo-prefill", "worker"), ("demo-decode", "worker"), ("demo-router", "router")):
+        assert f"?user={user}&" in flags_of(container_of(objects, workload))["--nats-url"]
+        [volume] = [
+            one
+            for one in named(objects, "Deployment", workload)["spec"]["template"]["spec"]["volumes"]
+            if one["name"] == "nats"
+        ]
+        assert volume["secret"]["secretName"] == f"nats-{user}"
 
 
 def test_frontends_are_scaled_by_a_metric_that_they_have() -> None:

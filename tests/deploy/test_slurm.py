@@ -26,6 +26,7 @@ SCRIPT = ROOT / "deploy" / "slurm" / "kvmesh.sbatch"
 
 HAS_TOOLS = bool(shutil.which("etcd") and shutil.which("curl"))
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.e2e,
     pytest.mark.skipif(not HAS_TOOLS, reason="no etcd or curl; apt-get install etcd-server curl"),
 ]

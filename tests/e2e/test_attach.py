@@ -43,7 +43,7 @@ def attached(folder: Path, *words: str, workers: int) -> Iterator[Mesh]:
     try:
         until(lambda: bool(mesh.entries("frontends/")), 30, "the frontend")
         mesh.find_frontend()
-        until(lambda: workers_seen(mesh) == workers, 30, "the workers")
+        until(lambda: mesh.workers_seen() == workers, 30, "the workers")
         yield mesh
     except BaseException:
         print(mesh.logs())
@@ -56,12 +56,6 @@ def attached(folder: Path, *words: str, workers: int) -> Iterator[Mesh]:
             process.kill()
             raise
     assert process.returncode == 0, mesh.logs()
-
-
-def workers_seen(mesh: Mesh) -> int:
-    with mesh.http as http:
-        seen: dict[str, int] = http.get("/health").json().get("workers", {}).get("tiny", {})
-    return sum(seen.values())
 
 
 def prompt_of(length: int, first: int = 100) -> list[int]:
@@ -83,8 +77,7 @@ def complete(mesh: Mesh, prompt: Sequence[int], **fields: Any) -> dict[str, Any]
 
 
 def overlap(mesh: Mesh, prompt: Sequence[int]) -> tuple[str, int]:
-    with mesh.http as http:
-        placed = http.post("/kvmesh/route", json={"model": "tiny", "prompt": list(prompt)}).json()["decode"]
+    placed = mesh.route(prompt)["decode"]
     return placed["name"], placed["overlap_blocks"]
 
 
@@ -103,11 +96,11 @@ def test_a_second_turn_goes_to_its_server(tmp_path: Path) -> None:
 
 def unbooked(mesh: Mesh) -> dict[str, tuple[int, int]]:
     """Requests and blocks of callers outside the mesh, by worker, as the frontend's router knows them."""
-    with mesh.http as http:
-        reply = http.post("/kvmesh/route", json={"model": "tiny", "prompt": prompt_of(40)}).json()
+    reply = mesh.route(prompt_of(40))
     return {c["worker"]: (c["unbooked_requests"], c["unbooked_blocks"]) for c in reply["explanation"]["candidates"]}
 
 
+@pytest.mark.long
 def test_a_server_that_other_callers_use_gets_fewer_requests(tmp_path: Path) -> None:
     busy, idle = VllmServer(), VllmServer()  # each with a quarter of its 1,000 blocks in use
     with served(busy, idle), attached(tmp_path, busy.url, idle.url, workers=2) as mesh:
@@ -124,6 +117,7 @@ def test_a_server_that_other_callers_use_gets_fewer_requests(tmp_path: Path) -> 
         until(lambda: unbooked(mesh)[name_of(busy)] == (0, 0), what="the other callers to leave")
 
 
+@pytest.mark.long
 def test_the_cache_of_a_silent_server_is_predicted(tmp_path: Path) -> None:
     servers = [LlamaCppServer(), LlamaCppServer()]
     folder = ["--model-path", str(CHECKPOINT_DIR)]
@@ -150,11 +144,11 @@ def test_an_answer_goes_on_when_its_server_dies(tmp_path: Path) -> None:
         check_answer(stream, names_of(answer_to(prompt_of(40), 12)))
         before = mesh.pid(name_of(dying))
         loop.stop(dying)
-        until(lambda: workers_seen(mesh) == 1, 30, "the worker to leave")
+        until(lambda: mesh.workers_seen() == 1, 30, "the worker to leave")
         dying.knobs.die_after = None
         loop.start(dying)
         mesh.until_replaced(name_of(dying), before)
-        until(lambda: workers_seen(mesh) == 2, 30, "the worker to come back")
+        until(lambda: mesh.workers_seen() == 2, 30, "the worker to come back")
 
 
 def test_prefill_there_and_decode_here(tmp_path: Path) -> None:
@@ -214,17 +208,18 @@ def test_a_chat_with_a_server_that_speaks_in_texts(tmp_path: Path) -> None:
         assert answer["choices"][0]["message"]["content"] == expected
 
 
+@pytest.mark.long
 def test_a_server_is_attached_while_it_is_announced(tmp_path: Path) -> None:
     server = VllmServer()
     with served(server), attached(tmp_path, "--discover", workers=0) as mesh:
         command = [sys.executable, "-m", "kvmesh", "announce", server.url, "--name", "gpu-1"]
         announcing = subprocess.Popen([*command, "--discovery", f"file:{tmp_path / 'discovery'}"])
         try:
-            until(lambda: workers_seen(mesh) == 1, what="its worker")
+            until(lambda: mesh.workers_seen() == 1, what="its worker")
             assert complete(mesh, prompt_of(20))["kvmesh"]["decode_worker"] == "gpu-1"
             announcing.send_signal(signal.SIGINT)
             assert announcing.wait(PATIENCE_S) == 0
-            until(lambda: workers_seen(mesh) == 0, what="its worker to leave")
+            until(lambda: mesh.workers_seen() == 0, what="its worker to leave")
         finally:
             announcing.kill()
             announcing.wait()

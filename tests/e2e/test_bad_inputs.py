@@ -25,6 +25,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
+@pytest.mark.long
 def test_without_etcd_a_service_ends_and_names_the_endpoint(tmp_path: Path, stack: ExitStack) -> None:
     endpoint = f"127.0.0.1:{quiet_port()}"
     mesh = Services(tmp_path, f"etcd:{endpoint}/site", stack)
@@ -34,7 +35,7 @@ def test_without_etcd_a_service_ends_and_names_the_endpoint(tmp_path: Path, stac
 
 
 @needs_etcd
-@pytest.mark.parametrize("rights", ["read", "none"])
+@pytest.mark.parametrize("rights", ["read", pytest.param("none", marks=pytest.mark.long)])
 def test_without_rights_a_service_ends_and_says_which_it_needs(tmp_path: Path, stack: ExitStack, rights: str) -> None:
     etcd = EtcdProcess(tmp_path)
     stack.callback(etcd.stop)

@@ -29,10 +29,12 @@ import yaml
 
 from cluster.tiny_model import CHECKPOINT_DIR
 from kvcache.transfer.backend import choose_backend
+from kvmesh.nats_config import main as nats_config
 from mesh.config import load
 from planner.carry_out import ApplyConfig
 from planner.config import ServiceConfig
 from protocol.version import RELEASE
+from tests.support import mesh_tls
 from tests.support.etcd_server import WHY_NONE as NO_ETCD
 from tests.support.nats_server import WHY_NONE as NO_NATS
 from workers.__main__ import with_engine_args
@@ -89,7 +91,8 @@ class Host:
         words: list[str] = [str(word) for word in SERVICES[service]["command"]]
         if words[:2] == ["sh", "-c"]:
             line = self.here(words[2], container)
-            return ["sh", "-c", line.replace("exec python ", f"exec {sys.executable} ")]
+            line = line.replace("exec python ", f"exec {sys.executable} ")
+            return ["sh", "-c", line.replace("kvmesh etcd-user", f"{sys.executable} -m kvmesh etcd-user")]
         words = [self.here(word, container) for word in words]
         for place, (flag, word) in enumerate(pairwise(words), 1):
             if re.fullmatch(PORT_FLAGS, flag):
@@ -210,9 +213,11 @@ async def complete(address: str, prompt: str) -> dict[str, Any]:
         return answer
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.skipif(bool(NO_ETCD or NO_NATS), reason=NO_ETCD or NO_NATS)
 @pytest.mark.skipif(shutil.which("wget") is None, reason="the health check of NATS is wget's: apt-get install wget")
+@pytest.mark.skipif(mesh_tls.IS_ON, reason="the compose file does not set --mesh-tls")
 async def test_the_composed_services_serve_and_stop_cleanly(tmp_path: Path) -> None:
     try:
         async with running(tmp_path) as mesh:
@@ -292,6 +297,21 @@ def test_no_password_stands_in_the_file() -> None:
     assert re.findall(r"password=(\S+)", text) == []
     named = {name for service in ALL.values() for name in service.get("secrets", [])}
     assert named == set(yaml.safe_load(text)["secrets"])
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_a_service_gets_the_passwords_of_its_own_users_alone(service: str) -> None:
+    role = service if service in ("frontend", "router", "planner") else "worker"
+    settings = SERVICES[service]
+    users = {"etcd": role, **({"nats": role} if role in ("worker", "router") else {})}
+    more = {"planner_token"} if role == "planner" else set()
+    assert set(settings["secrets"]) == {f"{server}_{user}_password" for server, user in users.items()} | more
+    assert f"user={role}&" in settings["environment"][f"KVMESH_{role.upper()}_DISCOVERY"]
+
+
+def test_the_users_of_nats_are_those_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nats_config([]) == 0
+    assert (ROOT / "deploy/compose/nats.conf").read_text().endswith(capsys.readouterr().out)
 
 
 def test_ports_are_open_to_this_machine_alone() -> None:

@@ -14,6 +14,7 @@ import pytest
 from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.plane.client import PlaneClient
 from protocol.messages import Control, ControlAction, ControlReply, Role
+from tests.support import mesh_tls
 from tests.support.mesh import Mesh, running_mesh, until
 from tests.support.patience import PATIENCE_S
 from tests.support.streams import Stream, check_mock_answer
@@ -91,7 +92,7 @@ def test_one_of_many_workers_changes_its_role_alone(mesh: Mesh) -> None:
 
 
 async def set_role(address: str, role: Role) -> None:
-    plane = PlaneClient()
+    plane = PlaneClient(mesh_tls.operator())
     request = Control(action=ControlAction.SET_ROLE, arguments={"role": role.value})
     await plane.ask(address, "control", request, ControlReply, 10)
     await plane.close()

@@ -21,6 +21,7 @@ from protocol.messages import encode_card
 from tests.e2e.test_attach import attached, prompt_of
 from tests.frontend import tiny
 from tests.frontend.test_security import Certificates
+from tests.support import mesh_tls
 from tests.support.etcd_server import WHY_NONE, EtcdProcess, free_port
 from tests.support.fake_servers import BLOCK, VllmServer, served
 from tests.support.gateway import Picked, connected
@@ -36,6 +37,7 @@ class PickerProcess:
     def __init__(self, folder: Path, *flags: str) -> None:
         self.port, self.http_port = free_port(), free_port()
         ports = ["--ext-proc-port", str(self.port), "--http-port", str(self.http_port)]
+        self.http_url = f"{'https' if mesh_tls.IS_ON else 'http'}://127.0.0.1:{self.http_port}"
         self.log = folder / "picker.log"
         with self.log.open("wb") as log:
             argv = [sys.executable, "-m", "router", *ports, *flags]
@@ -49,7 +51,7 @@ class PickerProcess:
             return False
 
     def health(self) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"http://127.0.0.1:{self.http_port}/health").json()
+        found: dict[str, Any] = httpx.get(f"{self.http_url}/health", verify=mesh_tls.verify()).json()
         return found
 
     def serve(self, body: object, path: str, credentials: Any = None) -> Picked:
@@ -108,8 +110,8 @@ def test_a_prompt_goes_to_the_server_that_has_it_cached(tmp_path: Path) -> None:
             overlap = {"model": "tiny", "prompt_tokens": prompt}
 
             def is_told() -> bool:
-                url = f"http://127.0.0.1:{found.http_port}/overlap"
-                rows = httpx.post(url, json=overlap).json()["workers"]  # noqa: B023
+                url = f"{found.http_url}/overlap"
+                rows = httpx.post(url, verify=mesh_tls.verify(), json=overlap).json()["workers"]  # noqa: B023
                 return max(row["overlap_blocks"]["device"] for row in rows) == 5
 
             until(is_told, what="KV events")
@@ -145,18 +147,19 @@ def test_a_picker_follows_workers_in_etcd(tmp_path: Path) -> None:
         etcd.stop()
 
 
-def test_gateways_can_ask_over_tls(tmp_path: Path) -> None:
-    certificates = Certificates(tmp_path)
+def test_gateways_ask_over_tls_and_with_certificates_where_they_have_to(tmp_path: Path) -> None:
+    made = Certificates(tmp_path)
     place = ["--discovery", f"file:{tmp_path / 'discovery'}"]
-    files = [
-        "--ext-proc-tls-cert",
-        certificates.file("server.pem"),
-        "--ext-proc-tls-key",
-        certificates.file("server.key"),
-    ]
+    files = ["--ext-proc-tls-cert", made.file("server.pem"), "--ext-proc-tls-key", made.file("server.key")]
+    body, path = {"model": "tiny", "prompt": "hi"}, "/v1/completions"
+    ca, key, certificate = (Path(made.file(name)).read_bytes() for name in ("ca.pem", "client.key", "client.pem"))
+    anybody, known = grpc.ssl_channel_credentials(ca), grpc.ssl_channel_credentials(ca, key, certificate)
     with picker(tmp_path, *place, *files, workers=0) as found:
-        trusted = grpc.ssl_channel_credentials(Path(certificates.file("ca.pem")).read_bytes())
-        assert found.serve({"model": "tiny", "prompt": "hi"}, "/v1/completions", trusted).status == 503
+        assert found.serve(body, path, anybody).status == 503
+    with picker(tmp_path, *place, *files, "--ext-proc-client-ca", made.file("ca.pem"), workers=0) as found:
+        assert found.serve(body, path, known).status == 503
+        with pytest.raises(grpc.RpcError):
+            found.serve(body, path, anybody)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +167,7 @@ def test_gateways_can_ask_over_tls(tmp_path: Path) -> None:
     [
         (["--ext-proc-objectives", "chat=high"], "--ext-proc-objectives has 'chat=high'; write name=priority"),
         (["--ext-proc-tls-cert", "/no/such/file"], "--ext-proc-tls-cert cannot be read"),
+        (["--ext-proc-client-ca", "/no/such/file"], "--ext-proc-client-ca is of no use without --ext-proc-tls-cert"),
         (["--ext-proc-wait-s", "-1"], "--ext-proc-wait-s"),
         (["--host", "10.255.255.1", "--no-gossip"], "cannot listen on 10.255.255.1"),
     ],

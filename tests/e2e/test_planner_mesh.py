@@ -157,6 +157,7 @@ def decided(run_dir: Path, condition: Callable[[Record], bool]) -> bool:
     return path.exists() and any(condition(record) for record in read_records(path, 1000))
 
 
+@pytest.mark.long
 def test_a_restarted_planner_continues_from_the_fleet(tmp_path: Path) -> None:
     flags = [*MOCK, "--decode", "1", "--mock-speedup", "0.5", "--max-num-seqs", "4", *PLANNER]
     with running_mesh(tmp_path, *flags) as mesh:
@@ -176,6 +177,7 @@ def test_a_restarted_planner_continues_from_the_fleet(tmp_path: Path) -> None:
         assert sum(record.decision.prefill + record.decision.decode > 5 for record in new) == 0
 
 
+@pytest.mark.long
 def test_a_planner_flips_a_worker_when_the_mix_changes(tmp_path: Path) -> None:
     """Short prompts and long answers, and no GPU to spare: one of the two prefill workers has to decode."""
     flags = [*MOCK, "--prefill", "2", "--decode", "1", "--mock-speedup", "0.5", "--max-num-seqs", "4", *PLANNER]

@@ -58,7 +58,7 @@ def connections_to(process: subprocess.Popen[bytes], ports: Sequence[int]) -> li
     return opened
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from protocol.messages import FrontendCard, decode
@@ -25,7 +26,7 @@ def cards(mesh: Mesh) -> list[FrontendCard]:
 
 @contextmanager
 def many_frontends(mesh: Mesh, processes: int) -> Iterator[subprocess.Popen[bytes]]:
-    flags = ["--processes", str(processes), "--name", "many", "--port", "0"]
+    flags = ["--processes", str(processes), "--name", "many", "--port", "0", "--drain-notice-s", "0.5"]
     discovery = f"file:{mesh.run_dir / 'discovery'}"
     process = subprocess.Popen(
         [sys.executable, "-m", "frontend", *flags, "--discovery", discovery, "--log-level", "warning"]
@@ -71,6 +72,24 @@ def test_requests_spread_and_every_process_counts_all(mesh: Mesh) -> None:
         assert complete(first.url) == complete(second.url)
     assert parent.returncode == 128 + signal.SIGTERM or parent.returncode == 0
     assert cards(mesh) == []
+
+
+@pytest.mark.long
+def test_new_processes_take_over_and_no_client_notices(mesh: Mesh) -> None:
+    """SIGHUP: each new process listens on the port before an old one leaves it."""
+    with many_frontends(mesh, 2) as parent:
+        url, before = cards(mesh)[0].url, {card.pid for card in cards(mesh)}
+        until(lambda: httpx.get(f"{url}/health", verify=TRUSTED).status_code == 200, what="a frontend that is ready")
+        kept = httpx.Client(verify=TRUSTED, timeout=PATIENCE_S)
+        parent.send_signal(signal.SIGHUP)
+        texts: set[str] = set()
+        while before & {card.pid for card in cards(mesh)} or len(cards(mesh)) != 2:
+            texts.add(complete(url))
+            texts.add(kept.post(f"{url}/v1/completions", json=BODY).json()["choices"][0]["text"])
+        assert len(texts) == 1
+        until(lambda: not any(psutil.pid_exists(pid) for pid in before), what="the old processes to end")
+        assert complete(url) in texts
+        kept.close()
 
 
 def test_gauges_of_several_processes_say_what_one_would(mesh: Mesh) -> None:

@@ -11,9 +11,10 @@ from tests.support.mesh import until
 from tests.support.services import NEW, Services, quiet_port
 from tests.support.streams import Stream, check_mock_answer
 
-LEASE_S = 30
+LEASE_S = 120
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(WHY_NONE), reason=WHY_NONE)
 def test_a_worker_of_the_same_address_replaces_one_that_was_killed(tmp_path: Path) -> None:
     with ExitStack() as stack:

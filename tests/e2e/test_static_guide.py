@@ -14,7 +14,7 @@ from tests.support.guide import commands_of
 from tests.support.mesh import until
 from tests.support.services import quiet_port
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 MODEL = "llama-3.1-8b"
 
 

@@ -1,6 +1,7 @@
 """Many requests of all kinds while workers are killed and stalled at random: every answer is right, or fails loudly.
 
-The seed is printed; KVMESH_FAULT_SEED repeats one, KVMESH_FAULT_ROUNDS makes it longer.
+One seed, so that two runs of one commit do the same: KVMESH_FAULT_SEED sets another, KVMESH_FAULT_ROUNDS makes it
+longer. `kvmesh faults` draws a seed of its own for each run.
 """
 
 import os
@@ -13,9 +14,10 @@ from collections import Counter
 from tests.faults.conftest import PAIR
 from tests.faults.prompts import prompt_of
 from tests.support.mesh import Mesh
+from tests.support.recovery import OWN_WAY_S
 from tests.support.streams import Stream, check_failed_loudly, check_mock_answer, mock_answer
 
-SEED = int(os.environ.get("KVMESH_FAULT_SEED", time.time_ns() % 10**6))
+SEED = int(os.environ.get("KVMESH_FAULT_SEED", 1))
 ROUNDS = int(os.environ.get("KVMESH_FAULT_ROUNDS", 8))
 REQUESTS_PER_ROUND = 8
 LOSSES = {"peer_lost", "engine", "no_worker", "draining", "cancelled", "deadline_exceeded"}
@@ -81,7 +83,7 @@ def test_every_answer_is_right_or_fails_loudly(mesh: Mesh) -> None:
         stream.join()
     for stream in streams:
         check(stream, stream in left)
-        assert stream.deadline_s is None or stream.took_s < stream.deadline_s + 1.5, stream
+        assert stream.deadline_s is None or stream.took_s < stream.deadline_s + OWN_WAY_S, stream
     whole = [s for s in streams if s.is_done or (s.status == 200 and s not in left and s.finish_reason)]
     failed = [s for s in streams if s.error is not None and s not in left]
     reasons = Counter(stream.error["code"] for stream in failed)

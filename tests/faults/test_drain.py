@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,12 +22,13 @@ class OwnMesh:
 
     def __init__(self, tmp: Path, *flags: str) -> None:
         self.tmp = tmp
+        before = set(tmp.glob("kvmesh-*"))
         command = [sys.executable, "-m", "kvmesh", "up", "--port", "0", "--engine", "mock", "--kv-transfer", "shm"]
         self.process = subprocess.Popen(
             [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": str(tmp)}
         )
-        until(lambda: any(tmp.glob("kvmesh-*")) or self.process.poll() is not None)
-        [run_dir] = tmp.glob("kvmesh-*")
+        until(lambda: set(tmp.glob("kvmesh-*")) - before or self.process.poll() is not None)
+        [run_dir] = set(tmp.glob("kvmesh-*")) - before
         self.mesh = Mesh(self.process, run_dir)
         _wait_for_banner(self.mesh)
         self.processes = self.mesh.processes()
@@ -47,7 +47,7 @@ def own(tmp_path: Path) -> Iterator[OwnMesh]:
     own.process.wait()
 
 
-def test_ctrl_c_lets_streams_finish_and_refuses_new_ones(own: OwnMesh) -> None:
+def test_ctrl_c_lets_streams_finish_and_takes_no_new_clients(own: OwnMesh) -> None:
     mesh = own.mesh
     streams = [Stream(mesh.url, prompt_of(n, n), 100) for n in LENGTHS]
     waiting = [Stream(mesh.url, prompt_of(n, 5 + n), 30, kvmesh={"trace": True, "disaggregate": True}) for n in LENGTHS]
@@ -55,9 +55,7 @@ def test_ctrl_c_lets_streams_finish_and_refuses_new_ones(own: OwnMesh) -> None:
         stream.until_tokens(5)
     own.process.send_signal(signal.SIGINT)
     until(lambda: "draining" in (mesh.run_dir / "logs" / "frontend.log").read_text(), what="the drain to begin")
-    refused = Stream(mesh.url, prompt_of(20), 5).join()
-    assert (refused.status, refused.error["code"]) == (503, "draining")
-    assert int(refused.headers["retry-after"]) > 0
+    until(lambda: "ConnectionRefused" in Stream(mesh.url, prompt_of(20), 5).join().broken, what="clients to be refused")
     for stream in streams + waiting:
         check_mock_answer(stream.join())
         assert stream.trace["migrations"] == 0, "workers stay until the frontend is done"
@@ -70,10 +68,8 @@ def test_streams_longer_than_the_drain_end_with_an_error(tmp_path: Path) -> None
     streams = [Stream(own.mesh.url, prompt_of(n, n), 5000) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)
-    started = time.monotonic()
     own.process.send_signal(signal.SIGINT)
     assert own.process.wait(PATIENCE_S) == 0
-    assert time.monotonic() - started < 20
     for stream in streams:
         check_failed_loudly(stream.join())
     own.check_nothing_is_left()

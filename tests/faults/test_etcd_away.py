@@ -73,6 +73,7 @@ def mesh(tmp_path: Path) -> Iterator[EtcdMesh]:
         yield EtcdMesh(etcd, tmp_path, stack)
 
 
+@pytest.mark.long
 def test_the_mesh_serves_while_etcd_is_away(mesh: EtcdMesh) -> None:
     keys = mesh.keys()
     mesh.etcd.kill()

@@ -1,12 +1,13 @@
 """Test kill -9 of prefill workers before, during and after the hand-over of the KV."""
 
 import itertools
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.faults.prompts import LENGTHS, prompt_of
-from tests.support.mesh import Mesh, until
+from tests.support.mesh import Mesh, running_mesh, until
 from tests.support.streams import Stream, check_answer, check_mock_answer
 
 DISAGGREGATE = {"trace": True, "disaggregate": True}
@@ -84,3 +85,23 @@ def test_a_new_prefill_worker_hands_over_kv(transfer: str, request: pytest.Fixtu
 
     mesh.until_replaced("prefill-0", mesh.kill("prefill-0"))
     until(pulled, what="a pull from the new prefill worker")
+
+
+@pytest.mark.long  # it starts a mesh of its own, so that no earlier kill counts
+def test_a_prefill_worker_killed_three_times_prefills_soon_each_time(tmp_path: Path) -> None:
+    numbers = itertools.count()
+
+    def prefills(pid: int) -> bool:
+        salt = f"kill {next(numbers)}"
+        streams = [Stream(mesh.url, prompt_of(3000, n), 4, kvmesh=DISAGGREGATE, cache_salt=salt) for n in range(3)]
+        for stream in streams:
+            check_mock_answer(stream.join())
+        used = any(s.trace["prefill_worker"] == "prefill-0" and not s.trace["migrations"] for s in streams)
+        return used and mesh.pid("prefill-0") != pid
+
+    with running_mesh(tmp_path / "mesh", "--engine", "mock", "--kv-transfer", "shm") as mesh:
+        until(lambda: mesh.workers_seen() == 3, what="all workers")
+        for _ in range(3):
+            killed = mesh.kill("prefill-0")
+            until(lambda killed=killed: mesh.workers().get("prefill-0") is not None and mesh.pid("prefill-0") != killed)
+            until(lambda killed=killed: prefills(killed), what="a prompt at the new worker")

@@ -1,4 +1,4 @@
-"""Test kill -9 of a router that runs by itself: streams continue, and soon another router places requests."""
+"""Test kill -9 of a router that runs by itself: streams continue, and requests are placed until it is back."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ from protocol.messages import RouterCard, decode
 from tests.faults.conftest import PATIENT
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.mesh import TRUSTED, Mesh, running_mesh, until
+from tests.support.recovery import OWN_WAY_S
 from tests.support.streams import Stream, check_mock_answer
 
 
@@ -22,8 +23,17 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 
 
 def router(mesh: Mesh) -> RouterCard:
+    """Return the card of the router that runs, or the last one that did."""
     [value] = mesh.entries("routers/").values()
     return decode(value, RouterCard)
+
+
+def kill_router(mesh: Mesh) -> int:
+    """Kill the router; if it has died lately, the next one."""
+    until(lambda: router_note(mesh) == "", what="a router that answers")
+    killed = router(mesh).pid
+    os.kill(killed, signal.SIGKILL)
+    return killed
 
 
 def ask(mesh: Mesh, length: int, first: int = 0, max_tokens: int = 10) -> Stream:
@@ -38,35 +48,58 @@ def in_flight(mesh: Mesh) -> int:
         return -1
 
 
-def answered(mesh: Mesh) -> bool:
-    stream = ask(mesh, 20).join()
-    if stream.status == 503:
-        assert (stream.error["code"], int(stream.headers["retry-after"])) == ("no_worker", 2)
-        return False
-    check_mock_answer(stream)
-    return True
+def fallbacks(mesh: Mesh) -> float:
+    return mesh.metric("kvmesh_router_fallbacks_total")
 
 
-def test_streams_continue_and_new_requests_get_a_retry_time(routed: Mesh) -> None:
+def router_note(mesh: Mesh) -> str:
+    health = httpx.get(mesh.url + "/health", verify=TRUSTED)
+    assert health.status_code == 200, health.text
+    return str(health.json()["router"])
+
+
+def test_a_stopped_router_costs_no_request(routed: Mesh) -> None:
+    """Frontends place requests themselves until a router is back, and say so in the log, in /health and by a metric."""
+    check_mock_answer(ask(routed, 20).join())
+    assert router_note(routed) == ""
+    before, frozen = fallbacks(routed), router(routed).pid
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        for i in range(6):
+            stream = ask(routed, 20, i).join()
+            check_mock_answer(stream)
+            assert stream.took_s <= OWN_WAY_S, "a request waits for the router"
+        assert fallbacks(routed) >= before + 6
+        assert "no router answers" in router_note(routed)
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    until(lambda: router_note(routed) == "", what="the router to be asked again")
+    at_most = fallbacks(routed)
+    check_mock_answer(ask(routed, 20).join())
+    assert fallbacks(routed) == at_most
+    log = (routed.run_dir / "logs" / "frontend.log").read_text()
+    assert (log.count("places requests itself"), log.count("a router answers again")) == (1, 1)
+
+
+def test_streams_continue_and_new_requests_are_answered(routed: Mesh) -> None:
     streams = [Stream(routed.url, prompt_of(n, n), 80) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)
-    killed = router(routed).pid
-    os.kill(killed, signal.SIGKILL)
-    until(lambda: answered(routed), what="a request to be placed again")
-    assert router(routed).pid != killed
+    killed = kill_router(routed)
+    while router(routed).pid == killed:
+        check_mock_answer(ask(routed, 20).join())
     for stream in streams:
         check_mock_answer(stream.join())
         assert stream.trace["migrations"] == 0
 
 
+@pytest.mark.long
 def test_the_new_router_counts_what_runs(routed: Mesh) -> None:
     """The frontends report running requests to a new router; when these end, no booking is left."""
     streams = [Stream(routed.url, prompt_of(n, n), 1000) for n in LENGTHS]  # they outlast the start of a router
     for stream in streams:
         stream.until_tokens(5)
-    killed = router(routed).pid
-    os.kill(killed, signal.SIGKILL)
+    killed = kill_router(routed)
     until(lambda: router(routed).pid != killed, what="another router")
     until(lambda: in_flight(routed) == sum(not stream.is_over for stream in streams) > 0, what="its load to be right")
     for stream in streams:
@@ -78,7 +111,7 @@ def test_the_new_router_learns_what_the_caches_hold(routed: Mesh) -> None:
     prompt = 300
     first = ask(routed, prompt, 7).join()
     check_mock_answer(first)
-    os.kill(router(routed).pid, signal.SIGKILL)
+    kill_router(routed)
 
     def known() -> bool:
         stream = ask(routed, prompt, 7).join()
@@ -91,7 +124,7 @@ def test_a_request_without_worker_and_router_waits_for_both(routed: Mesh) -> Non
     streams = [Stream(routed.url, prompt_of(n, n), 80) for n in LENGTHS]
     for stream in streams:
         stream.until_tokens(5)
-    os.kill(router(routed).pid, signal.SIGKILL)
+    kill_router(routed)
     routed.kill("decode-0")
     for stream in streams:
         check_mock_answer(stream.join())

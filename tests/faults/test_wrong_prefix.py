@@ -15,6 +15,7 @@ from tests.support.mesh import until
 pytestmark = pytest.mark.skipif(bool(WHY_NONE), reason=WHY_NONE)
 
 
+@pytest.mark.long
 def test_a_wrong_prefix_is_named_once_in_the_log_and_in_health(tmp_path: Path) -> None:
     with ExitStack() as stack:
         etcd = EtcdProcess(tmp_path)

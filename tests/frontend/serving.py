@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from frontend.http import FrontendApi, HttpSettings
 from frontend.models import ModelRegistry
 from mesh.http.cors import Cors
+from mesh.http.request import AccessLog
 from mesh.http.server import Guard, listening
 from protocol.messages import Delta, Feature, FinishReason, TokenLogprob, WorkerCard
 from tests.frontend import tiny
@@ -57,6 +58,7 @@ class Served:
         self.port = int(url.rpartition(":")[2])
         self.admission = api.admission
         self.app = api.app
+        self.timelines = api.timelines
         self.session = session
         self.models = models
         self.generator = generator
@@ -100,7 +102,7 @@ async def serving(
     card: WorkerCard,
     settings: HttpSettings | None = None,
     *,
-    logs_access: bool = False,
+    access_log: AccessLog | None = None,
     guard: Guard | None = None,
     cors: Cors | None = None,
 ) -> AsyncIterator[Served]:
@@ -108,7 +110,9 @@ async def serving(
     models.add(card)
     await models.get(card.model)  # so that no test's deadline has to include its loading
     api = FrontendApi(settings or HttpSettings(max_body_bytes=256 * 1024), models, generator)
-    api.app.logs_access, api.app.guard, api.app.cors = logs_access, guard, cors
+    api.app.access_log, api.app.guard, api.app.cors = access_log, guard, cors
+    if access_log is not None:
+        api.timelines.look(lambda timeline: None)
     async with (
         listening(api.app, "127.0.0.1", 0) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session,

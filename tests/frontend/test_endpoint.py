@@ -6,6 +6,8 @@ import pytest
 
 from frontend.endpoint import with_hints
 from frontend.generator import Hints
+from frontend.keys.caller import KeyCaller
+from frontend.keys.usage import Usage, UsageLog
 from frontend.openai.parameters import CHAT_NAMES
 from frontend.request import ParsedRequest
 from mesh.http.connection import Connection
@@ -17,7 +19,8 @@ CHAT = ParsedRequest(names=CHAT_NAMES, model="tiny", hints=Hints(session="s"))
 
 def request(*headers: tuple[str, str], tenant: str = "") -> Request:
     made = Request(cast(Connection, None), "POST", "/v1/chat/completions", "", list(headers), 0.0)
-    made.tenant = tenant
+    if tenant:
+        made.caller = KeyCaller(Usage("k", UsageLog()), tenant=tenant)
     return made
 
 

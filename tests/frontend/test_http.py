@@ -18,6 +18,8 @@ from frontend.generator import Hints, Trace
 from frontend.http import HttpSettings
 from frontend.prompts import LONG_TURNS
 from frontend.templates import ChatTemplate
+from mesh.http.server import log_line
+from mesh.telemetry import TextFormatter
 from protocol.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -32,6 +34,7 @@ from protocol.ids import WorkerId
 from protocol.messages import Delta, FinishReason, Placed, Role, Target, TokenLogprob, unpack_tokens
 from tests.frontend import tiny
 from tests.frontend.serving import BACKEND, CHAT, TEXT, Served, ids, read_events, serving, words
+from tests.support.counted import counted_in
 from tests.support.fake_mesh import explanation_of
 from tests.support.patience import PATIENCE_S
 
@@ -502,6 +505,19 @@ async def test_a_long_conversation_is_rendered_beside_the_event_loop(
     assert [thread == threading.get_ident() for thread in threads] == [True, False]
 
 
+@pytest.mark.parametrize("field", ["model", "user", "cache_salt", "stop", "tool_choice", "metadata"])
+async def test_line_breaks_of_a_client_reach_neither_headers_nor_log_lines(
+    served: Served, caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    evil = "x\r\nset-cookie: a=b\n2026 ERROR fake"
+    caplog.set_level("DEBUG")
+    status, headers, _ = await served.post("/v1/chat/completions", CHAT | {field: evil})
+    assert status in (200, 400, 404)
+    assert "set-cookie" not in headers
+    formatter = TextFormatter("frontend")
+    assert all("\n" not in formatter.format(record) for record in caplog.records if not record.exc_info)
+
+
 # --- leaving, limits, draining ------------------------------------------------------------------------
 
 
@@ -545,6 +561,14 @@ async def test_beyond_max_inflight_requests_are_refused_at_once(served: Served) 
     gate.set()
     assert [status for status, _, _ in await asyncio.gather(*held)] == [200, 200]
     assert served.admission.inflight == 0
+
+
+async def test_a_frontend_that_leaves_answers_and_tells_load_balancers(served: Served) -> None:
+    served.generator.script = words("Once")
+    served.admission.leave()
+    status, body = await served.get("/health")
+    assert (status, body["status"]) == (503, "draining")
+    assert (await served.post("/v1/chat/completions", CHAT))[0] == 200
 
 
 async def test_draining_refuses_new_requests_and_finishes_running_ones(served: Served) -> None:
@@ -630,8 +654,7 @@ async def test_the_deadline_is_the_loops_time(served: Served) -> None:
 
 
 def counted(outcome: str) -> float:
-    labels = {"endpoint": "chat", "outcome": outcome}
-    return REGISTRY.get_sample_value("kvmesh_frontend_requests_total", labels) or 0.0
+    return counted_in(REGISTRY, "kvmesh_frontend_requests_total", endpoint="chat", outcome=outcome)
 
 
 async def test_metrics_count_by_outcome(served: Served) -> None:
@@ -653,7 +676,7 @@ async def test_the_access_log_tells_the_tokens_of_a_request(
 ) -> None:
     """The simulator replays it."""
     caplog.set_level("INFO", "mesh.http.access")
-    async with serving(tiny.card("w", path=model_folder), logs_access=True) as served:
+    async with serving(tiny.card("w", path=model_folder), access_log=log_line) as served:
         _, _, answer = await served.post("/v1/chat/completions", CHAT)
         usage = answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
         caplog.clear()

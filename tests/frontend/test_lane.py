@@ -235,6 +235,14 @@ def test_the_long_way_is_told_how_many_tokens_passed(bench: Bench) -> None:
     assert bench.did == [b"[<1>]"] * 3 + [(one, 3)] + [b"[<1>]"] * 3 + [(one, 3), b"[<1>]"]
 
 
+def test_beyond_the_limit_a_message_goes_the_long_way(bench: Bench) -> None:
+    bench.lane.limit = 4
+    for tokens in ((1, 2, 3), (4, 5), (6,), (7,)):
+        bench.give(Delta(tokens))
+    assert bench.lane.generated == [1, 2, 3, 6]
+    assert bench.did == [b"[<1><2><3>]", (encode(Delta((4, 5))), 1), b"[<6>]", (encode(Delta((7,))), 1)]
+
+
 def test_without_texts_all_goes_the_long_way(bench: Bench) -> None:
     bench.lane.texts = None
     bench.give(Delta((1,)))
@@ -302,9 +310,10 @@ MESSAGES_RAW = st.one_of(
 
 
 @pytest.mark.skipif(not NATIVE, reason=NOT_BUILT)
-@given(raws=st.lists(MESSAGES_RAW, max_size=20), most=st.integers(0, 5))
-def test_the_native_lane_does_what_the_plain_one_does(raws: list[bytes], most: int) -> None:
+@given(raws=st.lists(MESSAGES_RAW, max_size=20), most=st.integers(0, 5), limit=st.integers(0, 400))
+def test_the_native_lane_does_what_the_plain_one_does(raws: list[bytes], most: int, limit: int) -> None:
     plain, native = Bench(PlainTokenLane, most), Bench(TokenLane, most)
+    plain.lane.limit = native.lane.limit = limit
     for raw in raws:
         shows = [bench.give(raw) for bench in (plain, native)]
         assert native.lane.generated == plain.lane.generated

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from protocol.errors import ConfigError, NoWorkerError
 from protocol.ids import WorkerId
 from protocol.messages import Role
 from tests.frontend import tiny
+from tests.support.patience import PATIENCE_S
 
 
 def test_a_model_is_ready_with_a_worker_that_can_answer() -> None:
@@ -67,6 +69,30 @@ async def test_unknown_models_and_models_without_workers_are_told_apart() -> Non
     registry.remove(WorkerId("a"))
     with pytest.raises(NoWorkerError):
         await registry.get("tiny")
+
+
+async def test_soon_after_the_start_requests_wait_for_a_worker(tmp_path: Path) -> None:
+    registry = ModelRegistry()
+    registry.hold_until(time.monotonic() + PATIENCE_S)
+    asked = asyncio.create_task(registry.get("tiny"))
+    await asyncio.sleep(0.1)
+    assert not asked.done()
+    registry.add(tiny.card("p", Role.PREFILL, path=tiny.save_model(tmp_path)))
+    await asyncio.sleep(0.1)
+    assert not asked.done(), "a worker that only prefills cannot answer"
+    registry.add(tiny.card("d", Role.DECODE, path=tmp_path))
+    assert (await asyncio.wait_for(asked, PATIENCE_S)).name == "tiny"
+
+
+async def test_the_wait_after_the_start_ends() -> None:
+    registry = ModelRegistry()
+    registry.hold_until(time.monotonic() + 0.1)
+    with pytest.raises(NoWorkerError, match="no worker has joined yet"):
+        await asyncio.wait_for(registry.get("tiny"), PATIENCE_S)
+    registry.hold_until(time.monotonic() + PATIENCE_S)
+    registry.add(tiny.card("a"))
+    with pytest.raises(UnknownModelError):
+        await asyncio.wait_for(registry.get("other"), PATIENCE_S)
 
 
 async def test_a_model_is_loaded_once_and_survives_an_impatient_caller(tmp_path: Path) -> None:

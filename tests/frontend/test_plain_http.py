@@ -13,8 +13,9 @@ import pytest
 
 from frontend.config import FrontendConfig
 from frontend.generator import Trace
+from frontend.keys.guard import ApiKeyGuard
 from frontend.report import PLACEMENT_HEADERS, placement_headers
-from frontend.security import ApiKeyGuard, open_to
+from frontend.security import open_to
 from mesh.config import load
 from protocol.errors import ConfigError, OverloadedError
 from protocol.ids import WorkerId

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -36,15 +37,15 @@ LOOPBACK = "127.0.0.1"
 
 
 @contextmanager
-def whole_mesh(folder: Path, model_path: Path, context_tokens: int) -> Iterator[str]:
-    """The URL of the frontend. `folder`: for discovery."""
+def whole_mesh(folder: Path, model_path: Path, context_tokens: int, **settings: Any) -> Iterator[str]:
+    """The URL of the frontend, which has `settings`. `folder`: for discovery."""
     url: list[str] = []
     is_up, stop_soon = threading.Event(), threading.Event()
 
     async def run() -> None:
         place = f"file:{folder}"
         async with (
-            running_frontend(place) as found,
+            running_frontend(place, **settings) as found,
             _worker(PREFILL_WORKER, Role.PREFILL, place, model_path, context_tokens),
             _worker(WORKER, Role.AGGREGATED, place, model_path, context_tokens),
         ):
@@ -71,10 +72,10 @@ def whole_mesh(folder: Path, model_path: Path, context_tokens: int) -> Iterator[
 
 
 @asynccontextmanager
-async def running_frontend(place: str) -> AsyncIterator[str]:
+async def running_frontend(place: str, **more: Any) -> AsyncIterator[str]:
     """Run a frontend with its router in this event loop; yield its URL."""
     stop, discovery = asyncio.Event(), open_discovery(place)
-    settings = FrontendConfig(port=0, discovery=place, drain_timeout_s=0, responses_store="memory")
+    settings = FrontendConfig(port=0, discovery=place, drain_timeout_s=0, responses_store="memory", **more)
     running = asyncio.create_task(serve(settings, RouterConfig(), stop))
     try:
         async for change in discovery.watch("frontends/"):

@@ -22,7 +22,7 @@ from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(bool(WHY_NONE), reason=WHY_NONE)
 PATIENCE = Patience(answer_s=1.0, tries=2, backoff_s=0.01)
-SUBJECT = f"{jetstream.SUBJECTS}.test"
+SUBJECT = f"{jetstream.SUBJECTS}.{W1}.0.test"
 
 
 @pytest.fixture(autouse=True)
@@ -324,7 +324,7 @@ async def test_a_server_that_lost_its_store_gets_a_new_stream(tmp_path: Path, in
 
 async def test_passwords_are_not_told_to_others() -> None:
     publisher = NatsKvEventPublisher("nats://user:secret@127.0.0.1:9", W1)
-    assert publisher.endpoint.startswith(f"nats://127.0.0.1:9/{jetstream.SUBJECTS}.w1.0.")
+    assert publisher.endpoint.startswith(f"nats://127.0.0.1:9/{jetstream.SUBJECTS}.user.w1.0.")
     await publisher.close()
 
 

@@ -74,6 +74,11 @@ def test_no_gpu_is_no_fault() -> None:
     assert doctor.check_gpu([], CPU_TORCH).status == "ok"
 
 
+def test_the_dtype_that_auto_takes_is_said_with_its_reason() -> None:
+    assert "the CPU has amx_bf16" in doctor.check_dtype("amx_bf16").found
+    assert "auto is float32" in doctor.check_dtype("").found
+
+
 def test_without_nixl_shared_memory_moves_the_kv() -> None:
     assert doctor.check_kv_transfer(nixl_works=False, shm_works=True).found.startswith("through shared memory")
     assert doctor.check_kv_transfer(nixl_works=True, shm_works=False).found == "over NIXL"

@@ -29,13 +29,14 @@ from mesh.plane.server import Call, PlaneServer
 from protocol.errors import OverloadedError, WireError
 from protocol.ids import WorkerId
 from protocol.messages import Clock, PeerProbe, ProbePeer, Role, WorkerCard, encode_card
+from protocol.version import RELEASE
 from tests.support.patience import PATIENCE_S
 from workers.transfer_probe import ProbeOffers, open_region, probe_transfer
 
 
 def service(name: str, kind: str = "decode", host: str = "10.0.0.1", **more: Any) -> ClusterService:
     facts: dict[str, Any] = {
-        "address": f"{host}:7000", "release": "kvmesh 0.2.0", "protocol": 2, "model": "m", "transfer": "nixl",
+        "address": f"{host}:7000", "release": f"kvmesh {RELEASE}", "protocol": 2, "model": "m", "transfer": "nixl",
     }  # fmt: skip
     return ClusterService(name=name, kind=kind, **facts | more)
 
@@ -120,7 +121,7 @@ def test_each_problem_of_a_pair_has_its_advice(pair: dict[str, Any], found: str,
     [
         (service("w", address="127.0.0.1:7000"), "no other host can reach"),
         (service("w", problem="refused"), "refused"),
-        (service("w", release="kvmesh 0.1"), "releases differ: kvmesh 0.1, kvmesh 0.2.0"),
+        (service("w", release="kvmesh 0.1"), f"releases differ: kvmesh 0.1, kvmesh {RELEASE}"),
         (service("w", clock_offset_s=-3.0), "3.0 s behind, seen from here"),
     ],
 )

@@ -37,5 +37,10 @@ def test_the_guide_has_every_port_with_its_default(service: str) -> None:
 
 
 def test_ports_are_found_in_the_settings() -> None:
-    assert ports_of("frontend") == {"--port": "8000"}
+    assert ports_of("frontend") == {
+        "--port": "8000",
+        "--limits-port": "any",
+        "--mesh-port": "any",
+        "--ui-port": "none",
+    }
     assert "--kv-events-ports" in ports_of("worker")

@@ -1,5 +1,6 @@
 """An etcd that asks for passwords, and the user of a mesh: against a real etcd-server."""
 
+import asyncio
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.etcd_user import main
-from mesh.discovery import Put
+from mesh.discovery import Deleted, Put
 from mesh.discovery.etcd import EtcdDiscovery, read_settings
 from mesh.discovery.etcd_users import HEALTH, guard
 from protocol.errors import ConfigError, UnreachableError
@@ -92,3 +93,97 @@ def test_discovery_without_a_user_is_refused(tmp_path: Path, url: str) -> None:
     (tmp_path / "root").write_text("secret")
     with pytest.raises(ConfigError, match="names no user of an etcd"):
         main(["--discovery", url, "--root-password-file", str(tmp_path / "root")])
+
+
+# --- roles ---------------------------------------------------------------------------------------------------------
+
+
+def place_of(etcd: EtcdProcess, folder: Path, user: str) -> str:
+    return f"{etcd.endpoint}/site?user={user}&password-file={folder / 'mesh'}"
+
+
+def make_user(etcd: EtcdProcess, folder: Path, user: str, role: str, *more: str) -> int:
+    url = f"etcd:{place_of(etcd, folder, user)}"
+    return main(["--discovery", url, "--root-password-file", str(folder / "root"), "--role", role, *more])
+
+
+async def may_write(rest: str, key: str) -> bool:
+    store = EtcdDiscovery(rest)
+    try:
+        await store.put(key, b"card")
+    except ConfigError:
+        return False
+    else:
+        return True
+    finally:
+        await store.close()
+
+
+KEYS = ("workers/decode-0-ab12", "workers/decoy-0-ab12", "workers/prefill-0-ab12", "routers/r", "frontends/f", "down/x")
+
+
+@pytest.mark.parametrize(
+    ("role", "more", "writes"),
+    [
+        ("worker", (), {"workers/decode-0-ab12", "workers/decoy-0-ab12", "workers/prefill-0-ab12"}),
+        ("worker", ("--name", "decode"), {"workers/decode-0-ab12"}),
+        ("router", (), {"routers/r"}),
+        ("frontend", (), {"routers/r", "frontends/f"}),
+        ("reader", (), set()),
+        ("all", (), set(KEYS)),
+    ],
+)
+async def test_a_user_writes_the_cards_of_its_role_alone(
+    etcd: EtcdProcess, tmp_path: Path, role: str, more: tuple[str, ...], writes: set[str]
+) -> None:
+    make_user(etcd, tmp_path, "one", role, *more)
+    rest = place_of(etcd, tmp_path, "one")
+    assert {key for key in KEYS if await may_write(rest, key)} == writes
+
+
+async def test_every_role_sees_the_cards_of_the_mesh(etcd: EtcdProcess, tmp_path: Path) -> None:
+    make_user(etcd, tmp_path, "writer", "worker")
+    make_user(etcd, tmp_path, "looker", "reader")
+    writer, looker = (EtcdDiscovery(place_of(etcd, tmp_path, user)) for user in ("writer", "looker"))
+    await writer.put("workers/a", b"card")
+    assert await anext(looker.watch("workers/")) == Put("workers/a", b"card")
+    await writer.close()
+    await looker.close()
+
+
+async def test_a_workers_lease_is_renewed_and_withdrawn(etcd: EtcdProcess, tmp_path: Path) -> None:
+    make_user(etcd, tmp_path, "one", "worker", "--name", "decode")
+    make_user(etcd, tmp_path, "looker", "reader")
+    worker = EtcdDiscovery(f"{place_of(etcd, tmp_path, 'one')}&lease-s=2")
+    looker = EtcdDiscovery(place_of(etcd, tmp_path, "looker"))
+    await worker.put("workers/decode-1", b"card")
+    watch = looker.watch("workers/")
+    assert await anext(watch) == Put("workers/decode-1", b"card")
+    await asyncio.sleep(3.0)  # longer than the lease
+    registration = await worker.put("workers/decode-2", b"card")
+    assert await anext(watch) == Put("workers/decode-2", b"card")
+    await registration.withdraw()
+    assert await anext(watch) == Deleted("workers/decode-2", has_lapsed=False)
+    await worker.close()
+    await looker.close()
+
+
+async def test_a_user_that_gets_another_role_loses_the_rights_of_the_first(etcd: EtcdProcess, tmp_path: Path) -> None:
+    make_user(etcd, tmp_path, "one", "all")
+    make_user(etcd, tmp_path, "one", "router")
+    rest = place_of(etcd, tmp_path, "one")
+    assert {key for key in KEYS if await may_write(rest, key)} == {"routers/r"}
+
+
+def test_a_second_run_with_a_role_changes_nothing(etcd: EtcdProcess, tmp_path: Path) -> None:
+    make_user(etcd, tmp_path, "one", "frontend")
+    before = etcd.ctl("--user", "root:root-secret", "role", "get", "one", "-w", "json")
+    make_user(etcd, tmp_path, "one", "frontend")
+    assert etcd.ctl("--user", "root:root-secret", "role", "get", "one", "-w", "json") == before
+
+
+def test_only_workers_are_limited_by_name(tmp_path: Path) -> None:
+    (tmp_path / "mesh").write_text("secret")
+    url = f"etcd:127.0.0.1:9/site?user=one&password-file={tmp_path / 'mesh'}"
+    with pytest.raises(ConfigError, match="only a worker's cards"):
+        main(["--discovery", url, "--root-password-file", str(tmp_path / "mesh"), "--role", "router", "--name", "x"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mesh import lifecycle
-from protocol.errors import ConfigError, PeerLostError
+from protocol.errors import ConfigError, ExpiredError, PeerLostError
 from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -208,3 +208,11 @@ def test_a_cancelled_main_without_a_signal_is_a_bug() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         lifecycle.run(main)
+
+
+def test_an_expired_certificate_is_no_lasting_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main(stop: asyncio.Event) -> None:
+        raise ExpiredError("it has expired")
+
+    assert lifecycle.run(main) == lifecycle.EXIT_FAILED, "its supervisor starts it again"
+    assert "it has expired" in capsys.readouterr().err

@@ -6,16 +6,15 @@ import sys
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mesh.gauges import declare
 from mesh.merged_metrics import merge
 
 NAMES = """
 import frontend.service, frontend.picker.metrics
-from mesh.gauges import together_of
+from mesh.metric_list import metric_of
 from prometheus_client import REGISTRY
 for family in REGISTRY.collect():
     if family.type == "gauge":
-        print(family.name, together_of(family.name))
+        print(family.name, metric_of(family.name) and metric_of(family.name).together)
 """
 
 
@@ -28,10 +27,9 @@ def of(kind: str, name: str, value: float) -> str:
     return f"# HELP {name} Words.\n# TYPE {name} {kind}\n{name} {value}\n"
 
 
-@pytest.mark.parametrize(("together", "value"), [("sum", 11.0), ("alike", 8.0)])
-def test_a_gauge_is_merged_as_it_is_declared(together: str, value: float) -> None:
-    declare("workers", together)  # type: ignore[arg-type]
-    assert merged(of("gauge", "workers", 8), of("gauge", "workers", 3)) == {"workers": value}
+@pytest.mark.parametrize(("name", "value"), [("kvmesh_frontend_inflight", 11.0), ("kvmesh_router_workers", 8.0)])
+def test_a_gauge_is_merged_as_it_is_declared(name: str, value: float) -> None:
+    assert merged(of("gauge", name, 8), of("gauge", name, 3)) == {name: value}
 
 
 def test_counters_are_added_and_their_start_is_not() -> None:

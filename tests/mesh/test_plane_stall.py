@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mesh.plane import link as link_module
+from mesh.plane import peer_watch as watch_module
 from mesh.plane.client import PlaneClient
 from mesh.plane.server import Call, PlaneServer
 from mesh.silence import Wire, wire_of
@@ -60,8 +60,8 @@ async def test_a_quiet_connection_with_an_open_call_is_not_checked(monkeypatch: 
         await go_on.wait()
         await call.send(ModelFilePart(data=b""))
 
-    monkeypatch.setattr(link_module, "WIRE_CHECK_S", 0.02)
-    monkeypatch.setattr(link_module, "wire_of", counted)
+    monkeypatch.setattr(watch_module, "WIRE_CHECK_S", 0.02)
+    monkeypatch.setattr(watch_module, "wire_of", counted)
     server, client = PlaneServer({"hold": hold}), PlaneClient()
     address = await server.start("127.0.0.1")
     held = asyncio.create_task(client.ask(address, "hold", ModelFileRequest(sha256=""), ModelFilePart, PATIENCE_S))

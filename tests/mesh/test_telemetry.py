@@ -4,6 +4,8 @@ import asyncio
 import io
 import logging
 import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,8 +16,18 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from mesh.config import load
-from mesh.telemetry import LogFormat, LogLevel, log_ready, request_context, serve_metrics, setup_logging
-from protocol.errors import ConfigError
+from mesh.log_flood import BURST
+from mesh.telemetry import (
+    ACCESS_LOG,
+    FloodFilter,
+    LogFormat,
+    LogLevel,
+    log_ready,
+    request_context,
+    serve_metrics,
+    setup_logging,
+)
+from protocol.errors import ConfigError, EngineError
 
 log = logging.getLogger("router.service")
 
@@ -103,7 +115,34 @@ def test_exceptions_come_with_their_traceback(fmt: str) -> None:
         log.exception("failed")
     text = "\n".join(lines_of(out)) if fmt == "text" else str(json_lines(out)[0]["exception"])
     assert "Traceback" in text
-    assert "KeyError: 'gone'" in text
+    assert "KeyError: (a text of 6 characters is left out)" in text
+
+
+@pytest.mark.parametrize("fmt", ["text", "json"])
+def test_tracebacks_hold_no_texts_of_foreign_exceptions(fmt: str) -> None:
+    """An engine may write a prompt there; our own errors and those of the system say what is wrong."""
+    out = io.StringIO()
+    setup_logging("router", level="debug", fmt=fmt, stream=out)
+    secret = "SEC" + "RET"  # the lines of the source are shown
+
+    def fail() -> None:
+        try:
+            raise ValueError(secret)
+        except ValueError as error:
+            error.add_note(secret)
+            raise ExceptionGroup(secret, [RuntimeError(secret), EngineError("it broke")]) from error
+
+    try:
+        fail()
+    except ExceptionGroup:
+        log.exception("failed")
+    try:
+        open("/nonexistent").close()
+    except OSError:
+        log.exception("failed")
+    assert "SECRET" not in out.getvalue()
+    for told in ("ValueError", "RuntimeError", "it broke", "No such file or directory", "in fail"):
+        assert told in out.getvalue()
 
 
 @pytest.mark.parametrize("value", ["\ud800", 2**70, {1: object()}, {("a",): 1}])
@@ -197,3 +236,49 @@ def test_the_metrics_url_names_the_host_that_others_use() -> None:
     url, close = serve_metrics("127.0.0.1", 0, advertise_host="prefill-0", registry=CollectorRegistry())
     close()
     assert url.startswith("http://prefill-0:")
+
+
+def test_a_flood_of_one_kind_is_cut_and_counted() -> None:
+    out = io.StringIO()
+    setup_logging("router", stream=out)
+    for n in range(1000):
+        log.warning("replied 503: %d", n)
+    log.warning("something else")
+    (flood,) = [one for one in logging.getLogger().handlers[0].filters if isinstance(one, FloodFilter)]
+    flood.tell()
+    lines = lines_of(out)
+    assert len([line for line in lines if "replied 503" in line]) in range(BURST, BURST + 5)
+    assert len([line for line in lines if "something else" in line]) == 1
+    assert "more of these were left out: test_telemetry.py, line" in lines[-1]
+    before = len(lines)
+    flood.tell()
+    assert len(lines_of(out)) == before, "nothing was left out since"
+
+
+def test_exceptions_of_two_types_are_two_kinds() -> None:
+    out = io.StringIO()
+    setup_logging("router", stream=out)
+    for n in range(200):
+        try:
+            raise ValueError(n) if n < 199 else KeyError(n)
+        except Exception:
+            log.exception("failed")
+    assert "KeyError: (a text" in out.getvalue()
+
+
+def test_each_line_of_the_access_log_is_written() -> None:
+    out = io.StringIO()
+    setup_logging("frontend", stream=out)
+    for _ in range(500):
+        logging.getLogger(ACCESS_LOG).info("request")
+    assert len(lines_of(out)) == 500
+
+
+def test_a_process_that_ends_says_what_it_left_out() -> None:
+    code = (
+        "import logging; from mesh.telemetry import setup_logging; setup_logging('x')\n"
+        "for n in range(300): logging.getLogger('a').warning('again')"
+    )
+    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr.splitlines()
+    assert len(lines) in range(BURST, BURST + 10)
+    assert "more of these were left out" in lines[-1]

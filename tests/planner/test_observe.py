@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from msgspec import structs
 
 from mesh.discovery.memory import MemoryDiscovery
 from planner.connectors.connector import Fleets
@@ -110,6 +111,43 @@ async def test_the_mode_decides_which_workers_count_and_others_are_logged(caplog
     assert "b is an" not in caplog.text, "one of a kind is enough"
     await discovery.close()
     await asyncio.gather(*following)
+
+
+async def test_a_worker_that_an_operator_has_drained_does_not_count() -> None:
+    discovery, view = MemoryDiscovery(), MeshView()
+    await discovery.put("workers/d", encode(card("d", Role.DECODE)))
+    await discovery.put("workers/e", encode(structs.replace(card("e", Role.DECODE), resting="drained")))
+    following = asyncio.create_task(view.follow(discovery))
+    await turns()
+    assert [c.name for c in view.decoding()] == ["d"]
+    await discovery.close()
+    await following
+
+
+async def test_a_worker_that_runs_counts_when_its_lease_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the planner would start another in its place. One that does not answer, or has a successor, is gone."""
+    monkeypatch.setattr("mesh.lapsed.ASK_AGAIN_S", 0.0)
+    up = {"http://runs:1", "http://again:1"}
+
+    async def answers(url: str) -> bool:
+        return url in up
+
+    discovery, view = MemoryDiscovery(), MeshView(answers=answers)
+    for name in ("runs", "dead", "again"):
+        await discovery.put(f"workers/{name}-1", encode(card(name, metrics_url=f"http://{name}:1")))
+    await discovery.put("workers/again-2", encode(card("again", metrics_url="http://again:1")))
+    following = asyncio.create_task(view.follow(discovery))
+    await turns()
+    assert len(view.decoding()) == 4
+    for name in ("runs", "dead", "again"):
+        discovery.remove(f"workers/{name}-1", has_lapsed=True)
+    await turns()
+    assert sorted(c.name for c in view.decoding()) == ["again", "runs"]
+    up.clear()
+    await turns()
+    assert [c.name for c in view.decoding()] == ["again"], "it has ended meanwhile"
+    await discovery.close()
+    await following
 
 
 async def test_pieces_follow_each_other(server: Server, http: aiohttp.ClientSession) -> None:

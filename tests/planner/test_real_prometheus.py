@@ -54,6 +54,7 @@ async def until_known(source: PrometheusSource, mesh: Mesh) -> None:
             await ask(mesh)
 
 
+@pytest.mark.long
 async def test_traffic_through_a_real_prometheus_is_the_same(mesh: Mesh, prometheus: PrometheusProcess) -> None:
     async with aiohttp.ClientSession() as http:
         itself = FrontendSource(http, lambda: {mesh.url: 1}, PATIENCE_S)

@@ -31,6 +31,8 @@ CARD = WorkerCard(
         ("capacity", float("inf")),
         ("rank_kv_events", (("tcp://a:1", ""),)),
         ("worker_id", "w2"),
+        ("kv_key", "x" * 39),
+        ("kv_key", " " * 40),
         ("loras", ("x",) * (MAX_LORAS + 1)),
         ("features", ("x",) * (MAX_FEATURES + 1)),
     ],

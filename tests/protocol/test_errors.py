@@ -2,7 +2,15 @@
 
 import pytest
 
-from protocol.errors import ConfigError, InvalidRequestError, MeshError, NoWorkerError, OverloadedError, WireError
+from protocol.errors import (
+    ConfigError,
+    InvalidRequestError,
+    MeshError,
+    NoWorkerError,
+    OverloadedError,
+    WireError,
+    shown_error,
+)
 from protocol.messages import Failure, decode, encode, error_of, failure_of
 
 
@@ -54,3 +62,8 @@ def test_the_fields_of_a_peers_error_are_bounded() -> None:
 def test_a_field_of_an_error_has_its_type(field: str) -> None:
     with pytest.raises(WireError, match="Failure"):
         decode(encode({"code": "c", "message": "m", field: [1]}), Failure)
+
+
+def test_foreign_texts_are_left_out_but_what_a_device_says() -> None:
+    assert shown_error(ValueError("the prompt")) == "(a text of 10 characters is left out)"
+    assert shown_error(RuntimeError("CUDA out of memory. Tried 2 GiB.\nthe rest")) == "CUDA out of memory. Tried 2 GiB."

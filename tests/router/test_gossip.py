@@ -1,15 +1,22 @@
 """Routers report their load to each other, and forget the load of routers that fall silent."""
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvevents.door import KeyPair, new_keys, show_key
+from kvevents.sockets import LoopSocket, open_socket
 from mesh.discovery.memory import MemoryDiscovery
+from mesh.identity.credentials import Credentials
+from mesh.identity.names import MeshRole
 from mesh.plane.client import PlaneClient
 from protocol.errors import ConfigError, FeedLostError, WireError
 from protocol.hashing import pack_hashes
@@ -33,6 +40,7 @@ from router.index import Holder
 from router.load import NOTHING, ActiveLoad, Share
 from router.local import LocalRouter
 from tests.support.budget import examples
+from tests.support.certificates import TestCa
 from tests.support.patience import PATIENCE_S
 
 A, B = Holder(WorkerId("a"), 0), Holder(WorkerId("b"), 1)
@@ -330,9 +338,9 @@ async def until(condition: Callable[[], bool]) -> None:
 class Mesh:
     """Routers as inside frontends: they meet through discovery and answer nobody but the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: Credentials | None) -> None:
         self.discovery = MemoryDiscovery()
-        self.plane = PlaneClient()
+        self.plane = PlaneClient(credentials)
         self.routers: dict[str, LocalRouter] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
 
@@ -368,9 +376,9 @@ class Mesh:
         await self.discovery.close()
 
 
-@pytest_asyncio.fixture
-async def mesh() -> AsyncIterator[Mesh]:
-    mesh = Mesh()
+@pytest_asyncio.fixture(params=["open", "closed"])
+async def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Mesh]:
+    mesh = Mesh(TestCa(tmp_path / "ca").member(MeshRole.FRONTEND) if request.param == "closed" else None)
     for name in ("d1", "d2"):
         await mesh.discovery.put(f"workers/{name}", encode(card(name)))
     yield mesh
@@ -434,6 +442,36 @@ async def test_a_request_that_waits_goes_when_another_router_makes_room(mesh: Me
     both[0].end(ok=True)
 
 
+@pytest.mark.parametrize("mesh", ["closed"], indirect=True)
+@pytest.mark.parametrize("keys", [None, new_keys()], ids=["plain", "with a key of its own"])
+async def test_a_stranger_hears_no_gossip_of_a_closed_mesh(mesh: Mesh, keys: KeyPair | None) -> None:
+    first, second = [await mesh.start(name) for name in "ab"]
+    heard: list[list[bytes]] = []
+    sub = open_socket(zmq.SUB)
+    sub.setsockopt(zmq.SUBSCRIBE, b"")
+    if keys is not None:
+        show_key(sub, keys, first.card().gossip_key)
+    sub.connect(first.card().gossip)
+    stranger = LoopSocket(sub, heard.append)
+    for number in range(4):
+        await first.place(request(f"r{number}", pin=WorkerId("d1")), 5)
+        await asyncio.sleep(0.1)
+    await until(lambda: seen(second) == (640, 4, 4))
+    stranger.close()
+    assert not heard
+
+
+@pytest.mark.parametrize("mesh", ["closed"], indirect=True)
+async def test_an_open_router_is_not_followed_in_a_closed_mesh(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    first = await mesh.start("a")
+    await mesh.discovery.put("routers/b", encode(RouterCard(name="b", gossip="tcp://127.0.0.1:9")))
+    await mesh.discovery.put("routers/c", encode(RouterCard(name="c", gossip="tcp://127.0.0.1:9", gossip_key="x")))
+    await until(lambda: "its gossip_key is no key" in caplog.text)
+    assert "the gossip of router b is not followed: it is open" in caplog.text
+    assert first.gossip is not None
+    assert first.gossip.peers == 0
+
+
 async def test_a_router_alone_says_nothing(mesh: Mesh) -> None:
     router = await mesh.start("a")
     gossip = router.gossip
@@ -492,7 +530,7 @@ async def test_cards_that_cannot_be_followed_are_passed_over(mesh: Mesh) -> None
 
 async def test_a_router_that_listens_outlives_its_lease(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle router says nothing, and it may have lost discovery only."""
-    monkeypatch.setattr("router.lapsed.ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr("mesh.lapsed.ASK_AGAIN_S", 0.02)
     first, second = [await mesh.start(name) for name in "ab"]
     assert first.gossip is not None
     mesh.discovery.remove("routers/b", has_lapsed=True)
@@ -507,8 +545,10 @@ async def test_a_port_that_is_taken_is_a_bad_setting(mesh: Mesh) -> None:
     first = await mesh.start("a")
     assert first.gossip is not None
     port = int(first.gossip.endpoint.rpartition(":")[2])
+    threads = os.listdir("/proc/self/task")
     with pytest.raises(ConfigError, match="cannot gossip"):
         LocalRouter(RouterConfig(gossip_port=port), mesh.plane, WorkerFeed())
+    assert set(os.listdir("/proc/self/task")) <= set(threads), "nothing of it is left running"
 
 
 async def test_without_gossip_nothing_is_opened(mesh: Mesh) -> None:
@@ -525,5 +565,5 @@ async def test_the_end_of_discovery_is_a_failure() -> None:
     await discovery.close()
     with pytest.raises(FeedLostError):
         await following
-    gossip.close()
-    gossip.close()
+    await gossip.close()
+    await gossip.close()

@@ -62,6 +62,17 @@ USUAL: list[tuple[str, list[object], set[tuple[int, int]]]] = [
     ("its number alone", [stored_map(lora_id=-3)], {(p, Tier.DEVICE) for p in prefixes("lora-id--3")}),
     ("a large one", [stored_map(lora_id=2**64 - 1)], {(p, 0) for p in prefixes(f"lora-id-{2**64 - 1}")}),
     ("a salt", [stored_map(cache_salt="s")], {(p, Tier.DEVICE) for p in prefixes(None, "s")}),
+    ("a salt in the keys", [stored_map(extra_keys=[["s"], None])], {(p, 0) for p in prefixes(None, "s")}),
+    (
+        "an adapter and a salt in the keys",
+        [stored_map(extra_keys=[[["image", 3], "l", b"digest", "s"], ["l"]], lora_name="l")],
+        {(p, 0) for p in prefixes("l", "s")},
+    ),
+    ("an adapter alone in the keys", [stored_map(extra_keys=[["l"], ["l"]], lora_name="l")], {
+        (p, 0) for p in prefixes("l")
+    }),
+    ("keys of a later block", [stored_map(extra_keys=[None, ["s"]])], {(p, 0) for p in prefixes()}),
+    ("no keys", [stored_map(extra_keys=None)], {(p, 0) for p in prefixes()}),
     ("both empty", [stored_map(cache_salt="", lora_name="")], {(p, Tier.DEVICE) for p in prefixes()}),
     ("the array form", [["BlockStored", [1, 2], None, [5, 300, 70_000, 2**32 - 1], 2]], {(p, 0) for p in prefixes()}),
     (

@@ -429,6 +429,18 @@ def test_an_avoided_worker_is_used_if_it_is_alone() -> None:
     assert place(state, "r2", now=10.1) == "d1"
 
 
+def test_decode_workers_compute_while_the_only_prefill_worker_is_avoided() -> None:
+    """Its card may stand for a dead process: each request would try it first."""
+    state = router(card("p", P), card("d"), suspect_s=2.0)
+    asked = request("r0", prompt(1, 40), exclude=(WorkerId("p"),))
+    state.place(asked, 10.0)
+    assert where(state.place(request("r1", prompt(2, 40), disaggregate=None), 10.1)) == (None, "d")
+    assert where(state.place(request("r2", prompt(3, 40), disaggregate=True), 10.1)) == ("p", "d"), "as asked for"
+    assert where(state.place(request("r3", prompt(4, 40), pin_prefill=WorkerId("p")), 10.1)) == ("p", "d")
+    end(state, "r0", "r1", "r2", "r3", ok=False)
+    assert where(state.place(request("r4", prompt(5, 40), disaggregate=None), 12.2)) == ("p", "d")
+
+
 def test_a_placement_that_fails_books_nothing() -> None:
     state = router()
     with pytest.raises(NoWorkerError):

@@ -339,6 +339,15 @@ def test_the_wait_is_estimated_from_the_observed_rate() -> None:
     assert queue.refusal(30.0).retry_after_s in (10, 11)
 
 
+def test_the_wait_in_a_young_queue_is_that_of_earlier_queues() -> None:
+    queue = queue_of(*(item(f"r{i}") for i in range(40)))
+    newcomer = item("x")
+    assert queue.wait_s(newcomer, 0.0, gap_s=0.25) == pytest.approx(41 * 0.25)
+    for number in range(1, 21):  # it is twice as slow now
+        pop(queue, now=number / 2)
+    assert queue.wait_s(newcomer, 10.0, gap_s=0.25) == pytest.approx(21 * 0.5, rel=0.2)
+
+
 def test_a_queue_that_stands_still_says_so() -> None:
     queue = queue_of(*(item(f"r{i}") for i in range(20)))
     assert queue.retry_after_s(1.0) < queue.retry_after_s(2.0) < queue.retry_after_s(30.0) == MAX_RETRY_S

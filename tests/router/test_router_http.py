@@ -114,13 +114,14 @@ async def test_a_placement_says_where_and_why_and_is_booked(served: Served) -> N
     answer = await served.place(explain=True)
     booking = answer.pop("booking")
     explanation = answer.pop("explanation")
+    plain = {"dp_rank": 0, "overlap_blocks": 0, "retokenizes": False}
     assert answer == {
         "lease_s": 120.0,
         "model": "m",
         "block_size": BLOCK,
         "isl_tokens": 170,
-        "decode": {"worker_id": "d1-id", "name": "d1", "address": "d1:1", "dp_rank": 0, "overlap_blocks": 0},
-        "prefill": {"worker_id": "p1-id", "name": "p1", "address": "p1:1", "dp_rank": 0, "overlap_blocks": 0},
+        "decode": {"worker_id": "d1-id", "name": "d1", "address": "d1:1", **plain},
+        "prefill": {"worker_id": "p1-id", "name": "p1", "address": "p1:1", **plain},
         "reason": "170 of 170 prompt tokens are to compute",
     }
     assert explanation["policy"] == "kv"
@@ -478,7 +479,7 @@ async def test_python_m_router_serves_it(tmp_path: Path) -> None:
             async with http.post("/place", json=PLACE) as reply:
                 assert (await reply.json())["decode"]["name"] == "d1"
             async with http.get("/metrics") as reply:
-                assert "kvmesh_router_in_flight 1.0" in await reply.text()
+                assert 'kvmesh_router_in_flight{component="router",namespace="kvmesh"} 1.0' in await reply.text()
         stop.set()
         await serving
     await discovery.close()

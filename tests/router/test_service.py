@@ -562,7 +562,7 @@ async def test_an_embedded_router_is_not_asked(world: World) -> None:
 
 async def test_a_router_that_answers_outlives_its_lease(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A router without a lease may have lost discovery only."""
-    monkeypatch.setattr("router.lapsed.ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr("mesh.lapsed.ASK_AGAIN_S", 0.02)
     await world.start_router("a")
     await world.add(card("d1"))
     world.discovery.remove("routers/a", has_lapsed=True)
@@ -587,7 +587,7 @@ async def test_a_router_that_is_gone_leaves_with_its_lease(world: World, there: 
 
 
 async def test_a_router_that_renews_its_lease_is_asked_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.lapsed.ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr("mesh.lapsed.ASK_AGAIN_S", 0.02)
     await world.start_router("a")
     world.discovery.remove("routers/a", has_lapsed=True)
     await asyncio.sleep(0.05)

@@ -4,8 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.ids import WorkerId
+from protocol.messages import Role
 from router.index import Holder
 from router.warmup import WarmUp
+from tests.support.routing import card, prompt, request, router, where
 
 OLD, OLDER, NEW = (Holder(WorkerId(name), 0) for name in ("old", "older", "new"))
 
@@ -61,6 +63,17 @@ def test_where_all_candidates_are_new_none_is_held_back() -> None:
     warmup.joined(OLD.worker_id, 1.0)
     assert warmup.held_back([(OLD, 5), (NEW, 50)], -1, 2.0) == []
     assert warmup.held_back([], 5, 2.0) == []
+
+
+def test_the_only_prefill_worker_takes_all_prompts_while_it_is_new() -> None:
+    """Also while the card of the killed one before it stands: it is avoided, so nobody is compared with it."""
+    state = router(card("d1"), card("p1", Role.PREFILL))
+    state.fleet.add_worker(card("p2", Role.PREFILL), 60.0)
+    state.fleet.avoid([WorkerId("p1")], 60.0)
+    placed = [where(state.place(request(f"r{n}", prompt(n), disaggregate=True), 60.1)) for n in range(5)]
+    state.remove_worker(WorkerId("p1"))
+    placed += [where(state.place(request(f"s{n}", prompt(9 + n), disaggregate=True), 60.2)) for n in range(5)]
+    assert placed == [("p2", "d1")] * 10
 
 
 def test_each_rank_of_a_newcomer_may_have_its_share() -> None:

@@ -55,7 +55,7 @@ class Site:
 
 @pytest_asyncio.fixture
 async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    monkeypatch.setattr("router.lapsed.ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr("mesh.lapsed.ASK_AGAIN_S", 0.05)
     site = Site()
     await site.start()
     yield site
@@ -143,3 +143,21 @@ async def test_cards_of_one_address_stay_while_neither_worker_answers(site: Site
     await site.until(lambda: site.joined == 2)
     await asyncio.sleep(0.2)
     assert set(site.present) == {site.card.worker_id, other}
+
+
+async def test_a_worker_that_rests_has_left_until_its_card_says_otherwise(site: Site) -> None:
+    key = f"workers/{site.worker_id}"
+    await site.discovery.put(key, encode(replace(site.card, resting="drained")))
+    await site.until(lambda: not site.present)
+    assert site.feed.resting[site.worker_id].resting == "drained"
+    assert "it is drained" in str(site.feed.report())
+    await site.discovery.put(key, encode(site.card))
+    await site.until(lambda: site.worker_id in site.present)
+    assert (site.feed.resting, site.joined) == ({}, 2)
+
+
+async def test_a_resting_worker_that_ends_is_forgotten(site: Site) -> None:
+    resting = await site.discovery.put(f"workers/{site.worker_id}", encode(replace(site.card, resting="asleep")))
+    await site.until(lambda: not site.present)
+    await resting.withdraw()
+    await site.until(lambda: not site.feed.resting)

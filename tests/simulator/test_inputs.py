@@ -2,6 +2,8 @@
 
 import json
 import random
+from array import array
+from base64 import b64encode
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError
+from protocol.hashing import unpack_hashes
 from simulator.access_log import read_access_log
 from simulator.loads import Rate, Shape, arrivals, bursty, constant, diurnal, sawtooth, step, synthesize
 from simulator.mooncake import stream_rows
@@ -101,6 +104,43 @@ def test_requests_of_an_access_log_arrive_when_they_began(tmp_path: Path) -> Non
     requests = list(read_access_log(path, 16, osl_tokens=50, isl_tokens=320))
     assert [(r.arrival_s, r.isl_tokens, r.osl_tokens) for r in requests] == [(0, 320, 50), (7, 320, 50), (11, 64, 9)]
     assert len({r.names for r in requests}) == 3
+
+
+def with_blocks(blocks: list[int], **fields: object) -> str:
+    packed = b64encode(array("Q", blocks).tobytes()).decode()
+    return line("2026-01-01T00:00:14.000Z", 1000, block_size=16, blocks=packed, **fields)
+
+
+def test_prompts_of_an_access_log_share_what_they_shared(tmp_path: Path) -> None:
+    path = tmp_path / "access.jsonl"
+    path.write_text("\n".join([with_blocks([1, 2, 3, 4], isl_tokens=70), with_blocks([1, 2, 5], isl_tokens=50)]))
+    first, second = read_access_log(path, 16, osl_tokens=9)
+    assert unpack_hashes(first.names).tolist() == [1, 2, 3, 4]
+    assert unpack_hashes(second.names).tolist() == [1, 2, 5]
+    coarse = [unpack_hashes(request.names).tolist() for request in read_access_log(path, 32, osl_tokens=9)]
+    assert coarse == [[2, 4], [2]]
+
+
+def test_blocks_that_a_log_left_out_are_shared_with_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "access.jsonl"
+    path.write_text("\n".join([with_blocks([1], isl_tokens=48)] * 2))
+    first, second = (unpack_hashes(request.names).tolist() for request in read_access_log(path, 16, osl_tokens=9))
+    assert len(first) == len(second) == 3
+    assert set(first) & set(second) == {1}
+
+
+def test_a_log_is_read_with_all_its_files(tmp_path: Path) -> None:
+    """Two processes write it, and one of their files was set aside."""
+    for name, second, isl in [("log.a.1", 10, 1), ("log.a", 12, 3), ("log.b", 11, 2)]:
+        (tmp_path / name).write_text(line(f"2026-01-01T00:00:{second}.000Z", 1, isl_tokens=isl))
+    assert [request.isl_tokens for request in read_access_log(tmp_path / "log", 16, osl_tokens=9)] == [1, 2, 3]
+
+
+def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "access.jsonl"
+    path.write_text(with_blocks([1], isl_tokens=48))
+    with pytest.raises(ConfigError, match="--block-size 16"):
+        list(read_access_log(path, 24, osl_tokens=9))
 
 
 def test_a_log_without_requests_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from mesh.plane.client import Consumer
-from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError
+from protocol.errors import DeadlineExceededError, MeshError, NoWorkerError, UnreachableError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
     CandidateReport,
@@ -24,6 +24,7 @@ from protocol.messages import (
     RouteRequest,
     Target,
     Ticket,
+    WorkerIdentity,
     decode,
     encode,
     unpack_tokens,
@@ -45,9 +46,17 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
 class FakeWorker:
     """One script per call; the last is played again and again. Without a script it answers to the end."""
 
-    def __init__(self, name: str, role: Role, *scripts: Sequence[Step], overlap_blocks: int = 0) -> None:
+    def __init__(
+        self, name: str, role: Role, *scripts: Sequence[Step], overlap_blocks: int = 0, retokenizes: bool = False
+    ) -> None:
         worker_id = WorkerId(f"{name}-id")
-        self.target = Target(worker_id=worker_id, name=name, address=f"{name}:1", overlap_blocks=overlap_blocks)
+        self.target = Target(
+            worker_id=worker_id,
+            name=name,
+            address=f"{name}:1",
+            overlap_blocks=overlap_blocks,
+            retokenizes=retokenizes,
+        )
         self.role = role
         self.scripts = list(scripts)
         self.requests: list[GenerateRequest] = []
@@ -55,6 +64,7 @@ class FakeWorker:
         self.cancelled = 0  # calls that the caller left before their end
         self.embeddings: list[bytes | MeshError] = []  # answers, the last again and again
         self.embed_requests: list[EmbedRequest] = []
+        self.lives = True  # although a connection breaks; otherwise its process has ended
 
     def ticket(self, request: GenerateRequest) -> Ticket:
         number = len(self.requests)
@@ -114,6 +124,7 @@ class FakeMesh:
         self.booked: set[RequestId] = set()
         self.reused: list[int | None] = []  # what each booking was told with its first token
         self.progress: list[int] = []  # tokens of answers, as bookings were told
+        self.finished: list[int] = []
         self.has_room: asyncio.Event | None = None  # requests wait in the router's queue for it
         self.open_calls = 0
         self.released: list[tuple[str, ReleaseOffer]] = []
@@ -133,6 +144,9 @@ class FakeMesh:
         finally:
             self.booked.remove(request.request_id)
 
+    def check(self, request: RouteRequest, timeout_s: float) -> None:
+        pass
+
     async def preview(self, request: RouteRequest, timeout_s: float) -> Placed:
         self.previewed.append(request)
         return self._place(request)
@@ -150,7 +164,9 @@ class FakeMesh:
         return Placed(decode=decoders[0].target, prefill=prefill, reason="a script", explanation=explanation)
 
     @asynccontextmanager
-    async def open(self, address: str, method: str, body: object, timeout_s: float) -> AsyncIterator["_FakeStream"]:
+    async def open(
+        self, address: str, method: str, body: object, timeout_s: float, *, hasty: bool = False
+    ) -> AsyncIterator["_FakeStream"]:
         assert method == "generate"
         assert isinstance(body, GenerateRequest)
         if timeout_s <= 0:
@@ -165,10 +181,16 @@ class FakeMesh:
             if not stream.ended:
                 worker.cancelled += 1
 
-    async def ask(self, address: str, method: str, body: object, reply: type[Embedding], timeout_s: float) -> Embedding:
+    async def ask(
+        self, address: str, method: str, body: object, reply: type[object], timeout_s: float, *, hasty: bool = False
+    ) -> Embedding | WorkerIdentity:
+        worker = next(w for w in self.workers if w.target.address == address)
+        if method == "identify":
+            if not worker.lives:
+                raise UnreachableError("refused") from ConnectionRefusedError()
+            return WorkerIdentity(worker_id=worker.target.worker_id)
         assert (method, reply) == ("embed", Embedding)
         assert isinstance(body, EmbedRequest)
-        worker = next(w for w in self.workers if w.target.address == address)
         worker.embed_requests.append(body)
         said = worker.embeddings.pop(0) if len(worker.embeddings) > 1 else worker.embeddings[0]
         if isinstance(said, MeshError):
@@ -215,6 +237,9 @@ class _FakeBooking:
 
     def progress(self, osl_tokens: int) -> None:
         self._mesh.progress.append(osl_tokens)
+
+    def finished(self, osl_tokens: int) -> None:
+        self._mesh.finished.append(osl_tokens)
 
 
 class _FakeStream:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from frontend.generator import DeltaConsumer, Hints, Trace
-from protocol.errors import NoWorkerError
+from protocol.errors import MeshError, NoWorkerError
 from protocol.ids import RequestId
 from protocol.messages import (
     Delta,
@@ -64,11 +64,16 @@ class ScriptedGenerator:
         self.hints: list[Hints] = []
         self.deadlines: list[float] = []
         self.placed: Placed | None = None  # the answer to a preview
+        self.refusal: MeshError | None = None  # of every request, before its prompt is read
         self.previewed: list[tuple[GenerateRequest, Hints]] = []
         self.started = asyncio.Event()  # a first request has come
         self.ended = asyncio.Event()  # a generator has ended, in whatever way
         self.deltas_taken = 0
         self.closed_early = 0  # generators that did not come to their end: cancelled
+
+    def check(self, model: str, hints: Hints, max_tokens: int, deadline: float) -> None:
+        if self.refusal is not None:
+            raise self.refusal
 
     async def preview(self, request: GenerateRequest, hints: Hints, deadline: float) -> Placed:
         self.previewed.append((request, hints))

@@ -18,6 +18,7 @@ from prometheus_client.samples import Sample
 
 from protocol.errors import WireError
 from protocol.messages import FrontendCard, WorkerCard, decode
+from tests.support import mesh_tls
 from tests.support.patience import PATIENCE_S
 
 START_S = 60.0
@@ -31,7 +32,8 @@ class Mesh:
         self.process = process
         self.run_dir = run_dir
         self.url = ""
-        self._scraper = httpx.Client(timeout=PATIENCE_S, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._scraper = httpx.Client(timeout=PATIENCE_S, verify=mesh_tls.verify(), limits=limits)
 
     @property
     def http(self) -> httpx.Client:
@@ -60,6 +62,14 @@ class Mesh:
         card = decode(value, FrontendCard)
         self.url = card.url
         return card
+
+    def observed(self, url: str) -> str:
+        """Return where a member of a closed mesh finds a frontend's page that is at `url` in an open one."""
+        for value in self.entries("frontends/").values():
+            card = decode(value, FrontendCard)
+            if card.mesh_url and url.startswith(card.url):
+                return card.mesh_url + url.removeprefix(card.url)
+        return url
 
     def pid(self, name: str) -> int:
         return self.workers()[name].pid
@@ -93,8 +103,15 @@ class Mesh:
 
     def workers_seen(self, url: str | None = None) -> int:
         """Return how many workers the frontend knows, or the one at `url`. It reads a card with some delay."""
-        seen = self._scraper.get(f"{url or self.url}/health").json()["workers"]
+        seen = self._scraper.get(self.observed(f"{url or self.url}/health")).json()["workers"]
         return sum(sum(of_model.values()) for of_model in seen.values())
+
+    def route(self, prompt: Sequence[int], headers: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Ask the frontend where a prompt would run: as a member of the mesh, where the mesh is closed."""
+        url = self.observed(f"{self.url}/kvmesh/route")
+        response = self._scraper.post(url, json={"model": "tiny", "prompt": list(prompt)}, headers=dict(headers or {}))
+        assert response.status_code == 200, response.text
+        return dict(response.json())
 
     def complete(self, prompt: str | Sequence[int], **body: Any) -> dict[str, Any]:
         """A text completion, greedy unless said otherwise."""
@@ -118,10 +135,13 @@ class Mesh:
 
     def samples(self, worker: str | None = None, url: str | None = None) -> list[Sample]:
         """All metrics of the frontend or of a worker."""
+        return [s for family in text_string_to_metric_families(self.page(worker, url)) for s in family.samples]
+
+    def page(self, worker: str | None = None, url: str | None = None) -> str:
+        """Return the metrics of the frontend or of a worker as they are written."""
         if url is None:
             url = f"{self.url}/metrics" if worker is None else self.workers()[worker].metrics_url
-        families = text_string_to_metric_families(self._scraper.get(url).text)
-        return [sample for family in families for sample in family.samples]
+        return self._scraper.get(self.observed(url)).text
 
     def processes(self) -> list[psutil.Process]:
         root = psutil.Process(self.process.pid)

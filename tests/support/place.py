@@ -19,10 +19,11 @@ class FakePlace:
         self.publishers: Sequence[Any] = publishers
         self.done: list[str] = []
         self.infos: list[EngineInfo] = []  # with which it has joined
+        self.resting = ""
         self.on_change: Callable[[], object] = lambda: None
 
     async def join(self, info: EngineInfo) -> None:
-        self.done.append(f"join as {self.role.value}")
+        self.done.append(f"join as {self.resting or self.role.value}")
         self.infos.append(info)
 
     async def leave(self) -> None:

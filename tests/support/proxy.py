@@ -1,6 +1,7 @@
-"""A TCP connection that a test can cut."""
+"""A TCP connection that a test can cut, or turn into a black hole."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 
@@ -12,7 +13,10 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._is_cut = False
+        self.swallows_requests = False  # what clients send is read, and goes nowhere
+        self.swallows_answers = False  # ... what the target sends
         self.port = 0
+        self.calls = 0  # to workers for an answer, as long as both directions or one are swallowed
 
     async def start(self) -> "Proxy":
         self._server = await asyncio.start_server(self._pass, "127.0.0.1", 0)
@@ -41,14 +45,22 @@ class Proxy:
             return
         with suppress(OSError):
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
-            await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+            await asyncio.gather(
+                self._pump(reader, far_writer, lambda: self.swallows_requests),
+                self._pump(far_reader, writer, lambda: self.swallows_answers),
+            )
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, swallows: Callable[[], bool]
+    ) -> None:
         self._writers.add(writer)
         try:
             while data := await reader.read(1 << 16):
-                writer.write(data)
-                await writer.drain()
+                if self.swallows_requests or self.swallows_answers:
+                    self.calls += data.count(b"generate")
+                if not swallows():
+                    writer.write(data)
+                    await writer.drain()
         except OSError:
             pass
         finally:

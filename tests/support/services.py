@@ -17,6 +17,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.tiny_model import CHECKPOINT_DIR
+from tests.support import mesh_tls
 from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
 
@@ -85,8 +86,8 @@ class Services:
 
     def until_ready(self, *names: str) -> None:
         for name in names:
-            until(lambda name=name: "ready" in self.log(name) or self._has_ended(name), what=f"{name} to be ready")
-            assert not self._has_ended(name), self.log(name)
+            until(lambda name=name: "ready" in self.log(name) or self.has_ended(name), what=f"{name} to be ready")
+            assert not self.has_ended(name), self.log(name)
 
     def error_of(self, name: str) -> str:
         """Wait until a service has ended because of an error, and return it: the one and last line that tells of it."""
@@ -102,7 +103,7 @@ class Services:
 
         until(lambda: seen() == workers, what=f"{workers} workers at {frontend}: {self.log(frontend)[-2000:]}")
 
-    def _has_ended(self, name: str) -> bool:
+    def has_ended(self, name: str) -> bool:
         return self._processes[name].poll() is not None
 
     def kill(self, name: str) -> None:
@@ -118,13 +119,19 @@ class Services:
         self._processes[name].send_signal(number)
 
     def url(self, name: str) -> str:
-        found = re.search(r"\burl=(http://\S+)", self.log(name))
+        found = re.search(r"\burl=(https?://\S+)", self.log(name))
         assert found is not None, self.log(name)
         return found[1]
 
     def health(self, frontend: str) -> dict[str, Any]:
-        return dict(httpx.get(f"{self.url(frontend)}/health", timeout=10).json())
+        return dict(self._get(frontend, "/health").json())
+
+    def _get(self, name: str, path: str) -> httpx.Response:
+        """Return a page of a service, from its port for members if it has one."""
+        found = re.search(r"\bmetrics=(https?://\S+)/metrics", self.log(name))
+        assert found is not None, self.log(name)
+        return httpx.get(found[1] + path, timeout=10, verify=mesh_tls.verify())
 
     def metric(self, name: str, metric: str) -> float:
-        families = text_string_to_metric_families(httpx.get(f"{self.url(name)}/metrics", timeout=10).text)
+        families = text_string_to_metric_families(self._get(name, "/metrics").text)
         return sum(sample.value for family in families for sample in family.samples if sample.name == metric)

@@ -110,7 +110,7 @@ async def test_a_pull_is_no_faster_than_the_modelled_bandwidth() -> None:
     """The rule holds for tokens that are not cached: a second pull of the same prompt brings the two tokens of its last
     block.
     """
-    pair = await Pair(pull_timeout_s=30.0, pull_s_per_token=0.002).start()
+    pair = await Pair(pull_timeout_s=30.0, pull_s_per_token=0.02).start()
     pair.transfer.go_on.set()
     durations_s = []
     for _ in range(2):
@@ -120,11 +120,35 @@ async def test_a_pull_is_no_faster_than_the_modelled_bandwidth() -> None:
         assert deltas[0].pull.error == ""
         durations_s.append(deltas[0].pull.duration_s)
     await pair.stop()
-    assert durations_s[0] >= 50 * 0.002
-    assert 2 * 0.002 <= durations_s[1] < durations_s[0]
+    assert durations_s[0] >= 50 * 0.02
+    assert 2 * 0.02 <= durations_s[1] < durations_s[0]
 
 
 async def all_free(engine: StepEngine) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while engine.load().used_blocks:
             await asyncio.sleep(0)
+
+
+async def test_a_late_pull_from_a_peer_that_does_not_answer_is_given_up() -> None:
+    pair, asked = Pair(pull_timeout_s=PATIENCE_S), list[str]()
+
+    async def answers(address: str, timeout_s: float) -> bool:
+        asked.append(address)
+        return len(asked) < 2
+
+    pair.decoder.peer_answers = answers
+    await pair.start()
+    leg = await pair.decode_leg()
+    began_s = asyncio.get_running_loop().time()
+    async with asyncio.timeout(PATIENCE_S):
+        deltas = [delta async for delta in pair.decoder.generate(leg)]
+    assert asyncio.get_running_loop().time() - began_s < PATIENCE_S / 2
+    assert tokens(deltas) == [mock_token(PROMPT, i, 2048) for i in range(1, 6)]
+    assert deltas[0].pull is not None
+    assert "127.0.0.1:1 does not answer" in deltas[0].pull.error
+    assert asked == ["127.0.0.1:1"] * 2
+    assert pair.decoder.load().used_blocks == BLOCKS, "those that the hanging pull may still write into"
+    pair.transfer.go_on.set()
+    await all_free(pair.decoder)
+    await pair.stop()

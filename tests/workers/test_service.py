@@ -36,8 +36,9 @@ from workers.engine import Engine, EngineInfo
 from workers.engines.mock.answers import mock_token, mock_vector
 from workers.engines.opening import open_engine
 from workers.membership import make_card
+from workers.metrics import forget_load, watch_load
 from workers.names import with_name
-from workers.service import Readiness, Worker, configs_of, observe_load
+from workers.service import Readiness, Worker, configs_of
 
 PROMPT = [5, 6, 7]
 
@@ -195,10 +196,12 @@ def test_workers_without_a_name_are_not_taken_for_one() -> None:
 
 async def test_the_gauges_have_used_cached_and_all_blocks(engine: Engine) -> None:
     await engine.start(WorkerId("w"), "127.0.0.1:1")
-    observe_load("gauges", engine)
+    watch_load("gauges", lambda: ("tiny", "decode"), engine.load, lambda: 0.0)
     page = generate_latest().decode()
+    forget_load("gauges")
     for name in ("total", "used", "cached"):
-        assert f'kvmesh_worker_{name}_blocks{{worker="gauges"}}' in page
+        assert f'kvmesh_worker_{name}_blocks{{model="tiny",role="decode",worker="gauges"}}' in page
+    assert "gauges" not in generate_latest().decode()
 
 
 def test_workers_of_one_process_differ_in_name_and_port() -> None:

@@ -4,15 +4,18 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, UnreachableError
 from tests.support.asking import asked, prompt_tokens
 from tests.support.patience import PATIENCE_S
+from tests.support.recovery import RECOVERED_S, WITHOUT_S
+from workers import step_engine
 from workers.engines.mock.executor import MockExecutor
 from workers.executor import ModelInfo, Result, Row
-from workers.stall import MOST_GAP_S, TIMES_LONGER, AnswerWatch, StepWatch
+from workers.stall import HESITATES_S, MOST_GAP_S, TIMES_LONGER, AnswerWatch, StepWatch
 from workers.step_engine import StepEngine, StepEngineConfig
 
 
@@ -47,6 +50,23 @@ def test_a_slow_machine_gets_four_times_what_its_steps_so_far_took(before: tuple
     watch.begin(before[0], 0.0)
     watch.end(before[1])
     assert watch.limit_s(tokens) == TIMES_LONGER * 30.0
+
+
+def test_a_late_step_hesitates_before_it_hangs() -> None:
+    watch = StepWatch(10.0)
+    watch.begin(8, 0.0)
+    late = [second for second in range(1, 6) if not watch.hangs(second) and watch.hesitates()]
+    assert late == [second for second in range(1, 6) if second > HESITATES_S]
+    watch.end(6.0)
+    assert not watch.hesitates()
+
+
+def test_a_slow_machine_does_not_hesitate() -> None:
+    watch = StepWatch(10.0)
+    watch.begin(8, 0.0)
+    watch.end(1.0)
+    watch.begin(8, 1.0)
+    assert not watch.hangs(2.0) and not watch.hangs(4.0) and not watch.hesitates()
 
 
 def test_a_process_that_was_stopped_does_not_blame_its_engine() -> None:
@@ -107,6 +127,65 @@ async def test_a_stuck_engine_fails_its_streams_and_stops_without_waiting() -> N
                     await asyncio.sleep(0.01)
         with pytest.raises(EngineError, match="hangs"):
             await answer
-        await asyncio.wait_for(engine.stop(), 1.0)
+        await asyncio.wait_for(engine.stop(), RECOVERED_S)
     finally:
         executor.may_go_on.set()
+
+
+class SlowLoad(MockExecutor):
+    """Loads its model until the test lets it go on, as a large model does."""
+
+    def __init__(self) -> None:
+        super().__init__(block_size=16, speedup=0)
+        self.has_begun, self.may_go_on, self.is_closed = threading.Event(), threading.Event(), False
+
+    def load(self) -> ModelInfo:
+        self.has_begun.set()
+        self.may_go_on.wait(WITHOUT_S)
+        return super().load()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_a_load_that_was_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_engine, "LOAD_END_S", 0.05)
+    executor = SlowLoad()
+    engine = StepEngine(executor, None, StepEngineConfig("m", "", 64, 8, 512, 30.0, 5.0))
+    starting = asyncio.create_task(engine.start("w", ""))
+    try:
+        await asyncio.to_thread(executor.has_begun.wait)
+        starting.cancel()
+        await asyncio.wait([starting])
+        await asyncio.wait_for(engine.stop(), RECOVERED_S)
+        assert not executor.is_closed, "its thread still uses it"
+    finally:
+        executor.may_go_on.set()
+
+
+async def test_answers_of_a_late_step_go_elsewhere() -> None:
+    executor = StuckExecutor()
+    config = StepEngineConfig("m", "", 64, 8, 512, 30.0, 5.0, stall_timeout_s=60.0)
+    engine = StepEngine(executor, None, config)
+    await engine.start("w", "")
+    answer = asyncio.ensure_future(anext(engine.generate(asked(prompt_tokens(40), model="m"))))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not answer.done():
+                engine.check_health()
+                await asyncio.sleep(0.05)
+        with pytest.raises(UnreachableError, match="makes no step"):
+            await answer
+        with pytest.raises(UnreachableError, match="makes no step"):
+            await anext(engine.generate(asked(prompt_tokens(20), model="m", request_id="late")))
+        executor.may_go_on.set()
+        delta = None
+        async with asyncio.timeout(PATIENCE_S):
+            while delta is None:
+                with suppress(UnreachableError):  # until the step has ended
+                    delta = await anext(engine.generate(asked(prompt_tokens(20), model="m")))
+                await asyncio.sleep(0.01)
+        assert delta.token_ids
+    finally:
+        executor.may_go_on.set()
+        await engine.stop()

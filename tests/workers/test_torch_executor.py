@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from protocol.errors import ConfigError, EngineError  # noqa: E402
 from protocol.messages import KvLayout, SamplingParams  # noqa: E402
 from workers.engines.torch.config import read_config  # noqa: E402
 from workers.engines.torch.executor import TorchExecutor, choose_dtype, open_device  # noqa: E402
+from workers.engines.torch.weights import load_weights  # noqa: E402
 from workers.executor import Executor, Row, Sampled  # noqa: E402
 
 CONFIG: dict[str, Any] = {
@@ -247,9 +249,34 @@ def test_a_missing_gpu_is_refused_with_those_that_exist() -> None:
         open_device("cuda:99")
 
 
-def test_auto_dtype_is_float32_or_on_gpus_the_checkpoints(folder: Path) -> None:
+@pytest.mark.parametrize(("dtype", "is_mapped"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_matrices_of_the_dtype_asked_for_stay_in_their_file(folder: Path, dtype: torch.dtype, is_mapped: bool) -> None:
+    save(folder, {name: torch.ones(shape) for name, shape in shapes().items()})
+    weights = load_weights(folder, read_config(folder), torch.device("cpu"), dtype)
+    mapped = [
+        tuple(int(end, 16) for end in line.split()[0].split("-"))
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith("/model.safetensors")
+    ]
+    layer = weights.layers[1]
+    for matrix in (weights.embed, *layer.qkv.weights, *layer.gate_up.weights, *layer.o.weights):
+        assert matrix.dtype == dtype
+        assert any(start <= matrix.data_ptr() < end for start, end in mapped) is is_mapped
+    assert len(layer.qkv.weights) == (3 if is_mapped else 1)
+
+
+def test_auto_dtype_is_bfloat16_where_it_pays(folder: Path) -> None:
+    small = read_config(folder)
+    large = replace(small, hidden_size=1024, dtype="bfloat16")
+    cpu = torch.device("cpu")
+    assert choose_dtype("auto", cpu, large, "avx512_bf16") == "bfloat16"
+    assert choose_dtype("auto", cpu, large, "") == "float32"
+    assert choose_dtype("auto", cpu, small, "avx512_bf16") == "float32"
+    assert choose_dtype("auto", cpu, replace(large, dtype="float32"), "avx512_bf16") == "float32"
+
+
+def test_auto_dtype_on_a_gpu_is_that_of_the_checkpoint(folder: Path) -> None:
     config = read_config(folder)
-    assert choose_dtype("auto", torch.device("cpu"), config) == "float32"
     assert choose_dtype("auto", torch.device("cuda", 0), config) == "bfloat16"
     assert choose_dtype("float16", torch.device("cpu"), config) == "float16"
     with pytest.raises(ConfigError, match="no dtype 'int4'"):

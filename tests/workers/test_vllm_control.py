@@ -58,3 +58,10 @@ async def test_an_engine_that_takes_no_orders_says_which_does() -> None:
 async def test_a_worker_that_is_starting_takes_no_orders() -> None:
     with pytest.raises(DrainingError):
         await worker_with(Engine(), None).control(cast(Call, FakeCall(LOAD)))
+
+
+async def test_an_order_that_the_engine_cannot_read_is_the_operators_error() -> None:
+    """The engine here raises KeyError for a name that is missing."""
+    order = Control(action=ControlAction.LOAD_LORA, arguments={"path": "/poet"})
+    with pytest.raises(InvalidRequestError, match="the engine does not load_lora: KeyError: 'name'"):
+        await worker_with(Engine()).control(cast(Call, FakeCall(order)))

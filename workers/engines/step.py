@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvcache.transfer.backend import choose_backend, open_backend
+from mesh.safeguards import is_off
 from workers.config import WorkerConfig
 from workers.engine import Engine
 from workers.executor import Executor
@@ -11,6 +12,8 @@ from workers.names import served_name
 from workers.ranks import RankedEngine
 from workers.stall import STEP_STALL_S
 from workers.step_engine import StepEngine, StepEngineConfig
+
+NEVER_S = 1e9
 
 
 def open_step_engine(config: WorkerConfig, open_executor: Callable[[], Executor]) -> Engine:
@@ -21,7 +24,7 @@ def open_step_engine(config: WorkerConfig, open_executor: Callable[[], Executor]
         num_blocks=config.num_blocks,
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_step_tokens,
-        offer_lease_s=config.offer_lease_s,
+        offer_lease_s=NEVER_S if is_off("lease_expiry") else config.offer_lease_s,
         pull_timeout_s=config.pull_timeout_s,
         stall_timeout_s=STEP_STALL_S if config.stall_timeout_s is None else config.stall_timeout_s,
     )

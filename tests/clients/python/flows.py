@@ -136,8 +136,8 @@ def in_flight(url: str = SLOW_URL) -> int:
     """Return how many requests a mesh has in progress."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         for line in response.read().decode().splitlines():
-            if line.startswith("kvmesh_frontend_inflight "):
-                return int(float(line.split()[1]))
+            if line.partition("{")[0].split(" ")[0] == "kvmesh_frontend_inflight":
+                return int(float(line.rsplit(" ", 1)[1]))
     raise AssertionError("the mesh has no metric kvmesh_frontend_inflight")
 
 

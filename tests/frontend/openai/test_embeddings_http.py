@@ -16,6 +16,7 @@ from protocol.errors import EngineError, NoWorkerError, OverloadedError
 from protocol.ids import WorkerId
 from protocol.messages import Feature, unpack_tokens
 from tests.frontend.serving import BACKEND, Served, able_card, ids, serving
+from tests.support.counted import counted_in
 from tests.support.generator import vector_of
 from tests.support.patience import PATIENCE_S
 
@@ -255,8 +256,7 @@ async def test_request_ids_go_in_and_out(able: Served) -> None:
 
 
 def counted(outcome: str) -> float:
-    labels = {"endpoint": "embeddings", "outcome": outcome}
-    return REGISTRY.get_sample_value("kvmesh_frontend_requests_total", labels) or 0.0
+    return counted_in(REGISTRY, "kvmesh_frontend_requests_total", endpoint="embeddings", outcome=outcome)
 
 
 async def test_metrics_count_by_outcome(able: Served) -> None:

@@ -11,13 +11,13 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
+from frontend.keys.guard import ApiKeyGuard
 from frontend.responses import state
 from frontend.responses.directory_store import DirectoryStore
 from frontend.responses.memory_store import MemoryStore
 from frontend.responses.retention import StoreLimits
 from frontend.responses.state import KeptResponses
 from frontend.responses.store import StoredResponse
-from frontend.security import ApiKeyGuard
 from protocol.errors import PeerLostError
 from protocol.messages import Delta
 from tests.frontend.responses.serving import ASKED, WEATHER, Served, calling, checked, ids, serving, words

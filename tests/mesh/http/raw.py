@@ -56,7 +56,7 @@ class Handlers:
             "params": dict(request.params),
             "headers": request.headers,
             "body": request.body.decode("latin-1"),
-            "tenant": request.tenant,
+            "recognised": request.caller is not None,
         }
         return json_reply(seen)
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from mesh.http import connection
 from mesh.http.connection import MOST_KNOWN_HOSTS, SLICE_BYTES
 from mesh.http.request import Reply, ReplyStream, Request
-from mesh.http.server import App, Route, listening
+from mesh.http.server import App, Route, listening, log_line
 from protocol.errors import InvalidRequestError, MeshError, OverloadedError
 from tests.mesh.http.raw import CLOSE, HOST, Site, chunked, get, post, read_replies, serving
 from tests.support.patience import PATIENCE_S
@@ -323,6 +323,21 @@ BAD = {
     "vertical tab before chunked": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
     "upgrade with length and chunks": b"POST / HTTP/1.1\r\n" + _CHUNKED
     + b"Content-Length: 5\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n0\r\n\r\n",
+    "length with a space": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 1 0\r\n\r\na",
+    "length with an underscore": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 1_0\r\n\r\naaaaaaaaaa",
+    "negative length": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: -1\r\n\r\na",
+    "length in hex": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 0x1\r\n\r\na",
+    "two different lengths": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+    "chunked in quotes": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: \"chunked\"\r\n\r\n0\r\n\r\n",
+    "chunked, identity": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "identity": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: identity\r\n\r\n",
+    "chunked on a folded line": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n",
+    "a folded length": b"POST / HTTP/1.1\r\n" + HOST + b"X: a\r\n Content-Length: 5\r\nContent-Length: 1\r\n\r\na",
+    "sign before a chunk size": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"\r\n+1\r\na\r\n0\r\n\r\n",
+    "space after a chunk size": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"\r\n1 \r\na\r\n0\r\n\r\n",
+    "bare LF in a trailer": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"\r\n0\r\nX: a\nY: b\r\n\r\n",
+    "tabs in the request line": b"GET\t/echo\tHTTP/1.1\r\n" + HOST + b"\r\n",
+    "bare LF in the whole head": b"GET /echo HTTP/1.1\nHost: x\n\n",
     "chunk longer than told": b"POST / HTTP/1.1\r\n" + _CHUNKED + b"\r\n3\r\nabcd\r\n0\r\n\r\n",
 }  # fmt: skip
 
@@ -462,11 +477,28 @@ async def test_a_broken_write_ends_its_own_stream_alone(site: Site) -> None:
 # --- who may pass, and what is told -------------------------------------------------------------------
 
 
+class Known:
+    """A caller that the guard has recognised."""
+
+    def reply_headers(self) -> Mapping[str, str]:
+        return {"x-left": "3"}
+
+
+@pytest.mark.parametrize("path", ["/echo", "/stream", "/status/404"])
+async def test_a_caller_adds_headers_to_every_reply(path: str) -> None:
+    def guard(request: Request) -> None:
+        request.caller = Known()
+
+    async with serving(guard=guard) as site:
+        [reply] = await site.ask(get(path, CLOSE))
+        assert reply.headers["x-left"] == "3"
+
+
 async def test_the_guard_sees_the_head_before_the_body_comes() -> None:
     def guard(request: Request) -> None:
         if request.header("authorization") is None:
             raise OverloadedError("not you")
-        request.tenant = "t"
+        request.caller = Known()
 
     async with serving(guard=guard) as site:
         refused = await site.ask(post("/echo", b"body")[:-4])
@@ -476,7 +508,7 @@ async def test_the_guard_sees_the_head_before_the_body_comes() -> None:
         asks = f"OPTIONS /echo HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode()
         assert [reply.status for reply in await site.ask(asks)] == [204]
         [reply] = await site.ask(post("/echo", b"body", "Authorization: x", CLOSE))
-        assert (seen(reply.body)["tenant"], seen(reply.body)["body"]) == ("t", "body")
+        assert (seen(reply.body)["recognised"], seen(reply.body)["body"]) == (True, "body")
 
 
 @pytest.mark.parametrize("sent", ["my-id.7_A", "two words", "a" * 129, ""])
@@ -516,7 +548,7 @@ async def test_every_reply_is_told_with_its_route() -> None:
 
 async def test_the_access_log_has_a_line_for_every_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mesh.http.access")
-    async with serving(logs_access=True) as site:
+    async with serving(access_log=log_line) as site:
         await site.talk(get("/echo?key=secret") + get("/stream") + b"garbage")
         reader, writer = await site.open(post("/wait", b""))
         await site.handlers.began.wait()

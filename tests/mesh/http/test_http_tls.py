@@ -16,6 +16,7 @@ from mesh.http import server
 from mesh.http.server import App, HttpLimits, listening
 from tests.mesh.http.raw import CLOSE, Site, get, post, read_replies, serving
 from tests.support.patience import PATIENCE_S
+from tests.support.recovery import RECOVERED_S
 
 LIMITS = HttpLimits(receive_timeout_s=0.05, keep_alive_s=0.1, sweep_s=0.01)
 
@@ -95,7 +96,7 @@ async def test_a_client_that_leaves_cancels_its_handler(site: Site, path: str, g
         left = time.monotonic()
         getattr(writer.transport, goodbye)()
         await site.handlers.cancelled.wait()
-    assert time.monotonic() - left < 5
+    assert time.monotonic() - left < RECOVERED_S
     writer.transport.abort()
     await site.until_clean()
 

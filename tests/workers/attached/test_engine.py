@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -60,6 +61,7 @@ from workers.engines.attached import asking
 from workers.engines.attached.engine import AttachedEngine
 from workers.engines.attached.metrics import ServerMetrics
 from workers.engines.opening import open_engine
+from workers.membership import make_card
 
 TOKENIZER: Tokenizer = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
 POLL_S = 0.02
@@ -395,6 +397,15 @@ async def test_a_server_without_events_says_so(attach: Attach) -> None:
         engine = await attach(server)
         assert not engine._life.check().tells_events
         assert engine.kv_snapshot() == []
+
+
+@pytest.mark.parametrize("kind", [VllmServer, LlamaCppServer, OpenAiServer])
+async def test_the_mesh_is_told_whose_tokens_are_made_of_texts(attach: Attach, kind: type[Server]) -> None:
+    server = kind()
+    info = (await attach(server))._life.check()
+    publisher: Any = SimpleNamespace(endpoint="", replay_endpoint="")
+    card = make_card(config_of(server), WorkerId("w"), Role.DECODE, info, "h:1", [publisher], "")
+    assert card.target(0).retokenizes is (kind is not VllmServer)
 
 
 async def test_a_server_that_is_not_there_yet_is_waited_for(unused_tcp_port: int) -> None:

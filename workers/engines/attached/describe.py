@@ -40,6 +40,7 @@ def info_of(config: WorkerConfig, server: AttachedServer, folder: Path, *, tells
         features=server.features,
         loras=server.loras,
         tells_events=tells_events,
+        retokenizes=not server.kind.returns_token_ids,
     )
 
 

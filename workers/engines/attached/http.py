@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from mesh.trace_context import trace_headers
 from protocol.errors import PeerLostError, UnreachableError, WireError
 from workers.engines.attached.refusals import refusal
 from workers.engines.attached.sse import SseReader
@@ -80,7 +81,7 @@ class ServerHttp:
 
     async def _post(self, path: str, data: bytes) -> aiohttp.ClientResponse:
         """A connection that was kept may have been closed meanwhile: then once more."""
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **trace_headers()}
         try:
             return await self._session.post(self.url + path, data=data, headers=headers, allow_redirects=False)
         except aiohttp.ClientConnectorError:

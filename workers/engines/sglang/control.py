@@ -45,7 +45,7 @@ async def carry_out(
             return ControlOutcome(f"adapter {name!r} is gone", tuple(other for other in loras if other != name))
         case ControlAction.LIST_LORAS:
             return ControlOutcome(", ".join(loras) or "no adapters", loras)
-        case ControlAction.SLEEP | ControlAction.WAKE | ControlAction.SET_ROLE:
+        case _:
             raise InvalidRequestError(f"a SGLang worker cannot {request.action}", hint="stop it, and start it again")
 
 

@@ -76,8 +76,16 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class PagedRows:
+    """All rows of a step for the kernels that read keys and values where they lie."""
+
+    sequences: Tensor  # int64 [S, 4]: first of its tokens in the batch, how many, position of the first, its table
+    tables: Tensor  # int64 [...]: block ids of all rows; a row's begin at the place that `sequences` names
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
-    """StepPlan, on the device. Indices are int64, as torch wants them."""
+    """StepPlan, on the device. Indices are int64, as torch wants them. Rows in `paged` are in no span or group."""
 
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]
@@ -87,6 +95,12 @@ class StepBatch:
     told_tokens: Tensor  # [S + P], the plan's last_tokens and then its scored_tokens
     spans: list[PrefillSpan]
     groups: list[DecodeGroup]
+    paged: PagedRows | None = None
+
+    @property
+    def gathers(self) -> bool:
+        """Return whether the step copies keys and values of the cache."""
+        return bool(self.groups) or any(span.gather is not None for span in self.spans)
 
 
 def group_by_length(num_blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -217,10 +231,11 @@ def _table(rows: Sequence[Row], block_size: int) -> Ints:
     return np.array(flat, np.int64).reshape(len(rows), width)
 
 
-def to_device(plan: StepPlan, kv: PagedKv, dtype: torch.dtype) -> StepBatch:
+def to_device(plan: StepPlan, kv: PagedKv, dtype: torch.dtype, paged_below: int = 0) -> StepBatch:
     """Make the tensors of a step: one copy to the device, then nothing that waits for it.
 
-    `dtype`: of the queries, which masks share.
+    `dtype`: of the queries, which masks share. `paged_below`: rows with fewer new tokens are for the kernels that read
+    keys and values where they lie; 0: none.
     """
     offsets = plan.positions % kv.layout.block_size
     tokens = (
@@ -231,8 +246,10 @@ def to_device(plan: StepPlan, kv: PagedKv, dtype: torch.dtype) -> StepBatch:
         plan.begun_blocks,
         np.concatenate((plan.last_tokens, plan.scored_tokens)) if plan.scored_rows else plan.last_tokens,
     )
-    span_tables = [span.table for span in plan.spans]
-    group_arrays = [array for group in plan.groups for array in (group.table, group.lengths)]
+    spans = [span for span in plan.spans if span.last - span.first >= paged_below]
+    groups = [] if paged_below else plan.groups
+    span_tables = [span.table for span in spans]
+    group_arrays = [array for group in groups for array in (group.table, group.lengths)]
     moved = iter(_move([*tokens, *span_tables, *group_arrays], kv.blocks.device))
     token_ids, positions, write_blocks, write_offsets, begun_blocks, told_tokens = (next(moved) for _ in tokens)
     return StepBatch(
@@ -242,9 +259,32 @@ def to_device(plan: StepPlan, kv: PagedKv, dtype: torch.dtype) -> StepBatch:
         write_offsets=write_offsets,
         begun_blocks=begun_blocks if len(plan.begun_blocks) else None,
         told_tokens=told_tokens,
-        spans=[_prefill_span(span, next(moved), kv, dtype) for span in plan.spans],
-        groups=[_decode_group(group, next(moved), next(moved), kv, dtype) for group in plan.groups],
+        spans=[_prefill_span(span, next(moved), kv, dtype) for span in spans],
+        groups=[_decode_group(group, next(moved), next(moved), kv, dtype) for group in groups],
+        paged=_paged_rows(plan, paged_below) if paged_below else None,
     )
+
+
+def _paged_rows(plan: StepPlan, paged_below: int) -> PagedRows | None:
+    """Return the rows with fewer new tokens than `paged_below`; None if there are none."""
+    sequences: list[tuple[int, int, int, int]] = []
+    tables: list[Ints] = []
+    place = 0
+    for span in plan.spans:
+        if span.last - span.first >= paged_below:
+            continue
+        sequences.append((span.first, span.last - span.first, span.start, place))
+        tables.append(span.table.ravel())
+        place += span.table.size
+    for group in plan.groups:
+        width = group.table.shape[1]
+        for row, length in enumerate(group.lengths.tolist()):
+            sequences.append((group.first + row, 1, length - 1, place + row * width))
+        tables.append(group.table.ravel())
+        place += group.table.size
+    if not sequences:
+        return None
+    return PagedRows(torch.tensor(sequences, dtype=torch.int64), torch.from_numpy(np.concatenate(tables)))
 
 
 def _move(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:

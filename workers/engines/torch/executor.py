@@ -1,5 +1,6 @@
 """The executor that computes with torch. See workers/executor.py for the seam."""
 
+import logging
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -15,12 +16,17 @@ from workers.engines.registry import ENGINES
 from workers.engines.torch.batch import check_rows, plan_step, to_device
 from workers.engines.torch.cache import TORCH_DTYPES, PagedKv, allocate
 from workers.engines.torch.config import DTYPES, ModelConfig, read_config
+from workers.engines.torch.cpu import bfloat16_by, cpu_flags
+from workers.engines.torch.kernels import NO_KERNELS, CpuKernels, open_kernels
+from workers.engines.torch.metrics import STEPS
 from workers.engines.torch.model import Transformer
 from workers.engines.torch.sampling import choose, logprobs_of
 from workers.engines.torch.weights import load_weights, random_weights
 from workers.executor import Embedded, ModelInfo, Result, Row, Sampled, Scored
 from workers.guides import open_guides
 from workers.schemas import GuideWhitespace
+
+log = logging.getLogger(__name__)
 
 FEATURES = tuple(feature for feature in ENGINES["torch"].features if feature is not Feature.GUIDED)
 _SMALL_HIDDEN_SIZE = 1024  # below, matrices are too small to be worth sharing between threads
@@ -42,8 +48,8 @@ class TorchExecutor:
     ) -> None:
         """Take the settings; `load` reads the model.
 
-        `device`: cpu, cuda, cuda:<n>, or auto: a GPU where there is one. `dtype`: one of DTYPES, or auto: float32 on a
-        CPU, the checkpoint's on a GPU. `num_threads`: threads of a CPU's matrix products; None: 1 for small models; 0:
+        `device`: cpu, cuda, cuda:<n>, or auto: a GPU where there is one. `dtype`: one of DTYPES, or auto: see
+        `choose_dtype`. `num_threads`: threads of a CPU's matrix products; None: 1 for small models; 0:
         as torch has it. `random_weights`: read config.json alone, for benchmarks of a shape. `guide_whitespace`: see
         WorkerConfig.
         """
@@ -71,7 +77,8 @@ class TorchExecutor:
                 weights = random_weights(config, self._device, dtype)
             else:
                 weights = load_weights(self._model_path, config, self._device, dtype)
-            self._model = Transformer(config, weights)
+            self._model = Transformer(config, weights, open_kernels(config, self._device, dtype))
+            self._log_path(self._model.kernels, dtype_name)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"the weights of {self._model_path} do not fit on {self._device}: {error}",
@@ -89,6 +96,14 @@ class TorchExecutor:
             layout, config.context_tokens, config.vocab_size, config.eos_token_ids, FEATURES, guides=guides
         )
         return self._info
+
+    def _log_path(self, kernels: CpuKernels | None, dtype_name: str) -> None:
+        if kernels is not None:
+            log.info("%s; attention reads the KV cache in place: kernels %s", dtype_name, kernels.name)
+        elif self._device.type == "cpu":
+            log.warning("%s; attention copies all keys and values in every step: %s", dtype_name, NO_KERNELS)
+        else:
+            log.info("%s; attention gathers keys and values", dtype_name)
 
     def _set_threads(self, config: ModelConfig) -> None:
         count = self._num_threads
@@ -122,7 +137,10 @@ class TorchExecutor:
             return results
         plan = plan_step(rows, self._block_size)
         try:
-            hidden = model.forward(to_device(plan, kv, TORCH_DTYPES[info.layout.dtype]), kv)
+            paged_below = 0 if model.kernels is None else model.kernels.share.attend_below
+            batch = to_device(plan, kv, TORCH_DTYPES[info.layout.dtype], paged_below)
+            hidden = model.forward(batch, kv)
+            STEPS.labels("gathered" if batch.gathers else "paged").inc()
             finished = _finish(model, hidden[: len(plan.sampled_rows)], [rows[i] for i in plan.sampled_rows])
             scored = _score(model, hidden[len(plan.sampled_rows) :], [rows[i] for i in plan.scored_rows])
         except torch.OutOfMemoryError as error:
@@ -202,9 +220,16 @@ def open_device(name: str) -> torch.device:
     return torch.device("cuda", int(number or 0))
 
 
-def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> str:
+def choose_dtype(name: str, device: torch.device, config: ModelConfig, bfloat16: str = bfloat16_by(cpu_flags())) -> str:
+    """Return the dtype to compute in. `bfloat16`: the CPU's instructions for it, "" if it has none.
+
+    Small models stay in float32 on any CPU: their weights fit into its caches, so half the bytes gain nothing.
+    """
+    if name == "auto" and device.type == "cpu":
+        pays = bool(bfloat16) and config.dtype == "bfloat16" and config.hidden_size >= _SMALL_HIDDEN_SIZE
+        return "bfloat16" if pays else "float32"
     if name == "auto":
-        return "float32" if device.type == "cpu" else config.dtype or "bfloat16"
+        return config.dtype or "bfloat16"
     if name not in DTYPES:
         raise ConfigError(f"no dtype {name!r}", hint=f"set the dtype to auto, {', '.join(DTYPES)}")
     return name

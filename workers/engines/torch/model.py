@@ -9,14 +9,17 @@ from torch import Tensor
 from workers.engines.torch.batch import DecodeGroup, PrefillSpan, StepBatch
 from workers.engines.torch.cache import PagedKv
 from workers.engines.torch.config import ModelConfig, RopeConfig
+from workers.engines.torch.kernels import CpuKernels, Projection
 from workers.engines.torch.weights import LayerWeights, ModelWeights
 
 _SCORED_LOGITS = 1 << 24  # computed at once for the logprobs of a prompt: 64 MiB
 
 
 class Transformer:
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, kernels: CpuKernels | None = None) -> None:
+        """Compute with torch; `kernels` replace what they are faster at."""
         self._config = config
+        self.kernels = kernels
         self.scored_at_once = max(1, _SCORED_LOGITS // config.vocab_size)  # tokens of a prompt
         self._weights = weights
         self._rope = rope_table(config).to(weights.embed.device, weights.embed.dtype)
@@ -27,17 +30,33 @@ class Transformer:
         if batch.begun_blocks is not None:
             kv.clear(batch.begun_blocks)
         x = F.embedding(batch.token_ids, self._weights.embed)
-        cos, sin = self._rope[batch.positions].unbind(1)
+        cos, sin = self._rope[batch.positions].unbind(1)  # unused by kernels
+        more = None
         for index, layer in enumerate(self._weights.layers):
-            normed = F.rms_norm(x, layer.input_norm.shape, layer.input_norm, eps)
-            x += self._attention(index, layer, normed, cos, sin, batch, kv)
-            normed = F.rms_norm(x, layer.post_norm.shape, layer.post_norm, eps)
-            x += _mlp(layer, normed)
+            more = self._attention(index, layer, self._add_and_norm(x, more, layer.input_norm), cos, sin, batch, kv)
+            more = self._mlp(layer, self._add_and_norm(x, more, layer.post_norm))
+        if more is not None:
+            x += more
         return F.rms_norm(x[batch.told_tokens], self._weights.norm.shape, self._weights.norm, eps)
+
+    def _add_and_norm(self, x: Tensor, more: Tensor | None, weight: Tensor) -> Tensor:
+        """Add `more` to `x` in place; return it normed."""
+        if self.kernels is not None:
+            return self.kernels.add_and_norm(x, more, weight, self._config.rms_norm_eps)
+        if more is not None:
+            x += more
+        return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the next token from what `forward` gave: [S, hidden] -> float32 [S, vocab]."""
-        return F.linear(hidden, self._weights.lm_head).float()
+        return self._project(hidden, self._weights.lm_head).float()
+
+    def _project(self, x: Tensor, projection: Projection) -> Tensor:
+        """[T, inputs] -> [T, outputs]"""
+        if self.kernels is not None and len(x) <= self.kernels.share.linear_tokens:
+            return self.kernels.linear(x, projection)
+        outputs = _apart(x, projection)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch, kv: PagedKv
@@ -45,7 +64,11 @@ class Transformer:
         """Compute one layer's attention. x: [T, hidden]; cos, sin: [T, 1, head_dim]; returns [T, hidden]."""
         config = self._config
         num_kv, head_dim = config.num_kv_heads, config.head_dim
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, head_dim)
+        projected = self._project(x, layer.qkv)
+        if self.kernels is not None:
+            self.kernels.prepare(index, projected, self._rope, layer.qk_norm, config.rms_norm_eps, batch, kv)
+            return self._project(self._attend_in_place(index, projected, batch, kv), layer.o)
+        qkv = projected.view(len(x), -1, head_dim)
         qk = qkv[:, : config.num_heads + num_kv]
         normed = qk
         if layer.qk_norm is not None:
@@ -62,7 +85,33 @@ class Transformer:
             _attend_span(index, span, q, new_kv, kv, into=mixed)
         for group in batch.groups:
             _attend_group(index, group, q, kv, into=mixed)
-        return F.linear(mixed.view(len(x), -1), layer.o, layer.o_bias)
+        return self._project(mixed.view(len(x), -1), layer.o)
+
+    def _attend_in_place(self, index: int, projected: Tensor, batch: StepBatch, kv: PagedKv) -> Tensor:
+        """Let the kernels attend, and torch for rows with many new tokens: [T, width] -> [T, num_heads * head_dim]."""
+        assert self.kernels is not None
+        config = self._config
+        mixed = self.kernels.attend(index, projected, batch.paged, kv)
+        if batch.spans:
+            heads = projected.view(len(projected), -1, config.head_dim)
+            q = heads[:, : config.num_heads].view(len(heads), config.num_kv_heads, config.group_size, config.head_dim)
+            new_kv = heads[:, config.num_heads :].view(len(heads), 2, config.num_kv_heads, config.head_dim)
+            for span in batch.spans:
+                _attend_span(index, span, q, new_kv, kv, into=mixed.view(q.shape))
+        return mixed
+
+    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        if len(layer.gate_up.weights) == 1 or (self.kernels is not None and len(x) <= self.kernels.share.linear_tokens):
+            gate, up = self._project(x, layer.gate_up).chunk(2, -1)
+        else:
+            gate, up = _apart(x, layer.gate_up)
+        return self._project(F.silu(gate) * up, layer.down)
+
+
+def _apart(x: Tensor, projection: Projection) -> list[Tensor]:
+    """Return what each matrix of `projection` makes of x: [T, inputs] -> [T, its outputs] each."""
+    return [F.linear(x, *part) for part in zip(projection.weights, projection.biases, strict=True)]
 
 
 def _attend_span(index: int, span: PrefillSpan, q: Tensor, new_kv: Tensor, kv: PagedKv, into: Tensor) -> None:
@@ -95,12 +144,6 @@ def _attend_group(index: int, group: DecodeGroup, q: Tensor, kv: PagedKv, into: 
     here = slice(group.first, group.last)
     keys, values = kv.gather(index, group.gather, group.last - group.first)[:, :, :, : group.num_keys]
     into[here] = F.scaled_dot_product_attention(q[here], keys, values, attn_mask=group.mask)
-
-
-def _mlp(layer: LayerWeights, x: Tensor) -> Tensor:
-    """[T, hidden] -> [T, hidden]"""
-    gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-    return F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
 
 
 def rope_table(config: ModelConfig) -> Tensor:

@@ -1,6 +1,6 @@
 """A model's weights: from safetensors files, or random ones of the same shapes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,27 +13,22 @@ from torch import Tensor
 
 from protocol.errors import ConfigError
 from workers.engines.torch.config import ModelConfig
+from workers.engines.torch.kernels import Projection
 
-_FLOAT_FORMATS = ("F32", "BF16", "F16")  # safetensors' names
+_FLOAT_FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one layer. Matrices are [outputs, inputs]; those that read the same input are fused along the
-    outputs.
-    """
+    """The weights of one layer."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
-    qkv_bias: Tensor | None
+    qkv: Projection  # hidden -> (num_heads + 2 * num_kv_heads) * head_dim
     qk_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]
-    o: Tensor  # [hidden, num_heads * head_dim]
-    o_bias: Tensor | None
+    o: Projection  # num_heads * head_dim -> hidden
     post_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [hidden, intermediate]
-    down_bias: Tensor | None
+    gate_up: Projection  # hidden -> 2 * intermediate
+    down: Projection  # intermediate -> hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +36,21 @@ class ModelWeights:
     embed: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [hidden]
-    lm_head: Tensor  # [vocab, hidden]; `embed` itself where the model ties them
+    lm_head: Projection  # hidden -> vocab; `embed` itself where the model ties them
 
 
 class WeightSource(Protocol):
+    def mapped(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Return the tensor as it lies in its file, without a copy; None if it cannot be. Raises ConfigError."""
+
     def fill(self, name: str, into: Tensor) -> None:
         """Write the tensor of that name into `into`, converting its dtype. Raises ConfigError."""
 
 
 def load_weights(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelWeights:
     """Read model.safetensors, or the files that model.safetensors.index.json names.
+
+    On a CPU, matrices of the same dtype stay in the file, mapped: the file must not be overwritten while they are used.
 
     Raises ConfigError that names the tensor which is missing or has another shape.
     """
@@ -63,14 +63,45 @@ def random_weights(config: ModelConfig, device: torch.device, dtype: torch.dtype
     return _build(_RandomSource(device, seed), config, device, dtype)
 
 
-def _build(source: WeightSource, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelWeights:
-    def read(*parts: tuple[str, tuple[int, ...]]) -> Tensor:
-        """Tensors (name, shape), put one after the other along their first dimension."""
-        fused = torch.empty((sum(shape[0] for _, shape in parts), *parts[0][1][1:]), device=device, dtype=dtype)
+class _Reader:
+    """Take a model's tensors from a source: mapped where dtype and device allow it, else copied."""
+
+    def __init__(self, source: WeightSource, device: torch.device, dtype: torch.dtype) -> None:
+        self._source = source
+        self._device = device
+        self._dtype = dtype
+
+    def read(self, *parts: tuple[str, tuple[int, ...]]) -> Tensor:
+        """Copy tensors (name, shape), one after the other along their first dimension."""
+        shape = (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
+        fused = torch.empty(shape, device=self._device, dtype=self._dtype)
         for (name, _), part in zip(parts, fused.split_with_sizes([shape[0] for _, shape in parts]), strict=True):
-            source.fill(name, part)
+            self._source.fill(name, part)
         return fused
 
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        mapped = self._mapped(name, shape)
+        return self.read((name, shape)) if mapped is None else mapped
+
+    def project(self, outputs: Sequence[tuple[str, int]], num_inputs: int, has_bias: bool) -> Projection:
+        """Return matrices (name, outputs): as they lie in the file, or else copied side by side."""
+        found = [self._mapped(f"{name}.weight", (size, num_inputs)) for name, size in outputs]
+        weights = tuple(weight for weight in found if weight is not None)
+        if len(weights) == len(outputs):
+            return Projection(
+                weights, tuple(self.take(f"{n}.bias", (size,)) if has_bias else None for n, size in outputs)
+            )
+        weight = self.read(*((f"{name}.weight", (size, num_inputs)) for name, size in outputs))
+        bias = self.read(*((f"{name}.bias", (size,)) for name, size in outputs)) if has_bias else None
+        return Projection((weight,), (bias,))
+
+    def _mapped(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        return self._source.mapped(name, shape, self._dtype) if self._device.type == "cpu" else None
+
+
+def _build(source: WeightSource, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelWeights:
+    reader = _Reader(source, device, dtype)
+    read, take, project = reader.read, reader.take, reader.project
     hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
 
@@ -86,25 +117,21 @@ def _build(source: WeightSource, config: ModelConfig, device: torch.device, dtyp
             qk_norm = torch.cat((q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)))
         return LayerWeights(
             input_norm=read((f"{prefix}.input_layernorm.weight", (hidden,))),
-            qkv=read(*((f"{name}.weight", (size, hidden)) for name, size in qkv)),
-            qkv_bias=read(*((f"{name}.bias", (size,)) for name, size in qkv)) if config.qkv_bias else None,
+            qkv=project(qkv, hidden, config.qkv_bias),
             qk_norm=qk_norm,
-            o=read((f"{attn}.o_proj.weight", (hidden, q_size))),
-            o_bias=read((f"{attn}.o_proj.bias", (hidden,))) if config.o_bias else None,
+            o=project([(f"{attn}.o_proj", hidden)], q_size, config.o_bias),
             post_norm=read((f"{prefix}.post_attention_layernorm.weight", (hidden,))),
-            gate_up=read(*((f"{name}.weight", (size, hidden)) for name, size in gate_up)),
-            gate_up_bias=(read(*((f"{name}.bias", (size,)) for name, size in gate_up)) if config.mlp_bias else None),
-            down=read((f"{mlp}.down_proj.weight", (hidden, inter))),
-            down_bias=read((f"{mlp}.down_proj.bias", (hidden,))) if config.mlp_bias else None,
+            gate_up=project(gate_up, hidden, config.mlp_bias),
+            down=project([(f"{mlp}.down_proj", hidden)], inter, config.mlp_bias),
         )
 
     vocab = (config.vocab_size, hidden)
-    embed = read(("model.embed_tokens.weight", vocab))
+    embed = take("model.embed_tokens.weight", vocab)
     return ModelWeights(
         embed=embed,
         layers=tuple(layer(index) for index in range(config.num_layers)),
         norm=read(("model.norm.weight", (hidden,))),
-        lm_head=embed if config.tie_word_embeddings else read(("lm_head.weight", vocab)),
+        lm_head=Projection((embed if config.tie_word_embeddings else take("lm_head.weight", vocab),), (None,)),
     )
 
 
@@ -113,6 +140,9 @@ class _RandomSource:
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
+
+    def mapped(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        return None
 
     def fill(self, name: str, into: Tensor) -> None:
         if into.dim() == 1:
@@ -129,15 +159,27 @@ class _Checkpoint:
         self._folder = folder
         self._files = files
 
+    def mapped(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Return the tensor where safetensors has mapped its file: all workers of a host share the pages."""
+        file = self._file(name, shape)
+        if _FLOAT_FORMATS[file.get_slice(name).get_dtype()] != dtype:
+            return None
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+
     def fill(self, name: str, into: Tensor) -> None:
+        into.copy_(self._file(name, tuple(into.shape)).get_tensor(name))
+
+    def _file(self, name: str, expected: tuple[int, ...]) -> Any:
+        """Return the open file with the tensor of that name. Raise ConfigError if its shape or type is another."""
         file = self._files.get(name)
         if file is None:
             raise ConfigError(f"{self._folder} has no tensor {name}", hint=f"it has {_examples(self._files)}")
         stored = file.get_slice(name)
         shape = tuple(stored.get_shape())
-        if shape != tuple(into.shape):
+        if shape != expected:
             raise ConfigError(
-                f"tensor {name} in {self._folder} has shape {shape}, config.json asks for {tuple(into.shape)}",
+                f"tensor {name} in {self._folder} has shape {shape}, config.json asks for {expected}",
                 hint="take weights and config.json from the same model",
             )
         if stored.get_dtype() not in _FLOAT_FORMATS:
@@ -145,7 +187,7 @@ class _Checkpoint:
                 f"tensor {name} in {self._folder} is stored as {stored.get_dtype()}",
                 hint=f"the torch engine reads {', '.join(_FLOAT_FORMATS)}",
             )
-        into.copy_(file.get_tensor(name))
+        return file
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError, WireError
+from protocol.errors import ConfigError, EngineError, InvalidRequestError, TransferError, WireError, kind_of
 from protocol.events import Digest, KvEvent
 from protocol.ids import WorkerId
 from protocol.messages import (
@@ -281,7 +281,7 @@ class TrtllmEngine:
         except (ValueError, trtllm.request_error) as error:
             raise InvalidRequestError(f"TensorRT-LLM refused the request: {error}") from error
         except RuntimeError as error:
-            raise EngineError(f"TensorRT-LLM takes no request: {error}") from error
+            raise EngineError(f"TensorRT-LLM takes no request: {kind_of(error)}") from error
 
     async def _deltas(self, result: LlmResult, answer: TrtllmAnswer) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of one result, which is aborted if it has not ended when this is closed."""
@@ -302,7 +302,7 @@ class TrtllmEngine:
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"TensorRT-LLM failed a request: {error!r}") from error
+            raise EngineError(f"TensorRT-LLM failed a request: {kind_of(error)}") from error
         if step is None:
             raise EngineError("TensorRT-LLM ended an answer without a finish reason")
         return step

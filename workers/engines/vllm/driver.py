@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from protocol.errors import ConfigError, EngineError, InvalidRequestError
+from protocol.errors import ConfigError, EngineError, InvalidRequestError, kind_of
 from workers.engines.vllm.guard import Guard
 from workers.engines.vllm.transfer import check_can_run
 from workers.engines.vllm.translate import VllmQuestion, VllmStep
@@ -214,7 +214,9 @@ class _VllmDriver:
         except EngineDeadError as error:
             raise EngineError("vLLM's engine process died", hint="see the worker's log") from error
         except EngineGenerateError as error:
-            raise EngineError(f"vLLM failed the request: {error.__cause__}", hint="see the worker's log") from error
+            raise EngineError(
+                f"vLLM failed the request: {kind_of(error.__cause__ or error)}", hint="see the worker's log"
+            ) from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
 
@@ -233,7 +235,7 @@ class _VllmDriver:
                 async for output in outputs:
                     vector = output.outputs.data.float().cpu().numpy().astype("<f4").tobytes()
         except (EngineDeadError, EngineGenerateError) as error:
-            raise EngineError(f"vLLM failed an embedding: {error}", hint="see the worker's log") from error
+            raise EngineError(f"vLLM failed an embedding: {kind_of(error)}", hint="see the worker's log") from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
         return vector

@@ -393,8 +393,8 @@ class VllmEngine:
                 return f"adapter {name!r} is gone"
             case ControlAction.LIST_LORAS:
                 return ", ".join(self._loaded) or "no adapters"
-            case ControlAction.SET_ROLE:
-                raise InvalidRequestError("a vLLM worker keeps its role", hint="start another worker in its place")
+            case _:
+                raise InvalidRequestError(f"vLLM does not {request.action.value}", hint="the worker itself may")
 
     async def _load_adapter(self, name: str, path: str) -> None:
         """Load an adapter. vLLM's engine dies of a request whose adapter it cannot load, so only loaded ones are

@@ -5,6 +5,8 @@ router: 7100        {{/* requests of frontends */}}
 routerHttp: 8100    {{/* the HTTP API and /metrics of routers and pickers */}}
 picker: 9002        {{/* ext_proc of gateways */}}
 gossip: 7300        {{/* routers tell each other what they have booked */}}
+mesh: 8001          {{/* frontends in a closed mesh: /metrics and placements, for members */}}
+limits: 7400        {{/* frontends ask each other for shares of the keys' limits */}}
 worker: 7000        {{/* requests */}}
 metrics: 9100       {{/* /metrics and probes of workers and planner */}}
 handshakeFirst: 5600 {{/* vLLM: NIXL's handshakes, one port for each data-parallel rank */}}
@@ -102,33 +104,72 @@ lifecycle:
   value: {{ . }}
 {{- end }}
 
-{{- /* The NATS server of KV events, for workers and routers. */ -}}
+{{- /* The NATS server of KV events. `part` is worker or router: each has a user of its own. */ -}}
 {{- define "kvmesh.natsUrl" -}}
-{{- with .Values.events }}
-{{- .natsUrl }}{{ if .natsSecret }}?user={{ .natsUser }}&password-file=/etc/kvmesh/nats/password{{ end }}
-{{- end }}
+{{- $events := .root.Values.events }}
+{{- $events.natsUrl }}{{ if index $events.natsSecrets .part }}?user={{ index $events.natsUsers .part }}&password-file=/etc/kvmesh/nats/password{{ end }}
 {{- end }}
 
 {{- define "kvmesh.natsVolume" -}}
-{{- with .Values.events }}
-{{- if and (eq .transport "nats") .natsSecret }}
+{{- with .root.Values.events }}
+{{- if and (eq .transport "nats") (index .natsSecrets $.part) }}
 - name: nats
-  secret: {secretName: {{ .natsSecret }}, defaultMode: 0440}
+  secret: {secretName: {{ index .natsSecrets $.part }}, defaultMode: 0440}
 {{- end }}
 {{- end }}
 {{- end }}
 
 {{- define "kvmesh.natsMount" -}}
-{{- with .Values.events }}
-{{- if and (eq .transport "nats") .natsSecret }}
+{{- with .root.Values.events }}
+{{- if and (eq .transport "nats") (index .natsSecrets $.part) }}
 - {name: nats, mountPath: /etc/kvmesh/nats, readOnly: true}
 {{- end }}
 {{- end }}
 {{- end }}
 
+{{- /* Mutual TLS within the mesh: the secret of a part, what its container is told, and where it finds the files. */ -}}
+{{- define "kvmesh.tlsSecret" -}}
+{{ index .root.Values.meshTls.secrets .part | default (printf "%s-%s-mesh-tls" .root.Release.Name .part) }}
+{{- end }}
+
+{{- define "kvmesh.tlsEnv" -}}
+{{- if .root.Values.meshTls.enabled }}
+- name: {{ .prefix }}MESH_TLS
+  value: /etc/kvmesh/mesh-tls
+{{- if ne .prefix "KVMESH_FRONTEND_" }}
+- name: {{ .prefix }}MESH_PROBES
+  value: "true"
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "kvmesh.tlsVolume" -}}
+{{- if .root.Values.meshTls.enabled }}
+- name: {{ .volume | default "mesh-tls" }}
+  secret:
+    secretName: {{ include "kvmesh.tlsSecret" . }}
+    defaultMode: 0440
+    items:
+      - {key: ca.crt, path: ca.pem}
+      - {key: tls.crt, path: cert.pem}
+      - {key: tls.key, path: key.pem}
+{{- end }}
+{{- end }}
+
+{{- define "kvmesh.tlsMount" -}}
+{{- if .root.Values.meshTls.enabled }}
+- {name: {{ .volume | default "mesh-tls" }}, mountPath: /etc/kvmesh/mesh-tls, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- /* A probe by HTTP. In a closed mesh it is over TLS, without a certificate of its own. */ -}}
+{{- define "kvmesh.get" -}}
+httpGet: {path: {{ .path }}, port: {{ .port }}{{ if .root.Values.meshTls.enabled }}, scheme: HTTPS{{ end }}}
+{{- end }}
+
 {{- /* Settings as environment variables. JSON writes large numbers as Python reads them. */ -}}
 {{- define "kvmesh.settings" -}}
-{{- $decided := list "name" "host" "port" "advertise_host" "discovery" "metrics_port" "http_port" "gossip_port" "drain_timeout_s" "log_format" "router" "model_cache" "model_cache_mib" "api_keys_file" "processes" "connector" "kubernetes_namespace" "kubernetes_prefill" "kubernetes_decode" "record_file" "role" "engine" "engine_args" "model" "model_path" "count" "kv_events_transport" "kv_events_ports" "nats_url" "http_endpoint" "ext_proc_port" "ext_proc_tls_cert" "ext_proc_tls_key" "config" }}
+{{- $decided := list "name" "host" "port" "advertise_host" "discovery" "metrics_port" "http_port" "gossip_port" "limits_port" "drain_timeout_s" "log_format" "router" "model_cache" "model_cache_mib" "api_keys_file" "processes" "connector" "kubernetes_namespace" "kubernetes_prefill" "kubernetes_decode" "record_file" "role" "engine" "engine_args" "model" "model_path" "count" "kv_events_transport" "kv_events_ports" "nats_url" "mesh_tls" "mesh_probes" "mesh_port" "http_endpoint" "ext_proc_port" "ext_proc_tls_cert" "ext_proc_tls_key" "ext_proc_client_ca" "config" }}
 {{- $taken := list }}
 {{- range $name, $_ := .settings }}{{ if has $name $decided }}{{ $taken = append $taken $name }}{{ end }}{{ end }}
 {{- if $taken }}

@@ -1,0 +1,34 @@
+"""Make the certificates of a mesh on this host."""
+
+from pathlib import Path
+
+from mesh.identity.credentials import CERT, Credentials, issued_folder
+from mesh.identity.names import Identity, MeshRole
+from protocol.errors import ConfigError
+from protocol.messages import Role
+
+NAMESPACE = "up"
+DAYS = 365.0
+
+
+def issue_all(ca: Path) -> Credentials:
+    """Make a CA, unless the folder has one, and what is missing for each kind of process. Return the operator's.
+
+    Raises ConfigError.
+    """
+    try:
+        from mesh.identity import issuing
+    except ImportError as error:
+        raise ConfigError(
+            "--mesh-tls needs the package cryptography, which is missing", hint="pip install 'kvmesh[certs]'"
+        ) from error
+    if not (ca / issuing.CA_KEY).exists():
+        issuing.init(ca, NAMESPACE)
+    alone = (MeshRole.FRONTEND, MeshRole.ROUTER, MeshRole.PLANNER, MeshRole.OPERATOR, MeshRole.OBSERVER)
+    members = [(role, role.value) for role in alone] + [(MeshRole.WORKER, role.value) for role in Role]
+    namespace = issuing.read_authority(ca).namespace
+    for role, name in members:
+        folder = issued_folder(ca, role, name)
+        if not (folder / CERT).exists():
+            issuing.issue(ca, Identity(namespace, role, name), folder, ("localhost", "127.0.0.1"), DAYS)
+    return Credentials(issued_folder(ca, MeshRole.OPERATOR, MeshRole.OPERATOR.value))

@@ -1,0 +1,44 @@
+"""Own the folder of a mesh on this host, and remove folders whose mesh was killed."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+PREFIX = "kvmesh-"
+OWNER = ".owner"  # locked as long as the mesh runs; the system lets go of it when the process is killed
+_held: dict[Path, TextIO] = {}  # an open file holds its lock
+
+
+def claim(folder: Path) -> None:
+    """Hold a temporary folder until `let_go`, so that no other mesh removes it. Raises OSError."""
+    file = (folder / OWNER).open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    _held[folder] = file
+
+
+def let_go(folder: Path, *, keep: bool) -> None:
+    """Remove a temporary folder at the end of its mesh, or leave it on purpose, such as for the logs of a failure."""
+    if keep:
+        with suppress(OSError):
+            (folder / OWNER).unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    if (file := _held.pop(folder, None)) is not None:
+        file.close()
+
+
+def remove_left_folders(parent: Path | None = None) -> list[Path]:
+    """Remove our temporary folders whose mesh was killed, and return them."""
+    removed = []
+    for path in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*/{OWNER}"):
+        with suppress(OSError), path.open("r+") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                continue
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its mesh runs
+            shutil.rmtree(path.parent, ignore_errors=True)
+            removed.append(path.parent)
+    return removed

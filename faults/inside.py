@@ -1,0 +1,178 @@
+"""Run a service of the mesh that can be told to do things wrong: `python -m faults.inside SWITCHES MODULE FLAGS...`.
+
+The service's own code runs. Only what faults need is put in between: a wall clock with an offset, and around the mock
+engine what stalls, raises, babbles and takes its blocks. KV that is not a request's own makes wrong tokens here, as in
+a real engine; the mock by itself would end instead.
+"""
+
+import asyncio
+import runpy
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import mesh.lifecycle
+import workers.engines.mock.executor as mock_executor
+from faults.room import die_with_parent
+from faults.switches import Switches
+from kvcache.transfer.shm import ShmBackend
+from protocol.errors import TransferError
+from protocol.messages import Delta, GenerateRequest, Ticket, TokenLogprob
+from workers.engines.mock.answers import prompt_digest
+from workers.engines.mock.witness import Seen, Witness
+from workers.executor import Result, Row
+from workers.step_engine import StepEngine
+
+LOOK_S = 0.05
+WRONG_KV = 0x5EED  # turns the digest of a prompt into that of another answer
+BABBLE = (11, 12, 13)
+
+
+def put(owner: object, name: str, part: object) -> None:
+    """Replace a part of the service."""
+    setattr(owner, name, part)
+
+
+def shift_clock(switches: Switches) -> None:
+    """Make time.time wrong by the offset that was ordered. Monotonic clocks stay right, as on a real machine."""
+    real = time.time
+
+    def wrong() -> float:
+        return real() + switches.read().clock_offset_s
+
+    put(time, "time", wrong)
+
+
+def watch_tasks(switches: Switches) -> None:
+    """Report the number of asyncio tasks, from the service's own event loop."""
+    until_done: Callable[[Any], Coroutine[Any, Any, Any]] = mesh.lifecycle._until_done
+
+    async def report() -> None:
+        while True:
+            switches.report_tasks(len(asyncio.all_tasks()) - 1)
+            await asyncio.sleep(LOOK_S)
+
+    async def watched(main: Any) -> Any:
+        reporting = asyncio.create_task(report(), name="report tasks")
+        try:
+            return await until_done(main)
+        finally:
+            reporting.cancel()
+
+    put(mesh.lifecycle, "_until_done", watched)
+
+
+class CarelessWitness(Witness):
+    """Does not complain about KV that is not a row's own: the row's answer becomes another one."""
+
+    _is_wrong = False
+
+    def _complain(self, row: Row, keys: bytearray) -> None:
+        self._is_wrong = True
+
+    def _take(self, row: Row, seen: Seen | None) -> Seen:
+        self._is_wrong = False
+        taken = super()._take(row, seen)
+        if self._is_wrong:
+            taken.digest = prompt_digest(row.prompt, row.lora) ^ WRONG_KV
+        return taken
+
+
+def spoil_engine(switches: Switches) -> None:
+    """Put the ordered faults around the mock engine."""
+    put(mock_executor, "Witness", CarelessWitness)
+    execute = mock_executor.MockExecutor.execute
+    raised = switches.read().raises
+
+    def execute_or_raise(executor: mock_executor.MockExecutor, rows: Sequence[Row]) -> list[Result]:
+        nonlocal raised
+        if (ordered := switches.read().raises) != raised:
+            raised = ordered
+            raise RuntimeError("the fault machine has this engine raise")
+        return execute(executor, rows)
+
+    run_step = StepEngine._execute
+
+    async def step_or_stall(engine: StepEngine, rows: Sequence[Row]) -> Sequence[Result]:
+        while switches.read().stalls:  # noqa: ASYNC110 - another process writes the order
+            await asyncio.sleep(LOOK_S)
+        return await run_step(engine, rows)
+
+    put(mock_executor.MockExecutor, "execute", execute_or_raise)
+    put(StepEngine, "_execute", step_or_stall)
+    spoil_answers(switches)
+    spoil_pool(switches)
+    spoil_pulls(switches)
+
+
+def spoil_answers(switches: Switches) -> None:
+    push = StepEngine.push
+
+    async def push_and_babble(
+        engine: StepEngine, request: GenerateRequest, take: Callable[[Delta], bool]
+    ) -> AsyncGenerator[Delta, None]:
+        async for delta in push(engine, request, take):
+            if delta.finish_reason is not None and switches.read().babbles:
+                more = tuple(TokenLogprob(token, 0.0) for token in BABBLE)
+                logprobs = None if delta.logprobs is None else (*delta.logprobs, *more)
+                delta = msgspec.structs.replace(delta, token_ids=(*delta.token_ids, *BABBLE), logprobs=logprobs)
+            yield delta
+
+    put(StepEngine, "push", push_and_babble)
+
+
+def spoil_pulls(switches: Switches) -> None:
+    fetch = ShmBackend.fetch
+
+    async def fetch_or_fail(backend: ShmBackend, ticket: Ticket, skip: int, into: Sequence[int]) -> int:
+        if switches.read().fails_pulls:
+            raise TransferError("the fault machine lets no KV through")
+        return await fetch(backend, ticket, skip, into)
+
+    put(ShmBackend, "fetch", fetch_or_fail)
+
+
+def spoil_pool(switches: Switches) -> None:
+    start = StepEngine.start
+
+    async def take_blocks(engine: StepEngine) -> None:
+        held: list[int] = []
+        while True:
+            await asyncio.sleep(LOOK_S)
+            wants = switches.read().holds_blocks
+            if wants:
+                held += engine._pool.allocate(engine._pool.available_blocks)
+            elif held:
+                engine._pool.release(held)
+                held = []
+                engine._wake.set()
+
+    async def start_and_watch(engine: StepEngine, *arguments: Any) -> Any:
+        info = await start(engine, *arguments)
+        _KEPT.append(asyncio.create_task(take_blocks(engine), name="take blocks"))
+        return info
+
+    put(StepEngine, "start", start_and_watch)
+
+
+_KEPT: list[asyncio.Task[None]] = []
+
+
+def main() -> None:
+    die_with_parent()
+    switches = Switches(Path(sys.argv[1]))
+    module = sys.argv[2]
+    shift_clock(switches)
+    watch_tasks(switches)
+    if module == "workers":
+        spoil_engine(switches)
+    sys.argv = [module, *sys.argv[3:]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""A few bytes of memory in which the fault machine tells one process of the mesh what to do wrong.
+
+The machine writes the file, the process maps it and reads it whenever it needs to know: nothing is sent, so that a
+process without an event loop that runs can be told too.
+"""
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_FORMAT = struct.Struct(
+    "<dqqqqqq"
+)  # clock offset, stalls, raises, babbles, holds blocks, refuses pulls, tasks (written by the process)
+_TASKS_AT = _FORMAT.size - 8
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """Say what a process has to do wrong."""
+
+    clock_offset_s: float = 0.0
+    stalls: bool = False  # the engine makes no step
+    raises: int = 0  # how often the engine has been told to raise, since the run began
+    babbles: bool = False  # answers get tokens after their end
+    holds_blocks: bool = False  # all free blocks are taken
+    fails_pulls: bool = False  # no KV can be fetched from peers
+
+
+class Switches:
+    """The memory of one process, seen from either side."""
+
+    def __init__(self, path: Path, *, is_new: bool = False) -> None:
+        if is_new:
+            path.write_bytes(_FORMAT.pack(0.0, 0, 0, 0, 0, 0, 0))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _FORMAT.size)
+
+    @classmethod
+    def make(cls, path: Path) -> Self:
+        return cls(path, is_new=True)
+
+    def read(self) -> Orders:
+        offset_s, stalls, raises, babbles, holds, fails, _ = _FORMAT.unpack(self._map[: _FORMAT.size])
+        return Orders(offset_s, bool(stalls), raises, bool(babbles), bool(holds), bool(fails))
+
+    def write(self, orders: Orders) -> None:
+        self._map[:_TASKS_AT] = _FORMAT.pack(
+            orders.clock_offset_s,
+            orders.stalls,
+            orders.raises,
+            orders.babbles,
+            orders.holds_blocks,
+            orders.fails_pulls,
+            0,
+        )[:_TASKS_AT]
+
+    @property
+    def tasks(self) -> int:
+        """The number of asyncio tasks that the process has reported last."""
+        return int(struct.unpack_from("<q", self._map, _TASKS_AT)[0])
+
+    def report_tasks(self, count: int) -> None:
+        struct.pack_into("<q", self._map, _TASKS_AT, count)
+
+    def close(self) -> None:
+        self._map.close()

@@ -1,0 +1,90 @@
+"""Ask the workers of the mesh how they are, and pass on what operators ask of them."""
+
+import asyncio
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from frontend.models import ModelRegistry
+from mesh.http.errors import NotFoundError
+from mesh.plane.client import PlaneClient
+from protocol.errors import MeshError
+from protocol.ids import WorkerId
+from protocol.messages import Control, ControlAction, ControlReply, Role, WorkerCard, WorkerStatus
+
+STATUS_TIMEOUT_S = 3.0
+CONTROL_TIMEOUT_S = 120.0  # a drain and a change of role wait for the requests in hand
+AT_ONCE = 64  # workers that are asked at the same time
+
+
+class CrewMember(Struct, frozen=True, kw_only=True):
+    """One worker in the reply of GET /kvmesh/workers."""
+
+    id: WorkerId
+    name: str
+    model: str
+    role: Role
+    address: str
+    pid: int
+    resting: str  # "drained" or "asleep", "" for neither
+    status: WorkerStatus | None  # null: it did not answer
+    problem: str  # why there is no status
+
+
+class WorkerCrew:
+    """Knows the cards of the workers, those that rest included."""
+
+    def __init__(self, plane: PlaneClient, models: ModelRegistry, resting: Mapping[WorkerId, WorkerCard]) -> None:
+        self._plane = plane
+        self._models = models
+        self._resting = resting
+
+    def cards(self) -> list[WorkerCard]:
+        """Return the cards by name."""
+        cards = {card.worker_id: card for card in self._models.cards()} | dict(self._resting)
+        return sorted(cards.values(), key=lambda card: (card.model, card.role, card.name))
+
+    def find(self, name: str) -> WorkerCard:
+        """Return the worker with an id or a name. Raise NotFoundError."""
+        cards = self.cards()
+        found = [card for card in cards if card.worker_id == name] or [card for card in cards if card.name == name]
+        if len(found) != 1:
+            why = f"{len(found)} workers are called {name[:256]!r}" if found else f"there is no worker {name[:256]!r}"
+            raise NotFoundError(why, hint="GET /kvmesh/workers lists them with their ids")
+        return found[0]
+
+    async def members(self) -> list[CrewMember]:
+        """Return all workers, each with its own view of itself."""
+        free = asyncio.Semaphore(AT_ONCE)
+
+        async def ask(card: WorkerCard) -> CrewMember:
+            async with free:
+                return await self._member(card)
+
+        return list(await asyncio.gather(*[ask(card) for card in self.cards()]))
+
+    async def _member(self, card: WorkerCard) -> CrewMember:
+        status, problem = None, ""
+        try:
+            reply = await self._ask(card, Control(action=ControlAction.STATUS), STATUS_TIMEOUT_S)
+            status = reply.status
+        except MeshError as error:
+            problem = str(error)
+        return CrewMember(
+            id=card.worker_id,
+            name=card.name,
+            model=card.model,
+            role=card.role,
+            address=card.address,
+            pid=card.pid,
+            resting=card.resting,
+            status=status,
+            problem=problem,
+        )
+
+    async def control(self, name: str, control: Control, timeout_s: float = CONTROL_TIMEOUT_S) -> ControlReply:
+        """Have a worker do something. Raise NotFoundError, and what the worker answers."""
+        return await self._ask(self.find(name), control, timeout_s)
+
+    async def _ask(self, card: WorkerCard, control: Control, timeout_s: float) -> ControlReply:
+        return await self._plane.ask(card.address, "control", control, ControlReply, timeout_s)

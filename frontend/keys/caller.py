@@ -1,0 +1,99 @@
+"""A caller: whoever a key stands for, with what the key allows."""
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+from frontend.keys.errors import ModelNotAllowedError
+from frontend.keys.meter import Meter
+from frontend.keys.salts import own_salt
+from frontend.keys.usage import Usage
+from mesh.http.errors import ForbiddenError
+from mesh.http.request import Request
+
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+class KeyCaller:
+    """The holder of one key. Implements mesh.http.request.Caller."""
+
+    __slots__ = ("_models", "_secret", "is_admin", "max_priority", "meter", "owner", "tenant", "usage")
+
+    def __init__(
+        self,
+        usage: Usage,
+        *,
+        tenant: str = "",
+        models: tuple[str, ...] = (),
+        max_priority: int | None = None,
+        meter: Meter | None = None,
+        owner: str = "",
+        secret: bytes = b"",
+        is_admin: bool = False,
+    ) -> None:
+        """`models`: patterns, none for all. `owner`: names the caller where tokens change, "" for a key. `secret`: see
+        frontend/keys/salts.py."""
+        self._secret = secret
+        self.is_admin = is_admin
+        self.usage = usage
+        self.tenant = tenant
+        self.max_priority = max_priority
+        self.meter = meter  # None: it has no limits
+        self.owner = owner
+        self._models = _matcher(models)
+
+    def may_use(self, model: str) -> bool:
+        return self._models is None or self._models.fullmatch(model) is not None
+
+    @property
+    def is_choosy(self) -> bool:
+        """Return whether there may be models that the key may not use."""
+        return self._models is not None
+
+    def salt(self, asked: str | None) -> str | None:
+        """Return the salt of a prompt that asks for the salt `asked`."""
+        return own_salt(self.tenant, asked, self._secret)
+
+    def priority(self, asked: int) -> int:
+        """Return the priority that a request gets: no more than the key's ceiling."""
+        return asked if self.max_priority is None else min(asked, self.max_priority)
+
+    def reply_headers(self) -> Mapping[str, str]:
+        return _NO_HEADERS if self.meter is None else self.meter.headers()
+
+
+def caller_of(request: Request) -> KeyCaller | None:
+    """Return the caller of a request; None if the API is open to everybody."""
+    caller = request.caller
+    return caller if isinstance(caller, KeyCaller) else None
+
+
+def check_admin(request: Request) -> None:
+    """Raise ForbiddenError unless the key of a request may control the mesh. Where there are no keys, nobody may."""
+    caller = caller_of(request)
+    if caller is None:
+        raise ForbiddenError(
+            "this API has no keys, so nobody may control its mesh",
+            hint="start the frontend with --api-keys-file, and make a key with `kvmesh keys new --admin`",
+        )
+    if not caller.is_admin:
+        raise ForbiddenError("this API key may not control the mesh", hint="make one with `kvmesh keys new --admin`")
+
+
+def check_model(request: Request, model: str) -> None:
+    """Raise ModelNotAllowedError."""
+    caller = caller_of(request)
+    if caller is not None and not caller.may_use(model):
+        raise ModelNotAllowedError(model)
+
+
+def salt_for(request: Request, asked: str | None) -> str | None:
+    """Return the salt of a request's prompt: that of its caller, or what it asks for where the API is open."""
+    caller = caller_of(request)
+    return asked if caller is None else caller.salt(asked)
+
+
+@lru_cache(maxsize=1024)  # many keys have the same ones
+def _matcher(patterns: tuple[str, ...]) -> re.Pattern[str] | None:
+    either = "|".join(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".") for pattern in patterns)
+    return re.compile(either, re.DOTALL) if either else None

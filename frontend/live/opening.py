@@ -1,0 +1,97 @@
+"""Open the live page of a frontend: on the port of the API, or on a port of its own."""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from frontend.admission import Admission
+from frontend.config import FrontendConfig
+from frontend.dispatch import Dispatcher
+from frontend.keys.guard import Doorkeeper
+from frontend.live.hub import LiveHub
+from frontend.live.looking import distant_look, local_look
+from frontend.live.pages import routes
+from frontend.live.picture import Picture, Row
+from frontend.live.planners import PlannerFollower
+from frontend.timeline import Timelines
+from mesh.discovery import Discovery
+from mesh.http.server import App, HttpLimits, Route, listening
+from mesh.identity.credentials import Credentials
+from protocol.version import RELEASE
+from router.booking import Router
+from router.feeds import WorkerFeed
+from router.local import LocalRouter
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 256  # to a port of its own
+MAX_BODY_BYTES = 1024  # nobody sends anything
+
+
+@dataclass(frozen=True, slots=True)
+class LiveParts:
+    """The parts of a frontend that the page shows."""
+
+    router: Router
+    dispatcher: Dispatcher
+    workers: WorkerFeed
+    discovery: Discovery
+    admission: Admission
+    timelines: Timelines = field(default_factory=Timelines)
+
+    def of_api(self, further: Sequence[Route]) -> dict[str, Any]:
+        """Return what the API shares with the page, as arguments of FrontendApi."""
+        return {"admission": self.admission, "timelines": self.timelines, "further": further}
+
+
+@asynccontextmanager
+async def live_page(
+    config: FrontendConfig,
+    parts: LiveParts,
+    credentials: Credentials | None,
+    guard: Doorkeeper | None,
+    tls: ssl.SSLContext | None,
+    stop: asyncio.Event,
+) -> AsyncIterator[Sequence[Route]]:
+    """Serve the live page; yield the routes that it needs on the port of the API."""
+    if not config.ui:
+        yield ()
+        return
+    if credentials is not None and guard is None:
+        log.info("the live page is off: strangers reach the port of the API, and there are no API keys")
+        yield ()
+        return
+    router, dispatcher, admission = parts.router, parts.dispatcher, parts.admission
+    hub = LiveHub(
+        Picture(about_of(config)), parts.workers, dispatcher, parts.timelines, lambda: admission.inflight, stop
+    )
+    hub.look = local_look(router) if isinstance(router, LocalRouter) else distant_look(hub.in_flight_by_worker)
+    hub.planners = PlannerFollower(parts.discovery, credentials, hub.planned)
+    dispatcher.on_failure = hub.failed
+    try:
+        if config.ui_port is None:
+            yield routes(hub)
+            return
+        app = App(routes(hub), HttpLimits(max_body_bytes=MAX_BODY_BYTES, max_connections=MAX_CONNECTIONS), guard=guard)
+        async with listening(app, config.host, config.ui_port, advertise_host=config.advertise_host, tls=tls) as url:
+            log.info("the live page is there", extra={"url": f"{url}/ui"})
+            yield ()
+    finally:
+        await hub.close()
+
+
+def about_of(config: FrontendConfig) -> Row:
+    """Return who shows the page, and where its figures come from."""
+    if config.router == "embedded":
+        loads = "Loads and caches: the router of this frontend, with what all routers have placed."
+    else:
+        loads = "Loads: the requests of this frontend alone. Caches are not known here, because no router runs in it."
+    if config.shares_port_with:
+        requests = "Requests, decisions and rates: those of one process of this frontend; it has several."
+    else:
+        requests = "Requests, decisions and rates: those of this frontend."
+    return {"frontend": config.name, "release": RELEASE, "router": config.router, "sees": f"{loads} {requests}"}

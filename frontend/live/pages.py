@@ -1,0 +1,60 @@
+"""Serve the live page: files that everybody may load, and the feed, which is behind the API key where one is set."""
+
+from collections.abc import Sequence
+from functools import partial
+from importlib.resources import files
+
+from frontend.keys.caller import caller_of
+from frontend.live.hub import LiveHub
+from mesh.http.errors import ForbiddenError
+from mesh.http.request import Reply, ReplyStream, Request
+from mesh.http.server import Route
+
+EVENTS = "/ui/events"
+BUILT = {  # file in frontend/live/built, by path
+    "/ui": ("index.html", "text/html; charset=utf-8"),
+    "/ui/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/ui/app.css": ("app.css", "text/css; charset=utf-8"),
+}
+SAFE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+FEED_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+def routes(hub: LiveHub) -> Sequence[Route]:
+    """Return the routes of the live page."""
+    pages = [Route("GET", path, partial(show_file, *found), is_open=True) for path, found in BUILT.items()]
+    return [*pages, Route("GET", EVENTS, partial(show_events, hub))]
+
+
+async def show_file(name: str, content_type: str, request: Request) -> Reply:
+    body = files("frontend").joinpath("live", "built", name).read_bytes()
+    return Reply(body, content_type=content_type, headers=SAFE_HEADERS)
+
+
+async def show_events(hub: LiveHub, request: Request) -> ReplyStream:
+    """Send what happens for as long as the viewer looks. Raise ForbiddenError, OverloadedError."""
+    check_whole_mesh(request)
+    hub.check()
+    stream = request.open_stream(FEED_HEADERS)
+    if request.method != "HEAD":
+        await hub.show(stream)
+    stream.end()
+    return stream
+
+
+def check_whole_mesh(request: Request) -> None:
+    """Raise ForbiddenError for a key of one tenant, or of some models: the page shows the requests of all."""
+    caller = caller_of(request)
+    if caller is not None and (caller.tenant or caller.is_choosy):
+        raise ForbiddenError(
+            "this API key is limited to a tenant or to some models, and the live page shows the whole mesh",
+            hint="use a key without a tenant and without --models",
+        )

@@ -1,0 +1,105 @@
+"""Let operators see and control the workers, with a key that is an admin's."""
+
+import logging
+from typing import Annotated, Literal, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+from frontend.bodies import decode_body
+from frontend.crew import CrewMember, WorkerCrew
+from frontend.endpoint import Endpoint, Services, identified
+from frontend.keys.caller import caller_of, check_admin
+from frontend.operation import ASKED_FAILURES, Operation
+from frontend.shapes import Strict
+from mesh.http.request import Reply, Request, json_reply
+from protocol.errors import NoWorkerError
+from protocol.messages import Control, ControlAction
+
+log = logging.getLogger(__name__)
+
+WorkerAction = Literal[
+    "drain",
+    "resume",
+    "set_role",
+    "sleep",
+    "wake",
+    "start_profile",
+    "stop_profile",
+    "reset_prefix_cache",
+    "log_level",
+    "load_lora",
+    "unload_lora",
+    "list_loras",
+]
+WORKER_ACTIONS: tuple[WorkerAction, ...] = get_args(WorkerAction)
+_Text = Annotated[str, Meta(max_length=4096)]
+
+
+class WorkerControl(Strict, frozen=True):
+    """Say what a worker is to do."""
+
+    action: WorkerAction
+    arguments: Annotated[dict[_Text, _Text], Meta(max_length=16)] = msgspec.field(default_factory=dict)
+
+
+class WorkerControlled(Struct, frozen=True):
+    """Say what a worker has done."""
+
+    detail: str
+    worker: str  # its id; another one after a change of role
+    loras: tuple[str, ...] = ()
+
+
+class CrewList(Struct, frozen=True):
+    workers: list[CrewMember]
+
+
+_decoder = msgspec.json.Decoder(WorkerControl)
+
+
+def crew_of(services: Services, request: Request) -> WorkerCrew:
+    """Return the workers that the caller may control. Raise ForbiddenError, NoWorkerError."""
+    check_admin(request)
+    if services.crew is None:
+        raise NoWorkerError("this frontend reaches no workers")
+    return services.crew
+
+
+async def list_workers(services: Services, request: Request) -> Reply:
+    return json_reply(CrewList(await crew_of(services, request).members()))
+
+
+async def control_worker(services: Services, request: Request) -> Reply:
+    """Have one worker do something, and log who asked for it."""
+    crew, name = crew_of(services, request), request.params["worker"]
+    asked = decode_body(request.body, _decoder)
+    caller = caller_of(request)
+    who = "" if caller is None else caller.usage.name
+    card = crew.find(name)
+    log.warning("control", extra={"worker": card.worker_id, "action": asked.action, "key": who})
+    reply = await crew.control(card.worker_id, Control(action=ControlAction(asked.action), arguments=asked.arguments))
+    return json_reply(WorkerControlled(reply.detail, reply.worker_id or card.worker_id, reply.loras))
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="GET",
+        path="/kvmesh/workers",
+        handler=identified(list_workers, "workers"),
+        operation=Operation(
+            summary="All workers and how each of them is; for admin keys", reply=CrewList, failures=ASKED_FAILURES
+        ),
+    ),
+    Endpoint(
+        method="POST",
+        path="/kvmesh/workers/{worker}/control",
+        handler=identified(control_worker, "control"),
+        operation=Operation(
+            summary="Drain a worker, change its role, have it sleep, profile it, reset its cache; for admin keys",
+            request=(WorkerControl,),
+            reply=WorkerControlled,
+            failures=ASKED_FAILURES,
+        ),
+    ),
+)

@@ -1,0 +1,234 @@
+"""The timeline of a request: when it reached each of its stages, where, and why there.
+
+The record is made only while somebody looks: the access log, traces, the live page. They all read the same one, so that
+they agree. It holds no text. Times are those of `time.monotonic`: the event loop's clock has whole milliseconds.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from msgspec import Struct, field
+
+from mesh.trace_context import Headers, TraceContext, new_span_id, read_context
+from protocol.ids import RequestId
+from protocol.messages import Explanation, Placed, PullReport, Target, WorkerTimes
+
+MAX_ATTEMPTS = 16  # of one answer that are kept: the first, and the latest
+
+now = time.monotonic
+
+
+class LegRecord(Struct, gc=False):
+    """Record what one worker did for one attempt."""
+
+    worker: str  # its name
+    dp_rank: int
+    sent: float
+    first: float | None = None  # when its first message came: a token, or the ticket
+    ended: float | None = None
+    pull: PullReport | None = None
+    times: WorkerTimes | None = None  # as the worker reports them, of a request that belongs to a trace
+    span_id: str = ""  # where the trace was sampled at its beginning: what the worker asks of others is below it
+    traceparent: str = ""
+
+
+class Attempt(Struct, gc=False):
+    """Record one placement of one answer, and what came of it. An attempt after the first is a migration."""
+
+    asked: float  # when the router was asked
+    isl_tokens: int  # prompt, and the answer so far
+    block_size: int
+    block_hashes: bytes  # u64 [isl_tokens // block_size], packed
+    placed: Placed | None = None
+    placed_at: float | None = None
+    prefill: LegRecord | None = None  # a worker that computes the prompt alone
+    decode: LegRecord | None = None  # the worker that answers; without a prefill leg it computes the prompt too
+    ended: float | None = None
+    context: TraceContext | None = None
+    explanation: Explanation | None = None
+    error: str = ""  # code of the failure for which the next attempt was made
+
+    def begin_leg(self, target: Target, *, is_prefill: bool) -> LegRecord:
+        leg = LegRecord(target.name, target.dp_rank, now())
+        if self.context is not None and self.context.is_sampled:
+            leg.span_id = new_span_id()
+            leg.traceparent = self.context.header(leg.span_id)
+        if is_prefill:
+            self.prefill = leg
+        else:
+            self.decode = leg
+        return leg
+
+
+class AnswerRecord(Struct, gc=False):
+    """The life of one answer."""
+
+    index: int
+    context: TraceContext | None = None  # None: the request belongs to no trace of ours
+    max_tokens: int = 0  # that were asked for
+    attempts: list[Attempt] = field(default_factory=list)
+    first_token: float | None = None
+    last_token: float | None = None
+    osl_tokens: int = 0
+    generated: list[int] | None = None  # while it runs: the dispatcher's list, of which the length matters
+
+    def begin(self, isl_tokens: int, block_size: int, block_hashes: bytes) -> Attempt:
+        """Begin an attempt. One that found no worker goes on: the request still waits."""
+        attempts = self.attempts
+        if attempts and attempts[-1].placed is None:
+            attempts[-1].ended = None
+            return attempts[-1]
+        if len(attempts) >= MAX_ATTEMPTS:
+            del attempts[1]
+        attempt = Attempt(now(), isl_tokens, block_size, block_hashes, context=self.context)
+        attempts.append(attempt)
+        return attempt
+
+    @property
+    def tokens_so_far(self) -> int:
+        return self.osl_tokens if self.generated is None else len(self.generated)
+
+
+class RequestTimeline(Struct, gc=False):
+    """The life of one request, filled while it runs. What it has not reached is None."""
+
+    request_id: RequestId
+    endpoint: str
+    started: float
+    started_unix_s: float
+    model: str = ""
+    trace_id: str = ""  # 32 hex digits, "" if the request belongs to no trace
+    context: TraceContext | None = None  # where traces are made
+    span_id: str = ""
+    is_stream: bool = False
+    parsed: float | None = None
+    rendered: float | None = None  # the chat template
+    tokenized: float | None = None
+    answers: tuple[AnswerRecord, ...] = ()
+    ended: float | None = None
+    outcome: str = ""  # from frontend.errors.OUTCOMES, "" while it runs
+    slo_missed: str = ""  # the part of the SLO that it missed, "" for none
+    isl_tokens: int = 0
+    osl_tokens: int = 0
+    cached_tokens: int = 0
+
+    def on_parsed(self, model: str, *, is_stream: bool) -> None:
+        self.parsed, self.model, self.is_stream = now(), model, is_stream
+
+    def s(self, at: float | None) -> float | None:
+        """Return a time of this record as seconds since the request came."""
+        return None if at is None else max(0.0, at - self.started)
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.s(min((a.first_token for a in self.answers if a.first_token is not None), default=None))
+
+    @property
+    def itl_s(self) -> float | None:
+        """Return the mean gap between the tokens of the first answer."""
+        answer = self.answers[0] if self.answers else None
+        if answer is None or answer.first_token is None or answer.last_token is None or answer.osl_tokens < 2:
+            return None
+        return max(0.0, answer.last_token - answer.first_token) / (answer.osl_tokens - 1)
+
+
+class Phase(NamedTuple):
+    """A stage of a request: `parse`, `template`, `tokenize`; for each attempt `queue`, `prefill`, `pull`, `decode`."""
+
+    name: str
+    start_s: float  # since the request came
+    end_s: float | None  # None: it is still in this stage
+    answer: int = 0
+    attempt: int = 0
+    worker: str = ""
+
+
+def phases(timeline: RequestTimeline) -> Iterator[Phase]:
+    """Return the stages of a request that ran or runs, in the order of their beginning for each answer.
+
+    A worker's own queue belongs to `prefill`, where nothing tells it apart.
+    """
+    s = timeline.s
+    began = 0.0
+    for name, at in (("parse", timeline.parsed), ("template", timeline.rendered), ("tokenize", timeline.tokenized)):
+        if at is not None:
+            yield Phase(name, began, s(at))
+            began = s(at) or 0.0
+    for answer in timeline.answers:
+        for number, attempt in enumerate(answer.attempts):
+            yield from _phases_of(timeline, answer, attempt, number)
+
+
+def _phases_of(timeline: RequestTimeline, answer: AnswerRecord, attempt: Attempt, number: int) -> Iterator[Phase]:
+    def phase(name: str, start: float, end: float | None, worker: str = "") -> Phase:
+        last = attempt.ended if end is None else end
+        return Phase(name, max(0.0, start - timeline.started), timeline.s(last), answer.index, number, worker)
+
+    yield phase("queue", attempt.asked, attempt.placed_at)
+    if (prefill := attempt.prefill) is not None:
+        yield phase("prefill", prefill.sent, prefill.ended, prefill.worker)
+    if (decode := attempt.decode) is None:
+        return
+    first = decode.first
+    if attempt.prefill is None:
+        yield phase("prefill", decode.sent, first, decode.worker)
+    elif first is None:
+        yield phase("pull", decode.sent, None, decode.worker)
+    elif (pull := decode.pull) is not None:
+        began = max(decode.sent, first - pull.duration_s)
+        yield phase("pull", began, first, decode.worker)
+    if first is not None:
+        yield phase("decode", first, decode.ended, decode.worker)
+
+
+Look = Callable[[RequestTimeline], None]
+
+
+class Tracer(Protocol):
+    def open(self, timeline: RequestTimeline, context: TraceContext | None) -> None:
+        """Give a request its trace: that of the client, if it has sent one."""
+        ...
+
+
+class Timelines:
+    """Make the records of requests while somebody looks, and give each to those who look when it has ended."""
+
+    def __init__(self) -> None:
+        self._looks: list[Look] = []
+        self.tracer: Tracer | None = None  # None: no traces are made here
+        self.running: dict[RequestId, RequestTimeline] = {}  # those that began while somebody looked
+
+    @property
+    def is_watched(self) -> bool:
+        return bool(self._looks)
+
+    def look(self, look: Look) -> Callable[[], None]:
+        """Have `look` called with the record of each request that ends; return what ends that.
+
+        It must be quick and must not raise: it runs where the request ends, on the event loop.
+        """
+        self._looks.append(look)
+
+        def leave() -> None:
+            self._looks.remove(look)
+
+        return leave
+
+    def begin(self, request_id: RequestId, endpoint: str, headers: Headers = ()) -> RequestTimeline | None:
+        """Return the record of a request that comes now; None while nobody looks."""
+        if not self._looks:
+            return None
+        timeline = self.running[request_id] = RequestTimeline(request_id, endpoint, now(), time.time())
+        context = read_context(headers)
+        if self.tracer is not None:
+            self.tracer.open(timeline, context)
+        elif context is not None:
+            timeline.trace_id = context.trace_id
+        return timeline
+
+    def end(self, timeline: RequestTimeline, outcome: str) -> None:
+        timeline.ended, timeline.outcome = now(), outcome
+        self.running.pop(timeline.request_id, None)
+        for look in tuple(self._looks):
+            look(timeline)

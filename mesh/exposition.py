@@ -1,0 +1,83 @@
+"""Write the page of metrics, with the labels that all metrics of a process share.
+
+They are added here and nowhere else, when Prometheus asks: counting costs nothing more for them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from prometheus_client import REGISTRY, CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from mesh.metric_list import DECLARED, metric_of
+from protocol.version import RELEASE
+
+BUILD = "kvmesh_build_info"
+
+
+def _nothing() -> Mapping[str, str]:
+    return {}
+
+
+_labels: Callable[[], Mapping[str, str]] = _nothing
+
+
+@contextmanager
+def labelled(component: str, namespace: str, more: Callable[[], Mapping[str, str]] = _nothing) -> Iterator[None]:
+    """Add the labels of a service to all metrics of this process while the block runs.
+
+    `more` gives further ones at each scrape. Engines' own metrics, and labels that a metric has itself, stay as they
+    are.
+    """
+    global _labels
+    before, fixed = _labels, {"component": component, "namespace": namespace}
+
+    def labels() -> Mapping[str, str]:
+        return {name: value for name, value in (fixed | dict(more())).items() if value}
+
+    _labels = labels
+    try:
+        yield
+    finally:
+        _labels = before
+
+
+class Exposed(CollectorRegistry):
+    """The metrics of a registry as a page shows them."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        super().__init__()
+        self._whole = registry
+
+    def collect(self) -> Iterator[Metric]:
+        labels = _labels()
+        for metric in self._whole.collect():
+            yield with_labels(metric, labels)
+        if labels:
+            yield with_labels(_build(), labels)
+
+    def restricted_registry(self, names: object) -> "Exposed":  # type: ignore[override]
+        """Return the whole page: who asks for some of its metrics gets the others as well."""
+        return self
+
+
+def with_labels(metric: Metric, labels: Mapping[str, str]) -> Metric:
+    """Return a metric with more labels, if it is one of ours. Pure."""
+    if not labels or metric_of(metric.name) is None:
+        return metric
+    shown = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+    shown.samples = [Sample(one[0], {**labels, **one[1]}, *one[2:]) for one in metric.samples]
+    return shown
+
+
+def _build() -> Metric:
+    family = GaugeMetricFamily(BUILD, DECLARED[BUILD].help, labels=DECLARED[BUILD].labels)
+    family.add_metric([RELEASE], 1.0)
+    return family
+
+
+def page(registry: Collector = REGISTRY) -> bytes:
+    """Return the page of this process."""
+    return generate_latest(Exposed(registry if isinstance(registry, CollectorRegistry) else REGISTRY))

@@ -1,0 +1,89 @@
+"""W3C Trace Context: which trace a request belongs to, read from headers and written to them.
+
+https://www.w3.org/TR/trace-context/: `traceparent` is version-trace id-span id-flags in hex, `tracestate` is data of
+others, which is passed on as it is.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from random import getrandbits
+from typing import NamedTuple
+
+TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
+MAX_STATE_CHARS = 512
+SAMPLES = 1 << 56  # the last 56 bits of a trace id are random, says W3C: they decide whether it is sampled
+_PARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_STATE = re.compile(r"[\x20-\x7e]+")
+
+
+Headers = Sequence[tuple[str, str]]  # names in lower case
+
+
+class TraceContext(NamedTuple):
+    """The trace of a request, and the span of whoever asked."""
+
+    trace_id: str  # 32 hex digits
+    parent_id: str = ""  # 16 hex digits, "" for the first of a trace
+    is_sampled: bool = False
+    state: str = ""  # tracestate
+
+    def header(self, span_id: str) -> str:
+        """Return the traceparent for what is asked within the span."""
+        return f"00-{self.trace_id}-{span_id}-{'01' if self.is_sampled else '00'}"
+
+
+def read_context(headers: Headers) -> TraceContext | None:
+    """Return the context that a client has sent; None if it has sent none that can be read."""
+    for name, _ in headers:
+        if name == TRACEPARENT:
+            break
+    else:  # nearly always
+        return None
+    parents = [value for name, value in headers if name == TRACEPARENT]
+    if len(parents) != 1 or (found := _PARENT.fullmatch(parents[0].strip())) is None:
+        return None
+    version, trace_id, parent_id, flags, more = found.groups()
+    if more and version == "00":
+        return None
+    state = ",".join(value for name, value in headers if name == TRACESTATE)
+    if len(state) > MAX_STATE_CHARS or not _STATE.fullmatch(state):
+        state = ""
+    return TraceContext(trace_id, parent_id, bool(int(flags, 16) & 1), state)
+
+
+def new_context(threshold: int) -> TraceContext:
+    """Begin a trace. `threshold` of SAMPLES traces are sampled."""
+    number = getrandbits(128) or 1
+    return TraceContext(number.to_bytes(16).hex(), "", number & SAMPLES - 1 < threshold)  # formatting takes 2 us
+
+
+def new_span_id() -> str:
+    return (getrandbits(64) or 1).to_bytes(8).hex()
+
+
+_outgoing: ContextVar[tuple[str, str]] = ContextVar("outgoing_trace", default=("", ""))
+
+
+@contextmanager
+def outgoing_trace(traceparent: str, tracestate: str) -> Iterator[None]:
+    """Give a trace to what is asked of others inside the block, also in tasks that are started there."""
+    token = _outgoing.set((traceparent, tracestate))
+    try:
+        yield
+    finally:
+        _outgoing.reset(token)
+
+
+def outgoing_trace_id() -> str:
+    """Return the id of the trace that this runs for, "" for none."""
+    return _outgoing.get()[0][3:35]
+
+
+def trace_headers() -> dict[str, str]:
+    """Return the headers for a call to a server, none if the request belongs to no trace."""
+    parent, state = _outgoing.get()
+    if not parent:
+        return {}
+    return {TRACEPARENT: parent, TRACESTATE: state} if state else {TRACEPARENT: parent}

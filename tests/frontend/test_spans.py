@@ -1,0 +1,63 @@
+"""Spans are made of a timeline after its end, with the times that workers report."""
+
+import json
+
+from frontend.spans import TraceSpans
+from frontend.timeline import Attempt, RequestTimeline, now
+from frontend.tracing import is_wanted
+from mesh.otlp import Span, encode_spans
+from mesh.trace_context import TraceContext
+from protocol.messages import FinishReason, TimedDelta, WorkerTimes
+from tests.frontend.test_dispatch import Run, decode, prefill
+from tests.frontend.test_timeline import recorded
+
+CONTEXT = TraceContext("a" * 32, "b" * 16, is_sampled=True, state="x=1")
+
+
+async def traced(run: Run) -> tuple[RequestTimeline, list[Span]]:
+    timeline = await recorded(run, CONTEXT)
+    timeline.context, timeline.span_id = CONTEXT, "c" * 16
+    made = TraceSpans(timeline, CONTEXT, {"service.name": "kvmesh-frontend"}).made()
+    assert json.loads(encode_spans(made))["resourceSpans"]
+    return timeline, [span for _, spans in made for span in spans]
+
+
+async def test_the_root_has_the_clients_span_as_its_parent() -> None:
+    _, spans = await traced(Run(decode()))
+    root = spans[0]
+    assert (root.span_id, root.parent_span_id, root.trace_state) == ("c" * 16, "b" * 16, "x=1")
+    assert {span.trace_id for span in spans} == {"a" * 32}
+
+
+async def test_a_leg_is_asked_with_its_own_span() -> None:
+    run = Run(prefill(), decode())
+    _, spans = await traced(run)
+    asked = {span.name: span.span_id for span in spans if span.name.startswith("call")}
+    sent = [request.traceparent.split("-")[2] for worker in run.mesh.workers for request in worker.requests]
+    assert sorted(sent) == sorted(asked.values())
+
+
+async def test_a_workers_times_are_set_into_its_call() -> None:
+    times = WorkerTimes(queued_s=1e-6, first_s=2e-6, total_s=3e-6, preemptions=2)
+    last = TimedDelta((7,), FinishReason.STOP, times=times)
+    _, spans = await traced(Run(decode([last])))
+    found = {span.name: span for span in spans}
+    call, wait, answered = found["call decode"], found["wait"], found["decode"]
+    assert wait.parent_span_id == answered.parent_span_id == call.span_id
+    assert int(call.start_time_unix_nano) <= int(wait.start_time_unix_nano) <= int(answered.start_time_unix_nano)
+    assert {"key": "kvmesh.preemptions", "value": {"intValue": "2"}} in answered.attributes
+
+
+def test_what_went_wrong_is_wanted_without_being_sampled() -> None:
+    timeline = RequestTimeline("r", "chat", now(), 0.0, context=CONTEXT._replace(is_sampled=False))  # type: ignore[arg-type]
+    assert not is_wanted(timeline)
+    timeline.slo_missed = "ttft"
+    assert is_wanted(timeline)
+
+
+async def test_a_migrated_request_is_wanted() -> None:
+    timeline = await recorded(Run(decode()), CONTEXT._replace(is_sampled=False))
+    timeline.context = CONTEXT._replace(is_sampled=False)
+    assert not is_wanted(timeline)
+    timeline.answers[0].attempts.append(Attempt(now(), 1, 16, b"", error="peer_lost"))
+    assert is_wanted(timeline)

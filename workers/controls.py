@@ -1,0 +1,175 @@
+"""Carry out what operators ask of a worker, whatever its engine: the engine's own share goes to the engine."""
+
+import cProfile
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+
+from protocol.errors import InvalidRequestError, MeshError
+from protocol.messages import Control, ControlAction, ControlReply, WorkerStatus
+from workers.engine import Controllable, Engine, EngineInfo, ResetsCache
+from workers.resting import Resting
+from workers.turning import Turning, role_asked_for
+
+log = logging.getLogger(__name__)
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class WorkerControls:
+    """Answers `control`. `quiet_s` and `problem` say how the worker is."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        turning: Turning,
+        resting: Resting,
+        info: Callable[[], EngineInfo],
+        quiet_s: Callable[[], float],
+        check_health: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._turning = turning
+        self._resting = resting
+        self._info = info
+        self._quiet_s = quiet_s
+        self._check_health = check_health
+        self._profile = LoopProfile()
+
+    async def carry_out(self, request: Control) -> ControlReply:
+        """Return what was done. Raise InvalidRequestError for what this worker does not do, and EngineError."""
+        info = self._info()
+        match request.action:
+            case ControlAction.STATUS:
+                return ControlReply(detail=self.state, loras=info.loras, status=self.status())
+            case ControlAction.SET_ROLE:
+                return await self._turning.set_role(role_asked_for(request.arguments), self._info)
+            case ControlAction.DRAIN:
+                await self._resting.rest("drained", info)
+                return ControlReply(detail="it takes no requests until it is resumed", loras=info.loras)
+            case ControlAction.RESUME:
+                if self._resting.state == "asleep":
+                    raise InvalidRequestError("this worker is asleep", hint="wake it")
+                await self._resting.resume(info)
+                return ControlReply(detail="it takes requests", loras=info.loras)
+            case ControlAction.LOG_LEVEL:
+                return ControlReply(detail=set_log_level(request.arguments), loras=info.loras)
+            case ControlAction.SLEEP:
+                return await self._sleep(request, info)
+            case ControlAction.WAKE:
+                reply = await self._of_engine(request)
+                await self._resting.resume(self._info())
+                return reply
+            case _:
+                return await self._of_engine(request)
+
+    async def _sleep(self, request: Control, info: EngineInfo) -> ControlReply:
+        """Drain the worker before its engine sleeps: a request that reached a sleeping engine would fail."""
+        if not isinstance(self._engine, Controllable | ResetsCache):
+            raise InvalidRequestError("this worker's engine cannot sleep", hint="drain it")
+        await self._resting.rest("asleep", info)
+        try:
+            return await self._of_engine(request)
+        except MeshError:
+            await self._resting.resume(info)
+            raise
+
+    async def _of_engine(self, request: Control) -> ControlReply:
+        """Have the engine do it. An engine's own exception for bad arguments is the operator's."""
+        if not isinstance(self._engine, Controllable):
+            return ControlReply(detail=self._without_engine(request.action), loras=self._info().loras)
+        try:
+            return await self._engine.control(request)
+        except (ValueError, TypeError, LookupError, OSError) as error:
+            asked = request.action.value
+            raise InvalidRequestError(f"the engine does not {asked}: {type(error).__name__}: {error}"[:500]) from error
+
+    def _without_engine(self, action: ControlAction) -> str:
+        """Do it for an engine that has no controls of its own."""
+        engine = self._engine
+        match action:
+            case ControlAction.START_PROFILE:
+                return self._profile.start()
+            case ControlAction.STOP_PROFILE:
+                return self._profile.stop()
+            case ControlAction.RESET_PREFIX_CACHE if isinstance(engine, ResetsCache):
+                engine.reset_cache()
+                return "the prefix cache is empty"
+            case ControlAction.SLEEP if isinstance(engine, ResetsCache):
+                engine.reset_cache()
+                return "asleep; its prefix cache is empty"
+            case ControlAction.WAKE:
+                return "awake"
+            case _:
+                raise InvalidRequestError(f"this worker's engine cannot {action.value}", hint="vLLM's can")
+
+    @property
+    def state(self) -> str:
+        return "changing" if self._turning.to is not None else self._resting.state or "serving"
+
+    def status(self) -> WorkerStatus:
+        load = self._engine.load()
+        problem = ""
+        try:
+            self._check_health()
+        except MeshError as error:
+            problem = str(error)
+        return WorkerStatus(
+            state=self.state,
+            running=load.running,
+            waiting=load.waiting,
+            used_blocks=load.used_blocks,
+            cached_blocks=load.cached_blocks,
+            total_blocks=load.total_blocks,
+            is_profiling=self._profile.is_on,
+            log_level=logging.getLevelName(logging.getLogger().level).lower(),
+            quiet_s=round(self._quiet_s(), 1),
+            problem=problem,
+        )
+
+
+class LoopProfile:
+    """Profiles the thread of the event loop, for engines that have no profiler of their own."""
+
+    def __init__(self) -> None:
+        self._running: cProfile.Profile | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self._running is not None
+
+    def start(self) -> str:
+        if self._running is not None:
+            raise InvalidRequestError("this worker is profiled already", hint="stop it first")
+        profile = cProfile.Profile()
+        try:
+            profile.enable()
+        except ValueError as error:
+            raise InvalidRequestError(f"this process is profiled by something else: {error}") from error
+        self._running = profile
+        return "profiling the thread of the event loop"
+
+    def stop(self) -> str:
+        profile, self._running = self._running, None
+        if profile is None:
+            raise InvalidRequestError("this worker is not profiled", hint="start it first")
+        profile.disable()
+        descriptor, path = tempfile.mkstemp(prefix=f"kvmesh-worker-{os.getpid()}-{time.time():.0f}-", suffix=".prof")
+        os.close(descriptor)
+        profile.dump_stats(path)
+        return f"the profile is {path} on the worker's host; `python -m pstats` reads it"
+
+
+def set_log_level(arguments: Mapping[str, str]) -> str:
+    """Set the level of this process. Raise InvalidRequestError."""
+    level = arguments.get("level", "").lower()
+    if level not in LOG_LEVELS:
+        raise InvalidRequestError(
+            f"log_level needs the argument 'level', got {dict(arguments)!r:.200}",
+            hint=f"one of {', '.join(LOG_LEVELS)}",
+        )
+    logging.getLogger().setLevel(level.upper())
+    log.warning("the log level is %s now", level)
+    return f"the log level is {level}"

@@ -1,0 +1,186 @@
+"""Native kernels for one step on a CPU: projections of few tokens, new keys and values, attention over pages.
+
+Their specification is the torch code in model.py, which runs wherever these kernels do not: on GPUs, in float16, and
+where the extension was not built.
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from protocol import native
+from workers.engines.torch.batch import PagedRows, StepBatch
+from workers.engines.torch.cache import PagedKv
+from workers.engines.torch.config import ModelConfig
+from workers.engines.torch.cpu import bfloat16_by, cpu_flags
+
+NO_KERNELS = "no native kernels: not built, KVMESH_NATIVE=0, float16, or heads of an odd size"
+
+_MAX_HEAD_DIM = 512
+_MAX_GROUP = 64
+_AVX2_LANES = 8
+_ALL = 1 << 62
+_NATIVE: ModuleType | None = None
+if native.WANTED:
+    try:
+        from workers.engines.torch import _native as _built
+
+        _NATIVE = _built
+    except ImportError:  # not built here, or torch without the OpenMP library whose threads the kernels use
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Matrices [outputs, inputs] that read the same input, each with its bias. They need not lie side by side."""
+
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(len(weight) for weight in self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShare:
+    """Limit what the kernels do: the rest is faster in torch."""
+
+    linear_tokens: int  # projections of a step with up to so many tokens
+    attend_below: int  # attention of rows with fewer new tokens
+
+
+class CpuKernels:
+    """The kernels of one instruction set, for one dtype. Tensors are contiguous and on the CPU."""
+
+    def __init__(self, module: ModuleType, level: int, name: str, dtype: torch.dtype, share: KernelShare) -> None:
+        """Use the kernels of `level` for their share of the work."""
+        self.name = name
+        self.share = share
+        self._module = module
+        self._level = level
+        self._is_bf16 = int(dtype == torch.bfloat16)
+        self._dtype = dtype
+
+    def linear(self, x: Tensor, projection: Projection) -> Tensor:
+        """Compute what torch's F.linear computes, for all matrices of `projection`: [T, inputs] -> [T, outputs]."""
+        x = x.contiguous()
+        num_tokens, depth = x.shape
+        width = projection.num_outputs
+        out = torch.empty(num_tokens, width, dtype=self._dtype)
+        parts: list[int] = []
+        for weight, bias in zip(projection.weights, projection.biases, strict=True):
+            parts += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), len(weight))
+        self._module.linear(
+            self._level,
+            torch.get_num_threads(),
+            self._is_bf16,
+            x.data_ptr(),
+            num_tokens,
+            depth,
+            depth,
+            out.data_ptr(),
+            width,
+            *parts,
+        )
+        return out
+
+    def prepare(
+        self, layer: int, qkv: Tensor, rope: Tensor, norm: Tensor | None, eps: float, batch: StepBatch, kv: PagedKv
+    ) -> None:
+        """Norm and rotate queries and keys of `qkv` [T, width] in place; write keys and values to the cache."""
+        layout = kv.layout
+        num_heads = qkv.shape[1] // layout.head_dim - 2 * layout.num_kv_heads
+        self._module.prepare(
+            self._level,
+            torch.get_num_threads(),
+            self._is_bf16,
+            qkv.data_ptr(),
+            len(qkv),
+            num_heads,
+            rope.data_ptr(),
+            0 if norm is None else norm.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.write_blocks.data_ptr(),
+            *_cache_arguments(layer, kv),
+            eps,
+        )
+
+    def add_and_norm(self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Add `more` to `x` in place and return what torch's F.rms_norm makes of it. All [T, width] but the weight."""
+        out = torch.empty_like(x)
+        self._module.add_and_norm(
+            self._level,
+            torch.get_num_threads(),
+            self._is_bf16,
+            x.data_ptr(),
+            0 if more is None else more.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            *x.shape,
+            eps,
+        )
+        return out
+
+    def attend(self, layer: int, qkv: Tensor, rows: PagedRows | None, kv: PagedKv) -> Tensor:
+        """Let the queries of `rows` in `qkv` [T, width] see their sequences' keys: [T, num_heads * head_dim].
+
+        What belongs to no row is not filled in.
+        """
+        layout = kv.layout
+        num_heads = qkv.shape[1] // layout.head_dim - 2 * layout.num_kv_heads
+        out = torch.empty(len(qkv), num_heads * layout.head_dim, dtype=self._dtype)
+        if rows is None:
+            return out
+        self._module.attend(
+            self._level,
+            torch.get_num_threads(),
+            self._is_bf16,
+            qkv.data_ptr(),
+            out.data_ptr(),
+            rows.sequences.data_ptr(),
+            rows.tables.data_ptr(),
+            len(rows.sequences),
+            num_heads,
+            qkv.shape[1],
+            *_cache_arguments(layer, kv),
+            layout.head_dim**-0.5,
+        )
+        return out
+
+
+def _cache_arguments(layer: int, kv: PagedKv) -> tuple[int, ...]:
+    layout, blocks = kv.layout, kv.blocks
+    keys = blocks.data_ptr() + layer * blocks.stride(1) * blocks.element_size()
+    return keys, blocks.stride(0), layout.num_kv_heads, layout.block_size, layout.head_dim
+
+
+def open_kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CpuKernels | None:
+    """Return the fastest kernels for the model; None where torch has to do."""
+    kernels = all_kernels(config, device, dtype)
+    return kernels[-1] if kernels else None
+
+
+def all_kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> list[CpuKernels]:
+    """Return the kernels of every instruction set that this processor has and the model's heads allow."""
+    if _NATIVE is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return []
+    if config.head_dim > _MAX_HEAD_DIM or config.group_size > _MAX_GROUP:
+        return []
+    has_amx = bfloat16_by(cpu_flags()) == "amx_bf16"
+    return [
+        CpuKernels(_NATIVE, level, name, dtype, share_of(lanes, dtype == torch.bfloat16, has_amx))
+        for level, name, lanes in _NATIVE.levels()
+        if config.head_dim % lanes == 0
+    ]
+
+
+def share_of(lanes: int, is_bf16: bool, has_amx: bool) -> KernelShare:
+    """Return what the kernels of so many lanes are faster at than torch: docs/decisions/0046-torch-on-cpus.md."""
+    if is_bf16 and has_amx:  # torch multiplies tiles there
+        return KernelShare(1 if lanes >= _AVX2_LANES else 0, 64)
+    if lanes < _AVX2_LANES:
+        return KernelShare(0, _ALL)
+    return KernelShare(32 if is_bf16 or lanes == _AVX2_LANES else 64, _ALL)

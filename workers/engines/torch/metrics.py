@@ -1,0 +1,5 @@
+"""Metrics of the torch engine."""
+
+from mesh.measure import locked_counter
+
+STEPS = locked_counter("kvmesh_worker_torch_steps_total")  # paged, gathered

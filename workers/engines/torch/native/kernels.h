@@ -1,0 +1,369 @@
+// The arithmetic of the torch engine, once per instruction set: _native.cpp includes this file in a namespace and under
+// a target of its own each time. Before, it defines the vector `vf` of LANES floats and what GCC's vectors lack:
+// load, store, sum and highest, for float and bf16. No templates of the standard library here: their code would be
+// shared with files for processors that lack these instructions.
+
+// --- items ------------------------------------------------------------------------------------------------
+
+inline float widen(float value) { return value; }
+
+inline float widen(bf16 value) {
+    std::uint32_t bits = static_cast<std::uint32_t>(value) << 16;
+    float wide;
+    __builtin_memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+inline void narrow(float value, float* to) { *to = value; }
+
+inline void narrow(float value, bf16* to) {
+    std::uint32_t bits;
+    __builtin_memcpy(&bits, &value, 4);
+    *to = value != value ? 0x7fc0 : static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline vf spread(float value) { return vf{} + value; }
+
+/// e^x for x <= 0; 0 where x is below float's range.
+inline vf exp_of(vf x) {
+    const vf lowest = spread(-87.3f);
+    vf bounded = x < lowest ? lowest : x;
+    vf shifted = bounded * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer part is in the lowest bits
+    vf whole = shifted - 12582912.0f;
+    vf rest = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
+    vf sum = spread(1.9875691500e-4f);
+    sum = sum * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    vi bits = __builtin_convertvector(whole, vi) << 23;
+    sum = (vf)((vi)sum + bits);
+    return x < lowest ? spread(0.0f) : sum;
+}
+
+// --- matrix products --------------------------------------------------------------------------------------
+
+/// NR rows of a weight with MR tokens: every item of the weight is read once, and in its own order.
+template <int NR, int MR, class T>
+inline void product(const T* weight, i64 weight_stride, const T* x, i64 x_stride, i64 depth, const T* bias, T* out,
+                    i64 out_stride) {
+    vf sums[NR][MR];
+    for (int n = 0; n < NR; n++)
+        for (int m = 0; m < MR; m++) sums[n][m] = vf{};
+    i64 k = multiply<NR, MR>(weight, weight_stride, x, x_stride, depth, sums);
+    for (int n = 0; n < NR; n++) {
+        for (int m = 0; m < MR; m++) {
+            float total = sum_of(sums[n][m]);
+            for (i64 tail = k; tail < depth; tail++)
+                total += widen(weight[n * weight_stride + tail]) * widen(x[m * x_stride + tail]);
+            narrow(bias ? total + widen(bias[n]) : total, out + m * out_stride + n);
+        }
+    }
+}
+
+template <int NR, class T>
+inline void rows_product(const Linear& l, const T* weight, const T* bias, T* out) {
+    const T* x = static_cast<const T*>(l.x);
+    i64 m = 0;
+    for (; m + 4 <= l.tokens; m += 4)
+        product<NR, 4>(weight, l.depth, x + m * l.x_stride, l.x_stride, l.depth, bias, out + m * l.out_stride,
+                       l.out_stride);
+    for (; m + 2 <= l.tokens; m += 2)
+        product<NR, 2>(weight, l.depth, x + m * l.x_stride, l.x_stride, l.depth, bias, out + m * l.out_stride,
+                       l.out_stride);
+    for (; m < l.tokens; m++)
+        product<NR, 1>(weight, l.depth, x + m * l.x_stride, l.x_stride, l.depth, bias, out + m * l.out_stride,
+                       l.out_stride);
+}
+
+/// The rows [first, last) of a part, for all tokens.
+template <class T>
+void linear(const Linear& l, const Part& part, i64 first, i64 last) {
+    const T* weight = static_cast<const T*>(part.weight);
+    const T* bias = static_cast<const T*>(part.bias);
+    T* out = static_cast<T*>(l.out) + part.column;
+    i64 n = first;
+    for (; n + ROWS <= last; n += ROWS)
+        rows_product<ROWS>(l, weight + n * l.depth, bias ? bias + n : nullptr, out + n);
+    for (; n < last; n++) rows_product<1>(l, weight + n * l.depth, bias ? bias + n : nullptr, out + n);
+}
+
+// --- norm -------------------------------------------------------------------------------------------------
+
+/// Rows [first, last): add `more` to x, where there is any, then norm it.
+template <class T>
+void add_and_norm(const Norm& n, i64 first, i64 last) {
+    const T *weight = static_cast<const T*>(n.weight);
+    for (i64 row = first; row < last; row++) {
+        T* x = static_cast<T*>(n.x) + row * n.width;
+        const T* more = n.more ? static_cast<const T*>(n.more) + row * n.width : nullptr;
+        T* out = static_cast<T*>(n.out) + row * n.width;
+        if (more)
+            for (i64 i = 0; i < n.width; i++) narrow(widen(x[i]) + widen(more[i]), x + i);
+        vf squares{};
+        i64 i = 0;
+        for (; i + LANES <= n.width; i += LANES) {
+            const vf part = load(x + i);
+            squares += part * part;
+        }
+        float total = sum_of(squares);
+        for (; i < n.width; i++) total += widen(x[i]) * widen(x[i]);
+        const float by = 1.0f / __builtin_sqrtf(total / static_cast<float>(n.width) + n.eps);
+        for (i = 0; i < n.width; i++) narrow(widen(x[i]) * by * widen(weight[i]), out + i);
+    }
+}
+
+// --- new tokens: norm, rotation, write --------------------------------------------------------------------
+
+template <class T>
+inline void norm_and_rotate(T* head, const T* norm, float eps, const T* rope, i64 dim) {
+    float wide[MAX_HEAD_DIM];
+    float squares = 0.0f;
+    for (i64 d = 0; d < dim; d++) wide[d] = widen(head[d]);
+    if (norm) {
+        vf total{};
+        for (i64 d = 0; d + LANES <= dim; d += LANES) {
+            vf part = load(wide + d);
+            total += part * part;
+        }
+        squares = sum_of(total);
+        const float by = 1.0f / __builtin_sqrtf(squares / static_cast<float>(dim) + eps);
+        for (i64 d = 0; d < dim; d++) wide[d] = wide[d] * by * widen(norm[d]);
+    }
+    const T *cos = rope, *sin = rope + dim;
+    const i64 half = dim / 2;
+    for (i64 d = 0; d < half; d++) {
+        narrow(wide[d] * widen(cos[d]) + wide[d + half] * widen(sin[d]), head + d);
+        narrow(wide[d + half] * widen(cos[d + half]) + wide[d] * widen(sin[d + half]), head + d + half);
+    }
+}
+
+/// The tokens [first, last): queries and keys in place, then keys and values to the cache.
+template <class T>
+void prepare(const Prepare& p, i64 first, i64 last) {
+    const Cache& c = p.cache;
+    const i64 dim = c.head_dim, width = (p.heads + 2 * c.kv_heads) * dim, turned = p.heads + c.kv_heads;
+    for (i64 t = first; t < last; t++) {
+        T* token = static_cast<T*>(p.qkv) + t * width;
+        const T* rope = static_cast<const T*>(p.rope) + p.positions[t] * 2 * dim;
+        const T* norm = static_cast<const T*>(p.norm);
+        for (i64 h = 0; h < turned; h++)
+            norm_and_rotate(token + h * dim, norm ? norm + h * dim : nullptr, p.eps, rope, dim);
+        T* slot = static_cast<T*>(c.keys) + p.write_blocks[t] * c.block_stride + p.positions[t] % c.block_size * dim;
+        for (i64 h = 0; h < 2 * c.kv_heads; h++)  // values follow the keys of all heads, here and there
+            __builtin_memcpy(slot + h * c.block_size * dim, token + (p.heads + h) * dim, sizeof(T) * dim);
+    }
+}
+
+// --- attention --------------------------------------------------------------------------------------------
+
+template <class T>
+inline const T* head_of(const Cache& c, i64 block, i64 head) {
+    return static_cast<const T*>(c.keys) + block * c.block_stride + head * c.block_size * c.head_dim;
+}
+
+/// Turn scores [count] into weights. Return what earlier sums are to be multiplied with.
+inline float soften(float* scores, i64 count, float& highest, float& total) {
+    const i64 padded = (count + LANES - 1) / LANES * LANES;
+    for (i64 j = count; j < padded; j++) scores[j] = -__builtin_inff();
+    vf most = spread(highest);
+    for (i64 j = 0; j < padded; j += LANES) {
+        vf part = load(scores + j);
+        most = part > most ? part : most;
+    }
+    const float now = highest_of(most);
+    if (now == -__builtin_inff()) {  // every key so far is masked: no weight yet
+        for (i64 j = 0; j < padded; j += LANES) store(vf{}, scores + j);
+        return 1.0f;
+    }
+    vf sum{};
+    for (i64 j = 0; j < padded; j += LANES) {
+        vf weight = exp_of(load(scores + j) - now);
+        store(weight, scores + j);
+        sum += weight;
+    }
+    const vf before = exp_of(spread(highest == -__builtin_inff() ? -100.0f : highest - now));
+    const float scale = before[0];
+    total = total * scale + sum_of(sum);
+    highest = now;
+    return scale;
+}
+
+/// Fetch [from, from + count) from memory, of what will be read soon.
+template <class T>
+inline void fetch_ahead(const T* from, i64 count) {
+    constexpr i64 LINE = 64 / static_cast<i64>(sizeof(T));
+    for (i64 i = 0; i < count; i += LINE) __builtin_prefetch(from + i, 0, 2);
+}
+
+/// Scores of `count` keys; for each, a row is fetched of the keys and of the values that come next.
+template <int R, class T>
+inline void score(const T* keys, i64 count, const float* q, i64 dim, float* scores, i64 scores_stride, const T* next_keys,
+                  const T* next_values) {
+    for (i64 j = 0; j < count; j++) {
+        fetch_ahead(next_keys + j * dim, dim);
+        fetch_ahead(next_values + j * dim, dim);
+        vf sums[R] = {};
+        for (i64 d = 0; d < dim; d += LANES) {
+            const vf key = load(keys + j * dim + d);
+            for (int r = 0; r < R; r++) sums[r] += key * load(q + r * dim + d);
+        }
+        for (int r = 0; r < R; r++) scores[r * scores_stride + j] = sum_of(sums[r]);
+    }
+}
+
+template <int R, class T>
+inline void mix(const T* values, i64 count, const float* weights, i64 weights_stride, const float* scale, float* out,
+                i64 dim) {
+    for (i64 d = 0; d < dim; d += LANES) {
+        vf sums[R];
+        for (int r = 0; r < R; r++) sums[r] = load(out + r * dim + d) * scale[r];
+        for (i64 j = 0; j < count; j++) {
+            const vf value = load(values + j * dim + d);
+            for (int r = 0; r < R; r++) sums[r] += value * weights[r * weights_stride + j];
+        }
+        for (int r = 0; r < R; r++) store(sums[r], out + r * dim + d);
+    }
+}
+
+/// Some queries of one KV head and what they have seen so far.
+struct Seen {
+    float highest[MAX_AT_ONCE], total[MAX_AT_ONCE];
+};
+
+template <int R, class T>
+inline void see(const T* keys, const T* values, i64 count, const T* next_keys, const T* next_values, const float* q,
+                float* out, Seen& seen, i64 dim) {
+    alignas(64) float scores[R * CHUNK_KEYS];
+    float scale[R];
+    score<R>(keys, count, q, dim, scores, CHUNK_KEYS, next_keys, next_values);
+    for (int r = 0; r < R; r++) scale[r] = soften(scores + r * CHUNK_KEYS, count, seen.highest[r], seen.total[r]);
+    mix<R>(values, count, scores, CHUNK_KEYS, scale, out, dim);
+}
+
+/// One new token: the queries of KV heads [first, last) read keys and values where they lie, in the order of memory.
+/// scratch: float [2 * (last - first) * group * dim].
+template <class T>
+void attend_one(const Attend& a, const Sequence& s, i64 first, i64 last, float* scratch) {
+    const Cache& c = a.cache;
+    const i64 dim = c.head_dim, group = a.heads / c.kv_heads, keys = s.start + 1;
+    const i64 rows = (last - first) * group, parts = (group + MAX_AT_ONCE - 1) / MAX_AT_ONCE;
+    float *q = scratch, *out = scratch + rows * dim;
+    Seen seen[MAX_HEADS_AT_ONCE * MAX_GROUP / MAX_AT_ONCE];
+    const T* from = static_cast<const T*>(a.q) + s.first * a.q_stride + first * group * dim;
+    for (i64 i = 0; i < rows * dim; i++) q[i] = widen(from[i]) * a.scale;
+    for (i64 i = 0; i < rows * dim; i++) out[i] = 0.0f;
+    for (i64 i = 0; i < (last - first) * parts; i++)
+        for (i64 r = 0; r < MAX_AT_ONCE; r++) seen[i].highest[r] = -__builtin_inff(), seen[i].total[r] = 0.0f;
+    for (i64 key = 0; key < keys;) {
+        const i64 inside = key % c.block_size;
+        i64 count = c.block_size - inside;
+        if (count > keys - key) count = keys - key;
+        if (count > CHUNK_KEYS) count = CHUNK_KEYS;
+        const i64 block = a.tables[s.table + key / c.block_size], then = key + count;
+        const i64 next_block = then < keys ? a.tables[s.table + then / c.block_size] : block;
+        const i64 next_inside = then < keys ? then % c.block_size : inside;
+        for (i64 head = first; head < last; head++) {
+            const T* k = head_of<T>(c, block, head) + inside * dim;
+            const T* v = head_of<T>(c, block, c.kv_heads + head) + inside * dim;
+            const bool is_last = head + 1 == last;
+            const i64 ahead = is_last ? first : head + 1;
+            const T* next_k = head_of<T>(c, is_last ? next_block : block, ahead) + (is_last ? next_inside : inside) * dim;
+            const T* next_v = next_k + c.kv_heads * c.block_size * dim;
+            for (i64 part = 0; part < parts; part++) {
+                const i64 row = (head - first) * group + part * MAX_AT_ONCE, left = group - part * MAX_AT_ONCE;
+                Seen& here = seen[(head - first) * parts + part];
+                if (left >= 4) see<4>(k, v, count, next_k, next_v, q + row * dim, out + row * dim, here, dim);
+                if (left == 3) see<3>(k, v, count, next_k, next_v, q + row * dim, out + row * dim, here, dim);
+                if (left == 2) see<2>(k, v, count, next_k, next_v, q + row * dim, out + row * dim, here, dim);
+                if (left == 1) see<1>(k, v, count, next_k, next_v, q + row * dim, out + row * dim, here, dim);
+            }
+        }
+        key = then;
+    }
+    T* to = static_cast<T*>(a.out) + (s.first * a.heads + first * group) * dim;
+    for (i64 row = 0; row < rows; row++) {
+        const Seen& here = seen[row / group * parts + row % group / MAX_AT_ONCE];
+        const float by = 1.0f / here.total[row % group % MAX_AT_ONCE];
+        for (i64 d = 0; d < dim; d++) narrow(out[row * dim + d] * by, to + row * dim + d);
+    }
+}
+
+/// R rows of queries with CHUNK_KEYS keys, turned: [dim, CHUNK_KEYS].
+template <int R>
+inline void score_chunk(const float* turned, const float* q, i64 dim, float* scores) {
+    constexpr int WIDE = CHUNK_KEYS / LANES < 4 ? CHUNK_KEYS / LANES : 4;
+    for (i64 j = 0; j < CHUNK_KEYS; j += WIDE * LANES) {
+        vf sums[R][WIDE] = {};
+        for (i64 d = 0; d < dim; d++) {
+            for (int w = 0; w < WIDE; w++) {
+                const vf key = load(turned + d * CHUNK_KEYS + j + w * LANES);
+                for (int r = 0; r < R; r++) sums[r][w] += key * q[r * dim + d];
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int w = 0; w < WIDE; w++) store(sums[r][w], scores + r * CHUNK_KEYS + j + w * LANES);
+    }
+}
+
+/// Several new tokens [first, last) of a sequence: the queries of one KV head. Keys and values are unpacked once for all
+/// of them. scratch: float [(2 * CHUNK_KEYS + 2 * rows + 2 * rows / dim) * dim] for their `rows` queries.
+template <class T>
+void attend_tile(const Attend& a, const Sequence& s, i64 first, i64 last, i64 kv_head, float* scratch) {
+    const Cache& c = a.cache;
+    const i64 dim = c.head_dim, group = a.heads / c.kv_heads, rows = (last - first) * group;
+    const i64 keys = s.start + last;  // that the last token sees
+    float *turned = scratch, *values = turned + CHUNK_KEYS * dim, *q = values + CHUNK_KEYS * dim, *out = q + rows * dim;
+    float *highest = out + rows * dim, *total = highest + rows;
+    alignas(64) float scores[4 * CHUNK_KEYS];
+    const T* from = static_cast<const T*>(a.q) + (s.first + first) * a.q_stride + kv_head * group * dim;
+    for (i64 row = 0; row < rows; row++) {
+        const T* query = from + row / group * a.q_stride + row % group * dim;
+        for (i64 d = 0; d < dim; d++) q[row * dim + d] = widen(query[d]) * a.scale;
+        for (i64 d = 0; d < dim; d++) out[row * dim + d] = 0.0f;
+        highest[row] = -__builtin_inff(), total[row] = 0.0f;
+    }
+    for (i64 key = 0; key < keys; key += CHUNK_KEYS) {
+        const i64 count = keys - key < CHUNK_KEYS ? keys - key : CHUNK_KEYS;
+        for (i64 j = 0; j < count; j++) {
+            const i64 block = a.tables[s.table + (key + j) / c.block_size], inside = (key + j) % c.block_size;
+            const T* k = head_of<T>(c, block, kv_head) + inside * dim;
+            const T* v = head_of<T>(c, block, c.kv_heads + kv_head) + inside * dim;
+            for (i64 d = 0; d < dim; d++) turned[d * CHUNK_KEYS + j] = widen(k[d]);
+            for (i64 d = 0; d < dim; d++) values[j * dim + d] = widen(v[d]);
+        }
+        for (i64 j = count; j < CHUNK_KEYS; j++)
+            for (i64 d = 0; d < dim; d++) turned[d * CHUNK_KEYS + j] = 0.0f;
+        i64 row = (key - s.start - first) * group;  // earlier tokens see none of these keys
+        row = row < 0 ? 0 : row;
+        while (row < rows) {
+            const i64 some = rows - row < 4 ? 1 : 4;
+            if (some == 4) score_chunk<4>(turned, q + row * dim, dim, scores);
+            if (some == 1) score_chunk<1>(turned, q + row * dim, dim, scores);
+            float scale[4];
+            i64 most = 0;
+            for (i64 r = 0; r < some; r++) {
+                i64 seen = s.start + first + (row + r) / group + 1 - key;
+                seen = seen > count ? count : seen < 0 ? 0 : seen;
+                scale[r] = soften(scores + r * CHUNK_KEYS, seen, highest[row + r], total[row + r]);
+                const i64 padded = (seen + LANES - 1) / LANES * LANES;
+                for (i64 j = padded; j < CHUNK_KEYS; j++) scores[r * CHUNK_KEYS + j] = 0.0f;
+                most = seen > most ? seen : most;
+            }
+            if (some == 4) mix<4>(values, most, scores, CHUNK_KEYS, scale, out + row * dim, dim);
+            if (some == 1) mix<1>(values, most, scores, CHUNK_KEYS, scale, out + row * dim, dim);
+            row += some;
+        }
+    }
+    T* to = static_cast<T*>(a.out) + ((s.first + first) * a.heads + kv_head * group) * dim;
+    for (i64 row = 0; row < rows; row++) {
+        T* answer = to + row / group * a.heads * dim + row % group * dim;
+        for (i64 d = 0; d < dim; d++) narrow(out[row * dim + d] / total[row], answer + d);
+    }
+}
+
+const Kernels KERNELS = {NAME,           LANES,          &linear<float>,     &linear<bf16>,     &prepare<float>,
+                         &prepare<bf16>, &attend_one<float>, &attend_one<bf16>, &attend_tile<float>, &attend_tile<bf16>,
+                         &add_and_norm<float>, &add_and_norm<bf16>};
