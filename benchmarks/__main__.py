@@ -12,7 +12,7 @@ BENCHMARKS = {
     "streams": ("benchmarks.streams", "CPU and memory of streams that are open and idle"),
     "soak": ("benchmarks.soak", "does the frontend's memory grow with the requests that it has answered?"),
     "many": ("benchmarks.many", "many workers: time of a placement, CPU and memory of an idle mesh"),
-    "live": ("benchmarks.live", "the live page: CPU of the frontend while somebody looks, and while nobody does"),
+    "live": ("benchmarks.live", "the live page: CPU of the frontend with somebody looking, and with nobody"),
     "picker": ("benchmarks.picker", "what an endpoint picker adds to a request through a real Envoy"),
     "index": ("benchmarks.index", "the prefix index: time of an event and of a lookup, memory"),
     "engine": ("benchmarks.engine", "a mesh of one vLLM worker against `vllm serve`; `engine steps`: torch"),

@@ -98,7 +98,7 @@ async def test_a_frontend_gets_the_answer_of_a_worker(ca: TestCa, plane: Plane) 
     assert await numbers(client, address) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("role", "method"), [(WORKER, "generate"), (ROUTER, "generate"), (FRONTEND, "control")])
+@pytest.mark.parametrize(("role", "method"), [(WORKER, "generate"), (ROUTER, "generate"), (ROUTER, "control")])
 async def test_a_method_of_another_role_is_refused_by_name(
     ca: TestCa, plane: Plane, role: MeshRole, method: str
 ) -> None:
