@@ -112,7 +112,7 @@ export async function chatText(...contents) {
 
 async function inFlight() {
   const text = await (await fetch(`${SLOW_URL}/metrics`)).text();
-  const line = text.split('\n').find((line) => line.startsWith('kvmesh_frontend_inflight '));
+  const line = text.split('\n').find((line) => /^kvmesh_frontend_inflight[{ ]/.test(line));
   check(line, 'the mesh has no metric kvmesh_frontend_inflight');
   return Number(line.split(' ')[1]);
 }
