@@ -50,7 +50,7 @@ def planned(setting: Setting) -> Decide:
 
 
 def fixed(counts: Counts) -> Decide:
-    return lambda seen: _decision(seen, counts)
+    return lambda seen: counts_decision(seen, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def clairvoyant(setting: Setting, slots: Sequence[DemandSlot]) -> Decide:
         )
         ahead = needs[now : soon + 1]
         counts = Counts(max(need.prefill for need in ahead), max(need.decode for need in ahead))
-        return _decision(seen, counts)
+        return counts_decision(seen, counts)
 
     return decide
 
@@ -144,7 +144,7 @@ class ReferencePlanner:
             self._plan()
         else:
             self._follow_load(seen)
-        return _decision(seen, self._target)
+        return counts_decision(seen, self._target)
 
     def _hear(self, seen: Observation) -> None:
         traffic = seen.traffic
@@ -214,7 +214,8 @@ def _is_settled(ready: int, moving: int, expected: int) -> bool:
     return not moving and ready == expected
 
 
-def _decision(seen: Observation, counts: Counts) -> ScalingDecision:
+def counts_decision(seen: Observation, counts: Counts) -> ScalingDecision:
+    """Return the decision that orders these counts, for a policy that gives no reasons."""
     ordered = Counts(seen.prefill.ordered, seen.decode.ordered)
     return ScalingDecision(
         at_s=seen.at_s,

@@ -1,14 +1,36 @@
 """The planner in the loop of a simulation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from planner.model import Observation, ScalingDecision
+from planner.model import Observation, RoleFleet, ScalingDecision, WorkerLoad
 from protocol.messages import Role
 from simulator.agenda import Agenda
-from simulator.fleet import SimFleet
 from simulator.records import Records
-from simulator.worker import SimWorker, SimWorkerState
+from simulator.worker import SimWorkerState
+
+
+class ScaledWorker(Protocol):
+    """A worker that can be turned into another role."""
+
+    turns_into: Role | None
+
+
+W = TypeVar("W", bound=ScaledWorker)
+
+
+class ScaledFleet(Protocol[W]):
+    """A fleet that a planner observes and scales."""
+
+    workers: list[W]
+    decoding_role: Role
+
+    def count(self, role: Role) -> RoleFleet: ...
+
+    def loads(self, role: Role, queued_in_router: int) -> tuple[WorkerLoad, ...]: ...
+
+    def least_loaded(self, role: Role) -> Iterator[W]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +45,20 @@ class PlannerHook:
     traffic_s: float = 60.0
 
 
-class PlannerLoop:
+class PlannerLoop(Generic[W]):
     """Asks the hook at its interval and carries its decisions out: orders workers, lets workers leave or turn."""
 
     def __init__(
         self,
         hook: PlannerHook,
         agenda: Agenda,
-        fleet: SimFleet,
+        fleet: ScaledFleet[W],
         records: Records,
         *,
         unplaced_tokens: Callable[[], int],
-        bring_up_to_now: Callable[[SimWorker], None],
+        bring_up_to_now: Callable[[W], None],
         order: Callable[[Role], None],
-        leave: Callable[[SimWorker, SimWorkerState], None],
+        leave: Callable[[W, SimWorkerState], None],
     ) -> None:
         """Start asking. `unplaced_tokens` counts the prompt tokens that no router has placed."""
         self._hook = hook

@@ -41,6 +41,7 @@ class Shape:
     isl_tokens: float = 3000.0
     osl_tokens: float = 300.0
     spread: float = 0.0
+    osl_spread: float | None = None  # sigma of the answers, if it is another one
     groups: int = 0
     prefix_tokens: int = 0
     turns: int = 1
@@ -94,6 +95,37 @@ def sawtooth(low_rps: float, high_rps: float, period_s: float = 120.0) -> Rate:
     return Rate(lambda t: low_rps + (high_rps - low_rps) * (t % period_s) / period_s, max(low_rps, high_rps))
 
 
+def switching(mean_rps: float, shape: float, hold_s: float, seed: int, until_s: float) -> Rate:
+    """Return a level that is drawn again after exponential times of mean `hold_s`.
+
+    Levels are gamma distributed around `mean_rps`: their coefficient of variation is 1 / sqrt(shape).
+    """
+    rng = random.Random(f"levels {seed}")
+    begins, levels, now = array("d"), array("d"), 0.0
+    while now < until_s:
+        begins.append(now)
+        levels.append(rng.gammavariate(shape, mean_rps / shape))
+        now += rng.expovariate(1 / hold_s)
+    return Rate(lambda t: levels[max(0, bisect_right(begins, t) - 1)], max(levels))
+
+
+def week(mean_rps: float, day_s: float, seed: int, spread: float = 0.1) -> Rate:
+    """Return seven days, the last two at 0.6; the third is missed (0.25), the fifth has a launch (1.6 from noon).
+
+    Within a day the rate is a sine from 0.4 to 1.6 of the day's mean. `spread` is the variation of its minutes.
+    """
+    days = (1.0, 1.0, 0.25, 1.0, 1.0, 0.6, 0.6)
+    noise = switching(1.0, 1 / spread**2, day_s / 60, seed, 7 * day_s)
+
+    def at(t: float) -> float:
+        day, part = divmod(t / day_s, 1.0)
+        number = min(int(day), 6)
+        level = days[number] * (1.6 if number == 4 and part >= 0.5 else 1.0)
+        return mean_rps * level * (1 - 0.6 * math.cos(2 * math.pi * part)) * noise.at(t)
+
+    return Rate(at, mean_rps * 1.6 * 1.6 * noise.most_rps)
+
+
 def arrivals(rate: Rate, duration_s: float, seed: int) -> Iterator[float]:
     """Return the arrivals of a Poisson process, by thinning."""
     rng = random.Random(f"arrivals {seed}")
@@ -138,7 +170,7 @@ def _take_turn(
     at_s = turn.arrival_s + turn.osl_tokens / shape.read_tokens_per_s + rng.expovariate(1 / shape.pause_s)
     prefix = turn.names[: shape.prefix_tokens // block_size * 8] if shape.groups else b""
     names = prefix + thread_names(thread, len(prefix) // 8, isl_tokens // block_size)
-    osl_tokens = _length(shape.osl_tokens, shape.spread, rng)
+    osl_tokens = _answer_length(shape, rng)
     later = SimRequest(at_s, isl_tokens, osl_tokens, names, thread)
     heapq.heappush(pending, (at_s, thread, later, left - 1))
 
@@ -151,7 +183,11 @@ def _first_turn(now: float, thread: int, shape: Shape, rng: random.Random, block
     if prefix_blocks:
         prefix = thread_names(_PREFIX_THREADS + rng.randrange(shape.groups), 0, prefix_blocks)
     names = prefix + thread_names(thread, prefix_blocks, isl_tokens // block_size)
-    return SimRequest(now, isl_tokens, _length(shape.osl_tokens, shape.spread, rng), names, thread)
+    return SimRequest(now, isl_tokens, _answer_length(shape, rng), names, thread)
+
+
+def _answer_length(shape: Shape, rng: random.Random) -> int:
+    return _length(shape.osl_tokens, shape.spread if shape.osl_spread is None else shape.osl_spread, rng)
 
 
 def _length(mean: float, spread: float, rng: random.Random) -> int:

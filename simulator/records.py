@@ -2,18 +2,37 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from planner.model import Action, ScalingDecision, Traffic
+from planner.model import Action, RoleFleet, ScalingDecision, Traffic
 from protocol.messages import Role
 from simulator.config import SimConfig
-from simulator.fleet import SimFleet
-from simulator.open_request import OpenRequest
 from simulator.report import PlannerChange, Sample, SimReport, Spread
+from simulator.requests import SimRequest
 from simulator.tally import PercentileTally
 from simulator.worker import SimWorker
 
 MOST_SAMPLES = 2048
 MOST_CHANGES = 4096
+
+
+class RecordedRequest(Protocol):
+    """A request as the records see it, in any world."""
+
+    request: SimRequest
+    arrival_s: float
+    placed_s: float
+    first_s: float
+    cached_tokens: int
+    predicted_tokens: int
+
+
+class CountedFleet(Protocol):
+    """A fleet whose workers can be counted."""
+
+    decoding_role: Role
+
+    def count(self, role: Role) -> RoleFleet: ...
 
 
 @dataclass(slots=True)
@@ -52,18 +71,18 @@ class Records:
 
     # --- requests ----------------------------------------------------------------------------------------
 
-    def arrived(self, request: OpenRequest) -> None:
+    def arrived(self, request: RecordedRequest) -> None:
         self._requests += 1
         for window in (self._window, self._traffic):
             window.requests += 1
             window.isl_tokens += request.request.isl_tokens
 
-    def failed(self, _: OpenRequest) -> None:
+    def failed(self, _: RecordedRequest) -> None:
         self._failed += 1
         for window in (self._window, self._traffic):
             window.ended += 1
 
-    def began(self, request: OpenRequest, now: float) -> None:
+    def began(self, request: RecordedRequest, now: float) -> None:
         isl_tokens, ttft_s = request.request.isl_tokens, now - request.arrival_s
         self._ttft.add(ttft_s)
         self._waited_s += request.placed_s - request.arrival_s
@@ -76,7 +95,7 @@ class Records:
             window.prompt_tokens += isl_tokens
             window.cached_tokens += request.cached_tokens
 
-    def ended(self, request: OpenRequest, now: float) -> None:
+    def ended(self, request: RecordedRequest, now: float) -> None:
         osl_tokens = max(1, request.request.osl_tokens)
         first_s = request.first_s + self._config.hop_s
         self._e2e.add(now - request.arrival_s)
@@ -132,7 +151,7 @@ class Records:
 
     # --- the time line -----------------------------------------------------------------------------------
 
-    def sample(self, now: float, fleet: SimFleet, waiting: int) -> float:
+    def sample(self, now: float, fleet: CountedFleet, waiting: int) -> float:
         """Add a sample. Return when the next one is due."""
         window, self._window = self._window, _Window(now)
         prefill, decode = fleet.count(Role.PREFILL), fleet.count(fleet.decoding_role)

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from benchmarks import planner
-from benchmarks.planner import POLICIES, PlannerBenchConfig, load_of
+from benchmarks.planner import POLICIES
+from benchmarks.planner_loads import JUDGING_SEEDS, LOADS, TUNING_SEEDS, PlannerBenchConfig, PlannerLoad, loads_of
 from benchmarks.planner_policies import ReferencePlanner, Setting, clairvoyant, fixed, mean_of, peak_of, slots_of
 from planner.aggregated import aggregated_need
 from planner.budget import Counts
@@ -42,10 +43,13 @@ def seen(
     )
 
 
+def load_of(name: str, config: PlannerBenchConfig | None = None) -> PlannerLoad:
+    (load,) = loads_of(name, config or PlannerBenchConfig())
+    return load
+
+
 def setting() -> Setting:
-    load = load_of("step", PlannerBenchConfig())
-    assert load is not None
-    return load.setting
+    return load_of("step").started_in(60.0).setting
 
 
 def test_slots_hold_all_requests_in_their_time() -> None:
@@ -99,7 +103,6 @@ def test_the_reference_plans_by_mean_lengths_of_an_interval() -> None:
 
 def test_prompts_wait_about_as_long_as_the_slo_allows() -> None:
     load = load_of("diurnal", PlannerBenchConfig())
-    assert load is not None
     waits_s = prefill_time_s(load.setting.prefill, load.sim.saturation_tokens)
     assert waits_s == pytest.approx(load.setting.slo.ttft_s, rel=0.1)
 
@@ -113,7 +116,6 @@ def test_the_conversation_is_planned_with_simulated_hits(tmp_path: Path) -> None
     ]
     trace.write_text("\n".join(map(json.dumps, rows)))
     load = load_of("conversation", PlannerBenchConfig(trace=str(trace)))
-    assert load is not None
     assert 0.7 < load.hit_share <= 0.8
 
 
@@ -121,13 +123,11 @@ def test_an_idle_worker_keeps_the_slo_for_long_prompts(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 125000, "output_length": 10, "hash_ids": []}')
     load = load_of("conversation", PlannerBenchConfig(trace=str(trace)))
-    assert load is not None
     assert prefill_time_s(load.setting.prefill, 125_000) < 0.8 * load.setting.slo.ttft_s
 
 
 def test_an_aggregated_fleet_follows_a_changing_load() -> None:
     load = load_of("step", PlannerBenchConfig(share=0.3, seed=3))
-    assert load is not None
     profile = load.setting.decode
     core = PlannerCore(msgspec.structs.replace(load.setting.config, mode="aggregated"), profile, profile)
     ordered: list[int] = []
@@ -148,9 +148,10 @@ def test_an_aggregated_fleet_follows_a_changing_load() -> None:
 
 
 def test_all_policies_serve_all_requests_beside_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    assert planner.main(["--loads", "step", "--share", "0.04", "--seed", "3", "--json"]) == 0
+    given = ["--loads", "step", "--starts", "20,300", "--share", "0.04", "--seed", "3", "--json"]
+    assert planner.main(given) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["policy"] for row in rows] == list(POLICIES)
+    assert [(row["start_s"], row["policy"]) for row in rows] == [(s, p) for s in (20.0, 300.0) for p in POLICIES]
     for row in rows:
         assert row["load"] == "step"
         assert row["failed"] == 0
@@ -167,8 +168,39 @@ def test_an_unknown_load_or_policy_is_refused() -> None:
 
 
 def test_without_a_trace_the_conversation_is_left_out() -> None:
-    assert load_of("conversation", PlannerBenchConfig()) is None
-    assert load_of("recorded", PlannerBenchConfig()) is None
+    assert loads_of("conversation", PlannerBenchConfig()) == []
+    assert loads_of("recorded", PlannerBenchConfig()) == []
+
+
+def test_each_of_several_traces_is_a_load(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(
+            '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": []}'
+        )
+    given = f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl"
+    names = [load.name for load in loads_of("conversation", PlannerBenchConfig(trace=given))]
+    assert names == ["conversation:a", "conversation:b"]
+    with pytest.raises(ConfigError, match="two traces of one name"):
+        loads_of("conversation", PlannerBenchConfig(trace=f"{tmp_path}/a.jsonl,{tmp_path}/../a.jsonl"))
+
+
+def test_judging_seeds_were_not_used_to_tune() -> None:
+    assert not set(TUNING_SEEDS) & set(JUDGING_SEEDS)
+    assert PlannerBenchConfig().seed in JUDGING_SEEDS
+
+
+@pytest.mark.parametrize("name", [name for name in LOADS if name not in ("conversation", "recorded")])
+def test_a_load_is_the_same_again_and_another_with_another_seed(name: str) -> None:
+    first, again, other = (
+        [request.arrival_s for request in load_of(name, PlannerBenchConfig(seed=seed, share=0.02)).requests()]
+        for seed in (301, 301, 302)
+    )
+    assert first == again != other
+
+
+def test_starts_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no list of seconds"):
+        planner.main(["--loads", "step", "--starts", "soon"])
 
 
 def test_a_recorded_load_keeps_what_its_prompts_share(tmp_path: Path) -> None:
@@ -183,6 +215,5 @@ def test_a_recorded_load_keeps_what_its_prompts_share(tmp_path: Path) -> None:
     ]  # fmt: skip
     log.write_text("\n".join(map(json.dumps, lines)))
     load = load_of("recorded", PlannerBenchConfig(access_log=str(log)))
-    assert load is not None
     assert [request.arrival_s for request in load.requests()] == [60.0 * k for k in range(30)]
     assert 0.7 < load.hit_share <= 0.8
