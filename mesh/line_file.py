@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 from pathlib import Path
-from typing import BinaryIO
 
 from protocol.errors import ConfigError
 
@@ -12,13 +11,15 @@ log = logging.getLogger(__name__)
 
 FLUSH_S = 0.5  # from the first line that waits until all that wait are written
 MAX_WAITING_BYTES = 8 << 20
+NEWLINE = 10
 
 
 class LineFile:
     """Append lines to a file. A thread writes them, so a slow disk delays no request.
 
     A file that would exceed `max_bytes` is renamed to `<path>.1`, in place of the one before. While the disk cannot
-    keep up, lines beyond MAX_WAITING_BYTES are left out and counted. Use it on one event loop.
+    keep up, lines beyond MAX_WAITING_BYTES are left out and counted; so are those that a full disk has no room for, and
+    whole lines follow as soon as it has. Use it on one event loop.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -29,9 +30,10 @@ class LineFile:
         self._waiting_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.Task[None] | None = None
+        self._is_torn = False  # the last line is not whole
         self.lost = 0  # lines that were left out
         try:
-            self._file: BinaryIO = path.open("ab", buffering=0)
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose a writable file") from error
         self._size = self._file.tell()
@@ -53,30 +55,53 @@ class LineFile:
     async def _write_waiting(self) -> None:
         try:
             while self._waiting:
-                data, lines = b"\n".join(self._waiting) + b"\n", len(self._waiting)
-                self._waiting, self._waiting_bytes = [], 0
-                try:
-                    await asyncio.to_thread(self._write, data)
-                except OSError as error:
-                    self.lost += lines
-                    log.warning("%d lines for %s are lost: %s", lines, self._path, error)
+                lines, self._waiting, self._waiting_bytes = self._waiting, [], 0
+                data = b"\n".join(lines) + b"\n"
+                written, problem = await asyncio.to_thread(self._write, data)
+                if problem is not None:
+                    lost = len(lines) - data.count(b"\n", 0, written)
+                    self.lost += lost
+                    log.warning("%d lines for %s are lost: %s", lost, self._path, problem.strerror)
         finally:
             self._writing = None
 
-    def _write(self, data: bytes) -> None:
-        if self._size and self._size + len(data) > self._max_bytes:
-            self._file.close()
-            os.replace(self._path, f"{self._path}.1")
-            self._file, self._size = self._path.open("ab", buffering=0), 0
-        self._size += self._file.write(data)
+    def _write(self, data: bytes) -> tuple[int, OSError | None]:
+        """Return how many bytes are in the file, and what kept the others out: a full disk takes some of them."""
+        written = 0
+        try:
+            self._make_room(len(data))
+            if self._is_torn:
+                self._size += self._file.write(b"\n")
+                self._is_torn = False
+            while written < len(data):
+                count = self._file.write(data[written:])
+                self._size += count
+                written += count
+        except OSError as error:
+            self._is_torn = self._is_torn or (written > 0 and data[written - 1] != NEWLINE)
+            return written, error
+        return written, None
 
-    async def close(self) -> None:
-        """Write the lines that wait, and close the file."""
+    def _make_room(self, num_bytes: int) -> None:
+        """Begin a new file if this one would become too large. Raise OSError, and go on with this one then."""
+        if not self._size or self._size + num_bytes <= self._max_bytes:
+            return
+        os.replace(self._path, f"{self._path}.1")
+        new = self._path.open("ab", buffering=0)
+        self._file.close()
+        self._file, self._size, self._is_torn = new, 0, False
+
+    async def flush(self) -> None:
+        """Write the lines that wait."""
         if self._timer is not None:
             self._timer.cancel()
             self._begin()
         if self._writing is not None:
             await self._writing
+
+    async def close(self) -> None:
+        """Write the lines that wait, and close the file."""
+        await self.flush()
         self._file.close()
         if self.lost:
             log.warning("%d lines for %s were left out", self.lost, self._path)
