@@ -10,6 +10,7 @@ from typing import TextIO
 
 PREFIX = "kvmesh-"
 OWNER = ".owner"  # locked as long as the mesh runs; the system lets go of it when the process is killed
+LEFT_SUFFIX = ".left"
 _held: dict[Path, TextIO] = {}  # an open file holds its lock
 
 
@@ -31,6 +32,15 @@ def let_go(folder: Path, *, keep: bool) -> None:
         file.close()
 
 
+def _remove_whole(folder: Path) -> None:
+    """Remove a folder although processes of its mesh may still drain and write to it: they do not find it again.
+
+    A file that is made while a folder is emptied would keep the folder.
+    """
+    aside = folder.rename(folder.with_name(folder.name + LEFT_SUFFIX))
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def remove_left_folders(parent: Path | None = None) -> list[Path]:
     """Remove our temporary folders whose mesh was killed, and return them."""
     removed = []
@@ -39,6 +49,6 @@ def remove_left_folders(parent: Path | None = None) -> list[Path]:
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 continue
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its mesh runs
-            shutil.rmtree(path.parent, ignore_errors=True)
+            _remove_whole(path.parent)
             removed.append(path.parent)
     return removed

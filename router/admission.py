@@ -229,9 +229,7 @@ class AdmissionControl:
     def waits(self, model: str, since_s: float, now: float) -> None:
         """Note that requests for a model wait, in a queue that has been there since then."""
         if self.stands(model, since_s, now):
-            self._waited_s[model] = (
-                now  # of a model with a queue, so of one with workers, or with those that wait for one
-            )
+            self._waited_s[model] = now  # of a model with a queue, so of one with workers, or that waits for one
 
     # --- learning --------------------------------------------------------------------------------------------------
 

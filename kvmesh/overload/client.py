@@ -96,10 +96,12 @@ class _Sender:
         answers: list[LoadAnswer] = []
 
         async def client() -> None:
+            number, request = next(todo)
             while (now := time.perf_counter() - self.began_s) < loop.seconds:
-                number, request = next(todo)
                 answers.append(await self._ask(number, request, now))
-                if not answers[-1].is_whole:  # refused: not at once again
+                if answers[-1].is_whole:
+                    number, request = next(todo)
+                else:  # refused: the same again, for others may be shorter than most, but not at once
                     await asyncio.sleep(AGAIN_S)
 
         await asyncio.gather(*[client() for _ in range(loop.clients)])

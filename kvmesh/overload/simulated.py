@@ -5,6 +5,7 @@ It answers as `kvmesh.overload.client.send` does, within seconds and always alik
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from msgspec import Struct
 
@@ -79,19 +80,22 @@ class SimulatedMesh:
         todo = itertools.cycle(requests)
         idle = 0
 
-        def ask() -> None:
+        def ask(one: PlannedRequest) -> None:
             nonlocal idle
             if self.agenda.now - began_s < loop.seconds:
-                self._arrive(next(todo), began_s, took)
+                self._arrive(one, began_s, partial(took, one))
             else:
                 idle += 1
 
-        def took(answer: LoadAnswer) -> None:
+        def took(one: PlannedRequest, answer: LoadAnswer) -> None:
             answers.append(answer)
-            self.agenda.at(self.agenda.now + (0.0 if answer.is_whole else AGAIN_S), ask)
+            if answer.is_whole:
+                self.agenda.at(self.agenda.now, ask, next(todo))
+            else:  # refused: the same again, for others may be shorter than most
+                self.agenda.at(self.agenda.now + AGAIN_S, ask, one)
 
         for _ in range(loop.clients):
-            self.agenda.at(began_s, ask)
+            self.agenda.at(began_s, ask, next(todo))
         self._work(lambda: idle == loop.clients)
         return answers
 
