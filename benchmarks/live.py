@@ -22,7 +22,7 @@ from frontend.live.hub import LiveHub
 from frontend.live.looking import local_look
 from frontend.live.pages import EVENTS, routes
 from frontend.live.picture import Picture
-from frontend.timeline import AnswerRecord, Timelines
+from frontend.timeline import Timelines
 from mesh.config import load as load_config
 from mesh.http.server import App, listening
 from mesh.plane.client import PlaneClient
@@ -92,10 +92,10 @@ class LiveBench:
         for number in range(self.config.requests):
             timeline = self.timelines.begin(RequestId(f"q{number}"), "chat")
             if timeline is not None:
-                answer = AnswerRecord(0, None, 100)
+                answer = timeline.answer(0, 100)
                 attempt = answer.begin(PROMPT_BLOCKS * BLOCK_SIZE, BLOCK_SIZE, b"")
                 attempt.placed, attempt.placed_at = msgspec.structs.replace(placed, explanation=None), time.monotonic()
-                attempt.begin_leg(placed.decode, is_prefill=False).first = time.monotonic()
+                attempt.begin_leg(placed.decode, answer, is_prefill=False).first = time.monotonic()
                 timeline.answers = (answer,)
 
     async def pair(self, url: str) -> tuple[float, float]:

@@ -208,14 +208,14 @@ class Dispatcher:
             route = msgspec.structs.replace(route, explain=True)
         now = asyncio.get_running_loop().time
         asked = now()
-        attempt = None
+        block_size, attempt = self._block_size_of(request.model), None
         if (record := task.trace.record) is not None:
-            attempt = record.begin(route.isl_tokens, self._block_size_of(request.model), route.sequence_hashes)
+            attempt = record.begin(route.isl_tokens, block_size, route.sequence_hashes)
         async with self._router.book(route, task.deadline - asked) as booking:
             placed, trace = booking.placed, task.trace
             trace.waited_s += now() - asked
             is_first = not request.generated
-            _note_placement(trace, placed, is_first, route.isl_tokens, self._block_size_of(request.model))
+            _note_placement(trace, placed, is_first, route.isl_tokens, block_size)
             if attempt is not None:
                 attempt.placed, attempt.placed_at, attempt.explanation = placed, clock(), placed.explanation
             leg = _Leg(task, booking, attempt, is_first=is_first)
@@ -459,8 +459,8 @@ class _Leg:
 
     def begin(self, target: Target, *, is_prefill: bool) -> LegRecord | None:
         """Note that a worker is asked; return the record of its part while somebody looks."""
-        if self.attempt is not None:
-            self.record = self.attempt.begin_leg(target, is_prefill=is_prefill)
+        if self.attempt is not None and (answer := self.trace.record) is not None:
+            self.record = self.attempt.begin_leg(target, answer, is_prefill=is_prefill)
         return self.record
 
     def note_failure(self, error: MeshError) -> None:
@@ -537,13 +537,14 @@ class _Leg:
     def _note_times(self, record: LegRecord, delta: Delta) -> None:
         if isinstance(delta, TimedDelta) and delta.times is not None:
             record.times = delta.times
+        now = clock()
         if record.first is None:
-            record.first = clock()
+            record.first = now
         if (answer := self.trace.record) is not None:
             if answer.first_token is None and self._generated:
-                answer.first_token = clock()
+                answer.first_token = now
             if self._has_ended:
-                answer.last_token = clock()
+                answer.last_token = now
 
     def _open(self, lane: TokenLane) -> None:
         lane.generated, lane.limit = self._generated, self._most_tokens
@@ -644,14 +645,14 @@ def _most_tokens(request: GenerateRequest, placed: Placed) -> int:
 def _hints(task: _Generation) -> Hints:
     """Return the hints of a request. The router is asked for its reasons where they go into a trace."""
     record = task.trace.record
-    if record is None or record.context is None or not record.context.is_sampled or task.hints.explain:
+    if record is None or not record.is_sampled or task.hints.explain:
         return task.hints
     return msgspec.structs.replace(task.hints, explain=True)
 
 
 def _traceparent(request: GenerateRequest, record: LegRecord | None) -> str:
-    """Return the trace of a leg: its own span, or what the client has sent where we make none."""
-    return request.traceparent if record is None or not record.traceparent else record.traceparent
+    """Return the trace that a leg belongs to: as its record says, or what the client has sent where there is none."""
+    return request.traceparent if record is None else record.traceparent
 
 
 def _left(deadline: float) -> float:

@@ -175,7 +175,8 @@ class Exchange:
                 job = await prepare(parsed, model, self._request_id, self._started)
                 if timeline is not None:
                     record(job, timeline)
-                carry_trace(self._request, job, timeline)
+                if (self._request.header(TRACEPARENT) if timeline is None else timeline.parent) is not None:
+                    carry_trace(self._request, job)
                 if visit is not None:
                     await reserve(visit, job)
                 self._job = job
@@ -241,9 +242,11 @@ class Exchange:
         if (missed := services.slo.missed(self.outcome, ttft_s, itl_s)) is not None:
             counters.slo_missed(missed).inc()
         if (timeline := self._timeline) is not None:
-            timeline.slo_missed = "" if missed in (None, "none") else str(missed)
+            if missed is not None and missed != "none":
+                timeline.slo_missed = missed
             end_record(services.timelines, timeline, job, self.outcome)
-            self._request.log_fields = partial(access_fields, timeline)
+            if services.timelines.is_logged:
+                self._request.log_fields = partial(access_fields, timeline)
 
 
 def identified(handler: Handler, prefix: str, error_body: ErrorShape = openai_error) -> Handler:
@@ -273,19 +276,18 @@ def as_failure(error: Exception, request_id: str) -> MeshError:
 def record(job: Job, timeline: RequestTimeline) -> None:
     """Have the answers of a job recorded. The request was tokenized just now."""
     timeline.tokenized, timeline.rendered = clock(), job.prompts[0].rendered
-    timeline.answers = tuple([AnswerRecord(b.index, timeline.context, b.request.stop.max_tokens) for b in job.branches])
-    for branch, answer in zip(job.branches, timeline.answers, strict=True):
-        branch.trace.record = answer
+    answers: list[AnswerRecord] = []
+    for branch in job.branches:
+        branch.trace.record = answer = timeline.answer(branch.index, branch.request.stop.max_tokens)
+        answers.append(answer)
+    timeline.answers = tuple(answers)
 
 
-def carry_trace(request: Request, job: Job, timeline: RequestTimeline | None) -> None:
-    """Pass the trace of a request on to workers: ours, or the client's where no traces are made."""
-    context = None if timeline is None else timeline.context
-    if context is None and request.header(TRACEPARENT) is not None:
-        context = read_context(request.headers)
-    if context is None:
+def carry_trace(request: Request, job: Job) -> None:
+    """Pass the trace of a client on to workers. Where spans are made here, the calls of workers get their own."""
+    if (context := read_context(request.headers)) is None:
         return
-    parent = context.header(context.parent_id if timeline is None else timeline.span_id or context.parent_id)
+    parent = context.header(context.parent_id)
     for branch in job.branches:
         branch.request = msgspec.structs.replace(branch.request, traceparent=parent, tracestate=context.state)
 

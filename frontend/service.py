@@ -257,7 +257,6 @@ def open_tracing(api: FrontendApi, config: FrontendConfig, cleanup: AsyncExitSta
     }
     api.timelines.tracer = tracing = Tracing(config.otlp_endpoint, config.trace_share, resource)
     cleanup.push_async_callback(asyncio.to_thread, tracing.close)
-    cleanup.callback(api.timelines.look(tracing.ended))
 
 
 def open_access_log(api: FrontendApi, config: FrontendConfig, cleanup: AsyncExitStack) -> None:
@@ -270,7 +269,7 @@ def open_access_log(api: FrontendApi, config: FrontendConfig, cleanup: AsyncExit
         file = AccessLogFile(f"{path}.{config.name}" if config.shares_port_with else path, config.access_log_mib)
         cleanup.push_async_callback(file.close)
         api.app.access_log = file.write
-    cleanup.callback(api.timelines.look(lambda timeline: None))  # the server asks each request for its fields
+    api.timelines.is_logged = True
 
 
 def observe(models: ModelRegistry, search: Callable[[], DiscoveryReport], slo: ServiceLevel) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from frontend.timeline import AnswerRecord, Attempt, LegRecord, RequestTimeline
 from mesh.otlp import CLIENT, FAILED, INTERNAL, SERVER, Attributes, Span, SpanEvent, SpanStatus, attributes_of
-from mesh.trace_context import TraceContext, new_span_id
+from mesh.trace_context import new_span_id
 from protocol.messages import Explanation, Placed, WorkerTimes
 
 MAX_CANDIDATES = 4  # of an explanation, the cheapest ones of each leg
@@ -19,9 +19,9 @@ Resource = Mapping[str, str]
 class TraceSpans:
     """Collects the spans of one request, by the process whose they are."""
 
-    def __init__(self, timeline: RequestTimeline, context: TraceContext, frontend: Resource) -> None:
+    def __init__(self, timeline: RequestTimeline, frontend: Resource) -> None:
         self._timeline = timeline
-        self._context = context
+        self._trace_id = timeline.trace_id
         self._frontend = frontend
         self._worker: dict[str, list[Span]] = {}
         self._spans: list[Span] = []
@@ -46,7 +46,7 @@ class TraceSpans:
         return [(self._frontend, self._spans), *workers]
 
     def _add_root(self) -> None:
-        timeline, context = self._timeline, self._context
+        timeline, parent = self._timeline, self._timeline.parent
         values: Attributes = {
             "kvmesh.request_id": timeline.request_id,
             "kvmesh.endpoint": timeline.endpoint,
@@ -60,7 +60,8 @@ class TraceSpans:
             "kvmesh.itl_s": timeline.itl_s,
         }
         root = self._span(timeline.endpoint, SERVER, timeline.started, self._last, values)
-        root.span_id, root.parent_span_id, root.trace_state = timeline.span_id, context.parent_id, context.state
+        root.span_id, root.trace_state = timeline.span_id, timeline.tracestate
+        root.parent_span_id = "" if parent is None else parent.parent_id
         if timeline.outcome != "ok":
             root.status = SpanStatus(FAILED, timeline.outcome)
         self._spans.append(root)
@@ -81,11 +82,11 @@ class TraceSpans:
                 self._add_leg(answer, attempt, leg, parent)
 
     def _add_leg(self, answer: AnswerRecord, attempt: Attempt, leg: LegRecord, parent: str) -> None:
-        ended = leg.ended or self._last
+        timeline, ended = self._timeline, leg.ended or self._last
         is_prefill = leg is attempt.prefill
         values: Attributes = {"kvmesh.worker": leg.worker, "kvmesh.dp_rank": leg.dp_rank, "kvmesh.answer": answer.index}
         call = self._span("call prefill" if is_prefill else "call decode", CLIENT, leg.sent, ended, values)
-        call.span_id, call.parent_span_id = leg.span_id or call.span_id, parent
+        call.span_id, call.parent_span_id = leg.span_id if timeline.is_sampled else call.span_id, parent
         is_last = leg is attempt.decode or attempt.decode is None
         if attempt.error and is_last:
             call.status = SpanStatus(FAILED, attempt.error)
@@ -134,7 +135,7 @@ class TraceSpans:
     def _span(self, name: str, kind: int, start: float, end: float, values: Attributes) -> Span:
         start = max(start, self._timeline.started)
         return Span(
-            trace_id=self._context.trace_id,
+            trace_id=self._trace_id,
             span_id=new_span_id(),
             name=name,
             kind=kind,

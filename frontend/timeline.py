@@ -2,6 +2,9 @@
 
 The record is made only while somebody looks: the access log, traces, the live page. They all read the same one, so that
 they agree. It holds no text. Times are those of `time.monotonic`: the event loop's clock has whole milliseconds.
+
+Traces need the record of every request, because nobody knows at the beginning which one will fail. So it consists of
+times and of references to what exists anyway; ids of spans are made for traces that are sampled.
 """
 
 import time
@@ -10,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from msgspec import Struct, field
 
-from mesh.trace_context import Headers, TraceContext, new_span_id, read_context
+from mesh.trace_context import Headers, TraceContext, new_span_id, read_context, span_id_of, trace_id_of, traceparent
 from protocol.ids import RequestId
 from protocol.messages import Explanation, Placed, PullReport, Target, WorkerTimes
 
@@ -29,8 +32,12 @@ class LegRecord(Struct, gc=False):
     ended: float | None = None
     pull: PullReport | None = None
     times: WorkerTimes | None = None  # as the worker reports them, of a request that belongs to a trace
-    span_id: str = ""  # where the trace was sampled at its beginning: what the worker asks of others is below it
-    traceparent: str = ""
+    traceparent: str = ""  # that the worker gets: of this call where the trace is sampled, else of the whole request
+
+    @property
+    def span_id(self) -> str:
+        """Return the span of this call; where the trace was not sampled at its beginning, the span of the request."""
+        return span_id_of(self.traceparent)
 
 
 class Attempt(Struct, gc=False):
@@ -45,15 +52,14 @@ class Attempt(Struct, gc=False):
     prefill: LegRecord | None = None  # a worker that computes the prompt alone
     decode: LegRecord | None = None  # the worker that answers; without a prefill leg it computes the prompt too
     ended: float | None = None
-    context: TraceContext | None = None
     explanation: Explanation | None = None
     error: str = ""  # code of the failure for which the next attempt was made
 
-    def begin_leg(self, target: Target, *, is_prefill: bool) -> LegRecord:
-        leg = LegRecord(target.name, target.dp_rank, now())
-        if self.context is not None and self.context.is_sampled:
-            leg.span_id = new_span_id()
-            leg.traceparent = self.context.header(leg.span_id)
+    def begin_leg(self, target: Target, answer: "AnswerRecord", *, is_prefill: bool) -> LegRecord:
+        parent = answer.traceparent
+        if answer.is_sampled:
+            parent = traceparent(trace_id_of(parent), new_span_id(), is_sampled=True)
+        leg = LegRecord(target.name, target.dp_rank, now(), traceparent=parent)
         if is_prefill:
             self.prefill = leg
         else:
@@ -65,7 +71,8 @@ class AnswerRecord(Struct, gc=False):
     """The life of one answer."""
 
     index: int
-    context: TraceContext | None = None  # None: the request belongs to no trace of ours
+    traceparent: str = ""  # of the request, "" if it belongs to no trace
+    is_sampled: bool = False  # spans are made here, decided at the beginning
     max_tokens: int = 0  # that were asked for
     attempts: list[Attempt] = field(default_factory=list)
     first_token: float | None = None
@@ -81,7 +88,7 @@ class AnswerRecord(Struct, gc=False):
             return attempts[-1]
         if len(attempts) >= MAX_ATTEMPTS:
             del attempts[1]
-        attempt = Attempt(now(), isl_tokens, block_size, block_hashes, context=self.context)
+        attempt = Attempt(now(), isl_tokens, block_size, block_hashes)
         attempts.append(attempt)
         return attempt
 
@@ -98,9 +105,9 @@ class RequestTimeline(Struct, gc=False):
     started: float
     started_unix_s: float
     model: str = ""
-    trace_id: str = ""  # 32 hex digits, "" if the request belongs to no trace
-    context: TraceContext | None = None  # where traces are made
-    span_id: str = ""
+    traceparent: str = ""  # for what is asked for this request, "" if it belongs to no trace
+    parent: TraceContext | None = None  # what the client has sent
+    is_sampled: bool = False  # spans are made here, decided at the beginning
     is_stream: bool = False
     parsed: float | None = None
     rendered: float | None = None  # the chat template
@@ -115,6 +122,23 @@ class RequestTimeline(Struct, gc=False):
 
     def on_parsed(self, model: str, *, is_stream: bool) -> None:
         self.parsed, self.model, self.is_stream = now(), model, is_stream
+
+    def answer(self, index: int, max_tokens: int = 0) -> AnswerRecord:
+        """Return the record of a new answer. The caller puts it into `answers`."""
+        return AnswerRecord(index, self.traceparent, self.is_sampled, max_tokens)
+
+    @property
+    def trace_id(self) -> str:
+        """Return 32 hex digits, "" if the request belongs to no trace."""
+        return trace_id_of(self.traceparent)
+
+    @property
+    def span_id(self) -> str:
+        return span_id_of(self.traceparent)
+
+    @property
+    def tracestate(self) -> str:
+        return "" if self.parent is None else self.parent.state
 
     def s(self, at: float | None) -> float | None:
         """Return a time of this record as seconds since the request came."""
@@ -186,8 +210,14 @@ Look = Callable[[RequestTimeline], None]
 
 
 class Tracer(Protocol):
-    def open(self, timeline: RequestTimeline, context: TraceContext | None) -> None:
-        """Give a request its trace: that of the client, if it has sent one."""
+    """Decides which requests are traced."""
+
+    def open(self, timeline: RequestTimeline) -> None:
+        """Give a request its trace: that of the client, which is in the timeline if there is one, or a new one."""
+        ...
+
+    def ended(self, timeline: RequestTimeline) -> bool:
+        """Export the trace of a request that has ended, if it is wanted; return whether it is on its way."""
         ...
 
 
@@ -197,11 +227,12 @@ class Timelines:
     def __init__(self) -> None:
         self._looks: list[Look] = []
         self.tracer: Tracer | None = None  # None: no traces are made here
+        self.is_logged = False  # the server asks each request for the fields of its line
         self.running: dict[RequestId, RequestTimeline] = {}  # those that began while somebody looked
 
     @property
     def is_watched(self) -> bool:
-        return bool(self._looks)
+        return self.is_logged or self.tracer is not None or bool(self._looks)
 
     def look(self, look: Look) -> Callable[[], None]:
         """Have `look` called with the record of each request that ends; return what ends that.
@@ -217,18 +248,21 @@ class Timelines:
 
     def begin(self, request_id: RequestId, endpoint: str, headers: Headers = ()) -> RequestTimeline | None:
         """Return the record of a request that comes now; None while nobody looks."""
-        if not self._looks:
+        if not (self.is_logged or self.tracer is not None or self._looks):
             return None
         timeline = self.running[request_id] = RequestTimeline(request_id, endpoint, now(), time.time())
-        context = read_context(headers)
+        timeline.parent = parent = read_context(headers)
         if self.tracer is not None:
-            self.tracer.open(timeline, context)
-        elif context is not None:
-            timeline.trace_id = context.trace_id
+            self.tracer.open(timeline)
+        elif parent is not None:
+            timeline.traceparent = parent.header(parent.parent_id)
         return timeline
 
-    def end(self, timeline: RequestTimeline, outcome: str) -> None:
+    def end(self, timeline: RequestTimeline, outcome: str) -> bool:
+        """Complete a record, and show it to those who look; return whether its trace is exported."""
         timeline.ended, timeline.outcome = now(), outcome
         self.running.pop(timeline.request_id, None)
-        for look in tuple(self._looks):
-            look(timeline)
+        if self._looks:
+            for look in tuple(self._looks):
+                look(timeline)
+        return self.tracer is not None and self.tracer.ended(timeline)

@@ -8,7 +8,7 @@ from frontend.spans import Resource, TraceSpans
 from frontend.timeline import RequestTimeline
 from mesh.measure import locked_counter
 from mesh.otlp import Exporter, encode_spans
-from mesh.trace_context import SAMPLES, TraceContext, new_context, new_span_id
+from mesh.trace_context import TraceStarts, new_span_id
 
 TRACES = locked_counter("kvmesh_frontend_traces_total")  # outcome: exported, dropped, failed
 
@@ -18,23 +18,24 @@ class Tracing:
 
     def __init__(self, endpoint: str, share: float, resource: Resource) -> None:
         """Begin. `share` of the traces that begin here are sampled. Raise ConfigError."""
-        self._threshold = int(share * SAMPLES)
+        self._starts = TraceStarts(share)
         self._resource = resource
         children = {outcome: TRACES.labels(outcome) for outcome in ("exported", "dropped", "failed")}
         self._exporter = Exporter[RequestTimeline](
             endpoint, self._encode, lambda outcome, count: children[outcome].inc(count)
         )
 
-    def open(self, timeline: RequestTimeline, context: TraceContext | None) -> None:
-        """Give a request its trace: the client's, or a new one. Implements frontend.timeline.Tracer."""
-        if context is None:
-            context = new_context(self._threshold)
-        timeline.context, timeline.trace_id, timeline.span_id = context, context.trace_id, new_span_id()
+    def open(self, timeline: RequestTimeline) -> None:
+        """Implements frontend.timeline.Tracer."""
+        if (parent := timeline.parent) is None:
+            timeline.traceparent = begun = self._starts.begin()
+            timeline.is_sampled = begun.endswith("1")
+        else:
+            timeline.traceparent, timeline.is_sampled = parent.header(new_span_id()), parent.is_sampled
 
-    def ended(self, timeline: RequestTimeline) -> None:
-        """Export a trace, if it is wanted. This is a look of frontend.timeline.Timelines."""
-        if is_wanted(timeline):
-            self._exporter.put(timeline)
+    def ended(self, timeline: RequestTimeline) -> bool:
+        """Implements frontend.timeline.Tracer."""
+        return is_wanted(timeline) and self._exporter.put(timeline)
 
     def close(self) -> None:
         """Send what waits. Blocks: call it off the event loop."""
@@ -45,17 +46,14 @@ class Tracing:
             [
                 found
                 for timeline in timelines
-                if timeline.context is not None
-                for found in TraceSpans(timeline, timeline.context, self._resource).made()
+                for found in TraceSpans(timeline, self._resource).made()
             ]
         )
 
 
 def is_wanted(timeline: RequestTimeline) -> bool:
     """Return whether a request's trace is exported."""
-    if timeline.context is None:
-        return False
-    if timeline.context.is_sampled or timeline.slo_missed:
+    if timeline.is_sampled or timeline.slo_missed:
         return True
     for answer in timeline.answers:  # this runs for every request: a generator would cost more than all of it
         for attempt in answer.attempts:

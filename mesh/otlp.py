@@ -110,12 +110,14 @@ class Exporter(Generic[ItemT]):
         self._thread = threading.Thread(target=self._run, name="otlp export", daemon=True)
         self._thread.start()
 
-    def put(self, item: ItemT) -> None:
-        """Send an item soon. This never waits."""
+    def put(self, item: ItemT) -> bool:
+        """Send an item soon; return False if it is lost, because too many wait. This never waits."""
         try:
             self._waiting.put_nowait(item)
         except queue.Full:
             self._count("dropped", 1)
+            return False
+        return True
 
     def close(self) -> None:
         """Send what waits, for up to POST_S. Blocks: call it off the event loop."""

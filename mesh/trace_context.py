@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
 MAX_STATE_CHARS = 512
-SAMPLES = 1 << 56  # the last 56 bits of a trace id are random, says W3C: they decide whether it is sampled
+STARTS_AT_ONCE = 256
 _PARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _STATE = re.compile(r"[\x20-\x7e]+")
 
@@ -31,7 +31,7 @@ class TraceContext(NamedTuple):
 
     def header(self, span_id: str) -> str:
         """Return the traceparent for what is asked within the span."""
-        return f"00-{self.trace_id}-{span_id}-{'01' if self.is_sampled else '00'}"
+        return traceparent(self.trace_id, span_id, is_sampled=self.is_sampled)
 
 
 def read_context(headers: Headers) -> TraceContext | None:
@@ -53,14 +53,50 @@ def read_context(headers: Headers) -> TraceContext | None:
     return TraceContext(trace_id, parent_id, bool(int(flags, 16) & 1), state)
 
 
-def new_context(threshold: int) -> TraceContext:
-    """Begin a trace. `threshold` of SAMPLES traces are sampled."""
-    number = getrandbits(128) or 1
-    return TraceContext(number.to_bytes(16).hex(), "", number & SAMPLES - 1 < threshold)  # formatting takes 2 us
+def traceparent(trace_id: str, span_id: str, *, is_sampled: bool) -> str:
+    """Return the header for what is asked within a span."""
+    return f"00-{trace_id}-{span_id}-{'01' if is_sampled else '00'}"
+
+
+def trace_id_of(parent: str) -> str:
+    """Return the trace id of a traceparent, "" of none."""
+    return parent[3:35]
+
+
+def span_id_of(parent: str) -> str:
+    """Return the span id of a traceparent, "" of none."""
+    return parent[36:52]
 
 
 def new_span_id() -> str:
     return (getrandbits(64) or 1).to_bytes(8).hex()
+
+
+class TraceStarts:
+    """Begin traces, of which a share is sampled. A supply of ids is made at once: each takes 0.2 us then, not 2."""
+
+    def __init__(self, share: float) -> None:
+        # The last 56 bits of a trace id are random, says W3C: they decide whether it is sampled. Hex compares as text.
+        limit = int(share * (1 << 56))
+        self._below = f"{limit:014x}" if limit < 1 << 56 else "g"
+        self._unused: Iterator[str] = iter(())
+
+    def begin(self) -> str:
+        """Return the traceparent of a new trace and its first span."""
+        for begun in self._unused:
+            return begun
+        self._unused = iter(self._supply())
+        return next(self._unused)
+
+    def _supply(self) -> list[str]:
+        ids = getrandbits(192 * STARTS_AT_ONCE).to_bytes(24 * STARTS_AT_ONCE).hex()
+        parts = [(ids[at : at + 32], ids[at + 32 : at + 48]) for at in range(0, len(ids), 48)]
+        below = self._below
+        return [
+            f"00-{trace_id}-{span_id}-{'01' if trace_id[18:] < below else '00'}"
+            for trace_id, span_id in parts
+            if trace_id.strip("0") and span_id.strip("0")  # W3C: ids of zeros are none
+        ]
 
 
 _outgoing: ContextVar[tuple[str, str]] = ContextVar("outgoing_trace", default=("", ""))
@@ -78,7 +114,7 @@ def outgoing_trace(traceparent: str, tracestate: str) -> Iterator[None]:
 
 def outgoing_trace_id() -> str:
     """Return the id of the trace that this runs for, "" for none."""
-    return _outgoing.get()[0][3:35]
+    return trace_id_of(_outgoing.get()[0])
 
 
 def trace_headers() -> dict[str, str]:

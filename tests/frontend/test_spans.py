@@ -7,6 +7,7 @@ from frontend.timeline import Attempt, RequestTimeline, now
 from frontend.tracing import is_wanted
 from mesh.otlp import Span, encode_spans
 from mesh.trace_context import TraceContext
+from protocol.ids import RequestId
 from protocol.messages import FinishReason, TimedDelta, WorkerTimes
 from tests.frontend.test_dispatch import Run, decode, prefill
 from tests.frontend.test_timeline import recorded
@@ -14,10 +15,17 @@ from tests.frontend.test_timeline import recorded
 CONTEXT = TraceContext("a" * 32, "b" * 16, is_sampled=True, state="x=1")
 
 
-async def traced(run: Run) -> tuple[RequestTimeline, list[Span]]:
-    timeline = await recorded(run, CONTEXT)
-    timeline.context, timeline.span_id = CONTEXT, "c" * 16
-    made = TraceSpans(timeline, CONTEXT, {"service.name": "kvmesh-frontend"}).made()
+def opened(*, is_sampled: bool) -> RequestTimeline:
+    """Return the record of a request to which the client has given a trace."""
+    parent = CONTEXT._replace(is_sampled=is_sampled)
+    timeline = RequestTimeline(RequestId("r"), "chat", now(), 0.0, parent=parent, is_sampled=is_sampled)
+    timeline.traceparent = parent.header("c" * 16)
+    return timeline
+
+
+async def traced(run: Run, *, is_sampled: bool = True) -> tuple[RequestTimeline, list[Span]]:
+    timeline = await recorded(run, opened(is_sampled=is_sampled))
+    made = TraceSpans(timeline, {"service.name": "kvmesh-frontend"}).made()
     assert json.loads(encode_spans(made))["resourceSpans"]
     return timeline, [span for _, spans in made for span in spans]
 
@@ -37,6 +45,14 @@ async def test_a_leg_is_asked_with_its_own_span() -> None:
     assert sorted(sent) == sorted(asked.values())
 
 
+async def test_an_unsampled_leg_is_asked_with_the_span_of_the_request() -> None:
+    run = Run(prefill(), decode())
+    _, spans = await traced(run, is_sampled=False)
+    sent = [request.traceparent for worker in run.mesh.workers for request in worker.requests]
+    assert sent == [f"00-{'a' * 32}-{'c' * 16}-00"] * 2
+    assert len({span.span_id for span in spans}) == len(spans)
+
+
 async def test_a_workers_times_are_set_into_its_call() -> None:
     times = WorkerTimes(queued_s=1e-6, first_s=2e-6, total_s=3e-6, preemptions=2)
     last = TimedDelta((7,), FinishReason.STOP, times=times)
@@ -49,15 +65,14 @@ async def test_a_workers_times_are_set_into_its_call() -> None:
 
 
 def test_what_went_wrong_is_wanted_without_being_sampled() -> None:
-    timeline = RequestTimeline("r", "chat", now(), 0.0, context=CONTEXT._replace(is_sampled=False))  # type: ignore[arg-type]
+    timeline = opened(is_sampled=False)
     assert not is_wanted(timeline)
     timeline.slo_missed = "ttft"
     assert is_wanted(timeline)
 
 
 async def test_a_migrated_request_is_wanted() -> None:
-    timeline = await recorded(Run(decode()), CONTEXT._replace(is_sampled=False))
-    timeline.context = CONTEXT._replace(is_sampled=False)
+    timeline = await recorded(Run(decode()), opened(is_sampled=False))
     assert not is_wanted(timeline)
     timeline.answers[0].attempts.append(Attempt(now(), 1, 16, b"", error="peer_lost"))
     assert is_wanted(timeline)

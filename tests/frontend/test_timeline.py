@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from frontend import dispatch
-from frontend.timeline import AnswerRecord, Phase, RequestTimeline, Timelines, phases
-from mesh.trace_context import TraceContext
+from frontend.timeline import Phase, RequestTimeline, Timelines, phases
 from protocol.errors import PeerLostError
 from protocol.ids import RequestId
 from protocol.messages import Delta, FinishReason, PullReport
@@ -14,9 +13,9 @@ from tests.frontend.serving import CHAT, able_card, serving
 from tests.frontend.test_dispatch import PROMPT, Run, decode, prefill
 
 
-async def recorded(run: Run, context: TraceContext | None = None) -> RequestTimeline:
-    timeline = RequestTimeline(RequestId("r"), "chat", 0.0, 0.0)
-    run.trace.record = AnswerRecord(0, context)
+async def recorded(run: Run, timeline: RequestTimeline | None = None) -> RequestTimeline:
+    timeline = timeline or RequestTimeline(RequestId("r"), "chat", 0.0, 0.0)
+    run.trace.record = timeline.answer(0)
     timeline.started = dispatch.clock()
     timeline.answers = (run.trace.record,)
     await run()

@@ -7,7 +7,16 @@ import pytest
 from aiohttp import web
 
 from mesh.telemetry import JsonFormatter, request_context, setup_logging
-from mesh.trace_context import SAMPLES, TraceContext, new_context, new_span_id, read_context, trace_headers
+from mesh.trace_context import (
+    STARTS_AT_ONCE,
+    TraceContext,
+    TraceStarts,
+    new_span_id,
+    read_context,
+    span_id_of,
+    trace_headers,
+    trace_id_of,
+)
 from workers.engines.attached.http import ServerHttp
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -42,16 +51,22 @@ def test_a_bad_state_is_left_out(state: str) -> None:
     assert found.state == ""
 
 
-def test_new_ids_have_their_lengths() -> None:
-    assert len({new_context(0).trace_id for _ in range(100)}) == 100
-    assert (len(new_context(0).trace_id), len(new_span_id())) == (32, 16)
+def test_each_new_trace_has_ids_of_its_own() -> None:
+    starts = TraceStarts(0.5)
+    begun = [read_context([("traceparent", starts.begin())]) for _ in range(3 * STARTS_AT_ONCE)]
+    assert len({found.trace_id for found in begun if found}) == len({found.parent_id for found in begun if found})
+    assert len({found.trace_id for found in begun if found}) == len(begun)
+    assert len(new_span_id()) == 16
 
 
-@pytest.mark.parametrize(
-    ("threshold", "sampled"), [(0, 0), (SAMPLES, 1000), (SAMPLES // 2, pytest.approx(500, abs=150))]
-)
-def test_a_share_of_new_traces_is_sampled(threshold: int, sampled: int) -> None:
-    assert sum(new_context(threshold).is_sampled for _ in range(1000)) == sampled
+@pytest.mark.parametrize(("share", "sampled"), [(0, 0), (1, 1000), (0.5, pytest.approx(500, abs=150))])
+def test_a_share_of_new_traces_is_sampled(share: float, sampled: int) -> None:
+    starts = TraceStarts(share)
+    assert sum(starts.begin().endswith("-01") for _ in range(1000)) == sampled
+
+
+def test_ids_are_read_from_a_traceparent() -> None:
+    assert (trace_id_of(PARENT), span_id_of(PARENT), trace_id_of(""), span_id_of("")) == (TRACE, SPAN, "", "")
 
 
 def test_log_lines_of_a_request_have_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
