@@ -11,6 +11,7 @@ BENCHMARKS = {
     "frontend": ("benchmarks.frontend", "CPU of frontend and router for a request and a token, latency, memory"),
     "streams": ("benchmarks.streams", "CPU and memory of streams that are open and idle"),
     "soak": ("benchmarks.soak", "does the frontend's memory grow with the requests that it has answered?"),
+    "pairs": ("benchmarks.pairs", "two settings of the frontend in pairs: CPU for a request, by ratio"),
     "many": ("benchmarks.many", "many workers: time of a placement, CPU and memory of an idle mesh"),
     "live": ("benchmarks.live", "the live page: CPU of the frontend with somebody looking, and with nobody"),
     "picker": ("benchmarks.picker", "what an endpoint picker adds to a request through a real Envoy"),

@@ -244,7 +244,8 @@ class Exchange:
         if (timeline := self._timeline) is not None:
             if missed is not None and missed != "none":
                 timeline.slo_missed = missed
-            end_record(services.timelines, timeline, job, self.outcome)
+            if end_record(services.timelines, timeline, job, self.outcome):
+                counters.exemplify(timeline.trace_id, duration_s, ttft_s, itl_s)
             if services.timelines.is_logged:
                 self._request.log_fields = partial(access_fields, timeline)
 
@@ -292,8 +293,8 @@ def carry_trace(request: Request, job: Job) -> None:
         branch.request = msgspec.structs.replace(branch.request, traceparent=parent, tracestate=context.state)
 
 
-def end_record(timelines: Timelines, timeline: RequestTimeline, job: Job | None, outcome: str) -> None:
-    """Complete the record of a request, and show it to those who look."""
+def end_record(timelines: Timelines, timeline: RequestTimeline, job: Job | None, outcome: str) -> bool:
+    """Complete the record of a request, and show it to those who look; return whether its trace is exported."""
     if job is not None:
         counts = job.counts()
         timeline.isl_tokens, timeline.osl_tokens, timeline.cached_tokens = (
@@ -303,7 +304,7 @@ def end_record(timelines: Timelines, timeline: RequestTimeline, job: Job | None,
             answer.osl_tokens, answer.generated = branch.answer.completion_tokens, None
             if answer.last_token is None:  # it broke off
                 answer.last_token = branch.timing.last_token
-    timelines.end(timeline, outcome)
+    return timelines.end(timeline, outcome)
 
 
 def count_tokens(

@@ -1,5 +1,6 @@
 """All metrics of the frontend. Labels have closed or bounded sets of values: no request id, no client's words."""
 
+import time
 from dataclasses import dataclass, field
 
 from mesh.histogram import Distribution
@@ -45,6 +46,15 @@ class EndpointMetrics:
         if (tally := self.outcomes.get(outcome)) is None:
             tally = self.outcomes[outcome] = REQUESTS.labels(self.endpoint, self.model, outcome)
         return tally
+
+    def exemplify(self, trace_id: str, duration_s: float, ttft_s: float | None = None, itl_s: float = 0.0) -> None:
+        """Let the histograms name the trace of a request that they have counted."""
+        unix_s = time.time()
+        self.duration.exemplify(duration_s, trace_id, unix_s)
+        if ttft_s is not None:
+            self.ttft.exemplify(ttft_s, trace_id, unix_s)
+        if itl_s:
+            self.itl.exemplify(itl_s, trace_id, unix_s)
 
     def slo_missed(self, missed: str) -> Tally:
         """Count by what a request has missed: none, ttft, itl, both or failed."""

@@ -42,13 +42,7 @@ class Tracing:
         self._exporter.close()
 
     def _encode(self, timelines: list[RequestTimeline]) -> bytes:
-        return encode_spans(
-            [
-                found
-                for timeline in timelines
-                for found in TraceSpans(timeline, self._resource).made()
-            ]
-        )
+        return encode_spans([found for timeline in timelines for found in TraceSpans(timeline, self._resource).made()])
 
 
 def is_wanted(timeline: RequestTimeline) -> bool:

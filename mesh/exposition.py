@@ -6,8 +6,9 @@ They are added here and nowhere else, when Prometheus asks: counting costs nothi
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from prometheus_client import REGISTRY, CollectorRegistry, Metric, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.openmetrics import exposition as open_metrics
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -15,6 +16,9 @@ from mesh.metric_list import DECLARED, metric_of
 from protocol.version import RELEASE
 
 BUILD = "kvmesh_build_info"
+PLAIN, OPEN_METRICS = "text/plain", "application/openmetrics-text"
+PLAIN_TYPE, OPEN_TYPE = CONTENT_TYPE_LATEST, open_metrics.CONTENT_TYPE_LATEST
+VERSIONS = {PLAIN: ("0.0.4", "1.0.0"), OPEN_METRICS: ("0.0.1", "1.0.0")}
 
 
 def _nothing() -> Mapping[str, str]:
@@ -80,4 +84,36 @@ def _build() -> Metric:
 
 def page(registry: Collector = REGISTRY) -> bytes:
     """Return the page of this process."""
-    return generate_latest(Exposed(registry if isinstance(registry, CollectorRegistry) else REGISTRY))
+    return generate_latest(_exposed(registry))
+
+
+def open_page(registry: Collector = REGISTRY) -> bytes:
+    """Return the page of this process as OpenMetrics: the same metrics, and the traces that they name."""
+    return open_text(_exposed(registry))
+
+
+def open_text(registry: Collector) -> bytes:
+    """Return metrics as OpenMetrics, without more labels."""
+    return bytes(open_metrics.generate_latest(registry))  # type: ignore[no-untyped-call]
+
+
+def _exposed(registry: Collector) -> Exposed:
+    return Exposed(registry if isinstance(registry, CollectorRegistry) else REGISTRY)
+
+
+def wants_open_metrics(accept: str) -> bool:
+    """Return whether a scraper with this `accept` header would rather have OpenMetrics than text. Pure."""
+    best = {OPEN_METRICS: 0.0, PLAIN: 0.0}
+    for kind in accept.split(","):
+        name, *given = [part.strip().lower() for part in kind.split(";")]
+        fields = dict(field.partition("=")[::2] for field in given)
+        if name in best and fields.get("version", "1.0.0") in VERSIONS[name]:
+            best[name] = max(best[name], _weight(fields.get("q", "1")))
+    return best[OPEN_METRICS] > 0 and best[OPEN_METRICS] >= best[PLAIN]
+
+
+def _weight(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

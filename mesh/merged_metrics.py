@@ -6,15 +6,16 @@ Each process answers on a Unix socket in a shared directory. The process that is
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar, Sample
 
-from mesh.exposition import page
+from mesh.exposition import Exposed, open_text, page
 from mesh.metric_list import together_of
 
 log = logging.getLogger(__name__)
@@ -23,10 +24,43 @@ TIMEOUT_S = 2.0
 MAX_BYTES = 16 << 20
 
 
+SampleKey = tuple[str, tuple[tuple[str, str], ...]]
+
+
 def merge(texts: Sequence[str]) -> str:
     """Add up samples of equal name and labels. Of gauges that all processes report alike, take the largest. Pure."""
+    return generate_latest(_registry_of(_added(texts))).decode()
+
+
+def merge_open(texts: Sequence[str], named: Mapping[SampleKey, Exemplar]) -> str:
+    """Return the same as OpenMetrics, with the exemplars of one process. Pure."""
+    merged = _added(texts)
+    for metric in merged.values():
+        metric.samples = [one._replace(exemplar=named.get(_key(one))) for one in metric.samples]
+    # OpenMetrics has the time of a counter's beginning within the counter, and the name is taken by it.
+    kept = {name: metric for name, metric in merged.items() if name.removesuffix("_created") not in {*merged} - {name}}
+    return open_text(_registry_of(kept)).decode()
+
+
+def exemplars_of(registry: Collector) -> dict[SampleKey, Exemplar]:
+    """Return the exemplars of this process, by their samples."""
+    found = [sample for metric in registry.collect() for sample in metric.samples]
+    return {_key(sample): sample.exemplar for sample in found if sample.exemplar is not None}
+
+
+def _key(sample: Sample) -> SampleKey:
+    return sample.name, tuple(sorted(sample.labels.items()))
+
+
+def _registry_of(merged: Mapping[str, Metric]) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(_Given(merged.values()))
+    return registry
+
+
+def _added(texts: Sequence[str]) -> dict[str, Metric]:
     merged: dict[str, Metric] = {}
-    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    values: dict[str, dict[SampleKey, float]] = {}
     for text in texts:
         for family in text_string_to_metric_families(text):
             merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
@@ -42,9 +76,7 @@ def merge(texts: Sequence[str]) -> str:
     for name, metric in merged.items():
         for (sample_name, labels), value in values[name].items():
             metric.add_sample(sample_name, dict(labels), value)
-    registry = CollectorRegistry()
-    registry.register(_Given(merged.values()))
-    return generate_latest(registry).decode()
+    return merged
 
 
 class _Given(Collector):
@@ -79,12 +111,16 @@ def ready_file(folder: Path, pid: int) -> Path:
     return folder / f"{pid}.ready"
 
 
-async def merged_metrics(folder: Path) -> bytes:
-    """Return the merged metrics of all processes that share `folder`. A process that does not answer is left out."""
+async def merged_metrics(folder: Path, *, is_open: bool = False) -> bytes:
+    """Return the merged metrics of all processes that share `folder`. A process that does not answer is left out.
+
+    As OpenMetrics (`is_open`) they have the exemplars of the process that was asked.
+    """
     others = sockets_of_others(folder)
-    texts = await asyncio.gather(*(_ask(path) for path in others))
-    own = page().decode()
-    return (await asyncio.to_thread(merge, [own, *filter(None, texts)])).encode()
+    texts = [page().decode(), *filter(None, await asyncio.gather(*(_ask(path) for path in others)))]
+    if is_open:
+        return (await asyncio.to_thread(merge_open, texts, exemplars_of(Exposed()))).encode()
+    return (await asyncio.to_thread(merge, texts)).encode()
 
 
 async def _ask(path: Path) -> str:

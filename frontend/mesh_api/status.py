@@ -3,10 +3,10 @@
 from importlib.resources import files
 
 from msgspec import Struct
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from frontend.endpoint import Endpoint, Handler, Services
 from frontend.operation import Operation
+from mesh.exposition import OPEN_TYPE, PLAIN_TYPE, open_page, page, wants_open_metrics
 from mesh.http import request as http
 from mesh.http.request import JSON, Reply, Request, json_reply
 from mesh.merged_metrics import merged_metrics
@@ -59,9 +59,13 @@ async def live(services: Services, request: Request) -> Reply:
 
 
 async def show_metrics(services: Services, request: Request) -> Reply:
-    if services.metrics_folder is None:
-        return await http.show_metrics(request)
-    return Reply(await merged_metrics(services.metrics_folder), content_type=CONTENT_TYPE_LATEST)
+    """Return the metrics as text; as OpenMetrics, which names traces, to scrapers that ask for it."""
+    is_open = wants_open_metrics(request.header("accept") or "")
+    if services.metrics_folder is not None:
+        text = await merged_metrics(services.metrics_folder, is_open=is_open)
+    else:
+        text = open_page() if is_open else page()
+    return Reply(text, content_type=OPEN_TYPE if is_open else PLAIN_TYPE)
 
 
 async def show_openapi(services: Services, request: Request) -> Reply:

@@ -1,10 +1,12 @@
 """The labels that all metrics of a process share are added when Prometheus asks."""
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from mesh.exposition import labelled, page
-from mesh.measure import AtScrape, Reading, gauge
+from mesh.exposition import labelled, open_page, page, wants_open_metrics
+from mesh.measure import AtScrape, Reading, gauge, histogram
 
 
 def registry_with_a_request() -> CollectorRegistry:
@@ -50,3 +52,38 @@ def test_an_engines_metrics_pass_as_they_are() -> None:
         text = page(registry).decode()
     assert "vllm:num_requests_running 4.0" in text
     assert "sglang:requests_total 3.0" in text
+
+
+PROMETHEUS = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+
+
+@pytest.mark.parametrize(
+    ("accept", "is_open"),
+    [
+        (PROMETHEUS, True),
+        ("application/openmetrics-text", True),
+        ("", False),
+        ("*/*", False),
+        ("text/plain;version=0.0.4,application/openmetrics-text;q=0.5", False),
+        ("application/openmetrics-text;version=7.0.0", False),
+        ("application/openmetrics-text;q=0", False),
+        ("application/openmetrics-text;q=much", False),
+    ],
+)
+def test_open_metrics_are_for_those_who_prefer_them(accept: str, is_open: bool) -> None:
+    assert wants_open_metrics(accept) == is_open
+
+
+def test_open_metrics_have_the_labels_and_the_traces() -> None:
+    registry = CollectorRegistry()
+    waits = histogram("kvmesh_frontend_ttft_seconds", registry).labels("chat", "m")
+    waits.observe(0.003)
+    waits.exemplify(0.003, "a" * 32, 5.0)
+    with labelled("frontend", "mine"):
+        families = list(text_string_to_metric_families(open_page(registry).decode()))
+    (sample,) = [one for family in families for one in family.samples if one.exemplar]
+    assert sample.labels["component"] == "frontend"
+    assert (sample.exemplar.labels, sample.exemplar.value) == ({"trace_id": "a" * 32}, 0.003)

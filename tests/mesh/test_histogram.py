@@ -55,3 +55,17 @@ def test_values_above_all_bounds_count_in_the_last_bucket() -> None:
     LoopHistogram("waits", "Waits.", buckets=BOUNDS, registry=registry).labels().observe(math.inf)
     assert registry.get_sample_value("waits_bucket", {"le": "10.0"}) == 0
     assert registry.get_sample_value("waits_bucket", {"le": "+Inf"}) == 1
+
+
+def test_a_bucket_names_the_last_trace_alone() -> None:
+    registry = CollectorRegistry()
+    waits = LoopHistogram("waits", "Waits.", buckets=BOUNDS, registry=registry).labels()
+    for number, value in enumerate((0.5, 0.7, 0.7, 99.0)):
+        waits.observe(value)
+        waits.exemplify(value, f"{number:032x}", 1000.0 + number)
+    samples = [sample for family in registry.collect() for sample in family.samples]
+    named = {sample.labels["le"]: sample.exemplar for sample in samples if sample.exemplar is not None}
+    assert {edge: (found.labels["trace_id"][-1], found.value) for edge, found in named.items()} == {
+        "1.0": ("2", 0.7), "+Inf": ("3", 99.0),
+    }  # fmt: skip
+    assert "# {" not in generate_latest(registry).decode()

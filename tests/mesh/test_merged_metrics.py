@@ -4,9 +4,12 @@ import subprocess
 import sys
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from mesh.merged_metrics import merge
+from mesh.measure import histogram
+from mesh.merged_metrics import exemplars_of, merge, merge_open
 
 NAMES = """
 import frontend.service, frontend.picker.metrics
@@ -43,6 +46,19 @@ def test_histograms_are_added() -> None:
         'wait_bucket{le="1.0"} 2\nwait_bucket{le="+Inf"} 3\nwait_count 3\nwait_sum 7\n'
     )
     assert merged(text, text) == {"wait_bucket": 6, "wait_count": 6, "wait_sum": 14}
+
+
+def test_open_metrics_of_several_processes_have_the_traces_of_one() -> None:
+    registry = CollectorRegistry()
+    waits = histogram("kvmesh_frontend_ttft_seconds", registry).labels("chat", "m")
+    waits.observe(0.003)
+    waits.exemplify(0.003, "a" * 32, 5.0)
+    Counter("asked", "Words.", registry=registry).inc()  # it says when it began
+    text = generate_latest(registry).decode()
+    families = list(open_families(merge_open([text, text], exemplars_of(registry))))
+    named = [sample for family in families for sample in family.samples if sample.exemplar]
+    assert [(sample.value, sample.exemplar.labels["trace_id"]) for sample in named] == [(2.0, "a" * 32)]
+    assert [sample.value for family in families for sample in family.samples if sample.name == "asked_total"] == [2.0]
 
 
 def test_every_gauge_of_a_frontend_says_how_it_is_merged() -> None:

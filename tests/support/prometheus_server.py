@@ -26,8 +26,8 @@ scrape_configs:
 class PrometheusProcess:
     """Scrapes one page every second, from its making on."""
 
-    def __init__(self, folder: Path, job: str, url: str) -> None:
-        """`folder` is empty, and its own; `url`: of the server whose /metrics is scraped."""
+    def __init__(self, folder: Path, job: str, url: str, *, features: str = "") -> None:
+        """`folder` is empty, and its own; `url`: of the server whose /metrics is scraped; `features`: to enable."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             address = f"127.0.0.1:{probe.getsockname()[1]}"
         self.url = f"http://{address}"
@@ -35,6 +35,8 @@ class PrometheusProcess:
         self._log = folder / "server.log"
         assert _BINARY is not None
         command = (_BINARY, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'tsdb'}")
+        if features:
+            command = (*command, f"--enable-feature={features}")
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 (*command, f"--web.listen-address={address}"), stdin=subprocess.DEVNULL, stdout=log, stderr=log

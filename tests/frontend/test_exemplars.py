@@ -1,0 +1,96 @@
+"""Histograms name the traces of requests: those that are exported, and no others."""
+
+import json
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from cluster.tiny_model import CHECKPOINT_DIR
+from tests.frontend.whole_mesh import MODEL, whole_mesh
+from tests.support.otlp_receiver import OtlpReceiver, otlp_receiver
+from tests.support.patience import PATIENCE_S
+from tests.support.prometheus_server import WHY_NONE, PrometheusProcess
+
+OPEN = {"accept": "application/openmetrics-text; version=1.0.0"}
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[OtlpReceiver]:
+    with otlp_receiver() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> Iterator[str]:
+    """A mesh that samples nothing by itself, after one request that its client has sampled and one that it has not."""
+    settings = {"otlp_endpoint": receiver.url, "trace_share": 0.0}
+    with whole_mesh(tmp_path_factory.mktemp("mesh"), Path(CHECKPOINT_DIR), 1024, **settings) as found:
+        ask(found, f"00-{TRACE}-{SPAN}-01")
+        ask(found, f"00-1{TRACE[1:]}-{SPAN}-00")
+        yield found
+
+
+def ask(url: str, parent: str) -> None:
+    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4}
+    reply = httpx.post(f"{url}/v1/completions", json=body, headers={"traceparent": parent}, timeout=PATIENCE_S)
+    assert reply.status_code == 200, reply.text
+
+
+def exemplars(page: str) -> dict[str, set[str]]:
+    """Return the traces that each metric of an OpenMetrics page names."""
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.exemplar is not None:
+                found.setdefault(family.name, set()).add(sample.exemplar.labels["trace_id"])
+    return found
+
+
+def test_histograms_name_the_trace_that_was_exported(url: str, receiver: OtlpReceiver) -> None:
+    page = httpx.get(f"{url}/metrics", headers=OPEN)
+    assert page.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert exemplars(page.text) == {
+        f"kvmesh_frontend_{name}_seconds": {TRACE} for name in ("ttft", "itl", "request_duration")
+    }
+    assert TRACE in {span.trace_id for span in receiver.wait_for(1)}
+
+
+def test_a_page_of_text_names_no_trace(url: str) -> None:
+    page = httpx.get(f"{url}/metrics")
+    assert page.headers["content-type"].startswith("text/plain")
+    assert "kvmesh_frontend_ttft_seconds_bucket" in page.text
+    assert TRACE not in page.text
+
+
+@pytest.mark.skipif(bool(WHY_NONE), reason=WHY_NONE)
+def test_a_real_prometheus_stores_the_trace_and_the_labels(url: str, tmp_path: Path) -> None:
+    (tmp_path / "prometheus").mkdir()
+    server = PrometheusProcess(tmp_path / "prometheus", "frontends", url, features="exemplar-storage")
+    try:
+        found = exemplars_stored(server.url, "kvmesh_frontend_ttft_seconds_bucket")
+    finally:
+        server.stop()
+    labels = found["seriesLabels"]
+    assert (labels["component"], labels["model"], labels["endpoint"]) == ("frontend", MODEL, "completions")
+    assert [one["labels"] for one in found["exemplars"]] == [{"trace_id": TRACE}]
+
+
+def exemplars_stored(url: str, series: str) -> Any:
+    now = time.time()
+    query = urllib.parse.urlencode({"query": series, "start": now - 600, "end": now + 600})
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(f"{url}/api/v1/query_exemplars?{query}", timeout=PATIENCE_S) as reply:
+            data = json.load(reply)["data"]
+        if data:
+            return data[0]
+        time.sleep(0.1)
+    raise AssertionError(f"Prometheus has no exemplar of {series}")
