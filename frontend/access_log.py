@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from frontend.timeline import AnswerRecord, RequestTimeline
+from frontend.timeline import EMBEDDINGS, AnswerRecord, RequestTimeline
 from mesh.line_file import LineFile
 
 MAX_LOGGED_BLOCKS = 4096  # of a prompt; what follows is taken for shared with nobody
@@ -32,7 +32,7 @@ def access_fields(timeline: RequestTimeline) -> dict[str, object]:
         "ttft_ms": _ms(timeline.ttft_s),
         "itl_ms": _ms(timeline.itl_s),
     }
-    if len(timeline.answers) > 1:
+    if len(timeline.answers) > 1 and timeline.endpoint != EMBEDDINGS:
         fields["answers"] = len(timeline.answers)
     return fields | _decision(timeline, timeline.answers[0])
 

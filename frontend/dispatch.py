@@ -16,7 +16,7 @@ from frontend.lane import TokenLane
 from frontend.metrics import SUSPECTS
 from frontend.route_requests import route_request, sequence_hashes_of
 from frontend.suspects import MAX_ENDED, Condemned, Trial, Trials, fingerprint, has_ended
-from frontend.timeline import Attempt, LegRecord
+from frontend.timeline import AnswerRecord, Attempt, LegRecord
 from frontend.timeline import now as clock
 from mesh.plane.client import PlaneClient
 from mesh.safeguards import is_off
@@ -113,10 +113,16 @@ class Dispatcher:
         route = route_request(RequestId(""), model, None, 1, b"", hints, max_tokens=max_tokens)
         self._router.check(route, _left(deadline))
 
-    async def embed(self, request: EmbedRequest, hints: Hints, deadline: float) -> Embedding:
+    async def embed(
+        self, request: EmbedRequest, hints: Hints, deadline: float, record: AnswerRecord | None = None
+    ) -> Embedding:
         """Implements frontend.generator.Generator."""
         failures = _Failures((), deadline, 0.0)  # what the last worker said tells more than that there is no other
-        return await self._elsewhere(request, lambda failed: self._embed(request, hints, deadline, failed), failures)
+        if record is not None and record.is_sampled:
+            hints = msgspec.structs.replace(hints, explain=True)
+        return await self._elsewhere(
+            request, lambda failed: self._embed(request, hints, deadline, failed, record), failures
+        )
 
     async def _elsewhere(
         self,
@@ -164,17 +170,35 @@ class Dispatcher:
             )
 
     async def _embed(
-        self, request: EmbedRequest, hints: Hints, deadline: float, failed: Sequence[WorkerId]
+        self,
+        request: EmbedRequest,
+        hints: Hints,
+        deadline: float,
+        failed: Sequence[WorkerId],
+        record: AnswerRecord | None,
     ) -> Embedding:
         route = await self._route(request, request.prompt, hints, failed)
+        attempt = leg = None
+        if record is not None:
+            attempt = record.begin(route.isl_tokens, self._block_size_of(request.model), route.sequence_hashes)
         async with self._router.book(route, _left(deadline)) as booking:
             target = booking.placed.decode
-            request = msgspec.structs.replace(request, dp_rank=target.dp_rank, worker_id=target.worker_id)
+            if attempt is not None and record is not None:
+                attempt.on_placed(booking.placed)
+                leg = attempt.begin_leg(target, record, is_prefill=False)
+            request = msgspec.structs.replace(
+                request, dp_rank=target.dp_rank, worker_id=target.worker_id, traceparent=_traceparent(request, leg)
+            )
             try:
                 left_s = _left(deadline)
                 vector = await self._plane.ask(target.address, "embed", request, Embedding, left_s, hasty=True)
             except ELSEWHERE as error:
+                if attempt is not None:
+                    attempt.error = error.code
                 raise _LegFailedError(target, error) from error
+            finally:
+                if attempt is not None and leg is not None:
+                    leg.ended = attempt.ended = clock()
             booking.prefill_done()
             return vector
 
@@ -217,7 +241,7 @@ class Dispatcher:
             is_first = not request.generated
             _note_placement(trace, placed, is_first, route.isl_tokens, block_size)
             if attempt is not None:
-                attempt.placed, attempt.placed_at, attempt.explanation = placed, clock(), placed.explanation
+                attempt.on_placed(placed)
             leg = _Leg(task, booking, attempt, is_first=is_first)
             self._reports.add(leg)
             try:
@@ -650,7 +674,7 @@ def _hints(task: _Generation) -> Hints:
     return msgspec.structs.replace(task.hints, explain=True)
 
 
-def _traceparent(request: GenerateRequest, record: LegRecord | None) -> str:
+def _traceparent(request: GenerateRequest | EmbedRequest, record: LegRecord | None) -> str:
     """Return the trace that a leg belongs to: as its record says, or what the client has sent where there is none."""
     return request.traceparent if record is None else record.traceparent
 

@@ -286,11 +286,15 @@ def record(job: Job, timeline: RequestTimeline) -> None:
 
 def carry_trace(request: Request, job: Job) -> None:
     """Pass the trace of a client on to workers. Where spans are made here, the calls of workers get their own."""
-    if (context := read_context(request.headers)) is None:
-        return
-    parent = context.header(context.parent_id)
+    parent, state = carried(request)
     for branch in job.branches:
-        branch.request = msgspec.structs.replace(branch.request, traceparent=parent, tracestate=context.state)
+        branch.request = msgspec.structs.replace(branch.request, traceparent=parent, tracestate=state)
+
+
+def carried(request: Request) -> tuple[str, str]:
+    """Return the `traceparent` and `tracestate` that the client has sent, "" if it has sent none that can be read."""
+    context = read_context(request.headers)
+    return ("", "") if context is None else (context.header(context.parent_id), context.state)
 
 
 def end_record(timelines: Timelines, timeline: RequestTimeline, job: Job | None, outcome: str) -> bool:

@@ -91,6 +91,8 @@ class Generator(Protocol):
         """Raise OverloadedError if such a request would certainly be refused, whatever its prompt is."""
         ...
 
-    async def embed(self, request: EmbedRequest, hints: Hints, deadline: float) -> Embedding:
-        """Compute one vector. Raises MeshError."""
+    async def embed(
+        self, request: EmbedRequest, hints: Hints, deadline: float, record: AnswerRecord | None = None
+    ) -> Embedding:
+        """Compute one vector; `record`: while somebody looks. Raises MeshError."""
         ...

@@ -6,7 +6,7 @@ spent their time. A worker's clock is never compared with ours: its times are du
 
 from collections.abc import Mapping, Sequence
 
-from frontend.timeline import AnswerRecord, Attempt, LegRecord, RequestTimeline
+from frontend.timeline import EMBEDDINGS, AnswerRecord, Attempt, LegRecord, RequestTimeline
 from mesh.otlp import CLIENT, FAILED, INTERNAL, SERVER, Attributes, Span, SpanEvent, SpanStatus, attributes_of
 from mesh.trace_context import new_span_id
 from protocol.messages import Explanation, Placed, WorkerTimes
@@ -85,7 +85,9 @@ class TraceSpans:
         timeline, ended = self._timeline, leg.ended or self._last
         is_prefill = leg is attempt.prefill
         values: Attributes = {"kvmesh.worker": leg.worker, "kvmesh.dp_rank": leg.dp_rank, "kvmesh.answer": answer.index}
-        call = self._span("call prefill" if is_prefill else "call decode", CLIENT, leg.sent, ended, values)
+        is_embedding = timeline.endpoint == EMBEDDINGS
+        name = "embed" if is_embedding else "prefill" if is_prefill else "decode"
+        call = self._span(f"call {name}", CLIENT, leg.sent, ended, values)
         call.span_id, call.parent_span_id = leg.span_id if timeline.is_sampled else call.span_id, parent
         is_last = leg is attempt.decode or attempt.decode is None
         if attempt.error and is_last:
@@ -104,7 +106,8 @@ class TraceSpans:
         if leg.times is not None:
             add("wait", came, begun, {})
         if is_prefill or attempt.prefill is None:
-            add("prefill", begun, done if is_prefill else first, {"kvmesh.isl_tokens": attempt.isl_tokens})
+            computing = "embed" if is_embedding else "prefill"
+            add(computing, begun, done if is_prefill else first, {"kvmesh.isl_tokens": attempt.isl_tokens})
         elif (pull := leg.pull) is not None:
             begun = begun if leg.times is not None else max(came, first - pull.duration_s)
             pulled = add("pull", begun, min(begun + pull.duration_s, first), {

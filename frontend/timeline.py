@@ -18,6 +18,8 @@ from protocol.ids import RequestId
 from protocol.messages import Explanation, Placed, PullReport, Target, WorkerTimes
 
 MAX_ATTEMPTS = 16  # of one answer that are kept: the first, and the latest
+EMBEDDINGS = "embeddings"  # the endpoint that has vectors for answers
+MAX_VECTORS = 16  # of one request whose stages are kept: the first ones
 
 now = time.monotonic
 
@@ -54,6 +56,9 @@ class Attempt(Struct, gc=False):
     ended: float | None = None
     explanation: Explanation | None = None
     error: str = ""  # code of the failure for which the next attempt was made
+
+    def on_placed(self, placed: Placed) -> None:
+        self.placed, self.placed_at, self.explanation = placed, now(), placed.explanation
 
     def begin_leg(self, target: Target, answer: "AnswerRecord", *, is_prefill: bool) -> LegRecord:
         parent = answer.traceparent

@@ -548,6 +548,8 @@ class EmbedRequest(Message, frozen=True):
     cache_salt: str | None = None
     dp_rank: int = 0
     worker_id: WorkerId = WorkerId("")  # as in GenerateRequest
+    traceparent: Annotated[str, Meta(max_length=256)] = ""  # as in GenerateRequest
+    tracestate: Annotated[str, Meta(max_length=512)] = ""
 
 
 class Embedding(Message, frozen=True):

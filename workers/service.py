@@ -401,7 +401,10 @@ class Worker:
     async def embed(self, call: Call) -> None:
         request = decode(call.body, EmbedRequest)
         await self._end_earlier(request.request_id)
-        with request_context(request.request_id), counted(self.turning.requests, self._calls, request.request_id):
+        with (
+            request_context(request.request_id, request.traceparent, request.tracestate),
+            counted(self.turning.requests, self._calls, request.request_id),
+        ):
             self._check_is_meant(request.worker_id)
             self._check_model(request.model)
             vector = await self._engine.embed(request)

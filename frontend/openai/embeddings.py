@@ -5,17 +5,21 @@ import base64
 import math
 from array import array
 from collections.abc import Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Annotated, Literal, cast
 
 import msgspec
 from msgspec import Meta, Struct
 
 from frontend import metrics
+from frontend.access_log import access_fields
 from frontend.bodies import decode_body
 from frontend.endpoint import (
     Endpoint,
     Services,
     as_failure,
+    carried,
     new_id,
     request_id_headers,
     timeout_s,
@@ -33,6 +37,9 @@ from frontend.prompts import given_tokens, in_turns, refuse_empty, text_tokens
 from frontend.request import ParsedBody
 from frontend.running import first_failure
 from frontend.shapes import MAX_USER_CHARS, ModelName, Salt, Strict, TokenId
+from frontend.timeline import EMBEDDINGS as NAME
+from frontend.timeline import MAX_VECTORS, AnswerRecord, RequestTimeline
+from frontend.timeline import now as clock
 from mesh.http.connection import refusal
 from mesh.http.request import Reply, Request, json_reply
 from mesh.http.server import client_request_id
@@ -40,7 +47,6 @@ from protocol.errors import ContextLengthError, EngineError, InvalidRequestError
 from protocol.ids import RequestId
 from protocol.messages import Embedding, EmbedRequest, Feature
 
-NAME = "embeddings"  # of the endpoint in metrics
 MAX_INPUTS = 2048
 INPUTS_AT_ONCE = 64  # of one request, at workers
 SHOWN_AT_ONCE_BYTES = 256 << 10  # of vectors turned into JSON's numbers in one turn of the event loop
@@ -104,14 +110,20 @@ async def answer(services: Services, request: Request) -> Reply:
     request_id = new_id("embd", theirs)
     headers = request_id_headers(theirs or request_id)
     result, used_tokens, visit, base = "client_gone", 0, None, ""
+    timeline = services.timelines.begin(request_id, NAME, request.headers)
     try:
         deadline = started + timeout_s(request, services.limits)
         with services.admission.enter(), services.admission.until(deadline):
             parsed = with_hints(request, parse_embeddings(request.body), is_steered=services.is_steered)
+            if timeline is not None:
+                timeline.on_parsed(parsed.model, is_stream=False)
             model = await model_for(request, services.models, parsed.model)
             base = model.base
             visit = await begin(request)
-            reply = await embed(parsed, model, services.generator, request_id, deadline, visit)
+            inputs = await read_embedded(parsed, model, visit)
+            requests = requests_of(inputs, parsed, model, request_id, carried(request))
+            records = recorded(timeline, inputs)
+            reply = await embed(requests, parsed, model, services.generator, deadline, records)
             used_tokens = reply.usage.total_tokens
         result = "ok"
         return json_reply(reply, headers=headers)
@@ -120,47 +132,88 @@ async def answer(services: Services, request: Request) -> Reply:
         result = outcome(failure)
         return refusal(failure, None, headers)
     finally:
-        counters = metrics.of_endpoint(NAME, base)
-        counters.requests(result).inc()
         if visit is not None:
             visit.end(used_tokens)
         if (caller := caller_of(request)) is not None:
             caller.usage.count(result)
             caller.usage.add(used_tokens, 0)
-        duration_s = asyncio.get_running_loop().time() - started
-        counters.duration.observe(duration_s)
-        if services.gen_ai is not None:
-            services.gen_ai.ended(NAME, base, result, duration_s)
+        count(services, request, base, result, asyncio.get_running_loop().time() - started, timeline)
 
 
-async def embed(
-    parsed: ParsedEmbeddings,
-    model: Model,
-    generator: Generator,
-    request_id: RequestId,
-    deadline: float,
-    visit: Visit | None = None,
-) -> EmbeddingsReply:
-    """Have all vectors computed. Raise MeshError."""
+def count(
+    services: Services, request: Request, model: str, result: str, duration_s: float, timeline: RequestTimeline | None
+) -> None:
+    """Tell the metrics and those who look how a request ended."""
+    counters = metrics.of_endpoint(NAME, model)
+    counters.requests(result).inc()
+    counters.duration.observe(duration_s)
+    if services.gen_ai is not None:
+        services.gen_ai.ended(NAME, model, result, duration_s)
+    if timeline is None:
+        return
+    if services.slo.missed(result, None, 0.0) == "failed":
+        timeline.slo_missed = "failed"
+    if services.timelines.end(timeline, result):
+        counters.exemplify(timeline.trace_id, duration_s)
+    if services.timelines.is_logged:
+        request.log_fields = partial(access_fields, timeline)
+
+
+async def read_embedded(parsed: ParsedEmbeddings, model: Model, visit: Visit | None) -> list[bytes]:
+    """Return the tokens of each input, and take them from the limits of the caller. Raise MeshError."""
     if Feature.EMBEDDINGS not in model.features:
         raise InvalidRequestError(f"the workers of {model.name!r} compute no embeddings", param="model")
     inputs = await read_inputs(parsed, model)
-    num_tokens = sum(len(tokens) for tokens in inputs) // 4
     if visit is not None:
-        await visit.reserve(num_tokens, 0)
-    requests = [
+        await visit.reserve(tokens_in(inputs), 0)
+    return inputs
+
+
+def tokens_in(inputs: Sequence[bytes]) -> int:
+    return sum(len(tokens) for tokens in inputs) // 4
+
+
+def recorded(timeline: RequestTimeline | None, inputs: Sequence[bytes]) -> Sequence[AnswerRecord]:
+    """Return the records of the first inputs, which were tokenized just now; none while nobody looks."""
+    if timeline is None:
+        return ()
+    timeline.tokenized, timeline.isl_tokens = clock(), tokens_in(inputs)
+    timeline.answers = tuple([timeline.answer(index) for index in range(min(len(inputs), MAX_VECTORS))])
+    return timeline.answers
+
+
+def requests_of(
+    inputs: Sequence[bytes], parsed: ParsedEmbeddings, model: Model, request_id: RequestId, trace: tuple[str, str]
+) -> list[EmbedRequest]:
+    """Return what workers are asked; `trace`: as the client has sent it."""
+    return [
         EmbedRequest(
             request_id=RequestId(f"{request_id}-{index}"),
             model=model.base,
             prompt=tokens,
             lora=model.lora,
             cache_salt=parsed.cache_salt,
+            traceparent=trace[0],
+            tracestate=trace[1],
         )
         for index, tokens in enumerate(inputs)
     ]
-    vectors = [embedding.vector for embedding in await ask(requests, parsed.hints, generator, deadline)]
+
+
+async def embed(
+    requests: Sequence[EmbedRequest],
+    parsed: ParsedEmbeddings,
+    model: Model,
+    generator: Generator,
+    deadline: float,
+    records: Sequence[AnswerRecord] = (),
+) -> EmbeddingsReply:
+    """Have all vectors computed. Raise MeshError."""
+    answers = await ask(requests, parsed.hints, generator, deadline, records)
+    vectors = [embedding.vector for embedding in answers]
     check_vectors(vectors)
     check_dimensions(parsed.dimensions, vectors)
+    num_tokens = tokens_in([request.prompt for request in requests])
     return EmbeddingsReply(
         data=await embedding_objects(vectors, parsed.as_base64),
         model=model.name,
@@ -184,17 +237,26 @@ async def read_inputs(parsed: ParsedEmbeddings, model: Model) -> list[bytes]:
     return inputs
 
 
-async def ask(requests: Sequence[EmbedRequest], hints: Hints, generator: Generator, deadline: float) -> list[Embedding]:
+async def ask(
+    requests: Sequence[EmbedRequest],
+    hints: Hints,
+    generator: Generator,
+    deadline: float,
+    records: Sequence[AnswerRecord] = (),
+) -> list[Embedding]:
     """Return the workers' answers, in the order of `requests`; few are under way at once. Raise MeshError."""
     at_once = asyncio.Semaphore(INPUTS_AT_ONCE)
 
-    async def one(request: EmbedRequest) -> Embedding:
+    async def one(request: EmbedRequest, record: AnswerRecord | None) -> Embedding:
         async with at_once:
-            return await generator.embed(request, hints, deadline)
+            return await generator.embed(request, hints, deadline, record)
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(request)) for request in requests]
+            tasks = [
+                group.create_task(one(request, record))
+                for request, record in zip_longest(requests, records[: len(requests)])
+            ]
     except BaseExceptionGroup as failures:
         raise first_failure(failures) from failures
     return [task.result() for task in tasks]

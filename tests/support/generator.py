@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from frontend.generator import DeltaConsumer, Hints, Trace
+from frontend.timeline import AnswerRecord
 from protocol.errors import MeshError, NoWorkerError
 from protocol.ids import RequestId
 from protocol.messages import (
@@ -81,7 +82,9 @@ class ScriptedGenerator:
             raise NoWorkerError("no worker is ready")
         return self.placed
 
-    async def embed(self, request: EmbedRequest, hints: Hints, deadline: float) -> Embedding:
+    async def embed(
+        self, request: EmbedRequest, hints: Hints, deadline: float, record: AnswerRecord | None = None
+    ) -> Embedding:
         self.embed_requests.append(request)
         self.hints.append(hints)
         self.deadlines.append(deadline)

@@ -39,6 +39,13 @@ class OtlpReceiver:
             assert self.came.wait_for(lambda: len(self.roots()) >= count, PATIENCE_S), self.spans
             return list(self.spans)
 
+    def wait_for_trace(self, trace_id: str) -> list[ReceivedSpan]:
+        """Return the spans of all traces once one of this trace has come. The spans of a trace come together."""
+        with self.came:
+            found = self.came.wait_for(lambda: any(span.trace_id == trace_id for span in self.spans), PATIENCE_S)
+            assert found, f"no span of trace {trace_id}"
+            return list(self.spans)
+
     def roots(self) -> list[ReceivedSpan]:
         known = {span.span_id for span in self.spans}
         return [span for span in self.spans if span.parent_id not in known]

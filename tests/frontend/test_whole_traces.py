@@ -1,4 +1,4 @@
-"""Histograms name the traces of requests: those that are exported, and no others."""
+"""Traces of a frontend with real workers: those of embeddings, and those that histograms name."""
 
 import json
 import time
@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from cluster.tiny_model import CHECKPOINT_DIR
-from tests.frontend.whole_mesh import MODEL, whole_mesh
+from tests.frontend.whole_mesh import MODEL, WORKER, whole_mesh
 from tests.support.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.support.patience import PATIENCE_S
 from tests.support.prometheus_server import WHY_NONE, PrometheusProcess
@@ -60,7 +60,7 @@ def test_histograms_name_the_trace_that_was_exported(url: str, receiver: OtlpRec
     assert exemplars(page.text) == {
         f"kvmesh_frontend_{name}_seconds": {TRACE} for name in ("ttft", "itl", "request_duration")
     }
-    assert TRACE in {span.trace_id for span in receiver.wait_for(1)}
+    assert receiver.wait_for_trace(TRACE)
 
 
 def test_a_page_of_text_names_no_trace(url: str) -> None:
@@ -70,6 +70,7 @@ def test_a_page_of_text_names_no_trace(url: str) -> None:
     assert TRACE not in page.text
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(WHY_NONE), reason=WHY_NONE)
 def test_a_real_prometheus_stores_the_trace_and_the_labels(url: str, tmp_path: Path) -> None:
     (tmp_path / "prometheus").mkdir()
@@ -94,3 +95,32 @@ def exemplars_stored(url: str, series: str) -> Any:
             return data[0]
         time.sleep(0.1)
     raise AssertionError(f"Prometheus has no exemplar of {series}")
+
+
+def embed(url: str, inputs: list[str], parent: str) -> None:
+    body = {"model": MODEL, "input": inputs}
+    reply = httpx.post(f"{url}/v1/embeddings", json=body, headers={"traceparent": parent}, timeout=PATIENCE_S)
+    assert reply.status_code == 200, reply.text
+
+
+def test_embeddings_are_traced(url: str, receiver: OtlpReceiver) -> None:
+    trace_id = f"2{TRACE[1:]}"
+    embed(url, ["Once upon", "a time"], f"00-{trace_id}-{SPAN}-01")
+    spans = [span for span in receiver.wait_for_trace(trace_id) if span.trace_id == trace_id]
+    by_id = {span.span_id: span for span in spans}
+    (root,) = [span for span in spans if span.parent_id == SPAN]
+    assert root.name == "embeddings"
+    assert sorted(span.name for span in spans if span.parent_id == root.span_id) == [
+        "call embed", "call embed", "parse", "route", "route", "tokenize",
+    ]  # fmt: skip
+    computed = [span for span in spans if span.name == "embed"]
+    assert [by_id[span.parent_id].name for span in computed] == ["call embed"] * 2
+    assert {span.instance for span in computed} == {WORKER}
+    assert all("cost" in span.attributes["kvmesh.candidates"] for span in spans if span.name == "route")
+
+
+def test_embeddings_that_nobody_sampled_are_not_exported(url: str, receiver: OtlpReceiver) -> None:
+    unsampled, sampled = (f"{digit}{TRACE[1:]}" for digit in "34")
+    embed(url, ["Once upon"], f"00-{unsampled}-{SPAN}-00")
+    embed(url, ["Once upon"], f"00-{sampled}-{SPAN}-01")
+    assert unsampled not in {span.trace_id for span in receiver.wait_for_trace(sampled)}
