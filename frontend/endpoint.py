@@ -184,7 +184,11 @@ class Exchange:
             self.outcome = "ok"
             return reply
         except Exception as error:
-            return await self._fail(self._named(as_failure(error, self._request_id)))
+            return await self._fail(self._named(as_failure(error, self._request_id, self._trace_id)))
+
+    @property
+    def _trace_id(self) -> str:
+        return "" if self._timeline is None else self._timeline.trace_id
 
     def _named(self, failure: MeshError) -> MeshError:
         """Return the failure with the name of the caller's parameter."""
@@ -218,7 +222,7 @@ class Exchange:
         if self._stream is None or self._stream.reply is None:
             return self.refuse(error)
         self.outcome = outcome(error)
-        log.warning("request %s broke off: %s", self._request_id, error)
+        log.warning("request %s broke off: %s", self._request_id, error, extra=in_trace(self._trace_id))
         return await self._stream.break_off(error, self._shown_id)
 
     def count(self) -> None:
@@ -266,11 +270,16 @@ def identified(handler: Handler, prefix: str, error_body: ErrorShape = openai_er
     return answer
 
 
-def as_failure(error: Exception, request_id: str) -> MeshError:
+def in_trace(trace_id: str) -> dict[str, str]:
+    """Return the further fields of a log line."""
+    return {"trace_id": trace_id} if trace_id else {}
+
+
+def as_failure(error: Exception, request_id: str, trace_id: str = "") -> MeshError:
     """Return what the client is told. A bug met by one request must not end as something like an answer."""
     if isinstance(error, MeshError):
         return error
-    log.error("request %s failed", request_id, exc_info=error)
+    log.error("request %s failed", request_id, exc_info=error, extra=in_trace(trace_id))
     return MeshError("the frontend failed", hint="see its log")
 
 

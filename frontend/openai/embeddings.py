@@ -128,7 +128,7 @@ async def answer(services: Services, request: Request) -> Reply:
         result = "ok"
         return json_reply(reply, headers=headers)
     except Exception as error:
-        failure = as_failure(error, request_id)
+        failure = as_failure(error, request_id, "" if timeline is None else timeline.trace_id)
         result = outcome(failure)
         return refusal(failure, None, headers)
     finally:
