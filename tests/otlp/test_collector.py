@@ -98,7 +98,7 @@ def until_listening(process: "subprocess.Popen[bytes]", address: str, log: Path)
 
 
 def read_spans(log: str) -> list[LoggedSpan]:
-    """Return the spans of Rotel's log: a header for each resource, then lines `Name : value` and `-> key: Kind(value)`."""
+    """Return the spans of a log of Rotel: sections of lines `Name : value` and `-> key: Kind(value)`."""
     spans: list[LoggedSpan] = []
     resource: dict[str, str] = {}
     section: dict[str, str] = {}
