@@ -288,7 +288,8 @@ def record(job: Job, timeline: RequestTimeline) -> None:
     timeline.tokenized, timeline.rendered = clock(), job.prompts[0].rendered
     answers: list[AnswerRecord] = []
     for branch in job.branches:
-        branch.trace.record = answer = timeline.answer(branch.index, branch.request.stop.max_tokens)
+        max_tokens = branch.request.stop.max_tokens
+        branch.trace.record = answer = AnswerRecord(branch.index, timeline.traceparent, timeline.is_sampled, max_tokens)
         answers.append(answer)
     timeline.answers = tuple(answers)
 

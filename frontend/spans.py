@@ -26,6 +26,7 @@ class TraceSpans:
         self._worker: dict[str, list[Span]] = {}
         self._spans: list[Span] = []
         self._last = timeline.ended or timeline.started
+        self._unix_s = timeline.started_unix_s - timeline.started
 
     def made(self) -> list[tuple[Resource, Sequence[Span]]]:
         """Return the spans of each process."""
@@ -148,8 +149,7 @@ class TraceSpans:
         )
 
     def _unix_ns(self, at: float) -> str:
-        timeline = self._timeline
-        return str(int((timeline.started_unix_s + at - timeline.started) * 1e9))
+        return str(int((self._unix_s + at) * 1e9))
 
 
 def _decision(attempt: Attempt) -> Attributes:

@@ -61,15 +61,22 @@ class Attempt(Struct, gc=False):
         self.placed, self.placed_at, self.explanation = placed, now(), placed.explanation
 
     def begin_leg(self, target: Target, answer: "AnswerRecord", *, is_prefill: bool) -> LegRecord:
+        """Begin the part of a worker. The first one is asked as soon as the attempt is placed."""
         parent = answer.traceparent
         if answer.is_sampled:
             parent = traceparent(trace_id_of(parent), new_span_id(), is_sampled=True)
-        leg = LegRecord(target.name, target.dp_rank, now(), traceparent=parent)
+        sent = self.placed_at if self.prefill is None else None
+        leg = LegRecord(target.name, target.dp_rank, sent or now(), traceparent=parent)
         if is_prefill:
             self.prefill = leg
         else:
             self.decode = leg
         return leg
+
+    def end(self) -> None:
+        """End this attempt, with the part of its last worker if it had one."""
+        last = self.decode or self.prefill
+        self.ended = (None if last is None else last.ended) or now()
 
 
 class AnswerRecord(Struct, gc=False):
@@ -84,6 +91,7 @@ class AnswerRecord(Struct, gc=False):
     last_token: float | None = None
     osl_tokens: int = 0
     generated: list[int] | None = None  # while it runs: the dispatcher's list, of which the length matters
+    has_failed: bool = False  # an attempt: there was or will be a migration
 
     def begin(self, isl_tokens: int, block_size: int, block_hashes: bytes) -> Attempt:
         """Begin an attempt. One that found no worker goes on: the request still waits."""
@@ -108,7 +116,6 @@ class RequestTimeline(Struct, gc=False):
     request_id: RequestId
     endpoint: str
     started: float
-    started_unix_s: float
     model: str = ""
     traceparent: str = ""  # for what is asked for this request, "" if it belongs to no trace
     parent: TraceContext | None = None  # what the client has sent
@@ -131,6 +138,11 @@ class RequestTimeline(Struct, gc=False):
     def answer(self, index: int, max_tokens: int = 0) -> AnswerRecord:
         """Return the record of a new answer. The caller puts it into `answers`."""
         return AnswerRecord(index, self.traceparent, self.is_sampled, max_tokens)
+
+    @property
+    def started_unix_s(self) -> float:
+        """Return when the request came, in Unix time as this host has it now."""
+        return time.time() - now() + self.started
 
     @property
     def trace_id(self) -> str:
@@ -233,7 +245,7 @@ class Timelines:
         self._looks: list[Look] = []
         self.tracer: Tracer | None = None  # None: no traces are made here
         self.is_logged = False  # the server asks each request for the fields of its line
-        self.running: dict[RequestId, RequestTimeline] = {}  # those that began while somebody looked
+        self.running: dict[RequestId, RequestTimeline] = {}  # those that began while a look was there
 
     @property
     def is_watched(self) -> bool:
@@ -255,7 +267,9 @@ class Timelines:
         """Return the record of a request that comes now; None while nobody looks."""
         if not (self.is_logged or self.tracer is not None or self._looks):
             return None
-        timeline = self.running[request_id] = RequestTimeline(request_id, endpoint, now(), time.time())
+        timeline = RequestTimeline(request_id, endpoint, now())
+        if self._looks:
+            self.running[request_id] = timeline
         timeline.parent = parent = read_context(headers)
         if self.tracer is not None:
             self.tracer.open(timeline)
@@ -266,7 +280,8 @@ class Timelines:
     def end(self, timeline: RequestTimeline, outcome: str) -> bool:
         """Complete a record, and show it to those who look; return whether its trace is exported."""
         timeline.ended, timeline.outcome = now(), outcome
-        self.running.pop(timeline.request_id, None)
+        if self.running:
+            self.running.pop(timeline.request_id, None)
         if self._looks:
             for look in tuple(self._looks):
                 look(timeline)

@@ -28,8 +28,7 @@ class Tracing:
     def open(self, timeline: RequestTimeline) -> None:
         """Implements frontend.timeline.Tracer."""
         if (parent := timeline.parent) is None:
-            timeline.traceparent = begun = self._starts.begin()
-            timeline.is_sampled = begun.endswith("1")
+            timeline.traceparent, timeline.is_sampled = self._starts.begin()
         else:
             timeline.traceparent, timeline.is_sampled = parent.header(new_span_id()), parent.is_sampled
 
@@ -49,8 +48,7 @@ def is_wanted(timeline: RequestTimeline) -> bool:
     """Return whether a request's trace is exported."""
     if timeline.is_sampled or timeline.slo_missed:
         return True
-    for answer in timeline.answers:  # this runs for every request: a generator would cost more than all of it
-        for attempt in answer.attempts:
-            if attempt.error:
-                return True
+    for answer in timeline.answers:  # noqa: SIM110 - for every request: a generator would cost more than all of it
+        if answer.has_failed:
+            return True
     return False

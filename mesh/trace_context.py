@@ -73,7 +73,7 @@ def new_span_id() -> str:
 
 
 class TraceStarts:
-    """Begin traces, of which a share is sampled. A supply of ids is made at once: each takes 0.2 us then, not 2."""
+    """Begin traces, of which a share is sampled. A supply of ids is made at once, which costs less for each."""
 
     def __init__(self, share: float) -> None:
         # The last 56 bits of a trace id are random, says W3C: they decide whether it is sampled. Hex compares as text.
@@ -81,22 +81,20 @@ class TraceStarts:
         self._below = f"{limit:014x}" if limit < 1 << 56 else "g"
         self._unused: Iterator[str] = iter(())
 
-    def begin(self) -> str:
-        """Return the traceparent of a new trace and its first span."""
-        for begun in self._unused:
-            return begun
-        self._unused = iter(self._supply())
-        return next(self._unused)
+    def begin(self) -> tuple[str, bool]:
+        """Return the traceparent of a new trace and its first span, and whether the trace is sampled."""
+        if (begun := next(self._unused, None)) is None:
+            self._unused = iter(supply())
+            begun = next(self._unused)
+        if begun[21:35] < self._below:
+            return begun[:-1] + "1", True
+        return begun, False
 
-    def _supply(self) -> list[str]:
-        ids = getrandbits(192 * STARTS_AT_ONCE).to_bytes(24 * STARTS_AT_ONCE).hex()
-        parts = [(ids[at : at + 32], ids[at + 32 : at + 48]) for at in range(0, len(ids), 48)]
-        below = self._below
-        return [
-            f"00-{trace_id}-{span_id}-{'01' if trace_id[18:] < below else '00'}"
-            for trace_id, span_id in parts
-            if trace_id.strip("0") and span_id.strip("0")  # W3C: ids of zeros are none
-        ]
+
+def supply() -> list[str]:
+    """Return traceparents of new traces that are not sampled. All of them have random ids."""
+    ids = getrandbits(192 * STARTS_AT_ONCE).to_bytes(24 * STARTS_AT_ONCE).hex()
+    return [f"00-{ids[at : at + 32]}-{ids[at + 32 : at + 48]}-00" for at in range(0, len(ids), 48)]
 
 
 _outgoing: ContextVar[tuple[str, str]] = ContextVar("outgoing_trace", default=("", ""))

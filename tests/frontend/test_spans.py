@@ -3,10 +3,11 @@
 import json
 
 from frontend.spans import TraceSpans
-from frontend.timeline import Attempt, RequestTimeline, now
+from frontend.timeline import RequestTimeline, now
 from frontend.tracing import is_wanted
 from mesh.otlp import Span, encode_spans
 from mesh.trace_context import TraceContext
+from protocol.errors import PeerLostError
 from protocol.ids import RequestId
 from protocol.messages import FinishReason, TimedDelta, WorkerTimes
 from tests.frontend.test_dispatch import Run, decode, prefill
@@ -18,7 +19,7 @@ CONTEXT = TraceContext("a" * 32, "b" * 16, is_sampled=True, state="x=1")
 def opened(*, is_sampled: bool) -> RequestTimeline:
     """Return the record of a request to which the client has given a trace."""
     parent = CONTEXT._replace(is_sampled=is_sampled)
-    timeline = RequestTimeline(RequestId("r"), "chat", now(), 0.0, parent=parent, is_sampled=is_sampled)
+    timeline = RequestTimeline(RequestId("r"), "chat", now(), parent=parent, is_sampled=is_sampled)
     timeline.traceparent = parent.header("c" * 16)
     return timeline
 
@@ -74,5 +75,5 @@ def test_what_went_wrong_is_wanted_without_being_sampled() -> None:
 async def test_a_migrated_request_is_wanted() -> None:
     timeline = await recorded(Run(decode()), opened(is_sampled=False))
     assert not is_wanted(timeline)
-    timeline.answers[0].attempts.append(Attempt(now(), 1, 16, b"", error="peer_lost"))
-    assert is_wanted(timeline)
+    run = Run(decode([2, PeerLostError("gone")]), decode(name="d1"))
+    assert is_wanted(await recorded(run, opened(is_sampled=False)))

@@ -14,7 +14,7 @@ from tests.frontend.test_dispatch import PROMPT, Run, decode, prefill
 
 
 async def recorded(run: Run, timeline: RequestTimeline | None = None) -> RequestTimeline:
-    timeline = timeline or RequestTimeline(RequestId("r"), "chat", 0.0, 0.0)
+    timeline = timeline or RequestTimeline(RequestId("r"), "chat", 0.0)
     run.trace.record = timeline.answer(0)
     timeline.started = dispatch.clock()
     timeline.answers = (run.trace.record,)

@@ -53,7 +53,7 @@ def test_a_bad_state_is_left_out(state: str) -> None:
 
 def test_each_new_trace_has_ids_of_its_own() -> None:
     starts = TraceStarts(0.5)
-    begun = [read_context([("traceparent", starts.begin())]) for _ in range(3 * STARTS_AT_ONCE)]
+    begun = [read_context([("traceparent", starts.begin()[0])]) for _ in range(3 * STARTS_AT_ONCE)]
     assert len({found.trace_id for found in begun if found}) == len({found.parent_id for found in begun if found})
     assert len({found.trace_id for found in begun if found}) == len(begun)
     assert len(new_span_id()) == 16
@@ -62,7 +62,9 @@ def test_each_new_trace_has_ids_of_its_own() -> None:
 @pytest.mark.parametrize(("share", "sampled"), [(0, 0), (1, 1000), (0.5, pytest.approx(500, abs=150))])
 def test_a_share_of_new_traces_is_sampled(share: float, sampled: int) -> None:
     starts = TraceStarts(share)
-    assert sum(starts.begin().endswith("-01") for _ in range(1000)) == sampled
+    begun = [starts.begin() for _ in range(1000)]
+    assert [is_sampled for _, is_sampled in begun] == [parent.endswith("-01") for parent, _ in begun]
+    assert sum(is_sampled for _, is_sampled in begun) == sampled
 
 
 def test_ids_are_read_from_a_traceparent() -> None:
