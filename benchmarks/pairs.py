@@ -52,7 +52,7 @@ class PairsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A flag wins over `KVMESH_BENCH_PAIRS_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     change: Annotated[
-        str, Meta(description="settings of the changed mesh, as flags of kvmesh up: '--trace-share 1'")
+        str, Meta(description="settings of the changed mesh, as flags of kvmesh up: --change='--trace-share 1'")
     ] = ""
     base: Annotated[str, Meta(description="settings of all meshes, the same way")] = ""
     url: Annotated[str, Meta(description="of a server that is the changed side, http://host:port; with --pid")] = ""
