@@ -10,7 +10,8 @@ Written by `kvmesh metrics-docs` from `mesh/metric_list.py`; a test proves that 
 [observability.md](observability.md).
 
 Every process answers `GET /metrics` in Prometheus' text format: frontends and routers on their HTTP port, workers and
-the planner on `--metrics-port`. Frontends answer OpenMetrics to scrapers that prefer it. With `--mesh-tls` they answer members of the mesh alone ([security.md](security.md)).
+the planner on `--metrics-port`. Frontends answer OpenMetrics to scrapers that prefer it. With `--mesh-tls` all of them
+answer members of the mesh alone ([security.md](security.md)).
 
 Names are an interface: one does not change its meaning, and leaves with a note in the changelog. New labels may come:
 sum over the labels that a query does not need. An engine's own metrics (`vllm:...`, `sglang:...`, `llamacpp:...`)
