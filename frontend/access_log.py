@@ -1,6 +1,6 @@
 """The access log: what the line of a request says beside its HTTP, and the file for such lines.
 
-`kvmesh replay` and `kvmesh bench planner` read these lines. There is no text in them; docs/security.md says what the
+`kvmesh replay`, `whatif` and `bench planner` read these lines. There is no text in them; docs/security.md says what the
 hashes of a prompt's blocks tell.
 """
 
@@ -72,6 +72,11 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 3)
 
 
+def timestamp(unix_s: float) -> str:
+    """Return a time as lines have it, in UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(unix_s)) + f".{int(unix_s % 1 * 1e3):03d}Z"
+
+
 class AccessLogFile:
     """Writes the access log to a file of its own, one JSON object a line."""
 
@@ -80,9 +85,7 @@ class AccessLogFile:
         self._file = LineFile(Path(path), int(max_mib * 2**19))
 
     def write(self, fields: dict[str, object]) -> None:
-        unix_s = time.time()
-        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(unix_s)) + f".{int(unix_s % 1 * 1e3):03d}Z"
-        self._file.put(_ACCESS_ENCODER.encode({"ts": when, **fields}))
+        self._file.put(_ACCESS_ENCODER.encode({"ts": timestamp(time.time()), **fields}))
 
     async def close(self) -> None:
         await self._file.close()

@@ -35,6 +35,7 @@ from frontend.running import run
 from frontend.service_level import NO_LIMIT, ServiceLevel
 from frontend.timeline import AnswerRecord, RequestTimeline, Timelines
 from frontend.timeline import now as clock
+from frontend.whatif.runner import WhatIfRunner
 from mesh.http.connection import refusal
 from mesh.http.errors import error_body
 from mesh.http.request import Reply, ReplyStream, Request
@@ -79,6 +80,7 @@ class Services:
     gen_ai: GenAiMetrics | None = None  # None: only our own names are counted
     timelines: Timelines = field(default_factory=Timelines)
     crew: WorkerCrew | None = None  # None: this frontend reaches no workers
+    what_if: WhatIfRunner | None = None  # None: strangers reach this API
 
 
 Handler = Callable[[Services, Request], Awaitable[Reply | ReplyStream]]

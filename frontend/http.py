@@ -20,6 +20,7 @@ from frontend.responses.state import KeptResponses
 from frontend.service_level import NO_LIMIT, ServiceLevel
 from frontend.table import ENDPOINTS, ERRORS_BELOW
 from frontend.timeline import Timelines
+from frontend.whatif.runner import WhatIfRunner
 from mesh.http.server import App, HttpLimits, Route
 from router.findings import NOTHING_SEARCHED, DiscoveryReport
 
@@ -57,11 +58,12 @@ class FrontendApi:
         crew: WorkerCrew | None = None,
         further: Sequence[Route] = (),
         admission: Admission | None = None,
+        what_if: WhatIfRunner | None = None,
     ) -> None:
         """Build the application; in `metrics_folder` the processes that share our port meet. Without `responses`
         none are stored. `search` says what discovery has found. `further` routes are no part of the described API."""
         self.admission = admission or Admission(settings.max_inflight)
-        self.timelines = timelines or Timelines()
+        self.timelines, self.what_if = timelines or Timelines(), what_if
         services = Services(
             models,
             generator,
@@ -78,6 +80,7 @@ class FrontendApi:
             gen_ai=gen_ai_metrics() if settings.counts_gen_ai else None,
             timelines=self.timelines,
             crew=crew,
+            what_if=what_if,
         )
         self.mesh_app = App([route_of(endpoint, services) for endpoint in endpoints if endpoint.path in MESH_PATHS])
         if settings.is_closed:

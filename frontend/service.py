@@ -28,7 +28,7 @@ from frontend.keys.meters import Meters
 from frontend.keys.salts import read_secret
 from frontend.keys.sharing import LimitSharing
 from frontend.keys.tokens import TokenRules, TokenVerifier
-from frontend.live.opening import LiveParts, live_page
+from frontend.live.opening import live_page, live_parts
 from frontend.model_files import ModelFolders, default_cache_dir
 from frontend.models import ModelRegistry
 from frontend.responses.opening import check_setting, open_store
@@ -103,7 +103,7 @@ async def serve(config: FrontendConfig, router_config: RouterConfig, stop: async
                 follow += await share_limits(config, limits, guard.issuer, plane, discovery, feeds, cleanup)
             opening = partial(FrontendApi, responses=responses, search=search, router_note=opened.note)
             settings, crew = settings_of(config, credentials), WorkerCrew(plane, models, workers.resting)
-            parts = LiveParts(opened.router, dispatcher, workers, discovery, Admission(settings.max_inflight))
+            parts = live_parts(config, opened.router, dispatcher, workers, discovery, settings, guard)
             live = await cleanup.enter_async_context(live_page(config, parts, credentials, guard, tls, stop))
             api = opening(settings, models, dispatcher, opened.is_ready, folder, crew=crew, **parts.of_api(live))
             configure(api, config, guard, cors, cleanup)
@@ -270,6 +270,8 @@ def open_access_log(api: FrontendApi, config: FrontendConfig, cleanup: AsyncExit
         cleanup.push_async_callback(file.close)
         api.app.access_log = file.write
     api.timelines.is_logged = True
+    if api.what_if is not None:
+        cleanup.callback(api.what_if.recent.watch())
 
 
 def observe(models: ModelRegistry, search: Callable[[], DiscoveryReport], slo: ServiceLevel) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from frontend.anthropic import count, messages
 from frontend.anthropic.errors import error_body as anthropic_error
 from frontend.endpoint import Endpoint, ErrorShape
-from frontend.mesh_api import controls, route, status, tokenize
+from frontend.mesh_api import controls, route, status, tokenize, whatif
 from frontend.openai import chat, completions, embeddings, models
 from frontend.responses import count as input_tokens
 from frontend.responses import create as responses
@@ -23,6 +23,7 @@ ENDPOINTS: Sequence[Endpoint] = (
     *tokenize.ENDPOINTS,
     route.ENDPOINT,
     *controls.ENDPOINTS,
+    whatif.ENDPOINT,
     *models.ENDPOINTS,
     *status.ENDPOINTS,
 )

@@ -17,6 +17,7 @@ COMMANDS = {
     "soak": ("kvmesh.soak", "a mesh on this machine under everything for a long time: does a process grow?"),
     "explain": ("kvmesh.explain", "ask a running mesh where a prompt would run, and why"),
     "top": ("kvmesh.top", "a running mesh in this terminal, as the live page at /ui shows it"),
+    "whatif": ("kvmesh.whatif", "recent requests again, simulated with other workers, caches or policies"),
     "batch": ("kvmesh.batch.command", "send a file of requests, in OpenAI's batch format, to a running mesh"),
     "workers": ("kvmesh.workers", "see the workers of a mesh; drain, turn, profile them, with an admin key"),
     "planner": ("kvmesh.planner", "decide how many workers run; `kvmesh planner explain` shows the reasons"),

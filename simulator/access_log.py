@@ -8,7 +8,7 @@ import glob
 import heapq
 from array import array
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from datetime import datetime
 from itertools import chain
@@ -25,6 +25,8 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messag
 LONGEST_S = 3600.0  # lines stand in the order of the requests' ends; a request that took longer would come too late
 DEFAULT_ISL = 1000
 
+_Ms = Annotated[float, Meta(ge=0)] | None
+
 
 class AccessLine(Struct, frozen=True):
     """A line of the access log, as far as the simulator reads it."""
@@ -37,6 +39,18 @@ class AccessLine(Struct, frozen=True):
     osl_tokens: Annotated[int, Meta(ge=0)] = 0
     block_size: Annotated[int, Meta(ge=0)] = 0
     blocks: str = ""  # base64 of u64 little endian: sequence hashes of the prompt's full blocks
+    endpoint: str = ""  # "": the line of no request for answers, or of an older release
+    outcome: str = ""
+    model: str = ""
+    answers: int = 1  # that were asked for
+    worker: str = ""
+    prefill_worker: str | None = None
+    cached_tokens: Annotated[int, Meta(ge=0)] = 0
+    ttft_ms: _Ms = None
+    itl_ms: _Ms = None
+    queue_ms: _Ms = None
+    prefill_ms: _Ms = None
+    pull_ms: _Ms = None
 
 
 _lines = msgspec.json.Decoder(AccessLine)
@@ -60,7 +74,11 @@ def read_access_log(
         raise ConfigError(f"{path} has no request to {', '.join(PATHS)}", hint=hint)
 
 
-def read_lines(path: Path) -> Iterator[tuple[float, AccessLine]]:
+def is_answered(line: AccessLine) -> bool:
+    return line.status == 200 and line.path in PATHS
+
+
+def read_lines(path: Path, keeps: Callable[[AccessLine], bool] = is_answered) -> Iterator[tuple[float, AccessLine]]:
     """Return the answered requests of a log, each after its time of arrival (Unix), in order of arrival.
 
     A log of several processes, `<path>.<name>`, and what was set aside, `<path>.1`, belong to it. Raise ConfigError if
@@ -73,7 +91,7 @@ def read_lines(path: Path) -> Iterator[tuple[float, AccessLine]]:
             raise ConfigError(
                 f"no access log at {path}: {error.strerror}", hint="start the frontend with --access-log-file"
             ) from error
-        yield from heapq.merge(*[_in_order(chain(*files), path) for files in logs], key=lambda found: found[0])
+        yield from heapq.merge(*[in_order(chain(*files), path, keeps) for files in logs], key=lambda found: found[0])
 
 
 def files_of(path: Path) -> list[list[Path]]:
@@ -106,14 +124,17 @@ def block_names(line: AccessLine, isl_tokens: int, block_size: int, number: int)
     return known.tobytes() + thread_names(number, len(known), wanted)
 
 
-def _in_order(lines: Iterator[bytes], path: Path) -> Iterator[tuple[float, AccessLine]]:
+def in_order(
+    lines: Iterable[bytes], path: Path, keeps: Callable[[AccessLine], bool] = is_answered
+) -> Iterator[tuple[float, AccessLine]]:
+    """Return the lines to keep, which stand in the order of their ends, in order of arrival. Raise ConfigError."""
     pending: list[tuple[float, int, AccessLine]] = []
     for number, text in enumerate(lines):
         try:
             line = _lines.decode(text)
         except msgspec.DecodeError:  # what else a service logs
             continue
-        if line.status != 200 or line.path not in PATHS:
+        if not keeps(line):
             continue
         ended_s = _seconds(line.ts, number, path)
         took_s = min(line.duration_ms / 1e3, LONGEST_S)

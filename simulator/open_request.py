@@ -1,11 +1,24 @@
 """A request of the simulation while it is in progress."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from protocol.messages import RouteRequest
 from simulator.requests import SimRequest
 from simulator.worker import SimWorker
 from workers.scheduler import SequenceState
+
+
+class SimAnswer(NamedTuple):
+    """The figures of one request that was answered."""
+
+    number: int  # of the request, in order of arrival
+    ttft_s: float
+    itl_s: float | None  # (last - first token) / (OSL - 1)
+    cached_tokens: int
+    queue_s: float  # until it was placed
+    prefill: str  # name of the worker that computed the prompt alone, "" for none
+    decode: str
 
 
 @dataclass(slots=True, eq=False)
@@ -25,3 +38,13 @@ class OpenRequest:
     offer: tuple[int, ...] = ()  # blocks that `prefill` keeps for it
     sequence: SequenceState | None = None
     told_blocks: int = 1  # of its answer, to the router
+
+    def answer(self, now: float, hop_s: float) -> SimAnswer:
+        """Return what the client has seen of an answer whose last token was made now."""
+        gaps = self.request.osl_tokens - 1
+        itl_s = (now - self.first_s) / gaps if gaps > 0 else None
+        ttft_s = self.first_s + hop_s - self.arrival_s
+        prefill = "" if self.prefill is None else self.prefill.card.name
+        decode = "" if self.decode is None else self.decode.card.name
+        queue_s = self.placed_s - self.arrival_s
+        return SimAnswer(int(self.route.request_id), ttft_s, itl_s, self.cached_tokens, queue_s, prefill, decode)

@@ -12,7 +12,7 @@ from simulator.agenda import Agenda
 from simulator.config import SimConfig, pull_s_per_token_of
 from simulator.fleet import MODEL, TRANSFER, SimFleet
 from simulator.hook import PlannerHook, PlannerLoop
-from simulator.open_request import OpenRequest
+from simulator.open_request import OpenRequest, SimAnswer
 from simulator.records import Records
 from simulator.report import SimReport
 from simulator.requests import SimRequest
@@ -31,19 +31,28 @@ def simulate(
     config: SimConfig,
     hook: PlannerHook | None = None,
     on_end: Callable[[], object] = bool,
+    on_answer: Callable[[SimAnswer], object] = bool,
 ) -> SimReport:
-    """Serve `requests`, which come in order of arrival, until the last has ended. `on_end` is called at each end.
+    """Serve `requests`, which come in order of arrival, until the last has ended. `on_end` is called at each end,
+    `on_answer` with the figures of each request that was answered.
 
     Raises ConfigError for requests that were made for another block size, or out of order.
     """
-    return World(config, hook, on_end).run(requests)
+    return World(config, hook, on_end, on_answer).run(requests)
 
 
 class World:
-    def __init__(self, config: SimConfig, hook: PlannerHook | None, on_end: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        config: SimConfig,
+        hook: PlannerHook | None,
+        on_end: Callable[[], object],
+        on_answer: Callable[[SimAnswer], object],
+    ) -> None:
         self._config = config
         self._hook = hook
         self._on_end = on_end
+        self._on_answer = on_answer
         self._agenda = Agenda()
         self._routers = SimRouters(config, self._agenda)
         self._open: dict[RequestId, OpenRequest] = {}
@@ -277,6 +286,7 @@ class World:
     def _end(self, request: OpenRequest) -> None:
         self._routers.states[request.router].free(request.route.request_id, self._agenda.now)
         self._records.ended(request, self._agenda.now + self._config.hop_s)
+        self._on_answer(request.answer(self._agenda.now, self._config.hop_s))
         self._forget(request)
         self._routers.gossip(request.router)
 

@@ -80,6 +80,16 @@ def check_admin(request: Request) -> None:
         raise ForbiddenError("this API key may not control the mesh", hint="make one with `kvmesh keys new --admin`")
 
 
+def check_whole_mesh(request: Request) -> None:
+    """Raise ForbiddenError for a key of one tenant, or of some models: the requests of all are shown."""
+    caller = caller_of(request)
+    if caller is not None and (caller.tenant or caller.is_choosy):
+        raise ForbiddenError(
+            "this API key is limited to a tenant or to some models, and this shows the whole mesh",
+            hint="use a key without a tenant and without --models",
+        )
+
+
 def check_model(request: Request, model: str) -> None:
     """Raise ModelNotAllowedError."""
     caller = caller_of(request)

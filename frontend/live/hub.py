@@ -13,6 +13,7 @@ from frontend.live.picture import Picture, Row, Sighting, WorkerLook
 from frontend.live.planners import PlannerFollower
 from frontend.live.streams import RequestWatch
 from frontend.timeline import Timelines
+from frontend.whatif.recent import RecentRequests
 from mesh.http.request import ReplyStream
 from protocol.errors import OverloadedError
 from protocol.ids import WorkerId
@@ -78,6 +79,8 @@ class LiveHub:
         self._stopping: set[asyncio.Task[None]] = set()
         self.look: Look = distant_look(self.in_flight_by_worker)
         self.planners: PlannerFollower | None = None
+        self.recent: RecentRequests | None = None  # what-if questions are about them
+        self._forget: Callable[[], None] | None = None
         workers.listen(self._join, self._leave)
 
     @property
@@ -138,6 +141,7 @@ class LiveHub:
         """Begin to compute: the first viewer has come."""
         self._picture.rest()
         self._requests = RequestWatch(self._timelines)
+        self._forget = None if self.recent is None else self.recent.watch()
         self._dispatcher.wants_reasons = self._requests.wants_reasons
         self._counters.forget()
         if self.planners is not None:
@@ -154,6 +158,9 @@ class LiveHub:
         if self._requests is not None:
             self._requests.close()
             self._requests = None
+        if self._forget is not None:
+            self._forget()
+            self._forget = None
         self._picture.rest()
         if self.planners is not None:
             stopping = asyncio.create_task(self.planners.stop(), name="live page: stop following planners")

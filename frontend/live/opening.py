@@ -5,12 +5,13 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from frontend.admission import Admission
 from frontend.config import FrontendConfig
 from frontend.dispatch import Dispatcher
+from frontend.http import HttpSettings
 from frontend.keys.guard import Doorkeeper
 from frontend.live.hub import LiveHub
 from frontend.live.looking import distant_look, local_look
@@ -18,6 +19,9 @@ from frontend.live.pages import routes
 from frontend.live.picture import Picture, Row
 from frontend.live.planners import PlannerFollower
 from frontend.timeline import Timelines
+from frontend.whatif.fleet import KnownFleet
+from frontend.whatif.recent import RecentRequests
+from frontend.whatif.runner import WhatIfRunner
 from mesh.discovery import Discovery
 from mesh.http.server import App, HttpLimits, Route, listening
 from mesh.identity.credentials import Credentials
@@ -41,11 +45,38 @@ class LiveParts:
     workers: WorkerFeed
     discovery: Discovery
     admission: Admission
-    timelines: Timelines = field(default_factory=Timelines)
+    timelines: Timelines
+    what_if: WhatIfRunner
+    is_shown: bool  # to those who reach the port of the API, or have a key
 
     def of_api(self, further: Sequence[Route]) -> dict[str, Any]:
         """Return what the API shares with the page, as arguments of FrontendApi."""
-        return {"admission": self.admission, "timelines": self.timelines, "further": further}
+        what_if = self.what_if if self.is_shown else None
+        return {"admission": self.admission, "timelines": self.timelines, "further": further, "what_if": what_if}
+
+
+def live_parts(
+    config: FrontendConfig,
+    router: Router,
+    dispatcher: Dispatcher,
+    workers: WorkerFeed,
+    discovery: Discovery,
+    settings: HttpSettings,
+    guard: Doorkeeper | None,
+) -> LiveParts:
+    """Return what the page and what-if questions need. Strangers at a closed mesh's port are shown nothing."""
+    timelines = Timelines()
+    fleet = KnownFleet(workers, router, settings.slo, has_siblings=bool(config.shares_port_with))
+    return LiveParts(
+        router,
+        dispatcher,
+        workers,
+        discovery,
+        Admission(settings.max_inflight),
+        timelines,
+        WhatIfRunner(RecentRequests(timelines), fleet.meshes),
+        is_shown=guard is not None or not settings.is_closed,
+    )
 
 
 @asynccontextmanager
@@ -61,7 +92,7 @@ async def live_page(
     if not config.ui:
         yield ()
         return
-    if credentials is not None and guard is None:
+    if not parts.is_shown:
         log.info("the live page is off: strangers reach the port of the API, and there are no API keys")
         yield ()
         return
@@ -70,13 +101,18 @@ async def live_page(
         Picture(about_of(config)), parts.workers, dispatcher, parts.timelines, lambda: admission.inflight, stop
     )
     hub.look = local_look(router) if isinstance(router, LocalRouter) else distant_look(hub.in_flight_by_worker)
+    hub.recent = parts.what_if.recent
     hub.planners = PlannerFollower(parts.discovery, credentials, hub.planned)
     dispatcher.on_failure = hub.failed
     try:
         if config.ui_port is None:
-            yield routes(hub)
+            yield routes(hub, parts.what_if)
             return
-        app = App(routes(hub), HttpLimits(max_body_bytes=MAX_BODY_BYTES, max_connections=MAX_CONNECTIONS), guard=guard)
+        app = App(
+            routes(hub, parts.what_if),
+            HttpLimits(max_body_bytes=MAX_BODY_BYTES, max_connections=MAX_CONNECTIONS),
+            guard=guard,
+        )
         async with listening(app, config.host, config.ui_port, advertise_host=config.advertise_host, tls=tls) as url:
             log.info("the live page is there", extra={"url": f"{url}/ui"})
             yield ()

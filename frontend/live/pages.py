@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.resources import files
 
-from frontend.keys.caller import caller_of
+from frontend.keys.caller import check_whole_mesh
 from frontend.live.hub import LiveHub
-from mesh.http.errors import ForbiddenError
+from frontend.whatif.runner import WhatIfRunner
 from mesh.http.request import Reply, ReplyStream, Request
 from mesh.http.server import Route
 
 EVENTS = "/ui/events"
+WHAT_IF = "/ui/whatif"
 BUILT = {  # file in frontend/live/built, by path
     "/ui": ("index.html", "text/html; charset=utf-8"),
     "/ui/app.js": ("app.js", "text/javascript; charset=utf-8"),
@@ -28,10 +29,11 @@ SAFE_HEADERS = {
 FEED_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-store", "x-accel-buffering": "no"}
 
 
-def routes(hub: LiveHub) -> Sequence[Route]:
-    """Return the routes of the live page."""
+def routes(hub: LiveHub, what_if: WhatIfRunner | None = None) -> Sequence[Route]:
+    """Return the routes of the live page; without `what_if` it asks no such questions."""
     pages = [Route("GET", path, partial(show_file, *found), is_open=True) for path, found in BUILT.items()]
-    return [*pages, Route("GET", EVENTS, partial(show_events, hub))]
+    asked = [] if what_if is None else [Route("GET", WHAT_IF, what_if.handle)]
+    return [*pages, Route("GET", EVENTS, partial(show_events, hub)), *asked]
 
 
 async def show_file(name: str, content_type: str, request: Request) -> Reply:
@@ -48,13 +50,3 @@ async def show_events(hub: LiveHub, request: Request) -> ReplyStream:
         await hub.show(stream)
     stream.end()
     return stream
-
-
-def check_whole_mesh(request: Request) -> None:
-    """Raise ForbiddenError for a key of one tenant, or of some models: the page shows the requests of all."""
-    caller = caller_of(request)
-    if caller is not None and (caller.tenant or caller.is_choosy):
-        raise ForbiddenError(
-            "this API key is limited to a tenant or to some models, and the live page shows the whole mesh",
-            hint="use a key without a tenant and without --models",
-        )
