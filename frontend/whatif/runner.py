@@ -26,7 +26,7 @@ Meshes = Callable[[WhatIfQuestion], Sequence[PastMesh]]
 class NoAnswer(Struct):
     """The reply of the process where there is none."""
 
-    error: str = ""
+    refused: str = ""
     hint: str = ""
 
 
@@ -62,8 +62,8 @@ class WhatIfRunner:
         finally:
             self.is_busy = False
         refusal = msgspec.json.decode(reply, type=NoAnswer)
-        if refusal.error:
-            raise InvalidRequestError(refusal.error, hint=refusal.hint)
+        if refusal.refused:
+            raise InvalidRequestError(refusal.refused, hint=refusal.hint)
         return reply
 
     async def _run(self, sent: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """Answer one question in a process of its own: AskedMesh as a line of JSON comes in, lines of an access log follow.
 
-Out comes one JSON object: the report, or `error` and `hint`. A frontend starts it as `python -m simulator.whatif`.
+Out comes one JSON object: the report, or `refused` and `hint`. A frontend starts it as `python -m simulator.whatif`.
 """
 
 import os
@@ -18,23 +18,21 @@ from simulator.whatif.answer import answer
 from simulator.whatif.traffic import is_generation
 
 CPU_S = 120
-MEMORY_BYTES = 4 << 30
 NICER = 10  # than the mesh
 
 
 def main() -> int:
     os.nice(NICER)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     first, _, lines = sys.stdin.buffer.read().partition(b"\n")
     try:
         asked = msgspec.json.decode(first, type=AskedMesh)
         found = in_order(lines.splitlines(), Path("the requests"), is_generation)
         reply: object = answer(found, asked.question, asked.meshes)
     except UNREADABLE as error:
-        reply = {"error": f"the question cannot be read: {error}", "hint": ""}
+        reply = {"refused": f"the question cannot be read: {error}", "hint": ""}
     except MeshError as error:
-        reply = {"error": error.message, "hint": error.hint}
+        reply = {"refused": error.message, "hint": error.hint}
     sys.stdout.buffer.write(msgspec.json.encode(reply))
     return 0
 

@@ -10,7 +10,7 @@ from protocol.errors import ConfigError
 from simulator.access_log import AccessLine
 from simulator.config import SimConfig
 from simulator.open_request import SimAnswer
-from simulator.whatif.cases import FleetCounts, WhatIfCase, cases_of, fleet_of
+from simulator.whatif.cases import FleetCounts, WhatIfCase, cases_of, check_size, fleet_of
 from simulator.whatif.figures import (
     MOST_ERROR,
     FigureError,
@@ -74,6 +74,7 @@ def answer(
             f"there are {len(traffic.requests)} requests to learn from",
             hint=f"at least {2 * FEWEST_JUDGED} are needed: send more, or set --last to a longer time",
         )
+    check_size(fleet, mesh.blocks)
     half = len(traffic.requests) // 2
     was = WhatIfCase(AS_IT_WAS, fleet, mesh.blocks, mesh.policy)
     tell(f"fitting the speeds of the workers to {half} requests")
@@ -179,7 +180,7 @@ def settings_of(mesh: PastMesh, case: WhatIfCase, speeds: WorkerSpeeds) -> SimCo
     fleet, profile = case.fleet, speeds.profile(case.blocks, mesh.block_size)
     return SimConfig(
         mode="disaggregated" if fleet.prefill else "aggregated",
-        workers=fleet.prefill + fleet.decode + fleet.aggregated,
+        workers=fleet.workers,
         prefill_workers=fleet.prefill,
         blocks=case.blocks,
         block_size=mesh.block_size,

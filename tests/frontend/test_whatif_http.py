@@ -21,7 +21,7 @@ from tests.support.patience import PATIENCE_S
 
 MESH = PastMesh(model="m", block_size=16, blocks=64, max_num_seqs=4, max_step_tokens=512)
 ECHO = "import sys; print('{\"asked\": ' + sys.stdin.readline() + '}')"
-REFUSE = 'import sys; sys.stdin.read(); print(\'{"error": "too few", "hint": "send more"}\')'
+REFUSE = 'import sys; sys.stdin.read(); print(\'{"refused": "too few", "hint": "send more"}\')'
 CRASH = "import sys; sys.stdin.read(); sys.exit(7)"
 HANG = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
 

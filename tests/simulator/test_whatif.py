@@ -1,11 +1,15 @@
 """The speeds are found, the past is reproduced or nothing is answered, and other fleets come out as they would."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from frontend.whatif.question import PastMesh, SeenWorker, WhatIfQuestion
+from frontend.whatif.question import AskedMesh, PastMesh, SeenWorker, WhatIfQuestion
 from protocol.errors import ConfigError
 from protocol.messages import Role
 from simulator import SimConfig, SimRequest, simulate
@@ -74,8 +78,7 @@ def test_other_fleets_come_out_as_they_would_have(
     assert len(report.answers) >= 2
     for one in report.answers:
         fleet = one.case.fleet
-        workers = fleet.prefill + fleet.decode + fleet.aggregated
-        real = truth(requests, replace(config, workers=workers, prefill_workers=fleet.prefill))
+        real = truth(requests, replace(config, workers=fleet.workers, prefill_workers=fleet.prefill))
         assert worst_of(errors_of(real, one.figures)) < 0.1, one.case.name
 
 
@@ -194,6 +197,7 @@ def test_a_whole_other_fleet_can_be_asked_for() -> None:
         (WhatIfQuestion(decode="999999"), "more than 4096 workers"),
         (WhatIfQuestion(blocks="+4"), "x2 for twice"),
         (WhatIfQuestion(blocks="x0.0001"), "at least 2"),
+        (WhatIfQuestion(blocks="x5000"), "together"),
         (WhatIfQuestion(policy="best"), "one of kv, least-loaded"),
         (WhatIfQuestion(decode="1,2,3,4", prefill="1,2,3,4"), "16 cases"),
     ],
@@ -201,3 +205,22 @@ def test_a_whole_other_fleet_can_be_asked_for() -> None:
 def test_what_cannot_be_is_refused_with_a_way_out(question: WhatIfQuestion, found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         cases_of(question, KNOWN)
+
+
+# --- the process --------------------------------------------------------------------------------------------------
+
+
+def answered(question: WhatIfQuestion, requests: list[SimRequest]) -> dict[str, object]:
+    """Return what the process of a frontend says."""
+    lines = [msgspec.json.encode(AskedMesh(question=question, meshes=(MESH,)))]
+    for at, line in lines_of(requests, TOGETHER):
+        ts = datetime.fromtimestamp(1_800_000_000 + at, UTC).isoformat()
+        lines.append(msgspec.json.encode(msgspec.to_builtins(line) | {"ts": ts}))
+    command = [sys.executable, "-m", "simulator.whatif"]
+    process = subprocess.run(command, input=b"\n".join(lines), capture_output=True, timeout=120, check=True)
+    return dict(msgspec.json.decode(process.stdout))
+
+
+def test_the_process_answers_with_the_report(requests: list[SimRequest]) -> None:
+    report = answered(WhatIfQuestion(aggregated="+1"), requests)
+    assert report["is_known"] and len(list(report["answers"])) == 1  # type: ignore[call-overload]
