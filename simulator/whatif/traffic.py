@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from frontend.service_level import NO_LIMIT
+from frontend.timeline import EMBEDDINGS
 from frontend.whatif.question import PastMesh, SeenWorker, WhatIfQuestion
 from protocol.errors import ConfigError
 from protocol.messages import Role
@@ -55,7 +56,7 @@ class PastTraffic(Struct, frozen=True):
 
 def is_generation(line: AccessLine) -> bool:
     """Tell whether the line is that of a request for an answer."""
-    return bool(line.endpoint)
+    return line.endpoint not in ("", EMBEDDINGS)
 
 
 def has_failed(line: AccessLine) -> bool:
