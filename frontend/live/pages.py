@@ -6,9 +6,10 @@ from importlib.resources import files
 
 from frontend.keys.caller import check_whole_mesh
 from frontend.live.hub import LiveHub
-from frontend.whatif.runner import WhatIfRunner
-from mesh.http.request import Reply, ReplyStream, Request
+from frontend.whatif.runner import NoAnswer, WhatIfRunner
+from mesh.http.request import Reply, ReplyStream, Request, json_reply
 from mesh.http.server import Route
+from protocol.errors import InvalidRequestError, OverloadedError
 
 EVENTS = "/ui/events"
 WHAT_IF = "/ui/whatif"
@@ -32,13 +33,22 @@ FEED_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-store"
 def routes(hub: LiveHub, what_if: WhatIfRunner | None = None) -> Sequence[Route]:
     """Return the routes of the live page; without `what_if` it asks no such questions."""
     pages = [Route("GET", path, partial(show_file, *found), is_open=True) for path, found in BUILT.items()]
-    asked = [] if what_if is None else [Route("GET", WHAT_IF, what_if.handle)]
+    asked = [] if what_if is None else [Route("GET", WHAT_IF, partial(show_answer, what_if))]
     return [*pages, Route("GET", EVENTS, partial(show_events, hub)), *asked]
 
 
 async def show_file(name: str, content_type: str, request: Request) -> Reply:
     body = files("frontend").joinpath("live", "built", name).read_bytes()
     return Reply(body, content_type=content_type, headers=SAFE_HEADERS)
+
+
+async def show_answer(what_if: WhatIfRunner, request: Request) -> Reply:
+    """Answer the panel of what-if questions. What cannot be answered is no error of the page: it shows the reason."""
+    check_whole_mesh(request)
+    try:
+        return await what_if.handle(request)
+    except (InvalidRequestError, OverloadedError) as error:
+        return json_reply(NoAnswer(error.message, error.hint))
 
 
 async def show_events(hub: LiveHub, request: Request) -> ReplyStream:

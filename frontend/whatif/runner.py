@@ -24,7 +24,7 @@ Meshes = Callable[[WhatIfQuestion], Sequence[PastMesh]]
 
 
 class NoAnswer(Struct):
-    """The reply of the process where there is none."""
+    """The reply of the process where there is none, and what the page shows then."""
 
     refused: str = ""
     hint: str = ""

@@ -96,6 +96,22 @@ async def test_a_planners_step_is_seen(browser: Browser, tmp_path: Path) -> None
             await page.until(f"{text_of('#events')}.includes('decode-')")
 
 
+async def test_another_fleet_is_asked_for_and_answered_or_refused(mesh: Mesh, browser: Browser) -> None:
+    told = text_of("#whatif-words")
+    async with looking(browser, mesh.url) as page:
+        await page.click("#whatif-ask")
+        await page.until(f"{told}.startsWith('Not known: ')")  # nothing is remembered yet
+        for number in range(15):
+            await ask(mesh.url, count=4, tokens=8 + number)
+        await page.click("#whatif-ask")
+        await page.until(f"/figures differ by up to|is \\d+% off/.test({told})")
+        shown = await page.run(text_of("#whatif-body"))
+        assert "measured" in shown and "simulated" in shown and "2 prefill + 3 decode" in shown
+        is_known = await page.run(f"{told}.startsWith('Simulated')")
+        rows = await page.run("document.querySelectorAll('#whatif-body .cases tr').length")
+        assert rows == (4 if is_known else 0)
+
+
 async def test_what_comes_from_the_mesh_stays_text(browser: Browser, mesh: Mesh) -> None:
     bad = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
     discovery = open_discovery(f"file:{mesh.run_dir}/discovery")

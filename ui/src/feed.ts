@@ -92,7 +92,7 @@ function soon<T>(promise: Promise<T>, ms: number, signal: AbortSignal): Promise<
   });
 }
 
-async function messageOf(reply: Response): Promise<string> {
+export async function messageOf(reply: Response): Promise<string> {
   try {
     return String((await reply.json()).error.message);
   } catch {

@@ -8,6 +8,7 @@ import { readPalette } from "./palette.js";
 import { flowsText, showCurves, showDecisions, showEvents, showFigures, showPlanner, showStreams } from "./panels.js";
 import { Picture, UNWELL } from "./picture.js";
 import { Mesh, type Worker } from "./state.js";
+import "./whatif.js";
 
 const VERSION = 1;
 const THEME = "kvmesh-theme";
