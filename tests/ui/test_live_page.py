@@ -81,8 +81,10 @@ async def test_a_decision_is_explained(mesh: Mesh, browser: Browser) -> None:
 async def test_a_request_shows_its_life_as_a_timeline(mesh: Mesh, browser: Browser) -> None:
     async with looking(browser, mesh.url) as page:
         await ask(mesh.url, count=3)
-        await page.until("[...document.querySelectorAll('.phase')].some((each) => each.innerText === 'done')")
-        await page.click("#streams button.stream.over")
+        # Not one whose prompt a worker had cached: that one has no pull.
+        pulled = "[...document.querySelectorAll('#streams button.stream.over')].find((e) => e.innerText.includes('→'))"
+        await page.until(f"{pulled} !== undefined")
+        await page.run(f"{pulled}.click()")
         stages = "[...document.querySelectorAll('.timeline .stage')].map((each) => each.innerText).join()"
         await page.until(f"/queue.*prefill.*pull.*decode/.test({stages})")
 
