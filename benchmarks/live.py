@@ -96,7 +96,7 @@ class LiveBench:
                 attempt = answer.begin(PROMPT_BLOCKS * BLOCK_SIZE, BLOCK_SIZE, b"")
                 attempt.placed, attempt.placed_at = msgspec.structs.replace(placed, explanation=None), time.monotonic()
                 attempt.begin_leg(placed.decode, answer, is_prefill=False).first = time.monotonic()
-                timeline.answers = (answer,)
+                timeline.answers = [answer]
 
     async def pair(self, url: str) -> tuple[float, float]:
         """Return the share of a core without a viewer, and with one."""

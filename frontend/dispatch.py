@@ -483,9 +483,10 @@ class _Leg:
 
     def begin(self, target: Target, *, is_prefill: bool) -> LegRecord | None:
         """Note that a worker is asked; return the record of its part while somebody looks."""
-        if self.attempt is not None and (answer := self.trace.record) is not None:
-            self.record = self.attempt.begin_leg(target, answer, is_prefill=is_prefill)
-        return self.record
+        if (attempt := self.attempt) is None or (answer := self.trace.record) is None:
+            return None
+        self.record = record = attempt.begin_leg(target, answer, is_prefill=is_prefill)
+        return record
 
     def note_failure(self, error: MeshError) -> None:
         if self.attempt is not None and self.trace.record is not None:
@@ -560,8 +561,6 @@ class _Leg:
         return self._give(delta) and not self._has_ended
 
     def _note_times(self, record: LegRecord, delta: Delta) -> None:
-        if isinstance(delta, TimedDelta) and delta.times is not None:
-            record.times = delta.times
         now = clock()
         if record.first is None:
             record.first = now
@@ -570,6 +569,8 @@ class _Leg:
                 answer.first_token = now
             if self._has_ended:
                 answer.last_token = now
+        if isinstance(delta, TimedDelta):
+            record.times = delta.times
 
     def _open(self, lane: TokenLane) -> None:
         lane.generated, lane.limit = self._generated, self._most_tokens

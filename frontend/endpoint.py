@@ -240,7 +240,7 @@ class Exchange:
             caller.usage.count(self.outcome)
         if self._visit is not None and job is None:
             self._visit.end(0)
-        ttft_s, itl_s = None, 0.0
+        ttft_s, itl_s, counts = None, 0.0, None
         if job is not None:
             counts = job.counts()
             ttft_s, itl_s = count_tokens(counters, job, counts, services.gen_ai)
@@ -250,7 +250,7 @@ class Exchange:
         if (timeline := self._timeline) is not None:
             if missed is not None and missed != "none":
                 timeline.slo_missed = missed
-            if end_record(services.timelines, timeline, job, self.outcome):
+            if end_record(services.timelines, timeline, job, self.outcome, counts):
                 counters.exemplify(timeline.trace_id, duration_s, ttft_s, itl_s)
             if services.timelines.is_logged:
                 self._request.log_fields = partial(access_fields, timeline)
@@ -288,12 +288,10 @@ def as_failure(error: Exception, request_id: str, trace_id: str = "") -> MeshErr
 def record(job: Job, timeline: RequestTimeline) -> None:
     """Have the answers of a job recorded. The request was tokenized just now."""
     timeline.tokenized, timeline.rendered = clock(), job.prompts[0].rendered
-    answers: list[AnswerRecord] = []
+    parent, is_sampled = timeline.traceparent, timeline.is_sampled
     for branch in job.branches:
-        max_tokens = branch.request.stop.max_tokens
-        branch.trace.record = answer = AnswerRecord(branch.index, timeline.traceparent, timeline.is_sampled, max_tokens)
-        answers.append(answer)
-    timeline.answers = tuple(answers)
+        branch.trace.record = answer = AnswerRecord(branch.index, parent, is_sampled, branch.request.stop.max_tokens)
+        timeline.answers.append(answer)
 
 
 def carry_trace(request: Request, job: Job) -> None:
@@ -309,17 +307,25 @@ def carried(request: Request) -> tuple[str, str]:
     return ("", "") if context is None else (context.header(context.parent_id), context.state)
 
 
-def end_record(timelines: Timelines, timeline: RequestTimeline, job: Job | None, outcome: str) -> bool:
-    """Complete the record of a request, and show it to those who look; return whether its trace is exported."""
+def end_record(
+    timelines: Timelines, timeline: RequestTimeline, job: Job | None, outcome: str, counts: TokenCounts | None = None
+) -> bool:
+    """Complete the record of a request, and show it to those who look; return whether its trace is exported.
+
+    `counts`: of the job, where they are at hand.
+    """
     if job is not None:
-        counts = job.counts()
-        timeline.isl_tokens, timeline.osl_tokens, timeline.cached_tokens = (
-            counts.prompt, counts.completion, counts.cached,
-        )  # fmt: skip
-        for branch, answer in zip(job.branches, timeline.answers, strict=True):
+        counts = counts or job.counts()
+        timeline.isl_tokens, timeline.osl_tokens = counts.prompt, counts.completion
+        timeline.cached_tokens = counts.cached
+        for branch in job.branches:
+            if (answer := branch.trace.record) is None:
+                continue
             answer.osl_tokens, answer.generated = branch.answer.completion_tokens, None
             if answer.last_token is None:  # it broke off
                 answer.last_token = branch.timing.last_token
+            if answer.has_failed:
+                timeline.has_migrated = True
     return timelines.end(timeline, outcome)
 
 

@@ -255,7 +255,8 @@ def open_tracing(api: FrontendApi, config: FrontendConfig, cleanup: AsyncExitSta
         "service.instance.id": config.name,
         "service.version": RELEASE,
     }
-    api.timelines.tracer = tracing = Tracing(config.otlp_endpoint, config.trace_share, resource)
+    tracing = Tracing(config.otlp_endpoint, config.trace_share, resource)
+    api.timelines.trace(tracing)
     cleanup.push_async_callback(asyncio.to_thread, tracing.close)
 
 
@@ -269,7 +270,7 @@ def open_access_log(api: FrontendApi, config: FrontendConfig, cleanup: AsyncExit
         file = AccessLogFile(f"{path}.{config.name}" if config.shares_port_with else path, config.access_log_mib)
         cleanup.push_async_callback(file.close)
         api.app.access_log = file.write
-    api.timelines.is_logged = True
+    api.timelines.log()
     if api.what_if is not None:
         cleanup.callback(api.what_if.recent.watch())
 

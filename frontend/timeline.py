@@ -75,8 +75,8 @@ class Attempt(Struct, gc=False):
 
     def end(self) -> None:
         """End this attempt, with the part of its last worker if it had one."""
-        last = self.decode or self.prefill
-        self.ended = (None if last is None else last.ended) or now()
+        last = self.prefill if self.decode is None else self.decode
+        self.ended = now() if last is None or last.ended is None else last.ended
 
 
 class AnswerRecord(Struct, gc=False):
@@ -124,9 +124,10 @@ class RequestTimeline(Struct, gc=False):
     parsed: float | None = None
     rendered: float | None = None  # the chat template
     tokenized: float | None = None
-    answers: tuple[AnswerRecord, ...] = ()
+    answers: list[AnswerRecord] = field(default_factory=list)
     ended: float | None = None
     outcome: str = ""  # from frontend.errors.OUTCOMES, "" while it runs
+    has_migrated: bool = False  # set at the end, as those that follow
     slo_missed: str = ""  # the part of the SLO that it missed, "" for none
     isl_tokens: int = 0
     osl_tokens: int = 0
@@ -229,8 +230,8 @@ Look = Callable[[RequestTimeline], None]
 class Tracer(Protocol):
     """Decides which requests are traced."""
 
-    def open(self, timeline: RequestTimeline) -> None:
-        """Give a request its trace: that of the client, which is in the timeline if there is one, or a new one."""
+    def open(self, timeline: RequestTimeline, parent: TraceContext | None) -> None:
+        """Give a request its trace: that of the client, if it has sent one, or a new one."""
         ...
 
     def ended(self, timeline: RequestTimeline) -> bool:
@@ -243,13 +244,18 @@ class Timelines:
 
     def __init__(self) -> None:
         self._looks: list[Look] = []
-        self.tracer: Tracer | None = None  # None: no traces are made here
+        self._tracer: Tracer | None = None  # None: no traces are made here
         self.is_logged = False  # the server asks each request for the fields of its line
+        self.is_watched = False
         self.running: dict[RequestId, RequestTimeline] = {}  # those that began while a look was there
 
-    @property
-    def is_watched(self) -> bool:
-        return self.is_logged or self.tracer is not None or bool(self._looks)
+    def trace(self, tracer: Tracer) -> None:
+        """Have requests traced, from now on."""
+        self._tracer, self.is_watched = tracer, True
+
+    def log(self) -> None:
+        """Have the fields of requests ready for the access log, from now on."""
+        self.is_logged = self.is_watched = True
 
     def look(self, look: Look) -> Callable[[], None]:
         """Have `look` called with the record of each request that ends; return what ends that.
@@ -257,32 +263,38 @@ class Timelines:
         It must be quick and must not raise: it runs where the request ends, on the event loop.
         """
         self._looks.append(look)
+        self.is_watched = True
 
         def leave() -> None:
             self._looks.remove(look)
+            self.is_watched = self.is_logged or self._tracer is not None or bool(self._looks)
 
         return leave
 
     def begin(self, request_id: RequestId, endpoint: str, headers: Headers = ()) -> RequestTimeline | None:
         """Return the record of a request that comes now; None while nobody looks."""
-        if not (self.is_logged or self.tracer is not None or self._looks):
+        if not self.is_watched:
             return None
         timeline = RequestTimeline(request_id, endpoint, now())
         if self._looks:
             self.running[request_id] = timeline
-        timeline.parent = parent = read_context(headers)
-        if self.tracer is not None:
-            self.tracer.open(timeline)
+        parent = read_context(headers)
+        if self._tracer is not None:
+            self._tracer.open(timeline, parent)
         elif parent is not None:
-            timeline.traceparent = parent.header(parent.parent_id)
+            timeline.parent, timeline.traceparent = parent, parent.header(parent.parent_id)
         return timeline
 
     def end(self, timeline: RequestTimeline, outcome: str) -> bool:
         """Complete a record, and show it to those who look; return whether its trace is exported."""
-        timeline.ended, timeline.outcome = now(), outcome
-        if self.running:
-            self.running.pop(timeline.request_id, None)
-        if self._looks:
-            for look in tuple(self._looks):
-                look(timeline)
-        return self.tracer is not None and self.tracer.ended(timeline)
+        timeline.ended = now()
+        timeline.outcome = outcome
+        if self._looks or self.running:
+            self._show(timeline)
+        tracer = self._tracer
+        return tracer is not None and tracer.ended(timeline)
+
+    def _show(self, timeline: RequestTimeline) -> None:
+        self.running.pop(timeline.request_id, None)
+        for look in tuple(self._looks):
+            look(timeline)

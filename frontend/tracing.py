@@ -8,7 +8,7 @@ from frontend.spans import Resource, TraceSpans
 from frontend.timeline import RequestTimeline
 from mesh.measure import locked_counter
 from mesh.otlp import Exporter, encode_spans
-from mesh.trace_context import TraceStarts, new_span_id
+from mesh.trace_context import TraceContext, TraceStarts, new_span_id
 
 TRACES = locked_counter("kvmesh_frontend_traces_total")  # outcome: exported, dropped, failed
 
@@ -25,12 +25,13 @@ class Tracing:
             endpoint, self._encode, lambda outcome, count: children[outcome].inc(count)
         )
 
-    def open(self, timeline: RequestTimeline) -> None:
+    def open(self, timeline: RequestTimeline, parent: TraceContext | None) -> None:
         """Implements frontend.timeline.Tracer."""
-        if (parent := timeline.parent) is None:
+        if parent is None:
             timeline.traceparent, timeline.is_sampled = self._starts.begin()
         else:
-            timeline.traceparent, timeline.is_sampled = parent.header(new_span_id()), parent.is_sampled
+            timeline.parent, timeline.is_sampled = parent, parent.is_sampled
+            timeline.traceparent = parent.header(new_span_id())
 
     def ended(self, timeline: RequestTimeline) -> bool:
         """Implements frontend.timeline.Tracer."""
@@ -46,9 +47,4 @@ class Tracing:
 
 def is_wanted(timeline: RequestTimeline) -> bool:
     """Return whether a request's trace is exported."""
-    if timeline.is_sampled or timeline.slo_missed:
-        return True
-    for answer in timeline.answers:  # noqa: SIM110 - for every request: a generator would cost more than all of it
-        if answer.has_failed:
-            return True
-    return False
+    return timeline.is_sampled or timeline.slo_missed != "" or timeline.has_migrated

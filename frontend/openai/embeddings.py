@@ -153,6 +153,7 @@ def count(
         return
     if services.slo.missed(result, None, 0.0) == "failed":
         timeline.slo_missed = "failed"
+    timeline.has_migrated = any(answer.has_failed for answer in timeline.answers)
     if services.timelines.end(timeline, result):
         counters.exemplify(timeline.trace_id, duration_s)
     if services.timelines.is_logged:
@@ -178,7 +179,7 @@ def recorded(timeline: RequestTimeline | None, inputs: Sequence[bytes]) -> Seque
     if timeline is None:
         return ()
     timeline.tokenized, timeline.isl_tokens = clock(), tokens_in(inputs)
-    timeline.answers = tuple([timeline.answer(index) for index in range(min(len(inputs), MAX_VECTORS))])
+    timeline.answers = [timeline.answer(index) for index in range(min(len(inputs), MAX_VECTORS))]
     return timeline.answers
 
 

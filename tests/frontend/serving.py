@@ -112,7 +112,7 @@ async def serving(
     api = FrontendApi(settings or HttpSettings(max_body_bytes=256 * 1024), models, generator)
     api.app.access_log, api.app.guard, api.app.cors = access_log, guard, cors
     if access_log is not None:
-        api.timelines.is_logged = True
+        api.timelines.log()
     async with (
         listening(api.app, "127.0.0.1", 0) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session,

@@ -76,4 +76,7 @@ async def test_a_migrated_request_is_wanted() -> None:
     timeline = await recorded(Run(decode()), opened(is_sampled=False))
     assert not is_wanted(timeline)
     run = Run(decode([2, PeerLostError("gone")]), decode(name="d1"))
-    assert is_wanted(await recorded(run, opened(is_sampled=False)))
+    timeline = await recorded(run, opened(is_sampled=False))
+    assert timeline.answers[0].has_failed
+    timeline.has_migrated = True
+    assert is_wanted(timeline)

@@ -17,7 +17,7 @@ async def recorded(run: Run, timeline: RequestTimeline | None = None) -> Request
     timeline = timeline or RequestTimeline(RequestId("r"), "chat", 0.0)
     run.trace.record = timeline.answer(0)
     timeline.started = dispatch.clock()
-    timeline.answers = (run.trace.record,)
+    timeline.answers = [run.trace.record]
     await run()
     Timelines().end(timeline, "ok")
     return timeline
@@ -67,4 +67,4 @@ async def test_records_are_made_only_while_somebody_looks(able_folder: Path) -> 
     assert not timelines.running
     names = [phase.name for phase in phases(seen[0])]
     assert names == ["parse", "template", "tokenize"]  # what answers is a script here
-    assert (seen[0].model, seen[0].isl_tokens > 0, seen[1].answers) == (CHAT["model"], True, ())
+    assert (seen[0].model, seen[0].isl_tokens > 0, seen[1].answers) == (CHAT["model"], True, [])
