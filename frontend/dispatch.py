@@ -193,8 +193,8 @@ class Dispatcher:
                 left_s = _left(deadline)
                 vector = await self._plane.ask(target.address, "embed", request, Embedding, left_s, hasty=True)
             except ELSEWHERE as error:
-                if attempt is not None and record is not None:
-                    attempt.error, record.has_failed = error.code, True
+                if attempt is not None:
+                    attempt.error = error.code
                 raise _LegFailedError(target, error) from error
             finally:
                 if attempt is not None and leg is not None:
@@ -241,7 +241,7 @@ class Dispatcher:
             is_first = not request.generated
             _note_placement(trace, placed, is_first, route.isl_tokens, block_size)
             if attempt is not None:
-                attempt.placed, attempt.placed_at, attempt.explanation = placed, clock(), placed.explanation
+                attempt.placed, attempt.placed_at = placed, clock()
             leg = _Leg(task, booking, attempt, is_first=is_first)
             self._reports.add(leg)
             try:
@@ -489,9 +489,8 @@ class _Leg:
         return record
 
     def note_failure(self, error: MeshError) -> None:
-        if self.attempt is not None and self.trace.record is not None:
+        if self.attempt is not None:
             self.attempt.error = error.code
-            self.trace.record.has_failed = True
 
     def on_first(self, delta: Delta) -> None:
         """Take the delta of a prefill leg; the consumer has no use for its ticket."""

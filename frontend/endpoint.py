@@ -169,7 +169,7 @@ class Exchange:
                     self._request, self._dialect.parse(self._request.body), is_steered=self._services.is_steered
                 )
                 if (timeline := self._timeline) is not None:
-                    timeline.on_parsed(parsed.model, is_stream=parsed.stream)
+                    timeline.parsed, timeline.model, timeline.is_stream = clock(), parsed.model, parsed.stream
                 model = await model_for(self._request, self._services.models, parsed.model)
                 self._model = model.base
                 self._services.generator.check(model.base, parsed.hints, parsed.max_tokens or 0, deadline)
@@ -250,10 +250,13 @@ class Exchange:
         if (timeline := self._timeline) is not None:
             if missed is not None and missed != "none":
                 timeline.slo_missed = missed
-            if end_record(services.timelines, timeline, job, self.outcome, counts):
-                counters.exemplify(timeline.trace_id, duration_s, ttft_s, itl_s)
-            if services.timelines.is_logged:
-                self._request.log_fields = partial(access_fields, timeline)
+            if job is not None and has_migrated(job):
+                timeline.has_migrated = True
+            if services.timelines.needs(timeline):
+                if end_record(services.timelines, timeline, job, self.outcome, counts):
+                    counters.exemplify(timeline.trace_id, duration_s, ttft_s, itl_s)
+                if services.timelines.is_logged:
+                    self._request.log_fields = partial(access_fields, timeline)
 
 
 def identified(handler: Handler, prefix: str, error_body: ErrorShape = openai_error) -> Handler:
@@ -307,6 +310,14 @@ def carried(request: Request) -> tuple[str, str]:
     return ("", "") if context is None else (context.header(context.parent_id), context.state)
 
 
+def has_migrated(job: Job) -> bool:
+    """Return whether a worker has failed its part of a job."""
+    for branch in job.branches:  # noqa: SIM110 - for every request: a generator would cost more than all of it
+        if branch.trace.migrations:
+            return True
+    return False
+
+
 def end_record(
     timelines: Timelines, timeline: RequestTimeline, job: Job | None, outcome: str, counts: TokenCounts | None = None
 ) -> bool:
@@ -324,8 +335,6 @@ def end_record(
             answer.osl_tokens, answer.generated = branch.answer.completion_tokens, None
             if answer.last_token is None:  # it broke off
                 answer.last_token = branch.timing.last_token
-            if answer.has_failed:
-                timeline.has_migrated = True
     return timelines.end(timeline, outcome)
 
 

@@ -157,7 +157,7 @@ def _decision(attempt: Attempt) -> Attributes:
     values: dict[str, str | int | float | bool | None] = {"kvmesh.isl_tokens": attempt.isl_tokens}
     if (placed := attempt.placed) is not None:
         values |= _placed(placed, attempt.block_size)
-    if (why := attempt.explanation) is not None:
+    if placed is not None and (why := placed.explanation) is not None:
         values |= {
             "kvmesh.policy": why.policy,
             "kvmesh.why": why.why,

@@ -15,7 +15,7 @@ from msgspec import Struct, field
 
 from mesh.trace_context import Headers, TraceContext, new_span_id, read_context, span_id_of, trace_id_of, traceparent
 from protocol.ids import RequestId
-from protocol.messages import Explanation, Placed, PullReport, Target, WorkerTimes
+from protocol.messages import Placed, PullReport, Target, WorkerTimes
 
 MAX_ATTEMPTS = 16  # of one answer that are kept: the first, and the latest
 EMBEDDINGS = "embeddings"  # the endpoint that has vectors for answers
@@ -54,11 +54,10 @@ class Attempt(Struct, gc=False):
     prefill: LegRecord | None = None  # a worker that computes the prompt alone
     decode: LegRecord | None = None  # the worker that answers; without a prefill leg it computes the prompt too
     ended: float | None = None
-    explanation: Explanation | None = None
     error: str = ""  # code of the failure for which the next attempt was made
 
     def on_placed(self, placed: Placed) -> None:
-        self.placed, self.placed_at, self.explanation = placed, now(), placed.explanation
+        self.placed, self.placed_at = placed, now()
 
     def begin_leg(self, target: Target, answer: "AnswerRecord", *, is_prefill: bool) -> LegRecord:
         """Begin the part of a worker. The first one is asked as soon as the attempt is placed."""
@@ -91,7 +90,6 @@ class AnswerRecord(Struct, gc=False):
     last_token: float | None = None
     osl_tokens: int = 0
     generated: list[int] | None = None  # while it runs: the dispatcher's list, of which the length matters
-    has_failed: bool = False  # an attempt: there was or will be a migration
 
     def begin(self, isl_tokens: int, block_size: int, block_hashes: bytes) -> Attempt:
         """Begin an attempt. One that found no worker goes on: the request still waits."""
@@ -127,14 +125,11 @@ class RequestTimeline(Struct, gc=False):
     answers: list[AnswerRecord] = field(default_factory=list)
     ended: float | None = None
     outcome: str = ""  # from frontend.errors.OUTCOMES, "" while it runs
-    has_migrated: bool = False  # set at the end, as those that follow
+    has_migrated: bool = False
     slo_missed: str = ""  # the part of the SLO that it missed, "" for none
     isl_tokens: int = 0
     osl_tokens: int = 0
     cached_tokens: int = 0
-
-    def on_parsed(self, model: str, *, is_stream: bool) -> None:
-        self.parsed, self.model, self.is_stream = now(), model, is_stream
 
     def answer(self, index: int, max_tokens: int = 0) -> AnswerRecord:
         """Return the record of a new answer. The caller puts it into `answers`."""
@@ -270,6 +265,16 @@ class Timelines:
             self.is_watched = self.is_logged or self._tracer is not None or bool(self._looks)
 
         return leave
+
+    def needs(self, timeline: RequestTimeline) -> bool:
+        """Return whether anybody wants the record of a request that has ended. Traces alone want few."""
+        return (
+            timeline.is_sampled
+            or timeline.slo_missed != ""
+            or timeline.has_migrated
+            or self.is_logged
+            or bool(self._looks or self.running)
+        )
 
     def begin(self, request_id: RequestId, endpoint: str, headers: Headers = ()) -> RequestTimeline | None:
         """Return the record of a request that comes now; None while nobody looks."""

@@ -4,6 +4,7 @@ https://www.w3.org/TR/trace-context/: `traceparent` is version-trace id-span id-
 others, which is passed on as it is.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -93,7 +94,7 @@ class TraceStarts:
 
 def supply() -> list[str]:
     """Return traceparents of new traces that are not sampled. All of them have random ids."""
-    ids = getrandbits(192 * STARTS_AT_ONCE).to_bytes(24 * STARTS_AT_ONCE).hex()
+    ids = os.urandom(24 * STARTS_AT_ONCE).hex()
     return [f"00-{ids[at : at + 32]}-{ids[at + 32 : at + 48]}-00" for at in range(0, len(ids), 48)]
 
 

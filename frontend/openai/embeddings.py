@@ -116,7 +116,7 @@ async def answer(services: Services, request: Request) -> Reply:
         with services.admission.enter(), services.admission.until(deadline):
             parsed = with_hints(request, parse_embeddings(request.body), is_steered=services.is_steered)
             if timeline is not None:
-                timeline.on_parsed(parsed.model, is_stream=False)
+                timeline.parsed, timeline.model = clock(), parsed.model
             model = await model_for(request, services.models, parsed.model)
             base = model.base
             visit = await begin(request)
@@ -153,7 +153,7 @@ def count(
         return
     if services.slo.missed(result, None, 0.0) == "failed":
         timeline.slo_missed = "failed"
-    timeline.has_migrated = any(answer.has_failed for answer in timeline.answers)
+    timeline.has_migrated = any(attempt.error for answer in timeline.answers for attempt in answer.attempts)
     if services.timelines.end(timeline, result):
         counters.exemplify(timeline.trace_id, duration_s)
     if services.timelines.is_logged:

@@ -17,6 +17,7 @@ from frontend.endpoint import (
     as_failure,
     count_tokens,
     end_record,
+    has_migrated,
     settle,
     timeout_s,
 )
@@ -172,6 +173,9 @@ def end_background(
     """Count what a background response has used, and complete its record."""
     settle(caller, visit, job, job.counts())
     if timeline is not None:
+        timeline.has_migrated = has_migrated(job)
+        if services.slo.missed(result, None, 0.0) == "failed":
+            timeline.slo_missed = "failed"
         end_record(services.timelines, timeline, job, result)
 
 
