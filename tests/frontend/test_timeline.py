@@ -6,7 +6,8 @@ import pytest
 
 from frontend import dispatch
 from frontend.timeline import Phase, RequestTimeline, Timelines, phases
-from protocol.errors import PeerLostError
+from mesh.trace_context import TraceContext
+from protocol.errors import EngineError, PeerLostError
 from protocol.ids import RequestId
 from protocol.messages import Delta, FinishReason, PullReport
 from tests.frontend.serving import CHAT, able_card, serving
@@ -68,3 +69,30 @@ async def test_records_are_made_only_while_somebody_looks(able_folder: Path) -> 
     names = [phase.name for phase in phases(seen[0])]
     assert names == ["parse", "template", "tokenize"]  # what answers is a script here
     assert (seen[0].model, seen[0].isl_tokens > 0, seen[1].answers) == (CHAT["model"], True, [])
+
+
+class QuietTracer:
+    """A tracer that samples nothing and remembers what is given to it at the end."""
+
+    def __init__(self) -> None:
+        self.opened: list[RequestTimeline] = []
+        self.ended_with: list[str] = []
+
+    def open(self, timeline: RequestTimeline, parent: TraceContext | None) -> None:
+        self.opened.append(timeline)
+
+    def ended(self, timeline: RequestTimeline) -> bool:
+        self.ended_with.append(timeline.outcome)
+        return False
+
+
+async def test_for_traces_alone_a_record_is_dropped_at_the_end_unless_it_is_wanted(able_folder: Path) -> None:
+    async with serving(able_card(able_folder)) as served:
+        served.timelines.trace(tracer := QuietTracer())
+        await served.post("/v1/chat/completions", CHAT)
+        served.generator.script = [EngineError("it broke")]
+        status, *_ = await served.post("/v1/chat/completions", CHAT)
+    assert status == 502
+    assert [timeline.outcome for timeline in tracer.opened] == ["", "engine"]
+    assert tracer.ended_with == ["engine"]
+    assert not served.timelines.running
