@@ -77,25 +77,25 @@ def test_a_real_prometheus_stores_the_trace_and_the_labels(url: str, tmp_path: P
     (tmp_path / "prometheus").mkdir()
     server = PrometheusProcess(tmp_path / "prometheus", "frontends", url, features="exemplar-storage")
     try:
-        found = exemplars_stored(server.url, "kvmesh_frontend_ttft_seconds_bucket")
+        labels = labels_of_exemplar(server.url, "kvmesh_frontend_ttft_seconds_bucket", TRACE)
     finally:
         server.stop()
-    labels = found["seriesLabels"]
     assert (labels["component"], labels["model"], labels["endpoint"]) == ("frontend", MODEL, "completions")
-    assert {"trace_id": TRACE} in [one["labels"] for one in found["exemplars"]]
 
 
-def exemplars_stored(url: str, series: str) -> Any:
+def labels_of_exemplar(url: str, series: str, trace_id: str) -> Any:
+    """Return the labels of the series that names the trace, once Prometheus has it."""
     now = time.time()
     query = urllib.parse.urlencode({"query": series, "start": now - 600, "end": now + 600})
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         with urllib.request.urlopen(f"{url}/api/v1/query_exemplars?{query}", timeout=PATIENCE_S) as reply:
             data = json.load(reply)["data"]
-        if data:
-            return data[0]
+        for found in data:
+            if {"trace_id": trace_id} in [one["labels"] for one in found["exemplars"]]:
+                return found["seriesLabels"]
         time.sleep(0.1)
-    raise AssertionError(f"Prometheus has no exemplar of {series}")
+    raise AssertionError(f"Prometheus has no exemplar of {series} for trace {trace_id}")
 
 
 def embed(url: str, inputs: list[str], parent: str) -> None:
