@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from frontend.whatif.question import FEWEST_JUDGED, PastMesh, WhatIfQuestion
 from protocol.errors import ConfigError
@@ -22,6 +23,7 @@ from simulator.whatif.figures import (
 )
 from simulator.whatif.speeds import WorkerSpeeds, calibrated, first_guess
 from simulator.whatif.traffic import PastRequest, PastTraffic, read_traffic
+from simulator.whatif.turns import with_turns
 from simulator.world import simulate
 
 AS_IT_WAS = "as it was"
@@ -67,7 +69,8 @@ def answer(
     tell: Tell = bool,
 ) -> WhatIfReport:
     """Return the answer to a question about the requests of a log. Raise ConfigError if there is none to give."""
-    traffic = read_traffic(lines, question, meshes)
+    found = read_traffic(lines, question, meshes)
+    traffic = replace(found, requests=with_turns(found.requests, found.mesh.block_size))
     mesh, fleet, cases = traffic.mesh, fleet_of(traffic.mesh), cases_of(question, traffic.mesh)
     if len(traffic.requests) < 2 * FEWEST_JUDGED:
         raise ConfigError(

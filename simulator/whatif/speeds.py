@@ -197,6 +197,8 @@ def with_prompts(
     seen: dict[bool, list[SeenTime]] = {True: [], False: []}
     for one in requests:
         worker, prompt = past[one.computed_on], prompt_of(one, max_step_tokens)
+        if prompt.tokens == 1:  # the step of a prompt that was cached but for its last token is one that decodes
+            continue
         y = one.prefill_s
         if kv_tokens := worker.kv_tokens(prompt.begin_s):  # half a step until it begins, and its steps decode too
             y -= (0.5 + prompt.steps) * (speeds.decode_s + speeds.kv_token_s * kv_tokens)

@@ -36,6 +36,12 @@ def load(rate: float = 4.0, duration_s: float = 40.0, groups: int = 4) -> list[S
     return list(synthesize(constant(rate), duration_s, shape, seed=3, block_size=BLOCK_SIZE))
 
 
+def talk() -> list[SimRequest]:
+    """Return conversations in which an answer is most of the next prompt."""
+    shape = Shape(isl_tokens=100, osl_tokens=300, spread=0.4, groups=2, prefix_tokens=128, turns=5, pause_s=2.0)
+    return list(synthesize(constant(3.0), 60.0, shape, seed=3, block_size=BLOCK_SIZE))
+
+
 def lines_of(requests: Sequence[SimRequest], config: SimConfig, slowed: float = 1.0) -> list[tuple[float, AccessLine]]:
     """Return the log of a mesh; `slowed`: by which the later half took longer than such a mesh takes."""
     answers: list[SimAnswer] = []
