@@ -12,7 +12,8 @@ prompt may share). Invariants, checked by the property test:
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvcache.digest import digest_terms
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
@@ -36,6 +37,27 @@ class _Block:
     tokens: tuple[int, ...] = ()
     lora: str | None = None
     salt: str | None = None
+    version: int = 0  # of the content: counts how often a committed prefix was forgotten
+
+
+class CommittedBlock(NamedTuple):
+    """A committed block as somebody who copies it needs it. It is the same block while its version is."""
+
+    block_id: int
+    version: int
+    name: SequenceHash
+    parent: SequenceHash | None
+    tokens: tuple[int, ...]
+    lora: str | None
+    salt: str | None
+
+
+@dataclass(slots=True)
+class PoolJournal:
+    """The blocks that a pool has committed, and the prefixes that it has evicted, since the journal was read."""
+
+    committed: list[int] = field(default_factory=list)
+    evicted: list[SequenceHash] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -74,6 +96,8 @@ class BlockPool:
         self._digest = 0  # sum of the terms of _by_hash, without _came and _went; taken mod 2**64 where it is read
         self._came: list[SequenceHash] = []  # not summed up yet: many at once cost a tenth of one by one
         self._went: list[SequenceHash] = []
+        self.journal: PoolJournal | None = None  # for whoever keeps copies; its owner empties it after each step
+        self.num_allocated = 0  # blocks that `allocate` has given
 
     @property
     def available_blocks(self) -> int:
@@ -83,6 +107,10 @@ class BlockPool:
     @property
     def cached_blocks(self) -> int:
         return self._num_cached
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
 
     @property
     def held_blocks(self) -> int:
@@ -129,6 +157,7 @@ class BlockPool:
         taken = [self._free.pop() for _ in range(count)]
         for block_id in taken:
             self._blocks[block_id].refs = 1
+        self.num_allocated += count
         return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -197,6 +226,8 @@ class BlockPool:
         self._came.append(name)
         if len(self._came) >= _AT_ONCE:
             self._sum_up()
+        if self.journal is not None:
+            self.journal.committed.append(block_id)
         events = self._events
         last = events[-1] if events else None
         if type(last) is _StoredRun and last.goes_on_with(parent, lora, salt):
@@ -220,6 +251,40 @@ class BlockPool:
         self._came.clear()
         self._went.clear()
         self._events.append(_CLEARED)
+
+    def committed(self, block_id: int) -> CommittedBlock | None:
+        """Return what a block holds now, None if it has no committed prefix."""
+        block = self._blocks[block_id]
+        if block.hash is None:
+            return None
+        return CommittedBlock(block_id, block.version, block.hash, block.parent, block.tokens, block.lora, block.salt)
+
+    def block_of(self, name: SequenceHash) -> int | None:
+        """Return the block that holds a prefix."""
+        return self._by_hash.get(name)
+
+    def is_unchanged(self, block: CommittedBlock) -> bool:
+        """Return whether a block has kept its content since `committed` returned it."""
+        return self._blocks[block.block_id].version == block.version
+
+    def next_victims(self, count: int) -> list[int]:
+        """Return the `count` cached blocks that would be evicted next, in order. Nothing changes."""
+        heap = [entry for entry in set(self._evictable) if not self._is_stale(*entry)]
+        heapq.heapify(heap)
+        lost: dict[int, int] = {}  # children that would be gone
+        victims: list[int] = []
+        while heap and len(victims) < count:
+            _, block_id = heapq.heappop(heap)
+            victims.append(block_id)
+            parent = self._blocks[block_id].parent
+            if parent is None:
+                continue
+            parent_id = self._by_hash[parent]
+            lost[parent_id] = lost.get(parent_id, 0) + 1
+            block = self._blocks[parent_id]
+            if block.refs == 0 and block.children == lost[parent_id]:
+                heapq.heappush(heap, (block.last_used, parent_id))
+        return victims
 
     def take_events(self) -> list[KvEvent]:
         """Return the changes since the last call. Stored blocks that follow each other become one event."""
@@ -295,6 +360,8 @@ class BlockPool:
         self._went.append(name)
         if len(self._went) >= _AT_ONCE:
             self._sum_up()
+        if self.journal is not None:
+            self.journal.evicted.append(name)
         self._num_cached -= 1
         events = self._events
         if events and type(events[-1]) is list:
@@ -313,3 +380,4 @@ class BlockPool:
         block.hash = block.parent = block.lora = block.salt = None
         block.children = 0
         block.tokens = ()
+        block.version += 1

@@ -57,6 +57,8 @@ LABELS: Mapping[str, LabelRule] = {
     "missed": LabelRule("none, ttft, itl, both or failed"),
     "verdict": LabelRule("tried (again, alone), stopped, refused (the same request as one that was stopped)"),
     "found": LabelRule("yes or no"),
+    "tier": LabelRule("storage of KV blocks below the device: host"),
+    "where": LabelRule("device, or below: in any lower tier"),
     "reason": LabelRule("why: a word from the code"),
     "key": LabelRule("name of an API key in the file of keys, or the one name of all tokens", most=4096),
     "kind": LabelRule("placements: aggregated or disaggregated; tokens: prompt or completion"),
@@ -260,6 +262,7 @@ _PICKER = (
 )
 _P = "kvmesh_worker_"
 _OF_WORKER = "worker model role"
+_OF_TIER = _OF_WORKER + " tier"
 _WORKER = (
     _counter(_P + "requests_total", "requests", "outcome", "Requests ended."),
     _histogram(
@@ -283,6 +286,34 @@ _WORKER = (
         "backend",
         "Time of one KV pull.",
         (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3),
+    ),
+    _counter(_P + "kv_tier_loads_total", "loads", "tier outcome", "Loads of KV blocks from a lower tier ended."),
+    _histogram(
+        _P + "kv_tier_load_seconds",
+        "seconds",
+        "tier",
+        "Time of one load from a lower tier, with the time that it waited for others.",
+        (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3),
+    ),
+    _counter(_P + "kv_tier_lookups_total", "lookups", _OF_TIER + " found", "Prompts looked up in a lower tier."),
+    _counter(_P + "kv_tier_hit_blocks_total", "blocks", _OF_TIER, "KV blocks of prompts that were found there."),
+    _counter(_P + "kv_tier_refused_total", "loads", _OF_TIER, "Loads not made: computing was expected to be faster."),
+    _counter(_P + "kv_tier_loaded_bytes_total", "bytes", _OF_TIER, "KV bytes that came back from a lower tier."),
+    _counter(_P + "kv_tier_saved_bytes_total", "bytes", _OF_TIER, "KV bytes copied to a lower tier."),
+    _counter(
+        _P + "kv_tier_dropped_blocks_total",
+        "blocks",
+        _OF_TIER + " reason",
+        "KV blocks that left the device without a copy, or whose copy was no use.",
+    ),
+    _gauge(_P + "kv_tier_blocks", "blocks", _OF_TIER, "KV blocks that a lower tier holds."),
+    _gauge(_P + "kv_tier_used_bytes", "bytes", _OF_TIER, "Bytes of a lower tier that are taken."),
+    _gauge(_P + "kv_tier_limit_bytes", "bytes", _OF_TIER, "Bytes that a lower tier may take."),
+    _alike(
+        _P + "kv_hit_share",
+        "",
+        _OF_WORKER + " where",
+        "Share of the prompt blocks of the last 1,000 requests that was found, where a worker has lower tiers.",
     ),
     _counter(_P + "kv_redemptions_total", "tickets", "outcome", "Sealed tickets brought back to prefill workers."),
     _counter(_P + "role_changes_total", "changes", "role", "Times a worker of this process has changed its role."),

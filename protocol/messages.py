@@ -256,6 +256,15 @@ class Card(Message, frozen=True, kw_only=True):
         return Versions(self.protocol, self.oldest_protocol, self.release)
 
 
+class CardTier(Message, frozen=True):
+    """A tier of a worker's KV cache below the device. Times are 0 while nothing was measured."""
+
+    tier: Annotated[int, Meta(ge=1, le=3)]  # a protocol.tiers.Tier
+    blocks: Annotated[int, Meta(ge=0, le=1 << 40)]  # that it can hold, of each rank
+    block_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # time to bring one block back
+    latency_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # before the first one
+
+
 class WorkerCard(Card, frozen=True):
     """The description of a worker in discovery, under `workers/<worker_id>`."""
 
@@ -288,6 +297,8 @@ class WorkerCard(Card, frozen=True):
     reasoning_parser: str = ""  # how the model sets its thoughts apart; "": guess from its chat template
     model_files: Annotated[tuple[ModelFile, ...], Meta(max_length=16)] = ()  # what it answers `model_file` with
     resting: Annotated[str, Meta(max_length=32)] = ""  # "drained" or "asleep": it takes no requests; "": it does
+    tiers: Annotated[tuple[CardTier, ...], Meta(max_length=3)] = ()  # below the device, the fastest first
+    prefill_token_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # time to compute one token of a prompt; 0: unknown
 
     def target(self, dp_rank: int, overlap_blocks: int = 0) -> "Target":
         """Return the worker as the target of a placement."""

@@ -8,7 +8,6 @@ Prompts are matched by *sequence hash*, computed here from the token ids in the 
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
@@ -28,6 +27,7 @@ from protocol.hashing import (
     unpack_hashes,
 )
 from protocol.ids import EngineHash, SequenceHash, WorkerId
+from protocol.tiers import TIER_WORDS, Tier, tier_of, tiers_of
 from router import snapshot
 
 try:
@@ -55,21 +55,6 @@ class Holder(NamedTuple):
     dp_rank: int
 
 
-class Tier(IntEnum):
-    """The kinds of storage for blocks, the fastest first."""
-
-    DEVICE = 0
-    HOST = 1
-    DISK = 2
-    OBJECT = 3
-
-
-_TIERS = {
-    **dict.fromkeys(("", "GPU", "DEVICE", "HBM"), Tier.DEVICE),
-    **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "HOST_PINNED", "DRAM"), Tier.HOST),
-    **dict.fromkeys(("DISK", "SSD", "NVME", "STORAGE", "CPU_TIER2", "FILE", "FS"), Tier.DISK),
-}
-
 Depths: TypeAlias = tuple[int, int, int, int]
 """Leading blocks of a prompt that a holder has on the device, there or in host memory, ... or on disk, ... anywhere."""
 
@@ -88,16 +73,6 @@ class IndexStats:
     orphan_blocks: int = 0  # stored after a parent that is not known, or without tokens and not known: dropped
     malformed_blocks: int = 0  # wrong number of tokens, a name twice, or named as their own parent: dropped
     refused_blocks: int = 0  # in one event larger than a limit, or of a holder too many: dropped
-
-
-def tier_of(medium: str | None) -> Tier:
-    """Return the tier that an engine's word for a storage medium means; an unknown word means the slowest."""
-    return _TIERS.get((medium or "").upper(), Tier.OBJECT)
-
-
-def tiers_of(mask: int) -> list[Tier]:
-    """Return the tiers of a bit set: bit t is tier t."""
-    return [tier for tier in Tier if mask >> tier & 1]
 
 
 class _Takes(Protocol):
@@ -533,7 +508,7 @@ if NATIVE:
             super().__init__(
                 max_entries,
                 max_entries_per_holder,
-                _TIERS,
+                TIER_WORDS,
                 FULL_ATTENTION,
                 GROUP_FACTOR,
                 MAX_PAYLOAD_BYTES,

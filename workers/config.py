@@ -69,6 +69,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mock_kv_bandwidth_gbps: Annotated[
         float, Meta(ge=0, description="mock: gigabytes of KV per second that a pull brings at most; 0: no limit")
     ] = 0.0
+    mock_host_bandwidth_gbps: Annotated[
+        float, Meta(ge=0, description="mock: gigabytes of KV per second to and from host memory; 0: no limit")
+    ] = 0.0
     mock_start_s: Annotated[float, Meta(ge=0, description="mock: time to load, before it joins the mesh")] = 0.0
     capacity: Annotated[
         Annotated[float, Meta(ge=0.01, le=100)] | None,
@@ -96,6 +99,13 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_connector: Annotated[
         str, Meta(description="vllm: nixl, offloading, lmcache, a chain of them as nixl,offloading, or none")
     ] = ""
+    kv_host_mib: Annotated[
+        int, Meta(ge=0, description="torch, mock: host memory of each rank for KV that leaves the device; 0: none")
+    ] = 0
+    kv_offload: Annotated[
+        Literal["ahead", "through"],
+        Meta(description="torch, mock: copy KV to host memory before it is evicted (ahead), or as soon as it is full"),
+    ] = "ahead"
     kv_offloading_gib: Annotated[float, Meta(gt=0, description="vllm: host memory of --kv-connector offloading")] = 4.0
     offer_lease_s: Annotated[float, Meta(gt=0, description="a KV offer that nobody fetches is unpinned after")] = 30.0
     pull_timeout_s: Annotated[float, Meta(gt=0, description="a KV pull that takes longer is given up")] = 10.0

@@ -3,13 +3,14 @@
 Every backend passes tests/contracts/test_engine.py.
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from protocol.events import Digest, KvEvent
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
+    CardTier,
     Control,
     ControlReply,
     Delta,
@@ -43,6 +44,21 @@ class EngineInfo:
     tells_events: bool = True  # of its KV cache; if not, routers guess which blocks it holds
     retokenizes: bool = False  # its token ids are made of texts, and it counts `max_tokens` otherwise
     capacity: float = 1.0  # by its profile: speed against the other workers of its role
+    tiers: tuple[CardTier, ...] = ()  # below the device, of each rank
+    prefill_token_s: float = 0.0  # time to compute one token of a prompt; 0: not measured
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """How one tier below the device is used."""
+
+    tier: str
+    blocks: int  # that can be read
+    used_bytes: int
+    limit_bytes: int
+    block_bytes: int
+    counts: Mapping[str, int]  # what has happened since the start, by kvcache.tiers.stack's words
+    hit_shares: tuple[float, float]  # of the latest prompts' blocks: found on the device, and below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +71,7 @@ class EngineLoad:
     offers: int  # standing KV offers
     queued_tokens: int | None = None  # of prompts, still to compute; None: the engine does not say
     stalled_s: float = 0.0  # how long the running step lasts already, of an engine whose steps are watched
+    tiers: tuple[TierUse, ...] = ()  # below the device; of each rank
 
 
 @dataclass(frozen=True, slots=True)

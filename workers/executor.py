@@ -5,9 +5,10 @@ Torch and mock engine differ in their executor alone; scheduling, prefix cache, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvcache.memory import KvRegion
+from kvcache.tiers.store import DeviceBlocks
 from protocol.messages import Feature, KvLayout, Role, SamplingParams, TokenLogprob
 from workers.guides import Guides, Matcher
 
@@ -94,6 +95,9 @@ class Pace(Protocol):
     def pull_s(self, num_tokens: int) -> float:
         """The least time that the KV of so many tokens takes to come from a prefill worker."""
 
+    def tier_s(self, num_tokens: int) -> float:
+        """The least time that the KV of so many tokens takes to or from host memory."""
+
 
 class Executor(Protocol):
     """All methods block; the step engine calls them one at a time, from a thread of its own unless there is a pace."""
@@ -108,3 +112,11 @@ class Executor(Protocol):
         """Run one step; one result per row. For a row whose guide fails meanwhile, any token will do."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class CopiesBlocks(Protocol):
+    """An executor whose KV cache is not always in host memory."""
+
+    def device_blocks(self) -> DeviceBlocks:
+        """Return what copies single blocks of the KV cache, which has been made. Copies may run beside a step."""

@@ -171,4 +171,6 @@ def make_card(
         reasoning_parser=config.reasoning_parser,
         model_files=tuple(files),
         resting=resting,
+        tiers=info.tiers,
+        prefill_token_s=info.prefill_token_s,
     )

@@ -1,9 +1,10 @@
 """All metrics of a worker. Label values come from small sets: never a request id."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 from mesh.measure import AtScrape, Reading, locked_counter, locked_histogram
-from workers.engine import EngineLoad
+from workers.engine import EngineLoad, TierUse
 
 MIXED = "mixed"
 _P = "kvmesh_worker_"
@@ -16,6 +17,8 @@ STEP_TOKENS = locked_counter(_P + "step_tokens_total")
 PULLS = locked_counter(_P + "kv_pulls_total")
 PULL_BYTES = locked_counter(_P + "kv_pulled_bytes_total")
 PULL_SECONDS = locked_histogram(_P + "kv_pull_seconds")
+TIER_LOADS = locked_counter(_P + "kv_tier_loads_total")  # ok, late, failed, cancelled
+TIER_LOAD_SECONDS = locked_histogram(_P + "kv_tier_load_seconds")
 REDEMPTIONS = locked_counter(_P + "kv_redemptions_total")  # ok, failed, refused
 TURNS = locked_counter(_P + "role_changes_total")
 # By name of the worker: one process may host many, and these say how each of them is. All else is their sum.
@@ -31,9 +34,20 @@ LOADS = AtScrape(
             "cached_blocks",
             "kv_offers",
             "stalled_seconds",
+            "kv_tier_lookups_total",
+            "kv_tier_hit_blocks_total",
+            "kv_tier_refused_total",
+            "kv_tier_loaded_bytes_total",
+            "kv_tier_saved_bytes_total",
+            "kv_tier_dropped_blocks_total",
+            "kv_tier_blocks",
+            "kv_tier_used_bytes",
+            "kv_tier_limit_bytes",
+            "kv_hit_share",
         )
     ]
 )
+DROPPED = "dropped_"  # begins the names of counts of dropped blocks
 
 
 def read_load(labels: tuple[str, str, str], load: EngineLoad, stalled_s: float) -> Iterator[Reading]:
@@ -54,6 +68,36 @@ def read_load(labels: tuple[str, str, str], load: EngineLoad, stalled_s: float) 
     for name, value in values.items():
         if value is not None:
             yield Reading(_P + name, labels, value)
+    if load.tiers:
+        yield from read_tiers(labels, load.tiers)
+
+
+def read_tiers(labels: tuple[str, str, str], uses: Sequence[TierUse]) -> Iterator[Reading]:
+    """Yield the samples of the tiers of one worker. Its data-parallel ranks are added up."""
+    for tier in dict.fromkeys(use.tier for use in uses):
+        mine = [use for use in uses if use.tier == tier]
+        counts = Counter[str]()
+        for use in mine:
+            counts.update(use.counts)
+        where, block_bytes = (*labels, tier), mine[0].block_bytes
+        yield Reading(_P + "kv_tier_lookups_total", (*where, "yes"), counts["hits"])
+        yield Reading(_P + "kv_tier_lookups_total", (*where, "no"), counts["misses"])
+        for name, value in {
+            "kv_tier_hit_blocks_total": counts["hit_blocks"],
+            "kv_tier_refused_total": counts["refused"],
+            "kv_tier_loaded_bytes_total": counts["loaded"] * block_bytes,
+            "kv_tier_saved_bytes_total": counts["saved"] * block_bytes,
+            "kv_tier_blocks": sum([use.blocks for use in mine]),
+            "kv_tier_used_bytes": sum([use.used_bytes for use in mine]),
+            "kv_tier_limit_bytes": sum([use.limit_bytes for use in mine]),
+        }.items():
+            yield Reading(_P + name, where, value)
+        for name, value in sorted(counts.items()):
+            if name.startswith(DROPPED):
+                yield Reading(_P + "kv_tier_dropped_blocks_total", (*where, name.removeprefix(DROPPED)), value)
+    for number, place in enumerate(("device", "below")):
+        shares = [use.hit_shares[number] for use in uses]
+        yield Reading(_P + "kv_hit_share", (*labels, place), sum(shares) / len(shares))
 
 
 def watch_load(

@@ -13,6 +13,7 @@ from protocol.ids import WorkerId
 from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest
 from workers.engine import Engine, EngineInfo, EngineLoad, PeerAnswers
 from workers.step_engine import StepEngine
+from workers.tiers import TierReport
 
 
 class RankedEngine:
@@ -28,6 +29,11 @@ class RankedEngine:
     def peer_answers(self, peer_answers: PeerAnswers | None) -> None:
         for one in self._ranks:
             one.peer_answers = peer_answers
+
+    @property
+    def tier_report(self) -> Callable[[], TierReport]:
+        """Return how the tiers of the first rank are: those of the others are alike."""
+        return self._ranks[0].tier_report
 
     @property
     def ranks(self) -> Sequence[Engine]:
@@ -76,6 +82,7 @@ class RankedEngine:
             offers=sum(load.offers for load in loads),
             queued_tokens=sum(load.queued_tokens or 0 for load in loads),
             stalled_s=max(load.stalled_s for load in loads),
+            tiers=tuple(tier for load in loads for tier in load.tiers),
         )
 
     def reset_cache(self) -> None:

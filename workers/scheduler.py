@@ -8,14 +8,16 @@ When blocks run out, the youngest sequence is preempted and later computes again
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import isfinite
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvcache.pool import BlockPool, PoolExhaustedError
+from kvcache.tiers.stack import PlannedLoad, Prefix, TierStack
 from protocol.errors import ContextLengthError, InvalidRequestError, MeshError
 from protocol.hashing import hash_seed, sequence_hash_bytes, token_bytes, unpack_hashes
 from protocol.ids import RequestId, SequenceHash
@@ -72,6 +74,7 @@ class SequenceState:
     told_cached: bool = False  # the first delta carries it
     pulling: bool = False
     pulled: bool = False  # a pull was tried: not again after a preemption
+    unloadable: bool = False  # a load from a tier was late or failed: its prompt is computed
     aborted: bool = False
     guide: Matcher | None = None
     embed: bool = False  # its prompt is wanted as a vector, and no token
@@ -109,11 +112,19 @@ class KvPull:
     into: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TierLoad(KvPull):
+    """Blocks that come back from tiers below the device, instead of being computed."""
+
+    planned: PlannedLoad
+
+
 @dataclass(slots=True)
 class Step:
     rows: list[Row] = field(default_factory=list)
     sequences: list[SequenceState] = field(default_factory=list)  # of the rows
     pulls: list[KvPull] = field(default_factory=list)
+    loads: list[TierLoad] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +156,12 @@ class Output(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, limits: Limits, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: Limits, eos_token_ids: Sequence[int], tiers: TierStack | None = None
+    ) -> None:
         self.pool = pool
+        self.tiers = tiers
+        self._joined = _JoinedLoads()
         self._limits = limits
         self._eos = frozenset(eos_token_ids)
         self._waiting: deque[SequenceState] = deque()
@@ -160,7 +175,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._joined)
 
     @property
     def queued_tokens(self) -> int:
@@ -169,7 +184,8 @@ class Scheduler:
         Prompts that will be pulled do not count.
         """
         running = sum(s.num_missing for s in self._running if s.num_missing > 1 and not s.pulling)
-        return running + sum(s.num_missing for s in self._waiting if s.request.ticket is None or s.pulled)
+        waiting = sum(s.num_missing for s in self._waiting if s.request.ticket is None or s.pulled)
+        return running + waiting + sum(s.num_missing for s in self._joined)
 
     @property
     def certain_tokens(self) -> int:
@@ -282,7 +298,7 @@ class Scheduler:
             raise InvalidRequestError("a logit bias is not a finite number", param="logit_bias")
 
     def is_full(self) -> bool:
-        return len(self._waiting) >= self._limits.max_waiting
+        return self.num_waiting >= self._limits.max_waiting
 
     def abort(self, request_id: RequestId) -> None:
         """Give a request up and free what it holds. Of one that pulls, `pull_given_up` does so."""
@@ -294,7 +310,7 @@ class Scheduler:
             return
         if sequence in self._running:
             self._running.remove(sequence)
-        else:
+        elif not self._joined.leave(sequence):
             self._waiting.remove(sequence)
         self._free(sequence)
 
@@ -311,6 +327,9 @@ class Scheduler:
                 budget -= count
         while self._waiting and budget > 0 and len(self._running) < self._limits.max_num_seqs:
             sequence = self._waiting[0]
+            if self._joined and self._joins(sequence):
+                self._waiting.popleft()
+                continue
             if not self._admit(sequence):
                 break
             self._waiting.popleft()
@@ -319,6 +338,9 @@ class Scheduler:
                 sequence.pulling = sequence.pulled = True
                 skip, end = sequence.num_committed, self._blocks_for(len(sequence.tokens) - 1)
                 step.pulls.append(KvPull(sequence, skip, tuple(sequence.table[skip:end])))
+                continue
+            if self.tiers is not None and (load := self._load_for(sequence, self.tiers)) is not None:
+                step.loads.append(load)
                 continue
             count = min(sequence.num_missing, budget)
             self._add_row(step, sequence, count)
@@ -459,6 +481,61 @@ class Scheduler:
     def pull_let_go(self, pull: KvPull) -> None:
         """A pull that was given up has ended: its blocks can be used again."""
         self.pool.release(pull.into)
+
+    def load_ended(self, load: TierLoad, arrived: int) -> None:
+        """Take that the first `arrived` blocks of a load hold their KV; the rest of the prompt is computed.
+
+        Requests that wait for the same blocks are admitted next.
+        """
+        sequence = load.sequence
+        sequence.pulling = False
+        if arrived:
+            sequence.num_computed = (load.skip + arrived) * self.pool.block_size
+            self._commit_full_blocks(sequence)
+            sequence.cached_tokens = min(sequence.num_computed, len(sequence.prompt))
+        self._end_joined(load, is_bad=arrived < len(load.into))
+
+    def load_given_up(self, load: TierLoad) -> None:
+        """Do not wait for a load: `pull_given_up` says what becomes of its request, and `pull_let_go` of its blocks."""
+        is_bad = not load.sequence.aborted
+        load.sequence.unloadable = is_bad
+        self.pull_given_up(load)
+        self._end_joined(load, is_bad=is_bad)
+
+    def _end_joined(self, load: TierLoad, *, is_bad: bool) -> None:
+        joined = self._joined.end(load)
+        for sequence in joined:
+            sequence.unloadable |= is_bad
+        self._waiting.extendleft(reversed(joined))
+
+    def _joins(self, sequence: SequenceState) -> bool:
+        """Let a sequence wait aside if its next block is being loaded for another one. Return whether it does."""
+        if sequence.unloadable or (sequence.request.ticket is not None and not sequence.pulled):
+            return False
+        names = self._matchable(sequence)
+        depth = self.pool.peek(names)
+        return depth < len(names) and self._joined.join(names[depth], sequence)
+
+    def _load_for(self, sequence: SequenceState, tiers: TierStack) -> TierLoad | None:
+        """Return the load that an admitted sequence begins with, if one is faster than computing its prompt."""
+        request, first, block_size = sequence.request, sequence.num_committed, self.pool.block_size
+        names = self._matchable(sequence)
+        planned = None
+        if not sequence.unloadable:
+            prefix = Prefix(
+                names, lambda number: sequence.block_tokens(number, block_size), request.lora, request.cache_salt
+            )
+            backlog = sum([s.num_missing for s in self._running if s.num_missing > 1 and not s.pulling])
+            planned = tiers.plan_load(prefix, first, max(0, backlog - sequence.num_missing))
+        count = 0 if planned is None else len(planned.pieces)
+        if not sequence.num_preempted:
+            tiers.window.note(len(names), first, count)
+        if planned is None:
+            return None
+        sequence.pulling = True
+        load = TierLoad(sequence, first, tuple(sequence.table[first : first + count]), planned)
+        self._joined.begin(load, names[first : first + count])
+        return load
 
     def _wants_pull(self, sequence: SequenceState) -> bool:
         ticket = sequence.request.ticket
@@ -635,6 +712,50 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
+
+
+class _JoinedLoads:
+    """The loads that run, and the sequences that wait aside for each: they hold no blocks and no seat."""
+
+    def __init__(self) -> None:
+        self._loads: dict[SequenceHash, TierLoad] = {}  # by the blocks that each brings
+        self._waiting: dict[TierLoad, list[SequenceState]] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether there is a load that could be joined."""
+        return bool(self._waiting)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        return chain.from_iterable(self._waiting.values())
+
+    def begin(self, load: TierLoad, names: Sequence[SequenceHash]) -> None:
+        self._waiting[load] = []
+        self._loads.update(dict.fromkeys(names, load))
+
+    def join(self, name: SequenceHash, sequence: SequenceState) -> bool:
+        """Wait for the load that brings this block. False: there is none."""
+        load = self._loads.get(name)
+        if load is None:
+            return False
+        self._waiting[load].append(sequence)
+        return True
+
+    def leave(self, sequence: SequenceState) -> bool:
+        """Do not wait any more. False: the sequence did not."""
+        for waiting in self._waiting.values():
+            if sequence in waiting:
+                waiting.remove(sequence)
+                return True
+        return False
+
+    def end(self, load: TierLoad) -> list[SequenceState]:
+        """Return the sequences that have waited for a load, in the order in which they came."""
+        for name in [name for name, other in self._loads.items() if other is load]:
+            del self._loads[name]
+        return self._waiting.pop(load)
 
 
 def check_prompt_logprobs(sampling: SamplingParams, num_prompt: int) -> None:

@@ -12,11 +12,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from kvcache.memory import KvRegion
 from kvcache.pool import BlockPool
+from kvcache.tiers.whole import WholeCache
 from kvcache.transfer.backend import TransferBackend
 from protocol.errors import EngineError, InvalidRequestError, MeshError, OverloadedError, UnreachableError, kind_of
 from protocol.events import Digest, KvEvent
@@ -39,6 +42,8 @@ from workers.pulls import Pulls
 from workers.scheduler import Limits, Output, Scheduler, Step
 from workers.stage_marks import StageMarks
 from workers.stall import StepWatch
+from workers.tier_copies import TierCopies
+from workers.tiers import NO_TIERS, TierReport, TierSettings, loads_of, open_tiers, report_of
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +62,7 @@ class StepEngineConfig:
     offer_lease_s: float  # a KV offer that nobody fetched or released by then is unpinned
     pull_timeout_s: float
     stall_timeout_s: float = 0.0  # of a step; 0: it may take for ever
+    tiers: TierSettings = NO_TIERS
 
 
 class _Preparing:
@@ -108,6 +114,8 @@ class StepEngine:
         self._info: EngineInfo | None = None
         self._guides: Guides | None = None
         self._pace: Pace | None = None
+        self._copies: TierCopies | None = None
+        self.tier_report: Callable[[], TierReport] = TierReport
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
         self._worker_id = worker_id
@@ -121,12 +129,7 @@ class StepEngine:
         if self._transfer is not None:
             await self._transfer.register(region, worker_id, address)
         limits = Limits(self._config.max_num_seqs, self._config.max_step_tokens, model.context_tokens, model.vocab_size)
-        self._pool = BlockPool(num_blocks, model.layout.block_size)
-        self._scheduler = Scheduler(self._pool, limits, model.eos_token_ids)
-        least_s = None if model.pace is None else model.pace.pull_s
-        self._pulls = Pulls(
-            self._transfer, self._scheduler, self._config.pull_timeout_s, self._wake.set, least_s, self.peer_answers
-        )
+        self._open_cache(model, region, limits)
         if model.pace is not None:
             self._thread.shutdown(wait=False)  # its work is done
         self._loop_task = asyncio.create_task(self._run(), name="engine steps")
@@ -143,8 +146,35 @@ class StepEngine:
             loras=model.loras,
             roles=model.roles,
             capacity=model.capacity,
+            tiers=self.tier_report().tiers,
         )
         return self._info
+
+    def _open_cache(self, model: ModelInfo, region: KvRegion, limits: Limits) -> None:
+        config, pace = self._config, model.pace
+        self._pool = BlockPool(config.num_blocks, model.layout.block_size)
+        tiers = open_tiers(config.tiers, config.model, model.layout, region, self._pool, self._executor)
+        stack = None if tiers is None else tiers.stack
+        self._scheduler = Scheduler(self._pool, limits, model.eos_token_ids, stack)
+        self._cache = WholeCache(self._pool, stack)
+        self._pulls = Pulls(
+            self._transfer,
+            self._scheduler,
+            config.pull_timeout_s,
+            self._wake.set,
+            None if pace is None else pace.pull_s,
+            self.peer_answers,
+        )
+        if tiers is not None:
+            self._copies = TierCopies(
+                tiers,
+                self._scheduler,
+                config.pull_timeout_s,
+                self._wake.set,
+                self._plan_events,
+                None if pace is None else pace.tier_s,
+            )
+            self.tier_report = partial(report_of, tiers.stack)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         return self.push(request, _takes_nothing)
@@ -204,11 +234,11 @@ class StepEngine:
 
     def kv_snapshot(self) -> list[KvEvent]:
         self._publish_events()  # pending events must not be published after the snapshot that contains them
-        return self._pool.snapshot()
+        return self._cache.snapshot()
 
     def kv_digest(self) -> Digest:
         self._publish_events()
-        return self._pool.digest
+        return self._cache.digest
 
     def rename(self, worker_id: WorkerId) -> None:
         self._worker_id = worker_id
@@ -217,7 +247,8 @@ class StepEngine:
         """Forget all cached blocks. A block in use cannot be forgotten: what is computed next follows on from it."""
         if held := self._pool.held_blocks:
             raise InvalidRequestError(f"{held} blocks of the cache are in use", hint="drain the worker, or try again")
-        self._pool.clear()
+        self._publish_events()
+        self._cache.clear()
         self._publish_events()
 
     def load(self) -> EngineLoad:
@@ -230,6 +261,7 @@ class StepEngine:
             offers=len(self._offers),
             queued_tokens=self._scheduler.queued_tokens,
             stalled_s=self._watch.age_s(time.monotonic()),
+            tiers=() if self._copies is None else loads_of(self._copies.stack),
         )
 
     def on_load_change(self, listener: Callable[[], object]) -> None:
@@ -264,6 +296,8 @@ class StepEngine:
             with suppress(asyncio.CancelledError):
                 await self._loop_task
             await self._pulls.close()
+            if self._copies is not None and not await self._copies.close():
+                return  # a copy may still use the memory of the transfer: it ends with the process
         for offer in self._offers.values():
             offer.expiry.cancel()
         if self._is_stuck and self._pace is None:
@@ -306,11 +340,17 @@ class StepEngine:
                 step = self._scheduler.plan()
                 for pull in step.pulls:
                     self._pulls.start(pull)
+                for load in step.loads:
+                    assert self._copies is not None, "only tiers plan loads"
+                    self._copies.start(load)
                 if self._marks.unscheduled:
-                    self._marks.note_scheduled((*step.sequences, *[pull.sequence for pull in step.pulls]))
+                    moved = [pull.sequence for pull in (*step.pulls, *step.loads)]
+                    self._marks.note_scheduled((*step.sequences, *moved))
                 if not step.rows:
                     if self._pace is not None:
                         self._pace.rest()
+                    if self._copies is not None:
+                        self._copies.pump()
                     self._wake.clear()
                     self._plan_events()
                     await self._wake.wait()
@@ -324,6 +364,8 @@ class StepEngine:
                 self._hesitates = False
                 STEP_SECONDS.observe(ended - started)
                 self._deliver(step, num_tokens, results)
+                if self._copies is not None:
+                    self._copies.stepped(step.rows, ended - started)
         except Exception as error:
             log.exception("the engine failed")
             self._fail(EngineError(f"the engine of {self._worker_id} failed: {kind_of(error)}"))
@@ -386,6 +428,8 @@ class StepEngine:
     def _abort(self, request_id: RequestId) -> None:
         self._scheduler.abort(request_id)
         self._pulls.abandon(request_id)
+        if self._copies is not None:
+            self._copies.abandon(request_id)
         self._note_load_change()
         self._wake.set()
 
@@ -426,7 +470,7 @@ class StepEngine:
 
     def _publish_events(self) -> None:
         self._published_s = time.monotonic()
-        if events := self._pool.take_events():
+        if events := self._cache.take_events():
             for listener in self._listeners:
                 listener(events)
 

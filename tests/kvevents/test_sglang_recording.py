@@ -22,7 +22,8 @@ from kvevents.transport import KvSource
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.hashing import digest_term, hash_seed, pack_hashes, sequence_hashes
 from protocol.ids import EngineHash, SequenceHash, WorkerId
-from router.index import Holder, PlainIndex, Tier
+from protocol.tiers import Tier
+from router.index import Holder, PlainIndex
 from tests.support.fake_sglang import EventSockets, event_map, event_sockets
 from tests.support.implementations import INDEXES
 from tests.support.patience import PATIENCE_S

@@ -12,6 +12,7 @@ from workers.names import served_name
 from workers.ranks import RankedEngine
 from workers.stall import STEP_STALL_S
 from workers.step_engine import StepEngine, StepEngineConfig
+from workers.tiers import MIB, TierSettings
 
 NEVER_S = 1e9
 
@@ -27,6 +28,7 @@ def open_step_engine(config: WorkerConfig, open_executor: Callable[[], Executor]
         offer_lease_s=NEVER_S if is_off("lease_expiry") else config.offer_lease_s,
         pull_timeout_s=config.pull_timeout_s,
         stall_timeout_s=STEP_STALL_S if config.stall_timeout_s is None else config.stall_timeout_s,
+        tiers=TierSettings(config.kv_host_mib * MIB, config.kv_offload),
     )
 
     def open_rank() -> StepEngine:

@@ -39,6 +39,7 @@ class MockExecutor:
         itl_ms: float = 0.0,
         profile: Profile | None = None,
         pull_s_per_token: float = 0.0,
+        tier_s_per_token: float = 0.0,
         start_s: float = 0.0,
         loras: Sequence[str] = (),
     ) -> None:
@@ -56,7 +57,12 @@ class MockExecutor:
         self._speedup = speedup
         self._start_s = start_s
         self._pace = MockPace(
-            None, itl_ms, self._alarm.wait_until, block_size=block_size, pull_s_per_token=pull_s_per_token
+            None,
+            itl_ms,
+            self._alarm.wait_until,
+            block_size=block_size,
+            pull_s_per_token=pull_s_per_token,
+            tier_s_per_token=tier_s_per_token,
         )
         self._loras = tuple(loras)
         self._witness: Witness | None = None

@@ -34,6 +34,7 @@ def _open_executor(config: WorkerConfig) -> MockExecutor:
         itl_ms=config.mock_itl_ms,
         profile=profile,
         pull_s_per_token=pull_s_per_token(profile, config.mock_kv_bandwidth_gbps, config.mock_speedup),
+        tier_s_per_token=pull_s_per_token(profile, config.mock_host_bandwidth_gbps, config.mock_speedup),
         start_s=config.mock_start_s,
         loras=adapter_names(config),
     )

@@ -20,6 +20,7 @@ class MockPace:
         *,
         block_size: int = 1,
         pull_s_per_token: float = 0.0,
+        tier_s_per_token: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A step takes the time of `timing`, no time if that is None.
@@ -31,6 +32,7 @@ class MockPace:
         self._wait_until = wait_until
         self._block_size = block_size
         self._pull_s_per_token = pull_s_per_token
+        self._tier_s_per_token = tier_s_per_token
         self._clock = clock
         self._due_s = -math.inf
 
@@ -75,3 +77,7 @@ class MockPace:
     def pull_s(self, num_tokens: int) -> float:
         """Return the least seconds that the KV of so many tokens takes to come."""
         return num_tokens * self._pull_s_per_token
+
+    def tier_s(self, num_tokens: int) -> float:
+        """Return the least seconds that the KV of so many tokens takes to or from host memory."""
+        return num_tokens * self._tier_s_per_token

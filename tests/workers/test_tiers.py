@@ -1,0 +1,267 @@
+"""KV that leaves the device comes back from host memory, and nobody waits for it."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+
+import pytest
+import pytest_asyncio
+
+from kvcache.tiers.store import TierError
+from protocol.errors import ConfigError
+from protocol.events import Cleared, KvEvent, Stored
+from protocol.ids import RequestId, new_worker_id
+from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
+from router.index import Holder, PlainIndex
+from tests.support.patience import PATIENCE_S
+from workers.engines.mock.executor import MockExecutor, mock_token
+from workers.step_engine import StepEngine, StepEngineConfig
+from workers.tiers import TierSettings
+
+BLOCK, BLOCKS = 16, 24
+BLOCK_BYTES = 2 * 4 * BLOCK
+PROMPT = list(range(10, 10 + 10 * BLOCK + 3))  # 10 full blocks
+
+
+def engine(host_blocks: int = 400, offload: str = "ahead", **mock: float) -> StepEngine:
+    settings = TierSettings(host_blocks * BLOCK_BYTES, offload)  # type: ignore[arg-type]
+    config = StepEngineConfig("m", "", BLOCKS, 8, 512, 30.0, 5.0, tiers=settings)
+    return StepEngine(MockExecutor(block_size=BLOCK, speedup=0, **mock), None, config)  # type: ignore[arg-type]
+
+
+def others(number: int) -> list[int]:
+    """Return a prompt that shares no block with those of other numbers."""
+    return [number, *range(400, 400 + 9 * BLOCK)]
+
+
+class Serving:
+    """An engine whose KV events go to an index."""
+
+    def __init__(self, engine: StepEngine) -> None:
+        self.engine = engine
+        self.index = PlainIndex()
+        self.holder = Holder(new_worker_id("w"), 0)
+        self.events: list[KvEvent] = []
+        self._asked = 0
+
+    async def start(self) -> "Serving":
+        self.engine.on_kv_events(self._listen)
+        await self.engine.start(self.holder.worker_id, "")
+        return self
+
+    def _listen(self, events: Sequence[KvEvent]) -> None:
+        self.events += events
+        self.index.apply(self.holder, events)
+
+    def request(self, prompt: Sequence[int], **fields: object) -> GenerateRequest:
+        self._asked += 1
+        return GenerateRequest(
+            request_id=RequestId(f"r{self._asked}"),
+            model="m",
+            prompt=pack_tokens(prompt),
+            sampling=SamplingParams(temperature=0),
+            stop=StopConditions(max_tokens=3, ignore_eos=True),
+            **fields,  # type: ignore[arg-type]
+        )
+
+    async def ask(self, prompt: Sequence[int], **fields: object) -> Delta:
+        """Return the first delta of an answer, which is the right one."""
+        async with asyncio.timeout(PATIENCE_S):
+            deltas = [delta async for delta in self.engine.generate(self.request(prompt, **fields))]
+        assert [token for delta in deltas for token in delta.token_ids] == [
+            mock_token(prompt, i, 2048) for i in range(3)
+        ]
+        return deltas[0]
+
+    async def push_out(self, seed: int = 1000) -> None:
+        """Let other prompts take the whole device."""
+        for number in range(8):
+            await self.ask(others(seed + number))
+            await self.quiet()
+
+    async def quiet(self) -> None:
+        """Wait until no copy is in progress."""
+        copies = self.engine._copies
+        assert copies is not None
+        async with asyncio.timeout(PATIENCE_S):
+            while copies._running or copies.stack._in_flight or copies._loads:
+                await asyncio.sleep(0.001)
+
+    def count(self, name: str) -> int:
+        return sum(use.counts.get(name, 0) for use in self.engine.load().tiers)
+
+
+@pytest_asyncio.fixture
+async def serving() -> AsyncIterator[Serving]:
+    serving = await Serving(engine()).start()
+    yield serving
+    await serving.engine.stop()
+
+
+async def test_an_evicted_prefix_comes_back_from_host_memory(serving: Serving) -> None:
+    assert (await serving.ask(PROMPT)).cached_tokens == 0
+    await serving.push_out()
+    assert (await serving.ask(PROMPT)).cached_tokens == 10 * BLOCK
+    assert serving.count("loaded") == 10
+    assert serving.engine.load().used_blocks == 0
+
+
+async def test_without_the_setting_there_is_no_tier() -> None:
+    serving = await Serving(engine(host_blocks=0)).start()
+    await serving.ask(PROMPT)
+    for number in range(8):
+        await serving.ask(others(1000 + number))
+    assert (await serving.ask(PROMPT)).cached_tokens == 0
+    assert serving.engine.load().tiers == ()
+    assert serving.engine._pool.journal is None
+    await serving.engine.stop()
+
+
+async def test_equal_prompts_share_one_load(serving: Serving) -> None:
+    await serving.ask(PROMPT)
+    await serving.push_out()
+    answers = await asyncio.gather(*[serving.ask(PROMPT) for _ in range(16)])
+    assert [answer.cached_tokens for answer in answers] == [10 * BLOCK] * 16
+    assert serving.count("loaded") == 10
+
+
+async def test_routers_hear_of_blocks_in_host_memory(serving: Serving) -> None:
+    await serving.ask(PROMPT)
+    await serving.push_out()
+    assert any(isinstance(event, Stored) and event.medium == "CPU" for event in serving.events)
+    assert serving.engine.kv_digest() == serving.index.digest(serving.holder)
+    rebuilt = PlainIndex()
+    rebuilt.apply(serving.holder, serving.engine.kv_snapshot())
+    assert rebuilt.content(serving.holder) == serving.index.content(serving.holder)
+    assert rebuilt.digest(serving.holder) == serving.engine.kv_digest()
+
+
+async def test_a_reset_forgets_all_tiers(serving: Serving) -> None:
+    await serving.ask(PROMPT)
+    await serving.push_out()
+    serving.engine.reset_cache()
+    assert serving.events[-1] == Cleared()
+    assert serving.engine.kv_digest().blocks == 0
+    assert serving.index.content(serving.holder) == frozenset()
+    assert (await serving.ask(PROMPT)).cached_tokens == 0
+
+
+async def test_a_block_that_cannot_be_read_is_computed(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    await serving.ask(PROMPT)
+    await serving.push_out()
+    assert serving.engine._copies is not None
+    [store] = serving.engine._copies._tiers.stores.values()
+    load, loaded = store.load, list[bytes]()
+
+    def fails_at_the_fifth(address: bytes, take: object) -> None:
+        loaded.append(address)
+        if len(loaded) == 5:
+            raise TierError("a bit has flipped")
+        load(address, take)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "load", fails_at_the_fifth)
+    assert (await serving.ask(PROMPT)).cached_tokens == 4 * BLOCK, "what has come before is kept"
+    assert serving.count("unreadable") == 1
+    assert serving.engine.kv_digest() == serving.index.digest(serving.holder)
+
+
+async def test_a_load_that_hangs_holds_up_nobody(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    await serving.ask(PROMPT)
+    await serving.push_out()
+    copies = serving.engine._copies
+    assert copies is not None
+    [store] = copies._tiers.stores.values()
+    load, hangs, goes_on = store.load, threading.Event(), threading.Event()
+
+    def hang(address: bytes, take: object) -> None:
+        hangs.set()
+        goes_on.wait(PATIENCE_S)
+        load(address, take)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "load", hang)
+    copies._timeout_s = PATIENCE_S
+    waiting = asyncio.create_task(serving.ask(PROMPT))
+    await asyncio.to_thread(hangs.wait, PATIENCE_S)
+    other = await serving.ask(others(1900))
+    assert other.cached_tokens == 0
+    [loading] = copies._loads.values()
+    copies._on_late(loading)
+    assert (await waiting).cached_tokens == 0, "the hanging load was given up"
+    assert serving.engine.load().used_blocks == 10, "those that the hanging copy may still write into"
+    goes_on.set()
+    await serving.quiet()
+    assert serving.engine.load().used_blocks == 0
+
+
+async def test_an_abort_frees_the_blocks_when_the_copy_ends(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    await serving.ask(PROMPT)
+    await serving.push_out()
+    copies = serving.engine._copies
+    assert copies is not None
+    [store] = copies._tiers.stores.values()
+    load, hangs, goes_on = store.load, threading.Event(), threading.Event()
+
+    def hang(address: bytes, take: object) -> None:
+        hangs.set()
+        goes_on.wait(PATIENCE_S)
+        load(address, take)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "load", hang)
+    async with aclosing(serving.engine.generate(serving.request(PROMPT))) as deltas:
+        taking = asyncio.ensure_future(anext(deltas))
+        joined = asyncio.create_task(serving.ask(PROMPT))
+        await asyncio.to_thread(hangs.wait, PATIENCE_S)
+        taking.cancel()
+        await asyncio.wait([taking])
+    goes_on.set()
+    assert (await joined).cached_tokens == 10 * BLOCK, "who has joined the load begins one"
+    await serving.quiet()
+    assert (serving.engine.load().running, serving.engine.load().used_blocks) == (0, 0)
+
+
+async def test_through_copies_blocks_as_soon_as_they_are_full() -> None:
+    serving = await Serving(engine(offload="through")).start()
+    await serving.ask(PROMPT)
+    await serving.quiet()
+    assert serving.count("saved") == 10
+    await serving.engine.stop()
+
+
+async def test_a_tier_stays_within_its_limit() -> None:
+    serving = await Serving(engine(host_blocks=12)).start()
+    for seed in (1000, 1010, 1020):
+        await serving.push_out(seed)
+        for use in serving.engine.load().tiers:
+            assert use.used_bytes <= use.limit_bytes == 12 * BLOCK_BYTES
+    assert serving.engine.kv_digest() == serving.index.digest(serving.holder)
+    await serving.engine.stop()
+
+
+async def test_tenants_do_not_share_blocks_of_host_memory(serving: Serving) -> None:
+    await serving.ask(PROMPT, cache_salt="one")
+    await serving.push_out()
+    assert (await serving.ask(PROMPT, cache_salt="two")).cached_tokens == 0
+    assert (await serving.ask(PROMPT, cache_salt="one")).cached_tokens == 10 * BLOCK
+
+
+async def test_the_mock_copies_at_its_bandwidth() -> None:
+    serving = await Serving(engine(tier_s_per_token=0.001)).start()
+    await serving.ask(PROMPT)
+    await serving.push_out()
+    [tier] = serving.engine.tier_report().tiers
+    assert tier.block_s == 0, "nothing has come back yet"
+    began_s = asyncio.get_running_loop().time()
+    assert (await serving.ask(PROMPT)).cached_tokens == 10 * BLOCK
+    assert asyncio.get_running_loop().time() - began_s >= 0.16
+    [tier] = serving.engine.tier_report().tiers
+    assert tier.block_s >= 0.016
+    await serving.engine.stop()
+
+
+async def test_host_memory_smaller_than_a_block_is_refused() -> None:
+    config = StepEngineConfig("m", "", 8, 8, 512, 30.0, 5.0, tiers=TierSettings(BLOCK_BYTES - 1))
+    refused = StepEngine(MockExecutor(block_size=BLOCK, speedup=0), None, config)
+    with pytest.raises(ConfigError, match=r"--kv-host-mib gives 127 bytes, a KV block of this model has 128"):
+        await refused.start(new_worker_id("w"), "")
+    await refused.stop()

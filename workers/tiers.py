@@ -1,0 +1,112 @@
+"""Open the tiers of an engine of ours as its settings say, and say how they are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvcache.memory import KvRegion
+from kvcache.pool import BlockPool
+from kvcache.tiers.address import model_fingerprint
+from kvcache.tiers.host import HostStore
+from kvcache.tiers.index import TierIndex
+from kvcache.tiers.rates import TierRates
+from kvcache.tiers.stack import Offload, TierLevel, TierStack
+from kvcache.tiers.store import DeviceBlocks, HostRegionBlocks, TierStore
+from protocol.errors import ConfigError
+from protocol.messages import CardTier, KvLayout
+from protocol.tiers import Tier
+from workers.engine import TierUse
+from workers.executor import CopiesBlocks, Executor
+
+MIB = 1 << 20
+IN_FLIGHT_BYTES = 64 * MIB  # of copies that go down at a time
+LEAST_IN_FLIGHT = 4  # blocks, however large they are
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """The tiers that an engine is to have."""
+
+    host_bytes: int = 0
+    offload: Offload = "ahead"
+
+
+NO_TIERS = TierSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTiers:
+    """The tiers of one engine, or of one rank of it."""
+
+    stack: TierStack
+    stores: Mapping[Tier, TierStore]
+    blocks: DeviceBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """How fast the tiers of an engine are, and how fast it computes; 0: not measured yet."""
+
+    tiers: tuple[CardTier, ...] = ()
+    prefill_token_s: float = 0.0
+
+
+def open_tiers(
+    settings: TierSettings, model: str, layout: KvLayout, region: KvRegion, pool: BlockPool, executor: Executor
+) -> OpenTiers | None:
+    """Return the tiers, None if the settings ask for none. Raises ConfigError if they cannot be had."""
+    if not settings.host_bytes:
+        return None
+    max_blocks = settings.host_bytes // layout.block_bytes
+    if max_blocks < 1:
+        raise ConfigError(
+            f"--kv-host-mib gives {settings.host_bytes} bytes, a KV block of this model has {layout.block_bytes}",
+            hint="give at least one block, or 0 for no host memory",
+        )
+    blocks: DeviceBlocks
+    if isinstance(executor, CopiesBlocks) and region.device != "cpu":
+        blocks = executor.device_blocks()
+    else:
+        blocks = HostRegionBlocks(region)
+    store = HostStore(max_blocks, layout.block_bytes)
+    level = TierLevel(TierIndex(Tier.HOST, max_blocks, layout.block_size, store.remove), TierRates(layout.block_bytes))
+    stack = TierStack(
+        pool,
+        [level],
+        model_fingerprint(model, layout),
+        offload=settings.offload,
+        max_in_flight=max(LEAST_IN_FLIGHT, IN_FLIGHT_BYTES // layout.block_bytes),
+    )
+    return OpenTiers(stack, {Tier.HOST: store}, blocks)
+
+
+def loads_of(stack: TierStack) -> tuple[TierUse, ...]:
+    """Return what the metrics say of the tiers."""
+    on_device, below = stack.window.shares()
+    return tuple(
+        TierUse(
+            tier=level.tier.name.lower(),
+            blocks=len(level.index),
+            used_bytes=level.index.used_blocks * level.rates.block_bytes,
+            limit_bytes=level.index.max_blocks * level.rates.block_bytes,
+            block_bytes=level.rates.block_bytes,
+            counts=dict(level.counts),
+            hit_shares=(on_device, below),
+        )
+        for level in stack.levels
+    )
+
+
+def report_of(stack: TierStack) -> TierReport:
+    """Return what a card says of the tiers."""
+    return TierReport(
+        tuple(
+            CardTier(
+                tier=int(level.tier),
+                blocks=level.index.max_blocks,
+                block_s=level.rates.block_s,
+                latency_s=level.rates.line.latency_s,
+            )
+            for level in stack.levels
+        ),
+        stack.compute.token_s,
+    )
