@@ -26,13 +26,14 @@ from router.placing import (
     NOTHING_AHEAD,
     Ahead,
     PlacementPlan,
-    cached_blocks,
     has_room,
     is_packed,
     look,
+    most_saved_tokens,
     plan,
     prefix_of,
     running_on,
+    saved_tokens,
     who_may,
 )
 from router.prediction import CachePredictions
@@ -121,7 +122,7 @@ class RouterState:
         self.fleet.avoid(request.exclude, now)
         pool, decoders, prefillers = who_may(self.fleet, request, now)
         overlaps, _ = self.fleet.find(pool, request.sequence_hashes, now)
-        cached = max(cached_blocks(pool, overlaps, prefillers or decoders), default=0) * decoders[0].card.block_size
+        cached = most_saved_tokens(self.fleet, pool, overlaps, prefillers or decoders, self.rules.weights)
         pending = _pending(request, max(0, request.isl_tokens - cached), now, deadline_s)
         queue = self._queues.get(request.model)
         if queue is None:
@@ -438,7 +439,7 @@ def _placing(planned: PlacementPlan, deadline_s: float) -> Placing:
         view.request.model,
         view.request.max_tokens,
         deadline_s,
-        max(0, view.request.isl_tokens - computes.overlap[-1] * view.block_size),
+        max(0, view.request.isl_tokens - saved_tokens(computes, view)),
         computes.queued_tokens,
         planned.last.chosen.requests,
     )

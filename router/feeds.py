@@ -24,7 +24,7 @@ from protocol.model_files import fingerprint
 from protocol.version import VersionError
 from router.event_admission import EventAdmission
 from router.findings import KEY_PREFIX, UNREADABLE, Complaint, DiscoveryReport, Findings
-from router.fleet import FEW_BLOCKS, TIERS_SHARE, OverfullError, WorkerFleet
+from router.fleet import OverfullError, WorkerFleet, most_blocks
 from router.members import Changes, Members
 from router.metrics import EVENT_RESTS, EVENTS, LAPSED_WORKERS, OVERFULL, FeedFacts
 
@@ -355,7 +355,7 @@ class KvFeed:
 def most_snapshot_bytes(card: WorkerCard) -> int:
     """Return the most bytes that a worker may send for what one of its ranks holds."""
     block_bytes = EVENT_BYTES + TOKEN_BYTES * card.block_size
-    return min(MAX_SNAPSHOT_BYTES, (TIERS_SHARE * card.total_blocks + FEW_BLOCKS) * block_bytes)
+    return min(MAX_SNAPSHOT_BYTES, most_blocks(card) * block_bytes)
 
 
 class KvSink:

@@ -16,6 +16,7 @@ from router.index import Depths, Digest, Holder, PrefixIndex, names_of
 from router.load import ActiveLoad, HolderLoad
 from router.prediction import CachePredictions, deepen
 from router.pressure import BusyShare, PrefixDemand, WorkSpread
+from router.selection import TierSavings, savings_of
 from router.shortlist import Shelves
 from router.warmup import WarmUp
 
@@ -33,6 +34,7 @@ class Slot:
     card: WorkerCard
     load: HolderLoad
     last_chosen: int = 0  # the number of the choice; 0: never
+    savings: TierSavings | None = None  # of its card's tiers
 
     @property
     def in_flight(self) -> int:
@@ -70,6 +72,11 @@ class Shortlists(NamedTuple):
     decoders: Sequence[Slot]
     prefillers: Sequence[Slot]
     held_back: Collection[Holder]  # workers that have just joined, and may take no further request; not all are listed
+
+
+def most_blocks(card: WorkerCard) -> int:
+    """Return how many blocks a rank of a worker may report: tiers that its card does not list are allowed for."""
+    return TIERS_SHARE * card.total_blocks + sum([tier.blocks for tier in card.tiers]) + FEW_BLOCKS
 
 
 class OverfullError(WireError):
@@ -150,7 +157,7 @@ class WorkerFleet:
             slots = pool.slots_of(card.role)
             slots.append(slot)
             slots.sort(key=lambda s: (s.card.role is Role.AGGREGATED, s.holder))
-        slot.card = card
+        slot.card, slot.savings = card, savings_of(card)
         self._shelve(slot)
 
     def avoid(self, workers: Sequence[WorkerId], now: float) -> None:
@@ -210,7 +217,7 @@ class WorkerFleet:
         The names of a holder are counted by what each batch adds. Others may have lost some to make room for it, so a
         count that is too large is made exact before it is believed.
         """
-        most = TIERS_SHARE * card.total_blocks + FEW_BLOCKS
+        most = most_blocks(card)
         names = max(index.blocks_of(holder), self._names.get(holder, 0) + more)
         if names > most:
             names = names_of(index, holder)

@@ -19,7 +19,7 @@ from router.policies import POLICIES, choose
 from router.pressure import recompute_price
 from router.refusal import no_worker
 from router.rules import RouterRules
-from router.selection import NOWHERE, Candidate, LegKind, PlacementCost
+from router.selection import NOWHERE, Candidate, LegKind, PlacementCost, Weights, saved_blocks
 
 FEW = 16  # up to this number, scoring every worker is as fast as shortlisting
 _HASH_BYTES = 8
@@ -151,7 +151,7 @@ def plan(view: RequestView) -> PlacementPlan:
     prefill = _choose_leg("prefill", view.prefillers, view) if view.prefillers else None
     decision = decide(
         request.isl_tokens,
-        whole.chosen.overlap[0] * view.block_size,
+        saved_tokens(whole.chosen, view),
         prefill is not None,
         _wish(request),
         view.rules.local_prefill,
@@ -194,16 +194,36 @@ def _allowed(pool: Pool, request: RouteRequest) -> Sequence[Slot]:
 
 def cached_blocks(pool: Pool, overlaps: Mapping[Holder, Depths], slots: Sequence[Slot]) -> list[int]:
     """Return how many leading blocks of the prompt each slot holds, in any tier. Slots without any are left out."""
+    return [overlaps[holder][-1] for holder in _among(pool, overlaps, slots)]
+
+
+def most_saved_tokens(
+    fleet: WorkerFleet, pool: Pool, overlaps: Mapping[Holder, Depths], slots: Sequence[Slot], weights: Weights
+) -> int:
+    """Return how many tokens of the prompt need not be computed on the slot that has most of it."""
+    saved = [
+        saved_blocks(overlaps[holder], fleet.slots[holder].savings, weights) for holder in _among(pool, overlaps, slots)
+    ]
+    return int(max(saved, default=0.0) * slots[0].card.block_size)
+
+
+def saved_tokens(c: Candidate, view: RequestView) -> int:
+    """Return how many tokens of the prompt need not be computed there. A block in a lower tier counts for less."""
+    return int(saved_blocks(c.overlap, c.savings, view.rules.weights) * view.block_size)
+
+
+def _among(pool: Pool, overlaps: Mapping[Holder, Depths], slots: Sequence[Slot]) -> list[Holder]:
+    """Return the holders of a part of the prompt that are among the slots."""
     if not overlaps:
         return []
     if slots is pool.prefillers:
         asked = pool.shelves[Role.PREFILL]
-        return [depths[-1] for holder, depths in overlaps.items() if holder in asked]
+        return [holder for holder in overlaps if holder in asked]
     if slots is pool.decoders:
         one, other = pool.shelves[Role.DECODE], pool.shelves[Role.AGGREGATED]
-        return [depths[-1] for holder, depths in overlaps.items() if holder in one or holder in other]
+        return [holder for holder in overlaps if holder in one or holder in other]
     holders = {slot.holder for slot in slots}
-    return [depths[-1] for holder, depths in overlaps.items() if holder in holders]
+    return [holder for holder in overlaps if holder in holders]
 
 
 def prefix_of(hashes: bytes, blocks: int) -> bytes:
@@ -292,7 +312,7 @@ def _wish(request: RouteRequest) -> bool | None:
 
 def _backlog(prefill: LegChoice, whole: LegChoice, view: RequestView) -> Backlog:
     def until_done(c: Candidate) -> float:
-        missing = max(0, view.request.isl_tokens - c.overlap[0] * view.block_size)
+        missing = max(0, view.request.isl_tokens - saved_tokens(c, view))
         return (c.queued_tokens + missing) / c.capacity
 
     return Backlog(until_done(prefill.chosen), until_done(whole.chosen), prefill.is_full)
@@ -344,7 +364,7 @@ def _choose_leg(kind: LegKind, slots: Sequence[Slot], view: RequestView) -> LegC
 
 def _is_worth_waiting_for(full: Candidate, other: Candidate, view: RequestView) -> bool:
     """Return whether a full worker will soon have room and holds more of the prompt than the best of the others."""
-    return full.overlap[-1] > other.overlap[-1] and not is_packed(full, view, view.ahead.reserved)
+    return saved_tokens(full, view) > saved_tokens(other, view) and not is_packed(full, view, view.ahead.reserved)
 
 
 def _held_back(candidates: Sequence[Candidate], view: RequestView) -> dict[Holder, str]:
@@ -374,6 +394,7 @@ def _candidates(slots: Sequence[Slot], view: RequestView) -> list[Candidate]:
                 requests,
                 slot.card.capacity,
                 slot.last_chosen,
+                slot.savings,
             )
         )
     return found

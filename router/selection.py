@@ -1,14 +1,27 @@
 """Work out what a placement costs on each worker. Pure: facts come in, costs go out. router/policies.py chooses."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
+from protocol.messages import WorkerCard
+from protocol.tiers import Tier
 from router.index import Depths, Holder
 
 LegKind = Literal["whole", "prefill", "decode"]
 NOWHERE: Depths = (0, 0, 0, 0)
+
+
+class TierSaving(NamedTuple):
+    """Savings of one tier of a worker, in blocks to compute."""
+
+    share: float  # of each block that is loaded instead
+    latency: float = 0.0  # to be paid once
+
+
+TierSavings: TypeAlias = tuple[TierSaving | None, TierSaving | None, TierSaving | None]
+"""Of host memory, disk and object storage, as the worker has measured them. None: it has not, the weights count."""
 
 
 class Candidate(Struct):
@@ -22,6 +35,7 @@ class Candidate(Struct):
     requests: int = 0
     capacity: float = 1.0  # > 0; its speed relative to the other workers
     last_chosen: int = 0  # number of the choice that chose it last: equal costs go to the smallest
+    savings: TierSavings | None = None  # of its lower tiers; None: it reports none
 
 
 class Weights(Struct, frozen=True):
@@ -31,7 +45,8 @@ class Weights(Struct, frozen=True):
     decode: float = 0.2  # per block held by running requests: evens load and so ITL
     request: float = 0.0  # per running request
     transfer: float = 0.1  # per block that must be pulled from a prefill worker
-    host: float = 0.75  # share of a block's work that is saved where it lies in host memory
+    # Share of a block's work that is saved where it lies in host memory, of a worker that does not report it.
+    host: float = 0.75
     disk: float = 0.25
     object: float = 0.1
 
@@ -39,6 +54,37 @@ class Weights(Struct, frozen=True):
     def prefers_less(self) -> bool:
         """True if, of two workers, the one with fewer blocks in use and no more of anything else costs less."""
         return self.decode > 0 and min(self.prefill, self.request) >= 0
+
+
+def savings_of(card: WorkerCard) -> TierSavings | None:
+    """Return what the tiers of a worker save of a block: 1 - load / compute; None if its card reports none."""
+    compute_s = card.prefill_token_s * card.block_size
+    if not card.tiers or not compute_s:
+        return None
+    measured = {tier.tier: tier for tier in card.tiers if tier.block_s}
+    host, disk, far = [
+        TierSaving(max(0.0, 1.0 - one.block_s / compute_s), one.latency_s / compute_s)
+        if (one := measured.get(tier)) is not None
+        else None
+        for tier in (Tier.HOST, Tier.DISK, Tier.OBJECT)
+    ]
+    return host, disk, far
+
+
+def saved_blocks(overlap: Depths, savings: TierSavings | None, weights: Weights) -> float:
+    """Return how many blocks of work are saved where these leading blocks of a prompt lie, <= overlap[-1]."""
+    device, host, disk, anywhere = overlap
+    saved = float(device)
+    if anywhere == device:
+        return saved
+    shares = (weights.host, weights.disk, weights.object)
+    for number, blocks in enumerate((host - device, disk - host, anywhere - disk)):
+        saving = None if savings is None else savings[number]
+        if saving is None:
+            saved += shares[number] * blocks
+        elif blocks:
+            saved += max(0.0, saving.share * blocks - saving.latency)
+    return saved
 
 
 class Terms(NamedTuple):
@@ -73,13 +119,7 @@ class PlacementCost:
     def terms(self, c: Candidate) -> tuple[float, float, float, float, float]:
         """Return the fields of `Terms`."""
         compute, queue, held, request, transfer = self._rates
-        device, host, disk, anywhere = c.overlap
-        missing = self._isl_blocks - device
-        if anywhere != device:  # a block in a slower tier saves a share of its work
-            tier = self._weights
-            missing -= tier.host * (host - device) + tier.disk * (disk - host) + tier.object * (anywhere - disk)
-        if missing < 0.0:
-            missing = 0.0
+        missing = max(0.0, self._isl_blocks - saved_blocks(c.overlap, c.savings, self._weights))
         return (
             compute * missing,
             queue * c.queued_tokens,
@@ -97,13 +137,13 @@ class PlacementCost:
         It repeats the arithmetic of `terms` because every placement asks for the costs of all candidates.
         """
         compute, queue, held, request, transfer = self._rates
-        isl_blocks, tier = self._isl_blocks, self._weights
+        isl_blocks = self._isl_blocks
         costs: list[float] = []
         for c in candidates:
-            device, host, disk, anywhere = c.overlap
-            missing = isl_blocks - device
-            if anywhere != device:
-                missing -= tier.host * (host - device) + tier.disk * (disk - host) + tier.object * (anywhere - disk)
+            overlap = c.overlap
+            missing = isl_blocks - overlap[0]
+            if overlap[-1] != overlap[0]:  # a block in a slower tier saves a share of its work
+                missing = isl_blocks - saved_blocks(overlap, c.savings, self._weights)
             if missing < 0.0:
                 missing = 0.0
             cost = compute * missing + queue * c.queued_tokens + held * (c.held_blocks + c.new_blocks)

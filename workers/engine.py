@@ -50,7 +50,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """How one tier below the device is used."""
+    """Report how one tier below the device is used."""
 
     tier: str
     blocks: int  # that can be read

@@ -119,4 +119,4 @@ class CopiesBlocks(Protocol):
     """An executor whose KV cache is not always in host memory."""
 
     def device_blocks(self) -> DeviceBlocks:
-        """Return what copies single blocks of the KV cache, which has been made. Copies may run beside a step."""
+        """Return the copier of single blocks of the KV cache, which has been made. Copies may run beside a step."""

@@ -48,6 +48,7 @@ from protocol.messages import (
     encode,
 )
 from workers.canary import CANARY_INTERVAL_S
+from workers.card_tiers import CardTiers, ReportsTiers
 from workers.config import WorkerConfig
 from workers.controls import WorkerControls
 from workers.engine import Engine, EngineInfo, KeepsTimes, PullsKv, Pushing, Ranked
@@ -273,6 +274,7 @@ def canary_interval_s(config: WorkerConfig) -> float:
 async def until_stopped(stop: asyncio.Event, worker: "Worker") -> None:
     while not stop.is_set():
         worker.check_health()
+        await worker.tell_tiers()
         try:
             await asyncio.wait_for(stop.wait(), HEALTH_CHECK_S)
         except TimeoutError:
@@ -312,6 +314,7 @@ class Worker:
         )
         self.load_reports = LoadReports(self._ranks, load_report_interval_s)
         self.info: EngineInfo | None = None
+        self._card_tiers = CardTiers()
         self._files = files or OfferedFiles()
         self._probing = PeerProbing(probe_transfer, credentials)
         self._probe_offers = ProbeOffers()
@@ -465,6 +468,15 @@ class Worker:
             self.info = replace(info, loras=reply.loras)
             await self._place.join(self.info)
         await call.send(reply)
+
+    async def tell_tiers(self) -> None:
+        """Report on the card how fast the tiers of the cache are, where that has changed."""
+        if not isinstance(self._engine, ReportsTiers) or self.turning.to is not None or self._resting.state:
+            return
+        info = self._card_tiers.due(self._info(), self._engine.tier_report(), time.monotonic())
+        if info is not None:
+            self.info = info
+            await self._place.join(info)
 
     def _info(self) -> EngineInfo:
         if self.info is None:

@@ -43,7 +43,7 @@ from workers.scheduler import Limits, Output, Scheduler, Step
 from workers.stage_marks import StageMarks
 from workers.stall import StepWatch
 from workers.tier_copies import TierCopies
-from workers.tiers import NO_TIERS, TierReport, TierSettings, loads_of, open_tiers, report_of
+from workers.tiers import NO_TIERS, OpenTiers, TierReport, TierSettings, loads_of, open_tiers, report_of
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,18 @@ class StepEngine:
         if self._transfer is not None:
             await self._transfer.register(region, worker_id, address)
         limits = Limits(self._config.max_num_seqs, self._config.max_step_tokens, model.context_tokens, model.vocab_size)
-        self._open_cache(model, region, limits)
+        self._pool, self._scheduler, tiers = _open_cache(self._config, model, region, limits, self._executor)
+        self._cache = WholeCache(self._pool, self._scheduler.tiers)
+        least_s = None if model.pace is None else model.pace.pull_s
+        self._pulls = Pulls(
+            self._transfer, self._scheduler, self._config.pull_timeout_s, self._wake.set, least_s, self.peer_answers
+        )
+        if tiers is not None:
+            least_s = None if model.pace is None else model.pace.tier_s
+            self._copies = TierCopies(
+                tiers, self._scheduler, self._config.pull_timeout_s, self._wake.set, self._plan_events, least_s
+            )
+            self.tier_report = partial(report_of, tiers.stack)
         if model.pace is not None:
             self._thread.shutdown(wait=False)  # its work is done
         self._loop_task = asyncio.create_task(self._run(), name="engine steps")
@@ -149,32 +160,6 @@ class StepEngine:
             tiers=self.tier_report().tiers,
         )
         return self._info
-
-    def _open_cache(self, model: ModelInfo, region: KvRegion, limits: Limits) -> None:
-        config, pace = self._config, model.pace
-        self._pool = BlockPool(config.num_blocks, model.layout.block_size)
-        tiers = open_tiers(config.tiers, config.model, model.layout, region, self._pool, self._executor)
-        stack = None if tiers is None else tiers.stack
-        self._scheduler = Scheduler(self._pool, limits, model.eos_token_ids, stack)
-        self._cache = WholeCache(self._pool, stack)
-        self._pulls = Pulls(
-            self._transfer,
-            self._scheduler,
-            config.pull_timeout_s,
-            self._wake.set,
-            None if pace is None else pace.pull_s,
-            self.peer_answers,
-        )
-        if tiers is not None:
-            self._copies = TierCopies(
-                tiers,
-                self._scheduler,
-                config.pull_timeout_s,
-                self._wake.set,
-                self._plan_events,
-                None if pace is None else pace.tier_s,
-            )
-            self.tier_report = partial(report_of, tiers.stack)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         return self.push(request, _takes_nothing)
@@ -473,6 +458,15 @@ class StepEngine:
         if events := self._cache.take_events():
             for listener in self._listeners:
                 listener(events)
+
+
+def _open_cache(
+    config: StepEngineConfig, model: ModelInfo, region: KvRegion, limits: Limits, executor: Executor
+) -> tuple[BlockPool, Scheduler, OpenTiers | None]:
+    pool = BlockPool(config.num_blocks, model.layout.block_size)
+    tiers = open_tiers(config.tiers, config.model, model.layout, region, pool, executor)
+    stack = None if tiers is None else tiers.stack
+    return pool, Scheduler(pool, limits, model.eos_token_ids, stack), tiers
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class OpenTiers:
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """How fast the tiers of an engine are, and how fast it computes; 0: not measured yet."""
+    """Report how fast the tiers of an engine are, and how fast it computes; 0: not measured yet."""
 
     tiers: tuple[CardTier, ...] = ()
     prefill_token_s: float = 0.0
@@ -62,11 +62,6 @@ def open_tiers(
             f"--kv-host-mib gives {settings.host_bytes} bytes, a KV block of this model has {layout.block_bytes}",
             hint="give at least one block, or 0 for no host memory",
         )
-    blocks: DeviceBlocks
-    if isinstance(executor, CopiesBlocks) and region.device != "cpu":
-        blocks = executor.device_blocks()
-    else:
-        blocks = HostRegionBlocks(region)
     store = HostStore(max_blocks, layout.block_bytes)
     level = TierLevel(TierIndex(Tier.HOST, max_blocks, layout.block_size, store.remove), TierRates(layout.block_bytes))
     stack = TierStack(
@@ -76,7 +71,17 @@ def open_tiers(
         offload=settings.offload,
         max_in_flight=max(LEAST_IN_FLIGHT, IN_FLIGHT_BYTES // layout.block_bytes),
     )
-    return OpenTiers(stack, {Tier.HOST: store}, blocks)
+    return OpenTiers(stack, {Tier.HOST: store}, _device_blocks(region, executor))
+
+
+def _device_blocks(region: KvRegion, executor: Executor) -> DeviceBlocks:
+    if region.device == "cpu":
+        return HostRegionBlocks(region)
+    if isinstance(executor, CopiesBlocks):
+        return executor.device_blocks()
+    raise ConfigError(
+        f"the KV cache is on {region.device}, from where this engine copies nothing", hint="set --kv-host-mib 0"
+    )
 
 
 def loads_of(stack: TierStack) -> tuple[TierUse, ...]:

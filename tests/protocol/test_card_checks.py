@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from protocol.card_checks import MAX_FEATURES, MAX_LORAS, MAX_NAME_CHARS, MAX_RANKS, problem_of
 from protocol.ids import WorkerId
-from protocol.messages import Role, WorkerCard
+from protocol.messages import CardTier, Role, WorkerCard
 
 CARD = WorkerCard(
     worker_id=WorkerId("w1"), name="decode-0", role=Role.DECODE, model="m", model_path="/models/m",
@@ -45,6 +45,18 @@ def test_a_value_that_cannot_be_is_refused_by_name(field: str, value: Any) -> No
 def test_an_endless_name_is_refused(field: str) -> None:
     problem = problem_of(replace(CARD, **{field: "x" * (MAX_NAME_CHARS + 1)}), "w1")
     assert problem == f"a name in it has {MAX_NAME_CHARS + 1} characters, expected at most {MAX_NAME_CHARS}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prefill_token_s": float("nan")},
+        {"tiers": (CardTier(tier=1, blocks=1, block_s=float("inf")),)},
+        {"tiers": (CardTier(tier=1, blocks=1), CardTier(tier=1, blocks=2))},
+    ],
+)
+def test_tiers_that_cannot_be_are_refused(fields: dict[str, Any]) -> None:
+    assert "its tiers" in problem_of(replace(CARD, **fields), "w1")
 
 
 def test_the_cards_of_real_deployments_pass() -> None:

@@ -17,8 +17,8 @@ from protocol.errors import WireError
 from protocol.events import Cleared, Digest, Removed, Stored
 from protocol.hashing import digest_term, hash_seed, pack_hashes, sequence_hashes, token_bytes
 from protocol.ids import EngineHash, SequenceHash, WorkerId
-from router import index as index_module
 from protocol.tiers import Tier, tier_of
+from router import index as index_module
 from router.index import Holder, PlainIndex
 from tests.support.implementations import INDEXES
 

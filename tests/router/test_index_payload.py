@@ -14,8 +14,8 @@ from protocol.errors import WireError
 from protocol.events import Cleared, Removed, Stored
 from protocol.hashing import hash_seed, pack_hashes, sequence_hashes
 from protocol.ids import EngineHash, WorkerId
-from router import index as index_module
 from protocol.tiers import Tier
+from router import index as index_module
 from router.index import Holder, PlainIndex
 from tests.support.implementations import INDEXES, needs_native
 

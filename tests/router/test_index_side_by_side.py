@@ -11,8 +11,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from protocol.hashing import pack_hashes, sequence_hashes
 from protocol.ids import WorkerId
-from router import index as index_module
 from protocol.tiers import Tier
+from router import index as index_module
 from router.index import Holder, PlainIndex
 from tests.support.budget import examples
 from tests.support.implementations import needs_native

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from protocol.errors import NoWorkerError
 from protocol.ids import WorkerId
+from protocol.messages import CardTier, WorkerCard
+from protocol.tiers import Tier
 from router.core import RouterState
 from router.disaggregation import LocalPrefill
 from router.policies import Policy
@@ -187,12 +189,61 @@ def test_prefixes_in_faster_tiers_are_worth_longer_queues(medium: str, queue_blo
         assert place(state, "r") == expected
 
 
-def test_blocks_in_a_slow_tier_are_not_computed_again() -> None:
+def test_a_block_in_a_slow_tier_is_booked_for_what_it_costs() -> None:
     state = router(card("d"))
     holds(state, "d", 12, medium="DISK")
     placed = state.place(request(), 0.0)
-    assert load_of(state, "d").queued_tokens == 8 * BLOCK
+    assert load_of(state, "d").queued_tokens == (20 - 0.25 * 12) * BLOCK
     assert placed.decode.overlap_blocks == 0, "what is on the device"
+
+
+def measured(name: str, block_s: float, latency_s: float = 0.0, **fields: object) -> WorkerCard:
+    """Return a card of a worker that computes a block in 10 ms, and loads one from host memory in `block_s`."""
+    host = CardTier(tier=Tier.HOST, blocks=1000, block_s=block_s, latency_s=latency_s)
+    return card(name, tiers=(host,), prefill_token_s=0.01 / BLOCK, **fields)
+
+
+@pytest.mark.parametrize(
+    ("block_s", "latency_s", "computed"), [(0.001, 0.0, 9.2), (0.001, 0.02, 11.2), (0.009, 0.0, 18.8), (0.02, 0.0, 20)]
+)
+def test_a_measured_tier_saves_what_it_is_faster_by(block_s: float, latency_s: float, computed: float) -> None:
+    """Twelve of 20 blocks lie in host memory. Each saves 1 - load / compute, and the latency counts once."""
+    state = router(measured("d", block_s, latency_s))
+    holds(state, "d", 12, medium="CPU")
+    state.place(request(), 0.0)
+    assert load_of(state, "d").queued_tokens == pytest.approx(computed * BLOCK, abs=1)
+
+
+def test_of_two_tiers_the_faster_one_is_chosen() -> None:
+    state = router(measured("d1", 0.009), measured("d2", 0.001), saturation=None, predict_ttl_s=0.0)
+    for name in ("d1", "d2"):
+        holds(state, name, 16, medium="CPU")
+    assert {place(state, f"r{n}") for n in range(2)} == {"d2"}
+
+
+def test_a_tier_that_was_never_measured_counts_by_the_weights() -> None:
+    state = router(measured("d", 0.0))
+    holds(state, "d", 12, medium="CPU")
+    state.place(request(), 0.0)
+    assert load_of(state, "d").queued_tokens == (20 - 0.75 * 12) * BLOCK
+
+
+def test_a_fast_tier_of_a_decode_worker_needs_no_prefill_worker() -> None:
+    for block_s, expected in ((0.001, (None, "d")), (0.02, ("p", "d"))):
+        state = router(card("p", P), measured("d", block_s))
+        holds(state, "d", 19, medium="CPU")
+        assert where(state.place(request(), 0.0)) == expected
+
+
+def test_requests_wait_in_the_order_of_what_they_save() -> None:
+    """A prompt that lies in a slow tier is no short prompt: the other one came first."""
+    state = router(measured("d", 0.0099), saturation=ONE_AT_A_TIME)
+    holds(state, "d", 20, medium="CPU")
+    place(state, "running", prompt(2))
+    submit(state, "slow")
+    [queue] = state._queues.values()
+    [waiting] = queue._waiting.values()
+    assert waiting.item.uncached_tokens > 19 * BLOCK
 
 
 def test_ranks_of_a_worker_are_chosen_between() -> None:

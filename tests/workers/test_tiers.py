@@ -69,9 +69,8 @@ class Serving:
         """Return the first delta of an answer, which is the right one."""
         async with asyncio.timeout(PATIENCE_S):
             deltas = [delta async for delta in self.engine.generate(self.request(prompt, **fields))]
-        assert [token for delta in deltas for token in delta.token_ids] == [
-            mock_token(prompt, i, 2048) for i in range(3)
-        ]
+        answer = [token for delta in deltas for token in delta.token_ids]
+        assert answer == [mock_token(prompt, i, 2048) for i in range(3)]
         return deltas[0]
 
     async def push_out(self, seed: int = 1000) -> None:

@@ -1,4 +1,4 @@
-"""What leaves the device is copied in time, and what comes back is what was asked for."""
+"""Blocks that leave the device are copied in time, and exactly those come back that were asked for."""
 
 from collections.abc import Sequence
 
@@ -64,7 +64,7 @@ def test_a_device_that_is_not_full_copies_nothing() -> None:
 
 
 def test_what_would_be_evicted_next_is_copied_with_all_before_it() -> None:
-    """One block in eight, and what two prompts like the largest would evict: eight blocks here, of which four are free."""
+    """The window is an eighth, and room for two prompts like the largest: eight blocks here, of which four are free."""
     stack = Stack(device=64)
     for number in range(14):
         stack.run(prompt(100 + number, 4))

@@ -17,6 +17,7 @@ from workers.engines.torch.batch import check_rows, plan_step, to_device
 from workers.engines.torch.cache import TORCH_DTYPES, PagedKv, allocate
 from workers.engines.torch.config import DTYPES, ModelConfig, read_config
 from workers.engines.torch.cpu import bfloat16_by, cpu_flags
+from workers.engines.torch.device_blocks import CudaBlocks
 from workers.engines.torch.kernels import NO_KERNELS, CpuKernels, open_kernels
 from workers.engines.torch.metrics import STEPS
 from workers.engines.torch.model import Transformer
@@ -118,6 +119,11 @@ class TorchExecutor:
             raise EngineError("the KV cache was asked for before the model was loaded")
         self._kv = allocate(self._info.layout, num_blocks, memory, self._device)
         return self._kv.region()
+
+    def device_blocks(self) -> CudaBlocks:
+        if self._kv is None:
+            raise EngineError("copies of the KV cache were asked for before it was made")
+        return CudaBlocks(self._kv.blocks)
 
     @torch.inference_mode()
     def execute(self, rows: Sequence[Row]) -> list[Result]:

@@ -1,0 +1,48 @@
+"""Decide when a worker's card reports again how fast its tiers are. Pure; the time is a parameter.
+
+Rates are live averages. A card is written for all routers to read, so it changes seldom, and only for what matters.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+from protocol.messages import CardTier
+from workers.engine import EngineInfo
+from workers.tiers import TierReport
+
+EVERY_S = 10.0  # between two cards, at least
+FIRST_S = 1.0  # ... until everything has been measured once
+CHANGE = 0.2  # of a figure: less is not worth a card
+
+
+@runtime_checkable
+class ReportsTiers(Protocol):
+    """An engine of ours, which measures its tiers."""
+
+    @property
+    def tier_report(self) -> Callable[[], TierReport]: ...
+
+
+class CardTiers:
+    """Compares the figures of a card with those of now."""
+
+    def __init__(self) -> None:
+        self._told_s = 0.0
+
+    def due(self, info: EngineInfo, report: TierReport, now: float) -> EngineInfo | None:
+        """Return what the card is to say now, None if it may stay as it is."""
+        if not report.tiers:
+            return None
+        before, after = _figures(info.prefill_token_s, info.tiers), _figures(report.prefill_token_s, report.tiers)
+        is_first = any(not old and new for old, new in zip(before, after, strict=True))
+        if now - self._told_s < (FIRST_S if is_first else EVERY_S):
+            return None
+        if not any(abs(new - old) > CHANGE * old for old, new in zip(before, after, strict=True)):
+            return None
+        self._told_s = now
+        return replace(info, tiers=report.tiers, prefill_token_s=report.prefill_token_s)
+
+
+def _figures(token_s: float, tiers: tuple[CardTier, ...]) -> list[float]:
+    return [token_s, *[figure for tier in tiers for figure in (tier.block_s, tier.block_s + tier.latency_s)]]
