@@ -155,6 +155,7 @@ class TierStack:
             if not count:
                 return None
         load = PlannedLoad(tuple(pieces[:count]), self._expected_s(pieces[:count]))
+        pieces[0].level.counts["loads"] += 1
         for level, block in load.pieces:
             level.index.pin((block,))
             level.rates.backlog_bytes += level.rates.block_bytes
