@@ -89,7 +89,8 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_BENCH_",
         prog="kvmesh bench kv",
-        description="Measure KV in host memory against computing it again, with the torch engine.",
+        description="Measure KV in host memory against computing it again, with the torch engine, and what it costs "
+        "prompts that never come again.",
         section="bench",
     )
     report = asyncio.run(measure(config, Console(stderr=True)))
@@ -117,7 +118,7 @@ class ThrottledStore:
         self._store.load(address, take)
 
 
-class Side:
+class BenchedEngine:
     """One engine, and what was seen of it."""
 
     def __init__(self, engine: StepEngine) -> None:
@@ -149,17 +150,17 @@ class Side:
     async def rest(self) -> None:
         """Wait until no copy is in progress: the other side is asked next."""
         copies = self.engine._copies
-        while copies is not None and (copies.stack._in_flight or copies._loads):
+        while copies is not None and (copies.stack._in_flight or copies._loads):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     def count(self, name: str) -> int:
         return sum(use.counts.get(name, 0) for use in self.engine.load().tiers)
 
 
-class Bench:
+class KvBench:
     """The comparisons, one after the other."""
 
-    def __init__(self, config: KvBenchConfig, host: Side, plain: Side) -> None:
+    def __init__(self, config: KvBenchConfig, host: BenchedEngine, plain: BenchedEngine) -> None:
         self.config = config
         self.host = host
         self.plain = plain
@@ -252,9 +253,9 @@ class Bench:
 
 async def measure(config: KvBenchConfig, console: Console) -> KvBenchReport:
     async with AsyncExitStack() as engines:
-        host = Side(await engines.enter_async_context(running(config, TierSettings(config.host_mib * MIB))))
-        plain = Side(await engines.enter_async_context(running(config, TierSettings())))
-        bench = Bench(config, host, plain)
+        host = BenchedEngine(await engines.enter_async_context(running(config, TierSettings(config.host_mib * MIB))))
+        plain = BenchedEngine(await engines.enter_async_context(running(config, TierSettings())))
+        bench = KvBench(config, host, plain)
         stores: Any = host.engine._copies._tiers.stores  # type: ignore[union-attr]
         [(tier, store)] = stores.items()
         throttled = stores[tier] = ThrottledStore(store)
