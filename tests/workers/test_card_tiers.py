@@ -1,11 +1,19 @@
 """A card reports how fast a worker's tiers are, seldom."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from protocol.messages import NO_LAYOUT, CardTier
+from cluster.tiny_model import CHECKPOINT_DIR
+from protocol.ids import WorkerId
+from protocol.messages import NO_LAYOUT, CardTier, Role
 from protocol.tiers import Tier
+from tests.support.place import FakePlace
 from workers.card_tiers import EVERY_S, CardTiers
+from workers.config import WorkerConfig
 from workers.engine import EngineInfo
+from workers.engines.opening import open_engine
+from workers.membership import make_card
+from workers.service import Worker
 from workers.tiers import TierReport
 
 INFO = EngineInfo("m", "", 16, 8, 64, 4, NO_LAYOUT, "", tiers=(CardTier(tier=Tier.HOST, blocks=100),))
@@ -41,3 +49,24 @@ def test_large_changes_are_told_now_and_then() -> None:
 
 def test_a_worker_without_tiers_tells_nothing() -> None:
     assert told([(100.0, TierReport())]) == []
+
+
+async def test_a_worker_writes_its_card_again_when_it_has_measured() -> None:
+    settings = WorkerConfig(
+        engine="mock", model_path=str(CHECKPOINT_DIR), model="m", mock_speedup=0.0, kv_transfer="shm", kv_host_mib=1
+    )
+    engine, place = open_engine(settings), FakePlace()
+    worker = Worker(engine, place)
+    worker.info = await engine.start(WorkerId("w"), "127.0.0.1:1")
+    [tier] = worker.info.tiers
+    assert (tier.tier, tier.block_s) == (Tier.HOST, 0)
+    await worker.tell_tiers()
+    assert place.infos == []
+    engine._copies.stack.compute.note_step(100, 0, 0.2)  # type: ignore[attr-defined]
+    await worker.tell_tiers()
+    assert [info.prefill_token_s for info in place.infos] == [0.002]
+    card = make_card(
+        settings, WorkerId("w"), Role.AGGREGATED, replace(place.infos[0], tells_events=False), "h:1", [], ""
+    )
+    assert (card.tiers, card.prefill_token_s) == (worker.info.tiers, 0.002)
+    await engine.stop()
