@@ -8,8 +8,10 @@ from msgspec.structs import replace
 from kvcache.pool import BlockPool
 from planner.model import RoleFleet, WorkerLoad
 from protocol.ids import WorkerId
-from protocol.messages import Role, WorkerCard
-from simulator.config import SimConfig, timing_of
+from protocol.messages import CardTier, Role, WorkerCard
+from protocol.tiers import Tier
+from simulator.config import SimConfig, host_block_s_of, timing_of
+from simulator.tiers import SimTiers
 from simulator.worker import SimWorker, SimWorkerState
 from workers.scheduler import KvPull, Limits, Output, Scheduler
 
@@ -49,9 +51,14 @@ class SimFleet:
             vocab_size=1,
             max_waiting=1 << 30,
         )
-        scheduler = Scheduler(BlockPool(config.blocks, config.block_size), limits, ())
+        pool = BlockPool(config.blocks, config.block_size)
+        tiers = None
+        if config.host_blocks:
+            tiers = SimTiers(pool, config.host_blocks, host_block_s_of(config), config.block_size)
+        scheduler = Scheduler(pool, limits, (), None if tiers is None else tiers.stack)
         timing = self._timings[role is Role.PREFILL]
-        worker = SimWorker(self._card(f"w{number:05d}", role), scheduler, timing, self._on_outputs, self._on_pull)
+        card = self._card(f"w{number:05d}", role)
+        worker = SimWorker(card, scheduler, timing, self._on_outputs, self._on_pull, tiers)
         worker.ordered_s = now
         self.workers.append(worker)
         self._by_id[worker.worker_id] = worker
@@ -120,7 +127,8 @@ class SimFleet:
         return self._config.gpus_per_prefill if is_prefill else self._config.gpus_per_decode
 
     def _card(self, name: str, role: Role) -> WorkerCard:
-        config = self._config
+        config, timing = self._config, self._timings[role is Role.PREFILL]
+        host = CardTier(tier=Tier.HOST, blocks=config.host_blocks, block_s=max(host_block_s_of(config), 1e-9))
         return WorkerCard(
             worker_id=WorkerId(name),
             name=name,
@@ -134,4 +142,6 @@ class SimFleet:
             max_num_seqs=config.max_num_seqs,
             kv_events="simulated",
             transfer=TRANSFER,
+            tiers=(host,) if config.host_blocks else (),
+            prefill_token_s=timing.prefill_s(config.max_step_tokens) / config.max_step_tokens,
         )

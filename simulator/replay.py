@@ -54,6 +54,10 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     workers: Annotated[int, Meta(ge=1, description="workers, including those that prefill")] = 8
     prefill_workers: Annotated[int, Meta(ge=0, description="disaggregated: workers that prefill; 0: half")] = 0
     blocks_per_worker: Annotated[int, Meta(ge=1, description="KV blocks of each worker")] = 6000
+    host_blocks: Annotated[int, Meta(ge=0, description="KV blocks of each worker in host memory; 0: none")] = 0
+    host_bandwidth_gbps: Annotated[
+        float, Meta(ge=0, description="gigabytes of KV per second to and from host memory; 0: no limit")
+    ] = 25.0
     block_size: Annotated[int, Meta(ge=1, description="tokens per block, a divisor of the trace's")] = 512
     trace_block_size: Annotated[int, Meta(ge=1, description="tokens that a block id of the trace stands for")] = 512
     max_num_seqs: Annotated[int, Meta(ge=1, description="sequences that a worker runs at once")] = 256
@@ -165,6 +169,8 @@ def simulated(config: ReplayConfig) -> SimConfig:
         workers=config.workers,
         prefill_workers=config.prefill_workers,
         blocks=config.blocks_per_worker,
+        host_blocks=config.host_blocks,
+        host_bandwidth_gbps=config.host_bandwidth_gbps,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_step_tokens,

@@ -87,8 +87,10 @@ def sequence_for(
 
 
 def as_told(events: Sequence[KvEvent]) -> list[KvEvent]:
-    """Return a pool's events with block sizes in halves of names."""
+    """Return a cache's events with block sizes in halves of names."""
     return [
-        Stored(event.hashes, event.parent, event.token_ids, HALVES) if isinstance(event, Stored) else event
+        Stored(event.hashes, event.parent, event.token_ids, HALVES, medium=event.medium)
+        if isinstance(event, Stored)
+        else event
         for event in events
     ]

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvcache.pool import BlockPool
+from kvcache.tiers.whole import WholeCache
 from protocol.events import KvEvent
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import Role, WorkerCard
 from protocol.timing import Timing
+from simulator.tiers import SimTiers
 from workers.engines.mock.pace import MockPace
 from workers.executor import Sampled
-from workers.scheduler import DecodeRun, KvPull, Output, Scheduler, SequenceState, Step
+from workers.scheduler import DecodeRun, KvPull, Output, Scheduler, SequenceState, Step, TierLoad
 
 MOST_RUN_S = 2.0  # the world learns of blocks filled and taken in a long run of decode steps at least so often
 _FOREVER = float("inf")
@@ -93,8 +95,10 @@ class SimWorker:
         timing: Timing,
         on_outputs: Callable[["SimWorker", Sequence[Output], float], None],
         on_pull: Callable[["SimWorker", KvPull, float], None],
+        tiers: SimTiers | None = None,
     ) -> None:
         self.card = card
+        self.tiers = tiers
         self.state = SimWorkerState.STARTING
         self.scheduler = scheduler
         self.ordered_s = 0.0
@@ -108,7 +112,9 @@ class SimWorker:
         self.due_s = _FOREVER
         self._on_outputs = on_outputs
         self._on_pull = on_pull
+        self._cache = WholeCache(scheduler.pool) if tiers is None else tiers.cache
         self._step: Step | None = None
+        self._step_began_s = 0.0
         self._run: _RunInProgress | None = None
         self.set_timing(timing)
 
@@ -134,7 +140,10 @@ class SimWorker:
         self._pace = MockPace(timing, 0.0, _never, block_size=self.pool.block_size)
 
     def take_events(self) -> list[KvEvent]:
-        return self.pool.take_events()
+        return self._cache.take_events()
+
+    def snapshot(self) -> list[KvEvent]:
+        return self._cache.snapshot()
 
     def queue(self, sequence: SequenceState, now: float) -> None:
         """Queue a sequence. Raises InvalidRequestError if it can never run here."""
@@ -144,9 +153,15 @@ class SimWorker:
         self.scheduler.queue(sequence)
         self.stir(now)
 
-    def pull_ended(self, sequence: SequenceState, now: float) -> None:
+    def pull_ended(self, pull: KvPull, now: float) -> None:
+        """Take that a pull, or a load from host memory, is complete."""
         self.settle(now)
-        self.scheduler.pull_ended(sequence, arrived=True)
+        if isinstance(pull, TierLoad):
+            assert self.tiers is not None
+            self.tiers.load_ended(pull)
+            self.scheduler.load_ended(pull, len(pull.into))
+        else:
+            self.scheduler.pull_ended(pull.sequence, arrived=True)
         self.stir(now)
 
     def release(self, blocks: Sequence[int], now: float) -> None:
@@ -191,12 +206,19 @@ class SimWorker:
             self._begin(now)
         elif (step := self._step) is not None:
             self._step = None
+            if self.tiers is not None:
+                self.tiers.note_step(step.rows, now - self._step_began_s)
             results = [_TOKEN if row.sample else None for row in step.rows]
             self._on_outputs(self, self.scheduler.complete(step, results), now)
             if self.is_idle:  # what was heard of it may have begun the next one
                 self._begin(now)
 
+    def _advance_tiers(self, now: float) -> None:
+        if self.tiers is not None:
+            self.tiers.advance(now)
+
     def _begin(self, now: float) -> None:
+        self._advance_tiers(now)
         run = self.scheduler.plan_run()
         if run is not None and run.steps > 1:
             self._run = _RunInProgress(run, now, self._decode_s)
@@ -208,7 +230,7 @@ class SimWorker:
     def _begin_step(self, begins_s: float, now: float) -> None:
         """Begin the next step, which began a little ago if it was part of a run that was cut short."""
         step = self.scheduler.plan()
-        for pull in step.pulls:
+        for pull in (*step.pulls, *step.loads):
             self._on_pull(self, pull, now)
         if step.rows:
             took_s = self._pace.step_s(step.rows)
@@ -216,7 +238,7 @@ class SimWorker:
                 [len(row.token_ids) for row in step.rows if len(row.token_ids) > 1 or not row.output]
             )
             self.busy_s += took_s
-            self._step = step
+            self._step, self._step_began_s = step, begins_s
             self._wake_at(max(now, begins_s + took_s))
 
     def _decode_s(self, sequences: int, blocks: int) -> float:

@@ -19,7 +19,7 @@ from simulator.requests import SimRequest
 from simulator.routers import SimRouters
 from simulator.sequence import prompt_hashes, sequence_for
 from simulator.worker import SimWorker, SimWorkerState
-from workers.scheduler import KvPull, Output, SequenceState
+from workers.scheduler import KvPull, Output, TierLoad
 
 PROGRESS_S = 2.0  # as frontends tell the router of answers that grow
 PATIENCE_S = 6 * 3600.0  # if nothing ends for this long, the open requests never will
@@ -274,13 +274,17 @@ class World:
         self._follow(request.prefill)
 
     def _begin_pull(self, worker: SimWorker, pull: KvPull, when: float) -> None:
+        if isinstance(pull, TierLoad):
+            assert worker.tiers is not None
+            self._agenda.at(worker.tiers.ends_s(pull, when), self._end_pull, worker, pull)
+            return
         ticket = pull.sequence.request.ticket
         assert ticket is not None
         missing = ticket.num_tokens - pull.skip * worker.pool.block_size
-        self._agenda.at(when + missing * self._pull_s_per_token, self._end_pull, worker, pull.sequence)
+        self._agenda.at(when + missing * self._pull_s_per_token, self._end_pull, worker, pull)
 
-    def _end_pull(self, worker: SimWorker, sequence: SequenceState) -> None:
-        worker.pull_ended(sequence, self._agenda.now)
+    def _end_pull(self, worker: SimWorker, pull: KvPull) -> None:
+        worker.pull_ended(pull, self._agenda.now)
         self._follow(worker)
 
     def _end(self, request: OpenRequest) -> None:
@@ -338,7 +342,7 @@ class World:
     def _join(self, worker: SimWorker, since_s: float | None = None) -> None:
         worker.state = SimWorkerState.READY
         self._routers.add_worker(worker.card, self._agenda.now if since_s is None else since_s)
-        self._routers.tell(worker, worker.pool.snapshot())
+        self._routers.tell(worker, worker.snapshot())
 
     def _leave(self, worker: SimWorker, state: SimWorkerState) -> None:
         """Let a worker leave. It gets no more requests and finishes those it has."""

@@ -166,6 +166,11 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         the engine would not heed."""
         tool_parser_name(self.tool_parser)
         reasoning_parser_name(self.reasoning_parser)
+        if self.kv_host_mib and self.engine not in ("torch", "mock"):
+            raise ConfigError(
+                f"--kv-host-mib is not for the engine {self.engine}",
+                hint="engines of other projects have tiers of their own, see docs/engines.md",
+            )
         if self.guide_whitespace != "compact" and self.engine != "torch":
             raise ConfigError(
                 f"--guide-whitespace is not for the engine {self.engine}",

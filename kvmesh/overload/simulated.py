@@ -303,7 +303,7 @@ class SimulatedMesh:
             worker.scheduler.pull_let_go(pull)
             worker.stir(self.agenda.now)
         else:
-            worker.pull_ended(pull.sequence, self.agenda.now)
+            worker.pull_ended(pull, self.agenda.now)
         self._follow(worker)
 
     def _report_progress(self) -> None:

@@ -15,7 +15,9 @@ from protocol.ids import RequestId, new_worker_id
 from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
 from router.index import Holder, PlainIndex
 from tests.support.patience import PATIENCE_S
+from workers.config import WorkerConfig
 from workers.engines.mock.executor import MockExecutor, mock_token
+from workers.metrics import read_load
 from workers.step_engine import StepEngine, StepEngineConfig
 from workers.tiers import TierSettings
 
@@ -264,3 +266,22 @@ async def test_host_memory_smaller_than_a_block_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--kv-host-mib gives 127 bytes, a KV block of this model has 128"):
         await refused.start(new_worker_id("w"), "")
     await refused.stop()
+
+
+def test_engines_with_tiers_of_their_own_take_no_host_memory() -> None:
+    with pytest.raises(ConfigError, match="--kv-host-mib is not for the engine vllm"):
+        WorkerConfig(engine="vllm", model_path="m", kv_host_mib=1)
+
+
+async def test_the_metrics_of_a_worker_have_its_tiers(serving: Serving) -> None:
+    await serving.ask(PROMPT)
+    await serving.push_out()
+    await serving.ask(PROMPT)
+    readings = {reading[:2]: reading.value for reading in read_load(("w", "m", "r"), serving.engine.load(), 0.0)}
+    where = ("w", "m", "r", "host")
+    assert readings["kvmesh_worker_kv_tier_hit_blocks_total", where] == 10
+    assert readings["kvmesh_worker_kv_tier_loaded_bytes_total", where] == 10 * BLOCK_BYTES
+    assert readings["kvmesh_worker_kv_tier_saved_bytes_total", where] >= 10 * BLOCK_BYTES
+    assert readings["kvmesh_worker_kv_tier_lookups_total", (*where, "yes")] == 1
+    assert readings["kvmesh_worker_kv_tier_limit_bytes", where] == 400 * BLOCK_BYTES
+    assert 0 < readings["kvmesh_worker_kv_hit_share", ("w", "m", "r", "below")] < 1

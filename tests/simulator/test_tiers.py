@@ -1,0 +1,41 @@
+"""Simulated workers keep evicted prefixes in host memory, by the live rules."""
+
+import pytest
+
+from simulator import SimConfig, SimReport, SimRequest, simulate
+from simulator.requests import thread_names
+
+BLOCK = 16
+ISL = 20 * BLOCK + 1
+
+
+def circle(rounds: int, prompts: int = 4) -> list[SimRequest]:
+    """Return prompts that are asked for in turn, one a second."""
+    return [
+        SimRequest(float(number), ISL, 2, thread_names(number % prompts, 0, ISL // BLOCK), number % prompts)
+        for number in range(rounds * prompts)
+    ]
+
+
+def run(**settings: object) -> SimReport:
+    """Simulate one worker that computes 1,000 tokens a second, with room for two prompts and a half."""
+    values = {"workers": 1, "blocks": 54, "block_size": BLOCK, "prefill_rate": 1000.0, "itl_s": 0.01}
+    return simulate(circle(6), SimConfig(**(values | settings)))  # type: ignore[arg-type]
+
+
+def test_evicted_prefixes_come_back_in_the_time_of_the_copy() -> None:
+    """A token has 131,072 bytes, so a prompt has 42 MB, which take 20 ms at 2.1 gigabytes per second."""
+    without, fast = run(), run(host_blocks=200, host_bandwidth_gbps=2.1)
+    assert without.hit_share == 0
+    assert fast.hit_share == pytest.approx(5 / 6, abs=0.02)
+    assert fast.ttft_s.p50 == pytest.approx(0.02 + 0.01, rel=0.05), "the load, and the step of its last token"
+    assert without.ttft_s.p50 == pytest.approx(ISL / 1000, rel=0.01)
+
+
+def test_a_tier_slower_than_computing_is_left_alone() -> None:
+    without, slow = run(), run(host_blocks=200, host_bandwidth_gbps=0.05)
+    assert slow.ttft_s.p50 <= 1.15 * without.ttft_s.p50
+
+
+def test_equal_input_gives_equal_figures_with_tiers() -> None:
+    assert run(host_blocks=200) == run(host_blocks=200)
