@@ -269,22 +269,24 @@ class BlockPool:
 
     def next_victims(self, count: int) -> list[int]:
         """Return the `count` cached blocks that would be evicted next, in order. Nothing changes."""
-        heap = [entry for entry in set(self._evictable) if not self._is_stale(*entry)]
-        heapq.heapify(heap)
+        heap = self._evictable.copy()  # only what is popped is looked at: a pool may be large
         lost: dict[int, int] = {}  # children that would be gone
-        victims: list[int] = []
+        victims: dict[int, None] = {}
         while heap and len(victims) < count:
-            _, block_id = heapq.heappop(heap)
-            victims.append(block_id)
-            parent = self._blocks[block_id].parent
-            if parent is None:
+            last_used, block_id = heapq.heappop(heap)
+            block = self._blocks[block_id]
+            is_leaf = block.hash is not None and block.refs == 0 and block.children == lost.get(block_id, 0)
+            if not is_leaf or block.last_used != last_used or block_id in victims:
+                continue
+            victims[block_id] = None
+            if (parent := block.parent) is None:
                 continue
             parent_id = self._by_hash[parent]
             lost[parent_id] = lost.get(parent_id, 0) + 1
             block = self._blocks[parent_id]
             if block.refs == 0 and block.children == lost[parent_id]:
                 heapq.heappush(heap, (block.last_used, parent_id))
-        return victims
+        return list(victims)
 
     def take_events(self) -> list[KvEvent]:
         """Return the changes since the last call. Stored blocks that follow each other become one event."""

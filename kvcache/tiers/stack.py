@@ -20,6 +20,7 @@ from protocol.tiers import Tier
 Offload = Literal["ahead", "through"]
 AHEAD_SHARE = 8  # one block in so many of those that can be allocated is kept ready to be evicted
 BURSTS = 2  # and at least what so many of the largest allocations of one step would evict
+MOST_LOOKED_AT = 1024  # blocks, unless bursts are larger: a large device is not searched in one go
 BURST_FADE = 0.98  # what a step leaves of the largest allocation
 WINDOW_REQUESTS = 1000  # of the hit rate
 LATE_TIMES = 4.0  # a load that takes so many times as long as expected is late
@@ -277,14 +278,16 @@ class TierStack:
     def _next_to_go(self) -> Sequence[int]:
         """Return the blocks that the next allocations would evict; nothing if that was looked at just now."""
         pool = self.pool
-        window = max(pool.available_blocks // AHEAD_SHARE, min(pool.available_blocks, int(BURSTS * self._burst)))
+        bursts = min(pool.available_blocks, int(BURSTS * self._burst))
+        window = max(pool.available_blocks // AHEAD_SHARE, bursts)
         victims = window - pool.free_blocks
         if victims <= 0 or not self._reuse.pays:
             return ()
-        if self._looked_at is not None and pool.num_allocated - self._looked_at < max(1, window // AHEAD_SHARE):
+        since = None if self._looked_at is None else pool.num_allocated - self._looked_at
+        if since is not None and since < max(1, min(window, MOST_LOOKED_AT) // AHEAD_SHARE):
             return ()
         self._looked_at = pool.num_allocated
-        return pool.next_victims(victims)
+        return pool.next_victims(min(victims, max(MOST_LOOKED_AT, bursts)))
 
     def _missing_chain(self, block_id: int) -> Iterator[CommittedBlock]:
         """Yield the blocks up to this one that are not below the device yet, parents first."""

@@ -1,5 +1,6 @@
 """Test which blocks are shared, kept and evicted, and what the pool announces."""
 
+import random
 from collections.abc import Iterable
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvcache.pool import BlockPool, PoolExhaustedError
+from kvcache.pool import BlockPool, PoolExhaustedError, PoolJournal
 from protocol.events import Cleared, Digest, Removed, Stored
 from protocol.hashing import digest_term, sequence_hashes
 from tests.support.budget import examples
@@ -208,3 +209,27 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=examples(150), stateful_step_count=40)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_next_victims_are_those_that_are_evicted_next(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = BlockPool(24, BLOCK)
+    held = []
+    for _ in range(40):
+        try:
+            table = fill(pool, [rng.randrange(2) for _ in range(BLOCK * rng.randrange(1, 7))])
+        except PoolExhaustedError:
+            continue
+        if rng.random() < 0.15:
+            held.append(table)
+        else:
+            pool.release(table)
+        if held and rng.random() < 0.3:
+            pool.release(held.pop())
+    expected = [block for block_id in pool.next_victims(24) if (block := pool.committed(block_id))]
+    assert len(expected) == pool.cached_blocks
+    pool.take_events()
+    pool.journal = PoolJournal()
+    pool.allocate(pool.available_blocks)
+    assert pool.journal.evicted == [block.name for block in expected]
