@@ -47,7 +47,14 @@ class FleetCapacity:
 
     def needs(self, demand: Demand) -> dict[str, Need]:
         """Return the workers that the demand takes, by role."""
-        slo, share, corrections = self._slo, self._utilization, self.corrections
+        return self._needs(demand, self.corrections)
+
+    def uncorrected(self, demand: Demand) -> dict[str, Need]:
+        """Return the workers that the demand takes if the profiles are right."""
+        return self._needs(demand, Corrections())
+
+    def _needs(self, demand: Demand, corrections: Corrections) -> dict[str, Need]:
+        slo, share = self._slo, self._utilization
         if self.is_aggregated:
             return {"aggregated": aggregated_need(self._decode, demand, slo, share, corrections.itl)}
         return {

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from msgspec import structs
+
 from planner.budget import Counts, ScalingLimits, clamp, limits_of
 from planner.capacity import FleetCapacity
 from planner.forecast import Forecast
@@ -28,6 +30,7 @@ HYSTERESIS = 0.04  # more load than forecast that the rest must carry before wor
 DOWN_MEMORY = 2  # intervals in which fewer workers must have been enough
 REST = 12  # intervals after a role got more workers in which a need for one worker less is taken for noise
 SMALL = 0.1  # a step of this share of a role's workers is as small as one worker
+CARRIED = 3  # intervals in which the fleet has carried the load before its times correct a profile: queues are gone
 RECENT_S = 20.0  # the reactive loop looks at the arrivals of this time
 CALM_S = 60.0  # how long the rest must have been able to carry the load before the reactive loop takes one away
 
@@ -59,6 +62,7 @@ class PlannerCore:
         self._plan = ForecastPlan(self._limits.fewest, Counts(0, 0), 0.0)
         self._enough: deque[Counts] = deque(maxlen=DOWN_MEMORY)
         self._intervals = 0
+        self._carried = CARRIED  # intervals in a row in which the fleet carried the load
         self._grew = {"prefill": -REST, "decode": -REST}  # the interval in which a role got more
         self._next_fast_s = -math.inf
         self._calm_since: dict[str, float] = {}
@@ -105,8 +109,22 @@ class PlannerCore:
             return (doubt,)
         demand = self._traffic.demand(window.requests / window.seconds)
         if demand is not None:
-            self._capacity.correct(window, demand, seen)
+            self._carried = self._carried + 1 if self._carries(demand, seen) else 0
+            if self._carried >= CARRIED:
+                self._capacity.correct(window, demand, seen)
         return ()
+
+    def _carries(self, demand: Demand, seen: Observation) -> bool:
+        """Return whether the fleet carries the load, and no queue is left: other times say nothing of its workers."""
+        settled = structs.replace(
+            seen,
+            prefill=structs.replace(seen.prefill, starting=0),
+            decode=structs.replace(seen.decode, starting=0),
+        )
+        prefill, decode = self._pressures(settled, RECENT_S)
+        needs = _counts(self._capacity.uncorrected(demand))
+        is_large = seen.prefill.ready >= needs.prefill and seen.decode.ready >= needs.decode
+        return is_large and prefill.workers <= seen.prefill.ready and decode.workers <= seen.decode.ready
 
     # --- the two loops ---------------------------------------------------------------------------------
 

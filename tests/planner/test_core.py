@@ -210,6 +210,19 @@ def test_the_reactive_loop_takes_back_only_workers_above_the_plan() -> None:
     assert floor["prefill"] >= 3
 
 
+def test_times_of_a_fleet_that_is_too_small_correct_nothing() -> None:
+    """A fleet of one worker for each role gets six requests a second: answers are slow because they are too many."""
+    planner, slow = core(max_gpus=2), {"ttft_s": 1.9, "itl_s": 0.9}
+    driven(planner, lambda _: 6.0, 900, FakeFleet(1, 1), **slow)
+    assert (planner.state()["ttft_correction"], planner.state()["itl_correction"]) == (1.0, 1.0)
+
+
+def test_times_of_a_fleet_that_carries_the_load_correct_the_profile() -> None:
+    planner = core()
+    driven(planner, lambda _: 6.0, 900, FakeFleet(8, 8), itl_s=0.2)
+    assert planner.state()["itl_correction"] > 1.0
+
+
 # --- flips --------------------------------------------------------------------------------------------
 
 
