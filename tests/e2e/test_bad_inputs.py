@@ -55,6 +55,7 @@ def test_without_rights_a_service_ends_and_says_which_it_needs(tmp_path: Path, s
         assert "give the user read and write access to /site/" in line and "secret" not in line
 
 
+@pytest.mark.long
 def test_two_models_under_one_name_are_told_apart_and_the_first_serves(tmp_path: Path, stack: ExitStack) -> None:
     other = tmp_path / "other"
     shutil.copytree(CHECKPOINT_DIR, other)

@@ -28,7 +28,7 @@ from tests.support.gateway import Picked, connected
 from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 class PickerProcess:

@@ -16,7 +16,7 @@ from protocol.messages import FrontendCard, decode
 from tests.support.mesh import TRUSTED, Mesh, running_mesh, until
 from tests.support.patience import PATIENCE_S
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 BODY = {"model": "tiny", "prompt": "Once", "max_tokens": 4, "temperature": 0}
 
 
@@ -74,7 +74,6 @@ def test_requests_spread_and_every_process_counts_all(mesh: Mesh) -> None:
     assert cards(mesh) == []
 
 
-@pytest.mark.long
 def test_new_processes_take_over_and_no_client_notices(mesh: Mesh) -> None:
     """SIGHUP: each new process listens on the port before an old one leaves it."""
     with many_frontends(mesh, 2) as parent:

@@ -11,6 +11,8 @@ from tests.support.mesh import until
 from tests.support.services import NEW, Services, quiet_port
 from tests.support.streams import Stream, check_mock_answer
 
+pytestmark = pytest.mark.long
+
 
 class StaticMesh(Services):
     """A frontend, a router by itself and two workers. The frontend listens for those that ask what it shows."""
@@ -86,7 +88,6 @@ def test_a_worker_that_is_killed_is_replaced_on_its_port(mesh: StaticMesh) -> No
     mesh.answers("a", "b")
 
 
-@pytest.mark.long
 def test_a_worker_that_hangs_leaves_and_returns(mesh: StaticMesh) -> None:
     mesh.signal("b", signal.SIGSTOP)
     mesh.until_joined(mesh.frontend, 1)
@@ -96,7 +97,6 @@ def test_a_worker_that_hangs_leaves_and_returns(mesh: StaticMesh) -> None:
     mesh.answers("b")
 
 
-@pytest.mark.long
 def test_a_line_that_is_added_brings_a_worker(mesh: StaticMesh) -> None:
     mesh.worker("c")
     mesh.until_ready("c")

@@ -45,6 +45,7 @@ def test_a_poisonous_prompt_costs_two_workers(tmp_path: Path, kind: str) -> None
         until(lambda: mesh.metric(frontend, "kvmesh_frontend_inflight") == 0)
 
 
+@pytest.mark.long
 def test_innocent_prompts_beside_the_poison_are_answered(tmp_path: Path) -> None:
     """Requests that had no token yet when the worker ended are suspected as well, and cleared one by one."""
     with ExitStack() as stack:
