@@ -62,7 +62,7 @@ test: $(DEV) ## run the tests in parallel (ARGS='-k router': some of them, ARGS=
 test-all: test test-long test-large ## the same, then what takes long, and random examples again, with many more of them
 
 test-long: $(DEV) ## what takes long: two releases in one mesh, strangers at every port, the Slurm script, rolling restarts
-	KVMESH_TEST_LONG=1 $(PYTEST) -m long $(ARGS)
+	KVMESH_TEST_LONG=1 $(PYTEST) -m long $$(grep -rl 'mark\.long' tests --include='test_*.py') $(ARGS)
 
 test-large: $(DEV) ## the second half of test-all
 	KVMESH_TEST_BUDGET=large $(PYTEST) -m 'hypothesis or budget' $(ARGS)

@@ -45,6 +45,7 @@ def test_both_have_room_for_the_largest_batch() -> None:
     assert side_environment(THEIRS, gib)["VLLM_CPU_KVCACHE_SPACE"] == "3"
 
 
+@pytest.mark.long
 def test_our_side_loads_the_written_checkpoint_and_answers(tmp_path: Path) -> None:
     write_checkpoint(CHECKPOINT_DIR, tmp_path, "float32")
     side = RunningSide(OURS, sys.executable, tmp_path, "float32", 16)

@@ -35,6 +35,7 @@ def test_without_envoy_the_error_says_how_to_get_it(tmp_path, monkeypatch: pytes
         pass
 
 
+@pytest.mark.long
 def test_a_run_reports_what_the_picker_adds(capsys: pytest.CaptureFixture[str]) -> None:
     if find_envoy() is None:
         pytest.skip("there is no envoy: make test-envoy installs it")

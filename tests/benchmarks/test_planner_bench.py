@@ -126,6 +126,7 @@ def test_an_idle_worker_keeps_the_slo_for_long_prompts(tmp_path: Path) -> None:
     assert prefill_time_s(load.setting.prefill, 125_000) < 0.8 * load.setting.slo.ttft_s
 
 
+@pytest.mark.long
 def test_an_aggregated_fleet_follows_a_changing_load() -> None:
     load = load_of("step", PlannerBenchConfig(share=0.3, seed=3))
     profile = load.setting.decode

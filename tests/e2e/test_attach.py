@@ -28,7 +28,7 @@ from tests.support.mesh import Mesh, until
 from tests.support.patience import PATIENCE_S
 from tests.support.streams import Stream, check_answer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 @contextmanager
@@ -100,7 +100,6 @@ def unbooked(mesh: Mesh) -> dict[str, tuple[int, int]]:
     return {c["worker"]: (c["unbooked_requests"], c["unbooked_blocks"]) for c in reply["explanation"]["candidates"]}
 
 
-@pytest.mark.long
 def test_a_server_that_other_callers_use_gets_fewer_requests(tmp_path: Path) -> None:
     busy, idle = VllmServer(), VllmServer()  # each with a quarter of its 1,000 blocks in use
     with served(busy, idle), attached(tmp_path, busy.url, idle.url, workers=2) as mesh:
@@ -117,7 +116,6 @@ def test_a_server_that_other_callers_use_gets_fewer_requests(tmp_path: Path) -> 
         until(lambda: unbooked(mesh)[name_of(busy)] == (0, 0), what="the other callers to leave")
 
 
-@pytest.mark.long
 def test_the_cache_of_a_silent_server_is_predicted(tmp_path: Path) -> None:
     servers = [LlamaCppServer(), LlamaCppServer()]
     folder = ["--model-path", str(CHECKPOINT_DIR)]
@@ -208,7 +206,6 @@ def test_a_chat_with_a_server_that_speaks_in_texts(tmp_path: Path) -> None:
         assert answer["choices"][0]["message"]["content"] == expected
 
 
-@pytest.mark.long
 def test_a_server_is_attached_while_it_is_announced(tmp_path: Path) -> None:
     server = VllmServer()
     with served(server), attached(tmp_path, "--discover", workers=0) as mesh:

@@ -13,7 +13,7 @@ from cluster.tiny_model import CHECKPOINT_DIR
 from tests.support.mesh import until
 from tests.support.patience import PATIENCE_S
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 REQUEST = b"GET /metrics HTTP/1.1\r\nHost: mesh\r\n\r\n"
 SERVICES = {
     "frontend": ["frontend", "--port", "{0}"],
@@ -58,7 +58,7 @@ def connections_to(process: subprocess.Popen[bytes], ports: Sequence[int]) -> li
     return opened
 
 
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize(
     ("before", "after"),
     [

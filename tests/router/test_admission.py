@@ -226,6 +226,7 @@ def test_a_mesh_that_can_do_it_refuses_nothing(shape: str, load: float, routers:
     assert [one for one in asked_of(shape, load, routers=routers) if one.refused_s >= 0] == []
 
 
+@pytest.mark.long
 def test_without_admission_most_of_the_work_is_in_vain() -> None:
     asked = asked_of("mix", 10.0, rules=RouterRules(admission=AdmissionRules(is_on=False)))
     assert tokens_per_s(asked, 3.0, SECONDS) < 0.6 * SHAPES["mix"][2]
