@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from cluster.crew import Crew
+from cluster.run_folder import PREFIX, claim, let_go
 from mesh.http.request import Reply, Request, json_reply
 from mesh.http.server import App, HttpLimits, Route, listening_unix
 from planner.config import CONTROL_FILE
@@ -17,6 +18,7 @@ from planner.connectors.local_api import MAX_BODY_BYTES, FlipRequest, ScaleReque
 from protocol.messages import Role
 
 MAX_PATH_BYTES = 100  # the kernel takes 107
+CONTROL_PREFIX = f"{PREFIX}c-"  # short, for the same reason
 
 
 @asynccontextmanager
@@ -34,8 +36,12 @@ def _folder_for(run_dir: Path) -> Iterator[Path]:
     """Yield a folder in the run directory, or a temporary one where that path is too long for a socket."""
     own = run_dir / "control"
     if len(os.fsencode(own / CONTROL_FILE)) > MAX_PATH_BYTES:
-        with tempfile.TemporaryDirectory(prefix="mesh-control-") as temporary:
-            yield Path(temporary)
+        temporary = Path(tempfile.mkdtemp(prefix=CONTROL_PREFIX))
+        claim(temporary)  # the next mesh removes it if this one is killed
+        try:
+            yield temporary
+        finally:
+            let_go(temporary, keep=False)
         return
     own.mkdir(mode=0o700, exist_ok=True)
     own.chmod(0o700)

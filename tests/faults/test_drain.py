@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.control import CONTROL_PREFIX
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.mesh import Mesh, _wait_for_banner, until
 from tests.support.patience import PATIENCE_S
@@ -28,7 +29,7 @@ class OwnMesh:
             [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": str(tmp)}
         )
         until(lambda: set(tmp.glob("kvmesh-*")) - before or self.process.poll() is not None)
-        [run_dir] = set(tmp.glob("kvmesh-*")) - before
+        [run_dir] = set(tmp.glob("kvmesh-*")) - before - set(tmp.glob(f"{CONTROL_PREFIX}*"))
         self.mesh = Mesh(self.process, run_dir)
         _wait_for_banner(self.mesh)
         self.processes = self.mesh.processes()

@@ -22,12 +22,13 @@ def test_a_mesh_that_was_killed_leaves_nothing(tmp_path: Path, while_it_answers:
         stream.until_tokens(5)
     children = [process for process in killed.processes if process.pid != killed.process.pid]
     assert len(children) >= 4
+    folders = set(tmp_path.iterdir())  # two where the path of its control socket would be too long
     killed.process.send_signal(signal.SIGKILL)
     killed.process.wait()
     next_one = OwnMesh(tmp_path)
     try:
         until(lambda: not any(process.is_running() for process in children), what="the children to end")
-        until(lambda: list(tmp_path.iterdir()) == [next_one.mesh.run_dir], what="the folder to go")
+        until(lambda: not folders & set(tmp_path.iterdir()), what="the folders to go")
     finally:
         next_one.process.send_signal(signal.SIGINT)
         assert next_one.process.wait(PATIENCE_S) == 0
