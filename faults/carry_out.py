@@ -208,6 +208,7 @@ class Machine:
         """Give a process a certificate that expires soon; then have all its connections made again."""
         certificates = self._mesh.certificates
         assert certificates is not None, "only a closed mesh is planned to have this fault"
+        self._mesh.expired.add(name)
         await asyncio.to_thread(certificates.renew, name, SHORT_LIFE_S)
         await asyncio.sleep(SHORT_LIFE_S + 1.0)  # an expiry is in whole seconds
         self._mesh.reset(name)
@@ -215,6 +216,7 @@ class Machine:
     async def _renew(self, name: str) -> None:
         if self._mesh.certificates is not None:
             await asyncio.to_thread(self._mesh.certificates.renew, name)
+        self._mesh.expired.discard(name)
 
     # --- engines and clocks ---------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class FaultsMesh:
         self._seed = seed
         self._without = without
         self.ended: list[str] = []  # processes that ended, oldest first: what the supervisor says of each
+        self.expired: set[str] = set()  # processes whose certificate has expired, or is about to
         self.supervisor = Supervisor(self.logs, self._on_line)
         self.names = [name for role in (ROUTER, PREFILL, DECODE, FRONTEND) for name in self.of_role(role)]
         self.real_names = [f"real-{role}-0" for role in WORKERS] if shape.torch else []
@@ -172,7 +173,9 @@ class FaultsMesh:
         return self.on_down(name, failure, retry_s)
 
     def _on_line(self, line: str) -> None:
-        self.ended.append(line)
+        name, _, what = line.partition(" ")
+        if not (name in self.expired and what.startswith("ended with exit code 1,")):  # it refuses to start, rightly
+            self.ended.append(line)
         self.tell(line)
 
     # --- what faults use ------------------------------------------------------------------------------
