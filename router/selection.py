@@ -21,7 +21,7 @@ class TierSaving(NamedTuple):
 
 
 TierSavings: TypeAlias = tuple[TierSaving | None, TierSaving | None, TierSaving | None]
-"""Of host memory, disk and object storage, as the worker has measured them. None: it has not, the weights count."""
+"""What a block saves in host memory, on disk and in object storage, as the worker has measured. None: not measured."""
 
 
 class Candidate(Struct):

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """With a `door` its KV events over ZMQ are closed. Raises ConfigError if its KV events cannot be published."""
+    """Join the mesh; with a `door`, events over ZMQ are closed. Raise ConfigError if KV events cannot be published."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""When requests reached their stages in our own engine: kept for those that belong to a trace."""
+"""Note when requests reached their stages in our own engine, for those that belong to a trace."""
 
 import time
 from collections.abc import Iterable

@@ -56,7 +56,7 @@ class MeshTotals(Struct, frozen=True, kw_only=True):
 
 
 class Sighting(Struct, kw_only=True):
-    """All that was observed for one message."""
+    """Hold what was observed for one message."""
 
     at_s: float  # wall clock
     looks: Sequence[WorkerLook] = ()

@@ -8,7 +8,7 @@ _U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class WholeCache:
-    """All that one engine, or one rank of it, reports of its cache."""
+    """Hold what one engine, or one rank of it, reports of its cache."""
 
     def __init__(self, pool: BlockPool, tiers: TierStack | None = None) -> None:
         self._pool = pool

@@ -39,7 +39,7 @@ def requests(rps: float = 1.5, seconds: float = 400.0) -> list[SimRequest]:
 
 @pytest.mark.parametrize(("prefill", "decode"), [(4, 6), (4, 3), (3, 6)])
 def test_the_coarse_world_agrees_with_the_exact_one(prefill: int, decode: int) -> None:
-    """With enough workers, with too few for answers, with too few for prompts."""
+    """Compare the worlds with enough workers, with too few for answers, and with too few for prompts."""
     coarse = simulate_coarsely(requests(), config(prefill, decode))
     exact = simulate(requests(), config(prefill, decode))
     assert coarse.requests == exact.requests
