@@ -1,6 +1,7 @@
 """Run `kvmesh bench <benchmark>`: measure one part."""
 
 import importlib
+import signal
 import sys
 
 from mesh.lifecycle import run_command
@@ -29,7 +30,16 @@ def main(argv: list[str]) -> int:
         return 0
     if argv[0] not in BENCHMARKS:
         raise ConfigError(f"no benchmark {argv[0]!r}", hint=f"there are: {', '.join(BENCHMARKS)}")
-    return int(importlib.import_module(BENCHMARKS[argv[0]][0]).main(argv[1:]))
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        return int(importlib.import_module(BENCHMARKS[argv[0]][0]).main(argv[1:]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, _: object) -> None:
+    """End as for an exception, so that a benchmark ends what it has started."""
+    sys.exit(128 + number)
 
 
 def usage() -> str:

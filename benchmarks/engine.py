@@ -8,7 +8,6 @@ greedy, streamed, and all of one length. `kvmesh bench engine steps` measures th
 import asyncio
 import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import shlex
@@ -19,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import engine_steps, engine_versus
+from benchmarks.apart import apart
 from benchmarks.frontend import cpu_name, quantile_ms
 from benchmarks.load import ClientLoad, ClientWaits, LoadOutcome, run_in_turn, run_load, trees
 from benchmarks.prompts import load_tokenizer, make_prompts
@@ -301,12 +300,6 @@ async def measure(config: EngineBenchConfig, console: Console) -> EngineBenchRep
             for failure in of_side.failures[:SHOWN_FAILURES]:
                 console.print(f"{name} failed: {failure}", highlight=False)
     return report_of(config, measured)
-
-
-async def apart(work: Callable[..., R], *args: object) -> R:
-    """Run the load in a process of its own, so that this process's event loop does not slow it."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return await asyncio.wrap_future(process.submit(work, *args))
 
 
 def throughput_of(config: EngineBenchConfig, side: Side, seed: int) -> LoadOutcome:

@@ -8,13 +8,11 @@ words. Sampling is the default, and all answers have their full length.
 
 import asyncio
 import json
-import multiprocessing
 import os
 import platform
 import statistics
 import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,6 +22,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.apart import apart
 from benchmarks.load import ClientLoad, LoadOutcome, rss_mib, run_load, trees
 from benchmarks.prompts import load_tokenizer, make_prompts
 from cluster.config import ClusterConfig, ClusterTls, UpConfig
@@ -219,11 +218,9 @@ async def run_cases(
     console: Console,
 ) -> None:
     """All cases in turn, and that `runs` times, so that a slow minute of the machine does not hit one case alone."""
-    loop, spawn = asyncio.get_running_loop(), multiprocessing.get_context("spawn")
     for run in range(config.runs):
         for case in cases:
-            with ProcessPoolExecutor(1, mp_context=spawn) as process:
-                outcome = await loop.run_in_executor(process, run_case, case, server, config.model, run)
+            outcome = await apart(run_case, case, server, config.model, run)
             measured.outcomes.setdefault(case.name, []).append(outcome)
             console.print(f"{case.name}: {said(outcome)}", highlight=False)
     measured.rss_mib.append(rss_mib(trees([server.pid])))

@@ -7,13 +7,11 @@ measured time. They are in the cache of the CPU, as tokens that have just come f
 """
 
 import json
-import multiprocessing
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,6 +23,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.apart import run_apart
 from kvevents.formats import encode_payload
 from mesh.config import load
 from protocol.events import Stored
@@ -122,17 +121,17 @@ def measure(config: IndexBenchConfig, console: Console) -> IndexReport:
         console.print(f"plain Python: measuring with {blocks:,} blocks and one round")
     whole = IndexCase(config.workers, blocks, others=2)
     console.print("storing and matching")
-    shared = in_a_process(fill, whole, rounds)
-    alone = in_a_process(fill, IndexCase(config.workers, blocks), rounds)
-    short = in_a_process(fill, IndexCase(config.workers, blocks // 2, blocks_per_event=16), rounds)
+    shared = run_apart(fill, whole, rounds)
+    alone = run_apart(fill, IndexCase(config.workers, blocks), rounds)
+    short = run_apart(fill, IndexCase(config.workers, blocks // 2, blocks_per_event=16), rounds)
     console.print("reading payloads, hashing, placing")
-    zmq = in_a_process(payload_rate, SMALL if NATIVE else CHAIN, rounds)
-    hashing = in_a_process(hash_rate, rounds)
-    placing = in_a_process(place_us, rounds)
+    zmq = run_apart(payload_rate, SMALL if NATIVE else CHAIN, rounds)
+    hashing = run_apart(hash_rate, rounds)
+    placing = run_apart(place_us, rounds)
     growth = [grown(whole, shared)]
     for case in [] if config.quick or not NATIVE else GROWTH:
         console.print(f"growing to {case.blocks:,} blocks and {case.workers:,} workers")
-        growth.append(grown(case, in_a_process(fill, case, 1)))
+        growth.append(grown(case, run_apart(fill, case, 1)))
     return IndexReport(
         native=NATIVE,
         store_blocks_per_cpu_s_128=shared.store_blocks_per_cpu_s,
@@ -163,12 +162,6 @@ def grown(case: IndexCase, filled: Filled) -> Growth:
         match_us=filled.match_us,
         bytes_per_entry=filled.bytes_per_entry,
     )
-
-
-def in_a_process(function: Callable[..., T], *arguments: object) -> T:
-    """The result of a function in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(function, *arguments).result()
 
 
 # --- storing and matching ---------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.apart import apart
 from benchmarks.frontend import cpu_name
 from benchmarks.load import ClientLoad, cpu_s, rss_mib, trees, used_cpu
-from benchmarks.streams import in_a_process
 from cluster.tiny_model import CHECKPOINT_DIR
 from mesh.config import load as load_config
 from mesh.discovery import Put, open_discovery
@@ -345,7 +345,7 @@ async def measure_idle(config: ManyConfig, discovery: str, url: str, pids: dict[
     await asyncio.sleep(SETTLE_S)
     load = ClientLoad(url, (), 0, 0, True, 0, pid=pids["frontend"])
     workers = trees([pid for name, pid in pids.items() if name != "frontend"])
-    following = asyncio.create_task(in_a_process(follow, FollowPlan(discovery, config.workers, config.window_s)))
+    following = asyncio.create_task(apart(follow, FollowPlan(discovery, config.workers, config.window_s)))
     try:
         before, workers_before_s, began = used_cpu(load), cpu_s(workers), time.perf_counter()
         await asyncio.sleep(config.window_s)

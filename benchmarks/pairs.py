@@ -9,12 +9,10 @@ import asyncio
 import gc
 import json
 import math
-import multiprocessing
 import os
 import shlex
 import statistics
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -25,6 +23,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.apart import apart
 from benchmarks.frontend import (
     BURST,
     GROUPS,
@@ -133,9 +132,7 @@ async def measure(config: PairsConfig, console: Console) -> PairsReport:
             else:
                 flags = f"{config.base} {config.change}" if side == CHANGED else config.base
                 sides[side] = await meshes.enter_async_context(server_with(flags, config))
-        loop, spawn = asyncio.get_running_loop(), multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=spawn) as process:
-            measured = await loop.run_in_executor(process, run_pairs, sides, config)
+        measured = await apart(run_pairs, sides, config)
     for failure in measured.failures[:SHOWN_FAILURES]:
         console.print(f"failed: {failure}", highlight=False)
     return report_of(measured, config)

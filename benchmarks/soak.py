@@ -24,10 +24,11 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.apart import apart
 from benchmarks.frontend import SHOWN_FAILURES, cpu_name
 from benchmarks.load import ClientConnection, TimedAnswer, failure_of, request_bytes, rss_mib, trees
 from benchmarks.prompts import COMMON_WORDS
-from benchmarks.streams import body_of, in_a_process, until_held
+from benchmarks.streams import body_of, until_held
 from cluster.config import ClusterConfig, UpConfig
 from cluster.running import running_cluster
 from cluster.tiny_model import CHECKPOINT_DIR
@@ -103,7 +104,7 @@ async def measure(config: SoakConfig, console: Console) -> SoakReport:
             raise EngineError("the frontend has died", hint=f"see {cluster.run_dir}/logs")
         metrics = (f"{cluster.url}/metrics", *(card.metrics_url for card in cluster.cards.values()))
         plan = SoakPlan(cluster.url, cluster.model, config.requests, config.concurrency, config.new_words, metrics, pid)
-        outcome = await in_a_process(run_soak, plan)
+        outcome = await apart(run_soak, plan)
     for failure in outcome.failures:
         tell(f"  failed: {failure}")
     return report_of(outcome)

@@ -9,12 +9,10 @@ import asyncio
 import gc
 import json
 import math
-import multiprocessing
 import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
@@ -27,6 +25,7 @@ from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.apart import apart
 from benchmarks.frontend import SHOWN_FAILURES, cpu_name
 from benchmarks.load import (
     ClientConnection,
@@ -127,7 +126,7 @@ async def measure(config: StreamsConfig, console: Console) -> StreamsReport:
 
     async with running_cluster(mesh_of(config), tell) as cluster:
         await cluster.until_ready(tell)
-        outcome = await in_a_process(run_streams, plan_of(config, cluster))
+        outcome = await apart(run_streams, plan_of(config, cluster))
     failures = outcome.failures
     tell(f"all open after {outcome.open_s:.0f} s")
     for failure in list(dict.fromkeys(failures))[:SHOWN_FAILURES]:
@@ -169,12 +168,6 @@ def mesh_of(config: StreamsConfig) -> ClusterConfig:
         frontend={"max_inflight": config.streams + 64, "max_connections": config.streams + SPARE_FILES // 2},
         router={"saturation_tokens": 0, "saturation_requests_share": 0.0, "saturation_blocks_share": 0.0},
     )
-
-
-async def in_a_process(function: Callable[[P], R], argument: P) -> R:
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as process:
-        return await asyncio.get_running_loop().run_in_executor(process, function, argument)
 
 
 # --- the process of the load ------------------------------------------------------------------------------

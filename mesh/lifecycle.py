@@ -125,10 +125,21 @@ def _parent_gone(stop: asyncio.Event) -> None:
 
 def _die_with_parent(pid: int, stop: asyncio.Event) -> None:
     """Have the kernel send SIGTERM when the parent ends (to be exact: the thread that started this process)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _signal_at_end_of_parent(signal.SIGTERM)
     if os.getppid() != pid:  # it ended before we asked
         _parent_gone(stop)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends (to be exact: the thread that started this process)."""
+    _signal_at_end_of_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(EXIT_FAILED)
+
+
+def _signal_at_end_of_parent(number: signal.Signals) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 class _Signals:

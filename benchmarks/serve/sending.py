@@ -9,7 +9,6 @@ import asyncio
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing import get_context
 from typing import Literal
 
 import msgspec
@@ -17,6 +16,7 @@ import psutil
 import uvloop
 from msgspec import Struct
 
+from benchmarks.apart import run_apart
 from benchmarks.serve.client import EndpointClient
 from benchmarks.serve.reading import StreamReading
 from benchmarks.serve.results import GeneratorLoad, RequestOutcome
@@ -48,9 +48,7 @@ class SendingResult(Struct, frozen=True, kw_only=True):
 
 def send(plan: SendingPlan) -> SendingResult:
     """Send from a new process, in which no garbage is collected."""
-    with get_context("spawn").Pool(1) as pool:
-        answer = pool.apply(_run, (msgspec.msgpack.encode(plan),))
-    return msgspec.msgpack.decode(answer, type=SendingResult)
+    return msgspec.msgpack.decode(run_apart(_run, msgspec.msgpack.encode(plan)), type=SendingResult)
 
 
 def _run(encoded: bytes) -> bytes:

@@ -5,13 +5,13 @@ import gc
 import itertools
 import time
 from collections.abc import Sequence
-from multiprocessing import get_context
 from urllib.parse import urlsplit
 
 import msgspec
 import uvloop
 from msgspec import Struct
 
+from benchmarks.apart import run_apart
 from benchmarks.load import ClientConnection, TimedAnswer, events_of
 from kvmesh.overload.shapes import PlannedRequest, WrittenRequest, written
 
@@ -51,11 +51,8 @@ def send(
     urls: Sequence[str], requests: Sequence[PlannedRequest], model: str, loop: ClosedLoop | None = None
 ) -> LoadResult:
     """Send requests from a process of its own, dealt out to the servers, at their times or in a closed loop."""
-    context = get_context("spawn")
-    with context.Pool(1) as pool:
-        return msgspec.msgpack.decode(
-            pool.apply(_run, (list(urls), [written(one, model) for one in requests], loop)), type=LoadResult
-        )
+    done = run_apart(_run, list(urls), [written(one, model) for one in requests], loop)
+    return msgspec.msgpack.decode(done, type=LoadResult)
 
 
 def _run(urls: list[str], requests: list[WrittenRequest], loop: ClosedLoop | None) -> bytes:

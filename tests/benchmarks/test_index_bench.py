@@ -23,7 +23,7 @@ def test_a_chain_has_one_full_holder_and_half_holders() -> None:
 def test_the_index_benchmark_reports_every_figure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "in_a_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(bench, "run_apart", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(bench, "SMALL", bench.CHAIN)
     monkeypatch.setattr(bench, "PLACED_WORKERS", 4)
     assert main(["index", "--quick", "--json", "--workers", "4", "--blocks", str(2 * bench.CHAIN)]) == 0
