@@ -14,6 +14,7 @@ import msgspec
 from frontend.generator import DeltaConsumer, Hints, Trace
 from frontend.lane import TokenLane
 from frontend.metrics import SUSPECTS
+from frontend.rebuilt import note_failed
 from frontend.route_requests import route_request, sequence_hashes_of
 from frontend.suspects import MAX_ENDED, Condemned, Trial, Trials, fingerprint, has_ended
 from frontend.timeline import AnswerRecord, Attempt, LegRecord
@@ -43,6 +44,7 @@ from protocol.messages import (
     Target,
     Ticket,
     TimedDelta,
+    WorkerTimes,
     pack_tokens,
 )
 from router.booking import Booking, Router
@@ -231,13 +233,14 @@ class Dispatcher:
         if self.wants_reasons is not None and self.wants_reasons():
             route = msgspec.structs.replace(route, explain=True)
         now = asyncio.get_running_loop().time
-        asked = now()
+        asked, trace = now(), task.trace
         block_size, attempt = self._block_size_of(request.model), None
-        if (record := task.trace.record) is not None:
+        trace.on_route(route, block_size, asked)
+        if (record := trace.record) is not None:
             attempt = record.begin(route.isl_tokens, block_size, route.sequence_hashes)
         async with self._router.book(route, task.deadline - asked) as booking:
-            placed, trace = booking.placed, task.trace
-            trace.waited_s += now() - asked
+            placed, trace.placed_at = booking.placed, now()
+            trace.waited_s += trace.placed_at - asked
             is_first = not request.generated
             _note_placement(trace, placed, is_first, route.isl_tokens, block_size)
             if attempt is not None:
@@ -250,6 +253,7 @@ class Dispatcher:
                     if ticket is None or leg.is_done:
                         return
                     request = msgspec.structs.replace(task.continued(), ticket=ticket)
+                    trace.handed_over, trace.first = clock(), None
                 trace.decode_worker = placed.decode.name
                 await self._decode(placed.decode, request, task.deadline - now(), leg)
             finally:
@@ -286,7 +290,7 @@ class Dispatcher:
                         await leg.until_ready()
                     delta = leg.on_prompt(told)
                     if delta.ticket is not None or delta.finish_reason is not None:
-                        leg.trace.prefill_worker = target.name
+                        leg.trace.prefill_worker, leg.trace.prefill_times = target.name, times_in(told)
                         if not delta.token_ids and delta.finish_reason is None:
                             return delta.ticket  # it has only begun: the decode worker fetches what it computes
                         while leg.is_full:
@@ -491,6 +495,8 @@ class _Leg:
     def note_failure(self, error: MeshError) -> None:
         if self.attempt is not None:
             self.attempt.error = error.code
+        else:
+            note_failed(self.trace, clock(), error.code)
 
     def on_first(self, delta: Delta) -> None:
         """Take the delta of a prefill leg; the consumer has no use for its ticket."""
@@ -543,7 +549,8 @@ class _Leg:
         if not self._has_begun or delta.pull is not None:
             self._note(delta)
         wants_more = self._forward(delta)
-        self.is_steady = True
+        if not self.is_steady:
+            self.is_steady, self.trace.first = True, clock()
         if (failures := self._task.failures) is not None and failures.ended:
             failures.on_progress()
         if (lane := self._consumer.lane) is not None:
@@ -557,6 +564,8 @@ class _Leg:
         self._has_ended = delta.finish_reason is not None
         if self.record is not None:
             self._note_times(self.record, delta)
+        elif self._has_ended:
+            self.trace.times = times_in(delta)
         return self._give(delta) and not self._has_ended
 
     def _note_times(self, record: LegRecord, delta: Delta) -> None:
@@ -568,8 +577,7 @@ class _Leg:
                 answer.first_token = now
             if self._has_ended:
                 answer.last_token = now
-        if isinstance(delta, TimedDelta):
-            record.times = delta.times
+        record.times = times_in(delta) or record.times
 
     def _open(self, lane: TokenLane) -> None:
         lane.generated, lane.limit = self._generated, self._most_tokens
@@ -604,6 +612,7 @@ class _Leg:
             self.trace.transfer = delta.pull.backend
             self.trace.kv_bytes_pulled += delta.pull.num_bytes
             self.trace.pull_error = delta.pull.error
+            self.trace.pull = delta.pull
             if self.record is not None:
                 self.record.pull = delta.pull
 
@@ -678,6 +687,11 @@ def _hints(task: _Generation) -> Hints:
 def _traceparent(request: GenerateRequest | EmbedRequest, record: LegRecord | None) -> str:
     """Return the trace that a leg belongs to: as its record says, or what the client has sent where there is none."""
     return request.traceparent if record is None else record.traceparent
+
+
+def times_in(delta: Delta) -> WorkerTimes | None:
+    """Return how a worker spent its time, if the worker tells with this delta."""
+    return delta.times if isinstance(delta, TimedDelta) else None
 
 
 def _left(deadline: float) -> float:

@@ -21,19 +21,20 @@ from frontend.gen_ai import GenAiMetrics
 from frontend.generator import Generator
 from frontend.guide_errors import in_callers_words
 from frontend.hints import with_headers
-from frontend.job import Job, TokenCounts, prepare
+from frontend.job import NO_CONTEXT, Context, Job, TokenCounts, prepare
 from frontend.keys.caller import KeyCaller, caller_of, salt_for
 from frontend.keys.meter import Visit
 from frontend.keys.visits import begin, model_for
 from frontend.models import ModelRegistry
 from frontend.operation import Operation
 from frontend.outlet import SseOutlet, WholeOutlet
+from frontend.rebuilt import complete
 from frontend.report import placement_headers
 from frontend.request import ParsedBody
 from frontend.responses.state import KeptResponses
 from frontend.running import run
 from frontend.service_level import NO_LIMIT, ServiceLevel
-from frontend.timeline import AnswerRecord, RequestTimeline, Timelines
+from frontend.timeline import RequestTimeline, Timelines
 from frontend.timeline import now as clock
 from frontend.whatif.runner import WhatIfRunner
 from mesh.http.connection import refusal
@@ -174,11 +175,9 @@ class Exchange:
                 self._model = model.base
                 self._services.generator.check(model.base, parsed.hints, parsed.max_tokens or 0, deadline)
                 self._visit = visit = await begin(self._request)
-                job = await prepare(parsed, model, self._request_id, self._started)
+                job = await prepare(parsed, model, self._request_id, self._started, self._context())
                 if timeline is not None:
                     record(job, timeline)
-                if (self._request.header(TRACEPARENT) if timeline is None else timeline.parent) is not None:
-                    carry_trace(self._request, job)
                 if visit is not None:
                     await reserve(visit, job)
                 self._job = job
@@ -187,6 +186,12 @@ class Exchange:
             return reply
         except Exception as error:
             return await self._fail(self._named(as_failure(error, self._request_id, self._trace_id)))
+
+    def _context(self) -> Context:
+        """Return the trace that workers are told: ours, or where none is made here, what the client has sent."""
+        if (timeline := self._timeline) is not None:
+            return timeline.traceparent, timeline.tracestate
+        return NO_CONTEXT if self._request.header(TRACEPARENT) is None else carried(self._request)
 
     @property
     def _trace_id(self) -> str:
@@ -254,7 +259,10 @@ class Exchange:
                 timeline.has_migrated = True
             if services.timelines.needs(timeline):
                 if end_record(services.timelines, timeline, job, self.outcome, counts):
-                    counters.exemplify(timeline.trace_id, duration_s, ttft_s, itl_s)
+                    times = timeline.trace_id, duration_s, ttft_s, itl_s
+                    counters.exemplify(*times)
+                    if services.gen_ai is not None:
+                        services.gen_ai.exemplify(self._dialect.name, self._model, self.outcome, *times)
                 if services.timelines.is_logged:
                     self._request.log_fields = partial(access_fields, timeline)
 
@@ -291,17 +299,22 @@ def as_failure(error: Exception, request_id: str, trace_id: str = "") -> MeshErr
 def record(job: Job, timeline: RequestTimeline) -> None:
     """Have the answers of a job recorded. The request was tokenized just now."""
     timeline.tokenized, timeline.rendered = clock(), job.prompts[0].rendered
-    parent, is_sampled = timeline.traceparent, timeline.is_sampled
-    for branch in job.branches:
-        branch.trace.record = answer = AnswerRecord(branch.index, parent, is_sampled, branch.request.stop.max_tokens)
-        timeline.answers.append(answer)
+    if timeline.is_whole:
+        timeline.answers = [timeline.answer(branch.index, branch.request.stop.max_tokens) for branch in job.branches]
+        for branch, answer in zip(job.branches, timeline.answers, strict=True):
+            branch.trace.record = answer
 
 
-def carry_trace(request: Request, job: Job) -> None:
-    """Pass the trace of a client on to workers. Where spans are made here, the calls of workers get their own."""
-    parent, state = carried(request)
-    for branch in job.branches:
-        branch.request = msgspec.structs.replace(branch.request, traceparent=parent, tracestate=state)
+def rebuild(job: Job, timeline: RequestTimeline) -> None:
+    """Make the records of a job's answers, which ended now and were not followed."""
+    ended = clock()
+    timeline.answers = [timeline.answer(branch.index, branch.request.stop.max_tokens) for branch in job.branches]
+    for branch, answer in zip(job.branches, timeline.answers, strict=True):
+        timing = branch.timing
+        answer.first_token, answer.last_token = timing.first_token, timing.last_token
+        answer.osl_tokens = branch.answer.completion_tokens
+        is_over = branch.answer.finish_reason is not None and timing.last_token is not None
+        complete(answer, branch.trace, (timing.last_token if is_over else None) or ended, timeline.tokenized)
 
 
 def carried(request: Request) -> tuple[str, str]:
@@ -329,6 +342,8 @@ def end_record(
         counts = counts or job.counts()
         timeline.isl_tokens, timeline.osl_tokens = counts.prompt, counts.completion
         timeline.cached_tokens = counts.cached
+        if not timeline.is_whole:
+            rebuild(job, timeline)
         for branch in job.branches:
             if (answer := branch.trace.record) is None:
                 continue

@@ -1,5 +1,6 @@
 """Count under the names of OpenTelemetry's semantic conventions for generative AI, beside our own."""
 
+import time
 from functools import cache
 
 from mesh.histogram import Distribution
@@ -33,6 +34,24 @@ class GenAiMetrics:
             self._ttft.labels(*names).observe(ttft_s)
         if gap_s:
             self._gap.labels(*names).observe(gap_s)
+
+    def exemplify(
+        self,
+        endpoint: str,
+        model: str,
+        outcome: str,
+        trace_id: str,
+        duration_s: float,
+        ttft_s: float | None = None,
+        gap_s: float = 0.0,
+    ) -> None:
+        """Let the histograms of times name the trace of a request that they have counted."""
+        unix_s, names = time.time(), self._names(endpoint, model)
+        self._duration.labels(*names, "" if outcome == "ok" else outcome).exemplify(duration_s, trace_id, unix_s)
+        if ttft_s is not None:
+            self._ttft.labels(*names).exemplify(ttft_s, trace_id, unix_s)
+        if gap_s:
+            self._gap.labels(*names).exemplify(gap_s, trace_id, unix_s)
 
     def _of_tokens(self, names: tuple[str, str, str], kind: str) -> Distribution:
         return self._tokens.labels(*names, kind)

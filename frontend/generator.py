@@ -7,8 +7,19 @@ from typing import Protocol
 from msgspec import Struct, field
 
 from frontend.lane import TokenLane
-from frontend.timeline import AnswerRecord
-from protocol.messages import Delta, Embedding, EmbedRequest, Explanation, GenerateRequest, Placed, TokenLogprob
+from frontend.timeline import AnswerRecord, Attempt
+from protocol.messages import (
+    Delta,
+    Embedding,
+    EmbedRequest,
+    Explanation,
+    GenerateRequest,
+    Placed,
+    PullReport,
+    RouteRequest,
+    TokenLogprob,
+    WorkerTimes,
+)
 
 MAX_EXPLANATIONS = 8  # of one request, the latest: it may be placed again and again
 
@@ -28,6 +39,23 @@ class Trace(Struct):
     pull_error: str = ""
     record: AnswerRecord | None = None  # while somebody looks, see frontend/timeline.py
     explanations: deque[Explanation] = field(default_factory=lambda: deque(maxlen=MAX_EXPLANATIONS))
+    # The present placement. Without `record`, frontend/rebuilt.py makes the record of it if it is wanted after all.
+    route: RouteRequest | None = None  # None: nothing was asked yet, or that placement has failed
+    block_size: int = 0
+    asked: float = 0.0
+    placed_at: float | None = None  # None: the router has not answered
+    handed_over: float | None = None  # when the decode worker was asked, after a prefill worker
+    first: float | None = None  # when the decode worker's first message came
+    pull: PullReport | None = None
+    prefill_times: WorkerTimes | None = None
+    times: WorkerTimes | None = None  # of the decode worker
+    failed: Sequence[Attempt] = ()  # placements before this one
+
+    def on_route(self, route: RouteRequest, block_size: int, asked: float) -> None:
+        """Begin a placement. One that found no worker goes on: the request still waits."""
+        if self.route is None:
+            self.asked = asked
+        self.route, self.block_size, self.placed_at = route, block_size, None
 
 
 class Hints(Struct, frozen=True):

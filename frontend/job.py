@@ -16,6 +16,9 @@ from protocol.errors import InvalidRequestError
 from protocol.ids import RequestId, draw
 from protocol.messages import MAX_PROMPT_LOGPROBS, Feature, GenerateRequest, SamplingParams, StopConditions
 
+Context = tuple[str, str]  # traceparent and tracestate, as mesh/trace_context.py has them; "": none
+NO_CONTEXT = ("", "")
+
 
 class AnswerTiming(msgspec.Struct):
     """Event-loop times of one request, or of one of its answers."""
@@ -96,8 +99,10 @@ class Job(msgspec.Struct):
         )
 
 
-async def prepare(parsed: ParsedRequest, model: Model, request_id: RequestId, started: float) -> Job:
-    """Make the job of a request that came at `started`, in event-loop time.
+async def prepare(
+    parsed: ParsedRequest, model: Model, request_id: RequestId, started: float, context: Context = NO_CONTEXT
+) -> Job:
+    """Make the job of a request that came at `started`, in event-loop time; `context`: of its trace.
 
     Raise InvalidRequestError, ContextLengthError.
     """
@@ -107,7 +112,7 @@ async def prepare(parsed: ParsedRequest, model: Model, request_id: RequestId, st
     if parsed.sampling.prompt_logprobs is not None:
         check_prompt_logprobs(parsed, prompts)
     branches = [
-        make_branch(parsed, model, prompts[number // parsed.best_of], number, request_id, started)
+        make_branch(parsed, model, prompts[number // parsed.best_of], number, request_id, started, context)
         for number in range(len(prompts) * parsed.best_of)
     ]
     return Job(parsed, model, prompts, branches, heading, AnswerTiming(started))
@@ -144,13 +149,19 @@ def require_features(parsed: ParsedRequest, model: Model) -> None:
 
 
 def make_branch(
-    parsed: ParsedRequest, model: Model, prompt: TokenizedPrompt, number: int, request_id: RequestId, started: float
+    parsed: ParsedRequest,
+    model: Model,
+    prompt: TokenizedPrompt,
+    number: int,
+    request_id: RequestId,
+    started: float,
+    context: Context,
 ) -> Branch:
     parser = None
     if parsed.messages is not None:
         parser = model.format.parser(parsed.tools, prompt.tail, is_guided=parsed.guide is not None)
     name = request_id if number == 0 else RequestId(f"{request_id}-{number}")
-    request = generate_request(parsed, model, prompt, name, number)
+    request = generate_request(parsed, model, prompt, name, number, context)
     is_scored = parsed.sampling.prompt_logprobs is not None
     answer = (PromptAlone if parsed.max_tokens == 0 else GrowingAnswer)(
         model.tokenizer.detokenizer(model.format.markers if parser is not None else frozenset()),
@@ -168,7 +179,7 @@ def make_branch(
 
 
 def generate_request(
-    parsed: ParsedRequest, model: Model, prompt: TokenizedPrompt, name: RequestId, number: int
+    parsed: ParsedRequest, model: Model, prompt: TokenizedPrompt, name: RequestId, number: int, context: Context
 ) -> GenerateRequest:
     """Return what workers are asked for answer `number`."""
     max_tokens = answer_limit(parsed, model.context_tokens, prompt.num_tokens)
@@ -186,6 +197,8 @@ def generate_request(
         ),
         cache_salt=parsed.cache_salt,
         guide=parsed.guide,
+        traceparent=context[0],
+        tracestate=context[1],
     )
 
 

@@ -219,7 +219,7 @@ def _parameters(path: str, operation: Operation, asked: Mapping[str, tuple[str, 
 def _responses(endpoint: Endpoint, described: Described) -> Schema:
     operation = endpoint.operation
     schema = described.one_of(operation.replies) if operation.reply is not None else {}
-    content: Schema = {operation.reply_type: {"schema": schema}}
+    content: Schema = {kind: {"schema": schema} for kind in (operation.reply_type, *operation.other_reply_types)}
     own: Schema = dict(content) if operation.fails_with_reply else {}
     if operation.events:
         content[SSE] = {"schema": _event(operation, described)}

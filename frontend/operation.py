@@ -50,6 +50,7 @@ class Operation:
     request: tuple[Kind, ...] = ()  # the body is one of these
     reply: Kind = None  # None: anything
     reply_type: str = JSON
+    other_reply_types: tuple[str, ...] = ()  # of the same, for clients that prefer them
     events: tuple[Kind, ...] = ()  # where it can stream: the data of an event is one of these
     ends_with_done: bool = False  # ... or [DONE]
     error: Kind = ErrorBody

@@ -3,12 +3,13 @@
 The record is made only while somebody looks: the access log, traces, the live page. They all read the same one, so that
 they agree. It holds no text. Times are those of `time.monotonic`: the event loop's clock has whole milliseconds.
 
-Traces need the record of every request, because nobody knows at the beginning which one will fail. So it consists of
-times and of references to what exists anyway; ids of spans are made for traces that are sampled.
+Nobody knows at the beginning which request will fail and have its trace exported. So while traces alone look, a request
+that is not sampled has a record without answers: those are made at the end, for the few that are wanted, of what the
+answers keep anyway (frontend/rebuilt.py). Ids of spans are made for traces that are sampled.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from msgspec import Struct, field
@@ -78,6 +79,11 @@ class Attempt(Struct, gc=False):
         self.ended = now() if last is None or last.ended is None else last.ended
 
 
+def with_attempt(attempts: Sequence[Attempt], latest: Attempt) -> list[Attempt]:
+    """Return the attempts of an answer with one more: the first, and the latest."""
+    return [*attempts[:1], *attempts[1:][-(MAX_ATTEMPTS - 2) :], latest]
+
+
 class AnswerRecord(Struct, gc=False):
     """The life of one answer."""
 
@@ -97,10 +103,8 @@ class AnswerRecord(Struct, gc=False):
         if attempts and attempts[-1].placed is None:
             attempts[-1].ended = None
             return attempts[-1]
-        if len(attempts) >= MAX_ATTEMPTS:
-            del attempts[1]
         attempt = Attempt(now(), isl_tokens, block_size, block_hashes)
-        attempts.append(attempt)
+        attempts[:] = with_attempt(attempts, attempt)
         return attempt
 
     @property
@@ -118,11 +122,12 @@ class RequestTimeline(Struct, gc=False):
     traceparent: str = ""  # for what is asked for this request, "" if it belongs to no trace
     parent: TraceContext | None = None  # what the client has sent
     is_sampled: bool = False  # spans are made here, decided at the beginning
+    is_whole: bool = True  # its answers are recorded from the beginning
     is_stream: bool = False
     parsed: float | None = None
     rendered: float | None = None  # the chat template
     tokenized: float | None = None
-    answers: list[AnswerRecord] = field(default_factory=list)
+    answers: Sequence[AnswerRecord] = ()
     ended: float | None = None
     outcome: str = ""  # from frontend.errors.OUTCOMES, "" while it runs
     has_migrated: bool = False
@@ -268,33 +273,28 @@ class Timelines:
 
     def needs(self, timeline: RequestTimeline) -> bool:
         """Return whether anybody wants the record of a request that has ended. Traces alone want few."""
-        return (
-            timeline.is_sampled
-            or timeline.slo_missed != ""
-            or timeline.has_migrated
-            or self.is_logged
-            or bool(self._looks or self.running)
-        )
+        return timeline.is_whole or timeline.slo_missed != "" or timeline.has_migrated
 
     def begin(self, request_id: RequestId, endpoint: str, headers: Headers = ()) -> RequestTimeline | None:
         """Return the record of a request that comes now; None while nobody looks."""
         if not self.is_watched:
             return None
         timeline = RequestTimeline(request_id, endpoint, now())
-        if self._looks:
-            self.running[request_id] = timeline
         parent = read_context(headers)
         if self._tracer is not None:
             self._tracer.open(timeline, parent)
+            timeline.is_whole = timeline.is_sampled or self.is_logged or bool(self._looks)
         elif parent is not None:
             timeline.parent, timeline.traceparent = parent, parent.header(parent.parent_id)
+        if self._looks:
+            self.running[request_id] = timeline
         return timeline
 
     def end(self, timeline: RequestTimeline, outcome: str) -> bool:
         """Complete a record, and show it to those who look; return whether its trace is exported."""
         timeline.ended = now()
         timeline.outcome = outcome
-        if self._looks or self.running:
+        if timeline.is_whole and (self._looks or self.running):
             self._show(timeline)
         tracer = self._tracer
         return tracer is not None and tracer.ended(timeline)

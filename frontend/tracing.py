@@ -11,6 +11,7 @@ from mesh.otlp import Exporter, encode_spans
 from mesh.trace_context import TraceContext, TraceStarts, new_span_id
 
 TRACES = locked_counter("kvmesh_frontend_traces_total")  # outcome: exported, dropped, failed
+REJECTED_SPANS = locked_counter("kvmesh_frontend_rejected_spans_total")
 
 
 class Tracing:
@@ -21,6 +22,7 @@ class Tracing:
         self._starts = TraceStarts(share)
         self._resource = resource
         children = {outcome: TRACES.labels(outcome) for outcome in ("exported", "dropped", "failed")}
+        children["rejected"] = REJECTED_SPANS
         self._exporter = Exporter[RequestTimeline](
             endpoint, self._encode, lambda outcome, count: children[outcome].inc(count)
         )

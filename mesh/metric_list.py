@@ -138,6 +138,7 @@ _FRONTEND = (
         "outcome",
         "Traces that were wanted: exported, dropped (too many waited), failed (no collector took them).",
     ),
+    _counter(_P + "rejected_spans_total", "spans", "", "Spans of exported traces that the collector did not take."),
     _counter(
         _P + "suspects_total",
         "requests",

@@ -26,6 +26,8 @@ QUEUE_ITEMS = 1024  # that wait to be sent; more are lost
 BATCH_ITEMS = 128
 BATCH_S = 0.5  # the first of a batch waits so long for others
 POST_S = 5.0
+REPLY_BYTES = 1 << 16
+MESSAGE_CHARS = 200  # of what a collector says, in a line of our log
 LONGEST_PAUSE_S = 30.0  # after failures in a row
 ItemT = TypeVar("ItemT")
 Attributes = Mapping[str, str | int | float | bool | None]
@@ -80,6 +82,26 @@ def encode_spans(spans: Iterable[tuple[Mapping[str, str], Sequence[Span]]]) -> b
     return msgspec.json.encode({"resourceSpans": resources})
 
 
+class PartialSuccess(Struct, rename="camel"):
+    """What a collector did not take of a batch that it took."""
+
+    rejected_spans: int = 0
+    error_message: str = ""
+
+
+class ExportReply(Struct, rename="camel"):
+    partial_success: PartialSuccess | None = None
+
+
+def rejected_in(reply: bytes) -> PartialSuccess:
+    """Return what a collector says it did not take. A reply that cannot be read says nothing."""
+    try:
+        found = msgspec.json.decode(reply, type=ExportReply, strict=False).partial_success  # int64 may come as text
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return PartialSuccess()
+    return found if found is not None and found.rejected_spans > 0 else PartialSuccess()
+
+
 class Exporter(Generic[ItemT]):
     """Sends what is put into it, in batches, from a thread. What cannot be sent is lost and counted.
 
@@ -89,7 +111,8 @@ class Exporter(Generic[ItemT]):
     def __init__(
         self, endpoint: str, encode: Callable[[list[ItemT]], bytes], count: Callable[[str, int], None]
     ) -> None:
-        """Begin. `count` is told `exported`, `dropped` (too many wait) or `failed` (no collector), and how many.
+        """Begin. `count` is told `exported`, `dropped` (too many wait) or `failed` (no collector), and how many; of a
+        batch that was exported also how many of its spans the collector did not take: `rejected`.
 
         Raise ConfigError if the endpoint is no URL.
         """
@@ -106,7 +129,7 @@ class Exporter(Generic[ItemT]):
         self._waiting: queue.Queue[ItemT | None] = queue.Queue(QUEUE_ITEMS)
         self._stop = threading.Event()
         self._connection: http.client.HTTPConnection | None = None
-        self._is_away = False
+        self._is_away = self._is_rejecting = False
         self._thread = threading.Thread(target=self._run, name="otlp export", daemon=True)
         self._thread.start()
 
@@ -132,7 +155,7 @@ class Exporter(Generic[ItemT]):
         pause_s = 1.0
         while batch := self._next_batch():
             try:
-                self._post(self._encode(batch))
+                reply = self._post(self._encode(batch))
             except Exception as error:  # a span that cannot be encoded must not end the thread
                 self._note_failure(error, len(batch))
                 self._stop.wait(pause_s)
@@ -140,6 +163,7 @@ class Exporter(Generic[ItemT]):
                 continue
             pause_s, self._is_away = 1.0, False
             self._count("exported", len(batch))
+            self._note_rejected(rejected_in(reply))
 
     def _next_batch(self) -> list[ItemT]:
         """Wait for items; return none when all is sent and the exporter is closed."""
@@ -159,20 +183,30 @@ class Exporter(Generic[ItemT]):
                 ends = ends or time.monotonic() + BATCH_S
         return batch
 
-    def _post(self, body: bytes) -> None:
+    def _post(self, body: bytes) -> bytes:
+        """Send a batch; return the collector's reply. Raise OSError if the collector did not take it."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         if self._connection is None:
             self._connection = kind(self._host, self._port, timeout=POST_S)
         try:
             self._connection.request("POST", self._path, body, {"content-type": "application/json"})
             reply = self._connection.getresponse()
-            reply.read(1 << 16)
+            said = reply.read(REPLY_BYTES)
             if reply.status >= 300:
                 raise OSError(f"the collector answered {reply.status}")
+            return said
         except BaseException:
             self._connection.close()
             self._connection = None
             raise
+
+    def _note_rejected(self, rejected: PartialSuccess) -> None:
+        if rejected.rejected_spans:
+            self._count("rejected", rejected.rejected_spans)
+        if rejected.rejected_spans and not self._is_rejecting:
+            what = rejected.error_message[:MESSAGE_CHARS]
+            log.warning("the collector at %s rejects spans: %s", self._host, what or "it does not say why")
+        self._is_rejecting = rejected.rejected_spans > 0
 
     def _note_failure(self, error: Exception, lost: int) -> None:
         self._count("failed", lost)

@@ -7,8 +7,7 @@ others, which is passed on as it is.
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from random import getrandbits
 from typing import NamedTuple
 
@@ -59,6 +58,11 @@ def traceparent(trace_id: str, span_id: str, *, is_sampled: bool) -> str:
     return f"00-{trace_id}-{span_id}-{'01' if is_sampled else '00'}"
 
 
+def is_sampled(parent: str) -> bool:
+    """Return whether the caller makes spans for a traceparent; False if there is none."""
+    return parent.endswith("-01")
+
+
 def trace_id_of(parent: str) -> str:
     """Return the trace id of a traceparent, "" of none."""
     return parent[3:35]
@@ -101,14 +105,14 @@ def supply() -> list[str]:
 _outgoing: ContextVar[tuple[str, str]] = ContextVar("outgoing_trace", default=("", ""))
 
 
-@contextmanager
-def outgoing_trace(traceparent: str, tracestate: str) -> Iterator[None]:
-    """Give a trace to what is asked of others inside the block, also in tasks that are started there."""
-    token = _outgoing.set((traceparent, tracestate))
-    try:
-        yield
-    finally:
-        _outgoing.reset(token)
+def set_outgoing(traceparent: str, tracestate: str) -> Token[tuple[str, str]]:
+    """Give a trace to what is asked of others from now on, also in tasks that are started."""
+    return _outgoing.set((traceparent, tracestate))
+
+
+def reset_outgoing(token: Token[tuple[str, str]]) -> None:
+    """Take back what `set_outgoing` gave."""
+    _outgoing.reset(token)
 
 
 def outgoing_trace_id() -> str:

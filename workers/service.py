@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,13 +25,12 @@ from mesh.lifecycle import settle, unless_stopped, watch_parent
 from mesh.plane.client import PlaneClient
 from mesh.plane.probing import PeerProbing
 from mesh.plane.server import Call, Handler, PlaneServer
-from mesh.telemetry import log_ready, request_context, serve_metrics
+from mesh.telemetry import RequestContext, log_ready, serve_metrics
 from protocol.errors import DrainingError, EngineError, InvalidRequestError, MeshError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
     Control,
     ControlAction,
-    Delta,
     EmbedRequest,
     GenerateRequest,
     KvDigest,
@@ -41,9 +40,7 @@ from protocol.messages import (
     RedeemTicket,
     ReleaseOffer,
     Role,
-    TimedDelta,
     WorkerIdentity,
-    WorkerTimes,
     decode,
     encode,
 )
@@ -62,6 +59,7 @@ from workers.model_files import OfferedFiles
 from workers.names import worker_name
 from workers.resting import Resting
 from workers.sealed_tickets import TicketOffice
+from workers.spent_time import SpentTime
 from workers.stall import ANSWER_STALL_S, AnswerWatch
 from workers.transfer_probe import ProbeOffers, probe_transfer
 from workers.trying import EngineCanary
@@ -357,7 +355,7 @@ class Worker:
         request = decode(call.body, GenerateRequest)
         await self._end_earlier(request.request_id)
         with (
-            request_context(request.request_id, request.traceparent, request.tracestate),
+            RequestContext(request.request_id, request.traceparent, request.tracestate),
             counted(self.turning.requests, self._calls, request.request_id),
         ):
             self._check_is_meant(request.worker_id)
@@ -369,43 +367,26 @@ class Worker:
                 request = await self._office.opened(request)
             pushing = self._pushing
             answer = self._engine.generate(request) if pushing is None else pushing.push(request, call.offer)
-            if request.traceparent:
-                answer = self._timed(request, came, answer)
+            spent = SpentTime(request, came, self._timing) if request.traceparent else None
             async with aclosing(answer) as deltas:
                 async for delta in deltas:
                     self._answers.note()
-                    await call.send(delta)
-
-    async def _timed(
-        self, request: GenerateRequest, came: float, answer: AsyncGenerator[Delta, None]
-    ) -> AsyncGenerator[Delta, None]:
-        """Add to the last delta how the time here was spent."""
-        first: float | None = None
-        async with aclosing(answer) as deltas:
-            async for delta in deltas:
-                now = time.monotonic()
-                first = first or now
-                if delta.finish_reason is None and delta.ticket is None:
-                    yield delta
-                    continue
-                times = None if self._timing is None else self._timing.times(request.request_id)
-                yield with_times(delta, times or WorkerTimes(first_s=first - came, total_s=now - came))
+                    await call.send(delta if spent is None else spent.told(delta))
 
     async def _answer_sealed(self, call: Call, request: GenerateRequest, office: TicketOffice) -> None:
         """Answer a prefill leg of a closed mesh."""
-        answer = self._engine.generate(request)
-        if request.traceparent:
-            answer = self._timed(request, time.monotonic(), answer)
-        async with aclosing(answer) as deltas:
+        spent = SpentTime(request, time.monotonic(), self._timing) if request.traceparent else None
+        async with aclosing(self._engine.generate(request)) as deltas:
             async for delta in deltas:
                 self._answers.note()
-                await call.send(office.sealed_in(delta, request.kv_for, call.caller))
+                timed = delta if spent is None else spent.told(delta)
+                await call.send(office.sealed_in(timed, request.kv_for, call.caller))
 
     async def embed(self, call: Call) -> None:
         request = decode(call.body, EmbedRequest)
         await self._end_earlier(request.request_id)
         with (
-            request_context(request.request_id, request.traceparent, request.tracestate),
+            RequestContext(request.request_id, request.traceparent, request.tracestate),
             counted(self.turning.requests, self._calls, request.request_id),
         ):
             self._check_is_meant(request.worker_id)
@@ -516,10 +497,6 @@ class Worker:
 
 
 _NONE = encode(None)
-
-
-def with_times(delta: Delta, times: WorkerTimes) -> TimedDelta:
-    return TimedDelta(**msgspec.structs.asdict(delta), times=times)
 
 
 @contextmanager

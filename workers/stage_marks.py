@@ -2,15 +2,15 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from protocol.ids import RequestId
 from protocol.messages import WorkerTimes
 from workers.scheduler import SequenceState
 
 
-@dataclass(slots=True)
-class _Marks:
+class _Marks(Struct, gc=False):
     came: float
     scheduled: float | None = None
     first: float | None = None

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from frontend.endpoint import Endpoint, Handler, Services
 from frontend.operation import Operation
-from mesh.exposition import OPEN_TYPE, PLAIN_TYPE, open_page, page, wants_open_metrics
+from mesh.exposition import OPEN_METRICS, OPEN_TYPE, PLAIN, PLAIN_TYPE, open_page, page, wants_open_metrics
 from mesh.http import request as http
 from mesh.http.request import JSON, Reply, Request, json_reply
 from mesh.merged_metrics import merged_metrics
@@ -97,7 +97,11 @@ ENDPOINTS = (
         Operation(summary="Can requests be answered?", reply=Health, failures=(503,), fails_with_reply=True),
     ),
     _open("/live", live, Operation(summary="Does the process run?", reply=Live)),
-    _open("/metrics", show_metrics, Operation(summary="Metrics for Prometheus", reply_type="text/plain")),
+    _open(
+        "/metrics",
+        show_metrics,
+        Operation(summary="Metrics for Prometheus", reply_type=PLAIN, other_reply_types=(OPEN_METRICS,)),
+    ),
     _open("/openapi.json", show_openapi, Operation(summary="This description", reply_type=JSON)),
     _open("/docs", show_docs, Operation(summary="This description, to be read", reply_type=HTML)),
 )

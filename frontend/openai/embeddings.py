@@ -156,6 +156,8 @@ def count(
     timeline.has_migrated = any(attempt.error for answer in timeline.answers for attempt in answer.attempts)
     if services.timelines.end(timeline, result):
         counters.exemplify(timeline.trace_id, duration_s)
+        if services.gen_ai is not None:
+            services.gen_ai.exemplify(NAME, model, result, timeline.trace_id, duration_s)
     if services.timelines.is_logged:
         request.log_fields = partial(access_fields, timeline)
 

@@ -31,6 +31,11 @@ def test_a_service_has_the_certificate_of_its_role_and_no_other(service: str) ->
     assert settings["depends_on"] == {"certificates": {"condition": "service_completed_successfully"}}
 
 
+@pytest.mark.parametrize("services", [SERVICES, CLOSED])
+def test_prometheus_stores_the_traces_that_histograms_name(services: Mapping[str, Any]) -> None:
+    assert "--enable-feature=exemplar-storage" in services["prometheus"]["command"]
+
+
 def test_who_makes_certificates_has_no_network_and_no_rights() -> None:
     maker = CLOSED["certificates"]
     assert maker["network_mode"] == "none"

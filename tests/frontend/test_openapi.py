@@ -187,6 +187,11 @@ def test_a_stream_is_described_by_its_events() -> None:
     assert "message_start" in json.dumps(event["properties"]["data"]["contentSchema"])
 
 
+def test_metrics_are_described_in_both_formats() -> None:
+    answered = DOCUMENT["paths"]["/metrics"]["get"]["responses"]["200"]
+    assert set(answered["content"]) == {"text/plain", "application/openmetrics-text"}
+
+
 async def test_the_document_and_its_page_are_served(able: Served) -> None:
     status, document = await able.get("/openapi.json")
     assert status == 200

@@ -68,7 +68,7 @@ async def test_records_are_made_only_while_somebody_looks(able_folder: Path) -> 
     assert not timelines.running
     names = [phase.name for phase in phases(seen[0])]
     assert names == ["parse", "template", "tokenize"]  # what answers is a script here
-    assert (seen[0].model, seen[0].isl_tokens > 0, seen[1].answers) == (CHAT["model"], True, [])
+    assert (seen[0].model, seen[0].isl_tokens > 0, seen[1].answers) == (CHAT["model"], True, ())
 
 
 class QuietTracer:

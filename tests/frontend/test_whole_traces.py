@@ -32,7 +32,7 @@ def receiver() -> Iterator[OtlpReceiver]:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> Iterator[str]:
     """A mesh that samples nothing by itself, after one request that its client has sampled and one that it has not."""
-    settings = {"otlp_endpoint": receiver.url, "trace_share": 0.0}
+    settings = {"otlp_endpoint": receiver.url, "trace_share": 0.0, "gen_ai_metrics": True}
     with whole_mesh(tmp_path_factory.mktemp("mesh"), Path(CHECKPOINT_DIR), 1024, **settings) as found:
         ask(found, f"00-{TRACE}-{SPAN}-01")
         ask(found, f"00-{UNSAMPLED}-{SPAN}-00")
@@ -59,7 +59,9 @@ def test_histograms_name_the_trace_that_was_exported(url: str, receiver: OtlpRec
     page = httpx.get(f"{url}/metrics", headers=OPEN)
     assert page.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     named = exemplars(page.text)
-    assert {f"kvmesh_frontend_{name}_seconds" for name in ("ttft", "itl", "request_duration")} == named.keys()
+    ours = {f"kvmesh_frontend_{name}_seconds" for name in ("ttft", "itl", "request_duration")}
+    times = ("time_to_first_token", "time_per_output_token", "request_duration")
+    assert ours | {f"gen_ai_server_{name}_seconds" for name in times} == named.keys()
     assert all(TRACE in traces and UNSAMPLED not in traces for traces in named.values())
     assert receiver.wait_for_trace(TRACE)
 

@@ -38,6 +38,31 @@ def test_what_no_collector_takes_is_counted() -> None:
     assert counts == {"failed": 1}
 
 
+@pytest.mark.parametrize(
+    ("reply", "rejected"),
+    [
+        (b'{"partialSuccess":{"rejectedSpans":"2","errorMessage":"too old"}}', 2),
+        (b'{"partialSuccess":{"rejectedSpans":2}}', 2),
+        (b'{"partialSuccess":{}}', 0),
+        (b'{"partialSuccess":{"rejectedSpans":-2}}', 0),
+        (b'{"partialSuccess":7}', 0),
+        (b"", 0),
+        (b"\xff", 0),
+    ],
+)
+def test_spans_that_a_collector_rejects_are_counted(
+    reply: bytes, rejected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts: Counter[str] = Counter()
+    with otlp_receiver() as receiver:
+        receiver.says = reply
+        exporter = Exporter(receiver.url, encoded, lambda outcome, count: counts.update({outcome: count}))
+        exporter.put("a")
+        exporter.close()
+    assert counts == Counter(exported=1, rejected=rejected)
+    assert ("rejects spans" in caplog.text) == bool(rejected)
+
+
 def test_a_full_queue_loses_and_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otlp, "QUEUE_ITEMS", 2)
     began, go_on = threading.Event(), threading.Event()

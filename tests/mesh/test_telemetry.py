@@ -22,8 +22,8 @@ from mesh.telemetry import (
     FloodFilter,
     LogFormat,
     LogLevel,
+    RequestContext,
     log_ready,
-    request_context,
     serve_metrics,
     setup_logging,
 )
@@ -81,7 +81,7 @@ async def test_the_request_id_reaches_tasks_and_ends_with_its_context() -> None:
     async def work() -> None:
         log.info("inside")
 
-    with request_context("req-1"):
+    with RequestContext("req-1"):
         await asyncio.create_task(work())
     log.info("outside")
     inside, outside = json_lines(out)
@@ -92,7 +92,7 @@ async def test_the_request_id_reaches_tasks_and_ends_with_its_context() -> None:
 def test_an_explicit_request_id_wins_over_the_context() -> None:
     out = io.StringIO()
     setup_logging("router", fmt="json", stream=out)
-    with request_context("req-1"):
+    with RequestContext("req-1"):
         log.info("other", extra={"request_id": "req-2"})
     assert json_lines(out)[0]["request_id"] == "req-2"
 

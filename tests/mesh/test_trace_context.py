@@ -6,7 +6,7 @@ import logging
 import pytest
 from aiohttp import web
 
-from mesh.telemetry import JsonFormatter, request_context, setup_logging
+from mesh.telemetry import JsonFormatter, RequestContext, setup_logging
 from mesh.trace_context import (
     STARTS_AT_ONCE,
     TraceContext,
@@ -73,7 +73,7 @@ def test_ids_are_read_from_a_traceparent() -> None:
 
 def test_log_lines_of_a_request_have_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("worker", fmt="json")
-    with request_context("r1", PARENT):
+    with RequestContext("r1", PARENT):
         logging.getLogger("x").warning("here")
     assert f'"request_id":"r1","trace_id":"{TRACE}"' in capsys.readouterr().err
     assert isinstance(logging.getLogger().handlers[0].formatter, JsonFormatter)
@@ -95,7 +95,7 @@ def test_an_attached_server_gets_the_trace() -> None:
         await site.start()
         server = ServerHttp(f"http://127.0.0.1:{runner.addresses[0][1]}")
         try:
-            with request_context("r1", PARENT, "a=1"):
+            with RequestContext("r1", PARENT, "a=1"):
                 await server.post("/v1/completions", {})
             await server.post("/v1/completions", {})
             assert trace_headers() == {}

@@ -30,6 +30,7 @@ class ReceivedSpan:
 class OtlpReceiver:
     url: str
     answers_with: int = 200
+    says: bytes = b"{}"
     spans: list[ReceivedSpan] = field(default_factory=list)
     came: threading.Condition = field(default_factory=threading.Condition)
 
@@ -101,9 +102,9 @@ def otlp_receiver() -> Iterator[OtlpReceiver]:
             if receiver.answers_with == 200:
                 receiver.take(body)
             self.send_response(receiver.answers_with)
-            self.send_header("content-length", "2")
+            self.send_header("content-length", str(len(receiver.says)))
             self.end_headers()
-            self.wfile.write(b"{}")
+            self.wfile.write(receiver.says)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     receiver = OtlpReceiver(f"http://127.0.0.1:{server.server_port}")
