@@ -83,7 +83,7 @@ def encode_spans(spans: Iterable[tuple[Mapping[str, str], Sequence[Span]]]) -> b
 
 
 class PartialSuccess(Struct, rename="camel"):
-    """What a collector did not take of a batch that it took."""
+    """Say how many spans of a batch a collector did not take, though it took the batch."""
 
     rejected_spans: int = 0
     error_message: str = ""
