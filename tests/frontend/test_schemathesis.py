@@ -1,6 +1,7 @@
 """Schemathesis reads our own description of the API and tries to prove it wrong, over HTTP against a whole mesh.
 
 Runs are the same every time. A longer one that is not: KVMESH_SCHEMATHESIS_EXAMPLES=1000 pytest <this file>.
+It belongs to `make test-large`: schemathesis makes its cases during collection, which every parallel worker does.
 """
 
 import json
@@ -26,6 +27,9 @@ from tests.support.patience import PATIENCE_S
 
 CONTEXT_TOKENS = 96
 EXAMPLES = int(os.environ.get("KVMESH_SCHEMATHESIS_EXAMPLES", "0"))
+if not (LARGE or EXAMPLES):
+    pytest.skip("belongs to `make test-large`", allow_module_level=True)
+pytestmark = pytest.mark.budget
 DOCUMENT = json.loads(openapi(ENDPOINTS, "0", HttpSettings().max_request_timeout_s))
 REFUSED = "400"  # data that fits the description may be refused for what a schema cannot say: see `names_the_fault`
 CHECKS = {
@@ -39,7 +43,7 @@ def configured(mode: str, phases: Sequence[str], **more: Any) -> SchemathesisCon
     """Return settings of schemathesis: the mode "positive" sends data that fits, "all" also data that does not."""
     generation = {
         "mode": mode,
-        "max-examples": EXAMPLES or (40 if LARGE else 8),
+        "max-examples": EXAMPLES or 40,
         "deterministic": not EXAMPLES,
         "database": "none",
         "allow-extra-parameters": False,  # unknown headers are a gateway's

@@ -138,7 +138,7 @@ async def test_a_broken_body_is_a_400_and_the_connection_is_kept(site: Site, nam
 @pytest.mark.parametrize("header", ["gzip", "deflate", "gzip, gzip"])
 async def test_a_bomb_is_refused_without_inflating_it(site: Site, header: str) -> None:
     packer = zlib.compressobj(9, wbits=31 if "gzip" in header else 15)
-    bomb = b"".join([packer.compress(bytes(1 << 20)) for _ in range(256)]) + packer.flush()
+    bomb = b"".join([packer.compress(bytes(1 << 20)) for _ in range(96)]) + packer.flush()
     sent = gzip.compress(bomb) if header == "gzip, gzip" else bomb
     began = time.process_time()
     [reply] = await site.ask(post("/echo", sent, f"Content-Encoding: {header}", CLOSE))
