@@ -1,9 +1,9 @@
-"""Run `kvmesh bench kv`: measure what host memory for KV brings, and what it costs those who do not use it.
+"""Run `kvmesh bench kv`: measure what tiers for KV bring, and what host memory costs those who do not use it.
 
-Two torch engines of one model run in this process: one keeps evicted KV in host memory, the other computes it again.
-Both are given the same prompts in turn, and while one is asked the other is idle. Greedy answers of both are compared
-token by token. The device holds fewer prompts than are asked for in a circle, so every prompt has been evicted when it
-comes again. Times are the engine's own, without router and frontend.
+Torch engines of one model run in this process: one has no tier, one keeps evicted KV in host memory, one on a disk. The
+first and one of the others are given the same prompts in turn, and while one is asked the other is idle. Greedy answers
+of both are compared token by token. The device holds fewer prompts than are asked for in a circle, so every prompt has
+been evicted when it comes again. Times are the engine's own, without router and frontend.
 """
 
 import asyncio
@@ -11,24 +11,22 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine_steps import SHAPES
-from cluster.tiny_model import CHECKPOINT_DIR
-from kvcache.tiers.store import Payload, TierStore
+from benchmarks.kv_disk import corrupt, measure_shares
+from benchmarks.kv_engines import BenchedEngine, KvBenchConfig, ThrottledStore, running
+from benchmarks.kv_restart import fill_and_kill
 from mesh.config import load
-from protocol.errors import ConfigError, EngineError
-from protocol.ids import RequestId, WorkerId
-from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
-from workers.step_engine import StepEngine, StepEngineConfig
+from protocol.errors import EngineError
+from workers.disk_tier import DiskSettings
 from workers.tiers import MIB, TierSettings
 
 EQUAL_PROMPTS = 16  # at once
@@ -37,30 +35,26 @@ VOCABULARY = 1500  # token ids of prompts are below
 SLOWER = 3.0  # a throttled load takes so many times as long as computing
 
 
-class KvBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
-
-    model: Annotated[str, Meta(description="tiny, a shape of benchmarks/shapes with random weights, or a folder")] = (
-        "tiny"
-    )
-    device: Annotated[str, Meta(description="cpu, cuda, cuda:<n> or auto")] = "cpu"
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Meta(description="of weights and KV")] = "auto"
-    isl_tokens: Annotated[int, Meta(ge=64, description="prompt length")] = 1024
-    rounds: Annotated[int, Meta(ge=1, description="of each comparison; medians count")] = 8
-    host_mib: Annotated[int, Meta(ge=1, description="host memory of the side that has it")] = 2048
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
-
-
 class KvBenchReport(Struct, frozen=True, kw_only=True):
     wrong_tokens: int  # tokens that differ between the sides
     failed: int  # requests without a whole answer
     over_limit_bytes: int  # most that host memory ever held beyond its limit
     host_speedup: float  # TTFT computed / TTFT from host memory
+    disk_speedup: float  # ... TTFT from the disk
+    restart_speedup: float  # ... TTFT from the disk, of prompts that a killed process has left there
+    corrupt_injected: int  # blocks that were damaged, and reads and writes that failed
+    corrupt_caught: int
+    corrupt_served: int  # with other bytes than were stored
+    disk_read_share: float  # speed of the store / that of dd with direct I/O
+    disk_write_share: float
+    disk_path: str  # direct or buffered
     shared_prefix_loads: float  # for equal prompts at once; the mean of the rounds
     slow_tier_regret: float  # TTFT with a throttled tier / that of computing
     itl_ratio: float  # of a stream beside prompts that never come again: with host memory / without
     one_shot_throughput_ratio: float  # of prompts that never come again: with host memory / without
     ttft_host_ms: float
+    ttft_disk_ms: float
+    ttft_restart_ms: float
     ttft_computed_ms: float
     loaded_blocks: int
     saved_blocks: int
@@ -75,6 +69,13 @@ GOALS = {
     "failed": "0",
     "over_limit_bytes": "0",
     "host_speedup": ">= 8",
+    "disk_speedup": ">= 5",
+    "restart_speedup": ">= 5",
+    "corrupt_injected": "> 100",
+    "corrupt_caught": "all",
+    "corrupt_served": "0",
+    "disk_read_share": ">= 0.8",
+    "disk_write_share": ">= 0.7",
     "shared_prefix_loads": "1",
     "slow_tier_regret": "<= 1.15",
     "itl_ratio": "<= 1.05",
@@ -89,72 +90,17 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_BENCH_",
         prog="kvmesh bench kv",
-        description="Measure KV in host memory against computing it again, with the torch engine, and what it costs "
-        "prompts that never come again.",
+        description="Measure KV in host memory and on a disk against computing it again, with the torch engine, and "
+        "what host memory costs prompts that never come again.",
         section="bench",
     )
     report = asyncio.run(measure(config, Console(stderr=True)))
     Console().print(table_of(report))
     if config.json:
         print(json.dumps(msgspec.to_builtins(report)))
-    if report.wrong_tokens or report.failed or report.over_limit_bytes:
+    if any((report.wrong_tokens, report.failed, report.over_limit_bytes, report.corrupt_served)):
         raise EngineError("an answer was wrong or failed, or a limit was passed", hint="this is a bug: report it")
     return 0
-
-
-class ThrottledStore:
-    """A store whose loads take `block_s` longer for each block."""
-
-    def __init__(self, store: TierStore) -> None:
-        self.block_s = 0.0
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def load(self, address: bytes, take: Callable[[Payload], object]) -> None:
-        if self.block_s:
-            time.sleep(self.block_s)
-        self._store.load(address, take)
-
-
-class BenchedEngine:
-    """One engine, and what was seen of it."""
-
-    def __init__(self, engine: StepEngine) -> None:
-        self.engine = engine
-        self.failed = 0
-        self.over_limit_bytes = 0
-        self._asked = 0
-
-    async def ask(self, prompt: Sequence[int], osl_tokens: int = 4) -> tuple[float, list[int], list[float]]:
-        """Return the TTFT, the answer, and when each of its parts came."""
-        self._asked += 1
-        request = GenerateRequest(
-            request_id=RequestId(f"bench-{self._asked}"),
-            model="bench",
-            prompt=pack_tokens(prompt),
-            sampling=SamplingParams(temperature=0),
-            stop=StopConditions(max_tokens=osl_tokens, ignore_eos=True),
-        )
-        began, came, tokens = time.perf_counter(), list[float](), list[int]()
-        delta: Delta | None = None
-        async for delta in self.engine.generate(request):
-            came.append(time.perf_counter())
-            tokens += delta.token_ids
-        self.failed += delta is None or len(tokens) != osl_tokens
-        for use in self.engine.load().tiers:
-            self.over_limit_bytes = max(self.over_limit_bytes, use.used_bytes - use.limit_bytes)
-        return came[0] - began, tokens, came
-
-    async def rest(self) -> None:
-        """Wait until no copy is in progress: the other side is asked next."""
-        copies = self.engine._copies
-        while copies is not None and (copies.stack._in_flight or copies._loads):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-    def count(self, name: str) -> int:
-        return sum(use.counts.get(name, 0) for use in self.engine.load().tiers)
 
 
 class KvBench:
@@ -183,9 +129,9 @@ class KvBench:
         return with_s, without_s
 
     async def speedup(self) -> tuple[float, float]:
-        """Return the median TTFTs of prompts that were evicted: from host memory, and computed."""
+        """Return the median TTFTs of prompts that were evicted: from the tier, and computed."""
         prompts = [self.fresh_prompt() for _ in range(CIRCLE)]
-        for prompt in prompts * 2:
+        for prompt in prompts * 3:  # a disk has a prompt when it was asked for twice
             await self.both(prompt)
         times = [await self.both(prompts[number % CIRCLE]) for number in range(self.config.rounds * CIRCLE)]
         return statistics.median([pair[0] for pair in times]), statistics.median([pair[1] for pair in times])
@@ -252,11 +198,39 @@ class KvBench:
 
 
 async def measure(config: KvBenchConfig, console: Console) -> KvBenchReport:
-    async with AsyncExitStack() as engines:
-        host = BenchedEngine(await engines.enter_async_context(running(config, TierSettings(config.host_mib * MIB))))
-        plain = BenchedEngine(await engines.enter_async_context(running(config, TierSettings())))
+    with TemporaryDirectory(prefix="kvmesh-bench-kv-", dir=config.disk or None) as folder:
+        async with running(config, TierSettings()) as engine:
+            plain = BenchedEngine(engine)
+            host = await measure_host(config, plain, console)
+            disk = await measure_disk(config, plain, Path(folder), console)
+            assert engine._info is not None
+            layout = engine._info.layout
+        console.print("the disk by itself")
+        shares = measure_shares(Path(folder), layout.block_bytes, config.disk_mib // 4, config.rounds)
+        corruption = corrupt(Path(folder), layout.block_bytes)
+    return KvBenchReport(
+        wrong_tokens=host.pop("wrong_tokens") + disk.pop("wrong_tokens"),
+        failed=host.pop("failed") + disk.pop("failed") + plain.failed,
+        corrupt_injected=corruption.injected,
+        corrupt_caught=corruption.caught,
+        corrupt_served=corruption.served,
+        disk_read_share=shares.read,
+        disk_write_share=shares.write,
+        disk_path=shares.path,
+        model=config.model,
+        dtype=layout.dtype,
+        isl_tokens=config.isl_tokens,
+        **host,
+        **disk,
+    )
+
+
+async def measure_host(config: KvBenchConfig, plain: BenchedEngine, console: Console) -> dict[str, Any]:
+    """Return the fields of the report that are about host memory."""
+    async with running(config, TierSettings(config.host_mib * MIB)) as engine:
+        host = BenchedEngine(engine)
         bench = KvBench(config, host, plain)
-        stores: Any = host.engine._copies._tiers.stores  # type: ignore[union-attr]
+        stores: Any = engine._copies._tiers.stores  # type: ignore[union-attr]
         [(tier, store)] = stores.items()
         throttled = stores[tier] = ThrottledStore(store)
         console.print("prompts that come again")
@@ -267,58 +241,49 @@ async def measure(config: KvBenchConfig, console: Console) -> KvBenchReport:
         regret = await bench.regret(computed_s, throttled)
         console.print("prompts that never come again")
         one_shot, itl = await bench.one_shot(), await bench.itl()
-        [use] = host.engine.load().tiers
-        assert plain.engine._info is not None
-        return KvBenchReport(
-            wrong_tokens=bench.wrong_tokens,
-            failed=host.failed + plain.failed,
-            over_limit_bytes=max(0, host.over_limit_bytes),
-            host_speedup=round(computed_s / hit_s, 2),
-            shared_prefix_loads=shared,
-            slow_tier_regret=round(regret, 3),
-            itl_ratio=round(itl, 3),
-            one_shot_throughput_ratio=round(one_shot, 3),
-            ttft_host_ms=round(1000 * hit_s, 2),
-            ttft_computed_ms=round(1000 * computed_s, 2),
-            loaded_blocks=use.counts["loaded"],
-            saved_blocks=use.counts["saved"],
-            block_bytes=use.block_bytes,
-            model=config.model,
-            dtype=plain.engine._info.layout.dtype,
-            isl_tokens=config.isl_tokens,
-        )
+        [use] = engine.load().tiers
+        return {
+            "wrong_tokens": bench.wrong_tokens,
+            "failed": host.failed,
+            "over_limit_bytes": max(0, host.over_limit_bytes),
+            "host_speedup": round(computed_s / hit_s, 2),
+            "shared_prefix_loads": shared,
+            "slow_tier_regret": round(regret, 3),
+            "itl_ratio": round(itl, 3),
+            "one_shot_throughput_ratio": round(one_shot, 3),
+            "ttft_host_ms": round(1000 * hit_s, 2),
+            "ttft_computed_ms": round(1000 * computed_s, 2),
+            "loaded_blocks": use.counts["loaded"],
+            "saved_blocks": use.counts["saved"],
+            "block_bytes": use.block_bytes,
+        }
 
 
-@asynccontextmanager
-async def running(config: KvBenchConfig, tiers: TierSettings) -> Any:
-    """Yield an engine whose device holds two prompts and a half."""
-    from workers.engines.torch.executor import TorchExecutor
-
-    folder, has_weights = model_folder(config.model)
-    block_size = 16
-    executor = TorchExecutor(
-        str(folder), device=config.device, dtype=config.dtype, block_size=block_size, random_weights=not has_weights
-    )
-    blocks = 5 * config.isl_tokens // (2 * block_size) + 16
-    engine = StepEngine(
-        executor, None, StepEngineConfig("bench", str(folder), blocks, 32, 512, 30.0, 60.0, tiers=tiers)
-    )
-    await engine.start(WorkerId("bench"), "")
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
-def model_folder(name: str) -> tuple[Path, bool]:
-    """Return the folder of a model, and whether it has weights. Raise ConfigError if there is none."""
-    if name == "tiny":
-        return CHECKPOINT_DIR, True
-    folder = SHAPES / name if (SHAPES / name).is_dir() else Path(name)
-    if not (folder / "config.json").is_file():
-        names = ", ".join(["tiny", *sorted(path.name for path in SHAPES.iterdir())])
-        raise ConfigError(f"no model {name!r}", hint=f"use one of {names}, or a folder with a config.json")
-    return folder, any(folder.glob("*.safetensors"))
+async def measure_disk(config: KvBenchConfig, plain: BenchedEngine, folder: Path, console: Console) -> dict[str, Any]:
+    """Return the fields of the report that are about an engine with a disk."""
+    settings = DiskSettings(str(folder / "engine"), config.disk_mib * MIB)
+    async with running(config, TierSettings(disk=settings)) as engine:
+        disk = BenchedEngine(engine)
+        bench = KvBench(config, disk, plain)
+        console.print("prompts that come back from the disk")
+        disk_s, computed_s = await bench.speedup()
+    settings = DiskSettings(str(folder / "killed"), config.disk_mib * MIB)
+    prompts = [bench.fresh_prompt() for _ in range(config.rounds)]
+    console.print("prompts that a killed process has left")
+    await asyncio.to_thread(fill_and_kill, config, settings, prompts)
+    async with running(config, TierSettings(disk=settings)) as engine:
+        again = BenchedEngine(engine)
+        restarted = KvBench(config, again, plain)
+        await restarted.both([VOCABULARY, *prompts[0][1:]])  # both have computed something
+        times = [await restarted.both(prompt) for prompt in prompts]
+    return {
+        "wrong_tokens": bench.wrong_tokens + restarted.wrong_tokens,
+        "failed": disk.failed + again.failed,
+        "disk_speedup": round(computed_s / disk_s, 2),
+        "restart_speedup": round(statistics.median([without_s / with_s for with_s, without_s in times]), 2),
+        "ttft_disk_ms": round(1000 * disk_s, 2),
+        "ttft_restart_ms": round(1000 * statistics.median([with_s for with_s, _ in times]), 2),
+    }
 
 
 def table_of(report: KvBenchReport) -> Table:

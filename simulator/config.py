@@ -30,6 +30,8 @@ class SimConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kv_bandwidth_gbps: Annotated[float, Meta(ge=0)] = 64.0  # gigabytes/s from prefill to decode workers; 0: no limit
     host_blocks: Annotated[int, Meta(ge=0)] = 0  # of each worker, in host memory below the device
     host_bandwidth_gbps: Annotated[float, Meta(ge=0)] = 25.0  # gigabytes/s down and up; 0: no limit
+    disk_blocks: Annotated[int, Meta(ge=0)] = 0  # of each worker, on a disk: those that are used twice
+    disk_bandwidth_gbps: Annotated[float, Meta(ge=0)] = 2.0  # gigabytes/s down and up; 0: no limit
     policy: Policy = "kv"
     recompute_price: Annotated[float, Meta(ge=0)] = 0.0
     saturation_tokens: Annotated[int, Meta(ge=0)] = 2048  # 0: no request waits in the router
@@ -84,9 +86,9 @@ def timing_of(config: SimConfig, *, is_prefill: bool) -> Timing:
     return PolynomialTiming(config.total_kv_tokens, config.speedup)
 
 
-def host_block_s_of(config: SimConfig) -> float:
-    """Return how long one block takes to host memory, or back."""
-    return config.block_size * pull_s_per_token(config.decode_profile, config.host_bandwidth_gbps, config.speedup)
+def tier_block_s(config: SimConfig, bandwidth_gbps: float) -> float:
+    """Return how long one block takes to a tier below the device, or back."""
+    return config.block_size * pull_s_per_token(config.decode_profile, bandwidth_gbps, config.speedup)
 
 
 def pull_s_per_token_of(config: SimConfig) -> float:

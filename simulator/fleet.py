@@ -10,8 +10,8 @@ from planner.model import RoleFleet, WorkerLoad
 from protocol.ids import WorkerId
 from protocol.messages import CardTier, Role, WorkerCard
 from protocol.tiers import Tier
-from simulator.config import SimConfig, host_block_s_of, timing_of
-from simulator.tiers import SimTiers
+from simulator.config import SimConfig, tier_block_s, timing_of
+from simulator.tiers import SimTier, SimTiers
 from simulator.worker import SimWorker, SimWorkerState
 from workers.scheduler import KvPull, Limits, Output, Scheduler
 
@@ -34,6 +34,14 @@ class SimFleet:
         self._numbers = count()
         self._by_id: dict[WorkerId, SimWorker] = {}
         self._timings = {is_prefill: timing_of(config, is_prefill=is_prefill) for is_prefill in (False, True)}
+        self._tiers = [
+            SimTier(tier, blocks, tier_block_s(config, bandwidth_gbps))
+            for tier, blocks, bandwidth_gbps in (
+                (Tier.HOST, config.host_blocks, config.host_bandwidth_gbps),
+                (Tier.DISK, config.disk_blocks, config.disk_bandwidth_gbps),
+            )
+            if blocks
+        ]
         self.workers: list[SimWorker] = []  # without workers that are gone
         self.decoding_role = Role.AGGREGATED if config.mode == "aggregated" else Role.DECODE
         self.gpu_seconds = self.worker_seconds = 0.0  # of workers that are gone
@@ -53,8 +61,8 @@ class SimFleet:
         )
         pool = BlockPool(config.blocks, config.block_size)
         tiers = None
-        if config.host_blocks:
-            tiers = SimTiers(pool, config.host_blocks, host_block_s_of(config), config.block_size)
+        if self._tiers:
+            tiers = SimTiers(pool, self._tiers, config.block_size)
         scheduler = Scheduler(pool, limits, (), None if tiers is None else tiers.stack)
         timing = self._timings[role is Role.PREFILL]
         card = self._card(f"w{number:05d}", role)
@@ -128,7 +136,6 @@ class SimFleet:
 
     def _card(self, name: str, role: Role) -> WorkerCard:
         config, timing = self._config, self._timings[role is Role.PREFILL]
-        host = CardTier(tier=Tier.HOST, blocks=config.host_blocks, block_s=max(host_block_s_of(config), 1e-9))
         return WorkerCard(
             worker_id=WorkerId(name),
             name=name,
@@ -142,6 +149,8 @@ class SimFleet:
             max_num_seqs=config.max_num_seqs,
             kv_events="simulated",
             transfer=TRANSFER,
-            tiers=(host,) if config.host_blocks else (),
+            tiers=tuple(
+                CardTier(tier=one.tier, blocks=one.blocks, block_s=max(one.block_s, 1e-9)) for one in self._tiers
+            ),
             prefill_token_s=timing.prefill_s(config.max_step_tokens) / config.max_step_tokens,
         )

@@ -1,7 +1,8 @@
-"""Simulate host memory below a worker's device: the live stack, with copies that take simulated time."""
+"""Simulate the tiers below a worker's device: the live stack, with copies that take simulated time."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from kvcache.pool import BlockPool
 from kvcache.tiers.index import TierIndex
@@ -13,44 +14,65 @@ from simulator.sequence import HALVES
 from workers.executor import Row
 from workers.scheduler import TierLoad
 
-MAX_IN_FLIGHT = 64  # blocks that are copied down at a time
+MAX_IN_FLIGHT = 64  # blocks that are copied down to a tier at a time
+
+
+class SimTier(NamedTuple):
+    """One tier of each worker."""
+
+    tier: Tier
+    blocks: int
+    block_s: float  # time to copy one block, down or up
 
 
 class SimTiers:
-    """The host memory of one worker. Copies down and copies up each come one after the other."""
+    """The tiers of one worker. Copies down and copies up come one after the other, of each tier by itself."""
 
-    def __init__(self, pool: BlockPool, host_blocks: int, block_s: float, block_bytes: int) -> None:
-        """Copy each block in `block_s`."""
-        self._block_s = block_s
-        level = TierLevel(TierIndex(Tier.HOST, host_blocks, HALVES, _no_bytes), TierRates(block_bytes))
-        self.stack = TierStack(pool, [level], b"simulated", max_in_flight=MAX_IN_FLIGHT)
+    def __init__(self, pool: BlockPool, tiers: Sequence[SimTier], block_bytes: int) -> None:
+        """Take at least one tier, the fastest first."""
+        self._block_s: Mapping[Tier, float] = {one.tier: one.block_s for one in tiers}
+        levels = [
+            TierLevel(TierIndex(one.tier, one.blocks, HALVES, _no_bytes), TierRates(block_bytes)) for one in tiers
+        ]
+        self.stack = TierStack(pool, levels, b"simulated", max_in_flight=MAX_IN_FLIGHT)
         self.cache = WholeCache(pool, self.stack)
         self.loaded_blocks = 0
-        self._down: deque[tuple[float, Sequence[BlockSave]]] = deque()
-        self._down_until_s = self._up_until_s = 0.0
+        self._down: dict[Tier, deque[tuple[float, Sequence[BlockSave]]]] = {one.tier: deque() for one in tiers}
+        self._down_until_s = dict.fromkeys(self._block_s, 0.0)
+        self._up_until_s = dict.fromkeys(self._block_s, 0.0)
 
     def advance(self, now: float) -> None:
         """End the copies down that are complete by now, and begin others. Call it after each step."""
-        while self._down and self._down[0][0] <= now:
-            for save in self._down.popleft()[1]:
-                self.stack.saved(save, arrived=True)
-        if saves := self.stack.plan_saves():
-            self._down_until_s = max(self._down_until_s, now) + len(saves) * self._block_s
-            self._down.append((self._down_until_s, saves))
+        for down in self._down.values():
+            while down and down[0][0] <= now:
+                for save in down.popleft()[1]:
+                    self.stack.saved(save, arrived=True)
+        by_tier: dict[Tier, list[BlockSave]] = {}
+        for save in self.stack.plan_saves():
+            by_tier.setdefault(save.level.tier, []).append(save)
+        for tier, saves in by_tier.items():
+            ends_s = max(self._down_until_s[tier], now) + len(saves) * self._block_s[tier]
+            self._down_until_s[tier] = ends_s
+            self._down[tier].append((ends_s, saves))
 
     def note_step(self, rows: Sequence[Row], took_s: float) -> None:
         prompts = [len(row.token_ids) for row in rows if len(row.token_ids) > 1]
         self.stack.compute.note_step(sum(prompts), len(rows) - len(prompts), took_s)
 
     def ends_s(self, load: TierLoad, now: float) -> float:
-        """Return when a load that begins now is complete."""
-        self._up_until_s = max(self._up_until_s, now) + len(load.into) * self._block_s
-        return self._up_until_s
+        """Return when a load that begins now is complete. Like the live one, it waits for its slowest tier alone."""
+        tier = load.planned.tier
+        self._up_until_s[tier] = max(self._up_until_s[tier], now) + sum(self._took_s(load).values())
+        return self._up_until_s[tier]
 
     def load_ended(self, load: TierLoad) -> None:
         blocks = len(load.into)
         self.loaded_blocks += blocks
-        self.stack.load_ended(load.planned, blocks, blocks * self._block_s)
+        self.stack.load_ended(load.planned, blocks, self._took_s(load))
+
+    def _took_s(self, load: TierLoad) -> dict[Tier, float]:
+        parts = load.planned.parts(len(load.into))
+        return {level.tier: blocks * self._block_s[level.tier] for level, blocks in parts}
 
 
 def _no_bytes(_: bytes) -> None:

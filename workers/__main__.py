@@ -11,6 +11,7 @@ from mesh.lifecycle import run
 from mesh.telemetry import setup_logging
 from protocol.errors import ConfigError
 from workers.config import WorkerConfig
+from workers.disk_tier import TIER_THREAD
 from workers.names import with_name
 from workers.service import serve
 from workers.step_engine import ENGINE_THREAD
@@ -34,10 +35,10 @@ def main() -> int:
         print(f"kvmesh worker: {error}", file=sys.stderr)
         return 2
     code = run(lambda stop: serve(config, stop))
-    if any(thread.name.startswith(ENGINE_THREAD) for thread in threading.enumerate()):
+    if any(thread.name.startswith((ENGINE_THREAD, TIER_THREAD)) for thread in threading.enumerate()):
         logging.shutdown()
         sys.stderr.flush()
-        os._exit(code)  # the interpreter would wait for a step that never ends
+        os._exit(code)  # the interpreter would wait for a step, or a disk, that never ends
     return code
 
 

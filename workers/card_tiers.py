@@ -32,6 +32,9 @@ class CardTiers:
 
     def due(self, info: EngineInfo, report: TierReport, now: float) -> EngineInfo | None:
         """Return what the card is to say now, None if it may stay as it is."""
+        if len(report.tiers) != len(info.tiers):  # one was switched off
+            self._told_s = now
+            return replace(info, tiers=report.tiers, prefill_token_s=report.prefill_token_s)
         if not report.tiers:
             return None
         before, after = _figures(info.prefill_token_s, info.tiers), _figures(report.prefill_token_s, report.tiers)

@@ -72,6 +72,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mock_host_bandwidth_gbps: Annotated[
         float, Meta(ge=0, description="mock: gigabytes of KV per second to and from host memory; 0: no limit")
     ] = 0.0
+    mock_disk_bandwidth_gbps: Annotated[
+        float, Meta(ge=0, description="mock: gigabytes of KV per second to and from --kv-disk; 0: as fast as it is")
+    ] = 0.0
     mock_start_s: Annotated[float, Meta(ge=0, description="mock: time to load, before it joins the mesh")] = 0.0
     capacity: Annotated[
         Annotated[float, Meta(ge=0.01, le=100)] | None,
@@ -106,6 +109,15 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Literal["ahead", "through"],
         Meta(description="torch, mock: copy KV to host memory before it is evicted (ahead), or as soon as it is full"),
     ] = "ahead"
+    kv_disk: Annotated[
+        str, Meta(description="torch, mock: folder on a local disk for KV that is used twice; empty: none")
+    ] = ""
+    kv_disk_gib: Annotated[float, Meta(gt=0, description="torch, mock: space of --kv-disk that each rank may take")] = (
+        16.0
+    )
+    kv_disk_salted: Annotated[
+        bool, Meta(description="torch, mock: --kv-disk takes KV of requests with a cache_salt, and writes the salt too")
+    ] = False
     kv_offloading_gib: Annotated[float, Meta(gt=0, description="vllm: host memory of --kv-connector offloading")] = 4.0
     offer_lease_s: Annotated[float, Meta(gt=0, description="a KV offer that nobody fetches is unpinned after")] = 30.0
     pull_timeout_s: Annotated[float, Meta(gt=0, description="a KV pull that takes longer is given up")] = 10.0
@@ -166,9 +178,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         the engine would not heed."""
         tool_parser_name(self.tool_parser)
         reasoning_parser_name(self.reasoning_parser)
-        if self.kv_host_mib and self.engine not in ("torch", "mock"):
+        tier = "--kv-host-mib" if self.kv_host_mib else "--kv-disk" if self.kv_disk else ""
+        if tier and self.engine not in ("torch", "mock"):
             raise ConfigError(
-                f"--kv-host-mib is not for the engine {self.engine}",
+                f"{tier} is not for the engine {self.engine}",
                 hint="engines of other projects have tiers of their own, see docs/engines.md",
             )
         if self.guide_whitespace != "compact" and self.engine != "torch":

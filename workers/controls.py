@@ -79,14 +79,14 @@ class WorkerControls:
     async def _of_engine(self, request: Control) -> ControlReply:
         """Have the engine do it. An engine's own exception for bad arguments is the operator's."""
         if not isinstance(self._engine, Controllable):
-            return ControlReply(detail=self._without_engine(request.action), loras=self._info().loras)
+            return ControlReply(detail=await self._without_engine(request.action), loras=self._info().loras)
         try:
             return await self._engine.control(request)
         except (ValueError, TypeError, LookupError, OSError) as error:
             asked = request.action.value
             raise InvalidRequestError(f"the engine does not {asked}: {type(error).__name__}: {error}"[:500]) from error
 
-    def _without_engine(self, action: ControlAction) -> str:
+    async def _without_engine(self, action: ControlAction) -> str:
         """Do it for an engine that has no controls of its own."""
         engine = self._engine
         match action:
@@ -95,10 +95,10 @@ class WorkerControls:
             case ControlAction.STOP_PROFILE:
                 return self._profile.stop()
             case ControlAction.RESET_PREFIX_CACHE if isinstance(engine, ResetsCache):
-                engine.reset_cache()
+                await engine.reset_cache()
                 return "the prefix cache is empty"
             case ControlAction.SLEEP if isinstance(engine, ResetsCache):
-                engine.reset_cache()
+                await engine.reset_cache()
                 return "asleep; its prefix cache is empty"
             case ControlAction.WAKE:
                 return "awake"

@@ -4,7 +4,7 @@ Every backend passes tests/contracts/test_engine.py.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from protocol.events import Digest, KvEvent
@@ -59,6 +59,9 @@ class TierUse:
     block_bytes: int
     counts: Mapping[str, int]  # what has happened since the start, by kvcache.tiers.stack's words
     hit_shares: tuple[float, float]  # of the latest prompts' blocks: found on the device, and below it
+    ios: Mapping[str, int] = field(default_factory=dict)  # reads and writes, by the path that they took
+    is_readable: bool = True  # else it was switched off
+    is_writable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +189,11 @@ class ReportsLoad(Protocol):
 class ResetsCache(Protocol):
     """An engine of ours, which can forget its prefix cache. It has no other controls of its own."""
 
-    def reset_cache(self) -> None:
-        """Forget all cached blocks. Raise InvalidRequestError while requests or offers hold blocks."""
+    async def reset_cache(self) -> None:
+        """Forget all cached blocks, also those that would outlive the worker.
+
+        Raise InvalidRequestError while requests or offers hold blocks, and EngineError if a tier cannot keep the reset.
+        """
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from kvcache.memory import KvRegion
 from kvcache.tiers.store import DeviceBlocks
 from protocol.messages import Feature, KvLayout, Role, SamplingParams, TokenLogprob
+from protocol.tiers import Tier
 from workers.guides import Guides, Matcher
 
 
@@ -95,8 +96,8 @@ class Pace(Protocol):
     def pull_s(self, num_tokens: int) -> float:
         """The least time that the KV of so many tokens takes to come from a prefill worker."""
 
-    def tier_s(self, num_tokens: int) -> float:
-        """The least time that the KV of so many tokens takes to or from host memory."""
+    def tier_s(self, num_tokens: int, tier: Tier) -> float:
+        """The least time that the KV of so many tokens takes to or from a tier below the device."""
 
 
 class Executor(Protocol):

@@ -40,6 +40,9 @@ LOADS = AtScrape(
             "kv_tier_loaded_bytes_total",
             "kv_tier_saved_bytes_total",
             "kv_tier_dropped_blocks_total",
+            "kv_tier_unreadable_blocks_total",
+            "kv_tier_io_total",
+            "kv_tier_off",
             "kv_tier_blocks",
             "kv_tier_used_bytes",
             "kv_tier_limit_bytes",
@@ -48,6 +51,7 @@ LOADS = AtScrape(
     ]
 )
 DROPPED = "dropped_"  # begins the names of counts of dropped blocks
+UNREADABLE = "unreadable_"  # ... and of blocks that could not be read
 
 
 def read_load(labels: tuple[str, str, str], load: EngineLoad, stalled_s: float) -> Iterator[Reading]:
@@ -95,6 +99,18 @@ def read_tiers(labels: tuple[str, str, str], uses: Sequence[TierUse]) -> Iterato
         for name, value in sorted(counts.items()):
             if name.startswith(DROPPED):
                 yield Reading(_P + "kv_tier_dropped_blocks_total", (*where, name.removeprefix(DROPPED)), value)
+            elif name.startswith(UNREADABLE):
+                yield Reading(_P + "kv_tier_unreadable_blocks_total", (*where, name.removeprefix(UNREADABLE)), value)
+        ios = Counter[str]()
+        for use in mine:
+            ios.update(use.ios)
+        for path, value in sorted(ios.items()):
+            yield Reading(_P + "kv_tier_io_total", (*where, path), value)
+        for what, count in {
+            "reads": sum([not use.is_readable for use in mine]),
+            "writes": sum([not use.is_writable for use in mine]),
+        }.items():
+            yield Reading(_P + "kv_tier_off", (*where, what), count)
     for number, place in enumerate(("device", "below")):
         shares = [use.hit_shares[number] for use in uses]
         yield Reading(_P + "kv_hit_share", (*labels, place), sum(shares) / len(shares))

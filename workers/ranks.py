@@ -85,12 +85,11 @@ class RankedEngine:
             tiers=tuple(tier for load in loads for tier in load.tiers),
         )
 
-    def reset_cache(self) -> None:
+    async def reset_cache(self) -> None:
         """Forget the caches of all ranks, or of none."""
         if self.load().used_blocks:
             raise InvalidRequestError("blocks of the cache are in use", hint="drain the worker, or try again")
-        for one in self._ranks:
-            one.reset_cache()
+        await asyncio.gather(*(one.reset_cache() for one in self._ranks))
 
     def check_health(self) -> None:
         for one in self._ranks:

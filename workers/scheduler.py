@@ -520,16 +520,16 @@ class Scheduler:
         """Return the load that an admitted sequence begins with, if one is faster than computing its prompt."""
         request, first, block_size = sequence.request, sequence.num_committed, self.pool.block_size
         names = self._matchable(sequence)
+        prefix = Prefix(
+            names, lambda number: sequence.block_tokens(number, block_size), request.lora, request.cache_salt
+        )
         planned = None
         if not sequence.unloadable:
-            prefix = Prefix(
-                names, lambda number: sequence.block_tokens(number, block_size), request.lora, request.cache_salt
-            )
             backlog = sum([s.num_missing for s in self._running if s.num_missing > 1 and not s.pulling])
             planned = tiers.plan_load(prefix, first, max(0, backlog - sequence.num_missing))
         count = 0 if planned is None else len(planned.pieces)
         if not sequence.num_preempted:
-            tiers.window.note(len(names), first, count)
+            tiers.asked_for(prefix, first, count)
         if planned is None:
             return None
         sequence.pulling = True

@@ -34,6 +34,7 @@ from protocol.messages import (
     Ticket,
 )
 from workers.checks import check_embedding, check_generation
+from workers.disk_tier import open_disk
 from workers.engine import EngineInfo, EngineLoad, EngineReport, PeerAnswers
 from workers.executor import Executor, ModelInfo, Pace, Result, Row
 from workers.guides import Guides
@@ -115,6 +116,7 @@ class StepEngine:
         self._guides: Guides | None = None
         self._pace: Pace | None = None
         self._copies: TierCopies | None = None
+        self._tiers: OpenTiers | None = None
         self.tier_report: Callable[[], TierReport] = TierReport
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
@@ -129,18 +131,19 @@ class StepEngine:
         if self._transfer is not None:
             await self._transfer.register(region, worker_id, address)
         limits = Limits(self._config.max_num_seqs, self._config.max_step_tokens, model.context_tokens, model.vocab_size)
-        self._pool, self._scheduler, tiers = _open_cache(self._config, model, region, limits, self._executor)
+        self._pool, self._scheduler, tiers = await _open_cache(self._config, model, region, limits, self._executor)
         self._cache = WholeCache(self._pool, self._scheduler.tiers)
         least_s = None if model.pace is None else model.pace.pull_s
         self._pulls = Pulls(
             self._transfer, self._scheduler, self._config.pull_timeout_s, self._wake.set, least_s, self.peer_answers
         )
         if tiers is not None:
-            least_s = None if model.pace is None else model.pace.tier_s
+            copy_s = None if model.pace is None else model.pace.tier_s
             self._copies = TierCopies(
-                tiers, self._scheduler, self._config.pull_timeout_s, self._wake.set, self._plan_events, least_s
+                tiers, self._scheduler, self._config.pull_timeout_s, self._wake.set, self._plan_events, copy_s
             )
             self.tier_report = partial(report_of, tiers.stack)
+            self._tiers = tiers
         if model.pace is not None:
             self._thread.shutdown(wait=False)  # its work is done
         self._loop_task = asyncio.create_task(self._run(), name="engine steps")
@@ -228,13 +231,15 @@ class StepEngine:
     def rename(self, worker_id: WorkerId) -> None:
         self._worker_id = worker_id
 
-    def reset_cache(self) -> None:
+    async def reset_cache(self) -> None:
         """Forget all cached blocks. A block in use cannot be forgotten: what is computed next follows on from it."""
         if held := self._pool.held_blocks:
             raise InvalidRequestError(f"{held} blocks of the cache are in use", hint="drain the worker, or try again")
         self._publish_events()
         self._cache.clear()
         self._publish_events()
+        if self._copies is not None:
+            await self._copies.clear()
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -246,7 +251,7 @@ class StepEngine:
             offers=len(self._offers),
             queued_tokens=self._scheduler.queued_tokens,
             stalled_s=self._watch.age_s(time.monotonic()),
-            tiers=() if self._copies is None else loads_of(self._copies.stack),
+            tiers=() if self._tiers is None else loads_of(self._tiers),
         )
 
     def on_load_change(self, listener: Callable[[], object]) -> None:
@@ -460,11 +465,14 @@ class StepEngine:
                 listener(events)
 
 
-def _open_cache(
+async def _open_cache(
     config: StepEngineConfig, model: ModelInfo, region: KvRegion, limits: Limits, executor: Executor
 ) -> tuple[BlockPool, Scheduler, OpenTiers | None]:
     pool = BlockPool(config.num_blocks, model.layout.block_size)
-    tiers = open_tiers(config.tiers, config.model, model.layout, region, pool, executor)
+    disk = None
+    if config.tiers.disk is not None:
+        disk = await open_disk(config.tiers.disk, config.model, config.model_path, model.layout)
+    tiers = open_tiers(config.tiers, config.model, model.layout, region, pool, executor, disk)
     stack = None if tiers is None else tiers.stack
     return pool, Scheduler(pool, limits, model.eos_token_ids, stack), tiers
 

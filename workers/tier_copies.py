@@ -3,14 +3,21 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from typing import NamedTuple
 
-from kvcache.tiers.stack import BlockSave
-from kvcache.tiers.store import TierError
+from kvcache.pool import CommittedBlock
+from kvcache.tiers.index import TierBlock
+from kvcache.tiers.stack import BlockSave, TierLevel
+from kvcache.tiers.store import Payload, TierCorruptError, TierError, TierIoError
+from protocol.errors import EngineError
 from protocol.ids import RequestId
+from protocol.tiers import Tier
+from workers.disk_tier import TIER_THREAD
 from workers.executor import Row
 from workers.metrics import TIER_LOAD_SECONDS, TIER_LOADS
 from workers.scheduler import Scheduler, TierLoad
@@ -21,6 +28,23 @@ log = logging.getLogger(__name__)
 GRACE_S = 0.1  # for a load that was told to stop: what has come by then is kept
 CLOSE_S = 2.0  # for copies in progress when the engine stops
 LOG_EVERY_S = 60.0
+REASONS: Mapping[type[TierError], str] = {TierCorruptError: "corrupt", TierIoError: "failed"}
+
+
+class _Overtaken(Exception):
+    """The block of the device changed while it was read."""
+
+
+class _Stopped(Exception):
+    """Nobody waits for a load any more."""
+
+
+class _Saved(NamedTuple):
+    """Report how one copy down went."""
+
+    arrived: bool
+    is_sound: bool = True  # the block of the device was the same while it was read
+    is_io: bool = False  # the storage failed
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +54,9 @@ class _Loading:
     timer: asyncio.TimerHandle | None = None
     stops: bool = False  # set on the loop, read by the thread between two blocks
     arrived: int = 0  # set by the thread
-    copy_s: float = 0.0  # set by the thread: time of the copies, without waiting for those before
+    took_s: dict[Tier, float] = field(default_factory=dict)  # set by the thread: time of the copies from each tier
     error: str = ""  # set by the thread
+    reason: str = ""  # set by the thread, of an error: "corrupt", "failed" or "gone"
     outcome: str = "ok"
     given_up: bool = False
 
@@ -39,11 +64,15 @@ class _Loading:
     def request_id(self) -> RequestId:
         return self.load.sequence.request_id
 
+    def fail(self, error: str, reason: str) -> None:
+        self.error, self.reason = error, reason
+
 
 class TierCopies:
-    """Two threads copy, one down and one up: what comes back never waits for what goes.
+    """Two threads for each tier copy, one down and one up: what comes back never waits for what goes.
 
-    A load that is late is stopped; its request computes what has not come.
+    A load belongs to the slowest tier that it reads, so that nobody who needs a fast one waits for a slow one. A load
+    that is late is stopped; its request computes what has not come. A tier that keeps failing is switched off.
     """
 
     def __init__(
@@ -53,11 +82,11 @@ class TierCopies:
         timeout_s: float,
         wake: Callable[[], None],
         on_news: Callable[[], None],
-        least_s: Callable[[int], float] | None = None,
+        least_s: Callable[[int, Tier], float] | None = None,
     ) -> None:
         """Call `wake` when there is something to plan, and `on_news` when blocks have come to a tier or left it.
 
-        Copies of n tokens take `least_s(n)` seconds at least, if it is given.
+        Copies of n tokens from or to a tier take `least_s(n, tier)` seconds at least, if it is given.
         """
         self.stack = tiers.stack
         self._tiers = tiers
@@ -66,10 +95,10 @@ class TierCopies:
         self._wake = wake
         self._on_news = on_news
         self._least_s = least_s
-        self._down = ThreadPoolExecutor(1, thread_name_prefix="tier save")
-        self._up = ThreadPoolExecutor(1, thread_name_prefix="tier load")
+        self._down = {level.tier: _thread("save", level) for level in tiers.stack.levels}
+        self._up = {level.tier: _thread("load", level) for level in tiers.stack.levels}
         self._loads: dict[RequestId, _Loading] = {}  # that somebody waits for
-        self._running: set[asyncio.Future[None] | asyncio.Future[list[bool]]] = set()
+        self._running: set[asyncio.Future[None] | asyncio.Future[list[_Saved]]] = set()
         self._closed = False
         self._logged_s = 0.0
         self._logged_requests = 0
@@ -80,7 +109,7 @@ class TierCopies:
         loading = _Loading(load, time.monotonic())
         loading.timer = loop.call_later(load.planned.limit_s(self._timeout_s), self._on_late, loading)
         self._loads[loading.request_id] = loading
-        copying = asyncio.wrap_future(self._up.submit(self._copy_up, loading))
+        copying = asyncio.wrap_future(self._up[load.planned.tier].submit(self._copy_up, loading))
         self._running.add(copying)
         copying.add_done_callback(partial(self._on_copied, loading))
 
@@ -99,13 +128,30 @@ class TierCopies:
         """Copy what is to go down next. Call it when there is nothing to compute, too."""
         if self._closed:
             return
-        saves = self.stack.plan_saves()
-        if saves:
-            copying = asyncio.wrap_future(self._down.submit(self._copy_down, saves))
-            self._running.add(copying)
-            copying.add_done_callback(partial(self._on_saved, saves, time.monotonic()))
+        by_tier: dict[Tier, list[BlockSave]] = {}
+        for save in self.stack.plan_saves():
+            by_tier.setdefault(save.level.tier, []).append(save)
+        for tier, saves in by_tier.items():
+            self._start_saves(tier, saves)
         if time.monotonic() - self._logged_s >= LOG_EVERY_S:
             self._log_hits()
+
+    async def clear(self) -> None:
+        """Have the stores forget all blocks for good, after the copies in progress.
+
+        Raise EngineError if one cannot: it is switched off.
+        """
+        stores = self._tiers.stores
+        clearing = {tier: asyncio.wrap_future(self._down[tier].submit(stores[tier].clear)) for tier in stores}
+        done, _ = await asyncio.wait(clearing.values(), timeout=self._timeout_s)
+        for tier, one in clearing.items():
+            problem = one.exception() if one in done else f"it takes longer than {self._timeout_s:g} s"
+            if problem is not None:
+                self.stack.switch_off(next(level for level in self.stack.levels if level.tier is tier))
+                raise EngineError(
+                    f"the {tier.name.lower()} tier cannot forget its blocks and is switched off: {problem}",
+                    hint="remove its files before the worker starts again",
+                )
 
     async def close(self) -> bool:
         """End all copies. False: one hangs, and may still read or write the KV cache."""
@@ -116,8 +162,8 @@ class TierCopies:
                 loading.timer.cancel()
         if self._running:
             await asyncio.wait(list(self._running), timeout=CLOSE_S)
-        self._down.shutdown(wait=False, cancel_futures=True)
-        self._up.shutdown(wait=False, cancel_futures=True)
+        for thread in (*self._down.values(), *self._up.values()):
+            thread.shutdown(wait=False, cancel_futures=True)
         if self._running:
             return False
         for store in self._tiers.stores.values():
@@ -127,59 +173,88 @@ class TierCopies:
     # --- in threads ------------------------------------------------------------------------------------
 
     def _copy_up(self, loading: _Loading) -> None:
-        blocks, stores = self._tiers.blocks, self._tiers.stores
-        began = time.perf_counter()
+        into = iter(loading.load.into)
+        for level, pieces in groupby(loading.load.planned.pieces, key=lambda piece: piece.level):
+            began = time.perf_counter()
+            try:
+                self._copy_up_from(level, [piece.block.address for piece in pieces], into, loading)
+            except _Stopped:
+                return
+            except TierError as error:
+                loading.fail(str(error), REASONS.get(type(error), "gone"))
+                return
+            except Exception as error:  # a bug met by one load: the rest of its prompt is computed
+                log.exception("a load from a KV tier failed")
+                loading.fail(f"{type(error).__name__}: {error}", "failed")
+                return
+            finally:
+                before_s = loading.took_s.get(level.tier, 0.0)
+                loading.took_s[level.tier] = before_s + time.perf_counter() - began
+
+    def _copy_up_from(
+        self, level: TierLevel, addresses: Sequence[bytes], into: Iterator[int], loading: _Loading
+    ) -> None:
+        def take(payload: Payload) -> None:
+            if loading.stops:
+                raise _Stopped
+            self._tiers.blocks.write(next(into), payload)
+            loading.arrived += 1
+
+        if loading.stops:
+            raise _Stopped
+        self._tiers.stores[level.tier].load(addresses, take)
+
+    def _copy_down(self, saves: Sequence[BlockSave]) -> list[_Saved]:
+        """Copy blocks to one tier. What has changed meanwhile must not even be written to a disk."""
+        level = saves[0].level
+        sources = {save.block.address: save.source for save in saves}
+        if not level.health.is_writable:
+            return [_Saved(arrived=False)] * len(saves)
         try:
-            for (level, block), block_id in zip(loading.load.planned.pieces, loading.load.into, strict=True):
-                if loading.stops:
-                    return
-                stores[level.tier].load(block.address, partial(blocks.write, block_id))
-                loading.arrived += 1
-        except TierError as error:
-            loading.error = str(error)
-        except Exception as error:  # a bug met by one load: the rest of its prompt is computed
-            log.exception("a load from a KV tier failed")
-            loading.error = f"{type(error).__name__}: {error}"
-        finally:
-            loading.copy_s = time.perf_counter() - began
+            outcomes = self._tiers.stores[level.tier].store(
+                [save.block for save in saves], partial(self._fill, sources)
+            )
+        except Exception:  # a bug met by these copies: the blocks are computed when they are asked for again
+            log.exception("copies to a KV tier failed")
+            return [_Saved(arrived=False, is_io=True)] * len(saves)
+        for problem in {str(error): error for error in outcomes if not isinstance(error, _Overtaken | None)}.values():
+            log.warning("KV blocks are not kept: %s", problem)
+        return [_saved(error) for error in outcomes]
 
-    def _copy_down(self, saves: Sequence[BlockSave]) -> list[bool]:
-        return [self._save(save) for save in saves]
+    def _fill(self, sources: Mapping[bytes, CommittedBlock], block: TierBlock, payload: Payload) -> None:
+        source, pool = sources[block.address], self._scheduler.pool
+        if pool.is_unchanged(source):
+            self._tiers.blocks.read(source.block_id, payload)
+        if not pool.is_unchanged(source):  # the loop changes the version before anybody writes to the block
+            raise _Overtaken
 
-    def _save(self, save: BlockSave) -> bool:
-        try:
-            store = self._tiers.stores[save.level.tier]
-            store.store(save.block.address, partial(self._tiers.blocks.read, save.source.block_id))
-        except TierError as error:
-            log.warning("a KV block is not kept: %s", error)
-            return False
-        except Exception:  # a bug met by one copy: its block is computed when it is asked for again
-            log.exception("a copy to a KV tier failed")
-            return False
-        return True
-
-    # --- on the loop -----------------------------------------------------------------------------------
+    # --- up, on the loop -------------------------------------------------------------------------------
 
     def _on_copied(self, loading: _Loading, copying: "asyncio.Future[None]") -> None:
         self._running.discard(copying)
         if self._closed or copying.cancelled():
             return
-        if self._least_s is not None:
-            tokens = loading.arrived * self._scheduler.pool.block_size
-            least_s = self._least_s(tokens)
-            rest_s = loading.started_s + least_s - time.monotonic()
-            if rest_s > 0 and not loading.given_up:
-                loading.copy_s = max(loading.copy_s, least_s)
+        if not loading.given_up:
+            parts = loading.load.planned.parts(loading.arrived)
+            least_s = {level.tier: self._copy_s(blocks, level.tier) for level, blocks in parts}
+            if (rest_s := loading.started_s + sum(least_s.values()) - time.monotonic()) > 0:
+                for tier, seconds in least_s.items():
+                    loading.took_s[tier] = max(loading.took_s[tier], seconds)
                 asyncio.get_running_loop().call_later(rest_s, self._end, loading)
                 return
         self._end(loading)
+
+    def _copy_s(self, blocks: int, tier: Tier) -> float:
+        """Return the least seconds that so many blocks take."""
+        return 0.0 if self._least_s is None else self._least_s(blocks * self._scheduler.pool.block_size, tier)
 
     def _end(self, loading: _Loading) -> None:
         load = loading.load
         if self._closed:
             return
         if loading.given_up:
-            waited_s = 0.0 if loading.outcome == "cancelled" else time.monotonic() - loading.started_s
+            is_late = loading.outcome != "cancelled"
+            waited_s = {load.planned.tier: time.monotonic() - loading.started_s} if is_late else {}
             self.stack.load_ended(load.planned, 0, waited_s)
             self._scheduler.pull_let_go(load)
         else:
@@ -189,10 +264,26 @@ class TierCopies:
             elif loading.arrived < len(load.into):
                 loading.outcome = "late"
             self._forget(loading)
-            self.stack.load_ended(load.planned, loading.arrived, loading.copy_s, is_broken=bool(loading.error))
+            self._note_health(loading)
+            self.stack.load_ended(load.planned, loading.arrived, loading.took_s, is_broken=bool(loading.error))
             self._scheduler.load_ended(load, loading.arrived)
         self._on_news()
         self._wake()
+
+    def _note_health(self, loading: _Loading) -> None:
+        for level, _ in loading.load.planned.parts(loading.arrived):
+            level.health.note_read(is_good=True)
+        if loading.error:
+            level = loading.load.planned.pieces[loading.arrived].level
+            level.counts[f"unreadable_{loading.reason}"] += 1
+            if loading.reason == "failed":
+                self._note_failed_read(level)
+
+    def _note_failed_read(self, level: TierLevel) -> None:
+        if level.health.note_read(is_good=False):
+            log.error("the %s tier of the KV cache cannot be read and is switched off", level.tier.name.lower())
+            self.stack.switch_off(level)
+            self._on_news()
 
     def _on_late(self, loading: _Loading) -> None:
         """Stop a late load. What has come is kept, unless the load does not even stop."""
@@ -203,6 +294,8 @@ class TierCopies:
         loading.stops = loading.given_up = True
         loading.outcome = outcome
         self._forget(loading)
+        if outcome == "late":
+            self._note_failed_read(loading.load.planned.slowest)
         self._scheduler.load_given_up(loading.load)
         self._wake()
 
@@ -215,22 +308,53 @@ class TierCopies:
         TIER_LOADS.labels(tier, loading.outcome).inc()
         TIER_LOAD_SECONDS.labels(tier).observe(time.monotonic() - loading.started_s)
 
-    def _on_saved(self, saves: Sequence[BlockSave], began_s: float, copying: "asyncio.Future[list[bool]]") -> None:
+    # --- down, on the loop -----------------------------------------------------------------------------
+
+    def _start_saves(self, tier: Tier, saves: Sequence[BlockSave]) -> None:
+        copying = asyncio.wrap_future(self._down[tier].submit(self._copy_down, saves))
+        self._running.add(copying)
+        timer = None
+        if tier is not Tier.HOST:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(self._timeout_s, self._on_saves_late, saves[0].level)
+        copying.add_done_callback(partial(self._on_saved, saves, time.monotonic(), timer))
+
+    def _on_saves_late(self, level: TierLevel) -> None:
+        """Write no more to a tier that hangs. Its copies stay in flight until they end."""
+        if level.health.stop_writes():
+            self._log_no_writes(level, f"a write takes longer than {self._timeout_s:g} s")
+
+    @staticmethod
+    def _log_no_writes(level: TierLevel, problem: str) -> None:
+        log.error("the %s tier of the KV cache takes no more blocks: %s", level.tier.name.lower(), problem)
+
+    def _on_saved(
+        self,
+        saves: Sequence[BlockSave],
+        began_s: float,
+        timer: asyncio.TimerHandle | None,
+        copying: "asyncio.Future[list[_Saved]]",
+    ) -> None:
         self._running.discard(copying)
+        if timer is not None:
+            timer.cancel()
         if self._closed or copying.cancelled():
             return
-        if self._least_s is not None:
-            least_s = self._least_s(len(saves) * self._scheduler.pool.block_size)
-            if (rest_s := began_s + least_s - time.monotonic()) > 0:
-                asyncio.get_running_loop().call_later(rest_s, self._end_saves, saves, copying.result())
-                return
-        self._end_saves(saves, copying.result())
+        if (rest_s := began_s + self._copy_s(len(saves), saves[0].level.tier) - time.monotonic()) > 0:
+            asyncio.get_running_loop().call_later(rest_s, self._end_saves, saves, copying.result())
+        else:
+            self._end_saves(saves, copying.result())
 
-    def _end_saves(self, saves: Sequence[BlockSave], results: Sequence[bool]) -> None:
+    def _end_saves(self, saves: Sequence[BlockSave], results: Sequence[_Saved]) -> None:
         if self._closed:
             return
-        for save, arrived in zip(saves, results, strict=True):
-            self.stack.saved(save, arrived=arrived)
+        for save, result in zip(saves, results, strict=True):
+            self.stack.saved(save, arrived=result.arrived, is_sound=result.is_sound)
+        is_bad = any(result.is_io for result in results)
+        if is_bad or any(result.arrived for result in results):
+            level = saves[0].level
+            if level.health.note_write(is_good=not is_bad):
+                self._log_no_writes(level, "it cannot be written")
         self._on_news()
         self.pump()
 
@@ -246,3 +370,13 @@ class TierCopies:
             100 * on_device,
             100 * below,
         )
+
+
+def _saved(error: Exception | None) -> _Saved:
+    is_overtaken = isinstance(error, _Overtaken)
+    is_io = isinstance(error, TierIoError) or not isinstance(error, TierError | _Overtaken | None)
+    return _Saved(arrived=error is None, is_sound=not is_overtaken, is_io=is_io)
+
+
+def _thread(work: str, level: TierLevel) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix=f"{TIER_THREAD} {work} {level.tier.name.lower()}")

@@ -14,6 +14,7 @@ from kvcache.tiers.store import DeviceBlocks, HostRegionBlocks, TierStore
 from protocol.errors import ConfigError
 from protocol.messages import CardTier, KvLayout
 from protocol.tiers import Tier
+from workers.disk_tier import DiskSettings, OpenedDisk
 from workers.engine import TierUse
 from workers.executor import CopiesBlocks, Executor
 
@@ -28,6 +29,7 @@ class TierSettings:
 
     host_bytes: int = 0
     offload: Offload = "ahead"
+    disk: DiskSettings | None = None
 
 
 NO_TIERS = TierSettings()
@@ -38,7 +40,7 @@ class OpenTiers:
     """The tiers of one engine, or of one rank of it."""
 
     stack: TierStack
-    stores: Mapping[Tier, TierStore]
+    stores: Mapping[Tier, TierStore]  # none for a tier that could not be opened
     blocks: DeviceBlocks
 
 
@@ -51,27 +53,42 @@ class TierReport:
 
 
 def open_tiers(
-    settings: TierSettings, model: str, layout: KvLayout, region: KvRegion, pool: BlockPool, executor: Executor
+    settings: TierSettings,
+    model: str,
+    layout: KvLayout,
+    region: KvRegion,
+    pool: BlockPool,
+    executor: Executor,
+    disk: OpenedDisk | None = None,
 ) -> OpenTiers | None:
     """Return the tiers, None if the settings ask for none. Raises ConfigError if they cannot be had."""
-    if not settings.host_bytes:
+    opened = [_open_host(settings.host_bytes, layout)] if settings.host_bytes else []
+    if disk is not None:
+        opened.append((disk.level, disk.store))
+    if not opened:
         return None
-    max_blocks = settings.host_bytes // layout.block_bytes
-    if max_blocks < 1:
-        raise ConfigError(
-            f"--kv-host-mib gives {settings.host_bytes} bytes, a KV block of this model has {layout.block_bytes}",
-            hint="give at least one block, or 0 for no host memory",
-        )
-    store = HostStore(max_blocks, layout.block_bytes)
-    level = TierLevel(TierIndex(Tier.HOST, max_blocks, layout.block_size, store.remove), TierRates(layout.block_bytes))
+    levels = [level for level, _ in opened]
+    stores = {level.tier: store for level, store in opened if store is not None}
     stack = TierStack(
         pool,
-        [level],
-        model_fingerprint(model, layout),
+        levels,
+        model_fingerprint(model, layout) if disk is None else disk.fingerprint,
         offload=settings.offload,
         max_in_flight=max(LEAST_IN_FLIGHT, IN_FLIGHT_BYTES // layout.block_bytes),
     )
-    return OpenTiers(stack, {Tier.HOST: store}, _device_blocks(region, executor))
+    return OpenTiers(stack, stores, _device_blocks(region, executor))
+
+
+def _open_host(num_bytes: int, layout: KvLayout) -> tuple[TierLevel, TierStore | None]:
+    max_blocks = num_bytes // layout.block_bytes
+    if max_blocks < 1:
+        raise ConfigError(
+            f"--kv-host-mib gives {num_bytes} bytes, a KV block of this model has {layout.block_bytes}",
+            hint="give at least one block, or 0 for no host memory",
+        )
+    store = HostStore(max_blocks, layout.block_bytes)
+    index = TierIndex(Tier.HOST, max_blocks, layout.block_size, store.remove)
+    return TierLevel(index, TierRates(layout.block_bytes)), store
 
 
 def _device_blocks(region: KvRegion, executor: Executor) -> DeviceBlocks:
@@ -80,24 +97,29 @@ def _device_blocks(region: KvRegion, executor: Executor) -> DeviceBlocks:
     if isinstance(executor, CopiesBlocks):
         return executor.device_blocks()
     raise ConfigError(
-        f"the KV cache is on {region.device}, from where this engine copies nothing", hint="set --kv-host-mib 0"
+        f"the KV cache is on {region.device}, from where this engine copies nothing",
+        hint="set no tiers: --kv-host-mib 0, no --kv-disk",
     )
 
 
-def loads_of(stack: TierStack) -> tuple[TierUse, ...]:
+def loads_of(tiers: OpenTiers) -> tuple[TierUse, ...]:
     """Return what the metrics say of the tiers."""
-    on_device, below = stack.window.shares()
-    return tuple(
-        TierUse(
-            tier=level.tier.name.lower(),
-            blocks=len(level.index),
-            used_bytes=level.index.used_blocks * level.rates.block_bytes,
-            limit_bytes=level.index.max_blocks * level.rates.block_bytes,
-            block_bytes=level.rates.block_bytes,
-            counts=dict(level.counts),
-            hit_shares=(on_device, below),
-        )
-        for level in stack.levels
+    return tuple(_use_of(level, tiers) for level in tiers.stack.levels)
+
+
+def _use_of(level: TierLevel, tiers: OpenTiers) -> TierUse:
+    store = tiers.stores.get(level.tier)
+    return TierUse(
+        tier=level.tier.name.lower(),
+        blocks=len(level.index),
+        used_bytes=level.index.used_blocks * level.rates.block_bytes,
+        limit_bytes=level.index.max_blocks * level.rates.block_bytes,
+        block_bytes=level.rates.block_bytes,
+        counts=dict(level.counts),
+        hit_shares=tiers.stack.window.shares(),
+        ios={} if store is None else dict(store.ios),
+        is_readable=level.health.is_readable,
+        is_writable=level.health.is_writable,
     )
 
 
@@ -112,6 +134,7 @@ def report_of(stack: TierStack) -> TierReport:
                 latency_s=level.rates.line.latency_s,
             )
             for level in stack.levels
+            if level.health.is_readable
         ),
         stack.compute.token_s,
     )

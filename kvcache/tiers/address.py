@@ -13,9 +13,12 @@ from protocol.messages import KvLayout, encode
 ADDRESS_BYTES = 32
 
 
-def model_fingerprint(model: str, layout: KvLayout) -> bytes:
-    """Return what all addresses of one model in one layout begin with: blocks of others are never equal."""
-    return blake2b(encode((model, layout)), digest_size=ADDRESS_BYTES).digest()
+def model_fingerprint(model: str, layout: KvLayout, weights: bytes = b"") -> bytes:
+    """Return what all addresses of one model in one layout begin with: blocks of others are never equal.
+
+    `weights` tells one model from another of the same name. Tiers that end with the process need it not.
+    """
+    return blake2b(encode((model, layout, weights)), digest_size=ADDRESS_BYTES).digest()
 
 
 def root_address(fingerprint: bytes, lora: str | None, salt: str | None) -> bytes:

@@ -1,11 +1,13 @@
 """Keep blocks in host memory."""
 
 import mmap
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.tiers.index import TierBlock
 from kvcache.tiers.store import Payload, TierError
 
 
@@ -16,6 +18,7 @@ class HostStore:
         """Use `memory` where it is given: uint8 [max_blocks, block_bytes], for example of pinned pages."""
         self.max_blocks = max_blocks
         self.block_bytes = block_bytes
+        self.ios = Counter[str]()
         if memory is None:
             memory = np.frombuffer(mmap.mmap(-1, max_blocks * block_bytes), np.uint8)
         self._memory: NDArray[np.uint8] | None = memory.reshape(max_blocks, block_bytes)
@@ -25,31 +28,44 @@ class HostStore:
     def find(self, address: bytes) -> bool:
         return address in self._places
 
-    def load(self, address: bytes, take: Callable[[Payload], object]) -> None:
-        memory, place = self._memory, self._places.get(address)
-        if memory is None or place is None:
-            raise TierError("host memory does not hold the block any more")
-        take(memory[place])
+    def load(self, addresses: Sequence[bytes], take: Callable[[Payload], object]) -> None:
+        for address in addresses:
+            memory, place = self._memory, self._places.get(address)
+            if memory is None or place is None:
+                raise TierError("host memory does not hold the block any more")
+            take(memory[place])
+            self.ios["memory"] += 1
 
-    def store(self, address: bytes, fill: Callable[[Payload], object]) -> None:
+    def store(
+        self, blocks: Sequence[TierBlock], fill: Callable[[TierBlock, Payload], object]
+    ) -> list[Exception | None]:
+        return [self._store(block, fill) for block in blocks]
+
+    def _store(self, block: TierBlock, fill: Callable[[TierBlock, Payload], object]) -> Exception | None:
         memory = self._memory
+        if memory is None:
+            return TierError("the host memory was freed")
         try:
             place = self._free.pop()
         except IndexError:
-            raise TierError(f"all {self.max_blocks} blocks of host memory are taken") from None
+            return TierError(f"all {self.max_blocks} blocks of host memory are taken")
         try:
-            if memory is None:
-                raise TierError("the host memory was freed")
-            fill(memory[place])
-        except BaseException:
+            fill(block, memory[place])
+        except Exception as error:
             self._free.append(place)
-            raise
-        self._places[address] = place
+            return error
+        self._places[block.address] = place
+        self.ios["memory"] += 1
+        return None
 
     def remove(self, address: bytes) -> None:
         place = self._places.pop(address, None)
         if place is not None:
             self._free.append(place)
+
+    def clear(self) -> None:
+        for address in list(self._places):
+            self.remove(address)
 
     def close(self) -> None:
         self._places.clear()

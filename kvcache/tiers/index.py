@@ -161,6 +161,11 @@ class TierIndex:
         if parent is not None:
             self._lose_child(parent, block.name)
 
+    def drop_all(self) -> None:
+        """Drop all blocks, and say so: the tier is not used any more."""
+        for block in [block for block in self._blocks.values() if block.parent is None]:
+            self.drop(block)
+
     def clear(self) -> None:
         """Forget everything. Nothing is announced: what clears a cache announces it once for all tiers."""
         for block in list(self._blocks.values()):

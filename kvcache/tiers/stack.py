@@ -1,19 +1,22 @@
 """Decide which blocks are copied below the device, which come back, and when. Pure: the copies are a thin shell's.
 
-The worker's engine, the simulator and the tests drive this one object. Blocks are copied without being held: a block
-whose content changed before its copy was complete is dropped, so a copy makes nobody wait for memory.
+Host memory gets what the device would evict next; slower tiers get what a second prompt has asked for. The worker's
+engine, the simulator and the tests drive this one object. Blocks are copied without being held: a block whose content
+changed before its copy was complete is dropped, so a copy makes nobody wait for memory.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from kvcache.pool import BlockPool, CommittedBlock, PoolJournal
 from kvcache.tiers.address import content_address, root_address
+from kvcache.tiers.health import TierHealth
 from kvcache.tiers.index import TierBlock, TierIndex
 from kvcache.tiers.rates import ComputeRate, TierRates, blocks_to_load, tried_anyway
 from kvcache.tiers.reuse import Reuse
+from kvcache.tiers.twice import UsedTwice
 from protocol.ids import SequenceHash
 from protocol.tiers import Tier
 
@@ -43,6 +46,9 @@ class TierLevel:
     index: TierIndex
     rates: TierRates
     counts: Counter[str] = field(default_factory=Counter)
+    health: TierHealth = field(default_factory=TierHealth)
+    in_flight: set[bytes] = field(default_factory=set)  # addresses of blocks that are copied there
+    keeps_salted: bool = True  # blocks of tenants with a salt of their own may go there
 
     @property
     def tier(self) -> Tier:
@@ -64,9 +70,20 @@ class PlannedLoad:
     expected_s: float  # 0: nothing is known yet
 
     @property
-    def tier(self) -> Tier:
+    def slowest(self) -> TierLevel:
         """Return the slowest tier that it reads."""
-        return self.pieces[-1].level.tier
+        return max([piece.level for piece in self.pieces], key=lambda level: level.tier)
+
+    @property
+    def tier(self) -> Tier:
+        return self.slowest.tier
+
+    def parts(self, blocks: int) -> list[tuple[TierLevel, int]]:
+        """Return how many of the first `blocks` blocks come from each tier."""
+        parts: dict[Tier, tuple[TierLevel, int]] = {}
+        for level, _ in self.pieces[:blocks]:
+            parts[level.tier] = (level, parts.get(level.tier, (level, 0))[1] + 1)
+        return list(parts.values())
 
     def limit_s(self, timeout_s: float) -> float:
         """Return after how long the load is late."""
@@ -105,7 +122,7 @@ class HitWindow:
 
 
 class TierStack:
-    """The tiers below one pool, the fastest first. Blocks are copied to the first."""
+    """The tiers below one pool, the fastest first."""
 
     def __init__(
         self,
@@ -116,7 +133,7 @@ class TierStack:
         offload: Offload = "ahead",
         max_in_flight: int = 16,
     ) -> None:
-        """Copy at most `max_in_flight` blocks at a time."""
+        """Copy at most `max_in_flight` blocks to each tier at a time."""
         self.pool = pool
         self.levels = levels
         self.compute = ComputeRate()
@@ -124,8 +141,9 @@ class TierStack:
         self._fingerprint = fingerprint
         self._offload = offload
         self._max_in_flight = max_in_flight
+        self._host = levels[0] if levels[0].tier is Tier.HOST else None
+        self._lower = {level.tier: UsedTwice(pool.num_blocks) for level in levels if level is not self._host}
         self._reuse = Reuse(levels[0].index.max_blocks)
-        self._in_flight: set[bytes] = set()
         self._addresses: dict[int, tuple[int, bytes]] = {}  # of blocks of the device, each of one version
         self._looked_at: int | None = None  # blocks that the pool had allocated then; None: look again
         self._burst = 0.0  # blocks allocated in one step: the most, lately
@@ -162,10 +180,31 @@ class TierStack:
             level.rates.backlog_bytes += level.rates.block_bytes
         return load
 
-    def load_ended(self, load: PlannedLoad, arrived: int, took_s: float, *, is_broken: bool = False) -> None:
+    def asked_for(self, prefix: Prefix, first: int, loaded: int) -> None:
+        """Take that a prompt was admitted: `first` of its blocks are on the device, and `loaded` come from tiers.
+
+        What is asked for again is kept longer in slow tiers, and goes there if it is not there yet.
+        """
+        self.window.note(len(prefix.names), first, loaded)
+        for level in self.levels:
+            if (used := self._lower.get(level.tier)) is None or not level.health.is_writable:
+                continue
+            for name in used.ask(prefix.names):
+                if name in level.index:
+                    level.index.touch(name)
+                elif level.keeps_salted or prefix.salt is None:
+                    is_here = self.pool.block_of(name) is not None
+                    level.counts["dropped_busy"] += used.want(name, on_device=is_here)
+                else:
+                    level.counts["dropped_salted"] += 1
+
+    def load_ended(
+        self, load: PlannedLoad, arrived: int, took_s: Mapping[Tier, float], *, is_broken: bool = False
+    ) -> None:
         """Take that the first `arrived` blocks of a load have come. `is_broken`: the next one cannot be read.
 
-        Of a load that was late and brought nothing, all blocks count as if they had come now: it was slow.
+        `took_s`: the time of the copies from each tier. Of a load that was late and brought nothing, all blocks count
+        as if they had come now: it was slow.
         """
         for number, (level, block) in enumerate(load.pieces):
             level.rates.backlog_bytes -= level.rates.block_bytes
@@ -173,21 +212,20 @@ class TierStack:
             if number < arrived:
                 level.counts["loaded"] += 1
                 level.index.touch(block.name)
-        measured = arrived or (0 if is_broken else len(load.pieces))
-        if measured and took_s and load.pieces[0].level is load.pieces[-1].level:
-            rates = load.pieces[0].level.rates
-            rates.line.note(measured * rates.block_bytes, took_s)
+        for level, blocks in load.parts(arrived or (0 if is_broken else len(load.pieces))):
+            if seconds := took_s.get(level.tier):
+                level.rates.line.note(blocks * level.rates.block_bytes, seconds)
         if is_broken and arrived < len(load.pieces):
             level, block = load.pieces[arrived]
             level.counts["unreadable"] += 1
             level.index.drop(block)
 
     def _expected_s(self, pieces: Sequence[LoadPiece]) -> float:
-        counted = Counter(id(piece.level) for piece in pieces)
-        levels = {id(piece.level): piece.level for piece in pieces}
-        if not all(level.rates.line.count for level in levels.values()):
+        counted = Counter(piece.level.tier for piece in pieces)
+        rates = {piece.level.tier: piece.level.rates for piece in pieces}
+        if not all(one.line.count for one in rates.values()):
             return 0.0
-        return sum([levels[key].rates.load_s(blocks) for key, blocks in counted.items()])
+        return sum([rates[tier].load_s(blocks) for tier, blocks in counted.items()])
 
     def _find(self, prefix: Prefix, first: int) -> list[LoadPiece]:
         """Return the blocks from number `first` on that lie below the device. A name alone is no hit."""
@@ -212,7 +250,7 @@ class TierStack:
 
     def _piece(self, name: SequenceHash) -> LoadPiece | None:
         for level in self.levels:
-            if (block := level.index.get(name)) is not None:
+            if level.health.is_readable and (block := level.index.get(name)) is not None:
                 return LoadPiece(level, block)
         return None
 
@@ -231,49 +269,90 @@ class TierStack:
 
     # --- going down ------------------------------------------------------------------------------------
 
+    @property
+    def in_flight(self) -> int:
+        """Return how many blocks are being copied down."""
+        return sum([len(level.in_flight) for level in self.levels])
+
     def plan_saves(self) -> list[BlockSave]:
         """Return the copies to make now. Call it after each step, and when a copy has ended."""
         self._note_losses()
         self._burst = max(self._burst * BURST_FADE, self.pool.num_allocated - self._allocated)
         self._allocated = self.pool.num_allocated
         committed, self._journal.committed = self._journal.committed, []
-        wanted = committed if self._offload == "through" else self._next_to_go()
-        saves: list[BlockSave] = []
-        for number, block_id in enumerate(wanted):
-            for source in self._missing_chain(block_id):
-                if len(self._in_flight) >= self._max_in_flight:
-                    self._looked_at = None
-                    if self._offload == "through":
-                        self.levels[0].counts["dropped_busy"] += len(wanted) - number
-                    return saves
-                if (save := self._admit(source)) is None:
-                    break
-                saves.append(save)
+        saves = [] if self._host is None else self._host_saves(self._host, committed)
+        for level in self.levels:
+            if (used := self._lower.get(level.tier)) is not None and level.health.is_writable:
+                saves += self._lower_saves(level, used, committed)
         return saves
 
-    def saved(self, save: BlockSave, *, arrived: bool) -> None:
-        """Take that a copy has ended. Its block counts only if the device's block was the same all the time."""
-        self._in_flight.discard(save.block.address)
+    def saved(self, save: BlockSave, *, arrived: bool, is_sound: bool | None = None) -> None:
+        """Take that a copy has ended. Its block counts only if the device's block was the same while it was read.
+
+        `is_sound`: whether it was, if that was seen right after it was read; None: it has to be the same still.
+        """
+        save.level.in_flight.discard(save.block.address)
         counts, index = save.level.counts, save.level.index
-        if not arrived:
-            counts["dropped_failed"] += 1
-            index.lost(save.block)
-        elif not self.pool.is_unchanged(save.source):
+        if not (self.pool.is_unchanged(save.source) if is_sound is None else is_sound):
             counts["dropped_overtaken"] += 1
+            index.lost(save.block)
+        elif not arrived:
+            counts["dropped_failed"] += 1
             index.lost(save.block)
         elif index.arrived(save.block):
             counts["saved"] += 1
-            self._reuse.copied()
+            if save.level is self._host:
+                self._reuse.copied()
+
+    def switch_off(self, level: TierLevel) -> None:
+        """Use a tier no more, and have all who follow the cache told that it is empty."""
+        level.health.switch_off()
+        level.index.drop_all()
 
     def clear(self) -> None:
         """Forget all blocks below the device."""
         for level in self.levels:
             level.index.clear()
+        for used in self._lower.values():
+            used.clear()
         self._reuse.clear()
         self._addresses.clear()
         self._journal.committed.clear()
         self._journal.evicted.clear()
         self._looked_at = None
+
+    def _host_saves(self, level: TierLevel, committed: Sequence[int]) -> list[BlockSave]:
+        wanted = committed if self._offload == "through" else self._next_to_go()
+        saves: list[BlockSave] = []
+        for number, block_id in enumerate(wanted):
+            for source in self._missing_chain(level, block_id):
+                if len(level.in_flight) >= self._max_in_flight:
+                    self._looked_at = None
+                    if self._offload == "through":
+                        level.counts["dropped_busy"] += len(wanted) - number
+                    return saves
+                if (save := self._admit(level, source)) is None:
+                    break
+                saves.append(save)
+        return saves
+
+    def _lower_saves(self, level: TierLevel, used: UsedTwice, committed: Sequence[int]) -> list[BlockSave]:
+        for block_id in committed:
+            if (source := self.pool.committed(block_id)) is not None:
+                level.counts["dropped_busy"] += used.committed(source.name)
+        saves: list[BlockSave] = []
+        while len(level.in_flight) < self._max_in_flight and (name := used.next()) is not None:
+            if (here := self.pool.block_of(name)) is None:
+                level.counts["dropped_too_late"] += 1
+                continue
+            for source in self._missing_chain(level, here):
+                if len(level.in_flight) >= self._max_in_flight:
+                    used.put_back(name)
+                    break
+                if (save := self._admit(level, source)) is None:
+                    break
+                saves.append(save)
+        return saves
 
     def _next_to_go(self) -> Sequence[int]:
         """Return the blocks that the next allocations would evict; nothing if that was looked at just now."""
@@ -289,9 +368,9 @@ class TierStack:
         self._looked_at = pool.num_allocated
         return pool.next_victims(min(victims, max(MOST_LOOKED_AT, bursts)))
 
-    def _missing_chain(self, block_id: int) -> Iterator[CommittedBlock]:
-        """Yield the blocks up to this one that are not below the device yet, parents first."""
-        index, chain = self.levels[0].index, list[CommittedBlock]()
+    def _missing_chain(self, level: TierLevel, block_id: int) -> Iterator[CommittedBlock]:
+        """Yield the blocks up to this one that are not in a tier yet, parents first."""
+        index, chain = level.index, list[CommittedBlock]()
         source = self.pool.committed(block_id)
         while source is not None and source.name not in index:
             chain.append(source)
@@ -302,10 +381,10 @@ class TierStack:
         parent = None if source.parent is None else self.pool.block_of(source.parent)
         return None if parent is None else self.pool.committed(parent)
 
-    def _admit(self, source: CommittedBlock) -> BlockSave | None:
+    def _admit(self, level: TierLevel, source: CommittedBlock) -> BlockSave | None:
         """Return the copy of a block, or None if there is no room or its name stands for something else there."""
-        level, address = self.levels[0], self._address_of(source)
-        if address in self._in_flight:
+        address = self._address_of(source)
+        if address in level.in_flight:
             return None
         parent = self._parent_of(source)
         if parent is not None and not level.index.holds(parent.name, self._address_of(parent)):
@@ -315,7 +394,7 @@ class TierStack:
         if not level.index.admit(block):
             level.counts["dropped_no_room"] += 1
             return None
-        self._in_flight.add(address)
+        level.in_flight.add(address)
         return BlockSave(source, level, block)
 
     def _address_of(self, source: CommittedBlock) -> bytes:
@@ -339,8 +418,9 @@ class TierStack:
     def _note_losses(self) -> None:
         """Count the blocks that left the device and are nowhere below."""
         evicted, self._journal.evicted = self._journal.evicted, []
-        index = self.levels[0].index
-        lost = [name for name in evicted if name not in index]
+        if self._host is None:
+            return
+        lost = [name for name in evicted if name not in self._host.index]
         if lost:
-            self.levels[0].counts["dropped_too_late" if self._reuse.pays else "dropped_no_reuse"] += len(lost)
+            self._host.counts["dropped_too_late" if self._reuse.pays else "dropped_no_reuse"] += len(lost)
             self._reuse.lost(lost)

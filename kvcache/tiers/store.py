@@ -1,13 +1,15 @@
 """The seam to the bytes of one tier, and the seam to those of the device."""
 
 import ctypes
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.memory import KvRegion
+from kvcache.tiers.index import TierBlock
 from protocol.errors import MeshError
 
 Payload = NDArray[np.uint8]  # [block_bytes]: the bytes of one block
@@ -19,33 +21,52 @@ class TierError(MeshError):
     code = "kv_tier"
 
 
+class TierCorruptError(TierError):
+    """The bytes of a block are not those that were stored."""
+
+    code = "kv_tier_corrupt"
+
+
+class TierIoError(TierError):
+    """The storage of a tier did not do what it was asked for. Many of these switch the tier off."""
+
+    code = "kv_tier_io"
+
+
 class TierStore(Protocol):
     """Keeps the bytes of blocks by their content address. Every store passes tests/contracts/test_tier_store.py.
 
     All methods but `close` may be called by several threads at once. A caller stores no address that is stored or on
-    its way already, and removes none that is being read.
+    its way already, and removes none that is being read. Only `load`, `store` and `clear` may wait for a device.
     """
 
     block_bytes: int
     max_blocks: int
+    ios: Counter[str]  # blocks that were read or written, by the path that they took
 
     def find(self, address: bytes) -> bool:
         """Return whether a block is here, whole."""
 
-    def load(self, address: bytes, take: Callable[[Payload], object]) -> None:
-        """Give the bytes of a block to `take`, which copies them.
+    def load(self, addresses: Sequence[bytes], take: Callable[[Payload], object]) -> None:
+        """Give the bytes of each block, in order, to `take`, which copies them.
 
-        Raises TierError if they are not here, or not whole.
+        Raises TierError if a block is not here, TierCorruptError if it is not whole, and TierIoError: the blocks before
+        it have been taken, those after it have not. What `take` raises passes through.
         """
 
-    def store(self, address: bytes, fill: Callable[[Payload], object]) -> None:
-        """Keep a block, whose bytes `fill` writes. After any error it is not here.
+    def store(
+        self, blocks: Sequence[TierBlock], fill: Callable[[TierBlock, Payload], object]
+    ) -> list[Exception | None]:
+        """Keep blocks, whose bytes `fill` writes. Return for each None, or the error for which it is not here.
 
-        Raises TierError if there is no room.
+        That is TierError if there is no room, TierIoError, or what `fill` raised.
         """
 
     def remove(self, address: bytes) -> None:
         """Forget a block. An unknown address is no error."""
+
+    def clear(self) -> None:
+        """Forget all blocks, also for whoever opens this storage next. Raises TierIoError."""
 
     def close(self) -> None:
         """Free everything. A second call does nothing."""

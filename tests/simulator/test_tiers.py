@@ -37,5 +37,19 @@ def test_a_tier_slower_than_computing_is_left_alone() -> None:
     assert slow.ttft_s.p50 <= 1.15 * without.ttft_s.p50
 
 
+def test_a_disk_gives_back_what_was_asked_for_twice() -> None:
+    """The first two rounds compute; the disk has each prompt after the second one."""
+    disk = run(disk_blocks=200, disk_bandwidth_gbps=2.1)
+    assert disk.hit_share == pytest.approx(4 / 6, abs=0.02)
+    assert disk.ttft_s.p50 == pytest.approx(0.02 + 0.01, rel=0.05)
+
+
+def test_a_disk_below_a_small_host_memory_finds_more() -> None:
+    small = run(host_blocks=42, host_bandwidth_gbps=25.0)
+    both = run(host_blocks=42, host_bandwidth_gbps=25.0, disk_blocks=200, disk_bandwidth_gbps=2.1)
+    assert both.hit_share > small.hit_share + 0.2
+
+
 def test_equal_input_gives_equal_figures_with_tiers() -> None:
-    assert run(host_blocks=200) == run(host_blocks=200)
+    tiers = {"host_blocks": 42, "disk_blocks": 200}
+    assert run(**tiers) == run(**tiers)

@@ -23,9 +23,9 @@ def report(block_s: float, token_s: float = 0.001) -> TierReport:
     return TierReport((CardTier(tier=Tier.HOST, blocks=100, block_s=block_s),), token_s)
 
 
-def told(reports: Sequence[tuple[float, TierReport]]) -> list[float]:
+def told(reports: Sequence[tuple[float, TierReport]], info: EngineInfo = INFO) -> list[float]:
     """Return when the card was written again. Each report has its time."""
-    cards, info, when = CardTiers(), INFO, list[float]()
+    cards, when = CardTiers(), list[float]()
     for now, one in reports:
         if (fresh := cards.due(info, one, now)) is not None:
             info = fresh
@@ -48,7 +48,14 @@ def test_large_changes_are_told_now_and_then() -> None:
 
 
 def test_a_worker_without_tiers_tells_nothing() -> None:
-    assert told([(100.0, TierReport())]) == []
+    assert told([(100.0, TierReport())], replace(INFO, tiers=())) == []
+
+
+def test_a_tier_that_was_switched_off_leaves_the_card_at_once() -> None:
+    assert told([(100.0, report(0.004)), (100.1, TierReport((), 0.001)), (100.2, TierReport((), 0.001))]) == [
+        100.0,
+        100.1,
+    ]
 
 
 async def test_a_worker_writes_its_card_again_when_it_has_measured() -> None:

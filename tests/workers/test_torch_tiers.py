@@ -44,7 +44,7 @@ async def ask(engine: StepEngine, name: str, prompt: list[int]) -> list[Delta]:
     )
     async with asyncio.timeout(PATIENCE_S):
         deltas = [delta async for delta in engine.generate(request)]
-        while engine._copies is not None and engine._copies.stack._in_flight:
+        while engine._copies is not None and engine._copies.stack.in_flight:
             await asyncio.sleep(0.001)
     return deltas
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from kvcache.transfer.backend import choose_backend, open_backend
 from mesh.safeguards import is_off
 from workers.config import WorkerConfig
+from workers.disk_tier import GIB, DiskSettings
 from workers.engine import Engine
 from workers.executor import Executor
 from workers.names import served_name
@@ -15,6 +16,14 @@ from workers.step_engine import StepEngine, StepEngineConfig
 from workers.tiers import MIB, TierSettings
 
 NEVER_S = 1e9
+
+
+def tier_settings(config: WorkerConfig) -> TierSettings:
+    """Return the tiers that a worker's settings ask for."""
+    disk = None
+    if config.kv_disk:
+        disk = DiskSettings(config.kv_disk, int(config.kv_disk_gib * GIB), config.kv_disk_salted)
+    return TierSettings(config.kv_host_mib * MIB, config.kv_offload, disk)
 
 
 def open_step_engine(config: WorkerConfig, open_executor: Callable[[], Executor]) -> Engine:
@@ -28,7 +37,7 @@ def open_step_engine(config: WorkerConfig, open_executor: Callable[[], Executor]
         offer_lease_s=NEVER_S if is_off("lease_expiry") else config.offer_lease_s,
         pull_timeout_s=config.pull_timeout_s,
         stall_timeout_s=STEP_STALL_S if config.stall_timeout_s is None else config.stall_timeout_s,
-        tiers=TierSettings(config.kv_host_mib * MIB, config.kv_offload),
+        tiers=tier_settings(config),
     )
 
     def open_rank() -> StepEngine:

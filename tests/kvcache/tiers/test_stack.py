@@ -83,7 +83,7 @@ def test_a_copied_prefix_is_found_from_any_block_on() -> None:
     load = stack.load(prompt(100, 6), first=2)
     assert load is not None
     assert [piece.block.tokens for piece in load.pieces] == [(4, 5), (6, 7), (8, 9), (10, 11)]
-    stack.stack.load_ended(load, 4, 0.001)
+    stack.stack.load_ended(load, 4, {Tier.HOST: 0.001})
     assert stack.level.rates.backlog_bytes == 0
 
 
@@ -149,7 +149,7 @@ def test_an_unreadable_block_goes_with_all_that_follow_it() -> None:
     stack.save()
     load = stack.load(prompt(100, 4))
     assert load is not None
-    stack.stack.load_ended(load, 1, 0.001, is_broken=True)
+    stack.stack.load_ended(load, 1, {Tier.HOST: 0.001}, is_broken=True)
     assert len(stack.level.index) == 1
     again = stack.load(prompt(100, 4))
     assert again is not None
@@ -163,7 +163,7 @@ def test_a_slow_tier_is_not_read() -> None:
     stack.stack.compute.note_step(100, 0, 0.1)
     first = stack.load(prompt(100, 4))
     assert first is not None
-    stack.stack.load_ended(first, 4, took_s=10.0)
+    stack.stack.load_ended(first, 4, {Tier.HOST: 10.0})
     assert stack.load(prompt(100, 4)) is None
     assert stack.level.counts["refused"] == 1
 
@@ -175,7 +175,7 @@ def test_a_load_that_brought_nothing_in_time_counts_as_slow() -> None:
     stack.stack.compute.note_step(100, 0, 0.1)
     first = stack.load(prompt(100, 4))
     assert first is not None
-    stack.stack.load_ended(first, 0, took_s=5.0)
+    stack.stack.load_ended(first, 0, {Tier.HOST: 5.0})
     assert stack.load(prompt(100, 4)) is None
 
 

@@ -5,7 +5,7 @@ answer. The KV cache holds for each position the token that was computed there. 
 own (a wrong block, a lost pull) is noticed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from kvcache.memory import KvRegion
 from protocol.errors import EngineError
 from protocol.messages import KvLayout, Role, TokenLogprob
 from protocol.profile import Profile
+from protocol.tiers import Tier
 from protocol.timing import PolynomialTiming, ProfileTiming, Timing
 from workers.engines.mock.alarm import Alarm
 from workers.engines.mock.answers import answer_token, mock_token, mock_vector
@@ -39,7 +40,7 @@ class MockExecutor:
         itl_ms: float = 0.0,
         profile: Profile | None = None,
         pull_s_per_token: float = 0.0,
-        tier_s_per_token: float = 0.0,
+        tier_s_per_token: Mapping[Tier, float] | None = None,
         start_s: float = 0.0,
         loras: Sequence[str] = (),
     ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from protocol.errors import ConfigError
 from protocol.profile import read_profile
+from protocol.tiers import Tier
 from protocol.timing import pull_s_per_token
 from workers.config import WorkerConfig
 from workers.engine import Engine
@@ -34,7 +35,10 @@ def _open_executor(config: WorkerConfig) -> MockExecutor:
         itl_ms=config.mock_itl_ms,
         profile=profile,
         pull_s_per_token=pull_s_per_token(profile, config.mock_kv_bandwidth_gbps, config.mock_speedup),
-        tier_s_per_token=pull_s_per_token(profile, config.mock_host_bandwidth_gbps, config.mock_speedup),
+        tier_s_per_token={
+            Tier.HOST: pull_s_per_token(profile, config.mock_host_bandwidth_gbps, config.mock_speedup),
+            Tier.DISK: pull_s_per_token(profile, config.mock_disk_bandwidth_gbps, config.mock_speedup),
+        },
         start_s=config.mock_start_s,
         loras=adapter_names(config),
     )

@@ -3,8 +3,9 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from protocol.tiers import Tier
 from protocol.timing import Timing
 from workers.executor import Row
 
@@ -20,7 +21,7 @@ class MockPace:
         *,
         block_size: int = 1,
         pull_s_per_token: float = 0.0,
-        tier_s_per_token: float = 0.0,
+        tier_s_per_token: Mapping[Tier, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A step takes the time of `timing`, no time if that is None.
@@ -32,7 +33,7 @@ class MockPace:
         self._wait_until = wait_until
         self._block_size = block_size
         self._pull_s_per_token = pull_s_per_token
-        self._tier_s_per_token = tier_s_per_token
+        self._tier_s_per_token = tier_s_per_token or {}
         self._clock = clock
         self._due_s = -math.inf
 
@@ -78,6 +79,6 @@ class MockPace:
         """Return the least seconds that the KV of so many tokens takes to come."""
         return num_tokens * self._pull_s_per_token
 
-    def tier_s(self, num_tokens: int) -> float:
-        """Return the least seconds that the KV of so many tokens takes to or from host memory."""
-        return num_tokens * self._tier_s_per_token
+    def tier_s(self, num_tokens: int, tier: Tier) -> float:
+        """Return the least seconds that the KV of so many tokens takes to or from a tier below the device."""
+        return num_tokens * self._tier_s_per_token.get(tier, 0.0)

@@ -1,0 +1,124 @@
+"""Engines and settings of `kvmesh bench kv`, also for the process that is killed."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from benchmarks.engine_steps import SHAPES
+from cluster.tiny_model import CHECKPOINT_DIR
+from kvcache.tiers.store import Payload, TierStore
+from protocol.errors import ConfigError
+from protocol.ids import RequestId, WorkerId
+from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
+from workers.step_engine import StepEngine, StepEngineConfig
+from workers.tiers import TierSettings
+
+
+class KvBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
+
+    model: Annotated[str, Meta(description="tiny, a shape of benchmarks/shapes with random weights, or a folder")] = (
+        "tiny"
+    )
+    device: Annotated[str, Meta(description="cpu, cuda, cuda:<n> or auto")] = "cpu"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Meta(description="of weights and KV")] = "auto"
+    isl_tokens: Annotated[int, Meta(ge=64, description="prompt length")] = 1024
+    rounds: Annotated[int, Meta(ge=1, description="of each comparison; medians count")] = 8
+    host_mib: Annotated[int, Meta(ge=1, description="host memory of the side that has it")] = 2048
+    disk: Annotated[str, Meta(description="folder on the disk to measure; default: a temporary one")] = ""
+    disk_mib: Annotated[int, Meta(ge=64, description="space on the disk")] = 1024
+    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
+
+
+class ThrottledStore:
+    """A store whose loads take `block_s` longer for each block."""
+
+    def __init__(self, store: TierStore) -> None:
+        self.block_s = 0.0
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def load(self, addresses: Sequence[bytes], take: Callable[[Payload], object]) -> None:
+        def take_late(payload: Payload) -> None:
+            if self.block_s:
+                time.sleep(self.block_s)
+            take(payload)
+
+        self._store.load(addresses, take_late)
+
+
+class BenchedEngine:
+    """One engine, and what was seen of it."""
+
+    def __init__(self, engine: StepEngine) -> None:
+        self.engine = engine
+        self.failed = 0
+        self.over_limit_bytes = 0
+        self._asked = 0
+
+    async def ask(self, prompt: Sequence[int], osl_tokens: int = 4) -> tuple[float, list[int], list[float]]:
+        """Return the TTFT, the answer, and when each of its parts came."""
+        self._asked += 1
+        request = GenerateRequest(
+            request_id=RequestId(f"bench-{self._asked}"),
+            model="bench",
+            prompt=pack_tokens(prompt),
+            sampling=SamplingParams(temperature=0),
+            stop=StopConditions(max_tokens=osl_tokens, ignore_eos=True),
+        )
+        began, came, tokens = time.perf_counter(), list[float](), list[int]()
+        delta: Delta | None = None
+        async for delta in self.engine.generate(request):
+            came.append(time.perf_counter())
+            tokens += delta.token_ids
+        self.failed += delta is None or len(tokens) != osl_tokens
+        for use in self.engine.load().tiers:
+            self.over_limit_bytes = max(self.over_limit_bytes, use.used_bytes - use.limit_bytes)
+        return came[0] - began, tokens, came
+
+    async def rest(self) -> None:
+        """Wait until no copy is in progress: the other side is asked next."""
+        copies = self.engine._copies
+        while copies is not None and (copies.stack.in_flight or copies._loads):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    def count(self, name: str) -> int:
+        return sum(use.counts.get(name, 0) for use in self.engine.load().tiers)
+
+
+@asynccontextmanager
+async def running(config: KvBenchConfig, tiers: TierSettings) -> AsyncIterator[StepEngine]:
+    """Yield an engine whose device holds two prompts and a half."""
+    from workers.engines.torch.executor import TorchExecutor
+
+    folder, has_weights = model_folder(config.model)
+    block_size = 16
+    executor = TorchExecutor(
+        str(folder), device=config.device, dtype=config.dtype, block_size=block_size, random_weights=not has_weights
+    )
+    blocks = 5 * config.isl_tokens // (2 * block_size) + 16
+    settings = StepEngineConfig("bench", str(folder), blocks, 32, 512, 30.0, 60.0, tiers=tiers)
+    engine = StepEngine(executor, None, settings)
+    await engine.start(WorkerId("bench"), "")
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def model_folder(name: str) -> tuple[Path, bool]:
+    """Return the folder of a model, and whether it has weights. Raise ConfigError if there is none."""
+    if name == "tiny":
+        return CHECKPOINT_DIR, True
+    folder = SHAPES / name if (SHAPES / name).is_dir() else Path(name)
+    if not (folder / "config.json").is_file():
+        names = ", ".join(["tiny", *sorted(path.name for path in SHAPES.iterdir())])
+        raise ConfigError(f"no model {name!r}", hint=f"use one of {names}, or a folder with a config.json")
+    return folder, any(folder.glob("*.safetensors"))

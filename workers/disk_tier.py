@@ -1,0 +1,107 @@
+"""Open the disk tier of an engine of ours. Whatever the disk does, the worker serves: without the tier, if need be."""
+
+import asyncio
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcache.tiers.address import model_fingerprint
+from kvcache.tiers.disk import DiskStore, form_of
+from kvcache.tiers.folder import own_folder
+from kvcache.tiers.index import TierIndex
+from kvcache.tiers.rates import TierRates
+from kvcache.tiers.restore import restore
+from kvcache.tiers.slots import header_bytes, pages
+from kvcache.tiers.stack import TierLevel
+from kvcache.tiers.store import TierError, TierStore
+from protocol.errors import ConfigError
+from protocol.messages import KvLayout
+from protocol.tiers import Tier
+from workers.weights_print import weights_print
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+TIER_THREAD = "tier"  # threads that wait for storage have names that begin so
+SCAN_S = 30.0  # for the headers of a disk
+OPEN_S = 45.0  # until a worker starts without its disk
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """A disk tier: where, how large, and whether it takes blocks of tenants with a salt."""
+
+    path: str
+    num_bytes: int
+    takes_salted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDisk:
+    """A disk tier with the blocks that were found there. Without a store it is switched off from the start."""
+
+    level: TierLevel
+    fingerprint: bytes
+    store: TierStore | None = None
+
+
+async def open_disk(settings: DiskSettings, model: str, model_path: str, layout: KvLayout) -> OpenedDisk:
+    """Open a disk in a thread, for at most OPEN_S. Raise ConfigError if it is smaller than a block."""
+    slot_bytes = pages(layout.block_bytes) + header_bytes(layout.block_size)
+    max_blocks = settings.num_bytes // slot_bytes
+    if max_blocks < 1:
+        raise ConfigError(
+            f"--kv-disk-gib gives {settings.num_bytes} bytes, a KV block of this model takes {slot_bytes} on a disk",
+            hint="give at least one block",
+        )
+    thread = ThreadPoolExecutor(1, thread_name_prefix=f"{TIER_THREAD} open")
+    opening = thread.submit(_open, settings, model, model_path, layout, max_blocks)
+    thread.shutdown(wait=False)
+    try:
+        async with asyncio.timeout(OPEN_S):
+            return await asyncio.wrap_future(opening)
+    except (OSError, TierError) as error:
+        opening.add_done_callback(_close_late)
+        problem = f"it does not answer within {OPEN_S:g} s" if isinstance(error, TimeoutError) else str(error)
+        log.error("--kv-disk %s is switched off: %s", settings.path, problem)
+    except BaseException:
+        opening.add_done_callback(_close_late)
+        raise
+    level = TierLevel(TierIndex(Tier.DISK, max_blocks, layout.block_size, bool), TierRates(layout.block_bytes))
+    level.health.switch_off()
+    return OpenedDisk(level, model_fingerprint(model, layout))
+
+
+def _open(settings: DiskSettings, model: str, model_path: str, layout: KvLayout, max_blocks: int) -> OpenedDisk:
+    fingerprint = model_fingerprint(model, layout, weights_print(model_path))
+    form = form_of(fingerprint, layout.block_bytes, layout.block_size, max_blocks)
+    began = time.monotonic()
+    folder = own_folder(Path(settings.path).expanduser().absolute(), form)
+    try:
+        store = DiskStore(folder, max_blocks, layout.block_bytes, scan_s=SCAN_S)
+    except BaseException:
+        folder.close()
+        raise
+    index = _restored(store, fingerprint, layout)
+    log.info("%s has %d KV blocks, found in %.1f s", folder.path, len(index), time.monotonic() - began)
+    level = TierLevel(index, TierRates(layout.block_bytes), keeps_salted=settings.takes_salted)
+    return OpenedDisk(level, fingerprint, store)
+
+
+def _restored(store: DiskStore, fingerprint: bytes, layout: KvLayout) -> TierIndex:
+    """Return the index of what a store has found. The store forgets what the index does not hold."""
+    found, store.found = store.found, []
+    index = TierIndex(Tier.DISK, store.max_blocks, layout.block_size, store.remove)
+    kept = restore(index, found, fingerprint, layout.block_size)
+    for block, _ in found:
+        if block.address not in kept:
+            store.remove(block.address)
+    return index
+
+
+def _close_late(opening: Future[OpenedDisk]) -> None:
+    """Close what was opened when nobody waited for it any more: another process may have the folder."""
+    if not opening.cancelled() and opening.exception() is None and (store := opening.result().store) is not None:
+        store.close()
