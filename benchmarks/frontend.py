@@ -117,13 +117,18 @@ def main(argv: list[str]) -> int:
         "server by --url and --pid.",
         section="bench",
     )
-    if bool(config.url) != (config.pid is not None):
-        raise ConfigError("only one of --url and --pid is given", hint="name both, or none to have a mesh started")
+    check_named(config.url, config.pid)
     report = asyncio.run(measure(config, Console(stderr=True)))
     Console().print(table_of(report))
     if config.json:
         print(json.dumps(msgspec.to_builtins(report)))
     return 0 if report.errors == 0 else 1
+
+
+def check_named(url: str, pid: int | None) -> None:
+    """Raise ConfigError if a running server is named by its URL or by its process alone."""
+    if bool(url) != (pid is not None):
+        raise ConfigError("only one of --url and --pid is given", hint="name both, or none to have a mesh started")
 
 
 # --- measuring --------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from benchmarks.frontend import (
     FrontendCase,
     body_of,
     burst_mesh,
+    check_named,
     cpu_name,
 )
 from benchmarks.load import ClientLoad, ClientSlot, answers_to, failure_of, request_bytes, used_cpu
@@ -110,8 +111,7 @@ def main(argv: list[str]) -> int:
         "once.",
         section="bench_pairs",
     )
-    if bool(config.url) != (config.pid is not None):
-        raise ConfigError("only one of --url and --pid is given", hint="name both, or none to have a mesh started")
+    check_named(config.url, config.pid)
     report = asyncio.run(measure(config, Console(stderr=True)))
     Console().print(table_of(report))
     if config.json:

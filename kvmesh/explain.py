@@ -21,10 +21,10 @@ from frontend.openai.parameters import parse_either
 from frontend.prompts import read_prompts
 from frontend.templates import ChatTemplate
 from frontend.tokenizer import Tokenizer
-from kvmesh.http_client import API_KEY, message_of, open_session
+from kvmesh.http_client import ApiKey, CaFile, open_session, refusal_of
 from mesh.config import load
 from mesh.identity.credentials import MeshTls
-from protocol.errors import ConfigError, MeshError, UnreachableError
+from protocol.errors import ConfigError, UnreachableError
 from protocol.messages import CandidateReport, Explanation, Target, WorkerCard, unpack_tokens
 
 TIMEOUT_S = 30.0
@@ -44,12 +44,9 @@ class ExplainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     model: Annotated[str, Meta(description="model; default: the only one that is served")] = ""
     raw: Annotated[bool, Meta(description="the prompt is a text completion, without the chat template")] = False
     json: Annotated[bool, Meta(description="print one JSON object")] = False
-    api_key: Annotated[str, Meta(description="key of a mesh that asks for one; default: KVMESH_API_KEY")] = ""
+    api_key: ApiKey = ""
     mesh_tls: MeshTls = ""
-    ca_file: Annotated[
-        str,
-        Meta(description="PEM file with the certificate of the mesh's HTTPS, or of its issuer; default: the host's"),
-    ] = ""
+    ca_file: CaFile = ""
 
 
 class PlacementReply(Struct, frozen=True):
@@ -99,9 +96,8 @@ async def ask(config: ExplainConfig, prompt: str) -> bytes:
     chat = [{"role": "user", "content": prompt}]
     content: dict[str, object] = {"prompt": prompt} if config.raw else {"messages": chat}
     asked = config.router or config.url
-    key = config.api_key or os.environ.get(API_KEY, "")
     try:
-        async with open_session(key, config.ca_file, TIMEOUT_S, mesh_tls=config.mesh_tls) as http:
+        async with open_session(config.api_key, config.ca_file, TIMEOUT_S, mesh_tls=config.mesh_tls) as http:
             if config.router:
                 return await ask_router(http, asked, config.model, content)
             return await ask_frontend(http, asked, config.model, content, is_member=bool(config.mesh_tls))
@@ -159,8 +155,7 @@ async def fetch(http: aiohttp.ClientSession, method: str, url: str, body: object
     async with http.request(method, url, json=body) as response:
         content = await response.read()
     if response.status != 200:
-        hint = f"set {API_KEY}, or --api-key" if response.status == 401 else ""
-        raise MeshError(f"{url} answered {response.status}: {message_of(content)}", hint=hint)
+        raise refusal_of(url, response.status, content)
     return content
 
 

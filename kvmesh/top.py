@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.live import Live
 
 from frontend.live.fold import ShownMesh, read_message
-from kvmesh.http_client import API_KEY, message_of, open_session
+from kvmesh.http_client import ApiKey, CaFile, open_session, refusal_of
 from kvmesh.top_view import screen
 from mesh.config import load
-from protocol.errors import MeshError, UnreachableError, WireError
+from protocol.errors import UnreachableError, WireError
 
 SILENT_S = 8.0  # the feed says something twice a second
 AGAIN_S = 1.0
 MAX_EVENT_BYTES = 32 << 20
+NO_PAGE = "the frontend is of an older release, or runs with --no-ui"
 
 
 class TopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,11 +29,8 @@ class TopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     url: Annotated[str, Meta(description="HTTP API of a frontend, or its --ui-port")] = "http://127.0.0.1:8000"
     filter: Annotated[str, Meta(description="show workers, requests and events with this text alone")] = ""
     once: Annotated[bool, Meta(description="print one picture, after some seconds, and end")] = False
-    api_key: Annotated[str, Meta(description="key of a mesh that asks for one; default: KVMESH_API_KEY")] = ""
-    ca_file: Annotated[
-        str,
-        Meta(description="PEM file with the certificate of the mesh's HTTPS, or of its issuer; default: the host's"),
-    ] = ""
+    api_key: ApiKey = ""
+    ca_file: CaFile = ""
 
 
 def main(argv: list[str]) -> int:
@@ -88,11 +86,10 @@ async def look_once(config: TopConfig, mesh: ShownMesh, messages: int) -> None:
 async def follow(config: TopConfig, mesh: ShownMesh) -> AsyncIterator[None]:
     """Take in the feed; yield after each message. Raise UnreachableError, MeshError for a refusal, WireError."""
     url = f"{config.url.rstrip('/')}/ui/events"
-    key = config.api_key or os.environ.get(API_KEY, "")
     try:
-        async with open_session(key, config.ca_file, timeout_s=0) as http, http.get(url) as reply:
+        async with open_session(config.api_key, config.ca_file, timeout_s=0) as http, http.get(url) as reply:
             if reply.status != 200:
-                raise refusal_of(url, reply.status, await reply.content.read(65536))
+                raise refusal_of(url, reply.status, await reply.content.read(65536), NO_PAGE)
             async for kind, data in read_events(reply.content):
                 mesh.take(kind, read_message(data))
                 yield
@@ -100,11 +97,6 @@ async def follow(config: TopConfig, mesh: ShownMesh) -> AsyncIterator[None]:
         why = str(error) or f"it was silent for {SILENT_S:g} s"
         hint = "start a mesh with `kvmesh up`, or set --url"
         raise UnreachableError(f"no live feed at {url}: {why}", hint=hint) from error
-
-
-def refusal_of(url: str, status: int, body: bytes) -> MeshError:
-    hints = {401: f"set {API_KEY}, or --api-key", 404: "the frontend is of an older release, or runs with --no-ui"}
-    return MeshError(f"{url} answered {status}: {message_of(body)}", hint=hints.get(status, ""))
 
 
 async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[str, bytes]]:

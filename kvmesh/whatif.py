@@ -16,11 +16,11 @@ from msgspec import Meta, Struct
 from rich.console import Console
 
 from frontend.whatif.question import PastMesh, WhatIfQuestion
-from kvmesh.http_client import API_KEY, message_of, open_session
+from kvmesh.http_client import ApiKey, CaFile, open_session, refusal_of
 from kvmesh.whatif_view import told
 from mesh.config import load
 from mesh.lifecycle import GC_THRESHOLDS
-from protocol.errors import ConfigError, MeshError, UnreachableError
+from protocol.errors import ConfigError, UnreachableError
 from router.policies import Policy
 from simulator.access_log import AccessLine, read_lines
 from simulator.whatif.answer import WhatIfReport, answer
@@ -54,11 +54,8 @@ class WhatIfConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     slo_ttft_s: Annotated[float, Meta(gt=0, description="--access-log: TTFT to keep")] = 2.0
     slo_itl_s: Annotated[float, Meta(gt=0, description="--access-log: mean gap between tokens to keep")] = 0.1
     json: Annotated[bool, Meta(description="print one JSON object")] = False
-    api_key: Annotated[str, Meta(description="key of a mesh that asks for one; default: KVMESH_API_KEY")] = ""
-    ca_file: Annotated[
-        str,
-        Meta(description="PEM file with the certificate of the mesh's HTTPS, or of its issuer; default: the host's"),
-    ] = ""
+    api_key: ApiKey = ""
+    ca_file: CaFile = ""
 
 
 def main(argv: list[str]) -> int:
@@ -135,15 +132,16 @@ async def ask(config: WhatIfConfig) -> WhatIfReport:
     url = f"{config.url.rstrip('/')}/kvmesh/whatif"
     asked = msgspec.to_builtins(question_of(config)) | {"step_tokens": config.step_tokens}
     query = {name: str(value) for name, value in asked.items() if value != ""}
-    key = config.api_key or os.environ.get(API_KEY, "")
     try:
-        async with open_session(key, config.ca_file, TIMEOUT_S) as http, http.get(url, params=query) as reply:
+        async with (
+            open_session(config.api_key, config.ca_file, TIMEOUT_S) as http,
+            http.get(url, params=query) as reply,
+        ):
             body = await reply.read()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         why = str(error) or f"it took more than {TIMEOUT_S:g} s"
         hint = "start a mesh with `kvmesh up`, or set --url or --access-log"
         raise UnreachableError(f"no mesh answers at {url}: {why}", hint=hint) from error
     if reply.status != 200:
-        hints = {401: f"set {API_KEY}, or --api-key", 404: "the frontend is of an older release; use --access-log"}
-        raise MeshError(f"{url} answered {reply.status}: {message_of(body)}", hint=hints.get(reply.status, ""))
+        raise refusal_of(url, reply.status, body, "the frontend is of an older release; use --access-log")
     return msgspec.json.decode(body, type=WhatIfReport)

@@ -112,7 +112,7 @@ async def carry_out(config: WorkersConfig, worker: str, control: WorkerControl) 
 
 
 def session_of(config: WorkersConfig) -> aiohttp.ClientSession:
-    return open_session(config.api_key or os.environ.get(API_KEY, ""), config.ca_file, TIMEOUT_S)
+    return open_session(config.api_key, config.ca_file, TIMEOUT_S)
 
 
 async def crew(session: aiohttp.ClientSession, url: str) -> list[CrewMember]:

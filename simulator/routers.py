@@ -48,6 +48,18 @@ class SimRouters:
             state.remove_worker(worker_id, self._agenda.now)
         self._touch_all()
 
+    def follow(self, worker: SimWorker) -> None:
+        """Take a worker's events and its next wake-up. Call it after anything that was done to the worker."""
+        if worker.wakes != worker.followed:
+            worker.followed = worker.wakes
+            self._agenda.at(worker.due_s, self._wake, worker, worker.wakes)
+        self.tell(worker, worker.take_events())
+
+    def _wake(self, worker: SimWorker, number: int) -> None:
+        if number == worker.wakes:
+            worker.wake()
+            self.follow(worker)
+
     def tell(self, worker: SimWorker, events: Sequence[KvEvent]) -> None:
         """Let the routers know of a change in a worker's cache, after the lag of the events."""
         if events:

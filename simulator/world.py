@@ -55,6 +55,7 @@ class World:
         self._on_answer = on_answer
         self._agenda = Agenda()
         self._routers = SimRouters(config, self._agenda)
+        self._follow = self._routers.follow
         self._open: dict[RequestId, OpenRequest] = {}
         self._unplaced_tokens = 0
         self._is_alone = False  # the request that is submitted: nothing else is to be placed at this instant
@@ -218,18 +219,6 @@ class World:
         self._on_end()
 
     # --- what workers tell --------------------------------------------------------------------------------
-
-    def _follow(self, worker: SimWorker) -> None:
-        """Take a worker's events and its next wake-up. Call it after anything that was done to the worker."""
-        if worker.wakes != worker.followed:
-            worker.followed = worker.wakes
-            self._agenda.at(worker.due_s, self._wake, worker, worker.wakes)
-        self._routers.tell(worker, worker.take_events())
-
-    def _wake(self, worker: SimWorker, number: int) -> None:
-        if number == worker.wakes:
-            worker.wake()
-            self._follow(worker)
 
     def _take_outputs(self, worker: SimWorker, outputs: Sequence[Output], _: float) -> None:
         for output in outputs:

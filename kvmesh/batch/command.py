@@ -28,7 +28,7 @@ from kvmesh.batch.results import Results
 from kvmesh.batch.retrying import OutageWatch
 from kvmesh.batch.sending import BatchSender, HttpAnswer, reason_of
 from kvmesh.batch.tally import BatchSummary, BatchTally
-from kvmesh.http_client import API_KEY, open_session
+from kvmesh.http_client import ApiKey, CaFile, open_session
 from mesh.config import load
 from mesh.lifecycle import run, unless_stopped
 from protocol.errors import ConfigError
@@ -53,11 +53,8 @@ class BatchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         float, Meta(gt=0, description="end the batch when every request has failed for so long")
     ] = 120.0
     json: Annotated[bool, Meta(description="print the summary as one JSON object")] = False
-    api_key: Annotated[str, Meta(description="key of a mesh that asks for one; default: KVMESH_API_KEY")] = ""
-    ca_file: Annotated[
-        str,
-        Meta(description="PEM file with the certificate of the mesh's HTTPS, or of its issuer; default: the host's"),
-    ] = ""
+    api_key: ApiKey = ""
+    ca_file: CaFile = ""
 
 
 def main(argv: list[str]) -> int:
@@ -125,8 +122,7 @@ async def send(
         results.add(result)
         progress.on_result(result)
 
-    key = config.api_key or os.environ.get(API_KEY, "")
-    async with open_session(key, config.ca_file, config.timeout_s, config.concurrency) as http:
+    async with open_session(config.api_key, config.ca_file, config.timeout_s, config.concurrency) as http:
         outage = OutageWatch(config.give_up_after_s)
         sender = BatchSender(http, config.url, config.priority, outage, on_result, progress.on_retry, random.Random())
         await sender.send_all(requests_of(path, waiting, config.model), min(config.concurrency, len(waiting)))

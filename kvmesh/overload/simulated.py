@@ -52,6 +52,7 @@ class SimulatedMesh:
         self._config = config
         self.agenda = Agenda()
         self.routers = SimRouters(config, self.agenda)
+        self._follow = self.routers.follow
         self._pull_s_per_token = pull_s_per_token_of(config)
         self.fleet = SimFleet(config, self._take_outputs, self._begin_pull)
         self._flights: dict[RequestId, _Flight] = {}
@@ -230,18 +231,6 @@ class SimulatedMesh:
         self._follow(worker)
 
     # --- what workers report ------------------------------------------------------------------------------
-
-    def _follow(self, worker: SimWorker) -> None:
-        """Take a worker's events and its next wake-up. Call it after anything that was done to the worker."""
-        if worker.wakes != worker.followed:
-            worker.followed = worker.wakes
-            self.agenda.at(worker.due_s, self._wake, worker, worker.wakes)
-        self.routers.tell(worker, worker.take_events())
-
-    def _wake(self, worker: SimWorker, number: int) -> None:
-        if number == worker.wakes:
-            worker.wake()
-            self._follow(worker)
 
     def _take_outputs(self, worker: SimWorker, outputs: Sequence[Output], _: float) -> None:
         for output in outputs:
