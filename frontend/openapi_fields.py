@@ -411,7 +411,7 @@ SENTENCES: Mapping[str, str] = {
     "quiet_s": "Seconds since the worker last had a request, or its engine last gave a token to a canary.",
     "WorkerStatus.problem": "Why the worker can serve no more, or an empty text.",
     "WorkerControl.action": "What the worker is to do.",
-    "WorkerControl.arguments": "The arguments of the action: `role`, `level`, `name`, `path`.",
+    "WorkerControl.arguments": "The arguments of the action: `role`, `level`, `name`, `path`, `tiers`.",
     "WorkerControlled.detail": "What was done, in words.",
     "WorkerControlled.worker": "The id of the worker, another one after a change of role.",
     "loras": "The names of the adapters that the worker has loaded now.",

@@ -21,7 +21,7 @@ from protocol.errors import ConfigError, EngineError
 
 TIMEOUT_S = 180.0  # a drain and a change of role wait for the requests in hand
 ALL = "all"
-# What is typed, what is sent, and the argument that is typed behind the worker.
+# What is typed, what is sent, and the argument that is typed behind the worker, in brackets if it may be left out.
 ACTIONS: dict[str, tuple[str, str]] = {
     "drain": ("drain", ""),
     "resume": ("resume", ""),
@@ -30,12 +30,12 @@ ACTIONS: dict[str, tuple[str, str]] = {
     "wake": ("wake", ""),
     "start-profile": ("start_profile", ""),
     "stop-profile": ("stop_profile", ""),
-    "reset-cache": ("reset_prefix_cache", ""),
+    "reset-cache": ("reset_prefix_cache", "[tiers]"),
     "log-level": ("log_level", "level"),
 }
 USAGE = (
     "kvmesh workers [list], or kvmesh workers drain | resume | role | sleep | wake | start-profile | stop-profile | "
-    "reset-cache | log-level WORKER [a role, or a level] [options]; WORKER: an id, a name, or all"
+    "reset-cache | log-level WORKER [a role, a level, or tiers as host,disk] [options]; WORKER: an id, a name, or all"
 )
 
 
@@ -76,12 +76,13 @@ def asked_for(words: list[str]) -> tuple[str, WorkerControl]:
     if known is None:
         raise ConfigError(f"there is no {words[0]!r}", hint=f"write {USAGE}")
     action, argument = known
-    if len(words) != (3 if argument else 2):
+    is_optional = argument.startswith("[")
+    if len(words) != (3 if argument else 2) and not (is_optional and len(words) == 2):
         behind = f" {argument.upper()}" if argument else ""
         raise ConfigError(
             f"{len(words) - 1} words follow {words[0]}", hint=f"write kvmesh workers {words[0]} WORKER{behind}"
         )
-    arguments = {argument: words[2]} if argument else {}
+    arguments = {argument.strip("[]"): words[2]} if len(words) == 3 else {}
     return words[1], msgspec.convert({"action": action, "arguments": arguments}, WorkerControl)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from protocol.errors import InvalidRequestError, MeshError
 from protocol.messages import Control, ControlAction, ControlReply, WorkerStatus
+from protocol.tiers import Tier
 from workers.engine import Controllable, Engine, EngineInfo, ResetsCache
 from workers.resting import Resting
 from workers.turning import Turning, role_asked_for
@@ -79,31 +80,33 @@ class WorkerControls:
     async def _of_engine(self, request: Control) -> ControlReply:
         """Have the engine do it. An engine's own exception for bad arguments is the operator's."""
         if not isinstance(self._engine, Controllable):
-            return ControlReply(detail=await self._without_engine(request.action), loras=self._info().loras)
+            return ControlReply(detail=await self._without_engine(request), loras=self._info().loras)
         try:
             return await self._engine.control(request)
         except (ValueError, TypeError, LookupError, OSError) as error:
             asked = request.action.value
             raise InvalidRequestError(f"the engine does not {asked}: {type(error).__name__}: {error}"[:500]) from error
 
-    async def _without_engine(self, action: ControlAction) -> str:
+    async def _without_engine(self, request: Control) -> str:
         """Do it for an engine that has no controls of its own."""
         engine = self._engine
-        match action:
+        match request.action:
             case ControlAction.START_PROFILE:
                 return self._profile.start()
             case ControlAction.STOP_PROFILE:
                 return self._profile.stop()
             case ControlAction.RESET_PREFIX_CACHE if isinstance(engine, ResetsCache):
-                await engine.reset_cache()
-                return "the prefix cache is empty"
+                tiers = tiers_to_reset(request.arguments)
+                await engine.reset_cache(tiers)
+                where = "" if tiers is None else f" of {', '.join(tier.name.lower() for tier in tiers)}"
+                return f"the prefix cache{where} is empty"
             case ControlAction.SLEEP if isinstance(engine, ResetsCache):
                 await engine.reset_cache()
                 return "asleep; its prefix cache is empty"
             case ControlAction.WAKE:
                 return "awake"
             case _:
-                raise InvalidRequestError(f"this worker's engine cannot {action.value}", hint="vLLM's can")
+                raise InvalidRequestError(f"this worker's engine cannot {request.action.value}", hint="vLLM's can")
 
     @property
     def state(self) -> str:
@@ -160,6 +163,17 @@ class LoopProfile:
         os.close(descriptor)
         profile.dump_stats(path)
         return f"the profile is {path} on the worker's host; `python -m pstats` reads it"
+
+
+def tiers_to_reset(arguments: Mapping[str, str]) -> tuple[Tier, ...] | None:
+    """Return the tiers that an operator names, None for all. Raise InvalidRequestError."""
+    if "tiers" not in arguments:
+        return None
+    known = {tier.name.lower(): tier for tier in Tier}
+    names = [name.strip().lower() for name in arguments["tiers"].split(",")]
+    if not all(name in known for name in names):
+        raise InvalidRequestError(f"no tiers: {arguments['tiers']!r:.200}", hint=f"some of {','.join(known)}")
+    return tuple(dict.fromkeys(known[name] for name in names))
 
 
 def set_log_level(arguments: Mapping[str, str]) -> str:

@@ -3,7 +3,7 @@
 Every backend passes tests/contracts/test_engine.py.
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -22,6 +22,7 @@ from protocol.messages import (
     Role,
     WorkerTimes,
 )
+from protocol.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +190,11 @@ class ReportsLoad(Protocol):
 class ResetsCache(Protocol):
     """An engine of ours, which can forget its prefix cache. It has no other controls of its own."""
 
-    async def reset_cache(self) -> None:
-        """Forget all cached blocks, also those that would outlive the worker.
+    async def reset_cache(self, tiers: Collection[Tier] | None = None) -> None:
+        """Forget the cached blocks of some tiers, or of all, also those that would outlive the worker.
 
-        Raise InvalidRequestError while requests or offers hold blocks, and EngineError if a tier cannot keep the reset.
+        Raise InvalidRequestError while blocks are in use or for a tier that is not there, and EngineError if a tier
+        cannot keep the reset.
         """
 
 

@@ -4,13 +4,14 @@ Implements workers.engine.Engine and Ranked. A request says which rank it is for
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import replace
 
 from protocol.errors import InvalidRequestError
 from protocol.events import Digest, KvEvent
 from protocol.ids import WorkerId
 from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest
+from protocol.tiers import Tier
 from workers.engine import Engine, EngineInfo, EngineLoad, PeerAnswers
 from workers.step_engine import StepEngine
 from workers.tiers import TierReport
@@ -85,11 +86,11 @@ class RankedEngine:
             tiers=tuple(tier for load in loads for tier in load.tiers),
         )
 
-    async def reset_cache(self) -> None:
+    async def reset_cache(self, tiers: Collection[Tier] | None = None) -> None:
         """Forget the caches of all ranks, or of none."""
-        if self.load().used_blocks:
+        if (tiers is None or Tier.DEVICE in tiers) and self.load().used_blocks:
             raise InvalidRequestError("blocks of the cache are in use", hint="drain the worker, or try again")
-        await asyncio.gather(*(one.reset_cache() for one in self._ranks))
+        await asyncio.gather(*(one.reset_cache(tiers) for one in self._ranks))
 
     def check_health(self) -> None:
         for one in self._ranks:

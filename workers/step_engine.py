@@ -8,7 +8,7 @@ frees during a step is not written by others before the step has ended.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from protocol.messages import (
     SamplingParams,
     Ticket,
 )
+from protocol.tiers import Tier
 from workers.checks import check_embedding, check_generation
 from workers.disk_tier import open_disk
 from workers.engine import EngineInfo, EngineLoad, EngineReport, PeerAnswers
@@ -44,7 +45,16 @@ from workers.scheduler import Limits, Output, Scheduler, Step
 from workers.stage_marks import StageMarks
 from workers.stall import StepWatch
 from workers.tier_copies import TierCopies
-from workers.tiers import NO_TIERS, OpenTiers, TierReport, TierSettings, loads_of, open_tiers, report_of
+from workers.tiers import (
+    NO_TIERS,
+    OpenTiers,
+    TierReport,
+    TierSettings,
+    check_reset,
+    loads_of,
+    open_tiers,
+    report_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -231,15 +241,21 @@ class StepEngine:
     def rename(self, worker_id: WorkerId) -> None:
         self._worker_id = worker_id
 
-    async def reset_cache(self) -> None:
-        """Forget all cached blocks. A block in use cannot be forgotten: what is computed next follows on from it."""
-        if held := self._pool.held_blocks:
+    async def reset_cache(self, tiers: Collection[Tier] | None = None) -> None:
+        """Forget the cached blocks of some tiers, or of all.
+
+        A block in use cannot be forgotten: what is computed next follows on from it.
+        """
+        wanted = tuple(Tier) if tiers is None else tiers
+        if Tier.DEVICE in wanted and (held := self._pool.held_blocks):
             raise InvalidRequestError(f"{held} blocks of the cache are in use", hint="drain the worker, or try again")
+        if tiers is not None:
+            check_reset(tiers, self._scheduler.tiers)
         self._publish_events()
-        self._cache.clear()
+        self._cache.clear(wanted)
         self._publish_events()
         if self._copies is not None:
-            await self._copies.clear()
+            await self._copies.clear(wanted)
 
     def load(self) -> EngineLoad:
         return EngineLoad(

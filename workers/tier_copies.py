@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from asyncio import FIRST_COMPLETED
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,7 @@ from workers.tiers import OpenTiers
 log = logging.getLogger(__name__)
 
 GRACE_S = 0.1  # for a load that was told to stop: what has come by then is kept
+FLUSH_S = 3.0  # for blocks that are on their way to a disk when the engine stops
 CLOSE_S = 2.0  # for copies in progress when the engine stops
 LOG_EVERY_S = 60.0
 REASONS: Mapping[type[TierError], str] = {TierCorruptError: "corrupt", TierIoError: "failed"}
@@ -136,12 +138,14 @@ class TierCopies:
         if time.monotonic() - self._logged_s >= LOG_EVERY_S:
             self._log_hits()
 
-    async def clear(self) -> None:
-        """Have the stores forget all blocks for good, after the copies in progress.
+    async def clear(self, tiers: Collection[Tier]) -> None:
+        """Have the stores of some tiers forget all blocks for good, after the copies in progress.
 
         Raise EngineError if one cannot: it is switched off.
         """
-        stores = self._tiers.stores
+        stores = {tier: store for tier, store in self._tiers.stores.items() if tier in tiers}
+        if not stores:
+            return
         clearing = {tier: asyncio.wrap_future(self._down[tier].submit(stores[tier].clear)) for tier in stores}
         done, _ = await asyncio.wait(clearing.values(), timeout=self._timeout_s)
         for tier, one in clearing.items():
@@ -154,7 +158,11 @@ class TierCopies:
                 )
 
     async def close(self) -> bool:
-        """End all copies. False: one hangs, and may still read or write the KV cache."""
+        """End all copies; what was to go to a disk has FLUSH_S to get there.
+
+        False: a copy hangs, and may still read or write the KV cache.
+        """
+        await self._flush()
         self._closed = True
         for loading in self._loads.values():
             loading.stops = True
@@ -169,6 +177,16 @@ class TierCopies:
         for store in self._tiers.stores.values():
             store.close()
         return True
+
+    async def _flush(self) -> None:
+        """Copy what is planned for tiers that outlive the process, for a bounded time."""
+        if not self.stack.has_durable_work:
+            return
+        ends_s = time.monotonic() + FLUSH_S
+        self.pump()
+        while self.stack.has_durable_work and time.monotonic() < ends_s and self._running:
+            await asyncio.wait(list(self._running), timeout=ends_s - time.monotonic(), return_when=FIRST_COMPLETED)
+            await asyncio.sleep(0)  # their callbacks plan the next ones
 
     # --- in threads ------------------------------------------------------------------------------------
 

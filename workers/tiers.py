@@ -1,6 +1,6 @@
 """Open the tiers of an engine of ours as its settings say, and say how they are."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvcache.memory import KvRegion
@@ -11,7 +11,7 @@ from kvcache.tiers.index import TierIndex
 from kvcache.tiers.rates import TierRates
 from kvcache.tiers.stack import Offload, TierLevel, TierStack
 from kvcache.tiers.store import DeviceBlocks, HostRegionBlocks, TierStore
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages import CardTier, KvLayout
 from protocol.tiers import Tier
 from workers.disk_tier import DiskSettings, OpenedDisk
@@ -121,6 +121,19 @@ def _use_of(level: TierLevel, tiers: OpenTiers) -> TierUse:
         is_readable=level.health.is_readable,
         is_writable=level.health.is_writable,
     )
+
+
+def check_reset(tiers: Collection[Tier], stack: TierStack | None) -> None:
+    """Raise InvalidRequestError if there is no such tier, or if it is being read."""
+    levels = {} if stack is None else {level.tier: level for level in stack.levels}
+    for tier in tiers:
+        if tier is Tier.DEVICE:
+            continue
+        if (level := levels.get(tier)) is None:
+            has = ", ".join(["device", *[one.name.lower() for one in levels]])
+            raise InvalidRequestError(f"this worker has no {tier.name.lower()} tier", hint=f"it has {has}")
+        if level.rates.backlog_bytes:
+            raise InvalidRequestError(f"blocks of the {tier.name.lower()} tier are being read", hint="try again")
 
 
 def report_of(stack: TierStack) -> TierReport:

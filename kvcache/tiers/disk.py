@@ -199,7 +199,7 @@ class DiskStore:
         try:
             self._transfer(self._payloads_at(first, len(blocks)), payloads, is_read=False)
             self._transfer(self._headers_at(first, len(blocks)), headers, is_read=False)
-        except TierError as error:
+        except Exception as error:  # whatever it is: the slots are free again
             filled = [error] * len(blocks)
         places = range(first, first + len(blocks))
         return [self._keep(slot, block, outcome) for slot, block, outcome in zip(places, blocks, filled, strict=True)]

@@ -6,7 +6,7 @@ changed before its copy was complete is dropped, so a copy makes nobody wait for
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -274,6 +274,15 @@ class TierStack:
         """Return how many blocks are being copied down."""
         return sum([len(level.in_flight) for level in self.levels])
 
+    @property
+    def has_durable_work(self) -> bool:
+        """Return whether blocks are on their way to tiers that outlive the process, or are planned to go there."""
+        return any(
+            (level.in_flight or self._lower[level.tier].has_ready) and level.health.is_writable
+            for level in self.levels
+            if level.tier in self._lower
+        )
+
     def plan_saves(self) -> list[BlockSave]:
         """Return the copies to make now. Call it after each step, and when a copy has ended."""
         self._note_losses()
@@ -309,17 +318,23 @@ class TierStack:
         level.health.switch_off()
         level.index.drop_all()
 
-    def clear(self) -> None:
-        """Forget all blocks below the device."""
-        for level in self.levels:
-            level.index.clear()
-        for used in self._lower.values():
-            used.clear()
-        self._reuse.clear()
-        self._addresses.clear()
-        self._journal.committed.clear()
-        self._journal.evicted.clear()
-        self._looked_at = None
+    def clear(self, tiers: Collection[Tier]) -> None:
+        """Forget the blocks of some tiers. What leaves with the device is not announced, the rest is."""
+        has_device = Tier.DEVICE in tiers
+        for level in [level for level in self.levels if level.tier in tiers]:
+            if has_device:
+                level.index.clear()
+            else:
+                level.index.drop_all()
+            if level is self._host:
+                self._reuse.clear()
+            else:
+                self._lower[level.tier].clear()
+        if has_device:
+            self._addresses.clear()
+            self._journal.committed.clear()
+            self._journal.evicted.clear()
+            self._looked_at = None
 
     def _host_saves(self, level: TierLevel, committed: Sequence[int]) -> list[BlockSave]:
         wanted = committed if self._offload == "through" else self._next_to_go()

@@ -54,6 +54,11 @@ class UsedTwice:
         del self._wanted[name]
         return self.want(name, on_device=True)
 
+    @property
+    def has_ready(self) -> bool:
+        """Return whether there is a block that can be copied now."""
+        return bool(self._ready)
+
     def next(self) -> SequenceHash | None:
         """Return the block to copy next, None if there is none."""
         return self._ready.popleft() if self._ready else None

@@ -1,8 +1,11 @@
 """See the pool of the device and the tiers below it as one cache, as its followers do. Pure."""
 
+from collections.abc import Collection
+
 from kvcache.pool import BlockPool
 from kvcache.tiers.stack import TierStack
 from protocol.events import Digest, KvEvent
+from protocol.tiers import Tier
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -13,10 +16,12 @@ class WholeCache:
     def __init__(self, pool: BlockPool, tiers: TierStack | None = None) -> None:
         self._pool = pool
         self._tiers = tiers
+        self._again: list[KvEvent] = []  # of tiers that were kept when the device was cleared
 
     def take_events(self) -> list[KvEvent]:
         """Return the changes since the last call. Each tier is whole by itself, so their order does not matter."""
-        events = self._pool.take_events()
+        events = self._pool.take_events() + self._again
+        self._again = []
         if self._tiers is not None:
             for level in self._tiers.levels:
                 events += level.index.take_events()
@@ -39,8 +44,16 @@ class WholeCache:
         parts = [digest, *[level.index.digest for level in self._tiers.levels]]
         return Digest(sum([part.blocks for part in parts]), sum([part.value for part in parts]) & _U64)
 
-    def clear(self) -> None:
-        """Forget all tiers: one event says so."""
+    def clear(self, tiers: Collection[Tier] = tuple(Tier)) -> None:
+        """Forget some tiers. All events so far have been taken.
+
+        To clear the device is one event, which means all tiers to those who follow: the others are told again.
+        """
+        if self._tiers is not None:
+            self._tiers.clear(tiers)
+        if Tier.DEVICE not in tiers:
+            return
         self._pool.clear()
         if self._tiers is not None:
-            self._tiers.clear()
+            kept = [level for level in self._tiers.levels if level.tier not in tiers]
+            self._again = [event for level in kept for event in level.index.snapshot()]

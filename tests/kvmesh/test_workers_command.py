@@ -20,6 +20,8 @@ def test_words_become_an_action() -> None:
     worker, control = asked_for(["role", "d1", "prefill"])
     assert (worker, control.action, control.arguments) == ("d1", "set_role", {"role": "prefill"})
     assert asked_for(["drain", "all"])[1].arguments == {}
+    assert asked_for(["reset-cache", "all"])[1].arguments == {}
+    assert asked_for(["reset-cache", "all", "host,disk"])[1].arguments == {"tiers": "host,disk"}
 
 
 @pytest.mark.parametrize("words", [["dance"], ["drain"], ["role", "d1"], ["drain", "d1", "d2"]])

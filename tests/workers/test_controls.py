@@ -151,6 +151,16 @@ async def test_a_cache_in_use_is_not_reset(site: Site) -> None:
     assert site.engine.load().cached_blocks == 0 and events, "routers hear of it"
 
 
+async def test_a_reset_names_tiers_that_there_are(site: Site) -> None:
+    await site.generate([8] * 64)
+    for tiers, error in (("disk", "no disk tier; it has device"), ("tape", "no tiers: 'tape'; some of device,host")):
+        with pytest.raises(InvalidRequestError, match=error):
+            await site.control(ControlAction.RESET_PREFIX_CACHE, tiers=tiers)
+    assert site.engine.load().cached_blocks > 0
+    await site.control(ControlAction.RESET_PREFIX_CACHE, tiers="device")
+    assert site.engine.load().cached_blocks == 0
+
+
 async def test_a_resting_worker_does_not_change_its_role(site: Site) -> None:
     await site.control(ControlAction.DRAIN)
     with pytest.raises(InvalidRequestError, match="this worker is drained; resume or wake it"):

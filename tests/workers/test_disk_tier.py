@@ -4,6 +4,7 @@ import errno
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -116,6 +117,39 @@ async def test_a_reset_reaches_the_disk(tmp_path: Path) -> None:
     await first.engine.stop()
     second = await started(tmp_path)
     assert (await second.ask(PROMPT)).cached_tokens == 0
+    await second.engine.stop()
+
+
+async def test_a_reset_of_the_disk_alone_holds_after_a_restart(tmp_path: Path) -> None:
+    first = await started(tmp_path, host_blocks=400)
+    await use_twice(first)
+    await first.engine.reset_cache([Tier.DISK])
+    assert first.engine.kv_digest() == first.index.digest(first.holder)
+    assert (await first.ask(PROMPT)).cached_tokens == 10 * BLOCK, "from host memory"
+    await first.engine.reset_cache([Tier.DISK])
+    await first.engine.stop()
+    second = await started(tmp_path)
+    assert (await second.ask(PROMPT)).cached_tokens == 0
+    await second.engine.stop()
+
+
+async def test_a_worker_that_ends_writes_what_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await started(tmp_path)
+    assert first.engine._copies is not None
+    first.engine._copies.stack._max_in_flight = 1
+    io = store_of(first)._io
+    write = io.write
+
+    def slow(file: int, data: Payload, offset: int) -> int:
+        time.sleep(0.005)
+        return write(file, data, offset)
+
+    monkeypatch.setattr(io, "write", slow)
+    for _ in range(2):
+        await first.ask(PROMPT)
+    await first.engine.stop()
+    second = await started(tmp_path)
+    assert (await second.ask(PROMPT)).cached_tokens == 10 * BLOCK
     await second.engine.stop()
 
 

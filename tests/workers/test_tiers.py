@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from kvcache.tiers.store import Payload, TierError
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, InvalidRequestError
 from protocol.events import Cleared, KvEvent, Stored
 from protocol.ids import RequestId, new_worker_id
 from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
@@ -147,6 +147,52 @@ async def test_a_reset_forgets_all_tiers(serving: Serving) -> None:
     assert serving.engine.kv_digest().blocks == 0
     assert serving.index.content(serving.holder) == frozenset()
     assert (await serving.ask(PROMPT)).cached_tokens == 0
+
+
+async def test_a_reset_of_host_memory_alone_keeps_the_device(serving: Serving) -> None:
+    await serving.ask(PROMPT)
+    await serving.push_out()
+    on_device = serving.engine._pool.digest.blocks
+    await serving.engine.reset_cache([Tier.HOST])
+    assert serving.engine.kv_digest().blocks == on_device > 0
+    assert serving.engine.kv_digest() == serving.index.digest(serving.holder)
+    assert (await serving.ask(PROMPT)).cached_tokens == 0
+    await serving.push_out(1100)
+    assert (await serving.ask(PROMPT)).cached_tokens == 10 * BLOCK, "the tier takes blocks again"
+
+
+async def test_a_reset_of_the_device_alone_keeps_host_memory(serving: Serving) -> None:
+    await serving.ask(PROMPT)
+    await serving.push_out()
+    below = serving.engine.load().tiers[0].blocks
+    await serving.engine.reset_cache([Tier.DEVICE])
+    assert serving.engine.kv_digest().blocks == below > 0
+    assert serving.engine.kv_digest() == serving.index.digest(serving.holder), "routers are told of them again"
+    assert (await serving.ask(PROMPT)).cached_tokens == 10 * BLOCK
+
+
+async def test_a_tier_that_is_read_or_not_there_is_not_reset(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    await serving.ask(PROMPT)
+    await serving.push_out()
+    copies = serving.engine._copies
+    assert copies is not None
+    [store] = copies._tiers.stores.values()
+    load, hangs, goes_on = store.load, threading.Event(), threading.Event()
+
+    def hang(addresses: Sequence[bytes], take: Callable[[Payload], object]) -> None:
+        hangs.set()
+        goes_on.wait(PATIENCE_S)
+        load(addresses, take)
+
+    monkeypatch.setattr(store, "load", hang)
+    asked = asyncio.create_task(serving.ask(PROMPT))
+    await asyncio.to_thread(hangs.wait, PATIENCE_S)
+    with pytest.raises(InvalidRequestError, match="blocks of the host tier are being read"):
+        await serving.engine.reset_cache([Tier.HOST])
+    goes_on.set()
+    await asked
+    with pytest.raises(InvalidRequestError, match="no disk tier; it has device, host"):
+        await serving.engine.reset_cache([Tier.DISK])
 
 
 async def test_a_block_that_cannot_be_read_is_computed(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,6 +287,8 @@ def control(action: ControlAction, **arguments: str) -> Control:
 async def test_operators_can_control_it(start: Start) -> None:
     running = await start()
     assert isinstance(running.engine, Controllable)
+    with pytest.raises(InvalidRequestError, match="reset together"):
+        await running.engine.control(control(ControlAction.RESET_PREFIX_CACHE, tiers="host"))
     await running.engine.control(control(ControlAction.RESET_PREFIX_CACHE))
     assert running.vllm.calls == ["reset"]
 

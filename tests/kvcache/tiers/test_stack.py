@@ -184,7 +184,7 @@ def test_a_clear_reaches_copies_in_flight() -> None:
     stack.run(prompt(100, 4))
     saves = stack.stack.plan_saves()
     stack.pool.clear()
-    stack.stack.clear()
+    stack.stack.clear(tuple(Tier))
     for save in saves:
         stack.stack.saved(save, arrived=True)
     assert (len(stack.level.index), stack.level.index.used_blocks) == (0, 0)

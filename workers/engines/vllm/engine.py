@@ -362,6 +362,8 @@ class VllmEngine:
     async def _carry_out(self, driver: Driver, request: Control) -> str:
         match request.action:
             case ControlAction.RESET_PREFIX_CACHE:
+                if "tiers" in request.arguments:
+                    raise InvalidRequestError("vLLM's tiers are reset together", hint="leave `tiers` out")
                 if not await driver.reset_prefix_cache():
                     raise InvalidRequestError(
                         "vLLM's cache is in use", hint=f"try again: offers end after {self._config.offer_lease_s:g} s"
