@@ -1,26 +1,28 @@
 """Run `kvmesh bench engine versus`: compare the torch engine with vLLM for CPUs, step by step.
 
-Both load one checkpoint with random weights, in a process each, with all cores and the same prompts. Both stay up, and
-while one computes the other is idle. Each round asks both for a prefill and for a step of each batch size, so that
-figures are ratios of neighbours in time. Ours is the executor; theirs the engine in its own process, without a server.
+Both load one checkpoint with random weights, in a process each, with all cores and the same lengths. Both stay up, and
+while one computes the other is idle. A pair asks both for the same work, one after the other, and each figure is the
+median ratio of its pairs. Ours is the executor; theirs the engine in its own process, without a server. What was
+measured can be kept in a file, which a later run continues: a run may end after any pair.
 """
 
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 import psutil
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 from rich.console import Console
 from rich.table import Table
 
@@ -34,6 +36,7 @@ from workers.executor import ModelInfo
 PYTHON = "KVMESH_VLLM_PYTHON"
 BATCHES = (1, 8, 32)
 OURS, THEIRS = "torch", "vllm"
+WORK = ("prefill", *(f"decode_{batch}" for batch in BATCHES))
 GOALS = {
     "prefill_ratio": ">= 1.0",
     "decode_ratio_1": ">= 1.0",
@@ -45,6 +48,7 @@ GOALS = {
 }
 
 DtypeName = Literal["float32", "bfloat16"]
+Count = Annotated[float, Meta(ge=0)]
 
 
 class EngineVersusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,24 +60,63 @@ class EngineVersusConfig(Struct, frozen=True, kw_only=True, forbid_unknown_field
     dtypes: Annotated[str, Meta(description="float32, bfloat16 or both")] = "float32,bfloat16"
     isl_tokens: Annotated[int, Meta(ge=16, description="prompt length, and context while decoding")] = 512
     rounds: Annotated[int, Meta(ge=1, description="pairs of each figure; the median ratio counts")] = 5
+    seconds: Annotated[float, Meta(ge=0, description="begin no pair that would end later; 0: no limit")] = 0.0
+    results: Annotated[str, Meta(description="file that keeps what was measured; a later run continues it")] = ""
     json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 
-class DtypeReport(Struct, frozen=True, kw_only=True):
-    """Ratios are ours / theirs: of tokens per second, and of RSS and time to ready where less is better."""
+class Pairs(Struct):
+    """Values of both sides, pair by pair: seconds, or bytes."""
 
-    prefill_ratio: float
-    decode_ratio_1: float
-    decode_ratio_8: float
-    decode_ratio_32: float
-    decode_roofline_share_8: float  # the least time that reading weights and KV takes / our time
-    rss_ratio: float
-    ready_s_ratio: float
-    prefill_s: dict[str, list[float]]  # by side, of each round
-    decode_s: dict[str, dict[str, list[float]]]  # by side and batch
-    rss_bytes: dict[str, int]
-    ready_s: dict[str, float]
-    read_gb_s: float
+    torch: list[Count] = field(default_factory=list)
+    vllm: list[Count] = field(default_factory=list)
+
+    def add(self, ours: float, theirs: float) -> None:
+        self.torch.append(ours)
+        self.vllm.append(theirs)
+
+    @property
+    def ratio(self) -> float | None:
+        """Return the median of theirs / ours: above 1, ours takes less. None without a pair."""
+        return ratio(self.vllm, self.torch) if self.torch else None
+
+
+class Measured(Struct):
+    """All that was measured with one dtype, by any number of runs."""
+
+    work_s: dict[str, Pairs] = field(default_factory=lambda: {name: Pairs() for name in WORK})
+    rss_bytes: Pairs = field(default_factory=Pairs)
+    ready_s: Pairs = field(default_factory=Pairs)
+    read_bytes_s: Count = 0.0
+
+    def next_work(self, rounds: int) -> str | None:
+        """Return the work with the fewest pairs, or None if all has `rounds` of them."""
+        name = min(WORK, key=lambda name: len(self.work_s[name].torch))
+        return name if len(self.work_s[name].torch) < rounds else None
+
+
+class Results(Struct, kw_only=True):
+    """The file of `--results`."""
+
+    shape: str
+    isl_tokens: int
+    dtypes: dict[str, Measured] = field(default_factory=dict)
+
+
+class DtypeReport(Struct, frozen=True, kw_only=True):
+    """Ratios are ours / theirs: of tokens per second, and of RSS and time to ready where less is better.
+
+    `null`: not measured yet.
+    """
+
+    prefill_ratio: float | None
+    decode_ratio_1: float | None
+    decode_ratio_8: float | None
+    decode_ratio_32: float | None
+    decode_roofline_share_8: float | None  # the least time that reading weights and KV takes / our time
+    rss_ratio: float | None
+    ready_s_ratio: float | None
+    measured: Measured
 
 
 class RunningSide:
@@ -90,14 +133,26 @@ class RunningSide:
         started = time.perf_counter()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ, cwd=_root(), text=True
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environ,
+                cwd=_root(),
+                text=True,
+                start_new_session=True,  # so that `close` ends whatever the engine has started
             )
-        self._answer()
+        try:
+            self._answer()
+        except BaseException:  # KeyboardInterrupt, too, must leave no process behind
+            self.close()
+            raise
         self.ready_s = time.perf_counter() - started
 
-    def ask(self, question: dict[str, int]) -> float:
+    def ask(self, work: str) -> float:
+        """Return how many seconds the work took."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()
         return float(self._answer())
 
@@ -116,7 +171,8 @@ class RunningSide:
         return sum(each.memory_info().rss for each in (process, *process.children(recursive=True)))
 
     def close(self) -> None:
-        self._process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
@@ -170,58 +226,144 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"{PYTHON} is not set", hint=f"`make .venv-vllm/.installed`, then {PYTHON}=.venv-vllm/bin/python"
         )
+    signal.signal(signal.SIGTERM, _stop)
+    results = read_results(config)
     console = Console(stderr=True)
-    reports = {dtype: measure(config, dtype, str(Path(python).absolute()), console) for dtype in dtypes}
+    ends_s = time.monotonic() + config.seconds if config.seconds else math.inf
+    for dtype in dtypes:
+        run = VersusRun(config, dtype, results, ends_s, console)
+        run.measure(str(Path(python).absolute()))
+    reports = {dtype: report_of(config, dtype, results.dtypes[dtype]) for dtype in dtypes}
     Console().print(table_of(config, reports))
     if config.json:
         print(json.dumps(msgspec.to_builtins(reports)))
+    if wrong := [dtype for dtype, report in reports.items() if (report.decode_roofline_share_8 or 0) > 1]:
+        raise EngineError(
+            f"in {wrong[0]} a step took less than reading its weights does",
+            hint="the machine was busy while its memory was measured: measure again",
+        )
     return 0
 
 
-def measure(config: EngineVersusConfig, dtype: str, python: str, console: Console) -> DtypeReport:
-    prefill_s: dict[str, list[float]] = {OURS: [], THEIRS: []}
-    decode_s: dict[str, dict[str, list[float]]] = {name: {str(b): [] for b in BATCHES} for name in (OURS, THEIRS)}
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-versus-")))
-        console.print(f"writing random weights in {dtype}")
-        write_checkpoint(shape_folder(config.shape), folder, dtype)
-        sides: dict[str, RunningSide] = {}
-        for name, its_python in ((THEIRS, python), (OURS, sys.executable)):
-            console.print(f"starting {name}")
-            sides[name] = RunningSide(name, its_python, folder, dtype, config.isl_tokens)
-            stack.callback(sides[name].close)
-        for number in range(-1, config.rounds):  # the first is not counted: what happens only once
-            for name in (OURS, THEIRS) if number % 2 else (THEIRS, OURS):
-                taken_s = sides[name].ask({"prefill": 1})
-                steps_s = {str(batch): sides[name].ask({"decode": batch}) for batch in BATCHES}
-                if number >= 0:
-                    prefill_s[name].append(taken_s)
-                    for batch, step_s in steps_s.items():
-                        decode_s[name][batch].append(step_s)
-                    console.print(_said(name, taken_s, steps_s), highlight=False)
-        rss_bytes = {name: side.rss_bytes() for name, side in sides.items()}
-        ready_s = {name: round(side.ready_s, 2) for name, side in sides.items()}
-        for side in sides.values():
-            side.close()
-        read_bytes_s = read_rate("cpu", folder)
-        least_bytes = step_model(folder, dtype).decode_bytes(8, config.isl_tokens)
-    share = least_bytes / read_bytes_s / min(decode_s[OURS]["8"])
-    if share > 1:
-        raise EngineError(f"a step took {share:.2f} of the least time", hint="the machine was busy; measure again")
+def _stop(number: int, _: object) -> None:
+    """End by an exception, so that the sides are closed and the checkpoint is removed."""
+    raise SystemExit(128 + number)
+
+
+def read_results(config: EngineVersusConfig) -> Results:
+    """Return what earlier runs have measured. Raises ConfigError if they measured something else."""
+    empty = Results(shape=config.shape, isl_tokens=config.isl_tokens)
+    path = Path(config.results)
+    if not config.results or not path.exists():
+        return empty
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Results)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} holds no results: {error}", hint="name another file") from error
+    if (found.shape, found.isl_tokens) != (empty.shape, empty.isl_tokens):
+        raise ConfigError(
+            f"{path} is of {found.shape} with {found.isl_tokens} tokens, not of {empty.shape} with {empty.isl_tokens}",
+            hint="name another file",
+        )
+    for measured in found.dtypes.values():
+        if set(measured.work_s) != set(WORK) or any(len(p.torch) != len(p.vllm) for p in measured.work_s.values()):
+            raise ConfigError(f"{path} lacks values of one side", hint="name another file")
+    return found
+
+
+class VersusRun:
+    """One run with one dtype."""
+
+    def __init__(
+        self,
+        config: EngineVersusConfig,
+        dtype: str,
+        results: Results,
+        ends_s: float,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Add to `results`, and begin nothing that would end after `ends_s` of `clock`."""
+        self._config = config
+        self._dtype = dtype
+        self._results = results
+        self._measured = results.dtypes.setdefault(dtype, Measured())
+        self._ends_s = ends_s
+        self._clock = clock
+        self._console = console
+        self._warm: set[str] = set()
+        self._took_s: dict[str, float] = {}  # a pair of each work, the last time
+
+    def measure(self, python: str) -> None:
+        """Measure pairs until there are enough of each, or the time is over."""
+        if self._measured.next_work(self._config.rounds) is None or self._clock() >= self._ends_s:
+            return
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-versus-")))
+            self._say(f"writing random weights in {self._dtype}")
+            write_checkpoint(shape_folder(self._config.shape), folder, self._dtype)
+            self._measured.read_bytes_s = max(self._measured.read_bytes_s, read_rate("cpu", folder))
+            sides: dict[str, RunningSide] = {}
+            for name, its_python in ((THEIRS, python), (OURS, sys.executable)):
+                sides[name] = RunningSide(name, its_python, folder, self._dtype, self._config.isl_tokens)
+                stack.callback(sides[name].close)
+                self._say(f"{name} is ready after {sides[name].ready_s:.1f} s")
+            self._measured.ready_s.add(*(round(sides[name].ready_s, 2) for name in (OURS, THEIRS)))
+            self._pairs(sides)
+            if f"decode_{max(BATCHES)}" in self._warm:  # both have written the contexts of the largest batch
+                self._measured.rss_bytes.add(*(sides[name].rss_bytes() for name in (OURS, THEIRS)))
+        self._keep()
+
+    def _pairs(self, sides: dict[str, RunningSide]) -> None:
+        while name := self._measured.next_work(self._config.rounds):
+            pairs = self._measured.work_s[name]
+            started_s = self._clock()
+            if started_s + self._took_s.get(name, 0.0) > self._ends_s:
+                self._say(f"no time is left for {name}")
+                return
+            order = (OURS, THEIRS) if len(pairs.torch) % 2 else (THEIRS, OURS)
+            taken_s = {side: sides[side].ask(name) for side in order}
+            self._took_s[name] = self._clock() - started_s
+            said = ", ".join(f"{side} {1000 * taken_s[side]:.0f} ms" for side in (OURS, THEIRS))
+            if name in self._warm:
+                pairs.add(taken_s[OURS], taken_s[THEIRS])
+                self._keep()
+                self._say(f"{name}, pair {len(pairs.torch)}: {said}; ratio so far {pairs.ratio}")
+            else:  # what happens only once is not counted
+                self._warm.add(name)
+                self._say(f"{name}, not counted: {said}")
+
+    def _keep(self) -> None:
+        if self._config.results:
+            path = Path(self._config.results)
+            new = path.with_name(f"{path.name}.new")
+            new.write_bytes(msgspec.json.format(msgspec.json.encode(self._results)))
+            new.replace(path)
+
+    def _say(self, what: str) -> None:
+        self._console.print(f"{self._dtype}: {what}", highlight=False)
+
+
+def report_of(config: EngineVersusConfig, dtype: str, measured: Measured) -> DtypeReport:
+    least_bytes = step_model(shape_folder(config.shape), dtype).decode_bytes(8, config.isl_tokens)
+    steps_s, share = measured.work_s["decode_8"].torch, None
+    if steps_s and measured.read_bytes_s:
+        share = round(least_bytes / measured.read_bytes_s / min(steps_s), 3)
     return DtypeReport(
-        prefill_ratio=ratio(prefill_s[THEIRS], prefill_s[OURS]),
-        decode_ratio_1=ratio(decode_s[THEIRS]["1"], decode_s[OURS]["1"]),
-        decode_ratio_8=ratio(decode_s[THEIRS]["8"], decode_s[OURS]["8"]),
-        decode_ratio_32=ratio(decode_s[THEIRS]["32"], decode_s[OURS]["32"]),
-        decode_roofline_share_8=round(share, 3),
-        rss_ratio=round(rss_bytes[OURS] / rss_bytes[THEIRS], 3),
-        ready_s_ratio=round(ready_s[OURS] / ready_s[THEIRS], 3),
-        prefill_s=prefill_s,
-        decode_s=decode_s,
-        rss_bytes=rss_bytes,
-        ready_s=ready_s,
-        read_gb_s=round(read_bytes_s / 1e9, 1),
+        prefill_ratio=measured.work_s["prefill"].ratio,
+        decode_ratio_1=measured.work_s["decode_1"].ratio,
+        decode_ratio_8=measured.work_s["decode_8"].ratio,
+        decode_ratio_32=measured.work_s["decode_32"].ratio,
+        decode_roofline_share_8=share,
+        rss_ratio=_inverse(measured.rss_bytes),
+        ready_s_ratio=_inverse(measured.ready_s),
+        measured=measured,
     )
+
+
+def _inverse(pairs: Pairs) -> float | None:
+    """Return the median of ours / theirs."""
+    return ratio(pairs.torch, pairs.vllm) if pairs.torch else None
 
 
 def ratio(theirs_s: Sequence[float], ours_s: Sequence[float]) -> float:
@@ -273,15 +415,11 @@ def tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def _said(name: str, prefill_s: float, steps_s: dict[str, float]) -> str:
-    steps = ", ".join(f"{batch}: {1000 * step_s:.0f} ms" for batch, step_s in steps_s.items())
-    return f"{name}: prefill {prefill_s:.2f} s; steps of {steps}"
-
-
 def table_of(config: EngineVersusConfig, reports: dict[str, DtypeReport]) -> Table:
     table = Table(title=f"{config.shape}, {config.isl_tokens} tokens, torch engine / vLLM", title_justify="left")
     for column in ("", *reports, "goal"):
         table.add_column(column)
     for name, goal in GOALS.items():
-        table.add_row(name, *(str(getattr(report, name)) for report in reports.values()), goal)
+        found = (getattr(report, name) for report in reports.values())
+        table.add_row(name, *("-" if each is None else str(each) for each in found), goal)
     return table

@@ -121,7 +121,7 @@ def test_every_instruction_set_computes_what_torch_computes(shape: str, dtype: s
         rows = rows_of(step, block_size)
         plain = states(config, weights, rows, filled_cache(config, rows, dtype, block_size, 0.0), None)
         for kernels_here in found:
-            for kernels_here.share in (KernelShare(10_000, 10_000), KernelShare(0, 40)):
+            for kernels_here.share in (KernelShare(10_000, 10_000), KernelShare(0, 40, widens=True)):
                 kv = filled_cache(config, rows, dtype, block_size, float("nan"))
                 for ours, theirs in zip(states(config, weights, rows, kv, kernels_here), plain, strict=True):
                     error = (ours - theirs).abs().max() / theirs.abs().max()
@@ -130,7 +130,7 @@ def test_every_instruction_set_computes_what_torch_computes(shape: str, dtype: s
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 7, 33])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 7, 16, 33, 70])
 def test_projections_of_odd_sizes_equal_those_of_torch(dtype: str, num_tokens: int) -> None:
     torch_dtype, atol = DTYPES[dtype]
     generator = torch.Generator().manual_seed(num_tokens)
@@ -148,6 +148,27 @@ def test_projections_of_odd_sizes_equal_those_of_torch(dtype: str, num_tokens: i
     for found in all_kernels(CONFIG, CPU, torch_dtype):
         error = (found.linear(x, Projection(weights, biases)).double() - expected).abs().max()
         assert error < atol * expected.abs().max(), found.name
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [16, 128, 1000])
+def test_projections_of_packed_tokens_equal_those_of_torch(dtype: str, depth: int) -> None:
+    torch_dtype, atol = DTYPES[dtype]
+    weight, x = torch.randn(100, depth).to(torch_dtype), torch.randn(21, depth).to(torch_dtype)
+    expected = x.double() @ weight.double().T
+    for found in all_kernels(CONFIG, CPU, torch_dtype):
+        error = (found.linear(x, Projection((weight,), (None,))).double() - expected).abs().max()
+        assert error < atol * expected.abs().max(), found.name
+
+
+def test_a_widened_projection_is_rounded_once() -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(1500, 40, generator=generator).bfloat16()
+    bias = torch.randn(1500, generator=generator).bfloat16()
+    x = torch.randn(9, 40, generator=generator).bfloat16()
+    expected = (x.float() @ weight.float().T + bias.float()).bfloat16()
+    torch.testing.assert_close(kernels.linear_widened(x, weight, bias), expected, rtol=0.008, atol=1e-6)
 
 
 @needs_native
@@ -188,6 +209,8 @@ def test_what_the_kernels_lack_is_left_to_torch() -> None:
     assert all_kernels(replace(CONFIG, head_dim=30), CPU, torch.float32) == []
     assert all_kernels(replace(CONFIG, head_dim=1024), CPU, torch.float32) == []
     assert share_of(4, is_bf16=False, has_amx=False).linear_tokens == 0
+    assert share_of(8, is_bf16=True, has_amx=False).widens
+    assert not share_of(16, is_bf16=True, has_amx=False).widens
     assert share_of(16, is_bf16=True, has_amx=True) == KernelShare(linear_tokens=1, attend_below=64)
 
 

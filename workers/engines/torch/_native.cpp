@@ -30,6 +30,12 @@ struct Kernels {
     void (*tile_bf16)(const Attend&, const Sequence&, i64, i64, i64, float*);
     void (*norm_f32)(const Norm&, i64, i64);
     void (*norm_bf16)(const Norm&, i64, i64);
+    void (*pack_f32)(const Linear&, i64, void*);
+    void (*pack_bf16)(const Linear&, i64, void*);
+    i64 packed_tokens;       // a product of so many tokens packs them
+    std::size_t bf16_bytes;  // of an item of a packed token
+    void (*gate_f32)(const Gate&, i64, i64);
+    void (*gate_bf16)(const Gate&, i64, i64);
 };
 
 #define KVMESH_VECTORS(BYTES)                                                                \
@@ -48,7 +54,37 @@ struct Kernels {
         __builtin_memcpy(&half, from, sizeof half);                                          \
         return (vf)(__builtin_convertvector(half, vu) << 16);                                \
     }                                                                                        \
+    inline vu load_pairs(const bf16* from) {                                                 \
+        vu pairs;                                                                            \
+        __builtin_memcpy(&pairs, from, sizeof pairs);                                        \
+        return pairs;                                                                        \
+    }                                                                                        \
     inline void store(vf value, float* to) { __builtin_memcpy(to, &value, sizeof value); }
+
+/// For processors without instructions for bf16: tokens come as floats, `unpack`ed once for all rows of the weight, so
+/// that two vectors of a row take one load, a shift and a mask.
+#define KVMESH_UNPACKED                                                                                          \
+    constexpr bool UNPACKED = true;                                                                              \
+    template <int NR, int MR>                                                                                    \
+    inline i64 multiply(const bf16* weight, i64 weight_stride, const float* x, i64 x_stride, i64 depth,          \
+                        vf (&sums)[NR][MR]) {                                                                    \
+        const vu upper = vu{} + 0xffff0000u;                                                                     \
+        i64 k = 0;                                                                                              \
+        for (; k + 2 * LANES <= depth; k += 2 * LANES) {                                                         \
+            vf rows[NR];                                                                                         \
+            for (int n = 0; n < NR; n++) rows[n] = (vf)(load_pairs(weight + n * weight_stride + k) << 16);       \
+            for (int m = 0; m < MR; m++) {                                                                       \
+                const vf token = load(x + m * x_stride + k);                                                     \
+                for (int n = 0; n < NR; n++) sums[n][m] += rows[n] * token;                                      \
+            }                                                                                                    \
+            for (int n = 0; n < NR; n++) rows[n] = (vf)(load_pairs(weight + n * weight_stride + k) & upper);     \
+            for (int m = 0; m < MR; m++) {                                                                       \
+                const vf token = load(x + m * x_stride + k + LANES);                                             \
+                for (int n = 0; n < NR; n++) sums[n][m] += rows[n] * token;                                      \
+            }                                                                                                    \
+        }                                                                                                        \
+        return k;                                                                                                \
+    }
 
 #define KVMESH_MULTIPLY(T)                                                                              \
     template <int NR, int MR>                                                                           \
@@ -69,6 +105,7 @@ struct Kernels {
 namespace any {
 constexpr const char* NAME = "any";
 constexpr int ROWS = 3;
+constexpr i64 PACKED_TOKENS = 16;
 KVMESH_VECTORS(16)
 inline float sum_of(vf v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 inline float highest_of(vf v) {
@@ -77,7 +114,7 @@ inline float highest_of(vf v) {
     return most;
 }
 KVMESH_MULTIPLY(float)
-KVMESH_MULTIPLY(bf16)
+KVMESH_UNPACKED
 #include "native/kernels.h"
 }  // namespace any
 
@@ -88,6 +125,7 @@ KVMESH_MULTIPLY(bf16)
 namespace avx2 {
 constexpr const char* NAME = "avx2";
 constexpr int ROWS = 3;
+constexpr i64 PACKED_TOKENS = 16;
 KVMESH_VECTORS(32)
 inline float sum_of(vf v) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
@@ -100,7 +138,7 @@ inline float highest_of(vf v) {
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 KVMESH_MULTIPLY(float)
-KVMESH_MULTIPLY(bf16)
+KVMESH_UNPACKED
 #include "native/kernels.h"
 }  // namespace avx2
 #pragma GCC pop_options
@@ -110,11 +148,13 @@ KVMESH_MULTIPLY(bf16)
 namespace avx512 {
 constexpr const char* NAME = "avx512";
 constexpr int ROWS = 6;
+constexpr i64 PACKED_TOKENS = NEVER;
 KVMESH_VECTORS(64)
 inline float sum_of(vf v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float highest_of(vf v) { return _mm512_reduce_max_ps((__m512)v); }
 KVMESH_MULTIPLY(float)
 KVMESH_MULTIPLY(bf16)
+constexpr bool UNPACKED = false;
 #include "native/kernels.h"
 }  // namespace avx512
 #pragma GCC pop_options
@@ -124,10 +164,12 @@ KVMESH_MULTIPLY(bf16)
 namespace avx512_bf16 {
 constexpr const char* NAME = "avx512_bf16";
 constexpr int ROWS = 6;
+constexpr i64 PACKED_TOKENS = NEVER;
 KVMESH_VECTORS(64)
 inline float sum_of(vf v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float highest_of(vf v) { return _mm512_reduce_max_ps((__m512)v); }
 KVMESH_MULTIPLY(float)
+constexpr bool UNPACKED = false;
 template <int NR, int MR>
 inline i64 multiply(const bf16* weight, i64 weight_stride, const bf16* x, i64 x_stride, i64 depth, vf (&sums)[NR][MR]) {
     i64 k = 0;
@@ -240,7 +282,7 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     const Kernels* kernels = chosen(v[0]);
     if (!kernels) return nullptr;
-    const Linear job{at(v[3]), at(v[7]), v[4], v[5], v[6], v[8]};
+    Linear job{at(v[3]), at(v[7]), v[4], v[5], v[6], v[8]};
     Part parts[MAX_PARTS];
     i64 first_task[MAX_PARTS + 1] = {0}, column = 0;
     for (i64 p = 0; p < parts_given; p++) {
@@ -250,13 +292,25 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
         first_task[p + 1] = first_task[p] + (given[2] + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     }
     auto run = v[2] ? kernels->linear_bf16 : kernels->linear_f32;
+    auto pack = v[2] ? kernels->pack_bf16 : kernels->pack_f32;
+    const std::size_t item_bytes = v[2] ? kernels->bf16_bytes : sizeof(float);
+    void* packed = nullptr;
+    if (job.tokens >= kernels->packed_tokens || (v[2] && item_bytes != sizeof(bf16))) {
+        packed = std::malloc(item_bytes * static_cast<std::size_t>(job.tokens * job.depth));
+        if (!packed) return PyErr_NoMemory();
+    }
     Py_BEGIN_ALLOW_THREADS;
+    if (packed) {
+        share(job.tokens, job.tokens < TOKENS_AT_ONCE ? 1 : v[1], [&](i64 token) { pack(job, token, packed); });
+        job.x = packed, job.x_stride = job.depth;
+    }
     share(first_task[parts_given], v[1], [&](i64 task) {
         i64 p = 0;
         while (task >= first_task[p + 1]) p++;
         const i64 first = (task - first_task[p]) * ROWS_AT_ONCE, last = first + ROWS_AT_ONCE;
         run(job, parts[p], first, last < parts[p].rows ? last : parts[p].rows);
     });
+    std::free(packed);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -309,6 +363,20 @@ PyObject* add_and_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
         const i64 last = (task + 1) * TOKENS_AT_ONCE;
         run(job, task * TOKENS_AT_ONCE, last < job.rows ? last : job.rows);
     });
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+/// level, threads, is_bf16, gate, up, out, rows, width, gate_stride, up_stride
+PyObject* gate(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    i64 v[10];
+    if (!take(args, count, 10, v)) return nullptr;
+    const Kernels* kernels = chosen(v[0]);
+    if (!kernels) return nullptr;
+    const Gate job{at(v[3]), at(v[4]), at(v[5]), v[6], v[7], v[8], v[9]};
+    auto run = v[2] ? kernels->gate_bf16 : kernels->gate_f32;
+    Py_BEGIN_ALLOW_THREADS;
+    share(job.rows, job.rows < TOKENS_AT_ONCE ? 1 : v[1], [&](i64 row) { run(job, row, row + 1); });
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -387,6 +455,7 @@ PyMethodDef methods[] = {
     {"linear", method(linear), METH_FASTCALL, nullptr},
     {"prepare", method(prepare), METH_FASTCALL, nullptr},
     {"add_and_norm", method(add_and_norm), METH_FASTCALL, nullptr},
+    {"gate", method(gate), METH_FASTCALL, nullptr},
     {"attend", method(attend), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from protocol import native
@@ -21,6 +22,7 @@ NO_KERNELS = "no native kernels: not built, KVMESH_NATIVE=0, float16, or heads o
 _MAX_HEAD_DIM = 512
 _MAX_GROUP = 64
 _AVX2_LANES = 8
+_WIDENED_ROWS = 1024
 _ALL = 1 << 62
 _NATIVE: ModuleType | None = None
 if native.WANTED:
@@ -50,6 +52,7 @@ class KernelShare:
 
     linear_tokens: int  # projections of a step with up to so many tokens
     attend_below: int  # attention of rows with fewer new tokens
+    widens: bool = False  # torch gets further projections in float32, to which the kernels' dtype is widened
 
 
 class CpuKernels:
@@ -124,6 +127,22 @@ class CpuKernels:
         )
         return out
 
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute F.silu(gate) * up: all [T, width]. The rows of `gate` and `up` may lie apart."""
+        out = torch.empty(gate.shape, dtype=self._dtype)
+        self._module.gate(
+            self._level,
+            torch.get_num_threads(),
+            self._is_bf16,
+            gate.data_ptr(),
+            up.data_ptr(),
+            out.data_ptr(),
+            *out.shape,
+            gate.stride(0),
+            up.stride(0),
+        )
+        return out
+
     def attend(self, layer: int, qkv: Tensor, rows: PagedRows | None, kv: PagedKv) -> Tensor:
         """Let the queries of `rows` in `qkv` [T, width] see their sequences' keys: [T, num_heads * head_dim].
 
@@ -149,6 +168,16 @@ class CpuKernels:
             layout.head_dim**-0.5,
         )
         return out
+
+
+def linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute F.linear in float32, some rows of `weight` at a time: [T, inputs] -> [T, outputs], in the dtype of x."""
+    out = torch.empty(len(x), len(weight), dtype=x.dtype)
+    wide = x.float()
+    for first in range(0, len(weight), _WIDENED_ROWS):
+        rows = slice(first, first + _WIDENED_ROWS)
+        out[:, rows] = F.linear(wide, weight[rows].float(), None if bias is None else bias[rows].float())
+    return out
 
 
 def _cache_arguments(layer: int, kv: PagedKv) -> tuple[int, ...]:
@@ -183,4 +212,6 @@ def share_of(lanes: int, is_bf16: bool, has_amx: bool) -> KernelShare:
         return KernelShare(1 if lanes >= _AVX2_LANES else 0, 64)
     if lanes < _AVX2_LANES:
         return KernelShare(0, _ALL)
-    return KernelShare(32 if is_bf16 or lanes == _AVX2_LANES else 64, _ALL)
+    if lanes == _AVX2_LANES:  # where torch has no fast bfloat16
+        return KernelShare(64, _ALL, widens=True) if is_bf16 else KernelShare(32, _ALL)
+    return KernelShare(32 if is_bf16 else 64, _ALL)

@@ -9,7 +9,7 @@ from torch import Tensor
 from workers.engines.torch.batch import DecodeGroup, PrefillSpan, StepBatch
 from workers.engines.torch.cache import PagedKv
 from workers.engines.torch.config import ModelConfig, RopeConfig
-from workers.engines.torch.kernels import CpuKernels, Projection
+from workers.engines.torch.kernels import CpuKernels, Projection, linear_widened
 from workers.engines.torch.weights import LayerWeights, ModelWeights
 
 _SCORED_LOGITS = 1 << 24  # computed at once for the logprobs of a prompt: 64 MiB
@@ -55,8 +55,13 @@ class Transformer:
         """[T, inputs] -> [T, outputs]"""
         if self.kernels is not None and len(x) <= self.kernels.share.linear_tokens:
             return self.kernels.linear(x, projection)
-        outputs = _apart(x, projection)
+        outputs = self._apart(x, projection)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    def _apart(self, x: Tensor, projection: Projection) -> list[Tensor]:
+        """Return what torch makes of x by each matrix of `projection`: [T, inputs] -> [T, its outputs] each."""
+        linear = linear_widened if self.kernels is not None and self.kernels.share.widens else F.linear
+        return [linear(x, *part) for part in zip(projection.weights, projection.biases, strict=True)]
 
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch, kv: PagedKv
@@ -105,13 +110,9 @@ class Transformer:
         if len(layer.gate_up.weights) == 1 or (self.kernels is not None and len(x) <= self.kernels.share.linear_tokens):
             gate, up = self._project(x, layer.gate_up).chunk(2, -1)
         else:
-            gate, up = _apart(x, layer.gate_up)
-        return self._project(F.silu(gate) * up, layer.down)
-
-
-def _apart(x: Tensor, projection: Projection) -> list[Tensor]:
-    """Return what each matrix of `projection` makes of x: [T, inputs] -> [T, its outputs] each."""
-    return [F.linear(x, *part) for part in zip(projection.weights, projection.biases, strict=True)]
+            gate, up = self._apart(x, layer.gate_up)
+        gated = F.silu(gate) * up if self.kernels is None else self.kernels.gate(gate, up)
+        return self._project(gated, layer.down)
 
 
 def _attend_span(index: int, span: PrefillSpan, q: Tensor, new_kv: Tensor, kv: PagedKv, into: Tensor) -> None:

@@ -12,6 +12,8 @@ constexpr i64 MAX_GROUP = 64;      // query heads of one KV head
 constexpr i64 MAX_AT_ONCE = 4;     // queries that one key is multiplied with
 constexpr i64 MAX_HEADS_AT_ONCE = 8;  // KV heads that one task reads
 constexpr i64 MAX_HEAD_DIM = 512;  // items
+constexpr i64 BLOCK_ROWS = 12;     // of a weight, multiplied with the same tokens: a multiple of every ROWS
+constexpr i64 NEVER = i64{1} << 62;
 constexpr i64 TILE_TOKENS = 64;    // of a prompt, whose queries one task attends with
 constexpr i64 CHUNK_KEYS = 64;     // of a prompt, unpacked at a time
 
@@ -59,6 +61,13 @@ struct Norm {
     void* out;
     i64 rows, width;
     float eps;
+};
+
+/// out = silu(gate) * up: [rows, width] each, gate and up at a stride.
+struct Gate {
+    const void *gate, *up;
+    void* out;
+    i64 rows, width, gate_stride, up_stride;
 };
 
 struct Attend {

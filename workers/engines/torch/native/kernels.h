@@ -1,7 +1,7 @@
 // The arithmetic of the torch engine, once per instruction set: _native.cpp includes this file in a namespace and under
 // a target of its own each time. Before, it defines the vector `vf` of LANES floats and what GCC's vectors lack:
-// load, store, sum and highest, for float and bf16. No templates of the standard library here: their code would be
-// shared with files for processors that lack these instructions.
+// load, store, sum and highest, for float and bf16, and says from how many tokens on a product packs them. No templates
+// of the standard library here: their code would be shared with files for processors that lack these instructions.
 
 // --- items ------------------------------------------------------------------------------------------------
 
@@ -45,10 +45,31 @@ inline vf exp_of(vf x) {
 
 // --- matrix products --------------------------------------------------------------------------------------
 
+/// What a product reads tokens from: floats where `multiply` wants bf16 tokens unpacked.
+template <class T, bool Unpacked = UNPACKED>
+struct TokensOf {
+    typedef T item;
+};
+template <>
+struct TokensOf<bf16, true> {
+    typedef float item;
+};
+
+/// Widen a token as `multiply` wants it: of each 2 * LANES items those with an even place, then the others.
+inline void unpack(const bf16* token, i64 depth, float* to) {
+    i64 k = 0;
+    for (; k + 2 * LANES <= depth; k += 2 * LANES) {
+        const vu pairs = load_pairs(token + k);
+        store((vf)(pairs << 16), to + k);
+        store((vf)(pairs & (vu{} + 0xffff0000u)), to + k + LANES);
+    }
+    for (; k < depth; k++) to[k] = widen(token[k]);
+}
+
 /// NR rows of a weight with MR tokens: every item of the weight is read once, and in its own order.
 template <int NR, int MR, class T>
-inline void product(const T* weight, i64 weight_stride, const T* x, i64 x_stride, i64 depth, const T* bias, T* out,
-                    i64 out_stride) {
+inline void product(const T* weight, i64 weight_stride, const typename TokensOf<T>::item* x, i64 x_stride, i64 depth,
+                    const T* bias, T* out, i64 out_stride) {
     vf sums[NR][MR];
     for (int n = 0; n < NR; n++)
         for (int m = 0; m < MR; m++) sums[n][m] = vf{};
@@ -63,10 +84,10 @@ inline void product(const T* weight, i64 weight_stride, const T* x, i64 x_stride
     }
 }
 
+/// NR rows of a weight with the tokens from `m` on.
 template <int NR, class T>
-inline void rows_product(const Linear& l, const T* weight, const T* bias, T* out) {
-    const T* x = static_cast<const T*>(l.x);
-    i64 m = 0;
+inline void rows_product(const Linear& l, i64 m, const T* weight, const T* bias, T* out) {
+    const auto* x = static_cast<const typename TokensOf<T>::item*>(l.x);
     for (; m + 4 <= l.tokens; m += 4)
         product<NR, 4>(weight, l.depth, x + m * l.x_stride, l.x_stride, l.depth, bias, out + m * l.out_stride,
                        l.out_stride);
@@ -78,16 +99,128 @@ inline void rows_product(const Linear& l, const T* weight, const T* bias, T* out
                        l.out_stride);
 }
 
+/// Fetch [from, from + count) from memory, of what will be read soon.
+template <class T>
+inline void fetch_ahead(const T* from, i64 count) {
+    constexpr i64 LINE = 64 / static_cast<i64>(sizeof(T));
+    for (i64 i = 0; i < count; i += LINE) __builtin_prefetch(from + i, 0, 2);
+}
+
+constexpr i64 TOKENS_TOGETHER = 1024 / static_cast<i64>(sizeof(vf)) / 4 * 4;  // whose sums stay in the first cache
+constexpr i64 ITEMS_TOGETHER = 4096;                                           // of these tokens: too
+constexpr i64 LEAST_TOKENS = 16;                                               // that the size of a span is made for
+
+/// How many of the tokens are multiplied in blocks, by fours.
+inline i64 in_blocks(i64 tokens) { return tokens < PACKED_TOKENS ? 0 : tokens / 4 * 4; }
+
+/// Of the tokens of one block, how many items each lie side by side.
+inline i64 span_of(i64 tokens) {
+    return ITEMS_TOGETHER / (tokens < LEAST_TOKENS ? LEAST_TOKENS : tokens) / (4 * LANES) * (4 * LANES);
+}
+
+inline void copy_items(const float* from, i64 count, float* to) {
+    __builtin_memcpy(to, from, sizeof(float) * static_cast<std::size_t>(count));
+}
+inline void copy_items(const bf16* from, i64 count, bf16* to) {
+    __builtin_memcpy(to, from, sizeof(bf16) * static_cast<std::size_t>(count));
+}
+inline void copy_items(const bf16* from, i64 count, float* to) { unpack(from, count, to); }
+
+/// Put a token where `linear` reads it: [blocks of tokens, spans, tokens of the block, items of the span], then the tokens
+/// of no block. Rows of a power of two of bytes would share few places of the first cache.
+template <class T>
+void pack(const Linear& l, i64 token, void* to) {
+    auto* packed = static_cast<typename TokensOf<T>::item*>(to);
+    const T* from = static_cast<const T*>(l.x) + token * l.x_stride;
+    const i64 blocks = in_blocks(l.tokens), first = token / TOKENS_TOGETHER * TOKENS_TOGETHER;
+    if (token >= blocks) return copy_items(from, l.depth, packed + token * l.depth);
+    const i64 tokens = blocks - first < TOKENS_TOGETHER ? blocks - first : TOKENS_TOGETHER, span = span_of(tokens);
+    for (i64 k = 0; k < l.depth; k += span) {
+        const i64 count = l.depth - k < span ? l.depth - k : span;
+        copy_items(from + k, count, packed + first * l.depth + k * tokens + (token - first) * count);
+    }
+}
+
+/// Sums of TILES * NR rows of a weight with a block of tokens, by groups of 4.
+template <int NR, int TILES>
+struct Sums {
+    vf of[TILES][TOKENS_TOGETHER / 4][NR][4];
+
+    /// Add `count` items of each. Return how many of them filled vectors. Those of `next`, `depth` apart, are fetched.
+    template <class X, class T>
+    inline i64 add(const X* rows, const X* x, i64 count, i64 groups, bool is_first, const T* next, i64 depth) {
+        i64 done = 0;
+        for (i64 g = 0; g < groups; g++) {
+            for (i64 n = g * TILES * NR / groups; next && n < (g + 1) * TILES * NR / groups; n++)
+                fetch_ahead(next + n * depth, count);
+            for (i64 t = 0; t < TILES; t++) {
+                vf here[NR][4];  // in registers
+                for (int n = 0; n < NR; n++)
+                    for (int m = 0; m < 4; m++) here[n][m] = is_first ? vf{} : of[t][g][n][m];
+                done = multiply<NR, 4>(rows + t * NR * count, count, x + 4 * g * count, count, count, here);
+                for (int n = 0; n < NR; n++)
+                    for (int m = 0; m < 4; m++) of[t][g][n][m] = here[n][m];
+            }
+        }
+        return done;
+    }
+};
+
+/// TILES * NR rows of a weight with the block of `tokens` tokens from `first` on. Some items of rows and tokens are
+/// multiplied before the next items are, so that all of them are read from the first cache. Meanwhile the rows after
+/// these, `next`, come from memory; null: there are none.
+template <int NR, int TILES, class T>
+inline void block_product(const Linear& l, i64 first, i64 tokens, const T* weight, const T* next, const T* bias, T* out) {
+    typedef typename TokensOf<T>::item X;
+    Sums<NR, TILES> sums;
+    alignas(64) X rows[TILES * NR * ITEMS_TOGETHER / LEAST_TOKENS];
+    const X* x = static_cast<const X*>(l.x) + first * l.depth;
+    const i64 span = span_of(tokens);
+    i64 tail = 0, count = 0;  // items of the last span from `tail` on fill no vectors
+    for (i64 from = 0; from < l.depth; from += count) {
+        if (from) x += tokens * count;
+        count = l.depth - from < span ? l.depth - from : span;
+        for (i64 n = 0; n < TILES * NR; n++) copy_items(weight + n * l.depth + from, count, rows + n * count);
+        tail = sums.add(rows, x, count, tokens / 4, !from, next ? next + from : nullptr, l.depth);
+    }
+    for (i64 n = 0; n < TILES * NR; n++) {
+        for (i64 m = 0; m < tokens; m++) {
+            float total = sum_of(sums.of[n / NR][m / 4][n % NR][m % 4]);
+            for (i64 k = tail; k < count; k++) total += widen(rows[n * count + k]) * widen(x[m * count + k]);
+            narrow(bias ? total + widen(bias[n]) : total, out + (first + m) * l.out_stride + n);
+        }
+    }
+}
+
+/// TILES * NR rows of a part, for all tokens.
+template <int NR, int TILES, class T>
+inline void tokens_product(const Linear& l, const T* weight, const T* next, const T* bias, T* out) {
+    const i64 blocks = in_blocks(l.tokens);
+    for (i64 m = 0; m < blocks; m += TOKENS_TOGETHER) {
+        const i64 tokens = blocks - m < TOKENS_TOGETHER ? blocks - m : TOKENS_TOGETHER;
+        block_product<NR, TILES>(l, m, tokens, weight, m ? nullptr : next, bias, out);
+    }
+    for (i64 n = 0; n < TILES * NR && blocks < l.tokens; n += NR)
+        rows_product<NR>(l, blocks, weight + n * l.depth, bias ? bias + n : nullptr, out + n);
+}
+
 /// The rows [first, last) of a part, for all tokens.
 template <class T>
 void linear(const Linear& l, const Part& part, i64 first, i64 last) {
+    constexpr i64 TILES = BLOCK_ROWS / ROWS;
     const T* weight = static_cast<const T*>(part.weight);
     const T* bias = static_cast<const T*>(part.bias);
     T* out = static_cast<T*>(l.out) + part.column;
     i64 n = first;
+    for (; in_blocks(l.tokens) && n + BLOCK_ROWS <= last; n += BLOCK_ROWS) {
+        const T* rows = weight + n * l.depth;
+        const T* next = n + 2 * BLOCK_ROWS <= part.rows ? rows + BLOCK_ROWS * l.depth : nullptr;
+        tokens_product<ROWS, TILES>(l, rows, next, bias ? bias + n : nullptr, out + n);
+    }
     for (; n + ROWS <= last; n += ROWS)
-        rows_product<ROWS>(l, weight + n * l.depth, bias ? bias + n : nullptr, out + n);
-    for (; n < last; n++) rows_product<1>(l, weight + n * l.depth, bias ? bias + n : nullptr, out + n);
+        tokens_product<ROWS, 1, T>(l, weight + n * l.depth, nullptr, bias ? bias + n : nullptr, out + n);
+    for (; n < last; n++)
+        tokens_product<1, 1, T>(l, weight + n * l.depth, nullptr, bias ? bias + n : nullptr, out + n);
 }
 
 // --- norm -------------------------------------------------------------------------------------------------
@@ -112,6 +245,34 @@ void add_and_norm(const Norm& n, i64 first, i64 last) {
         for (; i < n.width; i++) total += widen(x[i]) * widen(x[i]);
         const float by = 1.0f / __builtin_sqrtf(total / static_cast<float>(n.width) + n.eps);
         for (i = 0; i < n.width; i++) narrow(widen(x[i]) * by * widen(weight[i]), out + i);
+    }
+}
+
+// --- the gate of the feed-forward layer -------------------------------------------------------------------
+
+inline void put(vf value, float* to) { store(value, to); }
+
+inline void put(vf value, bf16* to) {
+    float wide[LANES];
+    store(value, wide);
+    for (i64 i = 0; i < LANES; i++) narrow(wide[i], to + i);
+}
+
+inline vf silu(vf x) {
+    const vf below = exp_of(x < spread(0.0f) ? x : -x);  // e^-|x|
+    return x * (x < spread(0.0f) ? below : spread(1.0f)) / (1.0f + below);
+}
+
+/// Rows [first, last).
+template <class T>
+void gate(const Gate& g, i64 first, i64 last) {
+    for (i64 row = first; row < last; row++) {
+        const T* left = static_cast<const T*>(g.gate) + row * g.gate_stride;
+        const T* right = static_cast<const T*>(g.up) + row * g.up_stride;
+        T* out = static_cast<T*>(g.out) + row * g.width;
+        i64 i = 0;
+        for (; i + LANES <= g.width; i += LANES) put(silu(load(left + i)) * load(right + i), out + i);
+        for (; i < g.width; i++) narrow(silu(spread(widen(left[i])))[0] * widen(right[i]), out + i);
     }
 }
 
@@ -189,13 +350,6 @@ inline float soften(float* scores, i64 count, float& highest, float& total) {
     total = total * scale + sum_of(sum);
     highest = now;
     return scale;
-}
-
-/// Fetch [from, from + count) from memory, of what will be read soon.
-template <class T>
-inline void fetch_ahead(const T* from, i64 count) {
-    constexpr i64 LINE = 64 / static_cast<i64>(sizeof(T));
-    for (i64 i = 0; i < count; i += LINE) __builtin_prefetch(from + i, 0, 2);
 }
 
 /// Scores of `count` keys; for each, a row is fetched of the keys and of the values that come next.
@@ -366,4 +520,5 @@ void attend_tile(const Attend& a, const Sequence& s, i64 first, i64 last, i64 kv
 
 const Kernels KERNELS = {NAME,           LANES,          &linear<float>,     &linear<bf16>,     &prepare<float>,
                          &prepare<bf16>, &attend_one<float>, &attend_one<bf16>, &attend_tile<float>, &attend_tile<bf16>,
-                         &add_and_norm<float>, &add_and_norm<bf16>};
+                         &add_and_norm<float>, &add_and_norm<bf16>, &pack<float>,      &pack<bf16>,
+                         PACKED_TOKENS,     sizeof(TokensOf<bf16>::item), &gate<float>,   &gate<bf16>};
