@@ -186,6 +186,17 @@ def room_gib(model: StepModel, isl_tokens: int) -> int:
     return math.ceil(tokens * model.kv_bytes_per_token / 2**30)
 
 
+def check_memory(model: StepModel, isl_tokens: int, available_bytes: int) -> None:
+    """Raise EngineError if both sides would not fit: their weights, the contexts of the largest batch, their code."""
+    contexts = max(BATCHES) * (isl_tokens + 64) * model.kv_bytes_per_token
+    wanted = 2 * (model.weight_bytes + contexts + 2**30)
+    if wanted > available_bytes:
+        raise EngineError(
+            f"both engines take {wanted / 2**30:.1f} GiB, {available_bytes / 2**30:.1f} GiB are free",
+            hint="end other programs, or lower --isl-tokens",
+        )
+
+
 def side_environment(name: str, kv_gib: int) -> dict[str, str]:
     """Return what both sides get, all cores, and what vLLM needs beside."""
     both = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "PYTHONPATH": str(_root())}
@@ -298,10 +309,12 @@ class VersusRun:
         """Measure pairs until there are enough of each, or the time is over."""
         if self._measured.next_work(self._config.rounds) is None or self._clock() >= self._ends_s:
             return
+        shape = shape_folder(self._config.shape)
+        check_memory(step_model(shape, self._dtype), self._config.isl_tokens, psutil.virtual_memory().available)
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-versus-")))
             self._say(f"writing random weights in {self._dtype}")
-            write_checkpoint(shape_folder(self._config.shape), folder, self._dtype)
+            write_checkpoint(shape, folder, self._dtype)
             self._measured.read_bytes_s = max(self._measured.read_bytes_s, read_rate("cpu", folder))
             sides: dict[str, RunningSide] = {}
             for name, its_python in ((THEIRS, python), (OURS, sys.executable)):

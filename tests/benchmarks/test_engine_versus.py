@@ -25,6 +25,7 @@ from benchmarks.engine_versus import (
     Results,
     RunningSide,
     VersusRun,
+    check_memory,
     main,
     ratio,
     read_results,
@@ -81,6 +82,7 @@ def fake_sides(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(engine_versus, "RunningSide", FakeSide)
     monkeypatch.setattr(engine_versus, "write_checkpoint", lambda *_: None)
     monkeypatch.setattr(engine_versus, "read_rate", lambda *_: 1e12)
+    monkeypatch.setattr(engine_versus, "check_memory", lambda *_: None)
     return FakeSide.asked
 
 
@@ -177,6 +179,13 @@ def test_both_have_room_for_the_largest_batch() -> None:
     gib = room_gib(step_model(SHAPES / "qwen3-0.6b", "bfloat16"), 512)
     assert gib == 3  # 36 sequences of 576 tokens, 112 KiB each
     assert side_environment(THEIRS, gib)["VLLM_CPU_KVCACHE_SPACE"] == "3"
+
+
+def test_without_room_for_both_nothing_is_started() -> None:
+    model = step_model(SHAPES / "qwen3-0.6b", "float32")
+    check_memory(model, 512, 16 * 2**30)
+    with pytest.raises(EngineError, match=r"14\.\d GiB, 10\.0 GiB are free"):
+        check_memory(model, 512, 10 * 2**30)
 
 
 @pytest.mark.long
