@@ -65,10 +65,10 @@ class EngineStepsReport(Struct, frozen=True, kw_only=True):
 
 
 PARTS = {  # names of built-in functions, as the profiler has them
-    "projections": ("_nn.linear", "_native.linear"),
+    "projections": ("_nn.linear", "_native.linear", "'to' of"),  # where a weight is widened first
     "attention": ("_native.attend", "scaled_dot_product_attention"),
     "kv copy": ("'index_select'", "'index_fill_'", "_native.prepare", "index_put"),
-    "norms and activation": ("rms_norm", "add_and_norm", "silu", "'roll'", "'addcmul_'", "torch.mul"),
+    "norms and activation": ("rms_norm", "add_and_norm", "_native.gate", "silu", "'roll'", "'addcmul_'", "torch.mul"),
     "sampling": ("'argmax'", "'float'", "'softmax'", "'sort'", "'cumsum'", "searchsorted"),
 }
 

@@ -173,10 +173,10 @@ class CpuKernels:
 def linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute F.linear in float32, some rows of `weight` at a time: [T, inputs] -> [T, outputs], in the dtype of x."""
     out = torch.empty(len(x), len(weight), dtype=x.dtype)
-    wide = x.float()
+    wide = x.to(torch.float32)
     for first in range(0, len(weight), _WIDENED_ROWS):
         rows = slice(first, first + _WIDENED_ROWS)
-        out[:, rows] = F.linear(wide, weight[rows].float(), None if bias is None else bias[rows].float())
+        out[:, rows] = F.linear(wide, weight[rows].to(torch.float32), None if bias is None else bias[rows].float())
     return out
 
 
