@@ -162,6 +162,18 @@ def test_projections_of_packed_tokens_equal_those_of_torch(dtype: str, depth: in
         assert error < atol * expected.abs().max(), found.name
 
 
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gate_equals_silu_times_up_at_any_size(dtype: str) -> None:
+    torch_dtype, atol = DTYPES[dtype]
+    both = (8 * torch.randn(20, 2 * 83)).to(torch_dtype)
+    both[0, :5] = torch.tensor([0.0, 90.0, -90.0, float("inf"), float("nan")])
+    gate, up = both.chunk(2, -1)
+    expected = torch.nn.functional.silu(gate.double()) * up.double()
+    for found in all_kernels(CONFIG, CPU, torch_dtype):
+        torch.testing.assert_close(found.gate(gate, up).double(), expected, rtol=atol, atol=1e-5, equal_nan=True)
+
+
 def test_a_widened_projection_is_rounded_once() -> None:
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(1500, 40, generator=generator).bfloat16()
