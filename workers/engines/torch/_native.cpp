@@ -30,10 +30,9 @@ struct Kernels {
     void (*tile_bf16)(const Attend&, const Sequence&, i64, i64, i64, float*);
     void (*norm_f32)(const Norm&, i64, i64);
     void (*norm_bf16)(const Norm&, i64, i64);
-    void (*pack_f32)(const Linear&, i64, void*);
-    void (*pack_bf16)(const Linear&, i64, void*);
-    i64 packed_tokens;       // a product of so many tokens packs them
-    std::size_t bf16_bytes;  // of an item of a packed token
+    void (*pack)(const Linear&, i64, void*);  // a token of bf16
+    i64 packed_tokens;                        // a product of so many packs them
+    std::size_t packed_bytes;                 // of an item
     void (*gate_f32)(const Gate&, i64, i64);
     void (*gate_bf16)(const Gate&, i64, i64);
 };
@@ -292,16 +291,15 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
         first_task[p + 1] = first_task[p] + (given[2] + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     }
     auto run = v[2] ? kernels->linear_bf16 : kernels->linear_f32;
-    auto pack = v[2] ? kernels->pack_bf16 : kernels->pack_f32;
-    const std::size_t item_bytes = v[2] ? kernels->bf16_bytes : sizeof(float);
     void* packed = nullptr;
-    if (job.tokens >= kernels->packed_tokens || (v[2] && item_bytes != sizeof(bf16))) {
-        packed = std::malloc(item_bytes * static_cast<std::size_t>(job.tokens * job.depth));
+    const bool in_blocks = job.tokens >= kernels->packed_tokens && job.depth >= PACKED_DEPTH;
+    if (v[2] && (in_blocks || kernels->packed_bytes != sizeof(bf16))) {
+        packed = std::malloc(kernels->packed_bytes * static_cast<std::size_t>(job.tokens * job.depth));
         if (!packed) return PyErr_NoMemory();
     }
     Py_BEGIN_ALLOW_THREADS;
     if (packed) {
-        share(job.tokens, job.tokens < TOKENS_AT_ONCE ? 1 : v[1], [&](i64 token) { pack(job, token, packed); });
+        share(job.tokens, job.tokens < TOKENS_AT_ONCE ? 1 : v[1], [&](i64 token) { kernels->pack(job, token, packed); });
         job.x = packed, job.x_stride = job.depth;
     }
     share(first_task[parts_given], v[1], [&](i64 task) {

@@ -13,6 +13,7 @@ constexpr i64 MAX_AT_ONCE = 4;     // queries that one key is multiplied with
 constexpr i64 MAX_HEADS_AT_ONCE = 8;  // KV heads that one task reads
 constexpr i64 MAX_HEAD_DIM = 512;  // items
 constexpr i64 BLOCK_ROWS = 12;     // of a weight, multiplied with the same tokens: a multiple of every ROWS
+constexpr i64 PACKED_DEPTH = 512;  // items of a token, from which on packing pays
 constexpr i64 NEVER = i64{1} << 62;
 constexpr i64 TILE_TOKENS = 64;    // of a prompt, whose queries one task attends with
 constexpr i64 CHUNK_KEYS = 64;     // of a prompt, unpacked at a time

@@ -110,17 +110,19 @@ constexpr i64 TOKENS_TOGETHER = 1024 / static_cast<i64>(sizeof(vf)) / 4 * 4;  //
 constexpr i64 ITEMS_TOGETHER = 4096;                                           // of these tokens: too
 constexpr i64 LEAST_TOKENS = 16;                                               // that the size of a span is made for
 
-/// How many of the tokens are multiplied in blocks, by fours.
-inline i64 in_blocks(i64 tokens) { return tokens < PACKED_TOKENS ? 0 : tokens / 4 * 4; }
+/// How many of the tokens are multiplied in blocks, by fours: in float32 none, for that is no faster, and of tokens that
+/// are few or short none, for they stay in the first cache anyhow.
+template <class T>
+inline i64 in_blocks(const Linear& l) {
+    if (sizeof(T) != sizeof(bf16)) return 0;
+    return l.tokens < PACKED_TOKENS || l.depth < PACKED_DEPTH ? 0 : l.tokens / 4 * 4;
+}
 
 /// Of the tokens of one block, how many items each lie side by side.
 inline i64 span_of(i64 tokens) {
     return ITEMS_TOGETHER / (tokens < LEAST_TOKENS ? LEAST_TOKENS : tokens) / (4 * LANES) * (4 * LANES);
 }
 
-inline void copy_items(const float* from, i64 count, float* to) {
-    __builtin_memcpy(to, from, sizeof(float) * static_cast<std::size_t>(count));
-}
 inline void copy_items(const bf16* from, i64 count, bf16* to) {
     __builtin_memcpy(to, from, sizeof(bf16) * static_cast<std::size_t>(count));
 }
@@ -128,11 +130,10 @@ inline void copy_items(const bf16* from, i64 count, float* to) { unpack(from, co
 
 /// Put a token where `linear` reads it: [blocks of tokens, spans, tokens of the block, items of the span], then the tokens
 /// of no block. Rows of a power of two of bytes would share few places of the first cache.
-template <class T>
-void pack(const Linear& l, i64 token, void* to) {
-    auto* packed = static_cast<typename TokensOf<T>::item*>(to);
-    const T* from = static_cast<const T*>(l.x) + token * l.x_stride;
-    const i64 blocks = in_blocks(l.tokens), first = token / TOKENS_TOGETHER * TOKENS_TOGETHER;
+inline void pack(const Linear& l, i64 token, void* to) {
+    auto* packed = static_cast<typename TokensOf<bf16>::item*>(to);
+    const bf16* from = static_cast<const bf16*>(l.x) + token * l.x_stride;
+    const i64 blocks = in_blocks<bf16>(l), first = token / TOKENS_TOGETHER * TOKENS_TOGETHER;
     if (token >= blocks) return copy_items(from, l.depth, packed + token * l.depth);
     const i64 tokens = blocks - first < TOKENS_TOGETHER ? blocks - first : TOKENS_TOGETHER, span = span_of(tokens);
     for (i64 k = 0; k < l.depth; k += span) {
@@ -147,8 +148,8 @@ struct Sums {
     vf of[TILES][TOKENS_TOGETHER / 4][NR][4];
 
     /// Add `count` items of each. Return how many of them filled vectors. Those of `next`, `depth` apart, are fetched.
-    template <class X, class T>
-    inline i64 add(const X* rows, const X* x, i64 count, i64 groups, bool is_first, const T* next, i64 depth) {
+    template <class X>
+    inline i64 add(const X* rows, const X* x, i64 count, i64 groups, bool is_first, const bf16* next, i64 depth) {
         i64 done = 0;
         for (i64 g = 0; g < groups; g++) {
             for (i64 n = g * TILES * NR / groups; next && n < (g + 1) * TILES * NR / groups; n++)
@@ -169,9 +170,10 @@ struct Sums {
 /// TILES * NR rows of a weight with the block of `tokens` tokens from `first` on. Some items of rows and tokens are
 /// multiplied before the next items are, so that all of them are read from the first cache. Meanwhile the rows after
 /// these, `next`, come from memory; null: there are none.
-template <int NR, int TILES, class T>
-inline void block_product(const Linear& l, i64 first, i64 tokens, const T* weight, const T* next, const T* bias, T* out) {
-    typedef typename TokensOf<T>::item X;
+template <int NR, int TILES>
+inline void block_product(const Linear& l, i64 first, i64 tokens, const bf16* weight, const bf16* next, const bf16* bias,
+                          bf16* out) {
+    typedef typename TokensOf<bf16>::item X;
     Sums<NR, TILES> sums;
     alignas(64) X rows[TILES * NR * ITEMS_TOGETHER / LEAST_TOKENS];
     const X* x = static_cast<const X*>(l.x) + first * l.depth;
@@ -195,10 +197,12 @@ inline void block_product(const Linear& l, i64 first, i64 tokens, const T* weigh
 /// TILES * NR rows of a part, for all tokens.
 template <int NR, int TILES, class T>
 inline void tokens_product(const Linear& l, const T* weight, const T* next, const T* bias, T* out) {
-    const i64 blocks = in_blocks(l.tokens);
-    for (i64 m = 0; m < blocks; m += TOKENS_TOGETHER) {
-        const i64 tokens = blocks - m < TOKENS_TOGETHER ? blocks - m : TOKENS_TOGETHER;
-        block_product<NR, TILES>(l, m, tokens, weight, m ? nullptr : next, bias, out);
+    const i64 blocks = in_blocks<T>(l);
+    if constexpr (sizeof(T) == sizeof(bf16)) {
+        for (i64 m = 0; m < blocks; m += TOKENS_TOGETHER) {
+            const i64 tokens = blocks - m < TOKENS_TOGETHER ? blocks - m : TOKENS_TOGETHER;
+            block_product<NR, TILES>(l, m, tokens, weight, m ? nullptr : next, bias, out);
+        }
     }
     for (i64 n = 0; n < TILES * NR && blocks < l.tokens; n += NR)
         rows_product<NR>(l, blocks, weight + n * l.depth, bias ? bias + n : nullptr, out + n);
@@ -212,7 +216,7 @@ void linear(const Linear& l, const Part& part, i64 first, i64 last) {
     const T* bias = static_cast<const T*>(part.bias);
     T* out = static_cast<T*>(l.out) + part.column;
     i64 n = first;
-    for (; in_blocks(l.tokens) && n + BLOCK_ROWS <= last; n += BLOCK_ROWS) {
+    for (; in_blocks<T>(l) && n + BLOCK_ROWS <= last; n += BLOCK_ROWS) {
         const T* rows = weight + n * l.depth;
         const T* next = n + 2 * BLOCK_ROWS <= part.rows ? rows + BLOCK_ROWS * l.depth : nullptr;
         tokens_product<ROWS, TILES>(l, rows, next, bias ? bias + n : nullptr, out + n);
@@ -518,7 +522,20 @@ void attend_tile(const Attend& a, const Sequence& s, i64 first, i64 last, i64 kv
     }
 }
 
-const Kernels KERNELS = {NAME,           LANES,          &linear<float>,     &linear<bf16>,     &prepare<float>,
-                         &prepare<bf16>, &attend_one<float>, &attend_one<bf16>, &attend_tile<float>, &attend_tile<bf16>,
-                         &add_and_norm<float>, &add_and_norm<bf16>, &pack<float>,      &pack<bf16>,
-                         PACKED_TOKENS,     sizeof(TokensOf<bf16>::item), &gate<float>,   &gate<bf16>};
+const Kernels KERNELS = {NAME,
+                         LANES,
+                         &linear<float>,
+                         &linear<bf16>,
+                         &prepare<float>,
+                         &prepare<bf16>,
+                         &attend_one<float>,
+                         &attend_one<bf16>,
+                         &attend_tile<float>,
+                         &attend_tile<bf16>,
+                         &add_and_norm<float>,
+                         &add_and_norm<bf16>,
+                         &pack,
+                         PACKED_TOKENS,
+                         sizeof(TokensOf<bf16>::item),
+                         &gate<float>,
+                         &gate<bf16>};
