@@ -81,7 +81,7 @@ class Pairs(Struct):
         return ratio(self.vllm, self.torch) if self.torch else None
 
 
-class Measured(Struct):
+class VersusMeasured(Struct):
     """All that was measured with one dtype, by any number of runs."""
 
     work_s: dict[str, Pairs] = field(default_factory=lambda: {name: Pairs() for name in WORK})
@@ -95,12 +95,12 @@ class Measured(Struct):
         return name if len(self.work_s[name].torch) < rounds else None
 
 
-class Results(Struct, kw_only=True):
+class VersusResults(Struct, kw_only=True):
     """The file of `--results`."""
 
     shape: str
     isl_tokens: int
-    dtypes: dict[str, Measured] = field(default_factory=dict)
+    dtypes: dict[str, VersusMeasured] = field(default_factory=dict)
 
 
 class DtypeReport(Struct, frozen=True, kw_only=True):
@@ -116,7 +116,7 @@ class DtypeReport(Struct, frozen=True, kw_only=True):
     decode_roofline_share_8: float | None  # the least time that reading weights and KV takes / our time
     rss_ratio: float | None
     ready_s_ratio: float | None
-    measured: Measured
+    measured: VersusMeasured
 
 
 class RunningSide:
@@ -261,25 +261,28 @@ def _stop(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-def read_results(config: EngineVersusConfig) -> Results:
+def read_results(config: EngineVersusConfig) -> VersusResults:
     """Return what earlier runs have measured. Raises ConfigError if they measured something else."""
-    empty = Results(shape=config.shape, isl_tokens=config.isl_tokens)
     path = Path(config.results)
     if not config.results or not path.exists():
-        return empty
+        return VersusResults(shape=config.shape, isl_tokens=config.isl_tokens)
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Results)
+        found = msgspec.json.decode(path.read_bytes(), type=VersusResults)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} holds no results: {error}", hint="name another file") from error
-    if (found.shape, found.isl_tokens) != (empty.shape, empty.isl_tokens):
+    _check_results(path, found, config)
+    return found
+
+
+def _check_results(path: Path, found: VersusResults, config: EngineVersusConfig) -> None:
+    if (found.shape, found.isl_tokens) != (config.shape, config.isl_tokens):
         raise ConfigError(
-            f"{path} is of {found.shape} with {found.isl_tokens} tokens, not of {empty.shape} with {empty.isl_tokens}",
+            f"{path} is of {found.shape} with {found.isl_tokens} tokens, not {config.shape} with {config.isl_tokens}",
             hint="name another file",
         )
     for measured in found.dtypes.values():
         if set(measured.work_s) != set(WORK) or any(len(p.torch) != len(p.vllm) for p in measured.work_s.values()):
             raise ConfigError(f"{path} lacks values of one side", hint="name another file")
-    return found
 
 
 class VersusRun:
@@ -289,7 +292,7 @@ class VersusRun:
         self,
         config: EngineVersusConfig,
         dtype: str,
-        results: Results,
+        results: VersusResults,
         ends_s: float,
         console: Console,
         clock: Callable[[], float] = time.monotonic,
@@ -298,7 +301,7 @@ class VersusRun:
         self._config = config
         self._dtype = dtype
         self._results = results
-        self._measured = results.dtypes.setdefault(dtype, Measured())
+        self._measured = results.dtypes.setdefault(dtype, VersusMeasured())
         self._ends_s = ends_s
         self._clock = clock
         self._console = console
@@ -316,35 +319,44 @@ class VersusRun:
             self._say(f"writing random weights in {self._dtype}")
             write_checkpoint(shape, folder, self._dtype)
             self._measured.read_bytes_s = max(self._measured.read_bytes_s, read_rate("cpu", folder))
-            sides: dict[str, RunningSide] = {}
-            for name, its_python in ((THEIRS, python), (OURS, sys.executable)):
-                sides[name] = RunningSide(name, its_python, folder, self._dtype, self._config.isl_tokens)
-                stack.callback(sides[name].close)
-                self._say(f"{name} is ready after {sides[name].ready_s:.1f} s")
-            self._measured.ready_s.add(*(round(sides[name].ready_s, 2) for name in (OURS, THEIRS)))
+            sides = self._start(stack, folder, python)
             self._pairs(sides)
             if f"decode_{max(BATCHES)}" in self._warm:  # both have written the contexts of the largest batch
                 self._measured.rss_bytes.add(*(sides[name].rss_bytes() for name in (OURS, THEIRS)))
         self._keep()
 
+    def _start(self, stack: ExitStack, folder: Path, python: str) -> dict[str, RunningSide]:
+        """Start both, one after the other, until `stack` ends."""
+        sides: dict[str, RunningSide] = {}
+        for name, its_python in ((THEIRS, python), (OURS, sys.executable)):
+            sides[name] = RunningSide(name, its_python, folder, self._dtype, self._config.isl_tokens)
+            stack.callback(sides[name].close)
+            self._say(f"{name} is ready after {sides[name].ready_s:.1f} s")
+        self._measured.ready_s.add(*(round(sides[name].ready_s, 2) for name in (OURS, THEIRS)))
+        return sides
+
     def _pairs(self, sides: dict[str, RunningSide]) -> None:
         while name := self._measured.next_work(self._config.rounds):
-            pairs = self._measured.work_s[name]
             started_s = self._clock()
             if started_s + self._took_s.get(name, 0.0) > self._ends_s:
                 self._say(f"no time is left for {name}")
                 return
-            order = (OURS, THEIRS) if len(pairs.torch) % 2 else (THEIRS, OURS)
-            taken_s = {side: sides[side].ask(name) for side in order}
+            self._pair(name, sides)
             self._took_s[name] = self._clock() - started_s
-            said = ", ".join(f"{side} {1000 * taken_s[side]:.0f} ms" for side in (OURS, THEIRS))
-            if name in self._warm:
-                pairs.add(taken_s[OURS], taken_s[THEIRS])
-                self._keep()
-                self._say(f"{name}, pair {len(pairs.torch)}: {said}; ratio so far {pairs.ratio}")
-            else:  # what happens only once is not counted
-                self._warm.add(name)
-                self._say(f"{name}, not counted: {said}")
+
+    def _pair(self, name: str, sides: dict[str, RunningSide]) -> None:
+        """Ask both for the same work. What happens only once is not counted."""
+        pairs = self._measured.work_s[name]
+        order = (OURS, THEIRS) if len(pairs.torch) % 2 else (THEIRS, OURS)
+        taken_s = {side: sides[side].ask(name) for side in order}
+        said = ", ".join(f"{side} {1000 * taken_s[side]:.0f} ms" for side in (OURS, THEIRS))
+        if name not in self._warm:
+            self._warm.add(name)
+            self._say(f"{name}, not counted: {said}")
+            return
+        pairs.add(taken_s[OURS], taken_s[THEIRS])
+        self._keep()
+        self._say(f"{name}, pair {len(pairs.torch)}: {said}; ratio so far {pairs.ratio}")
 
     def _keep(self) -> None:
         if self._config.results:
@@ -357,7 +369,7 @@ class VersusRun:
         self._console.print(f"{self._dtype}: {what}", highlight=False)
 
 
-def report_of(config: EngineVersusConfig, dtype: str, measured: Measured) -> DtypeReport:
+def report_of(config: EngineVersusConfig, dtype: str, measured: VersusMeasured) -> DtypeReport:
     least_bytes = step_model(shape_folder(config.shape), dtype).decode_bytes(8, config.isl_tokens)
     steps_s, share = measured.work_s["decode_8"].torch, None
     if steps_s and measured.read_bytes_s:

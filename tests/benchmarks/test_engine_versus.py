@@ -21,9 +21,9 @@ from benchmarks.engine_versus import (
     PYTHON,
     THEIRS,
     EngineVersusConfig,
-    Measured,
-    Results,
     RunningSide,
+    VersusMeasured,
+    VersusResults,
     VersusRun,
     check_memory,
     main,
@@ -86,14 +86,14 @@ def fake_sides(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return FakeSide.asked
 
 
-def run(config: EngineVersusConfig, results: Results, until_s: float) -> None:
+def run(config: EngineVersusConfig, results: VersusResults, until_s: float) -> None:
     versus = VersusRun(config, "float32", results, until_s, Console(quiet=True), lambda: FakeSide.clock_s)
     versus.measure("python")
 
 
 def test_sides_take_turns_and_the_first_pair_is_not_counted(fake_sides: list[str]) -> None:
     config = EngineVersusConfig(rounds=2)
-    results = Results(shape=config.shape, isl_tokens=config.isl_tokens)
+    results = VersusResults(shape=config.shape, isl_tokens=config.isl_tokens)
     run(config, results, 1e9)
     prefills = [each.split()[0] for each in fake_sides if each.endswith(" prefill")]
     assert prefills == [THEIRS, OURS, THEIRS, OURS, OURS, THEIRS]
@@ -121,12 +121,14 @@ def test_a_run_without_time_is_continued_by_the_next(fake_sides: list[str], tmp_
 
 def test_results_of_another_measurement_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    path.write_bytes(msgspec.json.encode(Results(shape="other", isl_tokens=512)))
+    path.write_bytes(msgspec.json.encode(VersusResults(shape="other", isl_tokens=512)))
     with pytest.raises(ConfigError, match="other with 512 tokens"):
         read_results(EngineVersusConfig(results=str(path)))
-    one_sided = Measured()
+    one_sided = VersusMeasured()
     one_sided.work_s["prefill"].torch.append(1.0)
-    path.write_bytes(msgspec.json.encode(Results(shape="qwen3-0.6b", isl_tokens=512, dtypes={"float32": one_sided})))
+    path.write_bytes(
+        msgspec.json.encode(VersusResults(shape="qwen3-0.6b", isl_tokens=512, dtypes={"float32": one_sided}))
+    )
     with pytest.raises(ConfigError, match="one side"):
         read_results(EngineVersusConfig(results=str(path)))
     path.write_text("[]")
