@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import msgspec
 
-from frontend.generator import DeltaConsumer, Hints, Trace
+from frontend.generator import DeltaConsumer, Hints, PlacingNotes, Trace
 from frontend.lane import TokenLane
 from frontend.metrics import SUSPECTS
-from frontend.rebuilt import note_failed
+from frontend.rebuilt import note_failed, times_in
 from frontend.route_requests import route_request, sequence_hashes_of
 from frontend.suspects import MAX_ENDED, Condemned, Trial, Trials, fingerprint, has_ended
 from frontend.timeline import AnswerRecord, Attempt, LegRecord
@@ -44,7 +44,6 @@ from protocol.messages import (
     Target,
     Ticket,
     TimedDelta,
-    WorkerTimes,
     pack_tokens,
 )
 from router.booking import Booking, Router
@@ -234,18 +233,21 @@ class Dispatcher:
             route = msgspec.structs.replace(route, explain=True)
         now = asyncio.get_running_loop().time
         asked, trace = now(), task.trace
-        block_size, attempt = self._block_size_of(request.model), None
-        trace.on_route(route, block_size, asked)
+        block_size, attempt, notes = self._block_size_of(request.model), None, None
         if (record := trace.record) is not None:
             attempt = record.begin(route.isl_tokens, block_size, route.sequence_hashes)
+        elif request.traceparent:  # its trace may be wanted after all
+            notes = _notes(trace, route, block_size, asked)
         async with self._router.book(route, task.deadline - asked) as booking:
-            placed, trace.placed_at = booking.placed, now()
-            trace.waited_s += trace.placed_at - asked
+            placed, placed_at = booking.placed, now()
+            trace.waited_s += placed_at - asked
             is_first = not request.generated
             _note_placement(trace, placed, is_first, route.isl_tokens, block_size)
             if attempt is not None:
                 attempt.placed, attempt.placed_at = placed, clock()
-            leg = _Leg(task, booking, attempt, is_first=is_first)
+            elif notes is not None:
+                notes.placed_at = placed_at
+            leg = _Leg(task, booking, attempt, notes, is_first=is_first)
             self._reports.add(leg)
             try:
                 if placed.prefill is not None:
@@ -253,7 +255,8 @@ class Dispatcher:
                     if ticket is None or leg.is_done:
                         return
                     request = msgspec.structs.replace(task.continued(), ticket=ticket)
-                    trace.handed_over, trace.first = clock(), None
+                    if notes is not None:
+                        notes.handed_over = clock()
                 trace.decode_worker = placed.decode.name
                 await self._decode(placed.decode, request, task.deadline - now(), leg)
             finally:
@@ -290,7 +293,9 @@ class Dispatcher:
                         await leg.until_ready()
                     delta = leg.on_prompt(told)
                     if delta.ticket is not None or delta.finish_reason is not None:
-                        leg.trace.prefill_worker, leg.trace.prefill_times = target.name, times_in(told)
+                        leg.trace.prefill_worker = target.name
+                        if leg.notes is not None:
+                            leg.notes.prefilled = told
                         if not delta.token_ids and delta.finish_reason is None:
                             return delta.ticket  # it has only begun: the decode worker fetches what it computes
                         while leg.is_full:
@@ -455,6 +460,7 @@ class _Leg:
         "_task",
         "attempt",
         "is_steady",
+        "notes",
         "on_offer_taken",
         "record",
         "shortcut",
@@ -463,8 +469,17 @@ class _Leg:
         "until_ready",
     )
 
-    def __init__(self, task: _Generation, booking: Booking, attempt: Attempt | None, *, is_first: bool) -> None:
+    def __init__(
+        self,
+        task: _Generation,
+        booking: Booking,
+        attempt: Attempt | None,
+        notes: PlacingNotes | None,
+        *,
+        is_first: bool,
+    ) -> None:
         consumer = task.consumer
+        self.notes = notes  # while traces alone look
         self.attempt = attempt  # while somebody looks
         self.record: LegRecord | None = None  # of the worker that has the request now, in `attempt`
         self.trace = task.trace
@@ -550,7 +565,9 @@ class _Leg:
             self._note(delta)
         wants_more = self._forward(delta)
         if not self.is_steady:
-            self.is_steady, self.trace.first = True, clock()
+            self.is_steady = True
+            if self.notes is not None:
+                self.notes.first = clock()
         if (failures := self._task.failures) is not None and failures.ended:
             failures.on_progress()
         if (lane := self._consumer.lane) is not None:
@@ -564,8 +581,8 @@ class _Leg:
         self._has_ended = delta.finish_reason is not None
         if self.record is not None:
             self._note_times(self.record, delta)
-        elif self._has_ended:
-            self.trace.times = times_in(delta)
+        elif self.notes is not None and self._has_ended:
+            self.notes.last = delta
         return self._give(delta) and not self._has_ended
 
     def _note_times(self, record: LegRecord, delta: Delta) -> None:
@@ -612,7 +629,8 @@ class _Leg:
             self.trace.transfer = delta.pull.backend
             self.trace.kv_bytes_pulled += delta.pull.num_bytes
             self.trace.pull_error = delta.pull.error
-            self.trace.pull = delta.pull
+            if self.notes is not None:
+                self.notes.pull = delta.pull
             if self.record is not None:
                 self.record.pull = delta.pull
 
@@ -689,9 +707,12 @@ def _traceparent(request: GenerateRequest | EmbedRequest, record: LegRecord | No
     return request.traceparent if record is None else record.traceparent
 
 
-def times_in(delta: Delta) -> WorkerTimes | None:
-    """Return how a worker spent its time, if the worker tells with this delta."""
-    return delta.times if isinstance(delta, TimedDelta) else None
+def _notes(trace: Trace, route: RouteRequest, block_size: int, asked: float) -> PlacingNotes:
+    """Return the notes on a new placement. One that found no worker goes on: the request still waits."""
+    if (before := trace.placing) is not None and before.placed_at is None:
+        asked = before.asked
+    trace.placing = notes = PlacingNotes(route, block_size, asked)
+    return notes
 
 
 def _left(deadline: float) -> float:

@@ -190,7 +190,7 @@ class Exchange:
     def _context(self) -> Context:
         """Return the trace that workers are told: ours, or where none is made here, what the client has sent."""
         if (timeline := self._timeline) is not None:
-            return timeline.traceparent, timeline.tracestate
+            return timeline.traceparent, "" if (parent := timeline.parent) is None else parent.state
         return NO_CONTEXT if self._request.header(TRACEPARENT) is None else carried(self._request)
 
     @property
@@ -255,9 +255,8 @@ class Exchange:
         if (timeline := self._timeline) is not None:
             if missed is not None and missed != "none":
                 timeline.slo_missed = missed
-            if job is not None and has_migrated(job):
-                timeline.has_migrated = True
-            if services.timelines.needs(timeline):
+            timeline.has_migrated = job is not None and has_migrated(job)
+            if timeline.is_whole or timeline.slo_missed or timeline.has_migrated:  # traces alone want few
                 if end_record(services.timelines, timeline, job, self.outcome, counts):
                     times = timeline.trace_id, duration_s, ttft_s, itl_s
                     counters.exemplify(*times)

@@ -18,10 +18,26 @@ from protocol.messages import (
     PullReport,
     RouteRequest,
     TokenLogprob,
-    WorkerTimes,
 )
 
 MAX_EXPLANATIONS = 8  # of one request, the latest: it may be placed again and again
+
+
+class PlacingNotes(Struct, gc=False):
+    """Notes on the present placement of an answer, beside what its trace says.
+
+    Where nobody has made an AnswerRecord, frontend/rebuilt.py makes it of these notes, if it is wanted after all.
+    """
+
+    route: RouteRequest
+    block_size: int
+    asked: float
+    placed_at: float | None = None  # None: the router has not answered
+    handed_over: float | None = None  # when the decode worker was asked, after a prefill worker
+    first: float | None = None  # when the decode worker's first message came
+    pull: PullReport | None = None
+    prefilled: Delta | None = None  # the last message of the prefill worker
+    last: Delta | None = None  # of the worker that ended the answer
 
 
 class Trace(Struct):
@@ -39,23 +55,8 @@ class Trace(Struct):
     pull_error: str = ""
     record: AnswerRecord | None = None  # while somebody looks, see frontend/timeline.py
     explanations: deque[Explanation] = field(default_factory=lambda: deque(maxlen=MAX_EXPLANATIONS))
-    # The present placement. Without `record`, frontend/rebuilt.py makes the record of it if it is wanted after all.
-    route: RouteRequest | None = None  # None: nothing was asked yet, or that placement has failed
-    block_size: int = 0
-    asked: float = 0.0
-    placed_at: float | None = None  # None: the router has not answered
-    handed_over: float | None = None  # when the decode worker was asked, after a prefill worker
-    first: float | None = None  # when the decode worker's first message came
-    pull: PullReport | None = None
-    prefill_times: WorkerTimes | None = None
-    times: WorkerTimes | None = None  # of the decode worker
-    failed: Sequence[Attempt] = ()  # placements before this one
-
-    def on_route(self, route: RouteRequest, block_size: int, asked: float) -> None:
-        """Begin a placement. One that found no worker goes on: the request still waits."""
-        if self.route is None:
-            self.asked = asked
-        self.route, self.block_size, self.placed_at = route, block_size, None
+    placing: PlacingNotes | None = None  # while traces alone look; None: nothing was asked yet, or that one has failed
+    failed: Sequence[Attempt] = ()  # placements before that one; while there is no `record`
 
 
 class Hints(Struct, frozen=True):

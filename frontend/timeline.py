@@ -4,8 +4,8 @@ The record is made only while somebody looks: the access log, traces, the live p
 they agree. It holds no text. Times are those of `time.monotonic`: the event loop's clock has whole milliseconds.
 
 Nobody knows at the beginning which request will fail and have its trace exported. So while traces alone look, a request
-that is not sampled has a record without answers: those are made at the end, for the few that are wanted, of what the
-answers keep anyway (frontend/rebuilt.py). Ids of spans are made for traces that are sampled.
+that is not sampled has a record without answers: those are made at the end, for the few that are wanted, of a few notes
+(frontend/rebuilt.py). Ids of spans are made for traces that are sampled.
 """
 
 import time
@@ -230,8 +230,8 @@ Look = Callable[[RequestTimeline], None]
 class Tracer(Protocol):
     """Decides which requests are traced."""
 
-    def open(self, timeline: RequestTimeline, parent: TraceContext | None) -> None:
-        """Give a request its trace: that of the client, if it has sent one, or a new one."""
+    def begin(self, parent: TraceContext | None) -> tuple[str, bool]:
+        """Return the traceparent of a request, and whether it is sampled: by its client, if that has sent a trace."""
         ...
 
     def ended(self, timeline: RequestTimeline) -> bool:
@@ -271,21 +271,17 @@ class Timelines:
 
         return leave
 
-    def needs(self, timeline: RequestTimeline) -> bool:
-        """Return whether anybody wants the record of a request that has ended. Traces alone want few."""
-        return timeline.is_whole or timeline.slo_missed != "" or timeline.has_migrated
-
     def begin(self, request_id: RequestId, endpoint: str, headers: Headers = ()) -> RequestTimeline | None:
         """Return the record of a request that comes now; None while nobody looks."""
         if not self.is_watched:
             return None
-        timeline = RequestTimeline(request_id, endpoint, now())
-        parent = read_context(headers)
+        parent, traceparent, is_sampled, is_whole = read_context(headers), "", False, True
         if self._tracer is not None:
-            self._tracer.open(timeline, parent)
-            timeline.is_whole = timeline.is_sampled or self.is_logged or bool(self._looks)
+            traceparent, is_sampled = self._tracer.begin(parent)
+            is_whole = is_sampled or self.is_logged or bool(self._looks)
         elif parent is not None:
-            timeline.parent, timeline.traceparent = parent, parent.header(parent.parent_id)
+            traceparent = parent.header(parent.parent_id)
+        timeline = RequestTimeline(request_id, endpoint, now(), "", traceparent, parent, is_sampled, is_whole)
         if self._looks:
             self.running[request_id] = timeline
         return timeline

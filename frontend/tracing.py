@@ -19,7 +19,7 @@ class Tracing:
 
     def __init__(self, endpoint: str, share: float, resource: Resource) -> None:
         """Begin. `share` of the traces that begin here are sampled. Raise ConfigError."""
-        self._starts = TraceStarts(share)
+        self._begin = TraceStarts(share).begin
         self._resource = resource
         children = {outcome: TRACES.labels(outcome) for outcome in ("exported", "dropped", "failed")}
         children["rejected"] = REJECTED_SPANS
@@ -27,13 +27,9 @@ class Tracing:
             endpoint, self._encode, lambda outcome, count: children[outcome].inc(count)
         )
 
-    def open(self, timeline: RequestTimeline, parent: TraceContext | None) -> None:
+    def begin(self, parent: TraceContext | None) -> tuple[str, bool]:
         """Implements frontend.timeline.Tracer."""
-        if parent is None:
-            timeline.traceparent, timeline.is_sampled = self._starts.begin()
-        else:
-            timeline.parent, timeline.is_sampled = parent, parent.is_sampled
-            timeline.traceparent = parent.header(new_span_id())
+        return self._begin() if parent is None else (parent.header(new_span_id()), parent.is_sampled)
 
     def ended(self, timeline: RequestTimeline) -> bool:
         """Implements frontend.timeline.Tracer."""

@@ -6,7 +6,7 @@ others, which is passed on as it is.
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, Token
 from random import getrandbits
 from typing import NamedTuple
@@ -83,17 +83,15 @@ class TraceStarts:
     def __init__(self, share: float) -> None:
         # The last 56 bits of a trace id are random, says W3C: they decide whether it is sampled. Hex compares as text.
         limit = int(share * (1 << 56))
-        self._below = f"{limit:014x}" if limit < 1 << 56 else "g"
-        self._unused: Iterator[str] = iter(())
+        below = f"{limit:014x}" if limit < 1 << 56 else "g"
+        # Returns the traceparent of a new trace and its first span, and whether the trace is sampled.
+        self.begin: Callable[[], tuple[str, bool]] = _endless(below).__next__
 
-    def begin(self) -> tuple[str, bool]:
-        """Return the traceparent of a new trace and its first span, and whether the trace is sampled."""
-        if (begun := next(self._unused, None)) is None:
-            self._unused = iter(supply())
-            begun = next(self._unused)
-        if begun[21:35] < self._below:
-            return begun[:-1] + "1", True
-        return begun, False
+
+def _endless(below: str) -> Iterator[tuple[str, bool]]:
+    while True:
+        for begun in supply():
+            yield (begun[:-1] + "1", True) if begun[21:35] < below else (begun, False)
 
 
 def supply() -> list[str]:

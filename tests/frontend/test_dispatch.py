@@ -86,6 +86,7 @@ class Run:
         self.mesh = FakeMesh(*workers)
         self.dispatcher = Dispatcher(self.mesh, self.mesh, lambda model: 16)  # type: ignore[arg-type]
         self.trace = Trace()
+        self.traceparent = ""
         self.deltas: list[Delta] = []
 
     @property
@@ -102,7 +103,8 @@ class Run:
         self, max_tokens: int = 10, hints: Hints | None = None, timeout_s: float = PATIENCE_S
     ) -> AsyncIterator[Delta]:
         deadline = asyncio.get_running_loop().time() + timeout_s
-        return deltas_of(self.dispatcher, request_of(max_tokens), hints or Hints(), self.trace, deadline)
+        request = replace(request_of(max_tokens), traceparent=self.traceparent)
+        return deltas_of(self.dispatcher, request, hints or Hints(), self.trace, deadline)
 
     async def check_nothing_is_left(self) -> None:
         """Bookings and calls have ended, every ticket was released exactly once."""

@@ -38,7 +38,8 @@ class Rebuilt:
 
 async def rebuilt(run: Run, error: type[MeshError] | None = None) -> Rebuilt:
     timeline = RequestTimeline(RequestId("r"), "chat", now(), is_whole=False)
-    timeline.traceparent, timeline.tokenized = f"00-{'a' * 32}-{'c' * 16}-00", now()
+    timeline.traceparent = run.traceparent = f"00-{'a' * 32}-{'c' * 16}-00"
+    timeline.tokenized = now()
     if error is None:
         await run()
     else:
