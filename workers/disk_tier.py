@@ -27,6 +27,7 @@ GIB = 1 << 30
 TIER_THREAD = "tier"  # threads that wait for storage have names that begin so
 SCAN_S = 30.0  # for the headers of a disk
 OPEN_S = 45.0  # until a worker starts without its disk
+MOST_BLOCKS = 1 << 18  # each takes 1.3 KiB of the worker's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class OpenedDisk:
 async def open_disk(settings: DiskSettings, model: str, model_path: str, layout: KvLayout) -> OpenedDisk:
     """Open a disk in a thread, for at most OPEN_S. Raise ConfigError if it is smaller than a block."""
     slot_bytes = pages(layout.block_bytes) + header_bytes(layout.block_size)
-    max_blocks = settings.num_bytes // slot_bytes
+    max_blocks = min(settings.num_bytes // slot_bytes, MOST_BLOCKS)
     if max_blocks < 1:
         raise ConfigError(
             f"--kv-disk-gib gives {settings.num_bytes} bytes, a KV block of this model takes {slot_bytes} on a disk",

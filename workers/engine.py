@@ -91,7 +91,10 @@ class Caching(Protocol):
     """An engine, or one data-parallel rank of it, as the source of its KV events."""
 
     def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
-        """Call `listener` on the event loop, once a step, with what the block pool stored and removed."""
+        """Call `listener` on the event loop, once a step, with what the cache stored and removed.
+
+        What is there already comes first.
+        """
 
     def kv_snapshot(self) -> list[KvEvent]:
         """Events that rebuild the pool's present content, parents before children."""

@@ -228,6 +228,11 @@ class StepEngine:
         self._wake.set()
 
     def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
+        """Tell the listener first what is there: a disk has blocks from the start."""
+        if self._info is not None:
+            self._publish_events()
+            if events := self._cache.snapshot():
+                listener(events)
         self._listeners.append(listener)
 
     def kv_snapshot(self) -> list[KvEvent]:

@@ -268,7 +268,7 @@ class DiskStore:
             if self._closed:
                 raise TierError("the disk tier was closed")
             path = str(self._folder.segment(segment))
-            flags = os.O_RDWR | os.O_CREAT
+            flags, is_new = os.O_RDWR | os.O_CREAT, not os.path.exists(path)
             try:
                 file = self._io.open(path, flags | (os.O_DIRECT if self._is_direct else 0))
             except OSError as error:
@@ -283,6 +283,8 @@ class DiskStore:
                 self._io.allocate(file, form.per_segment * form.header_bytes + slots * form.payload_bytes)
             except BaseException:
                 os.close(file)
+                if is_new:  # the next start would want its space again
+                    os.unlink(path)
                 raise
             self._files[segment] = file
             return file

@@ -1,5 +1,6 @@
 """KV on a disk outlives its worker, and a broken disk is no broken worker."""
 
+import asyncio
 import errno
 import subprocess
 import sys
@@ -93,6 +94,20 @@ async def test_another_worker_finds_the_blocks_of_one_that_has_ended(tmp_path: P
     second.engine._publish_events()
     assert second.engine.kv_digest() == second.index.digest(second.holder)
     await second.engine.stop()
+
+
+async def test_who_follows_later_hears_what_the_disk_has(tmp_path: Path) -> None:
+    """A worker publishes its events when its engine has started."""
+    first = await started(tmp_path)
+    await use_twice(first)
+    await first.engine.stop()
+    later = Serving(engine(tmp_path))
+    await later.engine.start(later.holder.worker_id, "")
+    await asyncio.sleep(0.01)
+    later.engine.on_kv_events(later._listen)
+    assert later.engine.kv_digest() == later.index.digest(later.holder)
+    assert later.engine.kv_digest().blocks == 10
+    await later.engine.stop()
 
 
 async def test_other_weights_find_nothing(tmp_path: Path) -> None:

@@ -253,6 +253,7 @@ def test_a_disk_without_space_for_a_segment_takes_nothing(tmp_path: Path) -> Non
     for _ in range(3):
         with pytest.raises(TierIoError, match="No space left"):
             put(store, chain(1, 1))
+    assert not list((tmp_path / "0").glob("segment-*"))
     io.errors = {}
     put(store, chain(1, 1))
     store.close()
