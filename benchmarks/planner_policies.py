@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.planner_arima import ArimaForecaster
 from planner.budget import Counts, ScalingLimits, limits_of, published_budget, within_budget
 from planner.core import PlannerCore
-from planner.forecast import CannotForecastError, Forecaster
 from planner.history import known
 from planner.model import Action, Observation, PlannerConfig, ScalingDecision, Traffic, WorkerLoad
 from planner.reference import reference_sizing
@@ -127,7 +127,7 @@ class ReferencePlanner:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self._rps = Forecaster("arima")
+        self._rps = ArimaForecaster()
         self._lengths = _Lengths()  # of the last interval, and of the first from its beginning
         self._counted = _Lengths()
         self._floor: Counts | None = None
@@ -158,14 +158,13 @@ class ReferencePlanner:
         return self._lengths.demand(rps) or self._counted.demand(rps)
 
     def _plan(self) -> None:
-        self._rps.add(self._requests / self._seconds if self._seconds else None)
+        if self._seconds:
+            self._rps.add(self._requests / self._seconds)
         self._requests = self._seconds = 0.0
         if self._counted.demand(0.0) is not None:
             self._lengths, self._counted = self._counted, _Lengths()
-        try:
-            demand = self._demand(self._rps.forecast(1).path[0])
-        except CannotForecastError:
-            return
+        next_rps = self._rps.next()
+        demand = None if next_rps is None else self._demand(next_rps)
         if demand is not None:
             setting = self._setting
             self._floor = reference_sizing(setting.prefill, setting.decode, demand, setting.slo, setting.limits)

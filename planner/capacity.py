@@ -5,6 +5,7 @@ This is the one place that knows both kinds of fleets: prefill and decode worker
 
 from planner.aggregated import aggregated_need, both_halves
 from planner.correction import Corrections, corrected, corrected_aggregated
+from planner.costs import Horizon
 from planner.history import RecentTraffic, TrafficWindow
 from planner.model import Observation, PlannerConfig
 from planner.reactive import (
@@ -62,11 +63,13 @@ class FleetCapacity:
             "decode": decode_need(self._decode, demand, slo, share, corrections.itl),
         }
 
-    def pressures(self, seen: Observation, recent: RecentTraffic | None) -> tuple[Pressure, Pressure]:
+    def pressures(
+        self, seen: Observation, recent: RecentTraffic | None, horizon: Horizon | None
+    ) -> tuple[Pressure, Pressure]:
         """Return what queues and recent arrivals ask for, of prefill and of decode workers."""
-        decode_rules = Rules(self._decode, self._slo, self._utilization, self.corrections.itl)
+        decode_rules = Rules(self._decode, self._slo, self._utilization, self.corrections.itl, horizon)
         if self.is_aggregated:
             return NO_PRESSURE, aggregated_pressure(decode_rules, seen.decode, seen.decode_loads, recent)
-        prefill_rules = Rules(self._prefill, self._slo, self._utilization, self.corrections.ttft)
+        prefill_rules = Rules(self._prefill, self._slo, self._utilization, self.corrections.ttft, horizon)
         prefill = prefill_pressure(prefill_rules, seen.prefill, seen.prefill_loads, recent)
         return prefill, decode_pressure(decode_rules, seen.decode, seen.decode_loads, recent)

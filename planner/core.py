@@ -18,6 +18,7 @@ from msgspec import structs
 
 from planner.budget import Counts, ScalingLimits, clamp, limits_of
 from planner.capacity import FleetCapacity
+from planner.costs import Horizon, quantile_of
 from planner.forecast import Forecast
 from planner.history import TrafficHistory, TrafficWindow
 from planner.model import Action, Flip, Observation, PlannerConfig, Reason, ScalingDecision, reason
@@ -28,11 +29,11 @@ from protocol.profile import Profile
 WARM_UP = 3  # intervals known before anything is taken away, after the start and after an outage
 HYSTERESIS = 0.04  # more load than forecast that the rest must carry before workers are taken away
 DOWN_MEMORY = 2  # intervals in which fewer workers must have been enough
-REST = 12  # intervals after a role got more workers in which a need for one worker less is taken for noise
-SMALL = 0.1  # a step of this share of a role's workers is as small as one worker
 CARRIED = 3  # intervals in which the fleet has carried the load before its times correct a profile: queues are gone
-RECENT_S = 20.0  # the reactive loop looks at the arrivals of this time
-CALM_S = 60.0  # how long the rest must have been able to carry the load before the reactive loop takes one away
+FORGOTTEN = 0.9995  # of the highest demand, in each interval
+RECENT_S = 20.0  # without forecasts: the arrivals that the reactive loop looks at
+CALM_S = 60.0  # without forecasts: how long the rest must have been able to carry the load before one is taken away
+MOST_NEEDS = 4096  # needs remembered
 
 Loop = Literal["predictive", "reactive", "none"]
 
@@ -57,13 +58,14 @@ class PlannerCore:
         self._config = config
         self._capacity = FleetCapacity(config, prefill, decode)
         self._limits = limits_of(config, *self._capacity.gpus)
-        self._traffic = TrafficHistory(config, memory_s=max(CALM_S, RECENT_S))
+        self._horizon = Horizon(config.start_s, config.miss_cost) if config.predictive else None
+        self._recent_s = RECENT_S if self._horizon is None else self._horizon.evidence_s
+        self._traffic = TrafficHistory(config, memory_s=max(CALM_S, config.predictive_interval_s, self._recent_s))
+        self._highest_rps = 0.0
         self._target: Counts | None = None
         self._plan = ForecastPlan(self._limits.fewest, Counts(0, 0), 0.0)
-        self._enough: deque[Counts] = deque(maxlen=DOWN_MEMORY)
-        self._intervals = 0
+        self._needs_seen: deque[tuple[float, Counts]] = deque(maxlen=MOST_NEEDS)
         self._carried = CARRIED  # intervals in a row in which the fleet carried the load
-        self._grew = {"prefill": -REST, "decode": -REST}  # the interval in which a role got more
         self._next_fast_s = -math.inf
         self._calm_since: dict[str, float] = {}
 
@@ -72,7 +74,7 @@ class PlannerCore:
             self._target = Counts(seen.prefill.ordered, seen.decode.ordered)
         doubts = self._traffic.hear(seen)
         if self._traffic.is_away:
-            self._enough.clear()
+            self._needs_seen.clear()
             self._calm_since.clear()
             return self._hold(seen, doubts)
         window = self._traffic.close_window()
@@ -121,7 +123,7 @@ class PlannerCore:
             prefill=structs.replace(seen.prefill, starting=0),
             decode=structs.replace(seen.decode, starting=0),
         )
-        prefill, decode = self._pressures(settled, RECENT_S)
+        prefill, decode = self._capacity.pressures(settled, self._traffic.recent(RECENT_S), None)
         needs = _counts(self._capacity.uncorrected(demand))
         is_large = seen.prefill.ready >= needs.prefill and seen.decode.ready >= needs.decode
         return is_large and prefill.workers <= seen.prefill.ready and decode.workers <= seen.decode.ready
@@ -130,25 +132,26 @@ class PlannerCore:
 
     def _predictive(self, seen: Observation, doubts: tuple[Reason, ...]) -> ScalingDecision:
         config = self._config
-        if not self._traffic.rates.samples or self._traffic.demand(0.0) is None:
+        recent = self._traffic.recent(max(config.predictive_interval_s, self._recent_s))
+        if not self._traffic.rates.samples or recent is None:
             return self._hold(seen, doubts + (reason("no-traffic-yet", "no request has been seen yet"),))
-        self._intervals += 1
+        self._highest_rps = max(FORGOTTEN * self._highest_rps, recent.demand.rps)
         steps = max(1, math.ceil((config.start_s + config.predictive_interval_s) / config.predictive_interval_s))
         forecast = self._traffic.rates.forecast(steps)
-        reasons = [*doubts, _of_forecast(forecast, config)]
-        needs = self._needs(forecast.highest)
-        reasons += [_of_need(role, need, self._traffic.demand(forecast.highest)) for role, need in needs.items()]
+        expected_rps = min(forecast.highest, self._highest_rps) if forecast.is_plain else forecast.highest
+        reasons = [*doubts, _of_forecast(forecast, expected_rps, config)]
+        needs = self._needs(expected_rps)
+        reasons += [_of_need(role, need, self._traffic.demand(expected_rps)) for role, need in needs.items()]
         if self._capacity.corrections.note:
             reasons.append(reason("correction", self._capacity.corrections.note))
         needed = _counts(needs)
-        careful = _counts(self._needs(forecast.highest * (1 + HYSTERESIS)))
-        self._enough.append(careful)
-        assert self._target is not None
-        floor = Counts(
-            self._settled("prefill", needed.prefill, self._target.prefill, [one.prefill for one in self._enough]),
-            self._settled("decode", needed.decode, self._target.decode, [one.decode for one in self._enough]),
-        )
+        careful = _counts(self._needs((1 + HYSTERESIS) * recent.demand.rps))
+        self._needs_seen.append((seen.at_s, careful))
+        kept_s = self._horizon.break_even_s if self._horizon is not None and not forecast.falls else 0.0
+        floor = _most(needed, self._kept(seen.at_s, kept_s))
+        reasons.append(reason("break-even", f"workers are kept for {kept_s:.0f} s after they were needed"))
         if self._traffic.known_intervals < WARM_UP:
+            assert self._target is not None
             floor = _most(floor, self._target)
             reasons.append(
                 reason(
@@ -159,29 +162,28 @@ class PlannerCore:
         self._plan = ForecastPlan(floor, needed, forecast.path[-1])
         wanted, pressed = floor, Counts(0, 0)
         if config.reactive:
-            prefill, decode = self._pressures(seen, RECENT_S)
-            pressed = Counts(prefill.workers, decode.workers)
+            prefill, decode = self._pressures(seen, self._recent_s)
+            pressed = self._pressed(seen, prefill, decode)
             wanted = _most(floor, pressed)
             reasons += [*prefill.reasons, *decode.reasons]
         # Workers that are held back by the wait before a step down may be useful in the other role.
         wanted = self._lent(wanted, _most(careful, pressed))
         return self._order(seen, wanted, "predictive", reasons)
 
-    def _settled(self, role: str, needed: int, current: int, enough: Sequence[int]) -> int:
-        """Go up at once, and down only as far as was enough, with a margin, in each of the last intervals.
-
-        A small step down soon after a step up is left out: near the border between two counts, noise decides.
-        """
-        if needed >= current or len(enough) < DOWN_MEMORY:
-            return max(needed, current)
-        least = min(current, max(enough))
-        is_small = current - least <= max(1, SMALL * current)
-        return current if is_small and self._intervals - self._grew[role] < REST else least
+    def _kept(self, at_s: float, kept_s: float) -> Counts:
+        """Return the workers that were needed in the last `kept_s`, and at least in the last intervals."""
+        longest_s = max(kept_s, (DOWN_MEMORY - 0.5) * self._config.predictive_interval_s)
+        assert self._target is not None
+        most = Counts(0, 0)
+        for then_s, counts in self._needs_seen:
+            if at_s - then_s <= longest_s:
+                most = _most(most, counts)
+        return _least(most, self._target)
 
     def _reactive(self, seen: Observation, doubts: tuple[Reason, ...]) -> ScalingDecision:
         assert self._target is not None
-        prefill, decode = self._pressures(seen, RECENT_S)
-        pressed = Counts(prefill.workers, decode.workers)
+        prefill, decode = self._pressures(seen, self._recent_s)
+        pressed = self._pressed(seen, prefill, decode)
         reasons = [*prefill.reasons, *decode.reasons]
         floor = self._plan.floor
         if not self._config.predictive:
@@ -189,16 +191,22 @@ class PlannerCore:
         elif not self._traffic.rates.samples:
             floor = self._target
         wanted = _most(_most(self._target, pressed), floor)
-        calm, calmed = self._calm(seen, floor)
-        if wanted == self._target:
-            wanted, reasons = calm, reasons + calmed
-        else:  # the sum of the plan is kept; its split may change
+        if wanted != self._target:  # the sum of the plan is kept; its split may change
             wanted = self._lent(wanted, _most(pressed, Counts(prefill.least, decode.least)))
             self._plan = replace(self._plan, floor=_least(floor, wanted))
+        elif not self._config.predictive:
+            wanted, calmed = self._calm(seen, floor)
+            reasons += calmed
         return self._order(seen, wanted, "reactive", [*doubts, *reasons])
 
     def _pressures(self, seen: Observation, seconds: float) -> tuple[Pressure, Pressure]:
-        return self._capacity.pressures(seen, self._traffic.recent(seconds))
+        return self._capacity.pressures(seen, self._traffic.recent(seconds), self._horizon)
+
+    def _pressed(self, seen: Observation, prefill: Pressure, decode: Pressure) -> Counts:
+        """Return the workers that the present asks for, and remember those that arrivals alone ask for."""
+        if prefill.steady or decode.steady:
+            self._needs_seen.append((seen.at_s, Counts(prefill.steady, decode.steady)))
+        return Counts(prefill.workers, decode.workers)
 
     def _lent(self, wanted: Counts, least: Counts) -> Counts:
         """Let one role give its workers beyond `least` to the role that grows: a flip instead of a start.
@@ -266,9 +274,6 @@ class PlannerCore:
             seen.decode.draining + max(0, seen.decode.ordered - current.decode),
         )
         counts, clamps = clamp(kept, current, leaving, self._limits_now(seen))
-        for role in ("prefill", "decode"):
-            if getattr(counts, role) > getattr(current, role):
-                self._grew[role] = self._intervals
         flip = self._flip(seen, current, counts)
         told = [*reasons, *clamps]
         if flip is not None:
@@ -341,10 +346,11 @@ def _least(one: Counts, other: Counts) -> Counts:
     return Counts(min(one.prefill, other.prefill), min(one.decode, other.decode))
 
 
-def _of_forecast(forecast: Forecast, config: PlannerConfig) -> Reason:
+def _of_forecast(forecast: Forecast, expected_rps: float, config: PlannerConfig) -> Reason:
+    quantile = quantile_of(config.miss_cost)
     text = (
         f"{forecast.path[0]:.2f} requests/s next, {forecast.path[-1]:.2f} in {len(forecast.path)} intervals "
-        f"({forecast.method}); ready for {forecast.highest:.2f} ({config.headroom:.0%} of cases)"
+        f"({forecast.method}); ready for {expected_rps:.2f} ({quantile:.0%} of cases)"
     )
     return reason("forecast", f"{text}; {forecast.note}" if forecast.note else text)
 

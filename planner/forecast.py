@@ -1,35 +1,37 @@
-"""Forecast a series of equal intervals. Pure: samples go in, paths come out.
+"""Forecast the highest of the next samples of a series of equal intervals. Pure: samples go in, paths come out.
 
-Every method forecasts in every interval, and each forecast is compared with the sample that came. `auto` takes the
-method that was best lately: a rolling back-test without refits. The past errors are the interval around a forecast.
+Plain forecasts say that the past goes on: its last sample, or a mean. A trend or a season is believed while it shows,
+and until it has done worse than the plain forecasts of the same intervals. A forecast is judged by the highest of all
+samples that it is for: a method earns nothing at one interval ahead for its forecasts of fifteen. Past errors are the
+distribution around the next forecast, and losses are those of its quantile (pinball loss).
 """
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-Method = Literal["auto", "constant", "average", "holt-winters", "arima", "kalman", "seasonal"]
+Method = Literal["auto", "constant", "average", "mean", "trend", "seasonal"]
 
 HISTORY = 4096  # samples kept: two days of minutes
-FIT_SAMPLES = 96  # a model is fitted to the latest of this number
+LATEST = 96  # samples of the mean, and of the highest of which no forecast is GROWTH times as high
 AVERAGE_SAMPLES = 4
-MIN_KALMAN = 5
-MIN_FIT = 16  # samples below which nothing from statsmodels is fitted
-REFIT_EVERY = 16  # samples between two searches for a model's parameters
-SCORED = 40  # a method is judged by its latest errors, this number of them
+MIN_TREND = 6  # samples
+TREND_WINDOWS = (8, 12, 16)  # samples
+RISES, FALLS = 2.0, 3.0  # standard errors of its slope that a line is steep: a fall takes workers away
+SCORED = 40  # a method is judged by its latest forecasts, this number of them
 MIN_SCORED = 6
-SWITCH_GAIN = 0.9  # `auto` changes to a method whose error is less than this share of the present method's
 GROWTH = 2.0  # no forecast exceeds this multiple of the largest recent sample
 FIND_PERIOD_EVERY = 16
 MIN_CORRELATION = 0.5
 
-CHEAP: tuple[Method, ...] = ("constant", "average", "kalman", "seasonal")
-FITTED: tuple[Method, ...] = ("holt-winters", "arima")
+PLAIN: tuple[Method, ...] = ("constant", "average", "mean")
+PATTERNS: tuple[Method, ...] = ("trend", "seasonal")
 
 _Path = list[float]
 
@@ -42,7 +44,8 @@ class CannotForecastError(Exception):
 class Forecast:
     """A forecast. `path[k]` and `upper[k]` belong to the interval k + 1 from now.
 
-    `note` says why `method` is not the one that was asked for.
+    The highest of `upper` is the quantile of the highest sample of all these intervals. `note` says why `method` is not
+    the one that was asked for.
     """
 
     path: tuple[float, ...]
@@ -53,6 +56,27 @@ class Forecast:
     @property
     def highest(self) -> float:
         return max(self.upper)
+
+    @property
+    def falls(self) -> bool:
+        """Return whether a pattern says that the load goes down."""
+        return not self.is_plain and self.path[-1] < self.path[0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the forecast only says that the past goes on."""
+        return self.method in PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """The forecasts that were made after `made_at` samples: the highest of the next `steps`, and its quantile."""
+
+    made_at: int
+    steps: int
+    highest: dict[Method, float]
+    upper: dict[Method, float]
+    plain: Method
 
 
 class Forecaster:
@@ -67,11 +91,9 @@ class Forecaster:
         self._samples: deque[float | None] = deque(maxlen=HISTORY)
         self._count = 0
         self._highest = 0.0
-        self._said: deque[tuple[int, dict[Method, _Path]]] = deque()
+        self._said: deque[_Said] = deque()
         self._errors: dict[Method, deque[float]] = {}
-        self._chosen: Method = "kalman"
-        self._holt = _HoltWinters()
-        self._arima = _Arima()
+        self._losses: dict[Method, deque[tuple[float, float]]] = {}  # of a method, and of the plain one chosen then
 
     @property
     def samples(self) -> int:
@@ -87,59 +109,58 @@ class Forecaster:
         self._samples.append(value)
         self._count += 1
         self._highest = max(self._highest * 0.999, value or 0.0)
-        if value is not None:
-            self._judge(value)
+        self._judge()
 
     def forecast(self, steps: int) -> Forecast:
         """Forecast the next `steps` intervals. Raise CannotForecastError if there is no sample."""
         filled = without_gaps(self._samples)
         if not filled:
             raise CannotForecastError("no sample yet")
-        said, failed = self._say(filled, steps)
-        self._said.append((self._count, said))
-        while self._said and self._said[0][0] + len(next(iter(self._said[0][1].values()))) < self._count:
-            self._said.popleft()
-        method, note = self._choose(said, failed)
-        path = said[method]
-        margin = self._margin(method, filled)
-        upper = tuple(value + margin * self._scale(value) for value in path)
-        return Forecast(tuple(path), upper, method, note)
+        paths, failed = self._paths(filled, steps)
+        margins = {method: self._margin(method, filled) for method in paths}
+        highest = {method: max(path) for method, path in paths.items()}
+        upper = {method: high + margins[method] * self._scale(high) for method, high in highest.items()}
+        if self._said and self._said[-1].steps != steps:
+            self._said.clear()
+        plain = self._best_plain()
+        self._said.append(_Said(self._count, steps, highest, upper, plain))
+        method, note = self._choose(plain, paths, failed)
+        uppers = tuple(value + margins[method] * self._scale(value) for value in paths[method])
+        return Forecast(tuple(paths[method]), uppers, method, note)
 
-    def errors(self) -> dict[str, float]:
-        """Return the recent mean absolute error of each method, in units of the square root of its forecast."""
-        return {name: statistics.fmean(map(abs, errors)) for name, errors in self._errors.items() if errors}
+    def skills(self) -> dict[Method, float]:
+        """Return the share of the plain forecasts' loss that each method has avoided in the same intervals."""
+        skills: dict[Method, float] = {}
+        for method, losses in self._losses.items():
+            own, plain = (statistics.fmean(loss[k] for loss in losses) for k in (0, 1))
+            skills[method] = 1 - own / plain if plain > 0 else 0.0
+        return skills
 
     # -------------------------------------------------------------------------------------------------
 
-    def _say(self, filled: Sequence[float], steps: int) -> tuple[dict[Method, _Path], dict[Method, str]]:
-        names = CHEAP + FITTED if self._method == "auto" else (self._method, "average")
-        highest = GROWTH * max(filled[-FIT_SAMPLES:])
-        said: dict[Method, _Path] = {}
+    def _paths(self, filled: Sequence[float], steps: int) -> tuple[dict[Method, _Path], dict[Method, str]]:
+        highest = GROWTH * max(filled[-LATEST:])
+        paths: dict[Method, _Path] = {}
         failed: dict[Method, str] = {}
-        for name in names:
+        for name in PLAIN + PATTERNS:
             try:
                 path = self._path(name, filled, steps)
             except CannotForecastError as error:
                 failed[name] = str(error)
                 continue
-            if not all(map(math.isfinite, path)):
-                failed[name] = "its forecast is not finite"
-                continue
-            said[name] = [min(max(value, 0.0), highest) for value in path]
-        return said, failed
+            paths[name] = [min(max(value, 0.0), highest) for value in path]
+        return paths, failed
 
     def _path(self, name: Method, filled: Sequence[float], steps: int) -> _Path:
         match name:
-            case "kalman":
-                return kalman(filled[-FIT_SAMPLES:], steps)
+            case "trend":
+                return trend(filled, steps)
             case "seasonal":
                 return seasonal(filled, steps, self._period(filled))
-            case "holt-winters":
-                return self._holt.path(filled[-FIT_SAMPLES:], steps)
-            case "arima":
-                return self._arima.path(filled[-FIT_SAMPLES:], steps)
             case "constant":
                 return [filled[-1]] * steps
+            case "mean":
+                return [statistics.fmean(filled[-LATEST:])] * steps
         return [statistics.fmean(filled[-AVERAGE_SAMPLES:])] * steps
 
     def _period(self, filled: Sequence[float]) -> int:
@@ -149,40 +170,52 @@ class Forecaster:
             self._found_period = find_period(filled)
         return self._found_period
 
-    def _judge(self, value: float) -> None:
-        for made_at, said in self._said:
-            ahead = self._count - made_at
-            for method, path in said.items():
-                if 1 <= ahead <= len(path):
-                    error = (value - path[ahead - 1]) / self._scale(path[ahead - 1])
-                    self._errors.setdefault(method, deque(maxlen=SCORED)).append(error)
+    def _judge(self) -> None:
+        """Compare the forecasts whose samples are all there with the highest of these samples."""
+        while self._said and self._said[0].made_at + self._said[0].steps <= self._count:
+            said = self._said.popleft()
+            came = [sample for sample in list(self._samples)[-said.steps :] if sample is not None]
+            if not came:
+                continue
+            actual = max(came)
+            losses = {method: self._loss(actual, upper) for method, upper in said.upper.items()}
+            for method, high in said.highest.items():
+                self._errors.setdefault(method, deque(maxlen=SCORED)).append((actual - high) / self._scale(high))
+                scored = self._losses.setdefault(method, deque(maxlen=SCORED))
+                scored.append((losses[method], losses[said.plain]))
+
+    def _loss(self, actual: float, upper: float) -> float:
+        short = (actual - upper) / self._scale(actual)
+        return max(self._quantile * short, (self._quantile - 1) * short)
 
     def _scale(self, value: float) -> float:
         """Return the unit of errors. Counts vary with the square root of their mean: night and noon get comparable."""
         return math.sqrt(max(value, 0.02 * self._highest, 1e-9))
 
-    def _choose(self, said: dict[Method, _Path], failed: dict[Method, str]) -> tuple[Method, str]:
-        if self._method != "auto":
-            if self._method in said:
-                return self._method, ""
-            return "average", f"{self._method}: {failed.get(self._method, 'no forecast')}; average of the last instead"
-        if self._chosen not in said:
-            self._chosen = "average"
-        scores = {m: error for m, error in self._scores().items() if m in said}
-        if scores:
-            best = min(scores, key=lambda method: scores[method])
-            if self._chosen not in scores or scores[best] < SWITCH_GAIN * scores[self._chosen]:
-                self._chosen = best
-        elif "kalman" in said:
-            self._chosen = "kalman"
-        return self._chosen, ""
-
-    def _scores(self) -> dict[Method, float]:
-        return {
-            method: statistics.fmean(map(abs, errors))
-            for method, errors in self._errors.items()
-            if len(errors) >= MIN_SCORED
+    def _best_plain(self) -> Method:
+        """Return the plain method that did best. All of them are judged by the same intervals."""
+        losses = {
+            method: statistics.fmean(own for own, _ in self._losses[method])
+            for method in PLAIN
+            if len(self._losses.get(method, ())) >= MIN_SCORED
         }
+        return min(losses, key=lambda method: losses[method]) if losses else "average"
+
+    def _choose(self, plain: Method, paths: dict[Method, _Path], failed: dict[Method, str]) -> tuple[Method, str]:
+        if self._method != "auto":
+            if self._method in paths:
+                return self._method, ""
+            return "average", f"{self._method}: {failed[self._method]}; average of the last instead"
+        skills = self.skills()
+        believed = {
+            method: skill
+            for method in PATTERNS
+            if method in paths and ((skill := skills.get(method, 0.0)) > 0 or not self._is_scored(method))
+        }
+        return (max(believed, key=lambda method: believed[method]) if believed else plain), ""
+
+    def _is_scored(self, method: Method) -> bool:
+        return len(self._losses.get(method, ())) >= MIN_SCORED
 
     def _margin(self, method: Method, filled: Sequence[float]) -> float:
         """Return how far samples exceeded the method's forecasts, at the quantile, in units of `_scale`; at least 0."""
@@ -233,35 +266,41 @@ def without_gaps(samples: Sequence[float | None] | deque[float | None]) -> list[
     return filled
 
 
-_NOISES = ((0.01, 0.0), (0.1, 0.0), (1.0, 0.0), (0.01, 0.001), (0.1, 0.01), (1.0, 0.1), (1.0, 1.0))
+def trend(samples: Sequence[float], steps: int) -> _Path:
+    """Continue the line through the latest samples, for at most as long as it has lasted.
+
+    There is a trend if the line is steep beyond chance, and explains more of the samples' variance than any one jump
+    does. Of a trend that has lasted a, half go on for another a. The longest window that shows a trend counts.
+    """
+    for count in sorted({min(len(samples), window) for window in (*TREND_WINDOWS, steps)}, reverse=True):
+        if count < MIN_TREND:
+            break
+        values = np.asarray(samples[-count:])
+        level, slope, explained = _line(values)
+        least = RISES if slope > 0 else FALLS
+        is_steep = explained * (count - 2) >= least * least * (1 - explained)
+        if is_steep and explained > _jump(values):
+            return [level + slope * min(step + 1, count) for step in range(steps)]
+    raise CannotForecastError("no line through the latest samples is steep beyond chance and better than a jump")
 
 
-def kalman(samples: Sequence[float], steps: int) -> _Path:
-    """Forecast with a level and a slope that drift. The likelihood chooses among a few rates of drift."""
-    if len(samples) < MIN_KALMAN:
-        raise CannotForecastError(f"{len(samples)} samples, it takes {MIN_KALMAN}")
-    level, slope, _ = max((_filter(samples, *noise) for noise in _NOISES), key=lambda result: result[2])
-    return [level + slope * (step + 1) for step in range(steps)]
+def _line(values: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Return the last value of the line through `values`, its slope, and the share of the variance it explains."""
+    at = np.arange(len(values)) - (len(values) - 1) / 2
+    slope = float(at @ values / (at @ at))
+    variance = float(np.var(values))
+    explained = slope * slope * float(at @ at) / len(values) / variance if variance > 0 else 0.0
+    return float(values.mean() + slope * at[-1]), slope, explained
 
 
-def _filter(samples: Sequence[float], level_noise: float, slope_noise: float) -> tuple[float, float, float]:
-    """Return level, slope and log-likelihood. Noises are variances in units of the variance of an observation."""
-    level, slope = samples[0], 0.0
-    p00, p01, p11 = 1.0, 0.0, 0.1 if slope_noise else 0.0
-    squares = logs = 0.0
-    for sample in samples[1:]:
-        level += slope
-        p00, p01, p11 = p00 + 2 * p01 + p11 + level_noise, p01 + p11, p11 + slope_noise
-        variance = p00 + 1.0
-        surprise = sample - level
-        gain_level, gain_slope = p00 / variance, p01 / variance
-        level += gain_level * surprise
-        slope += gain_slope * surprise
-        p00, p01, p11 = p00 * (1 - gain_level), p01 * (1 - gain_level), p11 - gain_slope * p01
-        squares += surprise * surprise / variance
-        logs += math.log(variance)
-    count = len(samples) - 1
-    return level, slope, -count * math.log(max(squares / count, 1e-12)) - logs
+def _jump(values: NDArray[np.float64]) -> float:
+    """Return the share of the variance that the best jump from one level to another explains."""
+    count, variance = len(values), float(np.var(values))
+    if variance <= 0:
+        return 1.0
+    before = np.arange(1, count)
+    sums = np.cumsum(values - values.mean())[:-1]
+    return float(np.max(sums * sums / (before * (count - before)))) / variance
 
 
 def seasonal(samples: Sequence[float], steps: int, period: int) -> _Path:
@@ -299,96 +338,3 @@ def find_period(samples: Sequence[float]) -> int:
     first = int(below[0])
     peak = first + int(np.argmax(alike[first:]))
     return peak if alike[peak] >= MIN_CORRELATION and peak < longest else 0
-
-
-class _HoltWinters:
-    """Exponential smoothing of a level and a damped slope. statsmodels finds its weights from time to time."""
-
-    def __init__(self) -> None:
-        self._weights: tuple[float, float, float] | None = None  # of level and slope, and the damping
-        self._age = 0
-
-    def path(self, samples: Sequence[float], steps: int) -> _Path:
-        if len(samples) < MIN_FIT:
-            raise CannotForecastError(f"{len(samples)} samples, it takes {MIN_FIT}")
-        if max(samples) == min(samples):
-            return [samples[-1]] * steps
-        if self._weights is None or self._age >= REFIT_EVERY:
-            self._weights, self._age = _holt_weights(samples), 0
-        self._age += 1
-        return damped_holt(samples, steps, *self._weights)
-
-
-def _holt_weights(samples: Sequence[float]) -> tuple[float, float, float]:
-    try:
-        from statsmodels.tsa.holtwinters import Holt
-    except ImportError as error:
-        raise CannotForecastError("statsmodels is not installed") from error
-
-    def fit() -> list[float]:
-        model = Holt(np.asarray(samples), damped_trend=True, initialization_method="heuristic")
-        found = model.fit(minimize_kwargs={"options": {"maxiter": 50}}).params
-        return [found[name] for name in ("smoothing_level", "smoothing_trend", "damping_trend")]
-
-    level, slope, damping = _quietly(fit)
-    return level, slope, damping
-
-
-def damped_holt(
-    samples: Sequence[float], steps: int, level_weight: float, slope_weight: float, damping: float
-) -> _Path:
-    early = samples[: 2 * AVERAGE_SAMPLES]
-    half = len(early) // 2  # two samples alone are a poor start of a slope that is forgotten slowly
-    slope = (statistics.fmean(early[half:]) - statistics.fmean(early[:half])) / (len(early) - half)
-    level = statistics.fmean(early) - slope * (len(early) - 1) / 2
-    for sample in samples[1:]:
-        before = level
-        level = level_weight * sample + (1 - level_weight) * (level + damping * slope)
-        slope = slope_weight * (level - before) + (1 - slope_weight) * damping * slope
-    path: _Path = []
-    reach = 0.0
-    for step in range(1, steps + 1):
-        reach += damping**step
-        path.append(level + reach * slope)
-    return path
-
-
-class _Arima:
-    """ARIMA(1, 1, 1). Its parameters are searched from time to time."""
-
-    def __init__(self) -> None:
-        self._parameters: Sequence[float] | None = None
-        self._age = 0
-
-    def path(self, samples: Sequence[float], steps: int) -> _Path:
-        if len(samples) < MIN_FIT:
-            raise CannotForecastError(f"{len(samples)} samples, it takes {MIN_FIT}")
-        if max(samples) == min(samples):
-            return [samples[-1]] * steps
-        try:
-            from statsmodels.tsa.arima.model import ARIMA
-        except ImportError as error:
-            raise CannotForecastError("statsmodels is not installed") from error
-
-        def forecast() -> list[float]:
-            model = ARIMA(np.asarray(samples), order=(1, 1, 1))
-            if self._parameters is None or self._age >= REFIT_EVERY:
-                fitted = model.fit(method_kwargs={"maxiter": 50})
-                self._parameters, self._age = fitted.params, 0
-            else:
-                self._age += 1
-                fitted = model.filter(self._parameters)
-            return list(fitted.forecast(steps))
-
-        return _quietly(forecast)
-
-
-def _quietly(fit: Callable[[], Iterable[float]]) -> _Path:
-    import warnings
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a fit that did not converge is judged by the back-test
-            return [float(value) for value in fit()]
-    except (ValueError, ArithmeticError, IndexError, np.linalg.LinAlgError) as error:
-        raise CannotForecastError(f"cannot be fitted: {error}") from error

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from planner.costs import quantile_of
 from planner.forecast import Forecaster, Remembered
 from planner.model import Observation, PlannerConfig, Reason, Traffic, reason
 from planner.sizing import Demand
@@ -80,7 +81,9 @@ class TrafficHistory:
         """Remember pieces of traffic for `memory_s`; `recent` can look back that far."""
         self._interval_s = config.predictive_interval_s
         self._memory_s = memory_s
-        self.rates = Forecaster(config.forecast, config.headroom, round(config.season_s / self._interval_s))
+        self.rates = Forecaster(
+            config.forecast, quantile_of(config.miss_cost), round(config.season_s / self._interval_s)
+        )
         lengths_s = LENGTHS_MEMORY * self._interval_s
         self._isl, self._osl, self._hit = Remembered(lengths_s), Remembered(lengths_s), Remembered(lengths_s)
         self.is_away = False  # there are no figures at present
@@ -210,7 +213,7 @@ class TrafficHistory:
             "osl_tokens": self._osl.value,
             "hit_share": self._hit.value,
             "samples": self.rates.samples,
-            "forecast_errors": self.rates.errors(),
+            "forecast_skills": self.rates.skills(),
             "traffic_until_s": self._heard_s,
             "metrics_away": self.is_away,
         }

@@ -23,10 +23,12 @@ class PlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     predictive_interval_s: Annotated[float, Meta(gt=0, description="interval of the loop that forecasts")] = 60.0
     reactive_interval_s: Annotated[float, Meta(gt=0, description="interval of the loop that looks at queues")] = 5.0
     forecast: Annotated[
-        Literal["auto", "constant", "average", "holt-winters", "arima", "kalman", "seasonal"],
-        Meta(description="how traffic is forecast; auto: the method that was best lately"),
+        Literal["auto", "constant", "average", "mean", "trend", "seasonal"],
+        Meta(description="how traffic is forecast; auto: a trend or a season while it shows"),
     ] = "auto"
-    headroom: Annotated[float, Meta(gt=0, lt=1, description="quantile of the forecast to be ready for")] = 0.6
+    miss_cost: Annotated[
+        float, Meta(gt=1, description="GPU time that a request outside the SLO costs, in multiples of its own")
+    ] = 3.0
     season_s: Annotated[float, Meta(ge=0, description="length of one season of the traffic; 0: find it")] = 0.0
     target_utilization: Annotated[float, Meta(gt=0, le=1, description="share of a worker's capacity to use")] = 0.8
     start_s: Annotated[float, Meta(ge=0, description="from the order of a worker until it takes requests")] = 30.0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from planner.aggregated import aggregated_capacity, pool_of, prompt_times_s
+from planner.costs import Horizon
 from planner.history import RecentTraffic
 from planner.model import Reason, RoleFleet, WorkerLoad
 from planner.sizing import Demand, Need, Slo, decode_capacity, decode_need, prefill_need, prefill_time_s
@@ -27,15 +28,20 @@ class Rules:
     slo: Slo
     utilization: float
     correction: float
+    horizon: Horizon | None = None  # None: a queue is worked off in CATCH_UP_S, also by workers that come too late
 
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """The evidence of one role. It asks for `workers`, 0: none; `least` of them could carry the present load."""
+    """The evidence of one role. It asks for `workers`, 0: none; `least` of them could carry the present load.
+
+    Recent arrivals alone, without what queues ask for, take `steady` workers; 0: no more than are ordered.
+    """
 
     workers: int
     least: int
     reasons: tuple[Reason, ...] = ()
+    steady: int = 0
 
 
 NO_PRESSURE = Pressure(0, 0)
@@ -48,10 +54,10 @@ def prefill_pressure(
         return prefill_need(rules.profile, demand, rules.slo, rules.utilization, rules.correction)
 
     reasons: list[Reason] = []
-    workers = 0
+    workers = steady = 0
     ready = max(1, fleet.ready)
     if recent is not None:
-        workers = _by_arrivals("prefill", need, fleet, recent, reasons)
+        workers = steady = _by_arrivals("prefill", need, fleet, recent, reasons)
         token_s = _token_s(rules, recent.demand)
         service_s = _service_s(rules, recent.demand)
         work = recent.demand.rps * service_s
@@ -60,22 +66,22 @@ def prefill_pressure(
         service_s, work = 0.0, 0.0
     backlog_s = sum(load.queued_tokens for load in loads) * token_s
     ttft_s = backlog_s / ready + service_s
-    if loads and ttft_s > rules.slo.ttft_s and not fleet.starting:
-        wanted = math.ceil(work / rules.utilization + backlog_s / CATCH_UP_S)
-        wanted = max(wanted, fleet.ready + 1)
-        text = (
-            f"prefill queues make a TTFT of {ttft_s:.2f} s, the SLO is {rules.slo.ttft_s:.2f} s: {wanted} work off "
-            f"{backlog_s:.1f} s of them in {CATCH_UP_S:.0f} s"
-        )
-        reasons.append(Reason(code="prefill-queue", text=text))
-        workers = max(workers, wanted)
+    if loads and ttft_s > rules.slo.ttft_s:
+        wanted = _against_queue(rules, fleet, work, backlog_s)
+        if wanted:
+            text = (
+                f"prefill queues make a TTFT of {ttft_s:.2f} s, the SLO is {rules.slo.ttft_s:.2f} s: {wanted} work off "
+                f"{backlog_s:.1f} s of them"
+            )
+            reasons.append(Reason(code="prefill-queue", text=text))
+            workers = max(workers, wanted)
     least = fleet.ordered
     if loads and recent is not None and not fleet.starting:
         rest = need(recent.at_most())
         patience_s = SENSITIVITY * rules.slo.ttft_s - service_s
         by_queue = math.ceil(backlog_s / patience_s) if patience_s > 0 else fleet.ordered
         least = min(fleet.ordered, max(rest.workers, by_queue))
-    return Pressure(workers, least, tuple(reasons))
+    return Pressure(workers, least, tuple(reasons), steady)
 
 
 def decode_pressure(
@@ -85,19 +91,16 @@ def decode_pressure(
         return decode_need(rules.profile, demand, rules.slo, rules.utilization, rules.correction)
 
     reasons: list[Reason] = []
-    workers = 0
+    workers = steady = 0
     if recent is not None:
-        workers = _by_arrivals("decode", need, fleet, recent, reasons)
+        workers = steady = _by_arrivals("decode", need, fleet, recent, reasons)
     under_way = sum(load.running + load.waiting for load in loads)
     used = sum(load.kv_tokens for load in loads)
     total = sum(load.total_kv_tokens for load in loads)
     usage = used / total if total else 0.0
     batch = _batch(rules, recent)
     crowded = under_way > batch * fleet.ready or (usage > KV_FULL and any(load.waiting for load in loads))
-    if loads and crowded and not fleet.starting:
-        wanted = max(
-            math.ceil(under_way / (batch * rules.utilization)), math.ceil(usage * fleet.ready), fleet.ready + 1
-        )
+    if loads and crowded and (wanted := _against_crowd(rules, fleet, recent, loads, batch, usage)):
         text = (
             f"{under_way} requests under way on {fleet.ready} decode workers, each keeps the ITL up to {batch}; KV is "
             f"used to {usage:.0%}: {wanted} workers"
@@ -110,7 +113,7 @@ def decode_pressure(
         by_batch = math.ceil(under_way / (SENSITIVITY * batch))
         by_kv = math.ceil(usage * fleet.ready / KV_CALM)
         least = min(fleet.ordered, max(rest.workers, by_batch, by_kv))
-    return Pressure(workers, least, tuple(reasons))
+    return Pressure(workers, least, tuple(reasons), steady)
 
 
 def aggregated_pressure(
@@ -126,23 +129,22 @@ def aggregated_pressure(
         return pool_of(one, rules.profile, demand, rules.slo, rules.utilization)
 
     reasons: list[Reason] = []
-    workers = _by_arrivals("aggregated", need, fleet, recent, reasons)
-    if not loads or fleet.starting:
-        return Pressure(workers, fleet.ordered, tuple(reasons))
+    workers = steady = _by_arrivals("aggregated", need, fleet, recent, reasons)
+    if not loads or (fleet.starting and rules.horizon is None):
+        return Pressure(workers, fleet.ordered, tuple(reasons), steady)
     service_s, soonest_s = prompt_times_s(rules.profile, demand, one)
     backlog_s = sum(load.queued_tokens for load in loads) * service_s / demand.uncached_tokens
     under_way = sum(load.running + load.waiting for load in loads)
     ttft_s = backlog_s / ready + soonest_s
-    if ttft_s > rules.slo.ttft_s:
-        wanted = max(math.ceil(demand.rps / one.rps + backlog_s / CATCH_UP_S), fleet.ready + 1)
+    work = rules.utilization * demand.rps / one.rps
+    if ttft_s > rules.slo.ttft_s and (wanted := _against_queue(rules, fleet, work, backlog_s)):
         text = (
             f"queues make a TTFT of {ttft_s:.2f} s, the SLO is {rules.slo.ttft_s:.2f} s: {wanted} work off "
-            f"{backlog_s:.1f} s of them in {CATCH_UP_S:.0f} s"
+            f"{backlog_s:.1f} s of them"
         )
         reasons.append(Reason(code="aggregated-queue", text=text))
         workers = max(workers, wanted)
-    if under_way > one.batch * ready:
-        wanted = max(math.ceil(under_way / (one.batch * rules.utilization)), fleet.ready + 1)
+    if under_way > one.batch * ready and (wanted := _against_crowd(rules, fleet, recent, loads, one.batch)):
         text = (
             f"{under_way} requests under way on {fleet.ready} workers, each keeps the ITL up to {one.batch}: {wanted}"
         )
@@ -152,7 +154,7 @@ def aggregated_pressure(
     patience_s = SENSITIVITY * rules.slo.ttft_s - soonest_s
     by_queue = math.ceil(backlog_s / patience_s) if patience_s > 0 else fleet.ordered
     by_batch = math.ceil(under_way / (SENSITIVITY * one.batch))
-    return Pressure(workers, min(fleet.ordered, max(rest.workers, by_queue, by_batch)), tuple(reasons))
+    return Pressure(workers, min(fleet.ordered, max(rest.workers, by_queue, by_batch)), tuple(reasons), steady)
 
 
 def _by_arrivals(
@@ -171,6 +173,35 @@ def _by_arrivals(
     )
     reasons.append(Reason(code=f"{role}-arrivals", text=text))
     return wanted
+
+
+def _against_queue(rules: Rules, fleet: RoleFleet, work: float, backlog_s: float) -> int:
+    """Return the workers that work off a queue; 0: the workers that are ordered do, or new ones would come too late."""
+    if rules.horizon is not None:
+        return rules.horizon.catch_up(work, backlog_s, fleet.ready, fleet.starting)
+    if fleet.starting:
+        return 0
+    return max(math.ceil(work / rules.utilization + backlog_s / CATCH_UP_S), fleet.ready + 1)
+
+
+def _against_crowd(
+    rules: Rules,
+    fleet: RoleFleet,
+    recent: RecentTraffic | None,
+    loads: Sequence[WorkerLoad],
+    batch: int,
+    usage: float = 0.0,
+) -> int:
+    """Return the workers for requests that are too many, or wait for KV; 0: as for a queue of prompts."""
+    under_way = sum(load.running + load.waiting for load in loads)
+    if rules.horizon is not None and recent is not None:
+        capacity = decode_capacity(rules.profile, recent.demand, rules.slo.itl_s, rules.correction)
+        too_many = max(under_way - batch * fleet.ready, sum(load.waiting for load in loads))
+        half_done_s = too_many / capacity.rps / 2
+        return rules.horizon.catch_up(recent.demand.rps / capacity.rps, half_done_s, fleet.ready, fleet.starting)
+    if fleet.starting:
+        return 0
+    return max(math.ceil(under_way / (batch * rules.utilization)), math.ceil(usage * fleet.ready), fleet.ready + 1)
 
 
 def _service_s(rules: Rules, demand: Demand) -> float:

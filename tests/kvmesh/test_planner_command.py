@@ -15,10 +15,10 @@ from protocol.timing import PolynomialTiming
 
 
 def test_flags_of_planner_and_up_are_split() -> None:
-    argv = ["--planner", "--planner-ttft-slo-s", "2", "--decode=3", "--no-planner-flips", "--planner-forecast=kalman"]
+    argv = ["--planner", "--planner-ttft-slo-s", "2", "--decode=3", "--no-planner-flips", "--planner-forecast=trend"]
     assert split_flags(argv) == (
         ["--planner", "--decode=3"],
-        ["--ttft-slo-s", "2", "--no-flips", "--forecast=kalman"],
+        ["--ttft-slo-s", "2", "--no-flips", "--forecast=trend"],
     )
 
 

@@ -153,7 +153,7 @@ def test_only_an_itl_longer_than_the_model_needs_a_correction() -> None:
 
 
 def a_planner(**changes: object) -> PlannerCore:
-    fixed = {"ttft_slo_s": 2.0, "itl_slo_s": 0.25, "max_gpus": 64, "forecast": "kalman", "mode": "aggregated"}
+    fixed = {"ttft_slo_s": 2.0, "itl_slo_s": 0.25, "max_gpus": 64, "forecast": "auto", "mode": "aggregated"}
     return PlannerCore(PlannerConfig(**(fixed | changes)), SLOW, SLOW)  # type: ignore[arg-type]
 
 
