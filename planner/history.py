@@ -120,7 +120,8 @@ class TrafficHistory:
         self._heard_s = piece.end_s
         seconds = piece.end_s - piece.start_s
         self._isl.add(positive(piece.isl_tokens), requests, seconds)
-        self._osl.add(positive(piece.osl_tokens), requests, seconds)
+        answered = known(piece.answered)  # while prompts queue, few long answers end, and many requests arrive
+        self._osl.add(positive(piece.osl_tokens), requests if answered is None else answered, seconds)
         self._hit.add(known(piece.hit_share), requests, seconds)
         self._pieces.append((piece.start_s, piece.end_s, requests))
         while len(self._pieces) > 1 and self._pieces[1][0] < piece.end_s - self._memory_s:

@@ -61,6 +61,7 @@ class Traffic(Struct, frozen=True, kw_only=True):
     hit_share: float | None = None  # share of all prompt tokens that were found in a cache
     ttft_s: float | None = None  # observed mean
     itl_s: float | None = None
+    answered: float | None = None  # of how many requests `osl_tokens` is the mean; None: as many as arrived
 
 
 class WorkerLoad(Struct, frozen=True, kw_only=True):

@@ -114,6 +114,7 @@ def traffic_of(delta: Totals, start_s: float, end_s: float) -> Traffic:
         hit_share=None if delta.isl_sum <= 0 else min(1.0, max(0.0, delta.cached_tokens / delta.isl_sum)),
         ttft_s=mean(delta.ttft_sum, delta.ttft_count),
         itl_s=mean(delta.itl_sum, delta.itl_count),
+        answered=max(0.0, delta.osl_count),
     )
 
 

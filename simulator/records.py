@@ -131,6 +131,7 @@ class Records:
             hit_share=_mean(window.cached_tokens, window.prompt_tokens),
             ttft_s=_mean(window.ttft_s, window.began),
             itl_s=_mean(window.itl_s, window.with_itl),
+            answered=window.ended,
         )
 
     def decided(self, decision: ScalingDecision) -> None:

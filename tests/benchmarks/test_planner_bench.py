@@ -15,6 +15,7 @@ from benchmarks.planner_policies import ReferencePlanner, Setting, clairvoyant, 
 from planner.aggregated import aggregated_need
 from planner.budget import Counts
 from planner.core import PlannerCore
+from planner.forecast import CannotForecastError, trend
 from planner.model import Observation, RoleFleet, ScalingDecision, Traffic, WorkerLoad
 from planner.sizing import Demand, prefill_time_s
 from protocol.errors import ConfigError
@@ -183,6 +184,23 @@ def test_each_of_several_traces_is_a_load(tmp_path: Path) -> None:
     assert names == ["conversation:a", "conversation:b"]
     with pytest.raises(ConfigError, match="two traces of one name"):
         loads_of("conversation", PlannerBenchConfig(trace=f"{tmp_path}/a.jsonl,{tmp_path}/../a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("diurnal", 0.5, 0.8), ("bursty", 0, 0.05), ("step", 0, 0.05), ("coding", 0, 0.05)]
+)
+def test_a_trend_shows_on_a_day_and_not_in_bursts(name: str, least: float, most: float) -> None:
+    shown = asked = 0
+    for seed in TUNING_SEEDS:
+        rates = [slot.demand.rps for slot in slots_of(load_of(name, PlannerBenchConfig(seed=seed)).requests(), 0.0)]
+        for minute in range(len(rates)):
+            asked += 1
+            try:
+                trend(rates[: minute + 1], 6)
+                shown += 1
+            except CannotForecastError:
+                pass
+    assert least <= shown / asked <= most
 
 
 def test_judging_seeds_were_not_used_to_tune() -> None:

@@ -337,6 +337,15 @@ def test_lengths_that_are_not_numbers_change_nothing() -> None:
     assert planner.state()["isl_tokens"] == 2000.0
 
 
+def test_one_long_answer_does_not_count_like_all_arrivals() -> None:
+    """While prompts queue, 100 requests arrive and one answer ends, a long one."""
+    planner, fleet, _ = settled()
+    seen = observe(fleet, 905.0, 100.0, osl_tokens=4000.0)
+    assert seen.traffic is not None
+    planner.decide(msgspec.structs.replace(seen, traffic=msgspec.structs.replace(seen.traffic, answered=1.0)))
+    assert planner.state()["osl_tokens"] < 220
+
+
 def test_late_figures_are_ignored() -> None:
     planner, fleet, before = settled()
     late = observe(fleet, 700.0, 0.0)
