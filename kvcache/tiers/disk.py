@@ -14,7 +14,9 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +30,9 @@ log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 256 << 20
 RUN_BYTES = 4 << 20  # that are read or written at a time, unless one block is larger
+
+
+Fill = Callable[[TierBlock, Payload], object]
 
 
 class FileIo(Protocol):
@@ -69,6 +74,22 @@ class _Place(NamedTuple):
     checksum: bytes
 
 
+class _RunMemory(NamedTuple):
+    """Hold the bytes of a run."""
+
+    headers: Payload
+    payloads: Payload
+
+
+class _Writing(NamedTuple):
+    """Hold a run that is written, and for each block its checksum, or why it is no block."""
+
+    first: int  # slot
+    blocks: Sequence[TierBlock]
+    filled: list[bytes | Exception]
+    memory: _RunMemory
+
+
 class SegmentPart(NamedTuple):
     """Name a part of a segment: that of one slot, or of those that follow it too."""
 
@@ -103,6 +124,7 @@ class DiskStore:
         self._lock = threading.Lock()  # of the maps; nobody waits for a device while it has it
         self._opening = threading.Lock()  # of segments that are opened
         self._own = threading.local()
+        self._beside = ThreadPoolExecutor(2, thread_name_prefix="tier disk")  # for who loads and who stores
         try:
             taken = self._scan(time.monotonic() + scan_s)
         except (OSError, TierIoError) as error:
@@ -124,28 +146,35 @@ class DiskStore:
             if (place := self._places.get(address)) is None:
                 break
             places.append(place)
-        for run in self._runs(places):
-            payloads = self._buffer()[: len(run) * self._form.payload_bytes]
-            self._transfer(self._payloads_at(run[0].slot, len(run)), payloads, is_read=True)
-            for number, place in enumerate(run):
-                payload = payloads[number * self._form.payload_bytes :][: self.block_bytes]
-                if checksum(payload.data) != place.checksum:
-                    raise TierCorruptError("the bytes of a KV block are damaged")
-                take(payload)
+        with closing(self._read_runs(list(self._runs(places)))) as runs:
+            for run, payloads in runs:
+                for number, place in enumerate(run):
+                    payload = payloads[number * self._form.payload_bytes :][: self.block_bytes]
+                    if checksum(payload.data) != place.checksum:
+                        raise TierCorruptError("the bytes of a KV block are damaged")
+                    take(payload)
         if len(places) < len(addresses):
             raise TierError("the disk does not hold the block any more")
 
-    def store(
-        self, blocks: Sequence[TierBlock], fill: Callable[[TierBlock, Payload], object]
-    ) -> list[Exception | None]:
-        with self._lock:
-            count = 0 if self._closed else min(len(blocks), len(self._free))
-            slots = sorted([self._free.pop() for _ in range(count)])
+    def store(self, blocks: Sequence[TierBlock], fill: Fill) -> list[Exception | None]:
         outcomes: list[Exception | None] = []
-        for run in self._runs([_Place(slot, b"") for slot in slots]):
-            outcomes += self._store_run(run[0].slot, blocks[len(outcomes) :][: len(run)], fill)
+        before: tuple[_Writing, Future[None]] | None = None
+        begun = 0
+        for number, run in enumerate(self._runs(self._take_slots(len(blocks)))):
+            writing = self._begin_run(number, run[0].slot, blocks[begun : begun + len(run)], fill)
+            begun += len(run)
+            if before is not None:
+                outcomes += self._end_run(*before)
+            before = writing, self._beside.submit(self._write_run, writing)
+        if before is not None:
+            outcomes += self._end_run(*before)
         reason = "the disk tier was closed" if self._closed else f"all {self.max_blocks} slots on the disk are taken"
         return outcomes + [TierError(reason) for _ in blocks[len(outcomes) :]]
+
+    def _take_slots(self, count: int) -> list[_Place]:
+        with self._lock:
+            count = 0 if self._closed else min(count, len(self._free))
+            return [_Place(slot, b"") for slot in sorted([self._free.pop() for _ in range(count)])]
 
     def remove(self, address: bytes) -> None:
         with self._lock:
@@ -166,6 +195,7 @@ class DiskStore:
         with self._lock:
             self._closed = True
             self._places.clear()
+        self._beside.shutdown(wait=False, cancel_futures=True)
         with self._opening:
             for file in self._files.values():
                 os.close(file)
@@ -189,20 +219,47 @@ class DiskStore:
         if run:
             yield run
 
-    def _store_run(
-        self, first: int, blocks: Sequence[TierBlock], fill: Callable[[TierBlock, Payload], object]
-    ) -> list[Exception | None]:
-        """Write blocks into the slots from `first` on: the payloads, then the headers."""
-        headers = self._headers()[: len(blocks) * self._form.header_bytes]
-        payloads = self._buffer()[: len(blocks) * self._form.payload_bytes]
-        filled = [self._fill(number, block, fill) for number, block in enumerate(blocks)]
+    def _read_runs(self, runs: Sequence[list[_Place]]) -> Generator[tuple[list[_Place], Payload], None, None]:
+        """Yield runs with their bytes; the next one is read meanwhile."""
+        ahead: Future[None] | None = None
         try:
-            self._transfer(self._payloads_at(first, len(blocks)), payloads, is_read=False)
-            self._transfer(self._headers_at(first, len(blocks)), headers, is_read=False)
-        except Exception as error:  # whatever it is: the slots are free again
-            filled = [error] * len(blocks)
-        places = range(first, first + len(blocks))
-        return [self._keep(slot, block, outcome) for slot, block, outcome in zip(places, blocks, filled, strict=True)]
+            for number, run in enumerate(runs):
+                payloads = self._payloads(number, len(run))
+                if ahead is None:
+                    self._read_run(run, payloads)
+                else:
+                    ahead.result()
+                ahead = self._read_ahead(number + 1, runs)
+                yield run, payloads
+        finally:
+            if ahead is not None:  # it still writes into memory that the next load uses
+                wait([ahead])
+
+    def _read_ahead(self, number: int, runs: Sequence[list[_Place]]) -> Future[None] | None:
+        if number == len(runs):
+            return None
+        return self._beside.submit(self._read_run, runs[number], self._payloads(number, len(runs[number])))
+
+    def _read_run(self, run: Sequence[_Place], into: Payload) -> None:
+        self._transfer(self._payloads_at(run[0].slot, len(run)), into, is_read=True)
+
+    def _begin_run(self, number: int, first: int, blocks: Sequence[TierBlock], fill: Fill) -> _Writing:
+        """Fill the memory of a run, to be written into the slots from `first` on."""
+        memory = _RunMemory(self._headers(number, len(blocks)), self._payloads(number, len(blocks)))
+        return _Writing(first, blocks, [self._fill(memory, i, block, fill) for i, block in enumerate(blocks)], memory)
+
+    def _write_run(self, writing: _Writing) -> None:
+        """Write a run: the payloads, then the headers."""
+        count = len(writing.blocks)
+        self._transfer(self._payloads_at(writing.first, count), writing.memory.payloads, is_read=False)
+        self._transfer(self._headers_at(writing.first, count), writing.memory.headers, is_read=False)
+
+    def _end_run(self, writing: _Writing, written: Future[None]) -> list[Exception | None]:
+        filled = writing.filled
+        if (error := written.exception()) is not None:  # whatever it is: the slots are free again
+            filled = [error if isinstance(error, Exception) else TierIoError(str(error))] * len(filled)
+        slots = range(writing.first, writing.first + len(filled))
+        return [self._keep(*each) for each in zip(slots, writing.blocks, filled, strict=True)]
 
     def _keep(self, slot: int, block: TierBlock, outcome: bytes | Exception) -> Exception | None:
         with self._lock:
@@ -212,13 +269,13 @@ class DiskStore:
             self._places[block.address] = _Place(slot, outcome)
             return None
 
-    def _fill(self, number: int, block: TierBlock, fill: Callable[[TierBlock, Payload], object]) -> bytes | Exception:
-        """Write a block and its header into the buffers of a run; return its checksum, or why it is no block."""
+    def _fill(self, memory: _RunMemory, number: int, block: TierBlock, fill: Fill) -> bytes | Exception:
+        """Write a block and its header into the memory of a run; return its checksum, or why it is no block."""
         size = self._form.payload_bytes
-        padded = self._buffer()[number * size : (number + 1) * size]
+        padded = memory.payloads[number * size : (number + 1) * size]
         payload = padded[: self.block_bytes]
         size = self._form.header_bytes
-        header = self._headers()[number * size : (number + 1) * size]
+        header = memory.headers[number * size : (number + 1) * size]
         try:
             fill(block, payload)
             padded[self.block_bytes :] = 0
@@ -301,19 +358,19 @@ class DiskStore:
     def _say_buffered(self) -> None:
         log.warning("%s takes no direct I/O: KV goes through the page cache", self._folder.path)
 
-    def _buffer(self) -> Payload:
-        """Return memory of this thread for the payloads of a run, aligned to pages."""
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = _aligned(self._run_blocks * self._form.payload_bytes)
-        buffer: Payload = self._own.buffer
-        return buffer
+    def _payloads(self, number: int, count: int) -> Payload:
+        """Return memory of this thread for the payloads of a run. One run is filled while that before is on its way."""
+        if not hasattr(self._own, "payloads"):
+            self._own.payloads = [_aligned(self._run_blocks * self._form.payload_bytes) for _ in range(2)]
+        payloads: Payload = self._own.payloads[number % 2]
+        return payloads[: count * self._form.payload_bytes]
 
-    def _headers(self) -> Payload:
-        """Return memory of this thread for the headers of a run, aligned to pages."""
+    def _headers(self, number: int, count: int) -> Payload:
+        """Return memory of this thread for the headers of a run."""
         if not hasattr(self._own, "headers"):
-            self._own.headers = _aligned(self._run_blocks * self._form.header_bytes)
-        headers: Payload = self._own.headers
-        return headers
+            self._own.headers = [_aligned(self._run_blocks * self._form.header_bytes) for _ in range(2)]
+        headers: Payload = self._own.headers[number % 2]
+        return headers[: count * self._form.header_bytes]
 
     # --- finding what is there -------------------------------------------------------------------------
 

@@ -244,7 +244,6 @@ async def test_a_disk_that_takes_no_writes_is_still_read(serving: Serving, numbe
 async def test_a_write_that_hangs_holds_up_nobody(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     copies, hangs, goes_on = serving.engine._copies, threading.Event(), threading.Event()
     assert copies is not None
-    copies._timeout_s = 0.05
     io = store_of(serving)._io
     write = io.write
 
@@ -256,9 +255,11 @@ async def test_a_write_that_hangs_holds_up_nobody(serving: Serving, monkeypatch:
     monkeypatch.setattr(io, "write", hang)
     for _ in range(2):
         await serving.ask(PROMPT)
-    while serving.engine.load().tiers[0].is_writable:
-        await serving.ask(others(900))
-    assert hangs.is_set()
+    await asyncio.to_thread(hangs.wait, PATIENCE_S)
+    copies._on_saves_late(copies.stack.levels[0])
+    await serving.ask(others(900))
+    [use] = serving.engine.load().tiers
+    assert (use.is_readable, use.is_writable) == (True, False)
     goes_on.set()
     await serving.quiet()
     assert serving.engine.load().used_blocks == 0

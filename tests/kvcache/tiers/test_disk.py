@@ -316,3 +316,32 @@ def test_a_smaller_tier_gives_its_last_segments_back(tmp_path: Path, monkeypatch
     assert len(smaller.found) == 6
     assert len(list((tmp_path / "0").glob("segment-*"))) == 2
     smaller.close()
+
+
+def test_blocks_of_many_runs_come_whole_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is read while the one before is taken: a load that ends early leaves nothing to the next."""
+    monkeypatch.setattr("kvcache.tiers.disk.RUN_BYTES", 3 * form().payload_bytes)
+    store = open_store(tmp_path)
+    blocks = chain(1, 40)
+    put(store, blocks)
+    got: list[bytes] = []
+
+    def take_seven(payload: Payload) -> None:
+        got.append(payload.tobytes())
+        if len(got) == 7:
+            raise KeyError("enough")
+
+    for _ in range(5):
+        got.clear()
+        with pytest.raises(KeyError):
+            store.load([block.address for block in blocks], take_seven)
+        assert got == [payload_of(block) for block in blocks[:7]]
+        got.clear()
+        store.load([block.address for block in blocks[20:]], lambda payload: got.append(payload.tobytes()))
+        assert got == [payload_of(block) for block in blocks[20:]]
+    RawSlot(tmp_path, 11, is_header=False).flip(40, 3)
+    got.clear()
+    with pytest.raises(TierCorruptError):
+        store.load([block.address for block in blocks], lambda payload: got.append(payload.tobytes()))
+    assert got == [payload_of(block) for block in blocks[:11]]
+    store.close()
