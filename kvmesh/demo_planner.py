@@ -131,6 +131,7 @@ def mesh_of(config: DemoPlannerConfig) -> tuple[ClusterConfig, ServiceConfig]:
         reactive_interval_s=2.0,
         start_s=config.mock_start_s + 3.0,
         flip_s=2.0,
+        miss_cost=1.2,  # keeps a worker for 37 s: the break-even of the default price is half of the demo
         record_file=str(Path(config.out) / "planner.jsonl"),
     )
     return up, planner

@@ -148,8 +148,10 @@ class PlannerCore:
         careful = _counts(self._needs((1 + HYSTERESIS) * recent.demand.rps))
         self._needs_seen.append((seen.at_s, careful))
         kept_s = self._horizon.break_even_s if self._horizon is not None and not forecast.falls else 0.0
-        floor = _most(needed, self._kept(seen.at_s, kept_s))
-        reasons.append(reason("break-even", f"workers are kept for {kept_s:.0f} s after they were needed"))
+        kept = self._kept(seen.at_s, kept_s)
+        floor = _most(needed, kept)
+        if kept_s and kept != _least(kept, needed):
+            reasons.append(self._of_break_even(seen.at_s, kept_s, kept, needed))
         if self._traffic.known_intervals < WARM_UP:
             assert self._target is not None
             floor = _most(floor, self._target)
@@ -179,6 +181,20 @@ class PlannerCore:
             if at_s - then_s <= longest_s:
                 most = _most(most, counts)
         return _least(most, self._target)
+
+    def _of_break_even(self, at_s: float, kept_s: float, kept: Counts, needed: Counts) -> Reason:
+        """Say which workers stay although the forecast does not take them, and what would change that."""
+        last_s = max(
+            then_s
+            for then_s, counts in self._needs_seen
+            if counts.prefill > needed.prefill or counts.decode > needed.decode
+        )
+        text = (
+            f"{kept.prefill} prefill and {kept.decode} decode stay for {max(0.0, last_s + kept_s - at_s):.0f} s more, "
+            f"unless they are needed or a trend falls: the last need for more than {needed.prefill} and "
+            f"{needed.decode} was {at_s - last_s:.0f} s ago, to miss a worker costs {kept_s:.0f} s of one"
+        )
+        return reason("break-even", text)
 
     def _reactive(self, seen: Observation, doubts: tuple[Reason, ...]) -> ScalingDecision:
         assert self._target is not None

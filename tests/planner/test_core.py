@@ -185,9 +185,11 @@ def test_a_peak_is_kept_for_the_break_even_and_not_longer() -> None:
     driven(planner, lambda at_s: 12.0 if at_s >= 900 else 3.0, 1500, fleet)
     peak = fleet.seen(1500.0)[0].ordered
     after = driven(planner, lambda _: 3.0, 900, fleet, start_s=1500.0)
-    at = {round(decision.at_s - 1500): decision.prefill for decision in after}
-    assert at[240] == peak
-    assert at[600] < peak
+    at = {round(decision.at_s - 1500): decision for decision in after}
+    assert at[240].prefill == peak
+    assert at[600].prefill < peak
+    [text] = [reason.text for reason in at[240].reasons if reason.code == "break-even"]
+    assert f"{peak} prefill" in text and "costs 300 s of one" in text
 
 
 def test_never_more_workers_than_the_highest_demand_seen_takes() -> None:
