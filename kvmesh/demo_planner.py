@@ -132,6 +132,7 @@ def mesh_of(config: DemoPlannerConfig) -> tuple[ClusterConfig, ServiceConfig]:
         start_s=config.mock_start_s + 3.0,
         flip_s=2.0,
         miss_cost=1.2,  # keeps a worker for 37 s: the break-even of the default price is half of the demo
+        target_utilization=0.55,  # the load triples within half a minute: room for what comes while workers start
         record_file=str(Path(config.out) / "planner.jsonl"),
     )
     return up, planner
