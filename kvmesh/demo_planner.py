@@ -44,7 +44,7 @@ class DemoPlannerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     )
     low_rps: Annotated[float, Meta(gt=0, description="requests per second at the start and at the end")] = 4.0
     times: Annotated[float, Meta(ge=1, description="how many times as many at the peak")] = 3.0
-    seconds: Annotated[float, Meta(ge=20, le=3600, description="how long requests are sent")] = 170.0
+    seconds: Annotated[float, Meta(ge=20, le=3600, description="how long requests are sent")] = 250.0
     ttft_slo_s: Annotated[float, Meta(gt=0, description="TTFT to keep")] = 1.0
     itl_slo_s: Annotated[float, Meta(gt=0, description="mean gap between tokens to keep")] = 0.08
     mock_speedup: Annotated[float, Meta(gt=0, description="speed of the workers against a data-centre GPU")] = 0.25
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
         prefix="KVMESH_DEMO_PLANNER_",
         prog="kvmesh demo-planner",
         description="Start a mesh of mock workers on this host with a planner, send it a load that triples and falls, "
-        "and show how the number of workers follows. Takes about three and a half minutes.",
+        "and show how the number of workers follows. Takes about four and a half minutes.",
         section="demo_planner",
     )
     console = Console(stderr=config.json, highlight=False)
@@ -131,17 +131,15 @@ def mesh_of(config: DemoPlannerConfig) -> tuple[ClusterConfig, ServiceConfig]:
         reactive_interval_s=2.0,
         start_s=config.mock_start_s + 3.0,
         flip_s=2.0,
-        miss_cost=1.2,  # keeps a worker for 37 s: the break-even of the default price is half of the demo
-        target_utilization=0.55,  # the load triples within half a minute: room for what comes while workers start
         record_file=str(Path(config.out) / "planner.jsonl"),
     )
     return up, planner
 
 
 def rate_at(config: DemoPlannerConfig, at_s: float) -> float:
-    """Requests per second: low, a rise, the peak, a fall, low again."""
+    """Requests per second: low, a rise, the peak, a fall, low again for longer than the planner keeps workers."""
     share = at_s / config.seconds
-    corners = ((0.0, 0.0), (0.18, 0.0), (0.36, 1.0), (0.60, 1.0), (0.68, 0.0), (1.0, 0.0))
+    corners = ((0.0, 0.0), (0.18, 0.0), (0.36, 1.0), (0.50, 1.0), (0.58, 0.0), (1.0, 0.0))
     for (left, low), (right, high) in itertools.pairwise(corners):
         if share <= right:
             height = low + (high - low) * (share - left) / (right - left)
@@ -351,7 +349,7 @@ def quantile(values: Iterable[float | None], share: float) -> float:
     return known[min(len(known) - 1, math.floor(share * len(known)))] if known else math.nan
 
 
-PHASES = (("low", 0.0, 0.18), ("rising", 0.18, 0.36), ("peak", 0.36, 0.60), ("falling", 0.60, 0.68), ("low", 0.68, 1.0))
+PHASES = (("low", 0.0, 0.18), ("rising", 0.18, 0.36), ("peak", 0.36, 0.50), ("falling", 0.50, 0.58), ("low", 0.58, 1.0))
 
 
 def table_of(config: DemoPlannerConfig, report: Report, sent: Sequence[DemoRequest]) -> Table:
