@@ -36,13 +36,18 @@ async def has_ended(plane: PlaneClient, target: Target) -> bool:
         try:
             found = await plane.ask(target.address, "identify", None, WorkerIdentity, left_s)
         except UnreachableError as error:
-            return is_refused(error)
+            if is_refused(error):
+                return True
+            if not isinstance(error.__cause__, ConnectionError):
+                return False
         except PeerLostError:
-            await asyncio.sleep(ASK_AGAIN_S)
-            continue
+            pass
         except MeshError:
             return False
-        return found.worker_id != target.worker_id
+        else:
+            return found.worker_id != target.worker_id
+        # The connection, its handshake or the call on it broke off: the process may be about to end.
+        await asyncio.sleep(ASK_AGAIN_S)
     return False
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -10,6 +11,7 @@ from frontend import suspects
 from frontend.suspects import MAX_REMEMBERED, REMEMBERED_S, Condemned, Trial, Trials, fingerprint, has_ended
 from mesh.plane.client import PlaneClient
 from mesh.plane.server import Call, PlaneServer
+from protocol.errors import IdentityError, MeshError, PeerLostError, UnreachableError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import GenerateRequest, SamplingParams, Target, WorkerIdentity, pack_tokens
 from tests.support.patience import PATIENCE_S
@@ -140,3 +142,40 @@ async def test_a_worker_whose_address_another_one_has_has_ended() -> None:
 
 async def test_a_worker_at_whose_address_nobody_listens_has_ended() -> None:
     assert await verdict(None, "w1")
+
+
+class Ending(PlaneClient):
+    """Breaks connections off as a process does that is about to close its port, and then refuses them."""
+
+    def __init__(self, *errors: MeshError) -> None:
+        super().__init__()
+        self._errors = list(errors)
+
+    async def ask(self, *args: Any, **more: Any) -> Any:
+        raise self._errors.pop(0)
+
+
+def caused_by(error: MeshError, cause: OSError) -> MeshError:
+    error.__cause__ = cause
+    return error
+
+
+REFUSED = caused_by(UnreachableError("cannot connect"), ConnectionRefusedError())
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        PeerLostError("the connection was lost"),
+        caused_by(UnreachableError("cannot connect"), ConnectionResetError()),
+        caused_by(IdentityError("cannot connect: it hung up in the handshake"), ConnectionResetError()),
+    ],
+)
+async def test_a_port_that_is_being_closed_is_asked_again(first: MeshError) -> None:
+    target = Target(worker_id=WorkerId("w1"), name="w", address="127.0.0.1:1")
+    assert await has_ended(Ending(first, REFUSED), target)
+
+
+async def test_a_worker_that_cannot_be_reached_has_not_ended() -> None:
+    target = Target(worker_id=WorkerId("w1"), name="w", address="127.0.0.1:1")
+    assert not await has_ended(Ending(caused_by(UnreachableError("no route"), TimeoutError()), REFUSED), target)
