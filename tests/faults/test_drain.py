@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from cluster.control import CONTROL_PREFIX
+from cluster.run_folder import LEFT_SUFFIX
 from tests.faults.prompts import LENGTHS, prompt_of
 from tests.support.mesh import Mesh, _wait_for_banner, until
 from tests.support.patience import PATIENCE_S
@@ -28,8 +29,13 @@ class OwnMesh:
         self.process = subprocess.Popen(
             [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": str(tmp)}
         )
-        until(lambda: set(tmp.glob("kvmesh-*")) - before or self.process.poll() is not None)
-        [run_dir] = set(tmp.glob("kvmesh-*")) - before - set(tmp.glob(f"{CONTROL_PREFIX}*"))
+
+        def run_dirs() -> set[Path]:  # without sockets, and what is being removed
+            others = {*tmp.glob(f"{CONTROL_PREFIX}*"), *tmp.glob(f"*{LEFT_SUFFIX}")}
+            return set(tmp.glob("kvmesh-*")) - before - others
+
+        until(lambda: run_dirs() or self.process.poll() is not None)
+        [run_dir] = run_dirs()
         self.mesh = Mesh(self.process, run_dir)
         _wait_for_banner(self.mesh)
         self.processes = self.mesh.processes()
