@@ -97,7 +97,7 @@ test-metrics: $(DEV) ## metrics, dashboards and alerts against a running mesh an
 	KVMESH_TEST_METRICS=1 $(PY) -m pytest -rs tests/kvmesh/test_metrics_check.py $(ARGS)
 
 test-tls: $(DEV) ## the tests of whole meshes, with mutual TLS between all services
-	KVMESH_TEST_MESH_TLS=1 $(PYTEST) tests/e2e $(ARGS)
+	KVMESH_TEST_LONG=1 KVMESH_TEST_MESH_TLS=1 $(PYTEST) tests/e2e $(ARGS)
 
 test-envoy: $(DEV) $(ENVOY) ## the endpoint picker behind a real Envoy
 	KVMESH_TEST_ENVOY=1 $(PY) -m pytest --durations=5 tests/envoy $(ARGS)

@@ -10,6 +10,7 @@ import pytest
 
 from frontend.keys.keyfile import KeyLine, hashed, written
 from protocol.messages import WorkerCard
+from tests.support import mesh_tls
 from tests.support.mesh import Mesh, running_mesh, until
 from tests.support.streams import Stream, check_mock_answer
 
@@ -43,7 +44,7 @@ def state(mesh: Mesh, name: str) -> str:
 
 
 def health(card: WorkerCard) -> tuple[int, str]:
-    reply = httpx.get(card.metrics_url.replace("/metrics", "/health"), timeout=30)
+    reply = httpx.get(card.metrics_url.replace("/metrics", "/health"), timeout=30, verify=mesh_tls.verify())
     return reply.status_code, reply.text
 
 

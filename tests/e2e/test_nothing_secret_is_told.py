@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from frontend.keys.keyfile import KeyLine, hashed, written
+from tests.support import mesh_tls
 from tests.support.leaky_engine import DEADLY_TOKENS, LEAK
 from tests.support.mesh import TRUSTED
 from tests.support.services import ROOT, Release, Services
@@ -99,6 +100,8 @@ def leaks(said: dict[str, str]) -> list[str]:
 
 def test_requests_leave_nothing_of_themselves(services: Services) -> None:
     for path, body in GOOD:
+        if mesh_tls.IS_ON and path == "/kvmesh/route":  # there it is no path for clients
+            continue
         reply = ask(services, path, body, authorization=f"Bearer {KEY}")
         assert reply.status_code == 200, reply.text
         assert SALT not in reply.text
