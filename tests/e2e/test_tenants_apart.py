@@ -98,6 +98,7 @@ def test_times_do_not_tell_what_another_tenant_has_cached(mesh: Mesh) -> None:
     assert own > 0.9, "the measurement tells hits from misses"
 
 
+@pytest.mark.skipif(mesh_tls.IS_ON, reason="in a closed mesh no tenant may ask where a prompt would go")
 def test_the_router_shows_no_overlap_with_another_tenant(mesh: Mesh) -> None:
     prompt = list(range(20, 420))
     with httpx.Client(base_url=mesh.url, timeout=60, verify=TRUSTED) as http:
