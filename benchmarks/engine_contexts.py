@@ -1,4 +1,4 @@
-"""For vLLM's side of `kvmesh bench engine versus`: contexts that are filled with one number instead of computed.
+"""Fill contexts with one number instead of computing them, for vLLM's side of `kvmesh bench engine versus`.
 
 vLLM loads this module by its name, as a KV connector. The contexts of 32 sequences would take it minutes to compute.
 """

@@ -82,7 +82,7 @@ class Pairs(Struct):
 
 
 class VersusMeasured(Struct):
-    """All that was measured with one dtype, by any number of runs."""
+    """Hold all that was measured with one dtype, by any number of runs."""
 
     work_s: dict[str, Pairs] = field(default_factory=lambda: {name: Pairs() for name in WORK})
     rss_bytes: Pairs = field(default_factory=Pairs)

@@ -21,7 +21,7 @@ class TierSaving(NamedTuple):
 
 
 TierSavings: TypeAlias = tuple[TierSaving | None, TierSaving | None, TierSaving | None]
-"""What a block saves in host memory, on disk and in object storage, as the worker has measured. None: not measured."""
+"""Says what a block saves in host memory, on disk and in object storage, as the worker measured. None: not measured."""
 
 
 class Candidate(Struct):

@@ -180,7 +180,7 @@ def test_workers_that_start_count_against_a_queue() -> None:
 
 
 def test_a_peak_is_kept_for_the_break_even_and_not_longer() -> None:
-    """With a start of 60 s and the default price, 300 s."""
+    """Workers stay for 300 s, with a start of 60 s and the default price."""
     planner, fleet = core(start_s=60.0), FakeFleet(3, 3, start_s=60.0)
     driven(planner, lambda at_s: 12.0 if at_s >= 900 else 3.0, 1500, fleet)
     peak = fleet.seen(1500.0)[0].ordered

@@ -171,9 +171,8 @@ async def test_a_reset_of_the_device_alone_keeps_host_memory(serving: Serving) -
     assert (await serving.ask(PROMPT)).cached_tokens == 10 * BLOCK
 
 
-async def test_a_tier_that_is_read_or_not_there_is_not_reset(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    await serving.ask(PROMPT)
-    await serving.push_out()
+def hanging_loads(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Make loads hang. Return what is set when one does, and what lets it go on."""
     copies = serving.engine._copies
     assert copies is not None
     [store] = copies._tiers.stores.values()
@@ -185,6 +184,13 @@ async def test_a_tier_that_is_read_or_not_there_is_not_reset(serving: Serving, m
         load(addresses, take)
 
     monkeypatch.setattr(store, "load", hang)
+    return hangs, goes_on
+
+
+async def test_a_tier_that_is_read_or_not_there_is_not_reset(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    await serving.ask(PROMPT)
+    await serving.push_out()
+    hangs, goes_on = hanging_loads(serving, monkeypatch)
     asked = asyncio.create_task(serving.ask(PROMPT))
     await asyncio.to_thread(hangs.wait, PATIENCE_S)
     with pytest.raises(InvalidRequestError, match="blocks of the host tier are being read"):
@@ -215,17 +221,9 @@ async def test_a_block_that_cannot_be_read_is_computed(serving: Serving, monkeyp
 async def test_a_load_that_hangs_holds_up_nobody(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     await serving.ask(PROMPT)
     await serving.push_out()
+    hangs, goes_on = hanging_loads(serving, monkeypatch)
     copies = serving.engine._copies
     assert copies is not None
-    [store] = copies._tiers.stores.values()
-    load, hangs, goes_on = store.load, threading.Event(), threading.Event()
-
-    def hang(addresses: Sequence[bytes], take: Callable[[Payload], object]) -> None:
-        hangs.set()
-        goes_on.wait(PATIENCE_S)
-        load(addresses, take)
-
-    monkeypatch.setattr(store, "load", hang)
     copies._timeout_s = PATIENCE_S
     waiting = asyncio.create_task(serving.ask(PROMPT))
     await asyncio.to_thread(hangs.wait, PATIENCE_S)
@@ -243,17 +241,7 @@ async def test_a_load_that_hangs_holds_up_nobody(serving: Serving, monkeypatch: 
 async def test_an_abort_frees_the_blocks_when_the_copy_ends(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     await serving.ask(PROMPT)
     await serving.push_out()
-    copies = serving.engine._copies
-    assert copies is not None
-    [store] = copies._tiers.stores.values()
-    load, hangs, goes_on = store.load, threading.Event(), threading.Event()
-
-    def hang(addresses: Sequence[bytes], take: Callable[[Payload], object]) -> None:
-        hangs.set()
-        goes_on.wait(PATIENCE_S)
-        load(addresses, take)
-
-    monkeypatch.setattr(store, "load", hang)
+    hangs, goes_on = hanging_loads(serving, monkeypatch)
     async with aclosing(serving.engine.generate(serving.request(PROMPT))) as deltas:
         taking = asyncio.ensure_future(anext(deltas))
         joined = asyncio.create_task(serving.ask(PROMPT))
