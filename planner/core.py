@@ -21,7 +21,7 @@ from planner.capacity import FleetCapacity
 from planner.costs import Horizon, quantile_of
 from planner.forecast import Forecast
 from planner.history import TrafficHistory, TrafficWindow
-from planner.model import Action, Flip, Observation, PlannerConfig, Reason, ScalingDecision, reason
+from planner.model import Action, Flip, Observation, PeakForecast, PlannerConfig, Reason, ScalingDecision, reason
 from planner.reactive import Pressure
 from planner.sizing import Demand, Need
 from protocol.profile import Profile
@@ -45,6 +45,7 @@ class ForecastPlan:
     floor: Counts
     needed: Counts
     rps: float
+    peak: PeakForecast | None = None
 
 
 class PlannerCore:
@@ -161,7 +162,8 @@ class PlannerCore:
                     f"{self._traffic.known_intervals} of {WARM_UP} intervals are known: nothing is taken away",
                 )
             )
-        self._plan = ForecastPlan(floor, needed, forecast.path[-1])
+        peak = _peak_of(forecast, expected_rps, steps * config.predictive_interval_s)
+        self._plan = ForecastPlan(floor, needed, forecast.path[-1], peak)
         wanted, pressed = floor, Counts(0, 0)
         if config.reactive:
             prefill, decode = self._pressures(seen, self._recent_s)
@@ -341,6 +343,7 @@ class PlannerCore:
             flip=flip,
             reasons=tuple(reasons),
             forecast_rps=self._plan.rps if planned else None,
+            peak=self._plan.peak,
             needed_prefill=self._plan.needed.prefill if planned else None,
             needed_decode=self._plan.needed.decode if planned else None,
             ttft_correction=self._capacity.corrections.ttft,
@@ -360,6 +363,17 @@ def _most(one: Counts, other: Counts) -> Counts:
 
 def _least(one: Counts, other: Counts) -> Counts:
     return Counts(min(one.prefill, other.prefill), min(one.decode, other.decode))
+
+
+def _peak_of(forecast: Forecast, ready_rps: float, horizon_s: float) -> PeakForecast:
+    return PeakForecast(
+        method=forecast.method,
+        horizon_s=horizon_s,
+        likely_rps=max(forecast.path),
+        low_rps=forecast.low,
+        high_rps=forecast.high,
+        ready_rps=ready_rps,
+    )
 
 
 def _of_forecast(forecast: Forecast, expected_rps: float, config: PlannerConfig) -> Reason:

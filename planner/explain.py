@@ -15,6 +15,7 @@ from rich.text import Text
 from mesh.config import load
 from planner.config import ServiceConfig
 from planner.model import RoleFleet, Traffic
+from planner.outlook import sentences
 from planner.record import Record, read_records
 from protocol.errors import ConfigError
 
@@ -112,9 +113,16 @@ def milliseconds(value_s: float | None) -> str:
 
 def reasons(record: Record) -> list[str]:
     decision = record.decision
-    lines = [f"{reason.code}: {reason.text}" for reason in decision.reasons]
+    lines = [f"{reason.code}: {reason.text}" for reason in decision.reasons if not is_in_outlook(record, reason.code)]
+    if record.outlook is not None:
+        lines += sentences(decision, record.outlook)
     if record.applied is not None:
         lines += [f"note: {note}" for note in record.applied.notes]
     if record.error:
         lines.append(f"failed: {record.error}")
     return lines
+
+
+def is_in_outlook(record: Record, code: str) -> bool:
+    """Return whether the outlook says the same, with more figures."""
+    return code == "forecast" and record.outlook is not None and record.decision.peak is not None

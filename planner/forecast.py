@@ -27,6 +27,7 @@ RISES, FALLS = 2.0, 3.0  # standard errors of its slope that a line is steep: a 
 SCORED = 40  # a method is judged by its latest forecasts, this number of them
 MIN_SCORED = 6
 GROWTH = 2.0  # no forecast exceeds this multiple of the largest recent sample
+INTERVAL = (0.1, 0.9)  # quantiles of a forecast's interval
 FIND_PERIOD_EVERY = 16
 MIN_CORRELATION = 0.5
 
@@ -44,14 +45,16 @@ class CannotForecastError(Exception):
 class Forecast:
     """A forecast. `path[k]` and `upper[k]` belong to the interval k + 1 from now.
 
-    The highest of `upper` is the quantile of the highest sample of all these intervals. `note` says why `method` is not
-    the one that was asked for.
+    The highest of `upper` is the quantile of the highest sample of all these intervals, `low` and `high` are the
+    quantiles INTERVAL of it. `note` says why `method` is not the one that was asked for.
     """
 
     path: tuple[float, ...]
     upper: tuple[float, ...]
     method: Method
     note: str = ""
+    low: float = 0.0
+    high: float = 0.0
 
     @property
     def highest(self) -> float:
@@ -126,7 +129,11 @@ class Forecaster:
         self._said.append(_Said(self._count, steps, highest, upper, plain))
         method, note = self._choose(plain, paths, failed)
         uppers = tuple(value + margins[method] * self._scale(value) for value in paths[method])
-        return Forecast(tuple(paths[method]), uppers, method, note)
+        low, high = (
+            max(0.0, highest[method] + self._error(method, filled, share) * self._scale(highest[method]))
+            for share in INTERVAL
+        )
+        return Forecast(tuple(paths[method]), uppers, method, note, low, high)
 
     def skills(self) -> dict[Method, float]:
         """Return the share of the plain forecasts' loss that each method has avoided in the same intervals."""
@@ -219,14 +226,18 @@ class Forecaster:
 
     def _margin(self, method: Method, filled: Sequence[float]) -> float:
         """Return how far samples exceeded the method's forecasts, at the quantile, in units of `_scale`; at least 0."""
+        return max(0.0, self._error(method, filled, self._quantile))
+
+    def _error(self, method: Method, filled: Sequence[float], quantile: float) -> float:
+        """Return the quantile of the samples less the method's forecasts, in units of `_scale`."""
         errors = self._errors.get(method, ())
-        normal = statistics.NormalDist().inv_cdf(min(max(self._quantile, 0.001), 0.999))
+        normal = statistics.NormalDist().inv_cdf(min(max(quantile, 0.001), 0.999))
         if len(errors) < MIN_SCORED:
             recent = filled[-AVERAGE_SAMPLES * 2 :]
             spread = statistics.pstdev(recent) if len(recent) > 2 else 0.15 * recent[-1]
-            return max(0.0, normal * spread / self._scale(recent[-1]))
+            return normal * spread / self._scale(recent[-1])
         ordered = sorted(errors)
-        return max(0.0, ordered[min(len(ordered) - 1, int(self._quantile * len(ordered)))])
+        return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
 
 
 class Remembered:

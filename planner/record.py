@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from planner.connectors.connector import Applied
 from planner.model import Observation, ScalingDecision, WorkerLoad
+from planner.outlook import Outlook
 from protocol.errors import ConfigError
 from protocol.messages import UNREADABLE
 
@@ -31,6 +32,7 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
     decision: ScalingDecision
     applied: Applied | None = None
     error: str = ""
+    outlook: Outlook | None = None  # with each plan of the predictive loop
 
 
 def kept(observation: Observation | None) -> Observation | None:

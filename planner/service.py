@@ -29,6 +29,7 @@ from planner.core import PlannerCore
 from planner.lease import Lease, card_of
 from planner.model import Action, Flip, Observation, Reason, RoleFleet, ScalingDecision
 from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, TrafficSource, page_answers
+from planner.outlook import Outlook, OutlookKeeper
 from planner.profiles import open_profiles
 from planner.record import Record, RecordFile, kept
 from planner.told import ToldSteps, step_of
@@ -166,6 +167,7 @@ class Planner:
         self._connector = connector
         self._records = records
         self._gpus = gpus
+        self._outlooks = OutlookKeeper(config, gpus)
         self._last_s: float | None = None  # time of the last step
         self._flip: Flip | None = None  # was decided, and its order failed
         self._target: tuple[int, int] | None = None
@@ -200,7 +202,7 @@ class Planner:
         observation = await self._observer.observe(at_s, fleets)
         metrics.show_observation(observation)
         self._count_gpu_hours(at_s, fleets)
-        decision = await asyncio.to_thread(self._core.decide, observation)  # a refitted forecast takes up to a second
+        decision, outlook = await asyncio.to_thread(self._outlooks.decide, self._core, observation)
         if observation.traffic is None and self._observer.problem:
             metrics.LATE.inc()
             text = f"the traffic figures are missing: {self._observer.problem}"
@@ -219,7 +221,7 @@ class Planner:
                 self._flip = decision.flip
                 error_text = str(error)
                 metrics.APPLIED.labels("error").inc()
-        self._tell(observation, decision, applied, error_text)
+        self._tell(observation, decision, applied, error_text, outlook)
         return decision
 
     def _is_due(self, decision: ScalingDecision, fleets: Fleets) -> bool:
@@ -258,7 +260,12 @@ class Planner:
         self._last_s = at_s
 
     def _tell(
-        self, observation: Observation | None, decision: ScalingDecision, applied: Applied | None, error: str
+        self,
+        observation: Observation | None,
+        decision: ScalingDecision,
+        applied: Applied | None,
+        error: str,
+        outlook: Outlook | None = None,
     ) -> None:
         """Log changes and new failures, and record everything."""
         why = "; ".join(f"{reason.code}: {reason.text}" for reason in decision.reasons) or "as decided before"
@@ -284,6 +291,7 @@ class Planner:
                     decision=decision,
                     applied=applied,
                     error=error,
+                    outlook=outlook,
                 )
             )
 

@@ -59,6 +59,10 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     start_s: _Seconds = 0.0  # from the order until the worker takes requests
     capacity: Annotated[float, Meta(ge=0.01, le=100)] = 1.0  # speed against the other kinds of workers of its role
 
+    def __deepcopy__(self, memo: object) -> "Profile":
+        """Return the profile itself: nobody changes one, and its tables are large."""
+        return self
+
     def prefill_s(self, isl_tokens: float) -> float:
         """Linear between the points and, by the nearest two, beyond them; never below 0. 0 for no token."""
         if self.prefill is None or isl_tokens <= 0:

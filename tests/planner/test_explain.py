@@ -6,7 +6,8 @@ import pytest
 
 import planner.explain as command
 from planner.connectors.connector import Applied
-from planner.model import Action, Observation, Reason, RoleFleet, ScalingDecision, Traffic
+from planner.model import Action, Observation, PeakForecast, Reason, RoleFleet, ScalingDecision, Traffic
+from planner.outlook import OtherOrder, Outlook
 from planner.record import Record, RecordFile
 from protocol.errors import ConfigError
 
@@ -59,3 +60,43 @@ def test_records_are_printed_as_json(record_file: Path, capsys: pytest.CaptureFi
 def test_a_missing_record_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--record-file"):
         explain(tmp_path / "none.jsonl")
+
+
+def test_a_plan_is_shown_with_its_forecast_and_what_would_have_changed_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "planner.jsonl"
+    peak = PeakForecast(
+        method="trend", horizon_s=120.0, likely_rps=4.0, low_rps=3.5, high_rps=4.75, ready_rps=4.25
+    )  # fmt: skip
+    decision = ScalingDecision(
+        at_s=0.0, loop="predictive", action=Action.HOLD, prefill=1, decode=3, peak=peak,
+        reasons=(Reason(code="forecast", text="said twice"), Reason(code="decode-need", text="a need")),
+    )  # fmt: skip
+    outlook = Outlook(
+        observed_rps=3.5, interval_s=60.0, miss_cost=3.0, break_even_s=180.0,
+        more=OtherOrder(prefill=1, decode=5, rps=4.5),
+        leaving=OtherOrder(prefill=1, decode=2, rps=3.5, in_s=240.0), leaving_gpu_s=360.0,
+    )  # fmt: skip
+    RecordFile(path, 1 << 20).add(
+        Record(
+            ts_s=1.0,
+            planner="p",
+            mode="active",
+            connector="local",
+            observation=None,
+            decision=decision,
+            outlook=outlook,
+        )
+    )
+    explain(path)
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "4.00 requests/s in the next 120 s (trend), 3.50 to 4.75 in 8 of 10 cases; ready for 4.25",
+        "a missed request costs the GPU time of 3; to miss a worker costs as much as to keep it for 180 s",
+        "3.50 requests/s came in 60 s; from 4.50 on, 2 more decode workers would be ordered",
+        "1 fewer decode worker in 240 s if 3.50 requests/s continue to come; until then that costs 0.10 GPU-hours",
+        "decode-need: a need",
+    ):
+        assert part in shown
+    assert "said twice" not in shown
