@@ -10,7 +10,8 @@ request to come and uses the same sizing.
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -19,6 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.planner_loads import HOOK_S, LOADS, PlannerBenchConfig, PlannerLoad, loads_of, starts_of
+from benchmarks.planner_pages import PageFolder, RunPage, file_name
 from benchmarks.planner_policies import (
     Decide,
     DemandSlot,
@@ -32,6 +34,7 @@ from benchmarks.planner_policies import (
     slots_of,
 )
 from benchmarks.planner_rules import hpa, keda, variant_autoscaler
+from benchmarks.planner_track import PlannerTrack
 from mesh.config import load as load_config
 from planner.budget import Counts
 from protocol.errors import ConfigError
@@ -39,6 +42,14 @@ from simulator import PlannerHook, SimReport, simulate
 from simulator.coarse import simulate_coarsely
 
 POLICIES = ("kvmesh", "reactive", "static-peak", "static-mean", "reference", "hpa", "keda", "llm-d")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRun:
+    """Hold a simulation of a load under a policy, and what the policy saw and ordered."""
+
+    report: SimReport
+    track: PlannerTrack
 
 
 class PlannerRow(Struct, frozen=True, kw_only=True):
@@ -72,18 +83,25 @@ def main(argv: list[str]) -> int:
     names, starts = _chosen(config.loads, LOADS, "load"), starts_of(config)
     loads = [load for name in names for load in loads_of(name, config)]
     console = Console(stderr=config.json)
+    for note in (load.note for load in loads if load.note):
+        console.print(note, soft_wrap=True, markup=False)
+    pages = PageFolder(Path(config.out)) if config.out else None
     rows: list[PlannerRow] = []
     began = time.process_time()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("simulating", total=len(loads) * len(starts) * len(policies))
         for load in loads:
-            for row in rows_of(load, starts, policies, config):
+            for row, done in rows_of(load, starts, policies, config):
                 rows.append(row)
+                if pages is not None:
+                    pages.add(run_page(row, done))
                 progress.update(task, advance=1, description=f"{row.load}, {row.start_s:.0f} s: {row.policy}")
                 what = f"{row.load}, {row.start_s:.0f} s, {row.policy}"
                 console.print(f"{what}: {row.attainment:.1%} for {row.gpu_hours:.1f} GPU-hours")
     console.print(as_table(rows))
     console.print(f"seed {config.seed}, {time.process_time() - began:.0f} s of CPU")
+    if pages is not None:
+        console.print(f"pages: {config.out}/index.html {pages.problem}".rstrip(), soft_wrap=True, markup=False)
     if config.json:
         print(json.dumps(msgspec.to_builtins(rows)))
     return 0
@@ -91,20 +109,22 @@ def main(argv: list[str]) -> int:
 
 def rows_of(
     load: PlannerLoad, starts: list[float], policies: list[str], config: PlannerBenchConfig
-) -> Iterator[PlannerRow]:
+) -> Iterator[tuple[PlannerRow, PolicyRun]]:
     """Simulate a load with each cold start and policy. A fixed fleet starts nobody: it is simulated once."""
     slots = slots_of(load.requests(), load.hit_share)
-    fixed_reports: dict[str, SimReport] = {}
+    fixed_runs: dict[str, PolicyRun] = {}
     for start_s in starts:
         here = load.started_in(start_s)
         bound = run(here, clairvoyant(here.setting, slots), slots, exact=config.exact)
         for policy in policies:
-            report = fixed_reports.get(policy)
-            if report is None:
-                report = run(here, decide_by(policy, here, slots), slots, policy, exact=config.exact)
+            done = fixed_runs.get(policy)
+            if done is None:
+                track = PlannerTrack()
+                decide = track.watch(decide_by(policy, here, slots))
+                done = PolicyRun(run(here, decide, slots, policy, exact=config.exact), track)
             if policy.startswith("static"):
-                fixed_reports[policy] = report
-            yield row_of(here, policy, report, bound)
+                fixed_runs[policy] = done
+            yield row_of(here, policy, done.report, bound), done
 
 
 def decide_by(policy: str, load: PlannerLoad, slots: list[DemandSlot]) -> Decide:
@@ -159,6 +179,28 @@ def row_of(load: PlannerLoad, policy: str, report: SimReport, bound: SimReport) 
         failed=report.failed,
         started=report.started,
         flipped=report.flipped,
+    )
+
+
+def run_page(row: PlannerRow, done: PolicyRun) -> RunPage:
+    """Return the page of a run."""
+    figures = [
+        ("in SLO", f"{row.attainment:.1%}"),
+        ("bound", f"{row.clairvoyant_attainment:.1%}"),
+        ("GPU-hours", f"{row.gpu_hours:.2f}"),
+        ("bound's", f"{row.clairvoyant_gpu_hours:.2f}"),
+        ("TTFT p99", f"{row.ttft_p99_s:.2f} s"),
+        ("requests", str(row.requests)),
+        ("started", str(row.started)),
+        ("flips", str(row.flipped)),
+    ]
+    return RunPage(
+        name=file_name(row.load, row.start_s, row.policy),
+        title=f"{row.load}, {row.policy}, cold start {row.start_s:g} s",
+        figures=figures,
+        charts=done.track.charts(),
+        changes=done.report.changes,
+        changes_left_out=done.report.changes_left_out,
     )
 
 

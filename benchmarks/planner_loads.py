@@ -29,10 +29,11 @@ from planner.model import PlannerConfig
 from planner.profiles import polynomial_profile
 from protocol.errors import ConfigError
 from simulator import SimConfig, SimRequest
-from simulator.access_log import read_access_log
+from simulator.access_log import LineCounts, read_access_log
 from simulator.coarse import simulate_coarsely
 from simulator.loads import Rate, Shape, bursty, diurnal, sawtooth, step, switching, synthesize, week
 from simulator.mooncake import from_rows, stream_rows
+from simulator.traces import TraceKind, kind_of
 
 LOADS = ("diurnal", "bursty", "step", "sawtooth", "coding", "week", "conversation", "recorded")
 STARTS_S = (20.0, 60.0, 300.0, 900.0)
@@ -59,16 +60,19 @@ class PlannerBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A flag wins over `KVMESH_BENCH_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
     trace: Annotated[
-        str, Meta(description="of the conversation load: Mooncake's JSON lines; files with commas between; none: skip")
+        str, Meta(description="Mooncake's JSON lines (load conversation) or access logs (recorded), commas between")
     ] = ""
     access_log: Annotated[
-        str, Meta(description="of the recorded load: a frontend's --access-log-file; none: skip it")
+        str, Meta(description="of the recorded load: a frontend's --access-log-file, as with --trace")
     ] = ""
     loads: Annotated[str, Meta(description="which, with commas between; none: all")] = ""
     policies: Annotated[str, Meta(description="which, with commas between; none: all")] = ""
     starts: Annotated[str, Meta(description="cold starts in seconds, with commas between")] = "20,60,300,900"
     seed: Annotated[int, Meta(ge=0, description="of arrivals and lengths; 7, 11, 13 were used to tune")] = 301
     share: Annotated[float, Meta(gt=0, le=1, description="of each load's duration to run")] = 1.0
+    out: Annotated[
+        str, Meta(description="folder for a page and a picture of each run, with an index; none: no pages")
+    ] = ""
     exact: Annotated[bool, Meta(description="simulate every block and step; ten times slower")] = False
     json: Annotated[bool, Meta(description="the last line is one JSON list")] = False
 
@@ -83,6 +87,7 @@ class PlannerLoad:
     setting: Setting
     sim: SimConfig
     hit_share: float = 0.0  # assumed by policies that do not measure it
+    note: str = ""  # about the file that it was read from
 
     def started_in(self, start_s: float) -> "PlannerLoad":
         """Return the load for workers with this cold start."""
@@ -93,15 +98,23 @@ class PlannerLoad:
 
 def loads_of(name: str, config: PlannerBenchConfig) -> list[PlannerLoad]:
     """Return the loads of a name: one for each trace, none if what it is read from is not given."""
-    if name == "conversation":
-        files = [Path(file.strip()) for file in config.trace.split(",") if file.strip()]
-        if len({file.stem for file in files}) < len(files):
-            raise ConfigError(f"two traces of one name: {config.trace}", hint="rows are told apart by the files' names")
+    if name in ("conversation", "recorded"):
+        wanted = "access-log" if name == "recorded" else "mooncake"
+        files = [file for file, kind in _given(config) if kind == wanted]
         names = [name] if len(files) == 1 else [f"{name}:{file.stem}" for file in files]
-        return [_conversation(name, file, config) for name, file in zip(names, files, strict=True)]
-    if name == "recorded":
-        return [_recorded(config)] if config.access_log else []
+        of_file = _recorded if name == "recorded" else _conversation
+        return [of_file(name, file, config) for name, file in zip(names, files, strict=True)]
     return [_synthetic(name, config)]
+
+
+def _given(config: PlannerBenchConfig) -> list[tuple[Path, TraceKind]]:
+    """Return the given files with their formats. Raise ConfigError if one has none, or two have one name."""
+    files = [Path(file.strip()) for file in config.trace.split(",") if file.strip()]
+    logs = [Path(config.access_log)] if config.access_log else []
+    if len({file.stem for file in files + logs}) < len(files + logs):
+        found = ", ".join(map(str, files + logs))
+        raise ConfigError(f"two traces of one name: {found}", hint="rows are told apart by the files' names")
+    return [*((file, kind_of(file)) for file in files), *((log, "access-log") for log in logs)]
 
 
 def starts_of(config: PlannerBenchConfig) -> list[float]:
@@ -140,12 +153,13 @@ def _conversation(name: str, trace: Path, config: PlannerBenchConfig) -> Planner
     return replace(load, hit_share=_hit_share(load))
 
 
-def _recorded(config: PlannerBenchConfig) -> PlannerLoad:
+def _recorded(name: str, log: Path, config: PlannerBenchConfig) -> PlannerLoad:
     setting, sim = setting_of(SPEEDUP, TTFT_SLO_S, ITL_SLO_S, config.seed)
-    requests = list(read_access_log(Path(config.access_log), sim.block_size, round(SHAPE.osl_tokens)))
+    counts = LineCounts()
+    requests = list(read_access_log(log, sim.block_size, round(SHAPE.osl_tokens), counts=counts))
     requests = requests[: max(1, round(len(requests) * config.share))]
-    load = PlannerLoad("recorded", lambda: iter(requests), None, setting, sim)
-    return replace(load, hit_share=_hit_share(load))
+    load = PlannerLoad(name, lambda: iter(requests), None, setting, sim)
+    return replace(load, hit_share=_hit_share(load), note=f"{log} has {counts.text}")
 
 
 def _hit_share(load: PlannerLoad) -> float:

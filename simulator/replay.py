@@ -22,7 +22,7 @@ from protocol.errors import ConfigError
 from protocol.profile import Profile, read_profile
 from router.policies import Policy
 from simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
-from simulator.access_log import read_access_log
+from simulator.access_log import LineCounts, read_access_log
 from simulator.arrivals import jittered, limited, sped_up
 from simulator.config import Mode
 from simulator.loads import Rate, Shape, bursty, constant, diurnal, sawtooth, step, synthesize
@@ -30,6 +30,7 @@ from simulator.mooncake import from_rows, stream_rows
 from simulator.page import as_html
 from simulator.picture import draw
 from simulator.tables import as_table, assumptions, summary_of, timeline_of
+from simulator.traces import kind_of
 
 LoadShape = Literal["constant", "diurnal", "bursty", "step", "sawtooth"]
 
@@ -37,7 +38,9 @@ LoadShape = Literal["constant", "diurnal", "bursty", "step", "sawtooth"]
 class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A flag wins over `KVMESH_REPLAY_<NAME>`, that over the TOML file of `--config`, that over the default."""
 
-    trace: Annotated[str, Meta(description="a trace in Mooncake's format: JSON lines")] = ""
+    trace: Annotated[str, Meta(description="a trace in Mooncake's format (JSON lines), or a frontend's access log")] = (
+        ""
+    )
     access_log: Annotated[str, Meta(description="instead: the log of a frontend with --access-log-file")] = ""
     load: Annotated[LoadShape | None, Meta(description="instead: a Poisson process of this shape")] = None
     rate: Annotated[float, Meta(gt=0, description="synthetic: requests/s, on average")] = 4.0
@@ -135,7 +138,10 @@ def main(argv: list[str]) -> int:
             if (number := next(ended)) % 100 == 0:
                 progress.update(task, description=f"{number} requests have ended")
 
-        report = simulate(requests_of(config), settings, hook_of(config), on_end)
+        counts = LineCounts()
+        report = simulate(requests_of(config, counts), settings, hook_of(config), on_end)
+    if counts.requests:
+        console.print(f"the log has {counts.text}", soft_wrap=True, markup=False)
     title = f"{report.requests} requests, {config.workers} workers, {config.mode}, {config.policy}"
     if config.png:
         draw(report, title, Path(config.png))
@@ -241,8 +247,15 @@ def _check_tables(config: ReplayConfig, prefill: Profile | None, decode: Profile
             raise ConfigError(f"the profile of {flag} has no {missing} table", hint="measure it: `kvmesh profile`")
 
 
-def requests_of(config: ReplayConfig) -> Iterator[SimRequest]:
-    """Return the requests to replay. Raises ConfigError, now or while they are read."""
+def access_log_of(config: ReplayConfig) -> Path | None:
+    """Return the access log to replay, if there is one. Raise ConfigError if --trace is of no known format."""
+    if config.access_log:
+        return Path(config.access_log)
+    return Path(config.trace) if config.trace and kind_of(Path(config.trace)) == "access-log" else None
+
+
+def requests_of(config: ReplayConfig, counts: LineCounts | None = None) -> Iterator[SimRequest]:
+    """Return the requests to replay. Raises ConfigError, now or while they are read. Count the lines of a log."""
     sources = [name for name in ("trace", "access_log", "load") if getattr(config, name)]
     if len(sources) != 1:
         found = f"{' and '.join(sources)} are given" if sources else "no requests are given"
@@ -251,10 +264,8 @@ def requests_of(config: ReplayConfig) -> Iterator[SimRequest]:
         found_requests = synthesize(
             rate_of(config), config.duration_s, shape_of(config), seed=config.seed, block_size=config.block_size
         )
-    elif config.access_log:
-        found_requests = read_access_log(
-            Path(config.access_log), config.block_size, round(config.osl), round(config.isl)
-        )
+    elif log := access_log_of(config):
+        found_requests = read_access_log(log, config.block_size, round(config.osl), round(config.isl), counts)
     else:
         rows = stream_rows(Path(config.trace), config.limit)
         found_requests = from_rows(rows, config.block_size, config.trace_block_size)

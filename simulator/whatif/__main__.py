@@ -6,7 +6,6 @@ Out comes one JSON object: the report, or `refused` and `hint`. A frontend start
 import os
 import resource
 import sys
-from pathlib import Path
 
 import msgspec
 
@@ -27,7 +26,7 @@ def main() -> int:
     first, _, lines = sys.stdin.buffer.read().partition(b"\n")
     try:
         asked = msgspec.json.decode(first, type=AskedMesh)
-        found = in_order(lines.splitlines(), Path("the requests"), is_generation)
+        found = in_order(lines.splitlines(), is_generation)
         reply: object = answer(found, asked.question, asked.meshes)
     except UNREADABLE as error:
         reply = {"refused": f"the question cannot be read: {error}", "hint": ""}

@@ -233,6 +233,9 @@ def test_a_recorded_load_keeps_what_its_prompts_share(tmp_path: Path) -> None:
         for k in range(1, 31)
     ]  # fmt: skip
     log.write_text("\n".join(map(json.dumps, lines)))
-    load = load_of("recorded", PlannerBenchConfig(access_log=str(log)))
+    load = load_of("recorded", PlannerBenchConfig(trace=str(log)))
+    assert loads_of("conversation", PlannerBenchConfig(trace=str(log))) == []
+    assert load.note == f"{log} has 30 requests; other lines: 0, bad lines: 0"
+    assert load_of("recorded", PlannerBenchConfig(access_log=str(log))).note == load.note
     assert [request.arrival_s for request in load.requests()] == [60.0 * k for k in range(30)]
     assert 0.7 < load.hit_share <= 0.8

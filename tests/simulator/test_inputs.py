@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from protocol.errors import ConfigError
 from protocol.hashing import unpack_hashes
-from simulator.access_log import read_access_log
+from simulator.access_log import LineCounts, read_access_log
 from simulator.loads import Rate, Shape, arrivals, bursty, constant, diurnal, sawtooth, step, synthesize
 from simulator.mooncake import stream_rows
 from simulator.replay import ReplayConfig, main, rate_of, requests_of
 from simulator.tally import PercentileTally
+from simulator.traces import kind_of
 
 SHAPES = [constant(3), diurnal(3, 0.5, 100), bursty(1, 9, 30, 10), step(1, 5, 30, 60), sawtooth(0, 6, 20)]
 
@@ -134,6 +135,47 @@ def test_a_log_is_read_with_all_its_files(tmp_path: Path) -> None:
     for name, second, isl in [("log.a.1", 10, 1), ("log.a", 12, 3), ("log.b", 11, 2)]:
         (tmp_path / name).write_text(line(f"2026-01-01T00:00:{second}.000Z", 1, isl_tokens=isl))
     assert [request.isl_tokens for request in read_access_log(tmp_path / "log", 16, osl_tokens=9)] == [1, 2, 3]
+
+
+def test_bad_lines_of_a_log_are_counted_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "access.jsonl"
+    good = line("2026-01-01T00:00:10.000Z", 1000, isl_tokens=64, osl_tokens=9)
+    bad = [good[:40], "not json", line("soon", 5), line("2026-01-01T00:00:10.000Z", -5)]
+    bad.append(line("2026-01-01T00:00:10.000Z", 5, isl_tokens=10**15))
+    others = [line("2026-01-01T00:00:12.000Z", 5, path="/metrics"), line("2026-01-01T00:00:13.000Z", 500, status=503)]
+    path.write_text("\n".join([good, *bad, *others, with_blocks([1], isl_tokens=48)]))
+    counts = LineCounts()
+    assert [request.isl_tokens for request in read_access_log(path, 16, osl_tokens=50, counts=counts)] == [64, 48]
+    assert (counts.requests, counts.others, counts.bad) == (2, 2, 5)
+    assert counts.text.startswith("2 requests; other lines: 2, bad lines: 5 (line 2: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": []}', "mooncake"),
+        ('started\n{"ts": "t", "message": "ready"}\n' + line("2026-01-01T00:00:10.000Z", 5), "access-log"),
+    ],
+)
+def test_a_trace_and_an_access_log_are_told_apart(tmp_path: Path, text: str, kind: str) -> None:
+    (tmp_path / "file").write_text(text)
+    assert kind_of(tmp_path / "file") == kind
+
+
+@pytest.mark.parametrize("text", ["", "hello\n[1]\n", '{"a": 1}'])
+def test_a_file_of_neither_format_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(ConfigError, match="neither a trace nor an access log"):
+        kind_of(tmp_path / "file")
+    with pytest.raises(ConfigError, match="no trace at"):
+        kind_of(tmp_path / "none")
+
+
+def test_the_replay_takes_an_access_log_as_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "access.jsonl"
+    path.write_text("\n".join([with_blocks([1], isl_tokens=48), "cut", with_blocks([1, 2], isl_tokens=48)]))
+    assert main(["--trace", str(path), "--block-size", "16", "--workers", "1"]) == 0
+    assert "the log has 2 requests; other lines: 0, bad lines: 1 (line 2: " in capsys.readouterr().out
 
 
 def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
