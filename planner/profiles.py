@@ -36,13 +36,19 @@ def _open(config: ServiceConfig, path: str, flag: str) -> Profile:
 
 
 def polynomial_profile(
-    total_kv_tokens: int, max_num_seqs: int, max_step_tokens: int, speedup: float = 1.0, itl_s: float = 0.0
+    total_kv_tokens: int,
+    max_num_seqs: int,
+    max_step_tokens: int,
+    speedup: float = 1.0,
+    itl_s: float = 0.0,
+    fit_kv_tokens: int = 0,
 ) -> Profile:
     """Return the mock engine's own model as tables, exact to 1 % of a step between the points.
 
-    `itl_s` is the time of every decode step, if it is fixed; 0: as modelled.
+    `itl_s` is the time of every decode step, if it is fixed; 0: as modelled. `fit_kv_tokens` are the held tokens at
+    which the model is slowest; 0: a full cache.
     """
-    timing = PolynomialTiming(total_kv_tokens, speedup)
+    timing = PolynomialTiming(fit_kv_tokens or total_kv_tokens, speedup)
     isl_tokens = sorted({*range(1, max_step_tokens, max(1, max_step_tokens // 32)), max_step_tokens})
     kv_tokens = sorted({total_kv_tokens * i // 64 for i in range(65)})
     context_tokens = [1, total_kv_tokens] if total_kv_tokens > 1 else [1]

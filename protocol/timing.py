@@ -24,7 +24,10 @@ class PolynomialTiming:
     """A fit to measurements of an 8B model on one data-centre GPU, used where there is no profile.
 
     prefill [ms] = 4.209989e-07 t^2 + 1.518344e-02 t + 16.50142, t: new tokens of the step
-    decode [ms] = max(1, -25.74 u^2 + 54.01 u + 5.74), u: held share of the KV cache, at most 1
+    decode [ms] = max(1, -25.74 u^2 + 54.01 u + 5.74), u: held share of `total_kv_tokens`, at most 1
+
+    The time of a step depends on what is held, not on how much could be: whoever compares caches of different sizes
+    gives the same `total_kv_tokens` for all.
     """
 
     def __init__(self, total_kv_tokens: int, speedup: float = 1.0) -> None:

@@ -24,6 +24,7 @@ class SimConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     context_tokens: Annotated[int, Meta(ge=2)] = 1 << 20
     prefill_profile: Profile | None = None  # None: PolynomialTiming
     decode_profile: Profile | None = None  # of decode and aggregated workers
+    fit_kv_tokens: Annotated[int, Meta(ge=0)] = 0  # held tokens at which PolynomialTiming is slowest; 0: a full cache
     speedup: Annotated[float, Meta(gt=0)] = 1.0
     prefill_rate: Annotated[float, Meta(ge=0)] = 0.0  # tokens/s; then a step that only decodes takes `itl_s`
     itl_s: Annotated[float, Meta(ge=0)] = 0.0
@@ -83,7 +84,7 @@ def timing_of(config: SimConfig, *, is_prefill: bool) -> Timing:
     profile = config.prefill_profile if is_prefill else config.decode_profile
     if profile is not None:
         return ProfileTiming(profile, config.speedup)
-    return PolynomialTiming(config.total_kv_tokens, config.speedup)
+    return PolynomialTiming(config.fit_kv_tokens or config.total_kv_tokens, config.speedup)
 
 
 def tier_block_s(config: SimConfig, bandwidth_gbps: float) -> float:

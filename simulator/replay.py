@@ -73,6 +73,10 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_step_tokens: Annotated[int, Meta(ge=1, description="new tokens of a step")] = 8192
     profile: Annotated[str, Meta(description="file of `kvmesh profile` that times the workers; default: a fit")] = ""
     prefill_profile: Annotated[str, Meta(description="the same for prefill workers alone")] = ""
+    fit_kv_tokens: Annotated[
+        int,
+        Meta(ge=0, description="held tokens at which the fit is slowest, however large the cache is; 0: a full cache"),
+    ] = 6000 * 512
     speedup: Annotated[float, Meta(gt=0, description="how many times as fast as profile or fit")] = 1.0
     prefill_rate: Annotated[
         float, Meta(ge=0, description="instead: tokens/s that a worker computes; 0: as profile or fit say")
@@ -190,6 +194,7 @@ def simulated(config: ReplayConfig) -> SimConfig:
         max_step_tokens=config.max_step_tokens,
         prefill_profile=prefill_profile,
         decode_profile=profile,
+        fit_kv_tokens=config.fit_kv_tokens,
         speedup=config.speedup,
         prefill_rate=config.prefill_rate,
         itl_s=config.itl_s,
@@ -222,7 +227,9 @@ def hook_of(config: ReplayConfig) -> PlannerHook | None:
     if config.speedup != 1.0 and (config.profile or config.prefill_profile):
         raise ConfigError("the planner goes by the profile as it is", hint="leave --speedup out")
     kv_tokens = config.blocks_per_worker * config.block_size
-    fit = polynomial_profile(kv_tokens, config.max_num_seqs, config.max_step_tokens, config.speedup)
+    fit = polynomial_profile(
+        kv_tokens, config.max_num_seqs, config.max_step_tokens, config.speedup, fit_kv_tokens=config.fit_kv_tokens
+    )
     settings = simulated(config)
     rules = PlannerConfig(
         mode=config.mode,

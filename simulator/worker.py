@@ -151,6 +151,7 @@ class SimWorker:
         self.scheduler.check_size(len(sequence.prompt), len(sequence.output), stop.max_tokens)
         self.settle(now)
         self.scheduler.queue(sequence)
+        self._move(self.scheduler.plan_moves(), now)
         self.stir(now)
 
     def pull_ended(self, pull: KvPull, now: float) -> None:
@@ -230,8 +231,7 @@ class SimWorker:
     def _begin_step(self, begins_s: float, now: float) -> None:
         """Begin the next step, which began a little ago if it was part of a run that was cut short."""
         step = self.scheduler.plan()
-        for pull in (*step.pulls, *step.loads):
-            self._on_pull(self, pull, now)
+        self._move(step, now)
         if step.rows:
             took_s = self._pace.step_s(step.rows)
             self.computed_tokens += sum(
@@ -240,6 +240,10 @@ class SimWorker:
             self.busy_s += took_s
             self._step, self._step_began_s = step, begins_s
             self._wake_at(max(now, begins_s + took_s))
+
+    def _move(self, step: Step, now: float) -> None:
+        for pull in (*step.pulls, *step.loads):
+            self._on_pull(self, pull, now)
 
     def _decode_s(self, sequences: int, blocks: int) -> float:
         return self._timing.decode_s(sequences, blocks * self.pool.block_size)

@@ -325,26 +325,21 @@ class Scheduler:
             if self._reserve(sequence, count, step):
                 self._add_row(step, sequence, count)
                 budget -= count
-        while self._waiting and budget > 0 and len(self._running) < self._limits.max_num_seqs:
-            sequence = self._waiting[0]
-            if self._joined and self._joins(sequence):
-                self._waiting.popleft()
-                continue
-            if not self._admit(sequence):
-                break
-            self._waiting.popleft()
-            self._running.append(sequence)
-            if self._wants_pull(sequence):
-                sequence.pulling = sequence.pulled = True
-                skip, end = sequence.num_committed, self._blocks_for(len(sequence.tokens) - 1)
-                step.pulls.append(KvPull(sequence, skip, tuple(sequence.table[skip:end])))
-                continue
-            if self.tiers is not None and (load := self._load_for(sequence, self.tiers)) is not None:
-                step.loads.append(load)
-                continue
-            count = min(sequence.num_missing, budget)
-            self._add_row(step, sequence, count)
-            budget -= count
+        while budget > 0 and (admitted := self._admit_next()) is not None:
+            if not self._moves(admitted, step):
+                count = min(admitted.num_missing, budget)
+                self._add_row(step, admitted, count)
+                budget -= count
+        return step
+
+    def plan_moves(self) -> Step:
+        """Choose the pulls and loads that can begin now, although a step is being computed: it has no rows.
+
+        Those who wait are admitted in turn, up to the first one whose KV comes from nowhere.
+        """
+        step = Step()
+        while self._waiting and self._may_move(self._waiting[0]) and (sequence := self._admit_next()) is not None:
+            self._moves(sequence, step)
         return step
 
     def complete(self, step: Step, results: Sequence[Result]) -> list[Output]:
@@ -515,6 +510,48 @@ class Scheduler:
         names = self._matchable(sequence)
         depth = self.pool.peek(names)
         return depth < len(names) and self._joined.join(names[depth], sequence)
+
+    def _admit_next(self) -> SequenceState | None:
+        """Admit the next one who waits, if there are a seat and blocks for it. Those who join a load wait aside."""
+        while self._waiting and len(self._running) < self._limits.max_num_seqs:
+            sequence = self._waiting[0]
+            if self._joined and self._joins(sequence):
+                self._waiting.popleft()
+                continue
+            if not self._admit(sequence):
+                return None
+            self._waiting.popleft()
+            self._running.append(sequence)
+            return sequence
+        return None
+
+    def _moves(self, sequence: SequenceState, step: Step) -> bool:
+        """Begin the pull or the load of a sequence that was just admitted. False: its prompt is computed."""
+        if self._wants_pull(sequence):
+            sequence.pulling = sequence.pulled = True
+            skip, end = sequence.num_committed, self._blocks_for(len(sequence.tokens) - 1)
+            step.pulls.append(KvPull(sequence, skip, tuple(sequence.table[skip:end])))
+        elif self.tiers is not None and (load := self._load_for(sequence, self.tiers)) is not None:
+            step.loads.append(load)
+        return sequence.pulling
+
+    def _may_move(self, sequence: SequenceState) -> bool:
+        """Return whether KV of a waiting sequence may come from elsewhere, and it need not wait for the step's end.
+
+        Whoever is admitted before it finds nothing of what the step is computing.
+        """
+        if sequence.request.ticket is not None and not sequence.pulled:
+            return True
+        if self.tiers is None or sequence.unloadable or len(self._running) >= self._limits.max_num_seqs:
+            return False
+        names = self._matchable(sequence)
+        first = end = self.pool.peek(names)
+        while end < len(names) and self.tiers.has(names[end]):
+            end += 1
+        if end == first or end == len(names):
+            return end > first
+        prompts = [s.hashes for s in self._running if s.num_missing > 1 and not s.pulling]
+        return not any(len(hashes) > end and hashes[end] == names[end] for hashes in prompts)
 
     def _load_for(self, sequence: SequenceState, tiers: TierStack) -> TierLoad | None:
         """Return the load that an admitted sequence begins with, if one is faster than computing its prompt."""

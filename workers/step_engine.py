@@ -192,6 +192,8 @@ class StepEngine:
         self._wake.set()
         undelivered: Ticket | None = None
         try:
+            # What comes from elsewhere need not wait for the end of the step.
+            _begin(self._scheduler.plan_moves(), self._pulls, self._copies, self._marks)
             while True:
                 delta = await queue.take()
                 undelivered = delta.ticket
@@ -349,14 +351,7 @@ class StepEngine:
         try:
             while True:
                 step = self._scheduler.plan()
-                for pull in step.pulls:
-                    self._pulls.start(pull)
-                for load in step.loads:
-                    assert self._copies is not None, "only tiers plan loads"
-                    self._copies.start(load)
-                if self._marks.unscheduled:
-                    moved = [pull.sequence for pull in (*step.pulls, *step.loads)]
-                    self._marks.note_scheduled((*step.sequences, *moved))
+                _begin(step, self._pulls, self._copies, self._marks)
                 if not step.rows:
                     if self._pace is not None:
                         self._pace.rest()
@@ -551,6 +546,18 @@ class _OutputQueue:
 def hesitation(worker_id: WorkerId) -> UnreachableError:
     """Return an error after which a caller tries other workers, and this one again later."""
     return UnreachableError(f"the engine of {worker_id} makes no step", hint="see its log")
+
+
+def _begin(step: Step, pulls: Pulls, copies: TierCopies | None, marks: StageMarks) -> None:
+    """Start the pulls and loads of a step."""
+    for pull in step.pulls:
+        pulls.start(pull)
+    for load in step.loads:
+        assert copies is not None, "only tiers plan loads"
+        copies.start(load)
+    if marks.unscheduled:
+        moved = [pull.sequence for pull in (*step.pulls, *step.loads)]
+        marks.note_scheduled((*step.sequences, *moved))
 
 
 def _takes_nothing(delta: Delta) -> bool:

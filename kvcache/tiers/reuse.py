@@ -6,15 +6,16 @@ from protocol.ids import SequenceHash
 
 
 class Reuse:
-    """Stop copying when a whole tier of copies was made and none was asked for; begin again when one is missed.
+    """Stop copying when `patience_blocks` copies were made and none was asked for; begin again when one is missed.
 
     Blocks that left without a copy are remembered by name, as many as the tier could hold. Traffic without reuse then
-    costs nothing, and the first prefix that comes back is noticed.
+    costs nothing. The first prefix that comes back is computed, and those after it are kept: while what comes back is
+    missed, copying goes on, however long it takes until the first copy can be asked for.
     """
 
-    def __init__(self, capacity_blocks: int) -> None:
+    def __init__(self, capacity_blocks: int, patience_blocks: int) -> None:
         self._capacity = capacity_blocks
-        self._credit = capacity_blocks
+        self._patience = self._credit = min(capacity_blocks, patience_blocks)
         self._lost: dict[SequenceHash, None] = {}
 
     @property
@@ -26,7 +27,7 @@ class Reuse:
 
     def hit(self) -> None:
         """A copy was asked for."""
-        self._credit = self._capacity
+        self._credit = self._patience
 
     def lost(self, names: Iterable[SequenceHash]) -> None:
         """Take the names of blocks that left the device and the tiers."""
@@ -39,9 +40,11 @@ class Reuse:
     def missed(self, name: SequenceHash) -> bool:
         """Return whether a block that is asked for has been here; then copying pays again."""
         if self._lost.pop(name, 0) is None:
-            self._credit = self._capacity
+            self._credit = self._patience
             return True
         return False
 
     def clear(self) -> None:
+        """Begin anew."""
+        self._credit = self._patience
         self._lost.clear()

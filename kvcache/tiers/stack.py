@@ -143,7 +143,7 @@ class TierStack:
         self._max_in_flight = max_in_flight
         self._host = levels[0] if levels[0].tier is Tier.HOST else None
         self._lower = {level.tier: UsedTwice(pool.num_blocks) for level in levels if level is not self._host}
-        self._reuse = Reuse(levels[0].index.max_blocks)
+        self._reuse = Reuse(levels[0].index.max_blocks, pool.num_blocks)
         self._addresses: dict[int, tuple[int, bytes]] = {}  # of blocks of the device, each of one version
         self._looked_at: int | None = None  # blocks that the pool had allocated then; None: look again
         self._burst = 0.0  # blocks allocated in one step: the most, lately
@@ -151,6 +151,10 @@ class TierStack:
         self._journal = pool.journal = PoolJournal()
 
     # --- coming back -----------------------------------------------------------------------------------
+
+    def has(self, name: SequenceHash) -> bool:
+        """Return whether a block of this name can be read from a tier. It need not be the one that is looked for."""
+        return self._piece(name) is not None
 
     def plan_load(self, prefix: Prefix, first: int, backlog_tokens: int) -> PlannedLoad | None:
         """Return the load that brings blocks from number `first` on sooner than computing them would.

@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.pool import BlockPool
+from kvcache.tiers.index import TierIndex
+from kvcache.tiers.rates import TierRates
+from kvcache.tiers.stack import TierLevel, TierStack
 from protocol.errors import ContextLengthError, InvalidRequestError
 from protocol.ids import RequestId, WorkerId
 from protocol.messages import (
@@ -18,6 +21,7 @@ from protocol.messages import (
     Ticket,
     pack_tokens,
 )
+from protocol.tiers import Tier
 from tests.support.budget import examples
 from workers.engines.mock.executor import MockExecutor, mock_token
 from workers.executor import Sampled
@@ -154,6 +158,59 @@ def test_a_pull_skips_the_last_token_and_cached_blocks() -> None:
     step, [output] = run_step(scheduler)
     assert (step.rows[0].start, list(step.rows[0].token_ids)) == (10, [7])
     assert output.delta.token_ids == (9,)
+
+
+def test_a_pull_begins_while_a_step_is_computed_but_overtakes_nobody() -> None:
+    scheduler = make()
+    scheduler.add(request("before", range(5)))
+    step = scheduler.plan()
+    scheduler.add(request("a", range(100, 110), generated=(7,), ticket=ticket(10)))
+    scheduler.add(request("computed", range(200, 210)))
+    scheduler.add(request("b", range(300, 310), generated=(7,), ticket=ticket(10)))
+    moves = scheduler.plan_moves()
+    assert ([pull.sequence.request_id for pull in moves.pulls], moves.rows) == (["a"], [])
+    assert (scheduler.plan_moves().pulls, scheduler.num_waiting) == ([], 2)
+    scheduler.complete(step, [Sampled(9)])
+    assert [pull.sequence.request_id for pull in scheduler.plan().pulls] == ["b"]
+
+
+def with_tier(tokens: Sequence[int]) -> Scheduler:
+    """Return a scheduler whose host memory holds these tokens, which the device holds no more."""
+    pool = BlockPool(16, BLOCK)
+    level = TierLevel(TierIndex(Tier.HOST, 64, BLOCK, lambda _: None), TierRates(1000))
+    tiers = TierStack(pool, [level], b"model", offload="through")
+    scheduler = Scheduler(pool, Limits(8, 16, 256, 1000), [], tiers)
+    for number, prompt in enumerate((tokens, range(900, 960))):
+        scheduler.add(request(f"before-{number}", prompt, max_tokens=1))
+        while scheduler.num_running or scheduler.num_waiting:
+            run_step(scheduler)
+        for save in tiers.plan_saves():
+            tiers.saved(save, arrived=True)
+    return scheduler
+
+
+def test_a_load_begins_while_a_step_is_computed() -> None:
+    scheduler = with_tier(range(100, 108))
+    scheduler.add(request("other", range(500, 505)))
+    step = scheduler.plan()
+    scheduler.add(request("again", range(100, 110)))
+    [load] = scheduler.plan_moves().loads
+    assert len(load.into) == 2
+    scheduler.complete(step, [Sampled(9)])
+    scheduler.load_ended(load, 2)
+    assert [(row.request_id, row.start) for row in scheduler.plan().rows] == [("other", 5), ("again", 8)]
+
+
+def test_a_load_does_not_begin_before_a_step_that_computes_what_follows_it() -> None:
+    scheduler = with_tier(range(100, 108))
+    scheduler.add(request("first", range(100, 116)))
+    [load] = scheduler.plan().loads
+    scheduler.load_ended(load, 0)  # it failed
+    step = scheduler.plan()
+    scheduler.add(request("second", range(100, 116)))
+    assert scheduler.plan_moves().loads == []
+    scheduler.complete(step, [Sampled(9)])
+    assert [row.start for row in scheduler.plan().rows] == [16, 12], "it finds what the step has computed"
 
 
 def test_queued_tokens_count_prompts_to_compute_not_pulls() -> None:
