@@ -1,9 +1,10 @@
 """Run `kvmesh bench kv`: measure what tiers for KV bring, and what host memory costs those who do not use it.
 
-Torch engines of one model run in this process: one has no tier, one keeps evicted KV in host memory, one on a disk. The
-first and one of the others are given the same prompts in turn, and while one is asked the other is idle. Greedy answers
-of both are compared token by token. The device holds fewer prompts than are asked for in a circle, so every prompt has
-been evicted when it comes again. Times are the engine's own, without router and frontend.
+Torch engines of one model run in this process: one has no tier, one keeps evicted KV in host memory, one on a disk, and
+one in storage that it shares with a process. The first and one of the others are given the same prompts in turn, and
+while one is asked the other is idle. Greedy answers of both are compared token by token. The device holds fewer prompts
+than are asked for in a circle, so every prompt has been evicted when it comes again. Times are the engine's own,
+without router and frontend.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from rich.table import Table
 from benchmarks.kv_disk import corrupt, measure_shares
 from benchmarks.kv_engines import BenchedEngine, KvBenchConfig, ThrottledStore, running
 from benchmarks.kv_restart import fill_and_kill
+from benchmarks.kv_shared import corrupt_shared, measure_shared
 from mesh.config import load
 from protocol.errors import EngineError
 from workers.disk_tier import DiskSettings
@@ -42,6 +44,8 @@ class KvBenchReport(Struct, frozen=True, kw_only=True):
     host_speedup: float  # TTFT computed / TTFT from host memory
     disk_speedup: float  # ... TTFT from the disk
     restart_speedup: float  # ... TTFT from the disk, of prompts that a killed process has left there
+    shared_speedup: float  # ... TTFT from shared storage, of prompts that another, killed worker has stored
+    shared_place: str  # a folder, or the bucket that was given
     corrupt_injected: int  # blocks that were damaged, and reads and writes that failed
     corrupt_caught: int
     corrupt_served: int  # with other bytes than were stored
@@ -55,6 +59,7 @@ class KvBenchReport(Struct, frozen=True, kw_only=True):
     ttft_host_ms: float
     ttft_disk_ms: float
     ttft_restart_ms: float
+    ttft_shared_ms: float
     ttft_computed_ms: float
     loaded_blocks: int
     saved_blocks: int
@@ -71,6 +76,7 @@ GOALS = {
     "host_speedup": ">= 8",
     "disk_speedup": ">= 5",
     "restart_speedup": ">= 5",
+    "shared_speedup": ">= 5",
     "corrupt_injected": "> 100",
     "corrupt_caught": "all",
     "corrupt_served": "0",
@@ -90,8 +96,8 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_BENCH_",
         prog="kvmesh bench kv",
-        description="Measure KV in host memory and on a disk against computing it again, with the torch engine, and "
-        "what host memory costs prompts that never come again.",
+        description="Measure KV in host memory, on a disk and in shared storage against computing it again, with the "
+        "torch engine, and what host memory costs prompts that never come again.",
         section="bench",
     )
     report = asyncio.run(measure(config, Console(stderr=True)))
@@ -203,17 +209,18 @@ async def measure(config: KvBenchConfig, console: Console) -> KvBenchReport:
             plain = BenchedEngine(engine)
             host = await measure_host(config, plain, console)
             disk = await measure_disk(config, plain, Path(folder), console)
+            shared = await measure_other(config, plain, Path(folder), console)
             assert engine._info is not None
             layout = engine._info.layout
         console.print("the disk by itself")
         shares = measure_shares(Path(folder), layout.block_bytes, config.disk_mib // 4, config.rounds)
-        corruption = corrupt(Path(folder), layout.block_bytes)
+        damages = corrupt(Path(folder), layout.block_bytes), corrupt_shared(Path(folder), layout.block_bytes)
     return KvBenchReport(
-        wrong_tokens=host.pop("wrong_tokens") + disk.pop("wrong_tokens"),
-        failed=host.pop("failed") + disk.pop("failed") + plain.failed,
-        corrupt_injected=corruption.injected,
-        corrupt_caught=corruption.caught,
-        corrupt_served=corruption.served,
+        wrong_tokens=host.pop("wrong_tokens") + disk.pop("wrong_tokens") + shared.pop("wrong_tokens"),
+        failed=host.pop("failed") + disk.pop("failed") + shared.pop("failed") + plain.failed,
+        corrupt_injected=sum([each.injected for each in damages]),
+        corrupt_caught=sum([each.caught for each in damages]),
+        corrupt_served=sum([each.served for each in damages]),
         disk_read_share=shares.read,
         disk_write_share=shares.write,
         disk_path=shares.path,
@@ -222,6 +229,7 @@ async def measure(config: KvBenchConfig, console: Console) -> KvBenchReport:
         isl_tokens=config.isl_tokens,
         **host,
         **disk,
+        **shared,
     )
 
 
@@ -270,7 +278,7 @@ async def measure_disk(config: KvBenchConfig, plain: BenchedEngine, folder: Path
     settings = DiskSettings(str(folder / "killed"), config.disk_mib * MIB)
     prompts = [bench.fresh_prompt() for _ in range(config.rounds)]
     console.print("prompts that a killed process has left")
-    await asyncio.to_thread(fill_and_kill, config, settings, prompts)
+    await asyncio.to_thread(fill_and_kill, config, TierSettings(disk=settings), prompts)
     async with running(config, TierSettings(disk=settings)) as engine:
         again = BenchedEngine(engine)
         restarted = KvBench(config, again, plain)
@@ -283,6 +291,23 @@ async def measure_disk(config: KvBenchConfig, plain: BenchedEngine, folder: Path
         "restart_speedup": round(statistics.median([without_s / with_s for with_s, without_s in times]), 2),
         "ttft_disk_ms": round(1000 * disk_s, 2),
         "ttft_restart_ms": round(1000 * statistics.median([with_s for with_s, _ in times]), 2),
+    }
+
+
+async def measure_other(config: KvBenchConfig, plain: BenchedEngine, folder: Path, console: Console) -> dict[str, Any]:
+    """Return the fields of the report that are about shared storage."""
+    place = config.shared or f"dir:{folder / 'shared'}"
+    console.print("prompts that another worker has stored")
+    bench = KvBench(config, plain, plain)
+    salt = time.time_ns() % VOCABULARY  # storage that is given may hold the prompts of a run before
+    prompts = [[salt, *bench.fresh_prompt()[1:]] for _ in range(config.rounds)]
+    times = await measure_shared(config, plain, place, prompts)
+    return {
+        "wrong_tokens": times.wrong_tokens,
+        "failed": times.failed,
+        "shared_speedup": round(times.speedup, 2),
+        "shared_place": config.shared or "dir",
+        "ttft_shared_ms": round(1000 * statistics.median(times.loaded_s), 2),
     }
 
 

@@ -32,6 +32,7 @@ class KvBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     host_mib: Annotated[int, Meta(ge=1, description="host memory of the side that has it")] = 2048
     disk: Annotated[str, Meta(description="folder on the disk to measure; default: a temporary one")] = ""
     disk_mib: Annotated[int, Meta(ge=64, description="space on the disk")] = 1024
+    shared: Annotated[str, Meta(description="storage of several workers to measure; default: a temporary folder")] = ""
     json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
 

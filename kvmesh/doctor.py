@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmesh.doctor_cluster import examine_cluster, show_cluster
+from kvmesh.doctor_shared import check_storage
 from kvmesh.nixl_probe import NixlProbe
 from mesh.config import load
 from mesh.discovery import DiscoveryUrl, Put, open_discovery
@@ -59,6 +60,7 @@ class DoctorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     port: Annotated[int, Meta(ge=1, le=65535, description="port the HTTP API is to have")] = 8000
     discovery: DiscoveryUrl = "file:.run/discovery"
     mesh_tls: MeshTls = ""
+    kv_shared: Annotated[str, Meta(description="storage for KV of several workers, to be checked too")] = ""
     cluster: Annotated[bool, Meta(description="look at a running mesh instead: all pairs of its services")] = False
     pairs: Annotated[int, Meta(ge=1, le=10_000, description="cluster: pairs to measure, at most")] = 64
 
@@ -128,6 +130,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
         check_nixl(nixl),
         check_shared_memory(memfd, shm_bytes()),
         check_kv_transfer(not nixl.problem, not memfd),
+        *([check_shared_storage(config.kv_shared)] if config.kv_shared else []),
         check_port(config.host, config.port),
         discovery,
         *([] if discovery.status == "fail" else [check_versions(config.discovery, credentials)]),
@@ -312,6 +315,14 @@ def check_kv_transfer(nixl_works: bool, shm_works: bool) -> Finding:
     if shm_works:
         return Finding("KV transfer", "ok", "through shared memory, between workers on this host")
     return Finding("KV transfer", "fail", "neither NIXL nor shared memory works", "mend one of the two above")
+
+
+def check_shared_storage(place: str) -> Finding:
+    """Report whether workers with this `--kv-shared` could use it. They serve without it if not."""
+    found, problem = check_storage(place)
+    if problem:
+        return Finding("shared KV", "warn", f"{place}: {problem}", "workers would serve without --kv-shared")
+    return Finding("shared KV", "ok", f"{place} {found}")
 
 
 # --- where services meet ------------------------------------------------------------------------------

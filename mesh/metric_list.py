@@ -57,7 +57,7 @@ LABELS: Mapping[str, LabelRule] = {
     "missed": LabelRule("none, ttft, itl, both or failed"),
     "verdict": LabelRule("tried (again, alone), stopped, refused (the same request as one that was stopped)"),
     "found": LabelRule("yes or no"),
-    "tier": LabelRule("storage of KV blocks below the device: host or disk"),
+    "tier": LabelRule("storage of KV blocks below the device: host, disk or shared"),
     "where": LabelRule("device, or below: in any lower tier"),
     "reason": LabelRule("why: a word from the code"),
     "key": LabelRule("name of an API key in the file of keys, or the one name of all tokens", most=4096),
@@ -68,7 +68,7 @@ LABELS: Mapping[str, LabelRule] = {
     "what": LabelRule(
         "replays, snapshots, digests, divergences, resets, rests, dropped or unreadable; of a tier: reads or writes"
     ),
-    "path": LabelRule("way to the bytes of a tier: memory, direct or buffered"),
+    "path": LabelRule("way to the bytes of a tier: memory, direct, buffered or s3"),
     "state": LabelRule("live or recovering (feeds); ready, starting or draining (workers)"),
     "route": LabelRule("path of the router's HTTP API, with names in braces"),
     "status": LabelRule("HTTP status"),
@@ -304,6 +304,12 @@ _WORKER = (
     _counter(_P + "kv_tier_refused_total", "loads", _OF_TIER, "Loads not made: computing was expected to be faster."),
     _counter(_P + "kv_tier_loaded_bytes_total", "bytes", _OF_TIER, "KV bytes that came back from a lower tier."),
     _counter(_P + "kv_tier_saved_bytes_total", "bytes", _OF_TIER, "KV bytes copied to a lower tier."),
+    _counter(
+        _P + "kv_tier_collected_bytes_total",
+        "bytes",
+        _OF_TIER,
+        "Bytes that this worker has removed from shared storage, because they were old or too many.",
+    ),
     _counter(
         _P + "kv_tier_dropped_blocks_total",
         "blocks",

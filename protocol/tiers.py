@@ -9,10 +9,10 @@ class Tier(IntEnum):
     DEVICE = 0
     HOST = 1
     DISK = 2
-    OBJECT = 3
+    SHARED = 3
 
 
-MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK", Tier.OBJECT: "OBJECT"}  # in our own KV events
+MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK", Tier.SHARED: "SHARED"}  # in our own KV events
 TIER_WORDS = {
     **dict.fromkeys(("", "GPU", "DEVICE", "HBM"), Tier.DEVICE),
     **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "HOST_PINNED", "DRAM"), Tier.HOST),
@@ -22,7 +22,7 @@ TIER_WORDS = {
 
 def tier_of(medium: str | None) -> Tier:
     """Return the tier that an engine's word for a storage medium means; an unknown word means the slowest."""
-    return TIER_WORDS.get((medium or "").upper(), Tier.OBJECT)
+    return TIER_WORDS.get((medium or "").upper(), Tier.SHARED)
 
 
 def tiers_of(mask: int) -> list[Tier]:

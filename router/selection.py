@@ -66,7 +66,7 @@ def savings_of(card: WorkerCard) -> TierSavings | None:
         TierSaving(max(0.0, 1.0 - one.block_s / compute_s), one.latency_s / compute_s)
         if (one := measured.get(tier)) is not None
         else None
-        for tier in (Tier.HOST, Tier.DISK, Tier.OBJECT)
+        for tier in (Tier.HOST, Tier.DISK, Tier.SHARED)
     ]
     return host, disk, far
 

@@ -11,7 +11,7 @@ from mesh.lifecycle import run
 from mesh.telemetry import setup_logging
 from protocol.errors import ConfigError
 from workers.config import WorkerConfig
-from workers.disk_tier import TIER_THREAD
+from workers.durable_tier import TIER_THREAD
 from workers.names import with_name
 from workers.service import serve
 from workers.step_engine import ENGINE_THREAD

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from kvcache.tiers.place import place_of
 from kvevents.nats_access import USAGE as NATS_USAGE
 from mesh.discovery import DiscoveryUrl
 from mesh.identity.credentials import MeshProbes, MeshTls
@@ -75,6 +76,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mock_disk_bandwidth_gbps: Annotated[
         float, Meta(ge=0, description="mock: gigabytes of KV per second to and from --kv-disk; 0: as fast as it is")
     ] = 0.0
+    mock_shared_bandwidth_gbps: Annotated[
+        float, Meta(ge=0, description="mock: gigabytes of KV per second to and from --kv-shared; 0: as fast as it is")
+    ] = 0.0
     mock_start_s: Annotated[float, Meta(ge=0, description="mock: time to load, before it joins the mesh")] = 0.0
     capacity: Annotated[
         Annotated[float, Meta(ge=0.01, le=100)] | None,
@@ -117,6 +121,17 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     )
     kv_disk_salted: Annotated[
         bool, Meta(description="torch, mock: --kv-disk takes KV of requests with a cache_salt, and writes the salt too")
+    ] = False
+    kv_shared: Annotated[
+        str,
+        Meta(description="torch, mock: dir:PATH, storage of several workers for KV that is used twice; empty: none"),
+    ] = ""
+    kv_shared_gib: Annotated[float, Meta(gt=0, description="torch, mock: space of one model in --kv-shared")] = 64.0
+    kv_shared_hours: Annotated[
+        float, Meta(gt=0, description="torch, mock: KV in --kv-shared that nobody uses so long is removed")
+    ] = 168.0
+    kv_shared_salted: Annotated[
+        bool, Meta(description="torch, mock: --kv-shared takes KV of requests with a cache_salt, and the salt too")
     ] = False
     kv_offloading_gib: Annotated[float, Meta(gt=0, description="vllm: host memory of --kv-connector offloading")] = 4.0
     offer_lease_s: Annotated[float, Meta(gt=0, description="a KV offer that nobody fetches is unpinned after")] = 30.0
@@ -178,12 +193,15 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         the engine would not heed."""
         tool_parser_name(self.tool_parser)
         reasoning_parser_name(self.reasoning_parser)
-        tier = "--kv-host-mib" if self.kv_host_mib else "--kv-disk" if self.kv_disk else ""
-        if tier and self.engine not in ("torch", "mock"):
+        given = {"--kv-host-mib": self.kv_host_mib, "--kv-disk": self.kv_disk, "--kv-shared": self.kv_shared}
+        tiers = [name for name, value in given.items() if value]
+        if tiers and self.engine not in ("torch", "mock"):
             raise ConfigError(
-                f"{tier} is not for the engine {self.engine}",
+                f"{tiers[0]} is not for the engine {self.engine}",
                 hint="engines of other projects have tiers of their own, see docs/engines.md",
             )
+        if self.kv_shared:
+            place_of(self.kv_shared)
         if self.guide_whitespace != "compact" and self.engine != "torch":
             raise ConfigError(
                 f"--guide-whitespace is not for the engine {self.engine}",

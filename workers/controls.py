@@ -101,7 +101,7 @@ class WorkerControls:
                 where = "" if tiers is None else f" of {', '.join(tier.name.lower() for tier in tiers)}"
                 return f"the prefix cache{where} is empty"
             case ControlAction.SLEEP if isinstance(engine, ResetsCache):
-                await engine.reset_cache()
+                await engine.reset_cache(spares_shared=True)  # others go on
                 return "asleep; its prefix cache is empty"
             case ControlAction.WAKE:
                 return "awake"

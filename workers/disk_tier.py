@@ -1,10 +1,9 @@
 """Open the disk tier of an engine of ours. Whatever the disk does, the worker serves: without the tier, if need be."""
 
-import asyncio
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvcache.tiers.address import model_fingerprint
@@ -15,19 +14,17 @@ from kvcache.tiers.rates import TierRates
 from kvcache.tiers.restore import restore
 from kvcache.tiers.slots import header_bytes, pages
 from kvcache.tiers.stack import TierLevel
-from kvcache.tiers.store import TierError, TierStore
 from protocol.errors import ConfigError
 from protocol.messages import KvLayout
 from protocol.tiers import Tier
+from workers.durable_tier import MOST_BLOCKS, OpenedTier, open_durable
 from workers.weights_print import weights_print
 
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
-TIER_THREAD = "tier"  # threads that wait for storage have names that begin so
 SCAN_S = 30.0  # for the headers of a disk
 OPEN_S = 45.0  # until a worker starts without its disk
-MOST_BLOCKS = 1 << 18  # each takes 1.3 KiB of the worker's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +36,7 @@ class DiskSettings:
     takes_salted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedDisk:
-    """A disk tier with the blocks that were found there. Without a store it is switched off from the start."""
-
-    level: TierLevel
-    fingerprint: bytes
-    store: TierStore | None = None
-
-
-async def open_disk(settings: DiskSettings, model: str, model_path: str, layout: KvLayout) -> OpenedDisk:
+async def open_disk(settings: DiskSettings, model: str, model_path: str, layout: KvLayout) -> OpenedTier:
     """Open a disk in a thread, for at most OPEN_S. Raise ConfigError if it is smaller than a block."""
     slot_bytes = pages(layout.block_bytes) + header_bytes(layout.block_size)
     max_blocks = min(settings.num_bytes // slot_bytes, MOST_BLOCKS)
@@ -57,25 +45,16 @@ async def open_disk(settings: DiskSettings, model: str, model_path: str, layout:
             f"--kv-disk-gib gives {settings.num_bytes} bytes, a KV block of this model takes {slot_bytes} on a disk",
             hint="give at least one block",
         )
-    thread = ThreadPoolExecutor(1, thread_name_prefix=f"{TIER_THREAD} open")
-    opening = thread.submit(_open, settings, model, model_path, layout, max_blocks)
-    thread.shutdown(wait=False)
-    try:
-        async with asyncio.timeout(OPEN_S):
-            return await asyncio.wrap_future(opening)
-    except (OSError, TierError) as error:
-        opening.add_done_callback(_close_late)
-        problem = f"it does not answer within {OPEN_S:g} s" if isinstance(error, TimeoutError) else str(error)
-        log.error("--kv-disk %s is switched off: %s", settings.path, problem)
-    except BaseException:
-        opening.add_done_callback(_close_late)
-        raise
-    level = TierLevel(TierIndex(Tier.DISK, max_blocks, layout.block_size, bool), TierRates(layout.block_bytes))
-    level.health.switch_off()
-    return OpenedDisk(level, model_fingerprint(model, layout))
+    return await open_durable(
+        f"--kv-disk {settings.path}",
+        Tier.DISK,
+        layout,
+        OPEN_S,
+        partial(_open, settings, model, model_path, layout, max_blocks),
+    )
 
 
-def _open(settings: DiskSettings, model: str, model_path: str, layout: KvLayout, max_blocks: int) -> OpenedDisk:
+def _open(settings: DiskSettings, model: str, model_path: str, layout: KvLayout, max_blocks: int) -> OpenedTier:
     fingerprint = model_fingerprint(model, layout, weights_print(model_path))
     form = form_of(fingerprint, layout.block_bytes, layout.block_size, max_blocks)
     began = time.monotonic()
@@ -88,7 +67,7 @@ def _open(settings: DiskSettings, model: str, model_path: str, layout: KvLayout,
     index = _restored(store, fingerprint, layout)
     log.info("%s has %d KV blocks, found in %.1f s", folder.path, len(index), time.monotonic() - began)
     level = TierLevel(index, TierRates(layout.block_bytes), keeps_salted=settings.takes_salted)
-    return OpenedDisk(level, fingerprint, store)
+    return OpenedTier(level, fingerprint, store)
 
 
 def _restored(store: DiskStore, fingerprint: bytes, layout: KvLayout) -> TierIndex:
@@ -100,9 +79,3 @@ def _restored(store: DiskStore, fingerprint: bytes, layout: KvLayout) -> TierInd
         if block.address not in kept:
             store.remove(block.address)
     return index
-
-
-def _close_late(opening: Future[OpenedDisk]) -> None:
-    """Close what was opened when nobody waited for it any more: another process may have the folder."""
-    if not opening.cancelled() and opening.exception() is None and (store := opening.result().store) is not None:
-        store.close()

@@ -193,8 +193,10 @@ class ReportsLoad(Protocol):
 class ResetsCache(Protocol):
     """An engine of ours, which can forget its prefix cache. It has no other controls of its own."""
 
-    async def reset_cache(self, tiers: Collection[Tier] | None = None) -> None:
+    async def reset_cache(self, tiers: Collection[Tier] | None = None, *, spares_shared: bool = False) -> None:
         """Forget the cached blocks of some tiers, or of all, also those that would outlive the worker.
+
+        Shared storage forgets them for all workers of the model, unless `spares_shared`.
 
         Raise InvalidRequestError while blocks are in use or for a tier that is not there, and EngineError if a tier
         cannot keep the reset.

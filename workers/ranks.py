@@ -86,11 +86,11 @@ class RankedEngine:
             tiers=tuple(tier for load in loads for tier in load.tiers),
         )
 
-    async def reset_cache(self, tiers: Collection[Tier] | None = None) -> None:
+    async def reset_cache(self, tiers: Collection[Tier] | None = None, *, spares_shared: bool = False) -> None:
         """Forget the caches of all ranks, or of none."""
         if (tiers is None or Tier.DEVICE in tiers) and self.load().used_blocks:
             raise InvalidRequestError("blocks of the cache are in use", hint="drain the worker, or try again")
-        await asyncio.gather(*(one.reset_cache(tiers) for one in self._ranks))
+        await asyncio.gather(*(one.reset_cache(tiers, spares_shared=spares_shared) for one in self._ranks))
 
     def check_health(self) -> None:
         for one in self._ranks:

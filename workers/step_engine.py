@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,12 +36,14 @@ from protocol.messages import (
 from protocol.tiers import Tier
 from workers.checks import check_embedding, check_generation
 from workers.disk_tier import open_disk
+from workers.durable_tier import OpenedTier
 from workers.engine import EngineInfo, EngineLoad, EngineReport, PeerAnswers
 from workers.executor import Executor, ModelInfo, Pace, Result, Row
 from workers.guides import Guides
 from workers.metrics import HESITATIONS, STEP_SECONDS, STEP_TOKENS
 from workers.pulls import Pulls
 from workers.scheduler import Limits, Output, Scheduler, Step
+from workers.shared_tier import FollowedStorage, open_shared
 from workers.stage_marks import StageMarks
 from workers.stall import StepWatch
 from workers.tier_copies import TierCopies
@@ -127,6 +129,7 @@ class StepEngine:
         self._pace: Pace | None = None
         self._copies: TierCopies | None = None
         self._tiers: OpenTiers | None = None
+        self._shared: FollowedStorage | None = None
         self.tier_report: Callable[[], TierReport] = TierReport
 
     async def start(self, worker_id: WorkerId, address: str) -> EngineInfo:
@@ -154,6 +157,7 @@ class StepEngine:
             )
             self.tier_report = partial(report_of, tiers.stack)
             self._tiers = tiers
+            self._shared = FollowedStorage.of(tiers.stack, tiers.stores, self._config.pull_timeout_s, self._plan_events)
         if model.pace is not None:
             self._thread.shutdown(wait=False)  # its work is done
         self._loop_task = asyncio.create_task(self._run(), name="engine steps")
@@ -248,21 +252,26 @@ class StepEngine:
     def rename(self, worker_id: WorkerId) -> None:
         self._worker_id = worker_id
 
-    async def reset_cache(self, tiers: Collection[Tier] | None = None) -> None:
+    async def reset_cache(self, tiers: Collection[Tier] | None = None, *, spares_shared: bool = False) -> None:
         """Forget the cached blocks of some tiers, or of all.
 
         A block in use cannot be forgotten: what is computed next follows on from it.
         """
-        wanted = tuple(Tier) if tiers is None else tiers
-        if Tier.DEVICE in wanted and (held := self._pool.held_blocks):
-            raise InvalidRequestError(f"{held} blocks of the cache are in use", hint="drain the worker, or try again")
-        if tiers is not None:
-            check_reset(tiers, self._scheduler.tiers)
-        self._publish_events()
-        self._cache.clear(wanted)
-        self._publish_events()
-        if self._copies is not None:
-            await self._copies.clear(wanted)
+        wanted = [tier for tier in (Tier if tiers is None else tiers) if tier is not Tier.SHARED or not spares_shared]
+        async with AsyncExitStack() as still:
+            if self._shared is not None and Tier.SHARED in wanted:
+                await still.enter_async_context(self._shared.still())
+            if Tier.DEVICE in wanted and (held := self._pool.held_blocks):
+                raise InvalidRequestError(
+                    f"{held} blocks of the cache are in use", hint="drain the worker, or try again"
+                )
+            if tiers is not None:
+                check_reset(tiers, self._scheduler.tiers)
+            self._publish_events()
+            self._cache.clear(wanted)
+            self._publish_events()
+            if self._copies is not None:
+                await self._copies.clear(wanted)
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -309,6 +318,8 @@ class StepEngine:
             with suppress(asyncio.CancelledError):
                 await self._loop_task
             await self._pulls.close()
+            if self._shared is not None:
+                await self._shared.close()
             if self._copies is not None and not await self._copies.close():
                 return  # a copy may still use the memory of the transfer: it ends with the process
         for offer in self._offers.values():
@@ -485,10 +496,12 @@ async def _open_cache(
     config: StepEngineConfig, model: ModelInfo, region: KvRegion, limits: Limits, executor: Executor
 ) -> tuple[BlockPool, Scheduler, OpenTiers | None]:
     pool = BlockPool(config.num_blocks, model.layout.block_size)
-    disk = None
+    durable: list[OpenedTier] = []
     if config.tiers.disk is not None:
-        disk = await open_disk(config.tiers.disk, config.model, config.model_path, model.layout)
-    tiers = open_tiers(config.tiers, config.model, model.layout, region, pool, executor, disk)
+        durable.append(await open_disk(config.tiers.disk, config.model, config.model_path, model.layout))
+    if config.tiers.shared is not None:
+        durable.append(await open_shared(config.tiers.shared, config.model, config.model_path, model.layout))
+    tiers = open_tiers(config.tiers, config.model, model.layout, region, pool, executor, durable)
     stack = None if tiers is None else tiers.stack
     return pool, Scheduler(pool, limits, model.eos_token_ids, stack), tiers
 

@@ -18,7 +18,7 @@ from kvcache.tiers.store import Payload, TierCorruptError, TierError, TierIoErro
 from protocol.errors import EngineError
 from protocol.ids import RequestId
 from protocol.tiers import Tier
-from workers.disk_tier import TIER_THREAD
+from workers.durable_tier import TIER_THREAD
 from workers.executor import Row
 from workers.metrics import TIER_LOAD_SECONDS, TIER_LOADS
 from workers.scheduler import Scheduler, TierLoad

@@ -1,6 +1,6 @@
 """Open the tiers of an engine of ours as its settings say, and say how they are."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcache.memory import KvRegion
@@ -14,9 +14,11 @@ from kvcache.tiers.store import DeviceBlocks, HostRegionBlocks, TierStore
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages import CardTier, KvLayout
 from protocol.tiers import Tier
-from workers.disk_tier import DiskSettings, OpenedDisk
+from workers.disk_tier import DiskSettings
+from workers.durable_tier import OpenedTier
 from workers.engine import TierUse
 from workers.executor import CopiesBlocks, Executor
+from workers.shared_tier import SharedSettings
 
 MIB = 1 << 20
 IN_FLIGHT_BYTES = 64 * MIB  # of copies that go down at a time
@@ -30,6 +32,7 @@ class TierSettings:
     host_bytes: int = 0
     offload: Offload = "ahead"
     disk: DiskSettings | None = None
+    shared: SharedSettings | None = None
 
 
 NO_TIERS = TierSettings()
@@ -59,12 +62,11 @@ def open_tiers(
     region: KvRegion,
     pool: BlockPool,
     executor: Executor,
-    disk: OpenedDisk | None = None,
+    durable: Sequence[OpenedTier] = (),
 ) -> OpenTiers | None:
     """Return the tiers, None if the settings ask for none. Raises ConfigError if they cannot be had."""
     opened = [_open_host(settings.host_bytes, layout)] if settings.host_bytes else []
-    if disk is not None:
-        opened.append((disk.level, disk.store))
+    opened += [(tier.level, tier.store) for tier in durable]
     if not opened:
         return None
     levels = [level for level, _ in opened]
@@ -72,7 +74,7 @@ def open_tiers(
     stack = TierStack(
         pool,
         levels,
-        model_fingerprint(model, layout) if disk is None else disk.fingerprint,
+        next((tier.fingerprint for tier in durable if tier.store is not None), model_fingerprint(model, layout)),
         offload=settings.offload,
         max_in_flight=max(LEAST_IN_FLIGHT, IN_FLIGHT_BYTES // layout.block_bytes),
     )
@@ -98,7 +100,7 @@ def _device_blocks(region: KvRegion, executor: Executor) -> DeviceBlocks:
         return executor.device_blocks()
     raise ConfigError(
         f"the KV cache is on {region.device}, from where this engine copies nothing",
-        hint="set no tiers: --kv-host-mib 0, no --kv-disk",
+        hint="set no tiers: --kv-host-mib 0, no --kv-disk, no --kv-shared",
     )
 
 

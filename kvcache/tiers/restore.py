@@ -1,4 +1,4 @@
-"""Rebuild the index of a tier from what a restart has found. Pure.
+"""Rebuild the index of a tier from what a restart has found, or others have stored. Pure.
 
 A block counts only if all blocks before it were found too, and if name and address are those of its tokens after them.
 """
@@ -11,11 +11,16 @@ from protocol.ids import SequenceHash
 
 
 def restore(
-    index: TierIndex, found: Sequence[tuple[TierBlock, int]], fingerprint: bytes, block_size: int
+    index: TierIndex,
+    found: Sequence[tuple[TierBlock, int]],
+    fingerprint: bytes,
+    block_size: int,
+    *,
+    evicts: bool = False,
 ) -> set[bytes]:
-    """Fill an empty index with blocks and their stamps; return the addresses of those that it holds now.
+    """Add blocks with their stamps to an index; return the addresses of those that it has taken.
 
-    The latest written counts as the latest used.
+    The latest written counts as the latest used. `evicts`: they may take the place of those that are there.
     """
     by_age = [block for block, _ in sorted(found, key=lambda each: each[1])]
     by_name = {block.name: block for block in by_age if len(block.tokens) == block_size}
@@ -24,13 +29,18 @@ def restore(
         children.setdefault(block.parent, []).append(block)
     kept: set[bytes] = set()
     pending: list[tuple[TierBlock, TierBlock | None]] = [(block, None) for block in children.get(None, [])]
+    for name in children:
+        if name is not None and (parent := index.get(name)) is not None:
+            pending += [(block, parent) for block in children[name]]
     while pending:
         block, parent = pending.pop()
-        if not follows(block, parent, fingerprint) or len(index) >= index.max_blocks or not index.admit(block):
+        if block.address in kept or not follows(block, parent, fingerprint):
             continue
-        index.arrived(block)
+        if not (evicts or len(index) < index.max_blocks) or not (index.admit(block) and index.arrived(block)):
+            continue
         kept.add(block.address)
         pending += [(child, block) for child in children.get(block.name, [])]
     for block in by_age:
-        index.touch(block.name)
+        if block.address in kept:
+            index.touch(block.name)
     return kept

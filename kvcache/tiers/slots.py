@@ -1,4 +1,4 @@
-"""Write and check the headers of a disk tier: each has all that is needed to find its block again. Pure.
+"""Write and check the headers of blocks that outlive a process: each has all that finds its block again. Pure.
 
     magic [8] · version u32 · length of the body u32 · checksum of the body [16] · body · zeros, to whole pages
 
@@ -59,6 +59,11 @@ def pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
+def least_header_bytes() -> int:
+    """Return the bytes that every header has."""
+    return _PREFIX.size
+
+
 def header_bytes(block_size: int) -> int:
     """Return the bytes of a header for blocks of so many tokens."""
     return pages(_PREFIX.size + _OTHER_BYTES + 4 * block_size)
@@ -75,6 +80,17 @@ def write_header(
 
     Raise TierError if the header is too long.
     """
+    header, payload_checksum = pack_header(block, fingerprint, epoch, stamp, payload)
+    if len(header) > into.nbytes:
+        raise TierError(f"the header of a KV block has {len(header)} bytes, a slot has room for {into.nbytes}")
+    into.data[:] = header.ljust(into.nbytes, b"\0")
+    return payload_checksum
+
+
+def pack_header(
+    block: TierBlock, fingerprint: bytes, epoch: bytes, stamp: int, payload: Payload
+) -> tuple[bytes, bytes]:
+    """Return the header of a block, without the zeros at its end, and the checksum of the payload."""
     payload_checksum = checksum(payload.data)
     body = msgspec.msgpack.encode(
         SlotBody(
@@ -91,11 +107,7 @@ def write_header(
             payload_checksum,
         )
     )
-    header = _PREFIX.pack(_MAGIC, SLOT_VERSION, len(body), checksum(body)) + body
-    if len(header) > into.nbytes:
-        raise TierError(f"the header of a KV block has {len(header)} bytes, a slot has room for {into.nbytes}")
-    into.data[:] = header.ljust(into.nbytes, b"\0")
-    return payload_checksum
+    return _PREFIX.pack(_MAGIC, SLOT_VERSION, len(body), checksum(body)) + body, payload_checksum
 
 
 def read_header(header: Payload, fingerprint: bytes, epoch: bytes) -> SlotBody:

@@ -138,7 +138,7 @@ class TierStack:
         self.levels = levels
         self.compute = ComputeRate()
         self.window = HitWindow()
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._offload = offload
         self._max_in_flight = max_in_flight
         self._host = levels[0] if levels[0].tier is Tier.HOST else None
@@ -260,7 +260,7 @@ class TierStack:
 
     def _equal(self, prefix: Prefix, first: int, pieces: Sequence[LoadPiece]) -> int:
         """Return how many of the blocks found by name have the prompt's tokens and address."""
-        address = root_address(self._fingerprint, prefix.lora, prefix.salt)
+        address = root_address(self.fingerprint, prefix.lora, prefix.salt)
         for number in range(first):
             address = content_address(address, prefix.tokens_of(number))
         for count, (level, block) in enumerate(pieces):
@@ -428,7 +428,7 @@ class TierStack:
             path.append(here)
             here = self._parent_of(here)
         if here is None:
-            address = root_address(self._fingerprint, source.lora, source.salt)
+            address = root_address(self.fingerprint, source.lora, source.salt)
         for block in reversed(path):
             address = content_address(address, block.tokens)
             self._addresses[block.block_id] = (block.version, address)

@@ -1,10 +1,11 @@
-"""The benchmark of the disk tier notices all damage that it does."""
+"""The benchmarks of disks and of shared storage notice all damage that it does."""
 
 from pathlib import Path
 
 import pytest
 
 from benchmarks.kv_disk import FAULTS, corrupt, measure_shares
+from benchmarks.kv_shared import corrupt_shared
 from protocol.errors import ConfigError
 
 
@@ -12,6 +13,12 @@ def test_all_damage_is_caught_and_none_served(tmp_path: Path) -> None:
     result = corrupt(tmp_path, block_bytes=3000)
     assert result.injected > 100
     assert result.injected % len(FAULTS) == 0
+    assert (result.caught, result.served) == (result.injected, 0)
+
+
+def test_all_damage_in_shared_storage_is_caught_and_none_served(tmp_path: Path) -> None:
+    result = corrupt_shared(tmp_path, block_bytes=3000)
+    assert result.injected > 100
     assert (result.caught, result.served) == (result.injected, 0)
 
 

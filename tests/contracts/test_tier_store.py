@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvcache.tiers.collect import SharedLimits
 from kvcache.tiers.disk import DiskStore, form_of
 from kvcache.tiers.folder import own_folder
 from kvcache.tiers.host import HostStore
 from kvcache.tiers.index import TierBlock
+from kvcache.tiers.objects import FolderObjects
+from kvcache.tiers.shared import SharedStore
 from kvcache.tiers.store import Payload, TierError, TierStore
 from protocol.ids import SequenceHash
 
@@ -21,9 +24,14 @@ def open_disk_store(path: Path) -> TierStore:
     return DiskStore(own_folder(path, form_of(b"k" * 32, BLOCK_BYTES, 2, MOST)), MOST, BLOCK_BYTES)
 
 
+def open_shared_store(path: Path) -> TierStore:
+    return SharedStore(FolderObjects(path), b"k" * 32, BLOCK_BYTES, MOST, SharedLimits(1 << 30, 3600.0))
+
+
 STORES: dict[str, Callable[[Path], TierStore]] = {
     "host": lambda _: HostStore(MOST, BLOCK_BYTES),
     "disk": open_disk_store,
+    "shared": open_shared_store,
 }
 
 

@@ -60,6 +60,15 @@ def test_every_finding_that_is_not_ok_says_what_to_do() -> None:
         assert finding.advice, finding
 
 
+def test_shared_storage_is_tried(tmp_path: Path) -> None:
+    finding = doctor.check_shared_storage(f"dir:{tmp_path / 'kv'}")
+    assert finding.status == "ok"
+    assert not [path for path in (tmp_path / "kv").rglob("*") if path.is_file()], "the doctor left something behind"
+    (tmp_path / "file").write_text("")
+    assert "cannot be opened" in doctor.check_shared_storage(f"dir:{tmp_path / 'file'}").found
+    assert doctor.check_shared_storage("nfs:x").status == "warn"
+
+
 def test_a_missing_package_is_named() -> None:
     finding = doctor.check_packages(["msgspec", "no-such-distribution"])
     assert (finding.status, finding.found) == ("fail", "missing: no-such-distribution")

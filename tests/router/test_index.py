@@ -352,8 +352,8 @@ def test_known_blocks_come_to_another_tier_without_their_tokens(new_index: NewIn
         ("CPU_PINNED", Tier.HOST),
         ("disk", Tier.DISK),
         ("NVMe", Tier.DISK),
-        ("S3", Tier.OBJECT),
-        ("whatever", Tier.OBJECT),
+        ("S3", Tier.SHARED),
+        ("whatever", Tier.SHARED),
     ],
 )
 def test_the_engines_words_for_tiers(medium: str | None, tier: Tier) -> None:

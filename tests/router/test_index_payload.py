@@ -57,7 +57,7 @@ def prefixes(lora: str | None = None, salt: str | None = None) -> list[int]:
 USUAL: list[tuple[str, list[object], set[tuple[int, int]]]] = [
     ("the map form", [stored_map()], {(p, Tier.DEVICE) for p in prefixes()}),
     ("another tier", [stored_map(medium="cpu")], {(p, Tier.HOST) for p in prefixes()}),
-    ("an unknown medium", [stored_map(medium="tape")], {(p, Tier.OBJECT) for p in prefixes()}),
+    ("an unknown medium", [stored_map(medium="tape")], {(p, Tier.SHARED) for p in prefixes()}),
     ("no medium", [stored_map(medium=None)], {(p, Tier.DEVICE) for p in prefixes()}),
     ("an adapter", [stored_map(lora_name="l", lora_id=3)], {(p, Tier.DEVICE) for p in prefixes("l")}),
     ("its number alone", [stored_map(lora_id=-3)], {(p, Tier.DEVICE) for p in prefixes("lora-id--3")}),

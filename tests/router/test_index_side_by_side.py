@@ -20,7 +20,7 @@ from tests.support.implementations import needs_native
 HOLDERS = [Holder(WorkerId(worker), rank) for worker in "abc" for rank in range(2)]
 
 holders = st.sampled_from(HOLDERS)
-tiers = st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.OBJECT])
+tiers = st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.SHARED])
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=10)
 limits = st.sampled_from([3, 12, 40, 1000])
 

@@ -8,7 +8,7 @@ from kvcache.tiers.address import content_address, root_address
 from kvcache.tiers.disk import DiskStore, SystemIo, form_of
 from kvcache.tiers.folder import FolderForm, own_folder
 from kvcache.tiers.index import TierBlock
-from kvcache.tiers.store import Payload
+from kvcache.tiers.store import Payload, TierStore
 from protocol.hashing import sequence_hashes
 
 BLOCK, BLOCK_BYTES = 4, 5000
@@ -73,7 +73,7 @@ def payload_of(block: TierBlock) -> bytes:
     return (block.address * (BLOCK_BYTES // 32 + 1))[:BLOCK_BYTES]
 
 
-def put(store: DiskStore, blocks: list[TierBlock]) -> None:
+def put(store: TierStore, blocks: list[TierBlock]) -> None:
     """Store blocks; raise the first error."""
 
     def fill(block: TierBlock, payload: Payload) -> None:
@@ -84,7 +84,7 @@ def put(store: DiskStore, blocks: list[TierBlock]) -> None:
             raise error
 
 
-def read(store: DiskStore, block: TierBlock) -> bytes:
+def read(store: TierStore, block: TierBlock) -> bytes:
     got: list[bytes] = []
     store.load([block.address], lambda payload: got.append(payload.tobytes()))
     return got[0]

@@ -11,11 +11,13 @@ from workers.engine import Engine
 from workers.executor import Executor
 from workers.names import served_name
 from workers.ranks import RankedEngine
+from workers.shared_tier import SharedSettings
 from workers.stall import STEP_STALL_S
 from workers.step_engine import StepEngine, StepEngineConfig
 from workers.tiers import MIB, TierSettings
 
 NEVER_S = 1e9
+HOUR_S = 3600.0
 
 
 def tier_settings(config: WorkerConfig) -> TierSettings:
@@ -23,7 +25,16 @@ def tier_settings(config: WorkerConfig) -> TierSettings:
     disk = None
     if config.kv_disk:
         disk = DiskSettings(config.kv_disk, int(config.kv_disk_gib * GIB), config.kv_disk_salted)
-    return TierSettings(config.kv_host_mib * MIB, config.kv_offload, disk)
+    shared = None
+    if config.kv_shared:
+        shared = SharedSettings(
+            config.kv_shared,
+            int(config.kv_shared_gib * GIB),
+            config.kv_shared_hours * HOUR_S,
+            config.kv_shared_salted,
+            config.pull_timeout_s,
+        )
+    return TierSettings(config.kv_host_mib * MIB, config.kv_offload, disk, shared)
 
 
 def open_step_engine(config: WorkerConfig, open_executor: Callable[[], Executor]) -> Engine:

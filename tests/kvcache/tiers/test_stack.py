@@ -113,7 +113,7 @@ def test_a_salt_and_a_model_are_part_of_the_address() -> None:
     stack.run(prompt(100, 3))
     stack.save()
     assert stack.stack.plan_load(stack.prefix(prompt(100, 3), salt="other"), 0, 0) is None
-    stack.stack._fingerprint = b"another model"
+    stack.stack.fingerprint = b"another model"
     assert stack.load(prompt(100, 3)) is None
 
 

@@ -38,6 +38,7 @@ def _open_executor(config: WorkerConfig) -> MockExecutor:
         tier_s_per_token={
             Tier.HOST: pull_s_per_token(profile, config.mock_host_bandwidth_gbps, config.mock_speedup),
             Tier.DISK: pull_s_per_token(profile, config.mock_disk_bandwidth_gbps, config.mock_speedup),
+            Tier.SHARED: pull_s_per_token(profile, config.mock_shared_bandwidth_gbps, config.mock_speedup),
         },
         start_s=config.mock_start_s,
         loras=adapter_names(config),
