@@ -14,7 +14,7 @@ from workers.engines.torch import kernels  # noqa: E402
 from workers.engines.torch.batch import plan_step, to_device  # noqa: E402
 from workers.engines.torch.cache import PagedKv, allocate  # noqa: E402
 from workers.engines.torch.config import ModelConfig, RopeConfig  # noqa: E402
-from workers.engines.torch.cpu import bfloat16_by, cpu_flags  # noqa: E402
+from workers.engines.torch.cpu import bfloat16_by, cpu_flags, is_amd  # noqa: E402
 from workers.engines.torch.executor import TorchExecutor  # noqa: E402
 from workers.engines.torch.kernels import CpuKernels, KernelShare, Projection, all_kernels, share_of  # noqa: E402
 from workers.engines.torch.metrics import STEPS as STEPS_TAKEN  # noqa: E402
@@ -121,7 +121,7 @@ def test_every_instruction_set_computes_what_torch_computes(shape: str, dtype: s
         rows = rows_of(step, block_size)
         plain = states(config, weights, rows, filled_cache(config, rows, dtype, block_size, 0.0), None)
         for kernels_here in found:
-            for kernels_here.share in (KernelShare(10_000, 10_000), KernelShare(0, 40, widens=True)):
+            for kernels_here.share in (KernelShare(10_000, 10_000), KernelShare(0, 40, kernels.linear_widened)):
                 kv = filled_cache(config, rows, dtype, block_size, float("nan"))
                 for ours, theirs in zip(states(config, weights, rows, kv, kernels_here), plain, strict=True):
                     error = (ours - theirs).abs().max() / theirs.abs().max()
@@ -183,6 +183,15 @@ def test_a_widened_projection_is_rounded_once() -> None:
     torch.testing.assert_close(kernels.linear_widened(x, weight, bias), expected, rtol=0.008, atol=1e-6)
 
 
+@pytest.mark.skipif(not kernels.has_onednn(), reason="this torch was built without oneDNN")
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_projection_by_onednn_is_that_of_torch(has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(6)
+    weight, x = torch.randn(150, 40, generator=generator), torch.randn(90, 40, generator=generator)
+    bias = torch.randn(150, generator=generator) if has_bias else None
+    torch.testing.assert_close(kernels.linear_onednn(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
+
+
 @needs_native
 def test_threads_share_a_step_without_changing_it() -> None:
     weights = random_weights(CONFIG, CPU, torch.float32)
@@ -221,8 +230,10 @@ def test_what_the_kernels_lack_is_left_to_torch() -> None:
     assert all_kernels(replace(CONFIG, head_dim=30), CPU, torch.float32) == []
     assert all_kernels(replace(CONFIG, head_dim=1024), CPU, torch.float32) == []
     assert share_of(4, is_bf16=False, has_amx=False).linear_tokens == 0
-    assert share_of(8, is_bf16=True, has_amx=False).widens
-    assert not share_of(16, is_bf16=True, has_amx=False).widens
+    assert share_of(8, is_bf16=True, has_amx=False).further is kernels.linear_widened
+    assert share_of(16, is_bf16=True, has_amx=False).further is torch.nn.functional.linear
+    assert share_of(16, is_bf16=False, has_amx=False, by_onednn=True).further is kernels.linear_onednn
+    assert share_of(8, is_bf16=False, has_amx=False, by_onednn=True).further is torch.nn.functional.linear
     assert share_of(16, is_bf16=True, has_amx=True) == KernelShare(linear_tokens=1, attend_below=64)
 
 
@@ -230,6 +241,9 @@ def test_the_fastest_bfloat16_of_a_processor_is_named(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu avx512f avx512_bf16 amx_bf16\nflags\t\t: other\n")
     assert bfloat16_by(cpu_flags(cpuinfo)) == "amx_bf16"
+    cpuinfo.write_text("processor : 0\nvendor_id\t: AuthenticAMD\n")
+    assert is_amd(cpuinfo)
+    assert not is_amd(tmp_path / "none")
     cpuinfo.write_text("Features\t: fp asimd bf16\n")
     assert bfloat16_by(cpu_flags(cpuinfo)) == "bf16"
     assert bfloat16_by(cpu_flags(tmp_path / "none")) == ""

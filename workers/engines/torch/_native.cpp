@@ -104,6 +104,8 @@ struct Kernels {
 namespace any {
 constexpr const char* NAME = "any";
 constexpr int ROWS = 3;
+constexpr bool FETCHES = false;
+constexpr int MIXED = 1;
 constexpr i64 PACKED_TOKENS = 16;
 KVMESH_VECTORS(16)
 inline float sum_of(vf v) { return (v[0] + v[1]) + (v[2] + v[3]); }
@@ -124,6 +126,8 @@ KVMESH_UNPACKED
 namespace avx2 {
 constexpr const char* NAME = "avx2";
 constexpr int ROWS = 3;
+constexpr bool FETCHES = false;
+constexpr int MIXED = 1;
 constexpr i64 PACKED_TOKENS = 16;
 KVMESH_VECTORS(32)
 inline float sum_of(vf v) {
@@ -147,6 +151,8 @@ KVMESH_UNPACKED
 namespace avx512 {
 constexpr const char* NAME = "avx512";
 constexpr int ROWS = 6;
+constexpr bool FETCHES = true;
+constexpr int MIXED = 4;
 constexpr i64 PACKED_TOKENS = NEVER;
 KVMESH_VECTORS(64)
 inline float sum_of(vf v) { return _mm512_reduce_add_ps((__m512)v); }
@@ -163,6 +169,8 @@ constexpr bool UNPACKED = false;
 namespace avx512_bf16 {
 constexpr const char* NAME = "avx512_bf16";
 constexpr int ROWS = 6;
+constexpr bool FETCHES = true;
+constexpr int MIXED = 4;
 constexpr i64 PACKED_TOKENS = NEVER;
 KVMESH_VECTORS(64)
 inline float sum_of(vf v) { return _mm512_reduce_add_ps((__m512)v); }
@@ -182,7 +190,9 @@ inline i64 multiply(const bf16* weight, i64 weight_stride, const bf16* x, i64 x_
     }
     return k;
 }
+#define KVMESH_PAIRS
 #include "native/kernels.h"
+#undef KVMESH_PAIRS
 }  // namespace avx512_bf16
 #pragma GCC pop_options
 

@@ -8,12 +8,21 @@ _BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16")  # x86-64, x86-64, AArch64; the 
 
 def cpu_flags(path: Path = _CPUINFO) -> frozenset[str]:
     """Return the instruction sets that Linux lists; none on other systems."""
+    return frozenset(_listed(path, "flags", "Features").split())
+
+
+def is_amd(path: Path = _CPUINFO) -> bool:
+    """Return whether AMD made the processor. MKL, torch's library for float32, is made for Intel's."""
+    return _listed(path, "vendor_id") == "AuthenticAMD"
+
+
+def _listed(path: Path, *names: str) -> str:
+    """Return what Linux lists for the first processor under one of the names; "" if it lists nothing."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
-        return frozenset()
-    listed = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
-    return frozenset(next(listed, "").split())
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
 
 
 def bfloat16_by(flags: frozenset[str]) -> str:

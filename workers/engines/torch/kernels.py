@@ -4,6 +4,7 @@ Their specification is the torch code in model.py, which runs wherever these ker
 where the extension was not built.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -15,7 +16,7 @@ from protocol import native
 from workers.engines.torch.batch import PagedRows, StepBatch
 from workers.engines.torch.cache import PagedKv
 from workers.engines.torch.config import ModelConfig
-from workers.engines.torch.cpu import bfloat16_by, cpu_flags
+from workers.engines.torch.cpu import bfloat16_by, cpu_flags, is_amd
 
 NO_KERNELS = "no native kernels: not built, KVMESH_NATIVE=0, float16, or heads of an odd size"
 
@@ -23,6 +24,7 @@ _MAX_HEAD_DIM = 512
 _MAX_GROUP = 64
 _AVX2_LANES = 8
 _WIDENED_ROWS = 1024
+_LARGE_HIDDEN_SIZE = 1024  # from here on a product is worth the 0.4 ms that oneDNN takes for each new size
 _ALL = 1 << 62
 _NATIVE: ModuleType | None = None
 if native.WANTED:
@@ -52,7 +54,7 @@ class KernelShare:
 
     linear_tokens: int  # projections of a step with up to so many tokens
     attend_below: int  # attention of rows with fewer new tokens
-    widens: bool = False  # torch gets further projections in float32, to which the kernels' dtype is widened
+    further: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear  # projects more tokens than that
 
 
 class CpuKernels:
@@ -180,6 +182,17 @@ def linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def linear_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute F.linear by oneDNN, which torch asks for bfloat16 alone: [T, inputs] -> [T, outputs]."""
+    projected: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return projected
+
+
+def has_onednn() -> bool:
+    """Return whether torch was built with what `linear_onednn` calls."""
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
 def _cache_arguments(layer: int, kv: PagedKv) -> tuple[int, ...]:
     layout, blocks = kv.layout, kv.blocks
     keys = blocks.data_ptr() + layer * blocks.stride(1) * blocks.element_size()
@@ -199,19 +212,25 @@ def all_kernels(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
     if config.head_dim > _MAX_HEAD_DIM or config.group_size > _MAX_GROUP:
         return []
     has_amx = bfloat16_by(cpu_flags()) == "amx_bf16"
+    by_onednn = config.hidden_size >= _LARGE_HIDDEN_SIZE and is_amd() and has_onednn()
     return [
-        CpuKernels(_NATIVE, level, name, dtype, share_of(lanes, dtype == torch.bfloat16, has_amx))
+        CpuKernels(_NATIVE, level, name, dtype, share_of(lanes, dtype == torch.bfloat16, has_amx, by_onednn))
         for level, name, lanes in _NATIVE.levels()
         if config.head_dim % lanes == 0
     ]
 
 
-def share_of(lanes: int, is_bf16: bool, has_amx: bool) -> KernelShare:
-    """Return what the kernels of so many lanes are faster at than torch: docs/decisions/0046-torch-on-cpus.md."""
+def share_of(lanes: int, is_bf16: bool, has_amx: bool, by_onednn: bool = False) -> KernelShare:
+    """Return what the kernels of so many lanes are faster at than torch: docs/decisions/0046-torch-on-cpus.md.
+
+    `by_onednn`: its products are faster in float32 than those that torch takes on this processor, MKL's.
+    """
     if is_bf16 and has_amx:  # torch multiplies tiles there
         return KernelShare(1 if lanes >= _AVX2_LANES else 0, 64)
     if lanes < _AVX2_LANES:
         return KernelShare(0, _ALL)
     if lanes == _AVX2_LANES:  # where torch has no fast bfloat16
-        return KernelShare(64, _ALL, widens=True) if is_bf16 else KernelShare(32, _ALL)
-    return KernelShare(32 if is_bf16 else 64, _ALL)
+        return KernelShare(64, _ALL, linear_widened) if is_bf16 else KernelShare(32, _ALL)
+    if is_bf16:
+        return KernelShare(32, _ALL)
+    return KernelShare(64, _ALL, linear_onednn if by_onednn else F.linear)

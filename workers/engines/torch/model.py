@@ -9,7 +9,7 @@ from torch import Tensor
 from workers.engines.torch.batch import DecodeGroup, PrefillSpan, StepBatch
 from workers.engines.torch.cache import PagedKv
 from workers.engines.torch.config import ModelConfig, RopeConfig
-from workers.engines.torch.kernels import CpuKernels, Projection, linear_widened
+from workers.engines.torch.kernels import CpuKernels, Projection
 from workers.engines.torch.weights import LayerWeights, ModelWeights
 
 _SCORED_LOGITS = 1 << 24  # computed at once for the logprobs of a prompt: 64 MiB
@@ -60,7 +60,7 @@ class Transformer:
 
     def _apart(self, x: Tensor, projection: Projection) -> list[Tensor]:
         """Return what torch makes of x by each matrix of `projection`: [T, inputs] -> [T, its outputs] each."""
-        linear = linear_widened if self.kernels is not None and self.kernels.share.widens else F.linear
+        linear = F.linear if self.kernels is None else self.kernels.share.further
         return [linear(x, *part) for part in zip(projection.weights, projection.biases, strict=True)]
 
     def _attention(

@@ -22,6 +22,15 @@ inline void narrow(float value, bf16* to) {
     *to = value != value ? 0x7fc0 : static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+inline void put(vf value, float* to) { store(value, to); }
+
+inline void put(vf value, bf16* to) {
+    const vu bits = (vu)value;
+    const vu near = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const vh half = __builtin_convertvector(value != value ? vu{} + 0x7fc0u : near, vh);
+    __builtin_memcpy(to, &half, sizeof half);
+}
+
 inline vf spread(float value) { return vf{} + value; }
 
 /// e^x for x <= 0; 0 where x is below float's range.
@@ -66,14 +75,31 @@ inline void unpack(const bf16* token, i64 depth, float* to) {
     for (; k < depth; k++) to[k] = widen(token[k]);
 }
 
-/// NR rows of a weight with MR tokens: every item of the weight is read once, and in its own order.
+/// Fetch [from, from + count) from memory, of what will be read soon.
+template <class T>
+inline void fetch_ahead(const T* from, i64 count) {
+    constexpr i64 LINE = 64 / static_cast<i64>(sizeof(T));
+    for (i64 i = 0; i < count; i += LINE) __builtin_prefetch(from + i, 0, 2);
+}
+
+constexpr i64 FETCHED = 4 * LANES;  // items of a row at a time
+
+/// NR rows of a weight with MR tokens: every item of the weight is read once, and in its own order. Meanwhile as many rows
+/// of `next` come from memory; null: there are none.
 template <int NR, int MR, class T>
 inline void product(const T* weight, i64 weight_stride, const typename TokensOf<T>::item* x, i64 x_stride, i64 depth,
-                    const T* bias, T* out, i64 out_stride) {
+                    const T* bias, T* out, i64 out_stride, const T* next) {
     vf sums[NR][MR];
     for (int n = 0; n < NR; n++)
         for (int m = 0; m < MR; m++) sums[n][m] = vf{};
-    i64 k = multiply<NR, MR>(weight, weight_stride, x, x_stride, depth, sums);
+    i64 k = 0;
+    if (next) {
+        for (; k + FETCHED <= depth; k += FETCHED) {
+            for (int n = 0; n < NR; n++) fetch_ahead(next + n * weight_stride + k, FETCHED);
+            multiply<NR, MR>(weight + k, weight_stride, x + k, x_stride, FETCHED, sums);
+        }
+    }
+    k += multiply<NR, MR>(weight + k, weight_stride, x + k, x_stride, depth - k, sums);
     for (int n = 0; n < NR; n++) {
         for (int m = 0; m < MR; m++) {
             float total = sum_of(sums[n][m]);
@@ -84,26 +110,19 @@ inline void product(const T* weight, i64 weight_stride, const typename TokensOf<
     }
 }
 
-/// NR rows of a weight with the tokens from `m` on.
+/// NR rows of a weight with the tokens from `m` on. `next`: rows that come from memory meanwhile.
 template <int NR, class T>
-inline void rows_product(const Linear& l, i64 m, const T* weight, const T* bias, T* out) {
+inline void rows_product(const Linear& l, i64 m, const T* weight, const T* next, const T* bias, T* out) {
     const auto* x = static_cast<const typename TokensOf<T>::item*>(l.x);
     for (; m + 4 <= l.tokens; m += 4)
         product<NR, 4>(weight, l.depth, x + m * l.x_stride, l.x_stride, l.depth, bias, out + m * l.out_stride,
-                       l.out_stride);
+                       l.out_stride, next), next = nullptr;
     for (; m + 2 <= l.tokens; m += 2)
         product<NR, 2>(weight, l.depth, x + m * l.x_stride, l.x_stride, l.depth, bias, out + m * l.out_stride,
-                       l.out_stride);
+                       l.out_stride, next), next = nullptr;
     for (; m < l.tokens; m++)
         product<NR, 1>(weight, l.depth, x + m * l.x_stride, l.x_stride, l.depth, bias, out + m * l.out_stride,
-                       l.out_stride);
-}
-
-/// Fetch [from, from + count) from memory, of what will be read soon.
-template <class T>
-inline void fetch_ahead(const T* from, i64 count) {
-    constexpr i64 LINE = 64 / static_cast<i64>(sizeof(T));
-    for (i64 i = 0; i < count; i += LINE) __builtin_prefetch(from + i, 0, 2);
+                       l.out_stride, next), next = nullptr;
 }
 
 constexpr i64 TOKENS_TOGETHER = 1024 / static_cast<i64>(sizeof(vf)) / 4 * 4;  // whose sums stay in the first cache
@@ -205,7 +224,7 @@ inline void tokens_product(const Linear& l, const T* weight, const T* next, cons
         }
     }
     for (i64 n = 0; n < TILES * NR && blocks < l.tokens; n += NR)
-        rows_product<NR>(l, blocks, weight + n * l.depth, bias ? bias + n : nullptr, out + n);
+        rows_product<NR>(l, blocks, weight + n * l.depth, blocks ? nullptr : next, bias ? bias + n : nullptr, out + n);
 }
 
 /// The rows [first, last) of a part, for all tokens.
@@ -221,8 +240,11 @@ void linear(const Linear& l, const Part& part, i64 first, i64 last) {
         const T* next = n + 2 * BLOCK_ROWS <= part.rows ? rows + BLOCK_ROWS * l.depth : nullptr;
         tokens_product<ROWS, TILES>(l, rows, next, bias ? bias + n : nullptr, out + n);
     }
-    for (; n + ROWS <= last; n += ROWS)
-        tokens_product<ROWS, 1, T>(l, weight + n * l.depth, nullptr, bias ? bias + n : nullptr, out + n);
+    for (; n + ROWS <= last; n += ROWS) {
+        const T* rows = weight + n * l.depth;
+        const T* next = FETCHES && n + 2 * ROWS <= last ? rows + ROWS * l.depth : nullptr;
+        tokens_product<ROWS, 1, T>(l, rows, next, bias ? bias + n : nullptr, out + n);
+    }
     for (; n < last; n++)
         tokens_product<1, 1, T>(l, weight + n * l.depth, nullptr, bias ? bias + n : nullptr, out + n);
 }
@@ -253,14 +275,6 @@ void add_and_norm(const Norm& n, i64 first, i64 last) {
 }
 
 // --- the gate of the feed-forward layer -------------------------------------------------------------------
-
-inline void put(vf value, float* to) { store(value, to); }
-
-inline void put(vf value, bf16* to) {
-    float wide[LANES];
-    store(value, wide);
-    for (i64 i = 0; i < LANES; i++) narrow(wide[i], to + i);
-}
 
 inline vf silu(vf x) {
     const vf below = exp_of(x < spread(0.0f) ? x : -x);  // e^-|x|
@@ -372,18 +386,32 @@ inline void score(const T* keys, i64 count, const float* q, i64 dim, float* scor
     }
 }
 
+/// WIDE vectors of R answers, from item `d` on: add `count` weighted values to what was there, scaled.
+template <int R, int WIDE, class T>
+inline void mix_some(const T* values, i64 count, const float* weights, i64 weights_stride, const float* scale, float* out,
+                     i64 dim, i64 d) {
+    vf sums[R][WIDE];
+    for (int r = 0; r < R; r++)
+        for (int w = 0; w < WIDE; w++) sums[r][w] = load(out + r * dim + d + w * LANES) * scale[r];
+    for (i64 j = 0; j < count; j++) {
+        vf value[WIDE];
+        for (int w = 0; w < WIDE; w++) value[w] = load(values + j * dim + d + w * LANES);
+        for (int r = 0; r < R; r++) {
+            const vf weight = spread(weights[r * weights_stride + j]);
+            for (int w = 0; w < WIDE; w++) sums[r][w] += value[w] * weight;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int w = 0; w < WIDE; w++) store(sums[r][w], out + r * dim + d + w * LANES);
+}
+
 template <int R, class T>
 inline void mix(const T* values, i64 count, const float* weights, i64 weights_stride, const float* scale, float* out,
                 i64 dim) {
-    for (i64 d = 0; d < dim; d += LANES) {
-        vf sums[R];
-        for (int r = 0; r < R; r++) sums[r] = load(out + r * dim + d) * scale[r];
-        for (i64 j = 0; j < count; j++) {
-            const vf value = load(values + j * dim + d);
-            for (int r = 0; r < R; r++) sums[r] += value * weights[r * weights_stride + j];
-        }
-        for (int r = 0; r < R; r++) store(sums[r], out + r * dim + d);
-    }
+    i64 d = 0;
+    for (; d + MIXED * LANES <= dim; d += MIXED * LANES)
+        mix_some<R, MIXED>(values, count, weights, weights_stride, scale, out, dim, d);
+    for (; d < dim; d += LANES) mix_some<R, 1>(values, count, weights, weights_stride, scale, out, dim, d);
 }
 
 /// Some queries of one KV head and what they have seen so far.
@@ -449,37 +477,180 @@ void attend_one(const Attend& a, const Sequence& s, i64 first, i64 last, float* 
     }
 }
 
-/// R rows of queries with CHUNK_KEYS keys, turned: [dim, CHUNK_KEYS].
-template <int R>
-inline void score_chunk(const float* turned, const float* q, i64 dim, float* scores) {
-    constexpr int WIDE = CHUNK_KEYS / LANES < 4 ? CHUNK_KEYS / LANES : 4;
-    for (i64 j = 0; j < CHUNK_KEYS; j += WIDE * LANES) {
+/// CHUNK_KEYS keys and values of a KV head, unpacked for many queries: [dim, CHUNK_KEYS] and [CHUNK_KEYS, dim].
+struct WideChunk {
+    typedef float query;
+    float *turned, *values;
+
+    WideChunk(float* scratch, i64 dim) : turned(scratch), values(scratch + CHUNK_KEYS * dim) {}
+
+    template <class T>
+    static void take_query(const T* from, float scale, i64 dim, float* to) {
+        for (i64 d = 0; d < dim; d++) to[d] = widen(from[d]) * scale;
+    }
+
+    template <class T>
+    void take_key(i64 j, const T* key, i64 dim) {
+        for (i64 d = 0; d < dim; d++) turned[d * CHUNK_KEYS + j] = widen(key[d]);
+    }
+
+    template <class T>
+    void take_value(i64 j, const T* value, i64 dim) {
+        for (i64 d = 0; d < dim; d++) values[j * dim + d] = widen(value[d]);
+    }
+
+    void end(i64 count, i64 dim) {
+        for (i64 j = count; j < CHUNK_KEYS; j++)
+            for (i64 d = 0; d < dim; d++) turned[d * CHUNK_KEYS + j] = 0.0f;
+    }
+
+    template <int R>
+    void score(const float* q, float, i64 dim, float* scores) const {
+        constexpr int WIDE = CHUNK_KEYS / LANES < 4 ? CHUNK_KEYS / LANES : 4;
+        for (i64 j = 0; j < CHUNK_KEYS; j += WIDE * LANES) {
+            vf sums[R][WIDE] = {};
+            for (i64 d = 0; d < dim; d++) {
+                for (int w = 0; w < WIDE; w++) {
+                    const vf key = load(turned + d * CHUNK_KEYS + j + w * LANES);
+                    for (int r = 0; r < R; r++) sums[r][w] += key * q[r * dim + d];
+                }
+            }
+            for (int r = 0; r < R; r++)
+                for (int w = 0; w < WIDE; w++) store(sums[r][w], scores + r * CHUNK_KEYS + j + w * LANES);
+        }
+    }
+
+    template <int R>
+    void mixed(const float* weights, i64 count, const float* scale, float* out, i64 dim) const {
+        mix<R>(values, count, weights, CHUNK_KEYS, scale, out, dim);
+    }
+};
+
+template <class T>
+struct ChunkOf {
+    typedef WideChunk chunk;
+};
+
+#if defined(KVMESH_PAIRS)
+/// CHUNK_KEYS keys and values of a KV head in bf16, in pairs: [dim / 2, CHUNK_KEYS, 2] and [CHUNK_KEYS / 2, dim, 2]. The
+/// weights of the values are rounded to bf16.
+struct PairChunk {
+    typedef bf16 query;
+    typedef std::uint32_t pair __attribute__((may_alias));
+    pair *turned, *values;
+
+    PairChunk(float* scratch, i64 dim)
+        : turned(reinterpret_cast<pair*>(scratch)), values(turned + CHUNK_KEYS / 2 * dim) {}
+
+    static void take_query(const bf16* from, float, i64 dim, bf16* to) {
+        __builtin_memcpy(to, from, sizeof(bf16) * static_cast<std::size_t>(dim));
+    }
+
+    void take_key(i64 j, const bf16* key, i64 dim) {
+        const pair* pairs = reinterpret_cast<const pair*>(key);
+        for (i64 d = 0; d < dim / 2; d++) turned[d * CHUNK_KEYS + j] = pairs[d];
+    }
+
+    void take_value(i64 j, const bf16* value, i64 dim) {
+        pair* to = values + j / 2 * dim;
+        if (j % 2)
+            for (i64 d = 0; d < dim; d++) to[d] |= static_cast<pair>(value[d]) << 16;
+        else
+            for (i64 d = 0; d < dim; d++) to[d] = value[d];
+    }
+
+    void end(i64 count, i64 dim) {
+        for (i64 d = 0; d < dim / 2; d++)
+            for (i64 j = count; j < CHUNK_KEYS; j++) turned[d * CHUNK_KEYS + j] = 0;
+    }
+
+    template <int R>
+    void score(const bf16* q, float by, i64 dim, float* scores) const {
+        constexpr int WIDE = CHUNK_KEYS / LANES;
         vf sums[R][WIDE] = {};
-        for (i64 d = 0; d < dim; d++) {
-            for (int w = 0; w < WIDE; w++) {
-                const vf key = load(turned + d * CHUNK_KEYS + j + w * LANES);
-                for (int r = 0; r < R; r++) sums[r][w] += key * q[r * dim + d];
+        for (i64 d = 0; d < dim / 2; d++) {
+            __m512bh keys[WIDE];
+            for (int w = 0; w < WIDE; w++) keys[w] = pairs_at(turned + d * CHUNK_KEYS + w * LANES);
+            for (int r = 0; r < R; r++) {
+                const __m512bh both = pair_of(q + r * dim + 2 * d);
+                for (int w = 0; w < WIDE; w++) sums[r][w] = (vf)_mm512_dpbf16_ps((__m512)sums[r][w], keys[w], both);
             }
         }
         for (int r = 0; r < R; r++)
-            for (int w = 0; w < WIDE; w++) store(sums[r][w], scores + r * CHUNK_KEYS + j + w * LANES);
+            for (int w = 0; w < WIDE; w++) store(sums[r][w] * by, scores + r * CHUNK_KEYS + w * LANES);
     }
+
+    template <int R>
+    void mixed(const float* weights, i64 count, const float* scale, float* out, i64 dim) const {
+        alignas(64) bf16 rounded[R * CHUNK_KEYS];
+        for (i64 j = 0; j < R * CHUNK_KEYS; j += LANES) put(load(weights + j), rounded + j);
+        i64 d = 0;
+        for (; d + MIXED * LANES <= dim; d += MIXED * LANES) mix_pairs<R, MIXED>(rounded, count, scale, out, dim, d);
+        for (; d < dim; d += LANES) mix_pairs<R, 1>(rounded, count, scale, out, dim, d);
+    }
+
+   private:
+    static __m512bh pairs_at(const pair* from) { return (__m512bh)_mm512_loadu_si512(from); }
+
+    static __m512bh pair_of(const bf16* from) {
+        int both;
+        __builtin_memcpy(&both, from, sizeof both);
+        return (__m512bh)_mm512_set1_epi32(both);
+    }
+
+    template <int R, int WIDE>
+    void mix_pairs(const bf16* weights, i64 count, const float* scale, float* out, i64 dim, i64 d) const {
+        vf sums[R][WIDE];
+        for (int r = 0; r < R; r++)
+            for (int w = 0; w < WIDE; w++) sums[r][w] = load(out + r * dim + d + w * LANES) * scale[r];
+        for (i64 j = 0; j < count; j += 2) {
+            __m512bh value[WIDE];
+            for (int w = 0; w < WIDE; w++) value[w] = pairs_at(values + j / 2 * dim + d + w * LANES);
+            for (int r = 0; r < R; r++) {
+                const __m512bh both = pair_of(weights + r * CHUNK_KEYS + j);
+                for (int w = 0; w < WIDE; w++) sums[r][w] = (vf)_mm512_dpbf16_ps((__m512)sums[r][w], value[w], both);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int w = 0; w < WIDE; w++) store(sums[r][w], out + r * dim + d + w * LANES);
+    }
+};
+
+template <>
+struct ChunkOf<bf16> {
+    typedef PairChunk chunk;
+};
+#endif
+
+/// R rows of queries, [R, dim], with a chunk. A row of `seen` keys at least 0, at most CHUNK_KEYS.
+template <int R, class Chunk>
+inline void see_chunk(const Chunk& chunk, const typename Chunk::query* q, float by, const i64* seen, float* highest,
+                      float* total, float* out, i64 dim) {
+    alignas(64) float scores[R * CHUNK_KEYS];
+    float scale[R];
+    i64 most = 0;
+    chunk.template score<R>(q, by, dim, scores);
+    for (int r = 0; r < R; r++) {
+        scale[r] = soften(scores + r * CHUNK_KEYS, seen[r], highest[r], total[r]);
+        for (i64 j = (seen[r] + LANES - 1) / LANES * LANES; j < CHUNK_KEYS; j++) scores[r * CHUNK_KEYS + j] = 0.0f;
+        most = seen[r] > most ? seen[r] : most;
+    }
+    chunk.template mixed<R>(scores, most, scale, out, dim);
 }
 
 /// Several new tokens [first, last) of a sequence: the queries of one KV head. Keys and values are unpacked once for all
 /// of them. scratch: float [(2 * CHUNK_KEYS + 2 * rows + 2 * rows / dim) * dim] for their `rows` queries.
-template <class T>
-void attend_tile(const Attend& a, const Sequence& s, i64 first, i64 last, i64 kv_head, float* scratch) {
+template <class Chunk, class T>
+void attend_chunks(const Attend& a, const Sequence& s, i64 first, i64 last, i64 kv_head, float* scratch) {
     const Cache& c = a.cache;
     const i64 dim = c.head_dim, group = a.heads / c.kv_heads, rows = (last - first) * group;
     const i64 keys = s.start + last;  // that the last token sees
-    float *turned = scratch, *values = turned + CHUNK_KEYS * dim, *q = values + CHUNK_KEYS * dim, *out = q + rows * dim;
-    float *highest = out + rows * dim, *total = highest + rows;
-    alignas(64) float scores[4 * CHUNK_KEYS];
+    Chunk chunk(scratch, dim);
+    float *out = scratch + 2 * CHUNK_KEYS * dim, *highest = out + rows * dim, *total = highest + rows;
+    auto* q = reinterpret_cast<typename Chunk::query*>(total + rows);
     const T* from = static_cast<const T*>(a.q) + (s.first + first) * a.q_stride + kv_head * group * dim;
     for (i64 row = 0; row < rows; row++) {
-        const T* query = from + row / group * a.q_stride + row % group * dim;
-        for (i64 d = 0; d < dim; d++) q[row * dim + d] = widen(query[d]) * a.scale;
+        Chunk::take_query(from + row / group * a.q_stride + row % group * dim, a.scale, dim, q + row * dim);
         for (i64 d = 0; d < dim; d++) out[row * dim + d] = 0.0f;
         highest[row] = -__builtin_inff(), total[row] = 0.0f;
     }
@@ -487,31 +658,21 @@ void attend_tile(const Attend& a, const Sequence& s, i64 first, i64 last, i64 kv
         const i64 count = keys - key < CHUNK_KEYS ? keys - key : CHUNK_KEYS;
         for (i64 j = 0; j < count; j++) {
             const i64 block = a.tables[s.table + (key + j) / c.block_size], inside = (key + j) % c.block_size;
-            const T* k = head_of<T>(c, block, kv_head) + inside * dim;
-            const T* v = head_of<T>(c, block, c.kv_heads + kv_head) + inside * dim;
-            for (i64 d = 0; d < dim; d++) turned[d * CHUNK_KEYS + j] = widen(k[d]);
-            for (i64 d = 0; d < dim; d++) values[j * dim + d] = widen(v[d]);
+            chunk.take_key(j, head_of<T>(c, block, kv_head) + inside * dim, dim);
+            chunk.take_value(j, head_of<T>(c, block, c.kv_heads + kv_head) + inside * dim, dim);
         }
-        for (i64 j = count; j < CHUNK_KEYS; j++)
-            for (i64 d = 0; d < dim; d++) turned[d * CHUNK_KEYS + j] = 0.0f;
+        chunk.end(count, dim);
         i64 row = (key - s.start - first) * group;  // earlier tokens see none of these keys
         row = row < 0 ? 0 : row;
         while (row < rows) {
             const i64 some = rows - row < 4 ? 1 : 4;
-            if (some == 4) score_chunk<4>(turned, q + row * dim, dim, scores);
-            if (some == 1) score_chunk<1>(turned, q + row * dim, dim, scores);
-            float scale[4];
-            i64 most = 0;
+            i64 seen[4];
             for (i64 r = 0; r < some; r++) {
-                i64 seen = s.start + first + (row + r) / group + 1 - key;
-                seen = seen > count ? count : seen < 0 ? 0 : seen;
-                scale[r] = soften(scores + r * CHUNK_KEYS, seen, highest[row + r], total[row + r]);
-                const i64 padded = (seen + LANES - 1) / LANES * LANES;
-                for (i64 j = padded; j < CHUNK_KEYS; j++) scores[r * CHUNK_KEYS + j] = 0.0f;
-                most = seen > most ? seen : most;
+                seen[r] = s.start + first + (row + r) / group + 1 - key;
+                seen[r] = seen[r] > count ? count : seen[r] < 0 ? 0 : seen[r];
             }
-            if (some == 4) mix<4>(values, most, scores, CHUNK_KEYS, scale, out + row * dim, dim);
-            if (some == 1) mix<1>(values, most, scores, CHUNK_KEYS, scale, out + row * dim, dim);
+            auto see = some == 4 ? &see_chunk<4, Chunk> : &see_chunk<1, Chunk>;
+            see(chunk, q + row * dim, a.scale, seen, highest + row, total + row, out + row * dim, dim);
             row += some;
         }
     }
@@ -520,6 +681,11 @@ void attend_tile(const Attend& a, const Sequence& s, i64 first, i64 last, i64 kv
         T* answer = to + row / group * a.heads * dim + row % group * dim;
         for (i64 d = 0; d < dim; d++) narrow(out[row * dim + d] / total[row], answer + d);
     }
+}
+
+template <class T>
+void attend_tile(const Attend& a, const Sequence& s, i64 first, i64 last, i64 kv_head, float* scratch) {
+    attend_chunks<typename ChunkOf<T>::chunk, T>(a, s, first, last, kv_head, scratch);
 }
 
 const Kernels KERNELS = {NAME,
