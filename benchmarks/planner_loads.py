@@ -70,6 +70,7 @@ class PlannerBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_field
     starts: Annotated[str, Meta(description="cold starts in seconds, with commas between")] = "20,60,300,900"
     seed: Annotated[int, Meta(ge=0, description="of arrivals and lengths; 7, 11, 13 were used to tune")] = 301
     share: Annotated[float, Meta(gt=0, le=1, description="of each load's duration to run")] = 1.0
+    miss_cost: Annotated[float, Meta(gt=1, description="price of a missed request, of the policy kvmesh")] = 3.0
     out: Annotated[
         str, Meta(description="folder for a page and a picture of each run, with an index; none: no pages")
     ] = ""
@@ -89,9 +90,9 @@ class PlannerLoad:
     hit_share: float = 0.0  # assumed by policies that do not measure it
     note: str = ""  # about the file that it was read from
 
-    def started_in(self, start_s: float) -> "PlannerLoad":
-        """Return the load for workers with this cold start."""
-        config = with_fields(self.setting.config, start_s=start_s)
+    def started_in(self, start_s: float, miss_cost: float = 3.0) -> "PlannerLoad":
+        """Return the load for workers with this cold start, and a planner with this price."""
+        config = with_fields(self.setting.config, start_s=start_s, miss_cost=miss_cost)
         setting = Setting(config, self.setting.prefill, self.setting.decode)
         return replace(self, setting=setting, sim=with_fields(self.sim, start_s=start_s))
 

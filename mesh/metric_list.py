@@ -378,6 +378,8 @@ _PLANNER = (
     _counter(_P + "flips_total", "workers", "to_role", "Workers that were asked to change their role."),
     _counter(_P + "unknown_traffic_total", "steps", "", "Steps without traffic figures."),
     _gauge(_P + "is_acting", "1 or 0", "", "1: this planner holds the lease."),
+    _gauge(_P + "slo_share", "ratio", "of", "Share of the requests in the window of `--slo` that kept its limit."),
+    _gauge(_P + "slo_is_kept", "1 or 0", "of", "1: that share is at least the percentile of `--slo`."),
     _gauge(
         _P + "on_hold", "1 or 0", "code", "1: the last decision kept the fleet as it is for this reason, not by plan."
     ),

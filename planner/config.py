@@ -8,6 +8,7 @@ from mesh.discovery import DiscoveryUrl
 from mesh.identity.credentials import MeshProbes, MeshTls
 from mesh.telemetry import LogFormat, LogLevel, Namespace
 from planner.model import PlannerConfig
+from planner.slo import Aim
 from protocol.messages import Role
 
 CONTROL_FILE = "control.sock"
@@ -17,6 +18,14 @@ class ServiceConfig(PlannerConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """A flag wins over `KVMESH_PLANNER_<NAME>`, that over [planner] of the `--config` file, that over the default."""
 
     name: Annotated[str, Meta(description="name of this planner")] = "planner"
+    slo: Annotated[
+        tuple[str, ...],
+        Meta(description="'p95 TTFT <= 0.5 s over 5 min', the same of ITL: set --ttft-slo-s, --itl-slo-s, are judged"),
+    ] = ()
+    aim: Annotated[
+        Aim,
+        Meta(description="sets --miss-cost; budget: best attainment on --max-gpus; target: the percentiles of --slo"),
+    ] = "price"
     discovery: DiscoveryUrl = "file:.run/discovery"
     connector: Annotated[
         Literal["local", "compose", "kubernetes", "virtual", "dry-run"],

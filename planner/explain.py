@@ -17,6 +17,7 @@ from planner.config import ServiceConfig
 from planner.model import RoleFleet, Traffic
 from planner.outlook import sentences
 from planner.record import Record, read_records
+from planner.slo import sentence_of
 from protocol.errors import ConfigError
 
 
@@ -116,6 +117,7 @@ def reasons(record: Record) -> list[str]:
     lines = [f"{reason.code}: {reason.text}" for reason in decision.reasons if not is_in_outlook(record, reason.code)]
     if record.outlook is not None:
         lines += sentences(decision, record.outlook)
+        lines += [sentence_of(state) for state in record.slo]
     if record.applied is not None:
         lines += [f"note: {note}" for note in record.applied.notes]
     if record.error:

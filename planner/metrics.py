@@ -1,9 +1,11 @@
 """All metrics of the planner. Label values come from closed sets. A figure that is not known is NaN, never 0."""
 
 import math
+from collections.abc import Sequence
 
 from mesh.measure import locked_counter, locked_gauge
 from planner.model import Action, Observation, RoleFleet, ScalingDecision, Traffic
+from planner.slo import SloState
 
 _P = "kvmesh_planner_"
 NAN = math.nan
@@ -25,6 +27,8 @@ APPLIED = locked_counter(_P + "applied_total")  # ok, partial, error
 FLIPS = locked_counter(_P + "flips_total")
 LATE = locked_counter(_P + "unknown_traffic_total")
 ACTING = locked_gauge(_P + "is_acting")
+SLO_SHARE = locked_gauge(_P + "slo_share")  # ttft, itl
+SLO_KEPT = locked_gauge(_P + "slo_is_kept")
 ON_HOLD = locked_gauge(_P + "on_hold")
 
 
@@ -77,3 +81,10 @@ def show_hold(decision: ScalingDecision) -> None:
     if decision.action is Action.HOLD and decision.loop == "none":
         for code in {reason.code for reason in decision.reasons}:
             ON_HOLD.labels(code).set(1)
+
+
+def show_slo(states: Sequence[SloState]) -> None:
+    """Show the share of the window's requests that kept each SLO. NaN: too few requests."""
+    for state in states:
+        SLO_SHARE.labels(state.of).set(NAN if state.share is None else state.share)
+        SLO_KEPT.labels(state.of).set(NAN if state.is_kept is None else float(state.is_kept))

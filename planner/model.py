@@ -50,6 +50,15 @@ class RoleFleet(Struct, frozen=True, kw_only=True):
         return self.ready + self.starting
 
 
+class SloCounts(Struct, frozen=True, kw_only=True):
+    """The first tokens and the answers of an interval, and how many of them kept the limits of the SLO."""
+
+    ttft: float
+    ttft_within: float
+    itl: float
+    itl_within: float
+
+
 class Traffic(Struct, frozen=True, kw_only=True):
     """The traffic of one interval that has ended. Lengths and times are means over its requests; None: not known."""
 
@@ -62,6 +71,7 @@ class Traffic(Struct, frozen=True, kw_only=True):
     ttft_s: float | None = None  # observed mean
     itl_s: float | None = None
     answered: float | None = None  # of how many requests `osl_tokens` is the mean; None: as many as arrived
+    slo_counts: SloCounts | None = None
 
 
 class WorkerLoad(Struct, frozen=True, kw_only=True):

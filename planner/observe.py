@@ -16,7 +16,7 @@ from planner.connectors.connector import Fleets
 from planner.loads import fetch_loads, shared_out
 from planner.model import Observation, Traffic
 from planner.scrape import fetch_page
-from planner.traffic import Page, TrafficMeter, age_query, queries, read_page, traffic_told
+from planner.traffic import Page, SloLimits, TrafficMeter, age_query, queries, read_page, traffic_told
 from protocol.errors import MeshError, WireError
 from protocol.messages import FrontendCard, Role, WorkerCard, decode_card
 
@@ -143,12 +143,22 @@ class TrafficSource(Protocol):
 class FrontendSource:
     """Reads the /metrics pages of the frontends."""
 
-    def __init__(self, http: aiohttp.ClientSession, frontends: Callable[[], dict[str, int]], longest_s: float) -> None:
-        """Read the pages that `frontends` names, with their processes. A piece open for `longest_s` is given up."""
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        frontends: Callable[[], dict[str, int]],
+        longest_s: float,
+        limits: SloLimits | None = None,
+    ) -> None:
+        """Read the pages that `frontends` names, with their processes. A piece open for `longest_s` is given up.
+
+        With `limits`, count the requests that kept them.
+        """
+        self._limits = limits
         self._http = http
         self._frontends = frontends
         self._longest_s = longest_s
-        self._meter = TrafficMeter(time.time())
+        self._meter = TrafficMeter(time.time(), counts_slo=limits is not None)
         self.waiting = 0.0
 
     @property
@@ -165,7 +175,8 @@ class FrontendSource:
 
     async def _page(self, url: str, processes: int) -> Page | None:
         try:
-            return read_page(await fetch_page(self._http, f"{url}/metrics", TIMEOUT_S), processes)
+            page = await fetch_page(self._http, f"{url}/metrics", TIMEOUT_S)
+            return read_page(page, processes, self._limits)
         except MeshError as error:
             log.warning("no traffic from a frontend: %s", error)
             return None
@@ -174,11 +185,15 @@ class FrontendSource:
 class PrometheusSource:
     """Asks a Prometheus server that scrapes the frontends."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, matcher: str, window_s: float) -> None:
+    def __init__(
+        self, http: aiohttp.ClientSession, url: str, matcher: str, window_s: float, limits: SloLimits | None = None
+    ) -> None:
         """Ask for the series that the PromQL `matcher` picks, such as job="frontend".
 
-        A piece is `window_s` long: several times the interval between two scrapes.
+        A piece is `window_s` long: several times the interval between two scrapes. With `limits`, ask how many
+        requests kept them.
         """
+        self._limits = limits
         self._http = http
         self._url = url.rstrip("/")
         self._matcher = matcher
@@ -190,7 +205,7 @@ class PrometheusSource:
     async def piece(self, at_s: float) -> Traffic | None:
         if at_s < self._next_s:
             return None
-        asked = queries(self._matcher, self._window_s)
+        asked = queries(self._matcher, self._window_s, self._limits)
         try:
             age_s, *values = await asyncio.gather(
                 self._ask(age_query(self._matcher)), *(self._ask(query) for query in asked.values())
@@ -201,7 +216,8 @@ class PrometheusSource:
         if age_s is None or not age_s <= self._window_s:
             self.problem = "it has no sample of a frontend" + ("" if age_s is None else f" since {age_s:.0f} s")
             return None
-        traffic = traffic_told(dict(zip(asked, values, strict=True)), at_s - self._window_s, at_s)
+        answers = dict(zip(asked, values, strict=True))
+        traffic = traffic_told(answers, at_s - self._window_s, at_s, counts_slo=self._limits is not None)
         self.problem = "" if traffic is not None else "it does not say how many requests came"
         if traffic is not None:
             self._next_s = at_s + self._window_s

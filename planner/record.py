@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from planner.connectors.connector import Applied
 from planner.model import Observation, ScalingDecision, WorkerLoad
 from planner.outlook import Outlook
+from planner.slo import SloState
 from protocol.errors import ConfigError
 from protocol.messages import UNREADABLE
 
@@ -33,6 +34,7 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
     applied: Applied | None = None
     error: str = ""
     outlook: Outlook | None = None  # with each plan of the predictive loop
+    slo: tuple[SloState, ...] = ()
 
 
 def kept(observation: Observation | None) -> Observation | None:

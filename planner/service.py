@@ -32,7 +32,9 @@ from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource
 from planner.outlook import Outlook, OutlookKeeper
 from planner.profiles import open_profiles
 from planner.record import Record, RecordFile, kept
+from planner.slo import SloWatch, read_statements, with_slo
 from planner.told import ToldSteps, step_of
+from planner.traffic import SloLimits
 from protocol.errors import ConfigError, FeedLostError
 
 log = logging.getLogger(__name__)
@@ -61,8 +63,9 @@ class Observes(Protocol):
 async def serve(config: ServiceConfig, stop: asyncio.Event) -> None:
     """Plan until `stop` is set. Raise ConfigError, and FeedLostError if discovery ends: who sees nobody must stop."""
     watch_parent(stop)
+    config = planned_with(config)
     prefill, decode = open_profiles(config)
-    core = PlannerCore(planned_with(config), prefill, decode)
+    core = PlannerCore(config, prefill, decode)
     records = RecordFile(Path(config.record_file), int(config.record_mib * 2**20)) if config.record_file else None
     async with AsyncExitStack() as cleanup:
         credentials = await cleanup.enter_async_context(using(config.mesh_tls, MeshRole.PLANNER))
@@ -108,7 +111,11 @@ async def serve(config: ServiceConfig, stop: asyncio.Event) -> None:
 
 
 def planned_with(config: ServiceConfig) -> ServiceConfig:
-    """Return the settings, without role flips if the connector cannot flip: then starts are ordered earlier."""
+    """Return the settings with those that follow from the SLO, the aim and the connector.
+
+    Without role flips, if the connector cannot flip, starts are ordered earlier.
+    """
+    config = with_slo(config, config.slo, config.aim)
     return config if KINDS[config.connector].can_flip else replace(config, flips=False)
 
 
@@ -121,14 +128,16 @@ def open_source(
     config: ServiceConfig, http: aiohttp.ClientSession, outside: aiohttp.ClientSession, view: MeshView
 ) -> TrafficSource:
     """Return the source of the traffic figures. Raise ConfigError for a bad URL."""
+    limits = SloLimits(config.ttft_slo_s, config.itl_slo_s) if config.slo else None
     if config.source == "frontends":
         named = dict.fromkeys((url.rstrip("/") for url in config.frontends), MAYBE_SEVERAL)
-        return FrontendSource(http, lambda: named or view.frontends(), LATE_PIECES * tick_s(config))
+        return FrontendSource(http, lambda: named or view.frontends(), LATE_PIECES * tick_s(config), limits)
     if not config.prometheus_url.startswith(("http://", "https://")):
         raise ConfigError(
             f"no Prometheus server at {config.prometheus_url!r}", hint="set --prometheus-url to http://host:port"
         )
-    return PrometheusSource(outside, config.prometheus_url, config.prometheus_matcher, config.prometheus_window_s)
+    window_s = config.prometheus_window_s
+    return PrometheusSource(outside, config.prometheus_url, config.prometheus_matcher, window_s, limits)
 
 
 def tick_s(config: ServiceConfig) -> float:
@@ -168,6 +177,7 @@ class Planner:
         self._records = records
         self._gpus = gpus
         self._outlooks = OutlookKeeper(config, gpus)
+        self._slo = SloWatch(read_statements(config.slo))
         self._last_s: float | None = None  # time of the last step
         self._flip: Flip | None = None  # was decided, and its order failed
         self._target: tuple[int, int] | None = None
@@ -200,6 +210,7 @@ class Planner:
             self._blind(at_s, error)
             return None
         observation = await self._observer.observe(at_s, fleets)
+        self._slo.hear(observation.traffic)
         metrics.show_observation(observation)
         self._count_gpu_hours(at_s, fleets)
         decision, outlook = await asyncio.to_thread(self._outlooks.decide, self._core, observation)
@@ -278,6 +289,8 @@ class Planner:
                 log.info("%s: %s", said, why)
             self._said = said
         self._problem = error
+        states = () if observation is None else self._slo.states(observation.at_s)
+        metrics.show_slo(states)
         mode: Literal["active", "shadow"] = "shadow" if self._config.shadow else "active"
         self._told.add(step_of(time.time(), mode, observation, decision, applied, error))
         if self._records is not None:
@@ -292,6 +305,7 @@ class Planner:
                     applied=applied,
                     error=error,
                     outlook=outlook,
+                    slo=states,
                 )
             )
 

@@ -5,10 +5,11 @@ stop its workers.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 
-from planner.model import Traffic
+from mesh.metric_list import DECLARED
+from planner.model import SloCounts, Traffic
 from planner.scrape import samples
 from protocol.errors import WireError
 
@@ -47,6 +48,8 @@ class Totals:
     ttft_count: float = 0.0
     itl_sum: float = 0.0
     itl_count: float = 0.0
+    ttft_within: float = 0.0  # requests whose time kept the limit
+    itl_within: float = 0.0
 
     def plus(self, other: "Totals") -> "Totals":
         return Totals(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -76,10 +79,20 @@ _BY_SAMPLE = {f"{_P}{name}_{part}": f"{field}_{part}" for name, field in _SUMS.i
     _P + "cached_tokens_total": "cached_tokens",
     _P + "inflight": "inflight",
 }
+_BUCKETS = {f"{_P}{of}_seconds_bucket": of for of in ("ttft", "itl")}
 
 
-def read_page(page: str, processes: int = 1) -> Page:
+@dataclass(frozen=True, slots=True)
+class SloLimits:
+    """The times of the SLO."""
+
+    ttft_s: float
+    itl_s: float
+
+
+def read_page(page: str, processes: int = 1, limits: SloLimits | None = None) -> Page:
     """Return the figures of a page. Raise WireError if it is not a frontend's, or holds a value that is not finite."""
+    buckets: dict[str, dict[float, float]] = {"ttft": {}, "itl": {}}
     sums = {field.name: 0.0 for field in fields(Totals)}
     seen = False
     for sample in samples(page, _P):
@@ -90,16 +103,39 @@ def read_page(page: str, processes: int = 1) -> Page:
         elif (name := _BY_SAMPLE.get(sample.name)) is not None:
             sums[name] += sample.value
             seen = seen or name == "inflight"
-    started_s = next((s.value for s in samples(page, "process_start_time") if s.name.endswith("seconds")), 0.0)
+        elif (of := _BUCKETS.get(sample.name)) is not None:
+            bound = float(sample.labels.get("le", "nan"))
+            buckets[of][bound] = buckets[of].get(bound, 0.0) + sample.value
+    if limits is not None:
+        sums |= {"ttft_within": within(buckets["ttft"], limits.ttft_s)}
+        sums |= {"itl_within": within(buckets["itl"], limits.itl_s)}
     if not seen:
         raise WireError("this is not the /metrics page of a frontend")
+    return _checked(page, Totals(**sums), processes)
+
+
+def _checked(page: str, totals: Totals, processes: int) -> Page:
+    """Return the page with its start and its router's queue. Raise WireError for a value that is not finite."""
+    started_s = next((s.value for s in samples(page, "process_start_time") if s.name.endswith("seconds")), 0.0)
     waiting = sum(sample.value for sample in samples(page, _ROUTER_WAITING))
-    if not all(map(math.isfinite, [*sums.values(), started_s, waiting])):
+    if not all(map(math.isfinite, [*astuple(totals), started_s, waiting])):
         raise WireError("the frontend's metrics hold what is no number")
-    return Page(Totals(**sums), started_s, processes, max(0.0, waiting))
+    return Page(totals, started_s, processes, max(0.0, waiting))
 
 
-def traffic_of(delta: Totals, start_s: float, end_s: float) -> Traffic:
+def within(buckets: Mapping[float, float], limit_s: float) -> float:
+    """Return how many values of a histogram are at most the limit, linear between the bounds around it."""
+    low, count = 0.0, 0.0
+    for bound in sorted(bound for bound in buckets if not math.isnan(bound)):
+        if bound > limit_s:
+            if math.isinf(bound):
+                return count
+            return count + (buckets[bound] - count) * (limit_s - low) / (bound - low)
+        low, count = bound, buckets[bound]
+    return count
+
+
+def traffic_of(delta: Totals, start_s: float, end_s: float, *, counts_slo: bool = False) -> Traffic:
     """Return the traffic of two readings' difference. Means are over requests that ended; `requests` arrived."""
 
     def mean(total: float, count: float) -> float | None:
@@ -115,6 +151,17 @@ def traffic_of(delta: Totals, start_s: float, end_s: float) -> Traffic:
         ttft_s=mean(delta.ttft_sum, delta.ttft_count),
         itl_s=mean(delta.itl_sum, delta.itl_count),
         answered=max(0.0, delta.osl_count),
+        slo_counts=_slo_counts(delta) if counts_slo else None,
+    )
+
+
+def _slo_counts(delta: Totals) -> SloCounts:
+    ttft, itl = max(0.0, delta.ttft_count), max(0.0, delta.itl_count)
+    return SloCounts(
+        ttft=ttft,
+        ttft_within=min(ttft, max(0.0, delta.ttft_within)),
+        itl=itl,
+        itl_within=min(itl, max(0.0, delta.itl_within)),
     )
 
 
@@ -125,7 +172,9 @@ class TrafficMeter:
     us counts from its first reading.
     """
 
-    def __init__(self, began_wall_s: float) -> None:
+    def __init__(self, began_wall_s: float, *, counts_slo: bool = False) -> None:
+        """Count since a time. With `counts_slo` the pages were read with the limits of an SLO."""
+        self._counts_slo = counts_slo
         self._began_wall_s = began_wall_s
         self._last: dict[str, Page] = {}
         self._counted = NOTHING
@@ -182,7 +231,7 @@ class TrafficMeter:
         start_s, counted, lost = self._start_s, self._counted, self._lost
         self._start_s, self._counted, self._lost = at_s, NOTHING, False
         self.problem = "a frontend process has ended, and with it what it had counted" if lost else ""
-        return None if lost else traffic_of(counted, start_s, at_s)
+        return None if lost else traffic_of(counted, start_s, at_s, counts_slo=self._counts_slo)
 
     def give_up(self, at_s: float, longest_s: float) -> None:
         """Begin a new piece if the present one began more than `longest_s` ago: it is too old to be useful."""
@@ -191,8 +240,11 @@ class TrafficMeter:
             self._last.clear()
 
 
-def queries(matcher: str, window_s: float) -> dict[str, str]:
-    """Return PromQL for each field of Totals, over `window_s` of all frontends whose series `matcher` picks."""
+def queries(matcher: str, window_s: float, limits: SloLimits | None = None) -> dict[str, str]:
+    """Return PromQL for each field of Totals, over `window_s` of all frontends whose series `matcher` picks.
+
+    Without limits, the requests that keep them are not asked for.
+    """
 
     def increase(name: str, more: str = "") -> str:
         labels = ",".join(filter(None, [matcher, more, 'endpoint!="embeddings"']))
@@ -202,7 +254,24 @@ def queries(matcher: str, window_s: float) -> dict[str, str]:
     asked = {"ended": increase("requests_total", no_demand), "cached_tokens": increase("cached_tokens_total")}
     for name, field in _SUMS.items():
         asked |= {f"{field}_{part}": increase(f"{name}_{part}") for part in ("sum", "count")}
+    if limits is not None:
+        for of, limit_s in (("ttft", limits.ttft_s), ("itl", limits.itl_s)):
+            parts = bucket_parts(DECLARED[f"{_P}{of}_seconds"].buckets, limit_s)
+            asked[f"{of}_within"] = " + ".join(
+                f"{part:g} * " + increase(f"{of}_seconds_bucket", f'le=~"{bound:g}|{float(bound)}"')
+                for bound, part in parts
+            )
     return asked | {"inflight": f"sum(delta({_P}inflight{{{matcher}}}[{round(window_s)}s]))"}
+
+
+def bucket_parts(bounds: Sequence[float], limit_s: float) -> list[tuple[float, float]]:
+    """Return which buckets, by their bounds, count in which part so that `within` the limit is their sum."""
+    low = max((bound for bound in bounds if bound <= limit_s), default=0.0)
+    high = min((bound for bound in bounds if bound > limit_s), default=None)
+    if high is None:
+        return [(low, 1.0)]
+    part = (limit_s - low) / (high - low)
+    return [(bound, share) for bound, share in ((low, 1 - part), (high, part)) if bound and share]
 
 
 def age_query(matcher: str) -> str:
@@ -210,7 +279,9 @@ def age_query(matcher: str) -> str:
     return f"time() - max(timestamp({_P}inflight{{{matcher}}}))"
 
 
-def traffic_told(answers: Mapping[str, float | None], start_s: float, end_s: float) -> Traffic | None:
+def traffic_told(
+    answers: Mapping[str, float | None], start_s: float, end_s: float, *, counts_slo: bool = False
+) -> Traffic | None:
     """Return the traffic from the answers to `queries`, or None if the number of requests is not known.
 
     A counter without any sample is 0: its frontend has not counted yet.
@@ -218,4 +289,4 @@ def traffic_told(answers: Mapping[str, float | None], start_s: float, end_s: flo
     known = {name: value for name, value in answers.items() if value is not None}
     if "inflight" not in known or not all(map(math.isfinite, known.values())):
         return None
-    return traffic_of(replace(NOTHING, **known), start_s, end_s)
+    return traffic_of(replace(NOTHING, **known), start_s, end_s, counts_slo=counts_slo)

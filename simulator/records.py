@@ -12,6 +12,8 @@ from simulator.requests import SimRequest
 from simulator.tally import PercentileTally
 from simulator.worker import SimWorker
 
+SLO_WINDOW_S = 300.0
+SLO_PERCENTILE = 0.95
 MOST_SAMPLES = 2048
 MOST_CHANGES = 4096
 
@@ -53,12 +55,43 @@ class _Window:
     itl_s: float = 0.0
 
 
+class WindowShares:
+    """Counts in how many windows enough requests kept the TTFT, and the ITL. A request counts where it ended."""
+
+    def __init__(self) -> None:
+        self._windows = self._ttft_kept = self._itl_kept = 0
+        self._number = 0  # of the window that is open
+        self._requests = self._prompt = self._smooth = 0
+
+    def add(self, now: float, *, is_prompt: bool, is_smooth: bool) -> None:
+        if (number := int(now // SLO_WINDOW_S)) > self._number:
+            self._close()
+            self._number = number
+        self._requests += 1
+        self._prompt += is_prompt
+        self._smooth += is_smooth
+
+    def shares(self) -> tuple[float, float]:
+        """Return the share of windows that kept the TTFT, and of those that kept the ITL; 1 without any request."""
+        self._close()
+        windows = max(1, self._windows)
+        return (self._ttft_kept / windows, self._itl_kept / windows) if self._windows else (1.0, 1.0)
+
+    def _close(self) -> None:
+        if self._requests:
+            self._windows += 1
+            self._ttft_kept += self._prompt >= SLO_PERCENTILE * self._requests
+            self._itl_kept += self._smooth >= SLO_PERCENTILE * self._requests
+        self._requests = self._prompt = self._smooth = 0
+
+
 class Records:
     def __init__(self, config: SimConfig) -> None:
         self._config = config
         self._ttft, self._itl, self._e2e = PercentileTally(), PercentileTally(), PercentileTally()
         self._window, self._traffic = _Window(), _Window()  # of the time line, of the planner
         self._requests = self._failed = self._good = self._ttft_good = self._itl_good = 0
+        self._shares = WindowShares()
         self._isl_tokens = self._osl_tokens = self._cached_tokens = self._predicted_tokens = 0
         self._waited_s = 0.0
         self._samples: list[Sample] = []
@@ -77,8 +110,9 @@ class Records:
             window.requests += 1
             window.isl_tokens += request.request.isl_tokens
 
-    def failed(self, _: RecordedRequest) -> None:
+    def failed(self, request: RecordedRequest) -> None:
         self._failed += 1
+        self._shares.add(request.arrival_s, is_prompt=False, is_smooth=False)
         for window in (self._window, self._traffic):
             window.ended += 1
 
@@ -106,6 +140,7 @@ class Records:
         is_prompt = first_s - request.arrival_s <= self._config.ttft_slo_s
         is_smooth = itl_s is None or itl_s <= self._config.itl_slo_s
         is_good = is_prompt and is_smooth
+        self._shares.add(now, is_prompt=is_prompt, is_smooth=is_smooth)
         self._ttft_good += is_prompt
         self._itl_good += is_smooth
         self._good += is_good
@@ -185,6 +220,7 @@ class Records:
         ]
         busy_s = self._busy_s_of_gone + sum(worker.busy_s for worker in workers)
         ended = max(1, self._requests)
+        ttft_windows_kept, itl_windows_kept = self._shares.shares()
         return SimReport(
             requests=self._requests,
             failed=self._failed,
@@ -198,6 +234,8 @@ class Records:
             attainment=self._good / ended,
             ttft_attainment=self._ttft_good / ended,
             itl_attainment=self._itl_good / ended,
+            ttft_windows_kept=ttft_windows_kept,
+            itl_windows_kept=itl_windows_kept,
             goodput_rps=self._good / max(1e-9, now),
             output_tokens_per_s=self._osl_tokens / max(1e-9, now),
             preemptions=self._preemptions_of_gone + sum(worker.scheduler.num_preempted for worker in workers),

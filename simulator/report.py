@@ -54,6 +54,8 @@ class SimReport(Struct, frozen=True, kw_only=True):
     attainment: float  # share of the requests that had their first token and their mean ITL within the SLO
     ttft_attainment: float
     itl_attainment: float
+    ttft_windows_kept: float  # share of windows of 5 minutes in which the p95 of the TTFT kept the SLO
+    itl_windows_kept: float
     goodput_rps: float  # requests within the SLO, per second
     output_tokens_per_s: float
     preemptions: int

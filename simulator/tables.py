@@ -35,6 +35,10 @@ def figures(report: SimReport) -> list[tuple[str, str]]:
             "within the SLO",
             f"{report.attainment:.2%} (TTFT {report.ttft_attainment:.2%}, ITL {report.itl_attainment:.2%})",
         ),
+        (
+            "5-minute windows with p95 kept",
+            f"TTFT {report.ttft_windows_kept:.1%}, ITL {report.itl_windows_kept:.1%}",
+        ),
         ("goodput", f"{report.goodput_rps:.2f} requests/s, {report.output_tokens_per_s:.0f} tokens/s in all"),
         ("failed", str(report.failed)),
         ("preemptions", str(report.preemptions)),

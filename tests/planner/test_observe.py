@@ -15,7 +15,7 @@ from mesh.discovery.memory import MemoryDiscovery
 from planner.connectors.connector import Fleets
 from planner.model import RoleFleet
 from planner.observe import FrontendSource, MeshView, Observer, PrometheusSource, read_answer
-from planner.traffic import Totals
+from planner.traffic import SloLimits, Totals
 from protocol.errors import WireError
 from protocol.messages import FrontendCard, Role, encode
 from tests.support.routing import card
@@ -215,7 +215,7 @@ async def test_an_observation_has_fleets_traffic_and_loads(server: Server, http:
 async def test_prometheus_is_asked_once_per_window(server: Server, http: aiohttp.ClientSession) -> None:
     server.values = {"timestamp": "3", "requests_total": "120", "delta": "-4"}
     server.values |= {"input_sequence_tokens_sum": "900", "input_sequence_tokens_count": "9"}
-    source = PrometheusSource(http, server.url + "/", 'job="fe"', 60.0)
+    source = PrometheusSource(http, server.url + "/", 'job="fe"', 60.0, SloLimits(0.5, 0.05))
     traffic = await source.piece(1000.0)
     assert traffic is not None
     assert (traffic.start_s, traffic.end_s, traffic.requests, traffic.isl_tokens) == (940.0, 1000.0, 116.0, 100.0)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from mesh.histogram import LoopHistogram
 from planner.traffic import (
     Page,
+    SloLimits,
     Totals,
     TrafficMeter,
     age_query,
@@ -212,7 +213,12 @@ def test_intervals_of_any_length_add_up_to_the_arrivals(steps: list[tuple[int, i
 
 
 def test_every_query_has_the_labels_of_the_frontends() -> None:
-    asked = queries('job="fe"', 60)
+    asked = queries('job="fe"', 60, SloLimits(0.3, 100.0))
+    assert asked["ttft_within"].startswith(
+        '0.8 * sum(increase(kvmesh_frontend_ttft_seconds_bucket{job="fe",le=~"0.25|0.25"'
+    )
+    assert " + 0.2 * sum(increase(" in asked["ttft_within"] and 'le=~"2.5|2.5"' in asked["itl_within"]
+    assert set(queries('job="fe"', 60)) == set(asked) - {"ttft_within", "itl_within"}
     assert set(asked) == set(Totals.__dataclass_fields__)
     assert all('job="fe"' in query and "[60s]" in query for query in asked.values())
     assert 'outcome!~"' in asked["ended"]

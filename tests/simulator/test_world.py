@@ -17,6 +17,7 @@ from protocol.messages import GenerateRequest
 from protocol.profile import DecodeTable, PrefillTable, Profile
 from simulator import PlannerHook, SimConfig, SimReport, SimRequest, simulate
 from simulator.loads import Shape, constant, synthesize
+from simulator.records import WindowShares
 from simulator.requests import thread_names
 from workers.scheduler import Scheduler
 
@@ -337,3 +338,13 @@ def test_reports_of_load_change_no_placement_without_outside_callers(mode: str) 
     settings = {"workers": 4, "policy": "kv", "mode": mode, "prefill_rate": 1000.0, "itl_s": 0.01}
     silent, reporting = (run(chats(), config(**settings, load_report_interval_s=s)) for s in (0.0, 0.1))
     assert reporting == silent
+
+
+def test_windows_are_kept_where_enough_requests_are_in_time() -> None:
+    shares = WindowShares()
+    for number in range(100):
+        shares.add(number, is_prompt=number >= 5, is_smooth=True)
+    for number in range(100):
+        shares.add(900 + number, is_prompt=number >= 6, is_smooth=number > 50)
+    assert shares.shares() == (0.5, 0.5)
+    assert WindowShares().shares() == (1.0, 1.0)
