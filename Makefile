@@ -27,13 +27,14 @@ SGLANG := .venv-sglang/.installed
 ENVOY := .venv-envoy/.installed
 FUZZ := .venv-fuzz/.installed
 OTLP := .venv-otlp/.installed
+S3 := .venv-s3/.installed
 UI := ui/node_modules/.installed
 SUPPLY := .venv-supply/.installed
 UNLOCKED := $(if $(filter no,$(LOCKED)),--unlocked)
 
 .DEFAULT_GOAL := help
 .PHONY: help install dev up demo demo-planner doctor test test-all test-long test-large test-vllm test-sglang test-envoy test-faults test-hosts test-containers test-kube test-clients soak check fmt clean force
-.PHONY: ui test-ui test-tls test-metrics test-otlp fuzz lock sbom audit
+.PHONY: ui test-ui test-tls test-metrics test-otlp test-s3 fuzz lock sbom audit
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,6 +106,9 @@ test-envoy: $(DEV) $(ENVOY) ## the endpoint picker behind a real Envoy
 test-otlp: $(DEV) $(OTLP) ## traces as a real OpenTelemetry collector (Rotel) reads them
 	KVMESH_TEST_OTLP=1 $(PY) -m pytest --durations=5 tests/otlp $(ARGS)
 
+test-s3: $(DEV) $(S3) ## KV in a bucket of a real S3 server (SeaweedFS), and a worker that uses it
+	KVMESH_TEST_S3=1 $(PY) -m pytest --durations=5 -n0 tests/s3 tests/contracts/test_objects.py tests/contracts/test_tier_store.py $(ARGS)
+
 ui: $(UI) ## build the live page (ui/, TypeScript) into frontend/live/built: node and npm
 	@node ui/build.mjs
 
@@ -139,7 +143,7 @@ fmt: $(DEV) ## format, and mend what the linter can mend
 	$(PY) -m ruff check --fix .
 
 clean: ## remove .venv, caches and what runs have left
-	rm -rf .venv .venv-vllm .venv-sglang .venv-envoy .venv-clients .venv-kube .venv-fuzz .venv-otlp .fuzz .venv-supply .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv-envoy .venv-clients .venv-kube .venv-fuzz .venv-otlp .venv-s3 .fuzz .venv-supply .run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf ui/node_modules
 	find tests/clients/node -name node_modules -type d -prune -exec rm -rf {} +
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -171,6 +175,10 @@ $(ENVOY): deploy/install_envoy.py deploy/envoy.txt
 
 $(OTLP): deploy/otlp.txt
 	@$(PY) -m pip install -q --disable-pip-version-check --upgrade --target .venv-otlp -r deploy/otlp.txt
+	@touch $@
+
+$(S3): deploy/s3.txt
+	@$(PY) -m pip install -q --disable-pip-version-check --upgrade --target .venv-s3 -r deploy/s3.txt
 	@touch $@
 
 $(FUZZ): deploy/fuzz.txt

@@ -134,7 +134,7 @@ def nixl(is_locked: bool) -> InstallStep:
 UNLOCKED = """\
 Files that differ from deploy/locks were not made by who made the tested ones; an index of your own may build its own.
 `make LOCKED=no install` takes the versions of constraints.txt without hashes."""
-KVMESH = InstallStep("kvmesh", [*INSTALL, "-e", ".[torch]"])
+KVMESH = InstallStep("kvmesh", [*INSTALL, "-e", ".[s3,torch]"])
 NO_NATIVE_CODE = """\
 The KV index could not be built and runs in plain Python, many times slower: see .venv/install.log.
 It takes a C++17 compiler and Python.h (Debian, Ubuntu: apt-get install g++ python3-dev), then `make -B install`."""

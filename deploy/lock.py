@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "deploy" / "locks"
 SETS: dict[str, list[str]] = {  # what is resolved for each lock, beside pyproject.toml's own dependencies
     "control": ["--extra", "certs", "--extra", "jwt"],
-    "runtime": ["--extra", "torch"],
+    "runtime": ["--extra", "torch", "--extra", "s3"],
     "dev": ["--extra", "dev"],
 }
 OLDEST_PYTHON = "3.11"

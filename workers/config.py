@@ -124,7 +124,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = False
     kv_shared: Annotated[
         str,
-        Meta(description="torch, mock: dir:PATH, storage of several workers for KV that is used twice; empty: none"),
+        Meta(description="torch, mock: storage of several workers for KV used twice: dir:PATH or s3://BUCKET/PREFIX"),
+    ] = ""
+    kv_shared_endpoint: Annotated[
+        str, Meta(description="torch, mock: URL of the S3 server; default: AWS_ENDPOINT_URL, or that of AWS")
     ] = ""
     kv_shared_gib: Annotated[float, Meta(gt=0, description="torch, mock: space of one model in --kv-shared")] = 64.0
     kv_shared_hours: Annotated[

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvcache.tiers.address import model_fingerprint
@@ -15,7 +16,7 @@ from kvcache.tiers.collect import SharedLimits
 from kvcache.tiers.health import MOST_FAILURES
 from kvcache.tiers.index import TierIndex
 from kvcache.tiers.objects import FolderObjects, Objects
-from kvcache.tiers.place import place_of
+from kvcache.tiers.place import FolderPlace, place_of
 from kvcache.tiers.rates import TierRates
 from kvcache.tiers.restore import restore
 from kvcache.tiers.shared import SharedNews, SharedStore
@@ -45,16 +46,23 @@ class SharedSettings:
     age_s: float = 7 * 86400.0
     takes_salted: bool = False
     timeout_s: float = 10.0  # of one call to the storage
+    endpoint: str = ""  # of an S3 server; "": that of the environment
 
 
 def open_objects(settings: SharedSettings) -> Objects:
-    """Return the storage that `--kv-shared` names. Raise TierIoError."""
-    return FolderObjects(Path(place_of(settings.place).path).expanduser().absolute())
+    """Return the storage that `--kv-shared` names. Raise ConfigError, and TierIoError."""
+    place = place_of(settings.place)
+    if isinstance(place, FolderPlace):
+        return FolderObjects(Path(place.path).expanduser().absolute())
+    if find_spec("obstore") is None:
+        raise ConfigError("--kv-shared s3: needs a package", hint="pip install 'kvmesh[s3]'")
+    from kvcache.tiers.s3 import open_bucket  # needs the package obstore, so imported here
+
+    return open_bucket(place, settings.endpoint, settings.timeout_s)
 
 
 async def open_shared(settings: SharedSettings, model: str, model_path: str, layout: KvLayout) -> OpenedTier:
     """Open shared storage in a thread, for at most OPEN_S. Raise ConfigError if its settings cannot be right."""
-    place_of(settings.place)
     max_blocks = min(settings.num_bytes // layout.block_bytes, MOST_BLOCKS)
     if max_blocks < LEAST_BLOCKS:
         raise ConfigError(

@@ -1,8 +1,11 @@
 """Read the setting that names shared storage. Pure."""
 
+import re
 from typing import NamedTuple
 
 from protocol.errors import ConfigError
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 
 class FolderPlace(NamedTuple):
@@ -11,9 +14,19 @@ class FolderPlace(NamedTuple):
     path: str
 
 
-def place_of(place: str) -> FolderPlace:
+class BucketPlace(NamedTuple):
+    """A bucket of an object store, and the beginning of the names there."""
+
+    bucket: str
+    prefix: str
+
+
+def place_of(place: str) -> FolderPlace | BucketPlace:
     """Return what `--kv-shared` names. Raise ConfigError."""
     kind, _, path = place.partition(":")
     if kind == "dir" and path:
         return FolderPlace(path)
-    raise ConfigError(f"no shared storage {place!r}", hint="set --kv-shared to dir:PATH")
+    bucket, _, prefix = path.removeprefix("//").partition("/")
+    if kind == "s3" and path.startswith("//") and _BUCKET.fullmatch(bucket):
+        return BucketPlace(bucket, prefix.strip("/"))
+    raise ConfigError(f"no shared storage {place!r}", hint="set --kv-shared to dir:PATH or s3://BUCKET/PREFIX")

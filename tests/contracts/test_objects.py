@@ -7,8 +7,20 @@ from pathlib import Path
 import pytest
 
 from kvcache.tiers.objects import ABSENT, FolderObjects, MissingObjectError, Objects
+from tests.support.s3_server import WHY_NONE, new_objects
 
-KINDS: dict[str, Callable[[Path], Objects]] = {"folder": FolderObjects}
+
+def in_memory(_: Path) -> Objects:
+    """Return what speaks to S3, over obstore's own store without a server."""
+    obstore = pytest.importorskip("obstore")
+    from kvcache.tiers.s3 import S3Objects
+
+    return S3Objects(obstore.store.MemoryStore())
+
+
+KINDS: dict[str, Callable[[Path], Objects]] = {"folder": FolderObjects, "s3": in_memory}
+if not WHY_NONE:
+    KINDS["s3 server"] = lambda _: new_objects()
 
 
 @pytest.fixture(params=KINDS)
@@ -17,6 +29,11 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Objects]
     yield opened
     opened.close()
     opened.close()
+
+
+def test_a_part_behind_the_end_is_empty(objects: Objects) -> None:
+    objects.put("m/a", [b"123"], ABSENT)
+    assert objects.read("m/a", 3, 5) == b""
 
 
 def test_what_was_put_is_listed_and_read(objects: Objects) -> None:

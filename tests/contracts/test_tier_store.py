@@ -12,10 +12,11 @@ from kvcache.tiers.disk import DiskStore, form_of
 from kvcache.tiers.folder import own_folder
 from kvcache.tiers.host import HostStore
 from kvcache.tiers.index import TierBlock
-from kvcache.tiers.objects import FolderObjects
+from kvcache.tiers.objects import FolderObjects, Objects
 from kvcache.tiers.shared import SharedStore
 from kvcache.tiers.store import Payload, TierError, TierStore
 from protocol.ids import SequenceHash
+from tests.support.s3_server import WHY_NONE, new_objects
 
 BLOCK_BYTES, MOST = 48, 5
 
@@ -24,15 +25,17 @@ def open_disk_store(path: Path) -> TierStore:
     return DiskStore(own_folder(path, form_of(b"k" * 32, BLOCK_BYTES, 2, MOST)), MOST, BLOCK_BYTES)
 
 
-def open_shared_store(path: Path) -> TierStore:
-    return SharedStore(FolderObjects(path), b"k" * 32, BLOCK_BYTES, MOST, SharedLimits(1 << 30, 3600.0))
+def open_shared_store(objects: Objects) -> TierStore:
+    return SharedStore(objects, b"k" * 32, BLOCK_BYTES, MOST, SharedLimits(1 << 30, 3600.0))
 
 
 STORES: dict[str, Callable[[Path], TierStore]] = {
     "host": lambda _: HostStore(MOST, BLOCK_BYTES),
     "disk": open_disk_store,
-    "shared": open_shared_store,
+    "shared": lambda path: open_shared_store(FolderObjects(path)),
 }
+if not WHY_NONE:
+    STORES["s3 server"] = lambda _: open_shared_store(new_objects())
 
 
 @pytest.fixture(params=STORES)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvcache.tiers.collect import SharedLimits
 from kvcache.tiers.index import TierBlock, TierIndex
-from kvcache.tiers.objects import FolderObjects, StoredObject
+from kvcache.tiers.objects import FolderObjects, Objects, StoredObject
 from kvcache.tiers.shared import SharedNews, SharedStore
 from kvcache.tiers.store import TierIoError
 from protocol.tiers import Tier
@@ -44,10 +44,16 @@ class Member:
     """One worker's view of shared storage, without a worker."""
 
     def __init__(
-        self, path: Path, limits: SharedLimits = LIMITS, fingerprint: bytes = FINGERPRINT, max_blocks: int = 200
+        self,
+        path: Path,
+        limits: SharedLimits = LIMITS,
+        fingerprint: bytes = FINGERPRINT,
+        max_blocks: int = 200,
+        bucket: Objects | None = None,
     ) -> None:
+        """Take a folder, or a bucket in place of it."""
         self.objects = FailingObjects(path)
-        self.store = SharedStore(self.objects, fingerprint, BLOCK_BYTES, max_blocks, limits)
+        self.store = SharedStore(bucket or self.objects, fingerprint, BLOCK_BYTES, max_blocks, limits)
         self.index = TierIndex(Tier.SHARED, max_blocks, BLOCK, self.store.remove)
         self.refresh()
 

@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from kvcache.tiers.health import MOST_FAILURES
 from kvcache.tiers.objects import FolderObjects
+from kvcache.tiers.place import place_of
 from kvcache.tiers.shared import SharedStore
 from kvcache.tiers.store import TierIoError
 from protocol.errors import ConfigError
@@ -252,10 +253,14 @@ def test_settings_of_a_worker_become_shared_storage() -> None:
     assert tier_settings(config).shared == SharedSettings(
         "dir:/kv", 1 << 29, 7200.0, takes_salted=False, timeout_s=10.0
     )
+    config = WorkerConfig(engine="mock", model_path="m", kv_shared="s3://bucket/p/", kv_shared_endpoint="http://s3:1")
+    assert tier_settings(config).shared == SharedSettings("s3://bucket/p/", 64 << 30, 604800.0, endpoint="http://s3:1")
+    assert place_of("s3://bucket/a/b/") == ("bucket", "a/b")
     with pytest.raises(ConfigError, match="--kv-shared is not for the engine vllm"):
         WorkerConfig(engine="vllm", model_path="m", kv_shared="dir:/kv")
-    with pytest.raises(ConfigError, match="no shared storage 'nfs:/kv'"):
-        WorkerConfig(engine="mock", model_path="m", kv_shared="nfs:/kv")
+    for place in ("nfs:/kv", "dir:", "s3:bucket", "s3://", "s3://a b/c"):
+        with pytest.raises(ConfigError, match="no shared storage"):
+            WorkerConfig(engine="mock", model_path="m", kv_shared=place)
     assert tiers_to_reset({"tiers": "shared"}) == (Tier.SHARED,)
 
 

@@ -33,6 +33,7 @@ def tier_settings(config: WorkerConfig) -> TierSettings:
             config.kv_shared_hours * HOUR_S,
             config.kv_shared_salted,
             config.pull_timeout_s,
+            config.kv_shared_endpoint,
         )
     return TierSettings(config.kv_host_mib * MIB, config.kv_offload, disk, shared)
 

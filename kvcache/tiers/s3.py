@@ -1,0 +1,114 @@
+"""Keep objects in a bucket of S3, or of a server that speaks its protocol. Needs the package obstore.
+
+Calls block their thread and nobody else: obstore waits outside Python. Credentials come from the usual environment.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.store import S3Store
+
+from kvcache.tiers.objects import ABSENT, MissingObjectError, StoredObject
+from kvcache.tiers.place import BucketPlace
+from kvcache.tiers.store import TierIoError
+
+T = TypeVar("T")
+
+RETRIES = 2
+SAID_OF_ERROR = 300  # characters
+
+
+def open_bucket(place: BucketPlace, endpoint: str, timeout_s: float) -> "S3Objects":
+    """Return the objects below a prefix of a bucket. `endpoint`: of the server, "" for that of the environment."""
+    endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+    options: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
+    store = S3Store(
+        place.bucket,
+        prefix=place.prefix or None,
+        client_options={"timeout": timedelta(seconds=timeout_s), "allow_http": endpoint.startswith("http://")},
+        retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=timeout_s)},
+        **options,
+    )
+    return S3Objects(store)
+
+
+class S3Objects:
+    """Objects of a bucket. What is in use does not become younger by it: age counts from when it was written."""
+
+    label = "s3"
+    list_every_s = 5.0
+
+    def __init__(self, store: Any) -> None:
+        """Take any store of obstore."""
+        self._store = store
+
+    def listing(self, folder: str) -> list[StoredObject]:
+        def work() -> list[StoredObject]:
+            chunks = obstore.list(self._store, prefix=folder or None)
+            return [
+                StoredObject(one["path"], one["size"], one["last_modified"].timestamp())
+                for chunk in chunks
+                for one in chunk
+            ]
+
+        return _asked(work, "listed")
+
+    def read(self, name: str, offset: int, num_bytes: int) -> bytes:
+        try:
+            return _asked(lambda: bytes(obstore.get_range(self._store, name, start=offset, length=num_bytes)), "read")
+        except TierIoError:
+            size = _asked(lambda: int(obstore.head(self._store, name)["size"]), "read")
+            if offset < size:
+                raise
+            return b""  # a range that begins behind the end is an error of S3
+
+    def get(self, name: str) -> tuple[bytes, str] | None:
+        def work() -> tuple[bytes, str]:
+            found = obstore.get(self._store, name)
+            return bytes(found.bytes()), str(found.meta["e_tag"])
+
+        try:
+            return _asked(work, "read")
+        except MissingObjectError:
+            return None
+
+    def put(self, name: str, parts: Sequence[bytes | memoryview], over: str | None) -> bool:
+        mode: Any = "overwrite" if over is None else "create" if over == ABSENT else {"e_tag": over}
+
+        def work() -> bool:
+            try:
+                obstore.put(self._store, name, b"".join(parts), mode=mode, use_multipart=False)
+            except (AlreadyExistsError, PreconditionError):
+                return False
+            return True
+
+        try:
+            return _asked(work, "written")
+        except MissingObjectError:  # some servers say so of a version of what is not there
+            return False
+
+    def remove(self, name: str) -> None:
+        try:
+            _asked(lambda: obstore.delete(self._store, name), "removed")
+        except MissingObjectError:
+            return
+
+    def touch(self, name: str) -> None:
+        """Do nothing: S3 has no such call, and what is collected too soon is stored again."""
+
+    def close(self) -> None:
+        """Do nothing: connections end with the store."""
+
+
+def _asked(work: Callable[[], T], what: str) -> T:
+    try:
+        return work()
+    except FileNotFoundError as error:
+        raise MissingObjectError("shared storage does not hold the object any more") from error
+    except (BaseError, OSError) as error:
+        said = str(error).strip().split("\n")[0][:SAID_OF_ERROR]
+        raise TierIoError(f"shared storage cannot be {what}: {said}") from error
