@@ -19,6 +19,7 @@ BENCHMARKS = {
     "index": ("benchmarks.index", "the prefix index: time of an event and of a lookup, memory"),
     "engine": ("benchmarks.engine", "a mesh of one vLLM worker against `vllm serve`; `engine steps`: torch"),
     "kv": ("benchmarks.kv", "KV in host memory: speed of what comes back, cost for what never does"),
+    "memory": ("benchmarks.memory", "weights shared by the workers of a host: start, memory, sleep, kills"),
     "planner": ("benchmarks.planner", "the planner against other policies: SLO and GPU-hours, simulated"),
     "fidelity": ("benchmarks.fidelity", "a live run of mock workers against its simulation"),
 }

@@ -75,6 +75,10 @@ class UpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model_path: Annotated[str, Meta(description="Hugging Face folder; default: the tiny model")] = str(CHECKPOINT_DIR)
     model: Annotated[str, Meta(description="name the model is served under; default: tiny, or that of its folder")] = ""
     engine: Annotated[StartedEngineName, Meta(description=ENGINE_HELP)] = "torch"
+    memory_gib: Annotated[
+        float,
+        Meta(ge=0, description="torch: start a memory service of so many GiB, so that workers share weights; 0: none"),
+    ] = 0.0
     planner: Annotated[
         bool,
         Meta(
@@ -104,10 +108,13 @@ class ClusterConfig:
         """Return the name that the model is served under."""
         return served_name(self.up.model, self.up.model_path)
 
-    def worker_config(self, role: Role, name: str, discovery: str, mesh_tls: str = "") -> WorkerConfig:
+    def worker_config(
+        self, role: Role, name: str, discovery: str, mesh_tls: str = "", weights_service: str = ""
+    ) -> WorkerConfig:
         up = self.up
+        shared = {"weights_service": weights_service} if weights_service else {}
         return WorkerConfig(
-            **self.worker,
+            **{**self.worker, **shared},
             name=name,
             role=role,
             engine=up.engine,

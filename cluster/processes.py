@@ -19,6 +19,7 @@ from protocol.profile import Profile, read_profile
 from workers.engines.registry import ENGINES
 
 PLANNER = "planner"  # name of its process
+MEMORY = "memory"  # name of the process that keeps weights
 TLS = "tls"  # folder of the certificates in the run directory
 
 
@@ -37,7 +38,7 @@ def ca_folder(config: ClusterConfig, run_dir: Path) -> Path:
 
 
 def process_specs(config: ClusterConfig, run_dir: Path, config_file: str = "") -> list[ProcessSpec]:
-    """Return the frontend, the router if it has its own process, then the workers.
+    """Return the memory service if there is one, the frontend, the router if it has its own process, then the workers.
 
     Frontend and router read the tables [frontend] and [router] of `config_file`; what is set here wins.
     """
@@ -54,6 +55,9 @@ def process_specs(config: ClusterConfig, run_dir: Path, config_file: str = "") -
             "frontend", ["-m", "frontend", *frontend_flags(config), *common, *closed(MeshRole.FRONTEND)], router_environ
         )
     ]
+    if socket := memory_socket(config, run_dir):
+        own = ["--socket", socket, "--limit-gib", str(up.memory_gib), "--namespace", up.namespace]
+        specs.insert(0, ProcessSpec(MEMORY, ["-m", "workers.memory", *own, "--log-level", up.log_level]))
     if up.router == "remote":
         specs.append(ProcessSpec("router", ["-m", "router", *common, *closed(MeshRole.ROUTER)], router_environ))
     return specs + [worker_spec(config, role, name, run_dir) for name, role in config.first_workers().items()]
@@ -78,8 +82,13 @@ def read_frontend(config: ClusterConfig, config_file: str, environ: Mapping[str,
 
 def worker_spec(config: ClusterConfig, role: Role, name: str, run_dir: Path) -> ProcessSpec:
     folder = tls_folder(config, run_dir, MeshRole.WORKER, name.rpartition("-")[0])
-    worker = config.worker_config(role, name, discovery_of(run_dir), folder)
+    worker = config.worker_config(role, name, discovery_of(run_dir), folder, memory_socket(config, run_dir))
     return ProcessSpec(name, ["-m", "workers", *to_flags(worker)])
+
+
+def memory_socket(config: ClusterConfig, run_dir: Path) -> str:
+    """Return where this mesh's own memory service listens, "" if it has none."""
+    return str(run_dir / "memory.sock") if config.up.memory_gib else ""
 
 
 def planner_spec(config: ClusterConfig, planner: ServiceConfig, run_dir: Path, control: str) -> ProcessSpec:

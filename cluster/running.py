@@ -17,6 +17,7 @@ from cluster.config import ClusterConfig
 from cluster.control import control_socket
 from cluster.crew import Crew
 from cluster.processes import (
+    MEMORY,
     PLANNER,
     ca_folder,
     discovery_of,
@@ -143,6 +144,13 @@ class Cluster:
         else:
             self._tell(f"the workers stay as they are: {failure}")
 
+    def on_memory_down(self, failure: MeshError, retry_s: float) -> bool:
+        """Continue without the memory service, but not if its settings are wrong: workers load weights themselves."""
+        if isinstance(failure, ConfigError):
+            return False
+        self._tell(f"the memory service is down, it is tried again in {retry_s:.0f} s; workers load their own weights")
+        return True
+
     async def stop(self) -> None:
         """Stop the planner first, so that it starts no workers, then the frontend, which drains, then the others."""
         timeout_s = self.config.up.drain_timeout_s + 5
@@ -196,7 +204,8 @@ async def running_cluster(
             crew.adopt(name, role)
         for spec in process_specs(config, run_dir, config_file):
             is_worker = spec.name in config.first_workers()
-            supervisor.start(spec, on_down=partial(crew.on_down, spec.name) if is_worker else None)
+            on_down = partial(crew.on_down, spec.name) if is_worker else None
+            supervisor.start(spec, on_down=cluster.on_memory_down if spec.name == MEMORY else on_down)
         async with control_socket(crew, run_dir) as cluster.control:
             if planner is not None:
                 cluster.planner_record = record_file_of(planner, run_dir)

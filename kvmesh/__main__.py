@@ -43,6 +43,7 @@ SERVICES = {
     "frontend": ("frontend.__main__", "one frontend: OpenAI's API in, tokens out"),
     "router": ("router.__main__", "one router in a process of its own"),
     "worker": ("workers.__main__", "one worker: prefill, decode or aggregated"),
+    "memory": ("workers.memory.__main__", "weights of this host's torch workers, loaded once for all of them"),
 }
 
 

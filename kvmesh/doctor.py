@@ -38,6 +38,7 @@ from protocol.messages import Card, decode
 from protocol.version import PROTOCOL_VERSION, RELEASE, VersionError, common_version, release_name
 from workers.engines.registry import ENGINES
 from workers.engines.torch.cpu import bfloat16_by, cpu_flags
+from workers.memory.__main__ import read_holdings
 
 OLDEST_PYTHON = (3, 11)
 SMALL_SHM_BYTES = 128 * 2**20
@@ -61,6 +62,7 @@ class DoctorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     discovery: DiscoveryUrl = "file:.run/discovery"
     mesh_tls: MeshTls = ""
     kv_shared: Annotated[str, Meta(description="storage for KV of several workers, to be checked too")] = ""
+    weights_service: Annotated[str, Meta(description="socket of a memory service that is to answer; empty: none")] = ""
     cluster: Annotated[bool, Meta(description="look at a running mesh instead: all pairs of its services")] = False
     pairs: Annotated[int, Meta(ge=1, le=10_000, description="cluster: pairs to measure, at most")] = 64
 
@@ -134,6 +136,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
         check_port(config.host, config.port),
         discovery,
         *([] if discovery.status == "fail" else [check_versions(config.discovery, credentials)]),
+        *([check_memory_service(config.weights_service)] if config.weights_service else []),
         check_capacity(len(os.sched_getaffinity(0)), psutil.virtual_memory().available),
     ]
 
@@ -243,6 +246,18 @@ def check_gpu(gpus: Sequence[str], torch: TorchProbe) -> Finding:
     if not torch.cuda:
         return Finding("GPU", "warn", f"{found}; this torch cannot use it", "make install TORCH=cuda")
     return Finding("GPU", "warn", f"{found}; torch finds none", "check driver and CUDA_VISIBLE_DEVICES: nvidia-smi")
+
+
+def check_memory_service(path: str) -> Finding:
+    try:
+        holdings = read_holdings(path)
+    except MeshError as error:
+        return Finding(
+            "memory service", "warn", error.message, "workers load their own weights; kvmesh memory starts one"
+        )
+    used = sum(image.num_bytes for image in holdings.images)
+    found = f"{len(holdings.images)} images, {used >> 20} of {holdings.limit_bytes >> 20} MiB, process {holdings.pid}"
+    return Finding("memory service", "ok", found)
 
 
 def check_engines(engines: Mapping[str, Sequence[str]]) -> Finding:

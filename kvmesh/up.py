@@ -88,6 +88,7 @@ async def up(
 
     asked = config.up
     check_counts(asked)
+    check_memory(config)
     parts = {"prefill": asked.prefill, "decode": asked.decode, "aggregated": asked.aggregated}
     tell("starting a frontend and " + ", ".join(f"{n} {role}" for role, n in parts.items() if n) + " workers")
     async with running_cluster(config, tell, config_file, planner) as cluster:
@@ -114,6 +115,16 @@ def check_counts(config: UpConfig) -> None:
     """Raise ConfigError if no worker could ever answer."""
     if config.decode + config.aggregated == 0:
         raise ConfigError("no worker would decode", hint="set --decode or --aggregated to 1 or more")
+
+
+def check_memory(config: ClusterConfig) -> None:
+    """Raise ConfigError for a memory service that no worker would use."""
+    if not config.up.memory_gib:
+        return
+    if config.up.engine != "torch":
+        raise ConfigError(f"--memory-gib is for --engine torch, not for {config.up.engine}", hint="leave it out")
+    if config.worker.get("weights_service"):
+        raise ConfigError("--memory-gib starts a memory service, --weights-service names another", hint="leave one out")
 
 
 def show_how_to_use(cluster: Cluster, console: Console) -> None:

@@ -47,7 +47,7 @@ class MetricGroup:
 OTHER = "other"  # the value of a label beyond the most that it may have
 PROCESS_LABELS = ("component", "namespace", "model", "role", "worker")  # mesh/exposition.py adds them
 LABELS: Mapping[str, LabelRule] = {
-    "component": LabelRule("kind of process: frontend, router, worker, planner or picker"),
+    "component": LabelRule("kind of process: frontend, router, worker, planner, picker or memory"),
     "namespace": LabelRule("name of the mesh, from `--namespace`"),
     "model": LabelRule("model that workers serve; a name that only a client knows is never a value", most=64),
     "role": LabelRule("prefill, decode or aggregated; `mixed` for a process with workers of several roles"),
@@ -69,10 +69,11 @@ LABELS: Mapping[str, LabelRule] = {
         "replays, snapshots, digests, divergences, resets, rests, dropped or unreadable; of a tier: reads or writes"
     ),
     "path": LabelRule("way to the bytes of a tier: memory, direct, buffered or s3"),
-    "state": LabelRule("live or recovering (feeds); ready, starting or draining (workers)"),
+    "state": LabelRule("live or recovering (feeds); ready, starting or draining (workers); writing or ready (images)"),
     "route": LabelRule("path of the router's HTTP API, with names in braces"),
     "status": LabelRule("HTTP status"),
     "backend": LabelRule("what moves KV: nixl, shm, none"),
+    "source": LabelRule("of weights: mapped (another worker wrote them), written (by this one) or own (not shared)"),
     "attention": LabelRule("paged (in place) or gathered (from a copy)"),
     "loop": LabelRule("which loop of the planner decided"),
     "action": LabelRule("scale, flip or hold"),
@@ -282,6 +283,10 @@ _WORKER = (
     _counter(
         _P + "torch_steps_total", "steps", "attention", "Steps of the torch engine, by how it reads the KV cache."
     ),
+    _counter(
+        _P + "weights_total", "loads", "source", "Times weights were got with `--weights-service`, at start or wake."
+    ),
+    _counter(_P + "weights_moved_total", "loads", "", "Shared weights that are not at their address: it was taken."),
     _counter(_P + "kv_pulls_total", "pulls", "backend outcome", "KV pulls ended."),
     _counter(_P + "kv_pulled_bytes_total", "bytes", "backend", "KV bytes fetched from prefill workers."),
     _histogram(
@@ -384,6 +389,27 @@ _PLANNER = (
         _P + "on_hold", "1 or 0", "code", "1: the last decision kept the fleet as it is for this reason, not by plan."
     ),
 )
+_P = "kvmesh_memory_"
+_MEMORY = (
+    _counter(
+        _P + "answers_total",
+        "answers",
+        "outcome",
+        "Answers to workers: mapped (an image), write (it is to write one), refused (there is no room), cut (it broke "
+        "the rules or was too slow).",
+    ),
+    _counter(
+        _P + "freed_images_total",
+        "images",
+        "reason",
+        "Images freed: evicted to make room, or abandoned by their writers before they were complete.",
+    ),
+    _gauge(_P + "images", "images", "state", "Images of weights."),
+    _gauge(_P + "image_bytes", "bytes", "state", "Bytes of images."),
+    _gauge(_P + "limit_bytes", "bytes", "", "Bytes that images may take."),
+    _gauge(_P + "users", "workers", "", "Workers that use an image."),
+    _gauge(_P + "waiting", "workers", "", "Workers that wait for another one to write their image."),
+)
 _P = "kvmesh_plane_"
 _PLANE = (
     _gauge(_P + "connections", "connections", "", "Connections that callers have to this process."),
@@ -431,7 +457,8 @@ GROUPS: tuple[MetricGroup, ...] = (
     MetricGroup("Endpoint picker", "Routers with `--ext-proc-port`.", _PICKER),
     MetricGroup("Worker", "Workers. Counters are of the process, which may host several workers.", _WORKER),
     MetricGroup("Planner", "The planner.", _PLANNER),
-    MetricGroup("Request plane", "Every process.", _PLANE),
+    MetricGroup("Memory service", "`kvmesh memory`.", _MEMORY),
+    MetricGroup("Request plane", "Every process but the memory service.", _PLANE),
     MetricGroup("Release and certificates", "Every process.", _SHARED),
     MetricGroup("Process and Python", "Every process; prometheus_client makes them.", _PYTHON),
 )

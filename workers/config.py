@@ -32,6 +32,12 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     random_weights: Annotated[
         bool, Meta(description="torch, vllm: make weights up, the folder has only config.json")
     ] = False
+    weights_service: Annotated[
+        str,
+        Meta(
+            description="torch: socket of `kvmesh memory`, which shares weights on a CPU between workers; empty: none"
+        ),
+    ] = ""
     device: Annotated[str, Meta(description="torch: cpu, cuda, cuda:<n> or auto")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -205,6 +211,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             )
         if self.kv_shared:
             place_of(self.kv_shared)
+        if self.weights_service and self.engine != "torch":
+            raise ConfigError(f"--weights-service is not for the engine {self.engine}", hint="leave it out")
         if self.guide_whitespace != "compact" and self.engine != "torch":
             raise ConfigError(
                 f"--guide-whitespace is not for the engine {self.engine}",

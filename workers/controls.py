@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from protocol.errors import InvalidRequestError, MeshError
 from protocol.messages import Control, ControlAction, ControlReply, WorkerStatus
 from protocol.tiers import Tier
-from workers.engine import Controllable, Engine, EngineInfo, ResetsCache
+from workers.engine import Controllable, Engine, EngineInfo, ResetsCache, Sleeps
 from workers.resting import Resting
 from workers.turning import Turning, role_asked_for
 
@@ -68,7 +68,7 @@ class WorkerControls:
 
     async def _sleep(self, request: Control, info: EngineInfo) -> ControlReply:
         """Drain the worker before its engine sleeps: a request that reached a sleeping engine would fail."""
-        if not isinstance(self._engine, Controllable | ResetsCache):
+        if not isinstance(self._engine, Controllable | Sleeps):
             raise InvalidRequestError("this worker's engine cannot sleep", hint="drain it")
         await self._resting.rest("asleep", info)
         try:
@@ -100,10 +100,11 @@ class WorkerControls:
                 await engine.reset_cache(tiers)
                 where = "" if tiers is None else f" of {', '.join(tier.name.lower() for tier in tiers)}"
                 return f"the prefix cache{where} is empty"
-            case ControlAction.SLEEP if isinstance(engine, ResetsCache):
-                await engine.reset_cache(spares_shared=True)  # others go on
-                return "asleep; its prefix cache is empty"
-            case ControlAction.WAKE:
+            case ControlAction.SLEEP if isinstance(engine, Sleeps):
+                await engine.sleep()
+                return "asleep; weights and KV cache take no memory"
+            case ControlAction.WAKE if isinstance(engine, Sleeps):
+                await engine.wake()
                 return "awake"
             case _:
                 raise InvalidRequestError(f"this worker's engine cannot {request.action.value}", hint="vLLM's can")

@@ -193,14 +193,25 @@ class ReportsLoad(Protocol):
 class ResetsCache(Protocol):
     """An engine of ours, which can forget its prefix cache. It has no other controls of its own."""
 
-    async def reset_cache(self, tiers: Collection[Tier] | None = None, *, spares_shared: bool = False) -> None:
+    async def reset_cache(self, tiers: Collection[Tier] | None = None) -> None:
         """Forget the cached blocks of some tiers, or of all, also those that would outlive the worker.
 
-        Shared storage forgets them for all workers of the model, unless `spares_shared`.
+        Shared storage forgets them for all workers of the model.
 
         Raise InvalidRequestError while blocks are in use or for a tier that is not there, and EngineError if a tier
         cannot keep the reset.
         """
+
+
+@runtime_checkable
+class Sleeps(Protocol):
+    """An engine of ours that can give its memory back, and get it again."""
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and KV cache; tiers that outlive the worker stay. It has no requests any more."""
+
+    async def wake(self) -> None:
+        """Be as after the start again. Raise ConfigError or EngineError: then the engine sleeps on."""
 
 
 @runtime_checkable

@@ -13,12 +13,12 @@ from protocol.ids import WorkerId
 from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest
 from protocol.tiers import Tier
 from workers.engine import Engine, EngineInfo, EngineLoad, PeerAnswers
-from workers.step_engine import StepEngine
+from workers.sleeping import SleepableEngine
 from workers.tiers import TierReport
 
 
 class RankedEngine:
-    def __init__(self, ranks: Sequence[StepEngine]) -> None:
+    def __init__(self, ranks: Sequence[SleepableEngine]) -> None:
         """Take at least one rank."""
         self._ranks = list(ranks)
 
@@ -86,11 +86,17 @@ class RankedEngine:
             tiers=tuple(tier for load in loads for tier in load.tiers),
         )
 
-    async def reset_cache(self, tiers: Collection[Tier] | None = None, *, spares_shared: bool = False) -> None:
+    async def reset_cache(self, tiers: Collection[Tier] | None = None) -> None:
         """Forget the caches of all ranks, or of none."""
         if (tiers is None or Tier.DEVICE in tiers) and self.load().used_blocks:
             raise InvalidRequestError("blocks of the cache are in use", hint="drain the worker, or try again")
-        await asyncio.gather(*(one.reset_cache(tiers, spares_shared=spares_shared) for one in self._ranks))
+        await asyncio.gather(*(one.reset_cache(tiers) for one in self._ranks))
+
+    async def sleep(self) -> None:
+        await asyncio.gather(*(one.sleep() for one in self._ranks))
+
+    async def wake(self) -> None:
+        await asyncio.gather(*(one.wake() for one in self._ranks))
 
     def check_health(self) -> None:
         for one in self._ranks:
@@ -103,7 +109,7 @@ class RankedEngine:
     async def stop(self) -> None:
         await asyncio.gather(*(one.stop() for one in self._ranks))
 
-    def _rank(self, number: int) -> StepEngine:
+    def _rank(self, number: int) -> SleepableEngine:
         if not 0 <= number < len(self._ranks):
             raise InvalidRequestError(f"there is no rank {number} here", hint=f"there are {len(self._ranks)}, from 0")
         return self._ranks[number]

@@ -321,7 +321,8 @@ class Worker:
         """Raise EngineError if this worker can serve no more."""
         self._check_engine()
         now_s, requests = time.monotonic(), len(self.turning.requests)
-        if what := self._answers.hangs(requests, now_s) or self.canary.look(requests, now_s, self.info):
+        info = None if self._resting.state == "asleep" else self.info  # a quiet engine that sleeps is let sleep
+        if what := self._answers.hangs(requests, now_s) or self.canary.look(requests, now_s, info):
             raise EngineError(f"the engine of {self._place.worker_id} hangs: {what}")
 
     def _check_engine(self) -> None:

@@ -252,12 +252,12 @@ class StepEngine:
     def rename(self, worker_id: WorkerId) -> None:
         self._worker_id = worker_id
 
-    async def reset_cache(self, tiers: Collection[Tier] | None = None, *, spares_shared: bool = False) -> None:
+    async def reset_cache(self, tiers: Collection[Tier] | None = None) -> None:
         """Forget the cached blocks of some tiers, or of all.
 
         A block in use cannot be forgotten: what is computed next follows on from it.
         """
-        wanted = [tier for tier in (Tier if tiers is None else tiers) if tier is not Tier.SHARED or not spares_shared]
+        wanted = tuple(Tier) if tiers is None else tiers
         async with AsyncExitStack() as still:
             if self._shared is not None and Tier.SHARED in wanted:
                 await still.enter_async_context(self._shared.still())

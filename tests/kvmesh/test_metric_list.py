@@ -14,7 +14,7 @@ from tests.test_import_order import MAY_USE
 
 MADE = """
 import frontend.service, frontend.picker.service, frontend.gen_ai, planner.service, router.service, workers.service
-import workers.engines.torch.metrics
+import workers.engines.torch.metrics, workers.memory.metrics
 from prometheus_client import REGISTRY
 frontend.gen_ai.gen_ai_metrics()
 for family in REGISTRY.collect():

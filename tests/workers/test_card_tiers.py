@@ -69,7 +69,7 @@ async def test_a_worker_writes_its_card_again_when_it_has_measured() -> None:
     assert (tier.tier, tier.block_s) == (Tier.HOST, 0)
     await worker.tell_tiers()
     assert place.infos == []
-    engine._copies.stack.compute.note_step(100, 0, 0.2)  # type: ignore[attr-defined]
+    engine.awake._copies.stack.compute.note_step(100, 0, 0.2)  # type: ignore[attr-defined]
     await worker.tell_tiers()
     assert [info.prefill_token_s for info in place.infos] == [0.002]
     card = make_card(

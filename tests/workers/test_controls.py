@@ -143,10 +143,10 @@ async def test_a_cache_in_use_is_not_reset(site: Site) -> None:
     await site.generate([8] * 64)
     events: list[Any] = []
     site.engine.on_kv_events(events.extend)
-    held = site.engine._pool.allocate(1)
+    held = site.engine.awake._pool.allocate(1)
     with pytest.raises(InvalidRequestError, match="1 blocks of the cache are in use; drain the worker"):
         await site.control(ControlAction.RESET_PREFIX_CACHE)
-    site.engine._pool.release(held)
+    site.engine.awake._pool.release(held)
     await site.control(ControlAction.RESET_PREFIX_CACHE)
     assert site.engine.load().cached_blocks == 0 and events, "routers hear of it"
 

@@ -12,6 +12,7 @@ from workers.executor import Executor
 from workers.names import served_name
 from workers.ranks import RankedEngine
 from workers.shared_tier import SharedSettings
+from workers.sleeping import SleepableEngine
 from workers.stall import STEP_STALL_S
 from workers.step_engine import StepEngine, StepEngineConfig
 from workers.tiers import MIB, TierSettings
@@ -55,4 +56,5 @@ def open_step_engine(config: WorkerConfig, open_executor: Callable[[], Executor]
     def open_rank() -> StepEngine:
         return StepEngine(open_executor(), open_backend(choose_backend(config.kv_transfer)), step_config)
 
-    return open_rank() if config.dp_size == 1 else RankedEngine([open_rank() for _ in range(config.dp_size)])
+    ranks = [SleepableEngine(open_rank) for _ in range(config.dp_size)]
+    return ranks[0] if config.dp_size == 1 else RankedEngine(ranks)

@@ -19,10 +19,11 @@ from workers.engines.torch.config import DTYPES, ModelConfig, read_config
 from workers.engines.torch.cpu import bfloat16_by, cpu_flags
 from workers.engines.torch.device_blocks import CudaBlocks
 from workers.engines.torch.kernels import NO_KERNELS, CpuKernels, open_kernels
-from workers.engines.torch.metrics import STEPS
+from workers.engines.torch.metrics import STEPS, WEIGHTS
 from workers.engines.torch.model import Transformer
 from workers.engines.torch.sampling import choose, logprobs_of
-from workers.engines.torch.weights import load_weights, random_weights
+from workers.engines.torch.shared_weights import WeightsInUse, share_weights, weights_key
+from workers.engines.torch.weights import ModelWeights, load_weights, random_weights
 from workers.executor import Embedded, ModelInfo, Result, Row, Sampled, Scored
 from workers.guides import open_guides
 from workers.schemas import GuideWhitespace
@@ -46,13 +47,14 @@ class TorchExecutor:
         num_threads: int | None = None,
         random_weights: bool = False,
         guide_whitespace: GuideWhitespace = "compact",
+        weights_service: str = "",
     ) -> None:
         """Take the settings; `load` reads the model.
 
         `device`: cpu, cuda, cuda:<n>, or auto: a GPU where there is one. `dtype`: one of DTYPES, or auto: see
         `choose_dtype`. `num_threads`: threads of a CPU's matrix products; None: 1 for small models; 0:
-        as torch has it. `random_weights`: read config.json alone, for benchmarks of a shape. `guide_whitespace`: see
-        WorkerConfig.
+        as torch has it. `random_weights`: read config.json alone, for benchmarks of a shape. `guide_whitespace`,
+        `weights_service`: see WorkerConfig.
         """
         self._model_path = Path(model_path)
         self._device_name = device
@@ -61,6 +63,8 @@ class TorchExecutor:
         self._num_threads = num_threads
         self._random_weights = random_weights
         self._guide_whitespace = guide_whitespace
+        self._weights_service = weights_service
+        self._weights: WeightsInUse | None = None
         self._model: Transformer | None = None
         self._info: ModelInfo | None = None
         self._kv: PagedKv | None = None
@@ -74,11 +78,9 @@ class TorchExecutor:
         dtype = TORCH_DTYPES[dtype_name]
         self._set_threads(config)
         try:
-            if self._random_weights:
-                weights = random_weights(config, self._device, dtype)
-            else:
-                weights = load_weights(self._model_path, config, self._device, dtype)
-            self._model = Transformer(config, weights, open_kernels(config, self._device, dtype))
+            kernels = open_kernels(config, self._device, dtype)
+            self._weights = self._load_weights(config, dtype_name, kernels)
+            self._model = Transformer(config, self._weights.weights, kernels)
             self._log_path(self._model.kernels, dtype_name)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -97,6 +99,25 @@ class TorchExecutor:
             layout, config.context_tokens, config.vocab_size, config.eos_token_ids, FEATURES, guides=guides
         )
         return self._info
+
+    def _load_weights(self, config: ModelConfig, dtype_name: str, kernels: CpuKernels | None) -> WeightsInUse:
+        folder, is_random, dtype = self._model_path, self._random_weights, TORCH_DTYPES[dtype_name]
+
+        def load() -> ModelWeights:
+            if is_random:
+                return random_weights(config, self._device, dtype)
+            return load_weights(folder, config, self._device, dtype)
+
+        def key_of() -> bytes:
+            return weights_key(folder, dtype_name, "" if kernels is None else kernels.name, is_random)
+
+        if not self._weights_service:
+            return WeightsInUse(load(), None, None)
+        if self._device.type != "cpu":
+            log.warning("weights on %s are this worker's own: the memory service shares those on CPUs", self._device)
+            WEIGHTS.labels("own").inc()
+            return WeightsInUse(load(), None, None)
+        return share_weights(self._weights_service, key_of, f"{folder.resolve().name} {dtype_name}", load)
 
     def _log_path(self, kernels: CpuKernels | None, dtype_name: str) -> None:
         if kernels is not None:
@@ -166,6 +187,9 @@ class TorchExecutor:
     def close(self) -> None:
         self._model = None
         self._kv = None
+        in_use, self._weights = self._weights, None
+        if in_use is not None:
+            in_use.close()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

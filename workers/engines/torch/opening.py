@@ -30,5 +30,6 @@ def open_engine(config: WorkerConfig) -> Engine:
             num_threads=config.num_threads,
             random_weights=config.random_weights,
             guide_whitespace=config.guide_whitespace,
+            weights_service=config.weights_service,
         ),
     )

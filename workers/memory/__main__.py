@@ -1,0 +1,70 @@
+"""Run the memory service of this host: `python -m workers.memory`."""
+
+import os
+import sys
+
+import msgspec
+
+from mesh.config import load
+from mesh.lifecycle import run
+from mesh.telemetry import setup_logging
+from protocol.errors import ConfigError, MeshError
+from workers.memory.client import ImageLease
+from workers.memory.config import MemoryConfig
+from workers.memory.messages import Holdings
+from workers.memory.service import serve
+
+
+def main() -> int:
+    try:
+        config = load(
+            MemoryConfig,
+            sys.argv[1:],
+            os.environ,
+            prefix="KVMESH_MEMORY_",
+            prog="kvmesh memory",
+            description="Keep the weights of this host's torch workers in memory, once, for all of them to map. "
+            "Workers find it by --weights-service. See docs/memory-service.md.",
+            section="memory",
+        )
+        setup_logging("memory", level=config.log_level, fmt=config.log_format)
+        if config.status:
+            return show_status(config)
+    except ConfigError as error:
+        print(f"kvmesh memory: {error}", file=sys.stderr)
+        return 2
+    return run(lambda stop: serve(config, stop))
+
+
+def show_status(config: MemoryConfig) -> int:
+    """Raise ConfigError if no service answers."""
+    holdings = read_holdings(config.socket)
+    print(msgspec.json.encode(holdings).decode() if config.json else table_of(holdings))
+    return 0
+
+
+def read_holdings(path: str) -> Holdings:
+    """Return what the service at `path` holds. Raise ConfigError if none answers."""
+    try:
+        lease = ImageLease(path)
+        try:
+            return lease.holdings()
+        finally:
+            lease.close()
+    except (OSError, MeshError) as error:
+        raise ConfigError(
+            f"no memory service at {path}: {error}", hint="start one: `kvmesh memory --socket`"
+        ) from error
+
+
+def table_of(holdings: Holdings) -> str:
+    used = sum(image.num_bytes for image in holdings.images)
+    lines = [f"process {holdings.pid}: {used >> 20} of {holdings.limit_bytes >> 20} MiB"]
+    for image in holdings.images:
+        waiting = f", {image.waiting} wait" if image.waiting else ""
+        lines.append(f"{image.num_bytes >> 20:>8} MiB  {image.state:<8} {image.users} users{waiting}  {image.label}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
