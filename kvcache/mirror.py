@@ -3,9 +3,11 @@
 This serves engines that report which blocks they store and remove, but not which they hold. Such an engine counts
 differently from `kvcache.pool`: a block that two requests compute at once is stored twice, and later removed once for
 each copy, and the engine may drop a block before its followers. Here a block is announced under its sequence hash
-(protocol.hashing) while a copy of it and of every block before it is present. Invariants, checked by the property test:
+(protocol.hashing) in each tier that has a copy of it, while every block before it is present in some tier. Tiers below
+the device count because engines that offload load from there by themselves. Invariants, checked by the property test:
 
-1. The announced blocks are a set of whole prefixes, each once: stored and removed events of a block alternate.
+1. The announced blocks are a set of whole prefixes, each once in a tier: stored and removed events of a block there
+   alternate.
 2. The announced events, replayed, give the content of `snapshot`, and `digest` is the digest of that content.
 3. A removed block is remembered only while one of its followers is present, so that both can be announced again.
 """
@@ -19,11 +21,11 @@ from protocol.errors import WireError
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.hashing import block_hashes, digest_term, extend_chain, hash_seed
 from protocol.ids import BlockHash, EngineHash, SequenceHash
+from protocol.tiers import MEDIA, Tier, tier_of
 
 MAX_BLOCKS = 1 << 22
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
-_DEVICE = "GPU"  # the engine cannot reuse blocks in other media at once, so they do not count
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +36,7 @@ class _EngineBlock:
     tokens: tuple[int, ...]
     lora: str | None
     salt: str | None
-    copies: int = 0
+    copies: dict[Tier, int] = field(default_factory=dict)  # all > 0
     is_reachable: bool = False  # the block and all blocks before it are present
     children: dict[EngineHash, "_EngineBlock"] = field(default_factory=dict)
 
@@ -42,7 +44,8 @@ class _EngineBlock:
 class CacheMirror:
     """Follows one data-parallel rank of an engine, whose blocks hold `block_size` tokens.
 
-    `stats` counts reported blocks that were left out: unknown_parents, unknown_removals, without_tokens, over_limit.
+    `stats` counts reported blocks that were left out: unknown_parents, unknown_removals, without_tokens, over_limit,
+    and other_sizes of blocks below the device.
     """
 
     def __init__(self, block_size: int, *, max_blocks: int = MAX_BLOCKS) -> None:
@@ -51,16 +54,14 @@ class CacheMirror:
         self._max_blocks = max_blocks
         self._blocks: dict[EngineHash, _EngineBlock] = {}
         self._roots: dict[EngineHash, _EngineBlock] = {}
-        self._announced: dict[SequenceHash, int] = {}  # number of reachable blocks of that name; an engine may have two
+        # How many reachable blocks have that name and a copy in that tier: an engine may have two.
+        self._announced: dict[tuple[SequenceHash, Tier], int] = {}
         self._digest = 0  # sum of the terms of _announced; taken mod 2**64 where it is read
         self._news = _Announcement(block_size)
 
-    def __contains__(self, name: SequenceHash) -> bool:
-        return name in self._announced
-
     @property
     def digest(self) -> Digest:
-        """The digest of all announced blocks."""
+        """The digest of all announced blocks, in each tier."""
         return Digest(len(self._announced), self._digest & _U64)
 
     def apply(self, events: Iterable[KvEvent]) -> list[KvEvent]:
@@ -85,23 +86,29 @@ class CacheMirror:
 
     def snapshot(self) -> list[KvEvent]:
         """Return events that rebuild the announced content, parents before children."""
-        told: set[SequenceHash] = set()
+        told: set[tuple[SequenceHash, Tier]] = set()
         snapshot = _Announcement(self.block_size)
         pending = list(reversed(self._roots.values()))
         while pending:
             block = pending.pop()
             if not block.is_reachable:
                 continue
-            if block.name not in told:
-                told.add(block.name)
-                snapshot.stored(block)
+            for tier in block.copies:
+                if (block.name, tier) not in told:
+                    told.add((block.name, tier))
+                    snapshot.stored(block, tier)
             pending.extend(reversed(block.children.values()))
         return snapshot.take()
 
     def _on_stored(self, event: Stored) -> None:
-        if event.medium != _DEVICE:
+        tier = tier_of(event.medium)
+        if tier is not Tier.DEVICE and not event.token_ids:
+            self._copy_known(event.hashes, tier)
             return
         if event.block_size != self.block_size:
+            if tier is not Tier.DEVICE:  # some engines offload several blocks as one
+                self.stats["other_sizes"] += len(event.hashes)
+                return
             raise WireError(
                 f"the engine stores blocks of {event.block_size} tokens, it began with {self.block_size}",
                 hint="one engine keeps one block size: restart it and its worker",
@@ -118,10 +125,25 @@ class CacheMirror:
                 block = self._new_block(key, parent, event, number, names, (lora, salt))
                 if block is None:
                     return
-            block.copies += 1
-            if block.copies == 1:
-                self._show(block)
+            self._add_copy(block, tier)
             parent = block
+
+    def _copy_known(self, keys: Sequence[EngineHash], tier: Tier) -> None:
+        """Take that blocks are in a tier whose events name them alone."""
+        for key in keys:
+            if (block := self._blocks.get(key)) is None:
+                self.stats["without_tokens"] += 1
+            else:
+                self._add_copy(block, tier)
+
+    def _add_copy(self, block: _EngineBlock, tier: Tier) -> None:
+        block.copies[tier] = block.copies.get(tier, 0) + 1
+        if block.copies[tier] > 1:
+            return
+        if block.is_reachable:
+            self._announce(block, tier)
+        else:
+            self._show(block)
 
     def _new_block(
         self,
@@ -149,17 +171,21 @@ class CacheMirror:
         return block
 
     def _on_removed(self, event: Removed) -> None:
-        if event.medium != _DEVICE:
-            return
+        tier = tier_of(event.medium)
         for key in event.hashes:
             block = self._blocks.get(key)
-            if block is None or not block.copies:
+            if block is None or tier not in block.copies:
                 self.stats["unknown_removals"] += 1
                 continue
-            block.copies -= 1
-            if not block.copies:
+            block.copies[tier] -= 1
+            if block.copies[tier]:
+                continue
+            if len(block.copies) == 1:
                 self._hide(block)
-                self._forget_if_useless(block)
+            elif block.is_reachable:
+                self._withdraw(block, tier)
+            del block.copies[tier]
+            self._forget_if_useless(block)
 
     def _show(self, block: _EngineBlock) -> None:
         """Announce a present block, and its followers, if all blocks before it are present."""
@@ -169,10 +195,8 @@ class CacheMirror:
             if not block.copies or not (block.parent is None or block.parent.is_reachable):
                 continue
             block.is_reachable = True
-            count = self._announced[block.name] = self._announced.get(block.name, 0) + 1
-            if count == 1:
-                self._digest += digest_term(block.name)
-                self._news.stored(block)
+            for tier in block.copies:
+                self._announce(block, tier)
             pending.extend(reversed(block.children.values()))
 
     def _hide(self, block: _EngineBlock) -> None:
@@ -186,13 +210,23 @@ class CacheMirror:
                 hidden.append(block)
                 pending.extend(block.children.values())
         for block in reversed(hidden):
-            left = self._announced[block.name] - 1
-            if left:
-                self._announced[block.name] = left
-                continue
-            del self._announced[block.name]
-            self._digest -= digest_term(block.name)
-            self._news.removed(block)
+            for tier in block.copies:
+                self._withdraw(block, tier)
+
+    def _announce(self, block: _EngineBlock, tier: Tier) -> None:
+        count = self._announced[block.name, tier] = self._announced.get((block.name, tier), 0) + 1
+        if count == 1:
+            self._digest += digest_term(block.name, tier)
+            self._news.stored(block, tier)
+
+    def _withdraw(self, block: _EngineBlock, tier: Tier) -> None:
+        left = self._announced[block.name, tier] - 1
+        if left:
+            self._announced[block.name, tier] = left
+            return
+        del self._announced[block.name, tier]
+        self._digest -= digest_term(block.name, tier)
+        self._news.removed(block, tier)
 
     def _forget_if_useless(self, block: _EngineBlock | None) -> None:
         while block is not None and not block.copies and not block.children:
@@ -209,27 +243,34 @@ class CacheMirror:
 
 
 class _Announcement:
-    """Collects events under our names. Stored blocks that follow each other become one event, and so do removals."""
+    """Collects events under our names. Stored blocks that follow each other in one tier become one event.
+
+    Removals of one tier do so too. Events are told in the order in which they were begun, so the parent of a stored
+    block is always told before it.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._events: list[KvEvent] = []
-        self._run: list[_EngineBlock] = []
-        self._gone: list[EngineHash] = []
+        self._runs: dict[Tier, list[_EngineBlock]] = {}
+        self._gone: dict[Tier, list[EngineHash]] = {}
 
-    def stored(self, block: _EngineBlock) -> None:
-        if self._gone or (self._run and (block.parent is None or block.parent.name != self._run[-1].name)):
+    def stored(self, block: _EngineBlock, tier: Tier) -> None:
+        run = self._runs.get(tier)
+        is_next = run is None or (block.parent is not None and block.parent.name == run[-1].name)
+        if self._gone or not is_next:
             self._flush()
-        self._run.append(block)
+        self._runs.setdefault(tier, []).append(block)
 
-    def removed(self, block: _EngineBlock) -> None:
-        if self._run:
+    def removed(self, block: _EngineBlock, tier: Tier) -> None:
+        if self._runs:
             self._flush()
-        self._gone.append(EngineHash(block.name))
+        self._gone.setdefault(tier, []).append(EngineHash(block.name))
 
     def cleared(self) -> None:
         """Announce that all is gone. Earlier events are dropped, because they no longer matter."""
-        self._run, self._gone = [], []
+        self._runs.clear()
+        self._gone.clear()
         self._events = [Cleared()]
 
     def take(self) -> list[KvEvent]:
@@ -238,19 +279,20 @@ class _Announcement:
         return events
 
     def _flush(self) -> None:
-        if self._run:
-            first = self._run[0]
+        for tier, run in self._runs.items():
+            first = run[0]
             self._events.append(
                 Stored(
-                    hashes=tuple(EngineHash(block.name) for block in self._run),
+                    hashes=tuple(EngineHash(block.name) for block in run),
                     parent=None if first.parent is None else EngineHash(first.parent.name),
-                    token_ids=tuple(chain.from_iterable(block.tokens for block in self._run)),
+                    token_ids=tuple(chain.from_iterable(block.tokens for block in run)),
                     block_size=self._block_size,
                     lora=first.lora,
                     salt=first.salt,
+                    medium=MEDIA[tier],
                 )
             )
-            self._run = []
-        if self._gone:
-            self._events.append(Removed(tuple(self._gone)))
-            self._gone = []
+        for tier, gone in self._gone.items():
+            self._events.append(Removed(tuple(gone), MEDIA[tier]))
+        self._runs.clear()
+        self._gone.clear()

@@ -42,7 +42,7 @@ _Token = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 # Eagle sends pairs: [token, next token]. They are lists here because msgspec 0.22 crashes in the garbage
 # collector on a union of a bounded integer and a tuple of fixed length.
 _Tokens = tuple[_Token | list[_Token], ...]
-_BlockSize = Annotated[int, Meta(ge=1, le=1 << 20)]
+_BlockSize = Annotated[int, Meta(ge=0, le=1 << 20)]  # 0: vLLM names offloaded blocks, without their tokens
 _Rank = Annotated[int, Meta(ge=0, le=0xFFFF)]
 _Group = Annotated[int, Meta(ge=0, le=0xFFFF)]
 

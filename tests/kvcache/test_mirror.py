@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,9 @@ from kvcache.mirror import CacheMirror
 from protocol.errors import WireError
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.hashing import digest_term, hash_seed, sequence_hashes
-from protocol.ids import EngineHash, SequenceHash
+from protocol.ids import EngineHash, SequenceHash, WorkerId
+from protocol.tiers import MEDIA, Tier
+from router.index import Holder, PlainIndex
 
 BLOCK = 2
 
@@ -149,12 +151,45 @@ def test_blocks_after_an_unknown_one_and_unknown_removals_are_counted() -> None:
     assert mirror.stats == {"unknown_parents": 2, "unknown_removals": 1}
 
 
-def test_a_copy_in_another_medium_does_not_count() -> None:
+HOST = "CPU"
+
+
+def in_memory(tokens: Sequence[int], *, named_only: bool = False) -> Stored:
+    """Return the event of blocks that were offloaded; most offloading connectors tell the names alone."""
+    if named_only:
+        return Stored(keys_of(tokens), None, (), 0, medium=HOST)
+    return Stored(keys_of(tokens), None, tuple(tokens), BLOCK, medium=HOST)
+
+
+@pytest.mark.parametrize("named_only", [False, True])
+def test_offloaded_blocks_are_announced_in_their_tier_and_outlive_the_device(named_only: bool) -> None:
     mirror = CacheMirror(BLOCK)
-    in_memory = Stored(keys_of(TOKENS), None, tuple(TOKENS), BLOCK, medium="CPU")
-    assert mirror.apply([in_memory, stored(TOKENS), Removed(keys_of(TOKENS), medium="CPU")]) == [
-        Stored(names(TOKENS), None, tuple(TOKENS), BLOCK)
+    mirror.apply([stored(TOKENS)])
+    assert mirror.apply([in_memory(TOKENS, named_only=named_only)]) == [
+        Stored(names(TOKENS), None, tuple(TOKENS), BLOCK, medium=HOST)
     ]
+    assert mirror.apply([removed(TOKENS, 0, 1, 2)]) == [Removed(names(TOKENS))]
+    assert mirror.snapshot() == [Stored(names(TOKENS), None, tuple(TOKENS), BLOCK, medium=HOST)]
+    assert mirror.apply([Removed(keys_of(TOKENS), medium=HOST)]) == [Removed(names(TOKENS)[::-1], HOST)]
+    assert (mirror.digest, mirror._blocks) == (Digest(0, 0), {})
+
+
+def test_a_block_of_the_device_follows_one_that_is_offloaded() -> None:
+    """The engine loads what was offloaded, and has the rest: the prefix is whole."""
+    mirror, index, holder = CacheMirror(BLOCK), PlainIndex(), Holder(WorkerId("w"), 0)
+    index.apply(holder, mirror.apply([stored(TOKENS), in_memory(TOKENS[:4]), removed(TOKENS, 0, 1)]))
+    assert {tier for _, tier in index.content(holder)} == {Tier.DEVICE, Tier.HOST}
+    assert index.digest(holder) == mirror.digest
+    rebuilt = PlainIndex()
+    rebuilt.apply(holder, mirror.snapshot())
+    assert rebuilt.content(holder) == index.content(holder)
+
+
+def test_offloaded_blocks_without_tokens_that_nobody_knows_are_counted() -> None:
+    mirror = CacheMirror(BLOCK)
+    assert mirror.apply([in_memory(TOKENS, named_only=True)]) == []
+    assert mirror.apply([Stored((EngineHash(1),), None, (1, 2, 3, 4), 4, medium=HOST)]) == []
+    assert mirror.stats == {"without_tokens": 3, "other_sizes": 1}
 
 
 def test_clearing_forgets_all_that_was_said() -> None:
@@ -182,43 +217,54 @@ class Act:
     tokens: tuple[int, ...]
     start: int
     kind: str  # "store", "remove" or "clear"
+    tier: Tier = Tier.DEVICE
 
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Act]:
     prompt = st.lists(st.sampled_from([(0, 0), (0, 1)]), min_size=1, max_size=4).map(lambda p: sum(p, ()))
     kinds = st.sampled_from(["store"] * 10 + ["remove"] * 9 + ["clear"])
-    act = st.builds(Act, prompt, st.integers(0, 2), kinds)
+    act = st.builds(Act, prompt, st.integers(0, 2), kinds, st.sampled_from([Tier.DEVICE, Tier.HOST]))
     return draw(st.lists(act, max_size=60))
 
 
 @given(histories())
 def test_what_is_announced_is_what_can_be_reached(history: list[Act]) -> None:
-    mirror, follower = CacheMirror(BLOCK), Follower()
-    copies: Counter[tuple[int, ...]] = Counter()
+    mirror, index, holder = CacheMirror(BLOCK), PlainIndex(), Holder(WorkerId("w"), 0)
+    copies: Counter[tuple[tuple[int, ...], Tier]] = Counter()
+
+    def is_there(tokens: tuple[int, ...]) -> bool:
+        return any(copies[tokens, tier] for tier in Tier)
+
     for act in history:
         blocks = [act.tokens[:end] for end in range(BLOCK, len(act.tokens) + 1, BLOCK)]
         match act.kind:
             case "clear":
                 copies.clear()
-                follower.replay(mirror.apply([Cleared()]))
+                index.apply(holder, mirror.apply([Cleared()]))
             case "remove":
-                follower.replay(mirror.apply([Removed((key_of(act.tokens),))]))
-                copies[act.tokens] -= copies[act.tokens] > 0
+                index.apply(holder, mirror.apply([Removed((key_of(act.tokens),), MEDIA[act.tier])]))
+                copies[act.tokens, act.tier] -= copies[act.tokens, act.tier] > 0
             case _:
                 start = min(act.start, len(blocks) - 1)
-                if start and not copies[blocks[start - 1]]:
+                if start and not is_there(blocks[start - 1]):
                     continue  # an engine stores after a block only while that is there
-                follower.replay(mirror.apply([stored(act.tokens, start)]))
-                copies.update(blocks[start:])
+                index.apply(holder, mirror.apply([replace(stored(act.tokens, start), medium=MEDIA[act.tier])]))
+                copies.update((block, act.tier) for block in blocks[start:])
         reachable = {
-            SequenceHash(names(tokens)[-1])
-            for tokens, count in copies.items()
-            if count and all(copies[tokens[:end]] for end in range(BLOCK, len(tokens), BLOCK))
+            (SequenceHash(names(tokens)[-1]), tier)
+            for (tokens, tier), count in copies.items()
+            if count and all(is_there(tokens[:end]) for end in range(BLOCK, len(tokens), BLOCK))
         }
-        assert follower.held == reachable
-        assert Follower().replay(mirror.snapshot()).held == reachable
-        assert mirror.digest == digest_of(follower.held)
-    everything = [Removed((key_of(tokens),)) for tokens, count in copies.items() for _ in range(count)]
-    follower.replay(mirror.apply(everything))
-    assert (follower.held, mirror._blocks, mirror._roots) == (set(), {}, {})
+        assert index.content(holder) == reachable
+        assert (index.stats.orphan_blocks, index.stats.unknown_removals, index.stats.duplicate_blocks) == (0, 0, 0)
+        rebuilt = PlainIndex()
+        rebuilt.apply(holder, mirror.snapshot())
+        assert rebuilt.content(holder) == reachable
+        assert rebuilt.stats.orphan_blocks == 0
+        assert mirror.digest == index.digest(holder)
+    everything = [
+        Removed((key_of(tokens),), MEDIA[tier]) for (tokens, tier), count in copies.items() for _ in range(count)
+    ]
+    index.apply(holder, mirror.apply(everything))
+    assert (index.content(holder), mirror._blocks, mirror._roots) == (frozenset(), {}, {})

@@ -183,6 +183,13 @@ def test_groups_in_the_array_form(positions: list[object], count: int) -> None:
 def test_blocks_in_another_medium_may_come_without_tokens() -> None:
     (event,) = decode(stored_map(token_ids=[], medium="CPU", parent_block_hash=None))
     assert event == stored(1, HIGH, token_ids=(), medium="CPU")
+    (event,) = decode(stored_map(token_ids=[], medium="CPU", parent_block_hash=None, block_size=0))
+    assert event == stored(1, HIGH, token_ids=(), medium="CPU", block_size=0)
+
+
+def test_tokens_of_blocks_without_a_size_are_refused() -> None:
+    with pytest.raises(WireError):
+        decode(stored_map(block_size=0))
 
 
 @pytest.mark.parametrize(

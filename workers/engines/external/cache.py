@@ -15,6 +15,7 @@ from protocol.errors import WireError
 from protocol.events import Cleared, Digest, KvEvent, Removed, Stored
 from protocol.hashing import digest_term
 from protocol.ids import EngineHash, SequenceHash, WorkerId
+from protocol.tiers import Tier, tier_of
 
 Listener = Callable[[Sequence[KvEvent]], object]
 
@@ -24,13 +25,14 @@ _U64 = 0xFFFF_FFFF_FFFF_FFFF
 class EngineCache:
     """The blocks that the ranks hold together.
 
-    A block is there while at least one rank has it and all blocks before it.
+    A block is in a tier while at least one rank has it there, and all blocks before it in some tier.
     """
 
     def __init__(self, block_size: int, num_ranks: int = 1) -> None:
         self.listeners: list[Listener] = []
         self._mirrors = [CacheMirror(block_size) for _ in range(num_ranks)]
-        self._copies: Counter[EngineHash] = Counter()  # ranks that hold it
+        self._copies: Counter[tuple[EngineHash, Tier]] = Counter()  # ranks that hold it
+        self._on_device = 0  # of those in _copies
         self._digest = 0  # sum of the terms of all in _copies
 
     def apply(self, rank: int, events: Iterable[KvEvent]) -> None:
@@ -44,12 +46,13 @@ class EngineCache:
         self._tell(self._merged(rank, self._mirrors[rank].clear()))
 
     def snapshot(self) -> list[KvEvent]:
-        told: set[EngineHash] = set()
+        told: set[tuple[EngineHash, Tier]] = set()
         events: list[KvEvent] = []
         for event in chain.from_iterable(mirror.snapshot() for mirror in self._mirrors):
             assert isinstance(event, Stored), "a snapshot has nothing else"
-            events += _runs(event, lambda name: name not in told)
-            told.update(event.hashes)
+            tier = tier_of(event.medium)
+            events += _runs(event, lambda name, tier=tier: (name, tier) not in told)  # type: ignore[misc]
+            told.update((name, tier) for name in event.hashes)
         return events
 
     @property
@@ -58,7 +61,8 @@ class EngineCache:
 
     @property
     def num_blocks(self) -> int:
-        return len(self._copies)
+        """Return the number of blocks on the device."""
+        return self._on_device
 
     # --- kvevents.subscriber.Sink ---------------------------------------------------------------------
 
@@ -83,33 +87,37 @@ class EngineCache:
                 case Stored():
                     events += self._added(event)
                 case Removed():
-                    events += self._dropped(event.hashes)
+                    events += self._dropped(event)
                 case Cleared():  # the mirror has forgotten by now which they were
                     events += self._recounted(rank)
         return events
 
     def _added(self, event: Stored) -> list[Stored]:
-        runs = list(_runs(event, lambda name: name not in self._copies))
+        tier = tier_of(event.medium)
+        runs = list(_runs(event, lambda name: (name, tier) not in self._copies))
         for name in event.hashes:
-            self._copies[name] += 1
+            self._copies[name, tier] += 1
         for run in runs:
-            self._digest += sum(digest_term(SequenceHash(name)) for name in run.hashes)
+            self._digest += sum(digest_term(SequenceHash(name), tier) for name in run.hashes)
+            self._on_device += len(run.hashes) * (tier is Tier.DEVICE)
         return runs
 
-    def _dropped(self, names: Iterable[EngineHash]) -> list[Removed]:
+    def _dropped(self, event: Removed) -> list[Removed]:
+        tier = tier_of(event.medium)
         gone: list[EngineHash] = []
-        for name in names:
-            self._copies[name] -= 1
-            if not self._copies[name]:
-                del self._copies[name]
-                self._digest -= digest_term(SequenceHash(name))
+        for name in event.hashes:
+            self._copies[name, tier] -= 1
+            if not self._copies[name, tier]:
+                del self._copies[name, tier]
+                self._digest -= digest_term(SequenceHash(name), tier)
                 gone.append(name)
-        return [Removed(tuple(gone))] if gone else []
+        self._on_device -= len(gone) * (tier is Tier.DEVICE)
+        return [Removed(tuple(gone), event.medium)] if gone else []
 
     def _recounted(self, rank: int) -> list[KvEvent]:
         """Tell again what the other ranks hold: rank `rank` holds nothing now. Rare, so it may take its time."""
         self._copies.clear()
-        self._digest = 0
+        self._digest = self._on_device = 0
         events: list[KvEvent] = [Cleared()]
         for number, mirror in enumerate(self._mirrors):
             if number != rank:
