@@ -33,6 +33,8 @@ class SimConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_bandwidth_gbps: Annotated[float, Meta(ge=0)] = 25.0  # gigabytes/s down and up; 0: no limit
     disk_blocks: Annotated[int, Meta(ge=0)] = 0  # of each worker, on a disk: those that are used twice
     disk_bandwidth_gbps: Annotated[float, Meta(ge=0)] = 2.0  # gigabytes/s down and up; 0: no limit
+    shared_blocks: Annotated[int, Meta(ge=0)] = 0  # in storage of all workers: those that one of them uses twice
+    shared_bandwidth_gbps: Annotated[float, Meta(ge=0)] = 1.0  # gigabytes/s of each worker, down and up; 0: no limit
     policy: Policy = "kv"
     recompute_price: Annotated[float, Meta(ge=0)] = 0.0
     saturation_tokens: Annotated[int, Meta(ge=0)] = 2048  # 0: no request waits in the router

@@ -11,7 +11,7 @@ from protocol.ids import WorkerId
 from protocol.messages import CardTier, Role, WorkerCard
 from protocol.tiers import Tier
 from simulator.config import SimConfig, tier_block_s, timing_of
-from simulator.tiers import SimTier, SimTiers
+from simulator.tiers import SimStorage, SimTier, SimTiers
 from simulator.worker import SimWorker, SimWorkerState
 from workers.scheduler import KvPull, Limits, Output, Scheduler
 
@@ -39,9 +39,11 @@ class SimFleet:
             for tier, blocks, bandwidth_gbps in (
                 (Tier.HOST, config.host_blocks, config.host_bandwidth_gbps),
                 (Tier.DISK, config.disk_blocks, config.disk_bandwidth_gbps),
+                (Tier.SHARED, config.shared_blocks, config.shared_bandwidth_gbps),
             )
             if blocks
         ]
+        self._storage = SimStorage(config.shared_blocks) if config.shared_blocks else None
         self.workers: list[SimWorker] = []  # without workers that are gone
         self.decoding_role = Role.AGGREGATED if config.mode == "aggregated" else Role.DECODE
         self.gpu_seconds = self.worker_seconds = 0.0  # of workers that are gone
@@ -62,7 +64,7 @@ class SimFleet:
         pool = BlockPool(config.blocks, config.block_size)
         tiers = None
         if self._tiers:
-            tiers = SimTiers(pool, self._tiers, config.block_size)
+            tiers = SimTiers(pool, self._tiers, config.block_size, self._storage)
         scheduler = Scheduler(pool, limits, (), None if tiers is None else tiers.stack)
         timing = self._timings[role is Role.PREFILL]
         card = self._card(f"w{number:05d}", role)

@@ -67,6 +67,12 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     disk_bandwidth_gbps: Annotated[
         float, Meta(ge=0, description="gigabytes of KV per second to and from the disk; 0: no limit")
     ] = 2.0
+    shared_blocks: Annotated[
+        int, Meta(ge=0, description="KV blocks in storage of all workers, for what one of them uses twice; 0: none")
+    ] = 0
+    shared_bandwidth_gbps: Annotated[
+        float, Meta(ge=0, description="gigabytes of KV per second of each worker to and from it; 0: no limit")
+    ] = 1.0
     block_size: Annotated[int, Meta(ge=1, description="tokens per block, a divisor of the trace's")] = 512
     trace_block_size: Annotated[int, Meta(ge=1, description="tokens that a block id of the trace stands for")] = 512
     max_num_seqs: Annotated[int, Meta(ge=1, description="sequences that a worker runs at once")] = 256
@@ -189,6 +195,8 @@ def simulated(config: ReplayConfig) -> SimConfig:
         host_bandwidth_gbps=config.host_bandwidth_gbps,
         disk_blocks=config.disk_blocks,
         disk_bandwidth_gbps=config.disk_bandwidth_gbps,
+        shared_blocks=config.shared_blocks,
+        shared_bandwidth_gbps=config.shared_bandwidth_gbps,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_step_tokens,

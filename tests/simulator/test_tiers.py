@@ -4,6 +4,8 @@ import pytest
 
 from simulator import SimConfig, SimReport, SimRequest, simulate
 from simulator.requests import thread_names
+from simulator.tiers import SimStorage
+from tests.support.disk import chain
 
 BLOCK = 16
 ISL = 20 * BLOCK + 1
@@ -19,8 +21,12 @@ def circle(rounds: int, prompts: int = 4) -> list[SimRequest]:
 
 def run(**settings: object) -> SimReport:
     """Simulate one worker that computes 1,000 tokens a second, with room for two prompts and a half."""
+    return simulate(circle(6), _config(**settings))
+
+
+def _config(**settings: object) -> SimConfig:
     values = {"workers": 1, "blocks": 54, "block_size": BLOCK, "prefill_rate": 1000.0, "itl_s": 0.01}
-    return simulate(circle(6), SimConfig(**(values | settings)))  # type: ignore[arg-type]
+    return SimConfig(**(values | settings))  # type: ignore[arg-type]
 
 
 def test_evicted_prefixes_come_back_in_the_time_of_the_copy() -> None:
@@ -48,6 +54,26 @@ def test_a_disk_below_a_small_host_memory_finds_more() -> None:
     small = run(host_blocks=42, host_bandwidth_gbps=25.0)
     both = run(host_blocks=42, host_bandwidth_gbps=25.0, disk_blocks=200, disk_bandwidth_gbps=2.1)
     assert both.hit_share > small.hit_share + 0.2
+
+
+def test_a_worker_finds_what_another_has_stored() -> None:
+    """One worker in turn with the other asks for the prompts: a cache of its own sees each prompt half as often."""
+    settings = {"workers": 2, "policy": "round-robin", "blocks": 54}
+    shared = {"shared_blocks": 400, "shared_bandwidth_gbps": 2.1}
+    load = circle(8, prompts=5)
+    own = simulate(load, _config(**settings, disk_blocks=400, disk_bandwidth_gbps=2.1))
+    both = simulate(load, _config(**settings, **shared))
+    assert both.hit_share > own.hit_share + 0.05
+
+
+def test_storage_keeps_the_latest_blocks_and_shows_them_late() -> None:
+    storage, blocks = SimStorage(3), chain(1, 5)
+    for number, block in enumerate(blocks):
+        storage.add(block, float(number))
+    assert [block.name for block in storage.since(0, 3.0)] == [block.name for block in blocks[2:4]]
+    seen = storage.seen(0, 2)
+    assert [block.name for block in storage.since(seen, 9.0)] == [blocks[4].name]
+    assert list(storage.since(storage.seen(seen, 1), 9.0)) == []
 
 
 def test_equal_input_gives_equal_figures_with_tiers() -> None:
