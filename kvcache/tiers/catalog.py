@@ -99,8 +99,8 @@ class Catalog:
             for number, (block, checksum) in enumerate(zip(blocks, checksums, strict=True)):
                 self._places[block.address] = BlockPlace(name, begin + number * self._block_bytes, checksum)
 
-    def learn_damaged(self, name: str, num_bytes: int) -> None:
-        """Take note of an object that holds no block: it is not read again."""
+    def learn_empty(self, name: str, num_bytes: int) -> None:
+        """Take note of an object that holds no block for this worker: it is not read again."""
         with self._lock:
             self._add(name, num_bytes, [])
 

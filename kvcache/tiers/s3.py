@@ -15,6 +15,7 @@ from obstore.store import S3Store
 from kvcache.tiers.objects import ABSENT, MissingObjectError, StoredObject
 from kvcache.tiers.place import BucketPlace
 from kvcache.tiers.store import TierIoError
+from protocol.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -23,16 +24,24 @@ SAID_OF_ERROR = 300  # characters
 
 
 def open_bucket(place: BucketPlace, endpoint: str, timeout_s: float) -> "S3Objects":
-    """Return the objects below a prefix of a bucket. `endpoint`: of the server, "" for that of the environment."""
+    """Return the objects below a prefix of a bucket. `endpoint`: of the server, "" for that of the environment.
+
+    Raise ConfigError for settings that no server could have.
+    """
     endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
     options: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
-    store = S3Store(
-        place.bucket,
-        prefix=place.prefix or None,
-        client_options={"timeout": timedelta(seconds=timeout_s), "allow_http": endpoint.startswith("http://")},
-        retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=timeout_s)},
-        **options,
-    )
+    try:
+        store = S3Store(
+            place.bucket,
+            prefix=place.prefix or None,
+            client_options={"timeout": timedelta(seconds=timeout_s), "allow_http": endpoint.startswith("http://")},
+            retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=timeout_s)},
+            **options,
+        )
+    except (BaseError, ValueError) as error:
+        raise ConfigError(
+            f"bad settings of --kv-shared: {_said(error)}", hint="see AWS_* in the environment"
+        ) from error
     return S3Objects(store)
 
 
@@ -88,8 +97,10 @@ class S3Objects:
 
         try:
             return _asked(work, "written")
-        except MissingObjectError:  # some servers say so of a version of what is not there
-            return False
+        except MissingObjectError as error:
+            if over:  # some servers say so of a version of what is not there
+                return False
+            raise TierIoError("shared storage cannot be written: there is no such bucket") from error
 
     def remove(self, name: str) -> None:
         try:
@@ -110,5 +121,8 @@ def _asked(work: Callable[[], T], what: str) -> T:
     except FileNotFoundError as error:
         raise MissingObjectError("shared storage does not hold the object any more") from error
     except (BaseError, OSError) as error:
-        said = str(error).strip().split("\n")[0][:SAID_OF_ERROR]
-        raise TierIoError(f"shared storage cannot be {what}: {said}") from error
+        raise TierIoError(f"shared storage cannot be {what}: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:SAID_OF_ERROR]

@@ -221,9 +221,9 @@ class SharedStore:
         return SharedNews(found, gone, is_cleared, sum([one.num_bytes for one in over]))
 
     def _read_new(self, objects: Sequence[StoredObject], epoch: bytes, until_s: float) -> list[tuple[TierBlock, int]]:
-        """Read the heads of objects, of the latest ones if they are too many: those that were written first, first."""
-        ordered = sorted(objects, key=lambda one: one.used_s)[-self.max_blocks :]
+        """Read the heads of objects, those that were written first, first."""
         found: list[tuple[TierBlock, int]] = []
+        ordered = self._latest(objects)
         for first in range(0, len(ordered), AT_ONCE):
             if time.monotonic() > until_s:
                 break  # the others are new the next time, too
@@ -232,6 +232,17 @@ class SharedStore:
                 found += blocks
         return found
 
+    def _latest(self, objects: Sequence[StoredObject]) -> list[StoredObject]:
+        """Return the latest objects that this worker has memory for, the oldest of them first; pass over the others."""
+        chosen, blocks = list[StoredObject](), 0
+        for one in sorted(objects, key=lambda each: -each.used_s):
+            blocks += max(1, one.num_bytes // self.block_bytes)
+            if blocks <= self.max_blocks:
+                chosen.append(one)
+            else:
+                self._catalog.learn_empty(one.name, one.num_bytes)
+        return chosen[::-1]
+
     def _read_object(self, one: StoredObject, epoch: bytes) -> list[tuple[TierBlock, int]]:
         """Take note of an object of another worker. One that is damaged has no blocks."""
         try:
@@ -239,7 +250,7 @@ class SharedStore:
             blocks = [body.block() for body in bodies]
             self._catalog.learn(epoch, one.name, begin, blocks, [body.payload_checksum for body in bodies])
         except TierCorruptError:
-            self._catalog.learn_damaged(one.name, one.num_bytes)
+            self._catalog.learn_empty(one.name, one.num_bytes)
             return []
         except TierIoError:
             raise

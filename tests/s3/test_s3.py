@@ -71,7 +71,9 @@ def test_the_doctor_tries_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
     place = server.place()
     assert doctor.check_shared_storage(place).status == "ok"
-    assert doctor.check_shared_storage("s3://no-such-bucket/kv").status == "warn"
+    assert "cannot be written" in doctor.check_shared_storage("s3://no-such-bucket/kv").found
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "not a url")
+    assert doctor.check_shared_storage(place).status == "warn"
 
 
 def test_another_worker_of_a_mesh_uses_the_prefix_of_a_killed_one(tmp_path: Path) -> None:

@@ -207,6 +207,21 @@ def test_an_object_that_was_stored_again_meanwhile_is_not_removed(tmp_path: Path
     assert read(other.store, block) == bytes([7]) * BLOCK_BYTES
 
 
+def test_a_worker_knows_the_latest_blocks_that_it_has_memory_for(tmp_path: Path) -> None:
+    one = Member(tmp_path)
+    prompts = [chain(number, 10) for number in range(1, 4)]
+    for age_s, prompt in zip((30, 20, 10), prompts, strict=True):
+        put(one.store, prompt)
+        [file] = [each for each in objects_in(tmp_path) if each.stat().st_mtime > time.time() - 5]
+        os.utime(file, (time.time() - age_s,) * 2)
+    small = Member(tmp_path, max_blocks=25)
+    assert [small.knows(prompt)[0] for prompt in prompts] == [False, True, True]
+    assert small.refresh().found == [], "what was passed over is not looked at again"
+    put(one.store, chain(4, 10))
+    assert len(small.refresh().found) == 10
+    assert len(small.index) == 25
+
+
 def test_a_load_counts_as_use(tmp_path: Path) -> None:
     one = Member(tmp_path)
     [block] = chain(1, 1)
