@@ -2,59 +2,29 @@
 
 import os
 import shlex
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
 from mesh.config import load
+from profiler.commands.apply import apply, settings_of
+from profiler.commands.plan_settings import PlanConfig
 from profiler.deployment.chart import chart_values
 from profiler.deployment.compose import compose_override
 from profiler.deployment.deployment import Deployment, warnings_of
 from profiler.deployment.planner_settings import planner_toml
+from profiler.deployment.request import DeploymentRequest, read_request
 from profiler.files import read_profiles, write_profile
 from profiler.page import page_of
 from profiler.picks import Goal, Option, Picks, pick
 from profiler.picture import draw_front
 from protocol.errors import ConfigError
 from protocol.profile import Profile
-from protocol.version import RELEASE
 
 SHOWN_ROWS = 12
-
-
-class PlanConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A flag wins over `KVMESH_PROFILE_PLAN_<NAME>`, that over the file of `--config`, that over the default."""
-
-    profiles: Annotated[tuple[str, ...], Meta(description="profiles, or folders of them; repeat it")] = ("profiles",)
-    prefill_profiles: Annotated[
-        tuple[str, ...], Meta(description="only for prefill workers; default: --profiles that have a prefill table")
-    ] = ()
-    decode_profiles: Annotated[
-        tuple[str, ...], Meta(description="only for decode workers; default: --profiles that have a decode table")
-    ] = ()
-    ttft_slo_s: Annotated[float, Meta(gt=0, description="TTFT to keep")] = 0.5
-    itl_slo_s: Annotated[float, Meta(gt=0, description="gap between tokens to keep")] = 0.05
-    isl: Annotated[int, Meta(ge=1, description="mean tokens of a prompt")] = 2048
-    osl: Annotated[int, Meta(ge=1, description="mean tokens of an answer")] = 256
-    hit_share: Annotated[float, Meta(ge=0, lt=1, description="share of prompt tokens that lie in a cache")] = 0.0
-    gpus: Annotated[int, Meta(ge=1, description="most GPUs of all workers together; a CPU worker counts as one")] = 8
-    rps: Annotated[float, Meta(ge=0, description="requests/s to carry; 0: as many as the GPUs can")] = 0.0
-    target_utilization: Annotated[float, Meta(gt=0, le=1, description="share of a worker's capacity to use")] = 0.8
-    pick: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        Meta(description="write the files of this option instead of the recommended one"),
-    ] = None
-    out_dir: Annotated[str, Meta(description="folder for the deployment, the page and the picture")] = "plan"
-    png: Annotated[bool, Meta(description="draw the Pareto front")] = True
-    json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
-    image: Annotated[str, Meta(description="container image")] = f"kvmesh/worker:{RELEASE}"
-    model_path: Annotated[str, Meta(description="the model's folder in the containers")] = "/models/tiny"
-    namespace: Annotated[str, Meta(description="namespace in Kubernetes")] = "default"
-    connector: Annotated[str, Meta(description="connector in planner.toml")] = "compose"
 
 
 def main(argv: list[str]) -> int:
@@ -67,6 +37,9 @@ def main(argv: list[str]) -> int:
         description="Say which mappings and how many workers of each keep an SLO, and write their deployment.",
         section="profile-plan",
     )
+    request = read_request(Path(config.apply)) if config.apply else None
+    if request is not None:
+        config = settings_of(request, config)
     prefill, decode = profiles_of(config)
     picks = pick(prefill, decode, goal_of(config))
     chosen = chosen_option(config, picks)
@@ -77,12 +50,14 @@ def main(argv: list[str]) -> int:
         (out / "plan.html").write_text(page_of(picks, command_of(argv)))
         if config.png:
             draw(picks, out / "pareto.png", console)
-        deployment = None if chosen is None else deployment_of(config, chosen, prefill, decode)
+        deployment = None if chosen is None else deployment_of(config, chosen, prefill, decode, request)
         if deployment is not None:
             write_deployment(deployment, out, config.connector)
     except OSError as error:
         raise ConfigError(f"cannot write to {out}: {error.strerror}", hint="name another folder: --out-dir") from error
     tell(picks, deployment, out, console)
+    if request is not None and deployment is not None:
+        return apply(request, deployment, out, config.watch_s, partial(write_deployment, connector=config.connector))
     if config.json:
         option = None if chosen is None else msgspec.to_builtins(chosen)
         print(msgspec.json.encode({"option": option, "reasons": picks.reasons, "folder": str(out)}).decode())
@@ -144,7 +119,13 @@ def chosen_option(config: PlanConfig, picks: Picks) -> Option | None:
     return picks.options[config.pick]
 
 
-def deployment_of(config: PlanConfig, option: Option, prefill: list[Profile], decode: list[Profile]) -> Deployment:
+def deployment_of(
+    config: PlanConfig,
+    option: Option,
+    prefill: list[Profile],
+    decode: list[Profile],
+    request: DeploymentRequest | None = None,
+) -> Deployment:
     return Deployment(
         option=option,
         prefill=next(profile for profile in prefill if profile.mapping == option.prefill_mapping),
@@ -153,10 +134,13 @@ def deployment_of(config: PlanConfig, option: Option, prefill: list[Profile], de
         image=config.image,
         model_path=config.model_path,
         namespace=config.namespace,
+        slo=request.slo if request is not None else (),
+        aim=request.aim if request is not None else "price",
     )
 
 
 def write_deployment(deployment: Deployment, out: Path, connector: str) -> None:
+    out.mkdir(parents=True, exist_ok=True)
     (out / "compose.override.yml").write_text(compose_override(deployment))
     (out / "values.yaml").write_text(chart_values(deployment))
     (out / "planner.toml").write_text(planner_toml(deployment, str(out.resolve()), connector))

@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from planner.model import Reason
+from planner.slo import Aim
 from profiler.picks import Goal, Option
 from protocol.errors import ConfigError
 from protocol.profile import Profile
@@ -23,6 +24,8 @@ class Deployment(Struct, frozen=True, kw_only=True):
     image: str = f"kvmesh/worker:{RELEASE}"
     model_path: str = BUILT_IN_MODEL  # in the container
     namespace: str = "default"
+    slo: tuple[str, ...] = ()  # statements for the planner, instead of the goal's limits alone
+    aim: Aim = "price"
 
     def profile(self, role: str) -> Profile:
         return self.prefill if role == "prefill" else self.decode

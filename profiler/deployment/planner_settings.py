@@ -23,6 +23,8 @@ def planner_toml(deployment: Deployment, folder: str, connector: str) -> str:
         "max_gpus": goal.gpus,
         "target_utilization": goal.utilization,
     }
+    if deployment.slo:
+        settings |= {"slo": list(deployment.slo), "aim": deployment.aim}
     if start_s:
         settings["start_s"] = start_s
     settings |= {
