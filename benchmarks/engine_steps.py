@@ -25,7 +25,7 @@ from rich.table import Table
 from mesh.config import load
 from protocol.errors import ConfigError, EngineError
 from protocol.messages import SamplingParams
-from workers.engines.torch.config import read_config
+from workers.engines.torch.config import bucket_sizes, read_config
 from workers.executor import ModelInfo, Row
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -43,6 +43,7 @@ class EngineStepsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     batch: Annotated[int, Meta(ge=1, description="sequences that decode together")] = 32
     context_tokens: Annotated[int, Meta(ge=1, description="context of each while it decodes")] = 1024
     block_size: Annotated[int, Meta(ge=1, description="tokens per KV block")] = 64
+    decode_buckets: Annotated[str, Meta(description="batch sizes that are CUDA graphs: the worker's setting")] = ""
     rounds: Annotated[int, Meta(ge=1, description="measured steps; the median counts")] = 5
     json: Annotated[bool, Meta(description="the last line is one JSON object")] = False
 
@@ -103,7 +104,12 @@ def measure(config: EngineStepsConfig, console: Console) -> EngineStepsReport:
     folder = shape_folder(config.shape)
     console.print(f"making random weights in the shape of {folder.name}")
     executor = TorchExecutor(
-        str(folder), device=config.device, dtype=config.dtype, block_size=config.block_size, random_weights=True
+        str(folder),
+        device=config.device,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        random_weights=True,
+        decode_buckets=bucket_sizes(config.decode_buckets),
     )
     info = executor.load()
     shape = StepModel.of(folder, info)

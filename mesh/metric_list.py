@@ -74,7 +74,7 @@ LABELS: Mapping[str, LabelRule] = {
     "status": LabelRule("HTTP status"),
     "backend": LabelRule("what moves KV: nixl, shm, none"),
     "source": LabelRule("of weights: mapped (another worker wrote them), written (by this one) or own (not shared)"),
-    "attention": LabelRule("paged (in place) or gathered (from a copy)"),
+    "attention": LabelRule("paged (in place), gathered (from a copy) or bucket (from a copy, padded)"),
     "loop": LabelRule("which loop of the planner decided"),
     "action": LabelRule("scale, flip or hold"),
     "to_role": LabelRule("role that a worker was asked to take"),

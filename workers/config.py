@@ -49,6 +49,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Annotated[int, Meta(ge=0)] | None,
         Meta(description="torch, vllm: CPU threads of a step; 0: the engine decides; default: 1 for small models"),
     ] = None
+    decode_buckets: Annotated[
+        str, Meta(description="torch on a GPU: batch sizes of decoding that are CUDA graphs, as 1,2,4,8; none if empty")
+    ] = ""
     guide_whitespace: Annotated[
         GuideWhitespace,
         Meta(description="torch: spaces between the parts of guided JSON; compact: none; flexible: as the model likes"),
@@ -213,6 +216,11 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             place_of(self.kv_shared)
         if self.weights_service and self.engine != "torch":
             raise ConfigError(f"--weights-service is not for the engine {self.engine}", hint="leave it out")
+        if self.decode_buckets and self.engine != "torch":
+            raise ConfigError(
+                f"--decode-buckets is not for the engine {self.engine}",
+                hint="engines of other projects have flags of their own for CUDA graphs, see docs/engines.md",
+            )
         if self.guide_whitespace != "compact" and self.engine != "torch":
             raise ConfigError(
                 f"--guide-whitespace is not for the engine {self.engine}",

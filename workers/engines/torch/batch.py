@@ -13,7 +13,7 @@ from workers.engines.torch.cache import PagedKv
 from workers.executor import Row
 
 _ALWAYS_TOGETHER_BLOCKS = 8  # rows this short cost less together, padded, than a group of their own
-_MAX_GROUP_BLOCKS = 16_384  # bounds the copy of keys and values that a group's attention reads
+MAX_GROUP_BLOCKS = 16_384  # bounds the copy of keys and values that a group's attention reads
 
 Ints = NDArray[np.int64]
 
@@ -107,14 +107,14 @@ def group_by_length(num_blocks: Sequence[int]) -> list[tuple[int, int]]:
     """Cut rows, sorted by falling length, into runs [first, last) that are padded to their first row.
 
     A row longer than `_ALWAYS_TOGETHER_BLOCKS` is padded to less than twice its length, so there are about
-    log2(longest) runs. There are more only where a run would exceed `_MAX_GROUP_BLOCKS` padded blocks.
+    log2(longest) runs. There are more only where a run would exceed `MAX_GROUP_BLOCKS` padded blocks.
     """
     groups: list[tuple[int, int]] = []
     first = 0
     for row, length in enumerate(num_blocks):
         longest = num_blocks[first]
         too_short = longest > max(_ALWAYS_TOGETHER_BLOCKS, 2 * length - 1)
-        too_many = row > first and (row + 1 - first) * longest > _MAX_GROUP_BLOCKS
+        too_many = row > first and (row + 1 - first) * longest > MAX_GROUP_BLOCKS
         if too_short or too_many:
             groups.append((first, row))
             first = row
@@ -299,7 +299,7 @@ def _prefill_span(span: PlannedSpan, table: Tensor, kv: PagedKv, dtype: torch.dt
         return PrefillSpan(span.first, span.last, gather=None, mask=None)
     num_new = span.last - span.first
     key = torch.arange(span.start + num_new, device=table.device)
-    mask = _minus_infinity_where(key > key[span.start :, None], dtype)
+    mask = minus_infinity_where(key > key[span.start :, None], dtype)
     return PrefillSpan(span.first, span.last, kv.gather_index(table), mask)
 
 
@@ -310,9 +310,10 @@ def _decode_group(group: PlannedGroup, table: Tensor, lengths: Tensor, kv: Paged
     # With a mask all gathered keys stay in: GPU kernels want masks of an even width.
     num_keys = group.table.shape[1] * kv.layout.block_size
     key = torch.arange(num_keys, device=table.device)
-    mask = _minus_infinity_where(key >= lengths[:, None], dtype)[:, None, None, :]
+    mask = minus_infinity_where(key >= lengths[:, None], dtype)[:, None, None, :]
     return DecodeGroup(group.first, group.last, kv.gather_index(table), num_keys, mask)
 
 
-def _minus_infinity_where(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+def minus_infinity_where(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added to scores."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))

@@ -13,6 +13,8 @@ from protocol.errors import ConfigError
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
+_MAX_BUCKETS = 32
+_MAX_BUCKET_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,3 +241,17 @@ def _as_list(ids: int | list[int] | None) -> list[int]:
 def _dtype(file: _ConfigFile) -> str | None:
     name = (file.dtype or file.torch_dtype or "").removeprefix("torch.")
     return name if name in DTYPES else None
+
+
+def bucket_sizes(text: str) -> tuple[int, ...]:
+    """Return the sizes that `--decode-buckets` lists, rising. Raises ConfigError if one is no size."""
+    try:
+        sizes = {int(part) for part in text.split(",")} if text.strip() else set()
+    except ValueError:
+        sizes = {0}
+    if len(sizes) > _MAX_BUCKETS or not all(1 <= size <= _MAX_BUCKET_ROWS for size in sizes):
+        raise ConfigError(
+            f"--decode-buckets {text!r}: no list of batch sizes",
+            hint=f"give up to {_MAX_BUCKETS} numbers from 1 to {_MAX_BUCKET_ROWS}, for example 1,2,4,8,16,32",
+        )
+    return tuple(sorted(sizes))

@@ -13,7 +13,8 @@ from kvcache.memory import KvRegion
 from protocol.errors import ConfigError, EngineError
 from protocol.messages import Feature, KvLayout, TokenLogprob
 from workers.engines.registry import ENGINES
-from workers.engines.torch.batch import check_rows, plan_step, to_device
+from workers.engines.torch.batch import StepPlan, check_rows, plan_step, to_device
+from workers.engines.torch.buckets import DecodeBuckets
 from workers.engines.torch.cache import TORCH_DTYPES, PagedKv, allocate
 from workers.engines.torch.config import DTYPES, ModelConfig, read_config
 from workers.engines.torch.cpu import bfloat16_by, cpu_flags
@@ -48,13 +49,15 @@ class TorchExecutor:
         random_weights: bool = False,
         guide_whitespace: GuideWhitespace = "compact",
         weights_service: str = "",
+        decode_buckets: Sequence[int] = (),
     ) -> None:
         """Take the settings; `load` reads the model.
 
         `device`: cpu, cuda, cuda:<n>, or auto: a GPU where there is one. `dtype`: one of DTYPES, or auto: see
         `choose_dtype`. `num_threads`: threads of a CPU's matrix products; None: 1 for small models; 0:
         as torch has it. `random_weights`: read config.json alone, for benchmarks of a shape. `guide_whitespace`,
-        `weights_service`: see WorkerConfig.
+        `weights_service`: see WorkerConfig. `decode_buckets`: rows of the padded steps of decoding, rising; CPU
+        kernels need none.
         """
         self._model_path = Path(model_path)
         self._device_name = device
@@ -65,6 +68,8 @@ class TorchExecutor:
         self._guide_whitespace = guide_whitespace
         self._weights_service = weights_service
         self._weights: WeightsInUse | None = None
+        self._bucket_sizes = decode_buckets
+        self._buckets: DecodeBuckets | None = None
         self._model: Transformer | None = None
         self._info: ModelInfo | None = None
         self._kv: PagedKv | None = None
@@ -125,7 +130,10 @@ class TorchExecutor:
         elif self._device.type == "cpu":
             log.warning("%s; attention copies all keys and values in every step: %s", dtype_name, NO_KERNELS)
         else:
-            log.info("%s; attention gathers keys and values", dtype_name)
+            sizes = ", ".join(map(str, self._bucket_sizes)) or "none"
+            log.info("%s; attention gathers keys and values; CUDA graphs for batches of %s", dtype_name, sizes)
+        if self._bucket_sizes and self._device.type == "cpu":
+            log.warning("a CPU records no CUDA graphs: decode buckets are of use on a GPU alone")
 
     def _set_threads(self, config: ModelConfig) -> None:
         count = self._num_threads
@@ -136,9 +144,12 @@ class TorchExecutor:
 
     def allocate_kv(self, num_blocks: int, memory: memoryview | None) -> KvRegion:
         # Not in inference mode: others write into this memory too.
-        if self._info is None:
+        if self._info is None or self._model is None:
             raise EngineError("the KV cache was asked for before the model was loaded")
         self._kv = allocate(self._info.layout, num_blocks, memory, self._device)
+        if self._bucket_sizes and self._model.kernels is None:
+            dtype = TORCH_DTYPES[self._info.layout.dtype]
+            self._buckets = DecodeBuckets(self._model, self._kv, dtype, self._bucket_sizes)
         return self._kv.region()
 
     def device_blocks(self) -> CudaBlocks:
@@ -164,10 +175,7 @@ class TorchExecutor:
             return results
         plan = plan_step(rows, self._block_size)
         try:
-            paged_below = 0 if model.kernels is None else model.kernels.share.attend_below
-            batch = to_device(plan, kv, TORCH_DTYPES[info.layout.dtype], paged_below)
-            hidden = model.forward(batch, kv)
-            STEPS.labels("gathered" if batch.gathers else "paged").inc()
+            hidden = self._states(plan, model, kv)
             finished = _finish(model, hidden[: len(plan.sampled_rows)], [rows[i] for i in plan.sampled_rows])
             scored = _score(model, hidden[len(plan.sampled_rows) :], [rows[i] for i in plan.scored_rows])
         except torch.OutOfMemoryError as error:
@@ -184,9 +192,22 @@ class TorchExecutor:
             results[i] = Scored(logprobs, sampled if isinstance(sampled, Sampled) else None)
         return results
 
+    def _states(self, plan: StepPlan, model: Transformer, kv: PagedKv) -> Tensor:
+        """Compute a step: what the model knows at the tokens that are sampled, then at those that are scored."""
+        hidden = None if self._buckets is None else self._buckets.forward(plan)
+        if hidden is not None:
+            STEPS.labels("bucket").inc()
+            return hidden
+        paged_below = 0 if model.kernels is None else model.kernels.share.attend_below
+        batch = to_device(plan, kv, TORCH_DTYPES[kv.layout.dtype], paged_below)
+        hidden = model.forward(batch, kv)
+        STEPS.labels("gathered" if batch.gathers else "paged").inc()
+        return hidden
+
     def close(self) -> None:
         self._model = None
         self._kv = None
+        self._buckets = None
         in_use, self._weights = self._weights, None
         if in_use is not None:
             in_use.close()

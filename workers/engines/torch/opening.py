@@ -7,11 +7,12 @@ from workers.config import WorkerConfig
 from workers.engine import Engine
 from workers.engines.registry import ENGINES
 from workers.engines.step import open_step_engine
-from workers.engines.torch.config import read_config
+from workers.engines.torch.config import bucket_sizes, read_config
 
 
 def open_engine(config: WorkerConfig) -> Engine:
     """Raise ConfigError if the model's folder cannot be read or torch is not installed."""
+    buckets = bucket_sizes(config.decode_buckets)
     read_config(Path(config.model_path))  # before torch is imported, because that takes seconds
     try:
         from workers.engines.torch.executor import TorchExecutor
@@ -31,5 +32,6 @@ def open_engine(config: WorkerConfig) -> Engine:
             random_weights=config.random_weights,
             guide_whitespace=config.guide_whitespace,
             weights_service=config.weights_service,
+            decode_buckets=buckets,
         ),
     )
