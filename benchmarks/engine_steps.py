@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -27,6 +27,9 @@ from protocol.errors import ConfigError, EngineError
 from protocol.messages import SamplingParams
 from workers.engines.torch.config import bucket_sizes, read_config
 from workers.executor import ModelInfo, Row
+
+if TYPE_CHECKING:
+    from workers.engines.torch.executor import TorchExecutor
 
 SHAPES = Path(__file__).parent / "shapes"
 
@@ -99,18 +102,9 @@ def main(argv: list[str]) -> int:
 def measure(config: EngineStepsConfig, console: Console) -> EngineStepsReport:
     import torch
 
-    from workers.engines.torch.executor import TorchExecutor
-
     folder = shape_folder(config.shape)
     console.print(f"making random weights in the shape of {folder.name}")
-    executor = TorchExecutor(
-        str(folder),
-        device=config.device,
-        dtype=config.dtype,
-        block_size=config.block_size,
-        random_weights=True,
-        decode_buckets=bucket_sizes(config.decode_buckets),
-    )
+    executor = _executor_of(config, folder)
     info = executor.load()
     shape = StepModel.of(folder, info)
     blocks_each = -(-max(config.isl_tokens, config.context_tokens + 1) // config.block_size)
@@ -144,6 +138,19 @@ def measure(config: EngineStepsConfig, console: Console) -> EngineStepsReport:
         decode_step_ms=round(1000 * decode_s, 2),
         prefill_parts=prefill_parts,
         decode_parts=decode_parts,
+    )
+
+
+def _executor_of(config: EngineStepsConfig, folder: Path) -> "TorchExecutor":
+    from workers.engines.torch.executor import TorchExecutor
+
+    return TorchExecutor(
+        str(folder),
+        device=config.device,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        random_weights=True,
+        decode_buckets=bucket_sizes(config.decode_buckets),
     )
 
 
