@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from kvcache.tiers.place import place_of
+from kvcache.tiers.place import check_endpoint, place_of
 from kvevents.nats_access import USAGE as NATS_USAGE
 from mesh.discovery import DiscoveryUrl
 from mesh.identity.credentials import MeshProbes, MeshTls
@@ -214,6 +214,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             )
         if self.kv_shared:
             place_of(self.kv_shared)
+            check_endpoint(self.kv_shared_endpoint)
         if self.weights_service and self.engine != "torch":
             raise ConfigError(f"--weights-service is not for the engine {self.engine}", hint="leave it out")
         if self.decode_buckets and self.engine != "torch":

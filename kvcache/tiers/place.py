@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from protocol.errors import ConfigError
 
+_ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(:[1-9][0-9]{0,4})?(/[A-Za-z0-9._~/-]*)?")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 
@@ -30,3 +31,9 @@ def place_of(place: str) -> FolderPlace | BucketPlace:
     if kind == "s3" and path.startswith("//") and _BUCKET.fullmatch(bucket):
         return BucketPlace(bucket, prefix.strip("/"))
     raise ConfigError(f"no shared storage {place!r}", hint="set --kv-shared to dir:PATH or s3://BUCKET/PREFIX")
+
+
+def check_endpoint(url: str) -> None:
+    """Raise ConfigError if this is no URL of an S3 server. "" is none, and fine."""
+    if url and not _ENDPOINT.fullmatch(url):
+        raise ConfigError(f"no URL of an S3 server: {url!r}", hint="set --kv-shared-endpoint to http(s)://HOST[:PORT]")

@@ -13,7 +13,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import S3Store
 
 from kvcache.tiers.objects import ABSENT, MissingObjectError, StoredObject
-from kvcache.tiers.place import BucketPlace
+from kvcache.tiers.place import BucketPlace, check_endpoint
 from kvcache.tiers.store import TierIoError
 from protocol.errors import ConfigError
 
@@ -29,6 +29,7 @@ def open_bucket(place: BucketPlace, endpoint: str, timeout_s: float) -> "S3Objec
     Raise ConfigError for settings that no server could have.
     """
     endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+    check_endpoint(endpoint)  # obstore would panic
     options: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
     try:
         store = S3Store(
@@ -122,7 +123,11 @@ def _asked(work: Callable[[], T], what: str) -> T:
         raise MissingObjectError("shared storage does not hold the object any more") from error
     except (BaseError, OSError) as error:
         raise TierIoError(f"shared storage cannot be {what}: {_said(error)}") from error
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":  # a bug in Rust, which no `except Exception` would take
+            raise TierIoError(f"shared storage cannot be {what}: {_said(error)}") from error
+        raise
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:SAID_OF_ERROR]

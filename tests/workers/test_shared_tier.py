@@ -259,6 +259,11 @@ def test_settings_of_a_worker_become_shared_storage() -> None:
     for place in ("nfs:/kv", "dir:", "s3:bucket", "s3://", "s3://a b/c"):
         with pytest.raises(ConfigError, match="no shared storage"):
             WorkerConfig(engine="mock", model_path="m", kv_shared=place)
+    for endpoint in ("s3", "ftp://s3", "http://", "http://[", "http://s3:x", "not a url", "http://a b", "http://s3/?x"):
+        with pytest.raises(ConfigError, match="no URL of an S3 server"):
+            WorkerConfig(engine="mock", model_path="m", kv_shared="s3://bucket", kv_shared_endpoint=endpoint)
+    for endpoint in ("https://s3.example.com", "http://[::1]:9000", "http://127.0.0.1:9000/s3"):
+        WorkerConfig(engine="mock", model_path="m", kv_shared="s3://bucket", kv_shared_endpoint=endpoint)
     assert tiers_to_reset({"tiers": "shared"}) == (Tier.SHARED,)
 
 
