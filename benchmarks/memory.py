@@ -146,8 +146,7 @@ async def kill_a_writer(bench: MemoryBench, answers: ComparedAnswers) -> dict[st
     """Kill one of two workers that start together, while it writes: the other one writes instead."""
     await bench.start_service()
     workers = [await bench.start(name) for name in ("one", "other")]
-    await bench.until_writing()
-    [killed] = [worker for worker in workers if worker.has_image_open()]
+    killed = await bench.writer_of(workers)
     [other] = [worker for worker in workers if worker is not killed]
     await killed.kill()
     await bench.until_ready(other)

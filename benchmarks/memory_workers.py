@@ -154,16 +154,16 @@ class MemoryBench:
         await self._plane.ask(worker.card.address, "control", Control(action=action), ControlReply, PATIENCE_S)
         return time.monotonic() - began_s
 
-    async def until_writing(self) -> None:
-        """Return in the middle of a writer's work: it has space, and has not finished. Raise EngineError if it has."""
+    async def writer_of(self, workers: Sequence[BenchedWorker]) -> BenchedWorker:
+        """Return the worker that writes, in the middle of it. Raise EngineError if it has finished already."""
 
         def is_writing() -> bool:
-            images = self.holdings().images
-            if any(image.state == "ready" for image in images):
+            if any(image.state == "ready" for image in self.holdings().images):
                 raise EngineError("the writer had finished before it could be killed", hint="run the benchmark again")
-            return any(image.num_bytes for image in images)
+            return any(worker.has_image_open() for worker in workers)
 
         await self._until(is_writing, "a writer")
+        return next(worker for worker in workers if worker.has_image_open())
 
     async def close(self) -> None:
         if self._following is not None:

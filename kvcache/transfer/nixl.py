@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 
 from kvcache.memory import KvRegion
-from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, Run, check_fetch, has_ended, plan_copy
+from kvcache.transfer.heads import BlockPart
+from kvcache.transfer.offers import NUM_SLOTS, ByteSpan, Offerer, Offers, check_fetch, has_ended, plan_spans
 from mesh.address import split_address
 from mesh.silence import break_cut_connections
 from protocol.errors import ConfigError, TransferError
@@ -116,12 +117,13 @@ class NixlBackend:
     def release(self, offer_id: int, nonce: int) -> bool:
         return self._offers is not None and self._offers.close(offer_id, nonce)
 
-    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int]) -> int:
+    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int], part: BlockPart | None = None) -> int:
         assert self._region is not None and self._agent is not None, "register first"
-        wanted = check_fetch(ticket, skip, into, self.name, self._region.layout)
+        layout = self._region.layout
+        spans = plan_spans(check_fetch(ticket, skip, into, self.name, layout, part), into, layout, part)
         if ticket.worker_id in self._failed:
             await probe(ticket.address)
-        job = _Fetch(ticket, plan_copy(wanted, into))
+        job = _Fetch(ticket, spans)
         self._agent.submit(job)
         done = asyncio.wrap_future(job.result)
         try:
@@ -157,9 +159,9 @@ async def probe(address: str) -> None:
 
 
 class _Fetch:
-    def __init__(self, ticket: Ticket, runs: Sequence[Run]) -> None:
+    def __init__(self, ticket: Ticket, spans: Sequence[ByteSpan]) -> None:
         self.ticket = ticket
-        self.runs = runs
+        self.spans = spans
         self.aborted = False  # set by the event loop, read by the agent's thread
         self.result: Future[int] = Future()
         self.result.set_running_or_notify_cancel()
@@ -323,19 +325,15 @@ class _AgentThread(threading.Thread):
             raise TransferError("given up by the caller")
         peer = decode(job.ticket.peer, _NixlPeer)
         name = self._connect(job.ticket.worker_id, peer)
-        block_bytes = self._region.layout.block_bytes
-        if any(run.remote < 0 or run.remote + run.count > peer.num_blocks for run in job.runs):
+        cache_bytes = peer.num_blocks * job.ticket.layout.block_bytes
+        if any(span.remote < 0 or span.remote + span.num_bytes > cache_bytes for span in job.spans):
             raise TransferError(f"{job.ticket.worker_id} offers blocks beyond its KV cache")
-        num_bytes = sum(run.count for run in job.runs) * block_bytes
-        if job.runs:
-            table = np.array([(run.local, run.count, run.remote) for run in job.runs], dtype=np.uint64)
-            sizes = table[:, 1] * block_bytes
-            local = np.stack(
-                [table[:, 0] * block_bytes + self._region.address, sizes, np.full_like(sizes, self._device)], 1
-            )
-            remote = np.stack(
-                [table[:, 2] * block_bytes + peer.blocks_address, sizes, np.full_like(sizes, peer.device)], 1
-            )
+        num_bytes = sum(span.num_bytes for span in job.spans)
+        if job.spans:
+            table = np.array([(span.local, span.num_bytes, span.remote) for span in job.spans], dtype=np.uint64)
+            sizes = table[:, 1]
+            local = np.stack([table[:, 0] + self._region.address, sizes, np.full_like(sizes, self._device)], 1)
+            remote = np.stack([table[:, 2] + peer.blocks_address, sizes, np.full_like(sizes, peer.device)], 1)
             yield from self._read(job, name, local, self._memory, remote, peer.memory)
         yield from self._check_offer(job, name, peer)
         return num_bytes

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvcache.transfer.heads import BlockPart
 from mesh.safeguards import is_off
 from protocol.errors import OverloadedError, TransferError
 from protocol.ids import WorkerId, new_generation
@@ -95,16 +96,46 @@ def plan_copy(remote: Sequence[int], local: Sequence[int]) -> list[Run]:
     return runs if remote else []
 
 
-def check_fetch(ticket: Ticket, skip: int, into: Sequence[int], backend: str, layout: KvLayout) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class ByteSpan:
+    """Bytes that one copy moves, counted from the beginning of either cache."""
+
+    remote: int
+    local: int
+    num_bytes: int
+
+
+def plan_spans(remote: Sequence[int], local: Sequence[int], layout: KvLayout, part: BlockPart | None) -> list[ByteSpan]:
+    """Return the copies that move blocks remote[i], or a part of each, to blocks local[i] of `layout`."""
+    size = layout.block_bytes
+    if part is None:
+        return [ByteSpan(run.remote * size, run.local * size, run.count * size) for run in plan_copy(remote, local)]
+    theirs = part.source.block_bytes
+    for piece in part.pieces:
+        if min(piece.remote, piece.local, piece.num_bytes - 1) < 0 or (
+            piece.remote + piece.num_bytes > theirs or piece.local + piece.num_bytes > size
+        ):
+            raise TransferError(f"{piece} lies outside of blocks of {theirs} and {size} bytes")
+    return [
+        ByteSpan(there * theirs + piece.remote, here * size + piece.local, piece.num_bytes)
+        for there, here in zip(remote, local, strict=True)
+        for piece in part.pieces
+    ]
+
+
+def check_fetch(
+    ticket: Ticket, skip: int, into: Sequence[int], backend: str, layout: KvLayout, part: BlockPart | None = None
+) -> list[int]:
     """Return the peer's block ids to copy. Raises TransferError if ticket and local cache do not fit together."""
+    expected = layout if part is None else part.source
     if ticket.backend != backend:
         raise TransferError(
             f"{ticket.worker_id} offers KV over {ticket.backend!r}, this worker fetches over {backend!r}",
             hint="start all workers with one --kv-transfer",
         )
-    if ticket.layout != layout:
+    if ticket.layout != expected:
         raise TransferError(
-            f"KV layout is {layout} here and {ticket.layout} on {ticket.worker_id}",
+            f"KV layout is {expected} here and {ticket.layout} on {ticket.worker_id}",
             hint="start all workers of a model with the same --block-size, dtype and model",
         )
     if ticket.nonce == 0:  # 0 would match every unused slot

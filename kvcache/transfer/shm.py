@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from kvcache.memory import KvRegion
-from kvcache.transfer.offers import NUM_SLOTS, Offerer, Offers, check_fetch, has_ended, plan_copy
+from kvcache.transfer.heads import BlockPart
+from kvcache.transfer.offers import NUM_SLOTS, ByteSpan, Offerer, Offers, check_fetch, has_ended, plan_spans
 from protocol.errors import ConfigError, TransferError
 from protocol.ids import WorkerId, new_generation
 from protocol.messages import Ticket, decode, encode
@@ -73,10 +74,11 @@ class ShmBackend:
     def release(self, offer_id: int, nonce: int) -> bool:
         return self._offers is not None and self._offers.close(offer_id, nonce)
 
-    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int]) -> int:
+    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int], part: BlockPart | None = None) -> int:
         assert self._region is not None, "register first"
-        wanted = check_fetch(ticket, skip, into, self.name, self._region.layout)
-        copying = asyncio.ensure_future(asyncio.to_thread(self._copy, ticket, wanted, list(into)))
+        layout = self._region.layout
+        spans = plan_spans(check_fetch(ticket, skip, into, self.name, layout, part), into, layout, part)
+        copying = asyncio.ensure_future(asyncio.to_thread(self._copy, ticket, spans))
         try:
             return await asyncio.shield(copying)
         except asyncio.CancelledError:
@@ -84,18 +86,17 @@ class ShmBackend:
             copying.exception()  # the caller has left: nobody gets the error
             raise
 
-    def _copy(self, ticket: Ticket, wanted: Sequence[int], into: Sequence[int]) -> int:
+    def _copy(self, ticket: Ticket, spans: Sequence[ByteSpan]) -> int:
         assert self._region is not None
-        block_bytes = self._region.layout.block_bytes
         memory = self._map_of(ticket)
         source = memory.ctypes.data
         num_bytes = 0
-        for run in plan_copy(wanted, into):
-            start, size = _HEADER_BYTES + run.remote * block_bytes, run.count * block_bytes
-            if run.remote < 0 or start + size > len(memory):
-                raise TransferError(f"{ticket.worker_id} offers block {run.remote}, beyond its KV cache")
-            ctypes.memmove(self._region.block_address(run.local), source + start, size)  # releases the GIL
-            num_bytes += size
+        for span in spans:
+            start = _HEADER_BYTES + span.remote
+            if span.remote < 0 or start + span.num_bytes > len(memory):
+                raise TransferError(f"{ticket.worker_id} offers blocks beyond its KV cache")
+            ctypes.memmove(self._region.address + span.local, source + start, span.num_bytes)  # releases the GIL
+            num_bytes += span.num_bytes
         words = memory[:_HEADER_BYTES].view(np.uint64)
         if not 0 <= ticket.slot < NUM_SLOTS or has_ended(ticket, int(words[1 + ticket.slot])):
             raise TransferError(f"the KV offer of {ticket.worker_id} ended before it was fetched")

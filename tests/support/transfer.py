@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
+from kvcache.transfer.heads import BlockPart
 from kvcache.transfer.shm import ShmBackend
 from protocol.messages import Ticket
 
@@ -15,7 +16,7 @@ class HangingBackend(ShmBackend):
         self.go_on = asyncio.Event()
         self.fetching = asyncio.Event()
 
-    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int]) -> int:
+    async def fetch(self, ticket: Ticket, skip: int, into: Sequence[int], part: BlockPart | None = None) -> int:
         self.fetching.set()
         waiting = asyncio.ensure_future(self.go_on.wait())
         try:
@@ -23,4 +24,4 @@ class HangingBackend(ShmBackend):
         except asyncio.CancelledError:
             await asyncio.wait([waiting])
             raise
-        return await super().fetch(ticket, skip, into)
+        return await super().fetch(ticket, skip, into, part)
