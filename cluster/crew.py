@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +30,14 @@ SCALED_ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 MAX_FAILURES = 16  # of workers, kept for GET /workers
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerStakes:
+    """Say what is lost if a worker goes: its requests have to end first, and its cached blocks are computed again."""
+
+    requests: float
+    cached_blocks: float = 0.0
+
+
 @dataclass(slots=True)
 class Member:
     name: str
@@ -48,15 +57,15 @@ class Crew:
         spec_of: Callable[[Role, str], ProcessSpec],
         drain_timeout_s: float,
         tell: Callable[[str], None],
-        fetch: Callable[[WorkerCard], Awaitable[float | None]] | None = None,
+        fetch: Callable[[WorkerCard], Awaitable[WorkerStakes | None]] | None = None,
         credentials: Credentials | None = None,
     ) -> None:
-        """Take `spec_of`, the process of a role and name, and `fetch`, how many requests a worker has in hand."""
+        """Take `spec_of`, the process of a role and name, and `fetch`, what is lost if a worker goes."""
         self._supervisor = supervisor
         self._spec_of = spec_of
         self._drain_timeout_s = drain_timeout_s
         self._tell = tell
-        self._fetch = fetch or partial(requests_in_hand, credentials=credentials)
+        self._fetch = fetch or partial(stakes_of, credentials=credentials)
         self._members: dict[str, Member] = {}
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -186,7 +195,7 @@ class Crew:
     async def _drain(self, ready: Sequence[Member], count: int) -> list[str]:
         if count <= 0:
             return []
-        chosen = least_loaded(await self._loads(ready), count)
+        chosen = cheapest_to_lose(await self._stakes(ready), count)
         for member in chosen:
             member.doing = "draining"
             self._spawn(self._end(member), f"drain {member.name}")
@@ -199,7 +208,7 @@ class Crew:
         self._tell(f"{member.name} has ended")
 
     async def flip(self, to_role: Role, count: int) -> Flipped:
-        """Change `count` workers of the other role to `to_role`, those with the fewest requests in hand.
+        """Change `count` workers of the other role to `to_role`, those that cost least to lose.
 
         Raises InvalidRequestError.
         """
@@ -208,7 +217,7 @@ class Crew:
         from_role = Role.DECODE if to_role is Role.PREFILL else Role.PREFILL
         async with self._changing:
             ready = [m for m in self._of(from_role) if self._state(m) == "ready"]
-            chosen = least_loaded(await self._loads(ready), count)
+            chosen = cheapest_to_lose(await self._stakes(ready), count)
             outcomes = await asyncio.gather(*(self._flip(member, to_role) for member in chosen))
         refused = [Refusal(m.name, why) for m, why in zip(chosen, outcomes, strict=True) if why]
         if len(chosen) < count:
@@ -248,7 +257,7 @@ class Crew:
         member.role = role
         self._supervisor.respecify(self._spec_of(role, member.name))
 
-    async def _loads(self, members: Sequence[Member]) -> list[tuple[Member, float | None]]:
+    async def _stakes(self, members: Sequence[Member]) -> list[tuple[Member, WorkerStakes | None]]:
         cards = [m.card for m in members if m.card is not None]
         loads = await asyncio.gather(*(self._fetch(card) for card in cards))
         return list(zip([m for m in members if m.card is not None], loads, strict=True))
@@ -283,20 +292,26 @@ def check_targets(targets: Mapping[Role, int]) -> None:
             )
 
 
-def least_loaded(loads: Iterable[tuple[Member, float | None]], count: int) -> list[Member]:
-    """Return the workers that cost least to lose: fewest requests in hand, then youngest; unknown loads last."""
+def cheapest_to_lose(stakes: Iterable[tuple[Member, WorkerStakes | None]], count: int) -> list[Member]:
+    """Return the workers that cost least to lose.
 
-    def cost(entry: tuple[Member, float | None]) -> tuple[float, int]:
-        member, load = entry
+    Those are the workers with the fewest requests in hand, then with the fewest blocks in their caches, then the
+    youngest. Workers of which that is not known come last.
+    """
+
+    def cost(entry: tuple[Member, WorkerStakes | None]) -> tuple[float, float, int]:
+        member, stake = entry
         number = member.name.rpartition("-")[2]
-        return (float("inf") if load is None else load, -int(number) if number.isdigit() else 0)
+        youth = -int(number) if number.isdigit() else 0
+        return (math.inf, math.inf, youth) if stake is None else (stake.requests, stake.cached_blocks, youth)
 
-    return [member for member, _ in sorted(loads, key=cost)[: max(0, count)]]
+    return [member for member, _ in sorted(stakes, key=cost)[: max(0, count)]]
 
 
-async def requests_in_hand(card: WorkerCard, credentials: Credentials | None = None) -> float | None:
+async def stakes_of(card: WorkerCard, credentials: Credentials | None = None) -> WorkerStakes | None:
+    """Ask a worker what is lost if it goes. Return None if it does not answer as it should."""
     with suppress(aiohttp.ClientError, TimeoutError, MeshError):
         async with member_session(credentials, timeout=aiohttp.ClientTimeout(LOAD_TIMEOUT_S)) as http:
             load = await fetch_load(http, card)
-            return float(load.running + load.waiting)
+            return WorkerStakes(float(load.running + load.waiting), float(load.cached_blocks))
     return None

@@ -21,6 +21,7 @@ AT_ONCE = 32
 _P = "kvmesh_worker_"
 RUNNING, WAITING = _P + "running_requests", _P + "waiting_requests"
 USED_BLOCKS, QUEUED_TOKENS = _P + "used_blocks", _P + "queued_tokens"
+CACHED_BLOCKS = _P + "cached_blocks"
 
 
 def read_load(page: str, card: WorkerCard, isl_tokens: float | None = None) -> WorkerLoad:
@@ -43,6 +44,7 @@ def read_load(page: str, card: WorkerCard, isl_tokens: float | None = None) -> W
         waiting=_count(gauges[WAITING]),
         kv_tokens=_count(gauges[USED_BLOCKS]) * card.block_size,
         total_kv_tokens=card.total_blocks * card.block_size * card.dp_size,
+        cached_blocks=_count(cached) if math.isfinite(cached := gauges.get(CACHED_BLOCKS, 0.0)) else 0,
     )
 
 

@@ -83,6 +83,7 @@ class WorkerLoad(Struct, frozen=True, kw_only=True):
     waiting: int = 0
     kv_tokens: int = 0
     total_kv_tokens: int = 0
+    cached_blocks: int = 0  # that hold a prefix for later prompts
 
 
 class Observation(Struct, frozen=True, kw_only=True):

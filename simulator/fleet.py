@@ -112,9 +112,14 @@ class SimFleet:
         )
 
     def least_loaded(self, role: Role) -> Iterator[SimWorker]:
-        """Return the ready workers, least loaded first, the newest of equals first."""
+        """Return the ready workers, least loaded first; of equals the smallest cache, then the newest."""
         ready = enumerate(self.of(role, SimWorkerState.READY))
-        return (worker for _, worker in sorted(ready, key=lambda each: (each[1].assigned, -each[0])))
+
+        def cost(each: tuple[int, SimWorker]) -> tuple[int, int, int]:
+            number, worker = each
+            return worker.assigned, worker.pool.cached_blocks, -number
+
+        return (worker for _, worker in sorted(ready, key=cost))
 
     def loads(self, role: Role, queued_in_router: int) -> tuple[WorkerLoad, ...]:
         """Return the loads of the ready workers. What waits in the routers counts in equal shares for each of them."""

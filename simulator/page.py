@@ -26,6 +26,10 @@ CURVES: Sequence[tuple[str, Sequence[Curve]]] = (
     ),
     ("TTFT, mean [s]", [("TTFT", lambda s: s.ttft_s)]),
     ("ITL, mean [ms]", [("ITL", lambda s: s.itl_s * 1e3)]),
+    (
+        "prompt tokens from a cache [%]",
+        [("found", lambda s: 100 * s.hit_share), ("as the router believed", lambda s: 100 * s.predicted_share)],
+    ),
     ("waiting in the routers", [("requests", lambda s: s.waiting)]),
 )
 

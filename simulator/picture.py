@@ -16,7 +16,7 @@ def draw(report: SimReport, title: str, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("a picture needs matplotlib", hint="pip install 'kvmesh[plots]', or use --html") from error
-    figure = Figure(figsize=(10, 12), layout="constrained")
+    figure = Figure(figsize=(10, 14), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
     axes = figure.subplots(len(CURVES), 1, sharex=True)

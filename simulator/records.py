@@ -48,6 +48,7 @@ class _Window:
     ttft_s: float = 0.0
     prompt_tokens: int = 0  # of requests that began
     cached_tokens: int = 0
+    predicted_tokens: int = 0
     ended: int = 0
     good: int = 0
     osl_tokens: int = 0
@@ -122,12 +123,14 @@ class Records:
         self._waited_s += request.placed_s - request.arrival_s
         self._isl_tokens += isl_tokens
         self._cached_tokens += request.cached_tokens
-        self._predicted_tokens += min(isl_tokens, request.predicted_tokens)
+        predicted_tokens = min(isl_tokens, request.predicted_tokens)
+        self._predicted_tokens += predicted_tokens
         for window in (self._window, self._traffic):
             window.began += 1
             window.ttft_s += ttft_s
             window.prompt_tokens += isl_tokens
             window.cached_tokens += request.cached_tokens
+            window.predicted_tokens += predicted_tokens
 
     def ended(self, request: RecordedRequest, now: float) -> None:
         osl_tokens = max(1, request.request.osl_tokens)
@@ -205,6 +208,9 @@ class Records:
                 decode_starting=decode.starting,
                 draining=prefill.draining + decode.draining,
                 waiting=waiting,
+                prompt_tokens=window.prompt_tokens,
+                cached_tokens=window.cached_tokens,
+                predicted_tokens=window.predicted_tokens,
             )
         )
         if len(self._samples) >= MOST_SAMPLES:
@@ -277,4 +283,7 @@ def _joined(first: Sample, second: Sample) -> Sample:
         decode_starting=second.decode_starting,
         draining=second.draining,
         waiting=second.waiting,
+        prompt_tokens=first.prompt_tokens + second.prompt_tokens,
+        cached_tokens=first.cached_tokens + second.cached_tokens,
+        predicted_tokens=first.predicted_tokens + second.predicted_tokens,
     )

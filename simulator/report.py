@@ -29,6 +29,17 @@ class Sample(Struct, frozen=True, kw_only=True):
     decode_starting: int
     draining: int
     waiting: int  # in the routers
+    prompt_tokens: int = 0  # of requests that got their first token in the interval
+    cached_tokens: int = 0  # of these, found in a cache
+    predicted_tokens: int = 0  # the same as the router had believed when it placed
+
+    @property
+    def hit_share(self) -> float:
+        return self.cached_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def predicted_share(self) -> float:
+        return self.predicted_tokens / max(1, self.prompt_tokens)
 
 
 class PlannerChange(Struct, frozen=True, kw_only=True):

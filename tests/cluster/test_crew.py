@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from cluster.crew import Member, least_loaded
+from cluster.crew import Member, WorkerStakes, cheapest_to_lose
 from planner.connectors.local_api import MAX_WORKERS, Refusal
 from protocol.errors import EngineError, InvalidRequestError
 from protocol.messages import Role
@@ -86,9 +86,16 @@ async def test_the_least_loaded_worker_leaves_the_youngest_of_equals(host: FakeH
 
 
 def test_a_worker_with_unknown_load_leaves_last() -> None:
-    loads = [(Member("decode-0", Role.DECODE), None), (Member("decode-1", Role.DECODE), 90.0)]
-    assert [member.name for member in least_loaded(loads, 1)] == ["decode-1"]
-    assert least_loaded(loads, -1) == []
+    loads = [(Member("decode-0", Role.DECODE), None), (Member("decode-1", Role.DECODE), WorkerStakes(90.0))]
+    assert [member.name for member in cheapest_to_lose(loads, 1)] == ["decode-1"]
+    assert cheapest_to_lose(loads, -1) == []
+
+
+async def test_of_equally_loaded_workers_the_smallest_cache_leaves(host: FakeHost) -> None:
+    host.loads = {"decode-1": 1.0}
+    host.cached = {"decode-0": 40.0, "decode-1": 0.0, "decode-2": 300.0}
+    assert (await host.crew.scale({Role.DECODE: 2})).draining == ("decode-0",)
+    assert (await host.crew.scale({Role.DECODE: 1})).draining == ("decode-2",)
 
 
 async def test_a_draining_worker_does_not_count_and_finishes(host: FakeHost) -> None:

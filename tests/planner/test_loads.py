@@ -119,3 +119,8 @@ def test_tokens_waiting_in_routers_are_shared_evenly() -> None:
     loads = tuple(WorkerLoad(name=name, queued_tokens=tokens) for name, tokens in (("a", 100), ("b", 0)))
     assert [load.queued_tokens for load in shared_out(loads, 6000.0)] == [3100, 3000]
     assert shared_out((), 6000.0) == (), "workers that do not tell are not made to"
+
+
+def test_the_blocks_of_a_cache_are_read_where_a_worker_reports_them() -> None:
+    assert read_load(PAGE + "kvmesh_worker_cached_blocks 17\n", card()).cached_blocks == 17
+    assert read_load(PAGE + "kvmesh_worker_cached_blocks NaN\n", card()).cached_blocks == 0

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from planner.model import Action, Flip, Observation, ScalingDecision
+from planner.model import Action, Flip, Observation, RoleFleet, ScalingDecision
 from protocol.errors import ConfigError
 from protocol.messages import GenerateRequest
 from protocol.profile import DecodeTable, PrefillTable, Profile
@@ -348,3 +348,26 @@ def test_windows_are_kept_where_enough_requests_are_in_time() -> None:
         shares.add(900 + number, is_prompt=number >= 6, is_smooth=number > 50)
     assert shares.shares() == (0.5, 0.5)
     assert WindowShares().shares() == (1.0, 1.0)
+
+
+def test_routers_and_planner_agree_about_caches_and_workers_that_come_and_go() -> None:
+    """Six workers serve from 100 s to 200 s, two before and after: hits are as the router believed all the time."""
+    seen: dict[float, RoleFleet] = {}
+
+    def decide(observation: Observation) -> ScalingDecision:
+        seen[observation.at_s] = observation.decode
+        wanted = 6 if 100 <= observation.at_s < 200 else 2
+        return ScalingDecision(at_s=observation.at_s, loop="none", action=Action.SCALE, prefill=0, decode=wanted)
+
+    shape = Shape(isl_tokens=64, osl_tokens=8, groups=8, prefix_tokens=640, turns=2)
+    requests = list(synthesize(constant(3.0), 300, shape, seed=1, block_size=64))
+    settings = SimConfig(
+        workers=2, blocks=400, block_size=64, start_s=10.0, prefill_rate=4000, itl_s=0.01, sample_s=20.0
+    )
+    report = simulate(requests, settings, PlannerHook(decide, 5.0))
+    assert report.failed == 0 and (report.started, report.stopped) == (4, 4)
+    assert [seen[at_s].ready for at_s in (95.0, 105.0, 120.0, 205.0)] == [2, 2, 6, 2]
+    assert seen[105.0].starting == 4
+    for sample in report.timeline[:15]:
+        assert sample.hit_share == pytest.approx(sample.predicted_share, abs=0.02)
+        assert sample.hit_share > 0.6 or sample.at_s <= 20

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 
-from cluster.crew import Crew
+from cluster.crew import Crew, WorkerStakes
 from mesh.discovery import Registration
 from mesh.discovery.memory import MemoryDiscovery
 from mesh.plane.server import Call, PlaneServer
@@ -72,6 +72,7 @@ class FakeHost:
         self.supervisor = FakeSupervisor()
         self.discovery = MemoryDiscovery()
         self.loads: dict[str, float] = {}
+        self.cached: dict[str, float] = {}  # blocks
         self.refuses: set[str] = set()
         self.flips_s: asyncio.Event | None = None  # set it to let flips come to an end
         self.told: list[str] = []
@@ -138,8 +139,8 @@ class FakeHost:
         )  # fmt: skip
         self._cards[name] = await self.discovery.put(f"workers/{worker_id}", encode(card))
 
-    async def _load(self, card: WorkerCard) -> float | None:
-        return self.loads.get(card.name, 0.0)
+    async def _load(self, card: WorkerCard) -> WorkerStakes:
+        return WorkerStakes(self.loads.get(card.name, 0.0), self.cached.get(card.name, 0.0))
 
     async def _control(self, call: Call) -> None:
         """Change the role of the worker whose flip the crew has reported last."""
