@@ -1,9 +1,9 @@
 """Run `kvmesh bench kv`: measure what tiers for KV bring, and what host memory costs those who do not use it.
 
 Torch engines of one model run in this process: one has no tier, one keeps evicted KV in host memory, one on a disk, and
-one in storage that it shares with a process. The first and one of the others are given the same prompts in turn, and
-while one is asked the other is idle. Greedy answers of both are compared token by token. The device holds fewer prompts
-than are asked for in a circle, so every prompt has been evicted when it comes again. Times are the engine's own,
+one in storage that it shares with a process, and one pulls it from another process. The first and one of the others are
+given the same prompts in turn, and while one is asked the other is idle. Greedy answers of both are compared token by
+token. Where prompts are evicted, the device holds fewer than are asked for in a circle. Times are the engine's own,
 without router and frontend.
 """
 
@@ -24,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.kv_disk import corrupt, measure_shares
 from benchmarks.kv_engines import BenchedEngine, KvBenchConfig, ThrottledStore, running
+from benchmarks.kv_peers import measure_peer, nixl_read_share
 from benchmarks.kv_restart import fill_and_kill
 from benchmarks.kv_shared import corrupt_shared, measure_shared
 from mesh.config import load
@@ -46,6 +47,9 @@ class KvBenchReport(Struct, frozen=True, kw_only=True):
     restart_speedup: float  # ... TTFT from the disk, of prompts that a killed process has left there
     shared_speedup: float  # ... TTFT from shared storage, of prompts that another, killed worker has stored
     shared_place: str  # a folder, or the bucket that was given
+    peer_speedup: float  # ... TTFT with the prompt pulled from another process
+    peer_transfer: str
+    nixl_read_share: float | None  # speed of our reads of scattered blocks / that of bare NIXL; None: it does not load
     corrupt_injected: int  # blocks that were damaged, and reads and writes that failed
     corrupt_caught: int
     corrupt_served: int  # with other bytes than were stored
@@ -60,6 +64,7 @@ class KvBenchReport(Struct, frozen=True, kw_only=True):
     ttft_disk_ms: float
     ttft_restart_ms: float
     ttft_shared_ms: float
+    ttft_peer_ms: float
     ttft_computed_ms: float
     loaded_blocks: int
     saved_blocks: int
@@ -77,6 +82,9 @@ GOALS = {
     "disk_speedup": ">= 5",
     "restart_speedup": ">= 5",
     "shared_speedup": ">= 5",
+    "peer_speedup": ">= 5",
+    "peer_transfer": "nixl",
+    "nixl_read_share": ">= 0.9",
     "corrupt_injected": "> 100",
     "corrupt_caught": "all",
     "corrupt_served": "0",
@@ -96,8 +104,8 @@ def main(argv: list[str]) -> int:
         os.environ,
         prefix="KVMESH_BENCH_",
         prog="kvmesh bench kv",
-        description="Measure KV in host memory, on a disk and in shared storage against computing it again, with the "
-        "torch engine, and what host memory costs prompts that never come again.",
+        description="Measure KV in host memory, on a disk, in shared storage and from other workers against computing "
+        "it again, with the torch engine, and what host memory costs prompts that never come again.",
         section="bench",
     )
     report = asyncio.run(measure(config, Console(stderr=True)))
@@ -210,14 +218,15 @@ async def measure(config: KvBenchConfig, console: Console) -> KvBenchReport:
             host = await measure_host(config, plain, console)
             disk = await measure_disk(config, plain, Path(folder), console)
             shared = await measure_other(config, plain, Path(folder), console)
+            peer = await measure_peers(config, plain, console)
             assert engine._info is not None
             layout = engine._info.layout
         console.print("the disk by itself")
         shares = measure_shares(Path(folder), layout.block_bytes, config.disk_mib // 4, config.rounds)
         damages = corrupt(Path(folder), layout.block_bytes), corrupt_shared(Path(folder), layout.block_bytes)
     return KvBenchReport(
-        wrong_tokens=host.pop("wrong_tokens") + disk.pop("wrong_tokens") + shared.pop("wrong_tokens"),
-        failed=host.pop("failed") + disk.pop("failed") + shared.pop("failed") + plain.failed,
+        wrong_tokens=sum([side.pop("wrong_tokens") for side in (host, disk, shared, peer)]),
+        failed=sum([side.pop("failed") for side in (host, disk, shared, peer)]) + plain.failed,
         corrupt_injected=sum([each.injected for each in damages]),
         corrupt_caught=sum([each.caught for each in damages]),
         corrupt_served=sum([each.served for each in damages]),
@@ -230,6 +239,7 @@ async def measure(config: KvBenchConfig, console: Console) -> KvBenchReport:
         **host,
         **disk,
         **shared,
+        **peer,
     )
 
 
@@ -308,6 +318,23 @@ async def measure_other(config: KvBenchConfig, plain: BenchedEngine, folder: Pat
         "shared_speedup": round(times.speedup, 2),
         "shared_place": config.shared or "dir",
         "ttft_shared_ms": round(1000 * statistics.median(times.loaded_s), 2),
+    }
+
+
+async def measure_peers(config: KvBenchConfig, plain: BenchedEngine, console: Console) -> dict[str, Any]:
+    """Return the fields of the report that are about prefixes from another worker."""
+    prompts = KvBench(config, plain, plain)
+    console.print("prompts that another process has computed")
+    found = await measure_peer(config, plain, [prompts.fresh_prompt() for _ in range(config.rounds + 1)])
+    console.print("scattered blocks over NIXL")
+    share = await nixl_read_share(4 * config.rounds)
+    return {
+        "wrong_tokens": found.wrong_tokens,
+        "failed": found.failed,
+        "peer_speedup": round(found.computed_s / found.pulled_s, 2),
+        "peer_transfer": found.transfer,
+        "nixl_read_share": None if share is None else round(share, 3),
+        "ttft_peer_ms": round(1000 * found.pulled_s, 2),
     }
 
 

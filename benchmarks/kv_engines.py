@@ -12,11 +12,13 @@ from msgspec import Meta, Struct
 from benchmarks.engine_steps import SHAPES
 from cluster.tiny_model import CHECKPOINT_DIR
 from kvcache.tiers.store import Payload, TierStore
+from kvcache.transfer.backend import open_backend
 from protocol.errors import ConfigError
 from protocol.ids import RequestId, WorkerId
-from protocol.messages import Delta, GenerateRequest, SamplingParams, StopConditions, pack_tokens
+from protocol.messages import Delta, GenerateRequest, PrefixSource, SamplingParams, StopConditions, pack_tokens
+from workers.engine import AskPrefix
 from workers.step_engine import StepEngine, StepEngineConfig
-from workers.tiers import TierSettings
+from workers.tiers import NO_TIERS, TierSettings
 
 
 class KvBenchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,6 +64,7 @@ class BenchedEngine:
         self.engine = engine
         self.failed = 0
         self.over_limit_bytes = 0
+        self.source: PrefixSource | None = None  # of all prompts
         self._asked = 0
 
     async def ask(self, prompt: Sequence[int], osl_tokens: int = 4) -> tuple[float, list[int], list[float]]:
@@ -73,6 +76,7 @@ class BenchedEngine:
             prompt=pack_tokens(prompt),
             sampling=SamplingParams(temperature=0),
             stop=StopConditions(max_tokens=osl_tokens, ignore_eos=True),
+            source=self.source,
         )
         began, came, tokens = time.perf_counter(), list[float](), list[int]()
         delta: Delta | None = None
@@ -95,8 +99,19 @@ class BenchedEngine:
 
 
 @asynccontextmanager
-async def running(config: KvBenchConfig, tiers: TierSettings) -> AsyncIterator[StepEngine]:
-    """Yield an engine whose device holds two prompts and a half."""
+async def running(
+    config: KvBenchConfig,
+    tiers: TierSettings = NO_TIERS,
+    *,
+    transfer: str = "",
+    ask: AskPrefix | None = None,
+    prompts: float = 2.5,
+    place: tuple[WorkerId, str] = (WorkerId("bench"), ""),
+) -> AsyncIterator[StepEngine]:
+    """Yield an engine whose device holds so many prompts, and as much more as answers need.
+
+    `transfer`: how it exchanges prefixes with peers, which it asks by `ask`. `place`: its id and its address.
+    """
     from workers.engines.torch.executor import TorchExecutor
 
     folder, has_weights = model_folder(config.model)
@@ -104,10 +119,13 @@ async def running(config: KvBenchConfig, tiers: TierSettings) -> AsyncIterator[S
     executor = TorchExecutor(
         str(folder), device=config.device, dtype=config.dtype, block_size=block_size, random_weights=not has_weights
     )
-    blocks = 5 * config.isl_tokens // (2 * block_size) + 16
-    settings = StepEngineConfig("bench", str(folder), blocks, 32, 512, 30.0, 60.0, tiers=tiers)
-    engine = StepEngine(executor, None, settings)
-    await engine.start(WorkerId("bench"), "")
+    blocks = int(prompts * config.isl_tokens / block_size) + 16
+    settings = StepEngineConfig(
+        "bench", str(folder), blocks, 32, 512, 30.0, 60.0, tiers=tiers, shares_prefixes=bool(transfer)
+    )
+    engine = StepEngine(executor, open_backend(transfer) if transfer else None, settings)
+    engine.ask_prefix = ask
+    await engine.start(*place)
     try:
         yield engine
     finally:

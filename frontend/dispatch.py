@@ -257,6 +257,8 @@ class Dispatcher:
                     request = msgspec.structs.replace(task.continued(), ticket=ticket)
                     if notes is not None:
                         notes.handed_over = clock()
+                elif placed.source is not None:
+                    request = msgspec.structs.replace(request, source=placed.source)
                 trace.decode_worker = placed.decode.name
                 await self._decode(placed.decode, request, task.deadline - now(), leg)
             finally:
@@ -279,6 +281,7 @@ class Dispatcher:
             request,
             offer_kv=True,
             kv_for=placed.decode.name,
+            source=placed.source,
             dp_rank=target.dp_rank,
             worker_id=target.worker_id,
             traceparent=_traceparent(request, record),

@@ -288,13 +288,26 @@ _WORKER = (
     ),
     _counter(_P + "weights_moved_total", "loads", "", "Shared weights that are not at their address: it was taken."),
     _counter(_P + "kv_pulls_total", "pulls", "backend outcome", "KV pulls ended."),
-    _counter(_P + "kv_pulled_bytes_total", "bytes", "backend", "KV bytes fetched from prefill workers."),
+    _counter(_P + "kv_pulled_bytes_total", "bytes", "backend", "KV bytes fetched from prefill workers and peers."),
     _histogram(
         _P + "kv_pull_seconds",
         "seconds",
         "backend",
         "Time of one KV pull.",
         (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3),
+    ),
+    _counter(
+        _P + "kv_peer_pulls_total",
+        "pulls",
+        "outcome",
+        "Prefixes pulled from peers: ok, a part of what was expected, gone there, late, or failed.",
+    ),
+    _counter(_P + "kv_peer_pulled_blocks_total", "blocks", "", "KV blocks of prefixes that came from peers."),
+    _counter(
+        _P + "kv_prefix_offers_total",
+        "offers",
+        "outcome",
+        "Prefixes that peers asked for: ok, empty or an error.",
     ),
     _counter(_P + "kv_tier_loads_total", "loads", "tier outcome", "Loads of KV blocks from a lower tier ended."),
     _histogram(

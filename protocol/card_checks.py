@@ -49,9 +49,10 @@ def _problems(card: WorkerCard, worker_id: str) -> Iterator[str]:
             yield f"its {field} is {value}, expected {least} to {most}"
     if not 0 < card.capacity < math.inf:
         yield f"its capacity is {card.capacity}, expected a positive number"
-    times = [card.prefill_token_s, *[time for tier in card.tiers for time in (tier.block_s, tier.latency_s)]]
+    pulls = (card.pull_block_s, card.pull_latency_s)
+    times = [card.prefill_token_s, *pulls, *[time for tier in card.tiers for time in (tier.block_s, tier.latency_s)]]
     if not all(math.isfinite(time) for time in times) or len({tier.tier for tier in card.tiers}) < len(card.tiers):
-        yield "its tiers have times that are no numbers, or one tier comes twice"
+        yield "its tiers or pulls have times that are no numbers, or one tier comes twice"
     if len(card.rank_kv_events) >= card.dp_size:
         yield f"it has {len(card.rank_kv_events)} rank_kv_events, expected fewer than its dp_size {card.dp_size}"
     names = (card.worker_id, card.name, card.model, card.transfer, card.tool_parser, card.reasoning_parser)

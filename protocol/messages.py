@@ -160,6 +160,16 @@ class Ticket(Message, frozen=True):
     opaque: bytes = b""  # of engines that move KV themselves; then slot, peer, layout and block_ids are not set
 
 
+class PrefixSource(Message, frozen=True):
+    """Name a worker that holds the beginning of a prompt, for a worker that may pull it instead of computing it."""
+
+    worker_id: Annotated[str, Meta(max_length=256)]
+    name: Annotated[str, Meta(max_length=256)]
+    address: Annotated[str, Meta(max_length=256)]  # host:port of its request plane
+    dp_rank: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    blocks: Annotated[int, Meta(ge=0, le=1 << 24)] = 0  # leading blocks of the prompt on its device, by the index
+
+
 class GenerateRequest(Message, frozen=True):
     """A request to compute one answer: worker method `generate`, answered by a stream of `Delta`."""
 
@@ -175,6 +185,7 @@ class GenerateRequest(Message, frozen=True):
     offer_kv: bool = False  # prefill leg: keep the prompt's blocks and answer with a ticket
     kv_for: Annotated[str, Meta(max_length=256)] = ""  # ... for the worker of this name
     ticket: Ticket | None = None  # decode leg: fetch these blocks first
+    source: PrefixSource | None = None  # whoever computes the prompt may pull its beginning from there
     dp_rank: int = 0  # of a worker that has several
     worker_id: WorkerId = WorkerId(
         ""
@@ -184,6 +195,7 @@ class GenerateRequest(Message, frozen=True):
     tracestate: Annotated[str, Meta(max_length=512)] = ""
 
 
+MAX_PREFIX_BLOCKS = 8192  # of a prompt, that one worker offers another: each is named and compared
 MAX_PROMPT_LOGPROBS = 1 << 19  # of one prompt, those of the likeliest tokens included: some 10 MB on the wire
 
 
@@ -194,7 +206,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PullReport(msgspec.Struct, frozen=True, array_like=True):
-    """A report on how the prompt's KV came to the decode worker."""
+    """A report on how KV of the prompt came to a worker: from its prefill worker, or from a peer."""
 
     backend: str
     num_bytes: int
@@ -213,7 +225,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
     cached_tokens: int | None = None  # first delta with a token: prompt tokens found in this worker's prefix cache
     ticket: Ticket | None = None  # last delta of a prefill leg whose answer continues at a decode worker
-    pull: PullReport | None = None  # first delta of a decode leg with a ticket
+    pull: PullReport | None = None  # first delta of a request whose KV was pulled, or should have been
     stop_token: int | None = None  # the stop token that ended the answer; it is part of token_ids
 
 
@@ -299,6 +311,10 @@ class WorkerCard(Card, frozen=True):
     resting: Annotated[str, Meta(max_length=32)] = ""  # "drained" or "asleep": it takes no requests; "": it does
     tiers: Annotated[tuple[CardTier, ...], Meta(max_length=3)] = ()  # below the device, the fastest first
     prefill_token_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # time to compute one token of a prompt; 0: unknown
+    # Workers with equal prints have KV of equal bytes for equal prompts, and pull it from each other; "": it does not.
+    kv_print: Annotated[str, Meta(max_length=64)] = ""
+    pull_block_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # time to pull one block from a peer; 0: not measured
+    pull_latency_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # before the first one
 
     def target(self, dp_rank: int, overlap_blocks: int = 0) -> "Target":
         """Return the worker as the target of a placement."""
@@ -529,6 +545,7 @@ class Placed(Message, frozen=True):
     prefill: Target | None = None
     reason: str = ""
     explanation: Explanation | None = None  # if the request asked for an explanation
+    source: PrefixSource | None = None  # from where the worker that computes the prompt pulls its beginning
 
 
 class Progress(Message, frozen=True):
@@ -583,6 +600,30 @@ class RedeemTicket(Message, frozen=True):
 
 class OpenedTicket(Message, frozen=True):
     ticket: Ticket
+
+
+class OfferPrefix(Message, frozen=True):
+    """Ask a worker for KV that its cache holds: worker method `offer_prefix`, answered by one `OfferedPrefix`.
+
+    The blocks stay pinned as long as the call, and no longer than a lease.
+    """
+
+    model: Annotated[str, Meta(max_length=256)]
+    worker_id: Annotated[str, Meta(max_length=256)]  # the worker that is meant: any other one at its address refuses
+    names: Annotated[bytes, Meta(max_length=8 * MAX_PREFIX_BLOCKS)]  # sequence hashes from the first block on
+    first: Annotated[int, Meta(ge=0, le=MAX_PREFIX_BLOCKS)] = 0  # number of the first block that is wanted
+    dp_rank: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+
+
+class OfferedPrefix(Message, frozen=True):
+    """Offer the wanted blocks that are here, perhaps fewer than were asked for, or none.
+
+    `address` is the content address of the last block: 256 bits that stand for model, layout, weights, adapter, salt
+    and all tokens up to its end. Whoever finds another address for its own prompt must not use the blocks.
+    """
+
+    ticket: Ticket | None = None  # None: no wanted block is here
+    address: Annotated[bytes, Meta(max_length=32)] = b""
 
 
 class ControlAction(StrEnum):

@@ -34,6 +34,7 @@ from router.placing import (
     prefix_of,
     running_on,
     saved_tokens,
+    source_of,
     who_may,
 )
 from router.prediction import CachePredictions
@@ -408,6 +409,7 @@ class RouterState:
             prefill=None if planned.first is planned.last else self._target(planned.first.chosen),
             reason=planned.reason,
             explanation=explanation,
+            source=source_of(planned),
         )
 
     def _target(self, chosen: Candidate) -> Target:

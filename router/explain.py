@@ -27,7 +27,10 @@ def _name(c: Candidate, view: RequestView) -> str:
 
 
 def _why_this(leg: LegChoice, view: RequestView) -> str:
-    return f"{leg.kind}: {_name(leg.chosen, view)}, {leg.why or _why(leg, view)}"
+    text = f"{leg.kind}: {_name(leg.chosen, view)}, {leg.why or _why(leg, view)}"
+    if (pull := leg.chosen.pull) is None:
+        return text
+    return f"{text}, pulls up to {pull.blocks} blocks from {view.fleet.slots[pull.source].card.name}"
 
 
 def _reports(leg: LegChoice, view: RequestView) -> list[CandidateReport]:

@@ -14,6 +14,7 @@ from protocol.ids import WorkerId
 from protocol.messages import Role, WorkerCard
 from router.index import Depths, Digest, Holder, PrefixIndex, names_of
 from router.load import ActiveLoad, HolderLoad
+from router.peers import PeerFigures
 from router.prediction import CachePredictions, deepen
 from router.pressure import BusyShare, PrefixDemand, WorkSpread
 from router.selection import TierSavings, savings_of
@@ -54,6 +55,7 @@ class Pool:
     decode_busy: BusyShare = field(default_factory=BusyShare)
     spread: WorkSpread = field(default_factory=WorkSpread)
     demand: PrefixDemand = field(default_factory=PrefixDemand)
+    peers: PeerFigures = field(default_factory=PeerFigures)
 
     def slots_of(self, role: Role) -> list[Slot]:
         return self.prefillers if role is Role.PREFILL else self.decoders
@@ -126,6 +128,7 @@ class WorkerFleet:
         self._cards[card.worker_id] = card
         if (pool := self.pools.get(card.model)) is None:
             pool = self.pools[card.model] = Pool()
+        pool.peers.note(card)
         for dp_rank in range(card.dp_size):
             self._put_slot(pool, Holder(card.worker_id, dp_rank), card)
         if known is None:
@@ -144,6 +147,7 @@ class WorkerFleet:
             pool.slots_of(card.role).remove(self.slots.pop(holder))
             pool.shelves[card.role].remove(holder)
         pool.index.drop_worker(worker_id)
+        pool.peers.forget(worker_id)
         self._trust(worker_id)
         self.predictions.forget_worker(worker_id)
         self.warm_up.left(worker_id)
@@ -334,6 +338,6 @@ class WorkerFleet:
         card, load = slot.card, slot.load.total
         # a prefill worker's blocks and requests cost nothing, so having more of them must not make it look worse
         uncosted = (load.held_blocks, load.requests) if card.role is Role.PREFILL else ()
-        kind = (card.capacity, card.max_num_seqs, card.total_blocks, card.transfer, uncosted)
+        kind = (card.capacity, card.max_num_seqs, card.total_blocks, card.transfer, card.kv_print, uncosted)
         shelves = self.pools[card.model].shelves[card.role]
         shelves.put(slot.holder, slot, kind, load, slot.last_chosen, slot.in_flight)

@@ -11,15 +11,16 @@ from msgspec import Struct
 
 from protocol.errors import NoWorkerError
 from protocol.ids import WorkerId
-from protocol.messages import Role, RouteRequest
+from protocol.messages import PrefixSource, Role, RouteRequest
 from router.disaggregation import Backlog, decide
 from router.fleet import Pool, Slot, WorkerFleet
 from router.index import Depths, Holder
+from router.peers import PeerKind, PeerSource, deepest, kind_of, pull_of
 from router.policies import POLICIES, choose
 from router.pressure import recompute_price
 from router.refusal import no_worker
 from router.rules import RouterRules
-from router.selection import NOWHERE, Candidate, LegKind, PlacementCost, Weights, saved_blocks
+from router.selection import NOWHERE, Candidate, LegKind, PeerPull, PlacementCost, Weights, saved_blocks
 
 FEW = 16  # up to this number, scoring every worker is as fast as shortlisting
 _HASH_BYTES = 8
@@ -59,6 +60,7 @@ class RequestView(Struct):
     price: float
     busy_share: float
     asked_before: float
+    sources: Mapping[PeerKind, PeerSource]  # from where workers of each kind could pull the prompt's beginning
 
 
 class LegChoice(Struct):
@@ -137,7 +139,7 @@ def look(
     block_size = computing[0].card.block_size
     return RequestView(
         fleet, pool, rules, request, now, ahead, rng, bound_to, decoders, prefillers, held_back, block_size, overlaps,
-        active, price, busy, asked,
+        active, price, busy, asked, _sources(fleet, pool, rules, request, overlaps, now),
     )  # fmt: skip
 
 
@@ -163,6 +165,20 @@ def plan(view: RequestView) -> PlacementPlan:
     if decode is None:
         return PlacementPlan(whole, whole, problem, view)
     return PlacementPlan(prefill, decode, decision.reason, view)
+
+
+def source_of(planned: PlacementPlan) -> PrefixSource | None:
+    """Return from where the worker that computes the prompt pulls its beginning."""
+    if (pull := planned.first.chosen.pull) is None:
+        return None
+    card = planned.view.fleet.slots[pull.source].card
+    return PrefixSource(
+        worker_id=card.worker_id,
+        name=card.name,
+        address=card.address,
+        dp_rank=pull.source.dp_rank,
+        blocks=pull.blocks,
+    )
 
 
 def who_may(fleet: WorkerFleet, request: RouteRequest, now: float) -> tuple[Pool, Sequence[Slot], Sequence[Slot]]:
@@ -208,7 +224,12 @@ def most_saved_tokens(
 
 
 def saved_tokens(c: Candidate, view: RequestView) -> int:
-    """Return how many tokens of the prompt need not be computed there. A block in a lower tier counts for less."""
+    """Return how many tokens of the prompt need not be computed there.
+
+    A block in a lower tier, or one to be pulled from a peer, counts for less.
+    """
+    if c.pull is not None:
+        return int(max(0.0, c.pull.blocks - c.pull.work) * view.block_size)
     return int(saved_blocks(c.overlap, c.savings, view.rules.weights) * view.block_size)
 
 
@@ -344,7 +365,7 @@ def _choose_leg(kind: LegKind, slots: Sequence[Slot], view: RequestView) -> LegC
     """
     rules, request, reserved = view.rules, view.request, view.ahead.reserved
     cost = PlacementCost(request.isl_tokens, view.block_size, kind, rules.weights, view.price)
-    candidates = _candidates(slots, view)
+    candidates = _candidates(slots, view, {} if kind == "decode" else view.sources)
     passed_over = _held_back(candidates, view) if view.held_back else {}
     if view.bound_to is not None:
         bound = next((c for c in candidates if c.holder == view.bound_to), None)
@@ -363,7 +384,12 @@ def _choose_leg(kind: LegKind, slots: Sequence[Slot], view: RequestView) -> LegC
 
 
 def _is_worth_waiting_for(full: Candidate, other: Candidate, view: RequestView) -> bool:
-    """Return whether a full worker will soon have room and holds more of the prompt than the best of the others."""
+    """Return whether a full worker will soon have room and holds more of the prompt than the best of the others.
+
+    If the other one can pull what it lacks, no request waits.
+    """
+    if other.pull is not None:
+        return False
     return saved_tokens(full, view) > saved_tokens(other, view) and not is_packed(full, view, view.ahead.reserved)
 
 
@@ -373,7 +399,43 @@ def _held_back(candidates: Sequence[Candidate], view: RequestView) -> dict[Holde
     return passed_over if len(passed_over) < len(candidates) else {}
 
 
-def _candidates(slots: Sequence[Slot], view: RequestView) -> list[Candidate]:
+def _sources(
+    fleet: WorkerFleet,
+    pool: Pool,
+    rules: RouterRules,
+    request: RouteRequest,
+    overlaps: Mapping[Holder, Depths],
+    now: float,
+) -> Mapping[PeerKind, PeerSource]:
+    """Return for each kind of workers the one that has most of the prompt, by the index alone: what is still being
+    computed cannot be pulled."""
+    if not overlaps:
+        return {}
+    kinds: dict[Holder, PeerKind] = {}
+    for holder in overlaps:
+        slot = fleet.slots.get(holder)
+        if slot is None or (kind := kind_of(slot.card)) is None or slot.card.worker_id in request.exclude:
+            continue
+        if slot.card.model == request.model and _is_trusted(fleet, slot, now):
+            kinds[holder] = kind
+    if not kinds:
+        return {}
+    found = pool.index.match(request.sequence_hashes)
+    best = deepest(found, {holder: kind for holder, kind in kinds.items() if holder in found})
+    return {
+        kind: pool.peers.source(kind, holder, depth, rules.weights.transfer) for kind, (depth, holder) in best.items()
+    }
+
+
+def _pull_of(slot: Slot, overlap: Depths, sources: Mapping[PeerKind, PeerSource], view: RequestView) -> PeerPull | None:
+    kind = kind_of(slot.card)
+    source = None if kind is None else sources.get(kind)
+    if source is None or source.holder == slot.holder:
+        return None
+    return pull_of(source, overlap, slot.savings, view.rules.weights, view.request.isl_tokens / view.block_size)
+
+
+def _candidates(slots: Sequence[Slot], view: RequestView, sources: Mapping[PeerKind, PeerSource]) -> list[Candidate]:
     overlaps, active, ahead, now = view.overlaps, view.active, view.ahead.tokens, view.now
     num_blocks = len(view.request.sequence_hashes) // _HASH_BYTES
     found: list[Candidate] = []
@@ -384,10 +446,11 @@ def _candidates(slots: Sequence[Slot], view: RequestView) -> list[Candidate]:
             queued -= load.done_tokens(now)
         if ahead:
             queued += ahead.get(holder, 0)
+        overlap = overlaps.get(holder, NOWHERE)
         found.append(
             Candidate(
                 holder,
-                overlaps.get(holder, NOWHERE),
+                overlap,
                 queued,
                 held,
                 num_blocks - active.get(holder, 0),
@@ -395,6 +458,7 @@ def _candidates(slots: Sequence[Slot], view: RequestView) -> list[Candidate]:
                 slot.card.capacity,
                 slot.last_chosen,
                 slot.savings,
+                _pull_of(slot, overlap, sources, view) if sources else None,
             )
         )
     return found

@@ -24,6 +24,14 @@ TierSavings: TypeAlias = tuple[TierSaving | None, TierSaving | None, TierSaving 
 """Says what a block saves in host memory, on disk and in object storage, as the worker measured. None: not measured."""
 
 
+class PeerPull(NamedTuple):
+    """A pull of a prompt's beginning from a peer, which a worker would make instead of computing it."""
+
+    source: Holder
+    blocks: int  # leading blocks of the prompt that need not be computed then
+    work: float  # the time that it takes, in blocks to compute
+
+
 class Candidate(Struct):
     """A (worker, dp rank) that may take the request, as the router sees it now."""
 
@@ -36,6 +44,7 @@ class Candidate(Struct):
     capacity: float = 1.0  # > 0; its speed relative to the other workers
     last_chosen: int = 0  # number of the choice that chose it last: equal costs go to the smallest
     savings: TierSavings | None = None  # of its lower tiers; None: it reports none
+    pull: PeerPull | None = None  # from a peer, if that saves time
 
 
 class Weights(Struct, frozen=True):
@@ -100,7 +109,7 @@ class Terms(NamedTuple):
 class PlacementCost:
     """The cost of placing one leg of one prompt, for any candidate."""
 
-    __slots__ = ("_isl_blocks", "_rates", "_weights")
+    __slots__ = ("_isl_blocks", "_pull", "_rates", "_weights")
 
     def __init__(
         self, isl_tokens: int, block_size: int, leg: LegKind, weights: Weights, recompute_price: float = 1.0
@@ -108,6 +117,7 @@ class PlacementCost:
         computes, decodes = leg != "decode", leg != "prefill"
         self._isl_blocks = isl_tokens / block_size
         self._weights = weights
+        self._pull = weights.prefill * computes  # per block's time to pull: nobody else waits for it
         self._rates = (
             weights.prefill * recompute_price * computes,  # per block to compute
             weights.prefill / block_size * computes,  # per queued token
@@ -119,13 +129,14 @@ class PlacementCost:
     def terms(self, c: Candidate) -> tuple[float, float, float, float, float]:
         """Return the fields of `Terms`."""
         compute, queue, held, request, transfer = self._rates
-        missing = max(0.0, self._isl_blocks - saved_blocks(c.overlap, c.savings, self._weights))
+        saved = saved_blocks(c.overlap, c.savings, self._weights) if c.pull is None else c.pull.blocks
+        missing = max(0.0, self._isl_blocks - saved)
         return (
             compute * missing,
             queue * c.queued_tokens,
             held * (c.held_blocks + c.new_blocks),
             request * c.requests,
-            transfer * missing,
+            transfer * missing + (0.0 if c.pull is None else self._pull * c.pull.work),
         )
 
     def cost(self, c: Candidate) -> float:
@@ -142,11 +153,15 @@ class PlacementCost:
         for c in candidates:
             overlap = c.overlap
             missing = isl_blocks - overlap[0]
-            if overlap[-1] != overlap[0]:  # a block in a slower tier saves a share of its work
+            if c.pull is not None:
+                missing = isl_blocks - c.pull.blocks
+            elif overlap[-1] != overlap[0]:  # a block in a slower tier saves a share of its work
                 missing = isl_blocks - saved_blocks(overlap, c.savings, self._weights)
             if missing < 0.0:
                 missing = 0.0
             cost = compute * missing + queue * c.queued_tokens + held * (c.held_blocks + c.new_blocks)
+            if c.pull is not None:
+                cost += self._pull * c.pull.work
             costs.append((cost + request * c.requests + transfer * missing) / c.capacity)
         return costs
 

@@ -28,7 +28,8 @@ class SimConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     speedup: Annotated[float, Meta(gt=0)] = 1.0
     prefill_rate: Annotated[float, Meta(ge=0)] = 0.0  # tokens/s; then a step that only decodes takes `itl_s`
     itl_s: Annotated[float, Meta(ge=0)] = 0.0
-    kv_bandwidth_gbps: Annotated[float, Meta(ge=0)] = 64.0  # gigabytes/s from prefill to decode workers; 0: no limit
+    kv_bandwidth_gbps: Annotated[float, Meta(ge=0)] = 64.0  # gigabytes/s between two workers; 0: no limit
+    peers: bool = False  # workers pull prefixes from each other, as fast as from prefill workers
     host_blocks: Annotated[int, Meta(ge=0)] = 0  # of each worker, in host memory below the device
     host_bandwidth_gbps: Annotated[float, Meta(ge=0)] = 25.0  # gigabytes/s down and up; 0: no limit
     disk_blocks: Annotated[int, Meta(ge=0)] = 0  # of each worker, on a disk: those that are used twice

@@ -6,11 +6,12 @@ from itertools import count
 from msgspec.structs import replace
 
 from kvcache.pool import BlockPool
+from kvcache.tiers.peers import PeerPrefixes
 from planner.model import RoleFleet, WorkerLoad
 from protocol.ids import WorkerId
 from protocol.messages import CardTier, Role, WorkerCard
 from protocol.tiers import Tier
-from simulator.config import SimConfig, tier_block_s, timing_of
+from simulator.config import SimConfig, pull_s_per_token_of, tier_block_s, timing_of
 from simulator.tiers import SimStorage, SimTier, SimTiers
 from simulator.worker import SimWorker, SimWorkerState
 from workers.scheduler import KvPull, Limits, Output, Scheduler
@@ -51,6 +52,10 @@ class SimFleet:
     def __getitem__(self, worker_id: WorkerId) -> SimWorker:
         return self._by_id[worker_id]
 
+    def find(self, worker_id: WorkerId) -> SimWorker | None:
+        """Return a worker, None if it is gone."""
+        return self._by_id.get(worker_id)
+
     def order(self, role: Role, now: float) -> SimWorker:
         """Add a worker that starts."""
         config, number = self._config, next(self._numbers)
@@ -65,7 +70,11 @@ class SimFleet:
         tiers = None
         if self._tiers:
             tiers = SimTiers(pool, self._tiers, config.block_size, self._storage)
-        scheduler = Scheduler(pool, limits, (), None if tiers is None else tiers.stack)
+        stack = None if tiers is None else tiers.stack
+        peers = None
+        if config.peers:  # addresses are compared by nobody here: equal names are equal blocks
+            peers = PeerPrefixes(pool, b"simulated", config.block_size, None if stack is None else stack.compute)
+        scheduler = Scheduler(pool, limits, (), stack, peers)
         timing = self._timings[role is Role.PREFILL]
         card = self._card(f"w{number:05d}", role)
         worker = SimWorker(card, scheduler, timing, self._on_outputs, self._on_pull, tiers)
@@ -159,5 +168,8 @@ class SimFleet:
             tiers=tuple(
                 CardTier(tier=one.tier, blocks=one.blocks, block_s=max(one.block_s, 1e-9)) for one in self._tiers
             ),
+            kv_print="simulated" if config.peers else "",
+            pull_block_s=max(pull_s_per_token_of(config) * config.block_size, 1e-9) if config.peers else 0.0,
+            pull_latency_s=2 * config.hop_s if config.peers else 0.0,
             prefill_token_s=timing.prefill_s(config.max_step_tokens) / config.max_step_tokens,
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from protocol.messages import RouteRequest
+from protocol.messages import PrefixSource, RouteRequest
 from simulator.requests import SimRequest
 from simulator.worker import SimWorker
 from workers.scheduler import SequenceState
@@ -35,6 +35,7 @@ class OpenRequest:
     predicted_tokens: int = 0
     prefill: SimWorker | None = None
     decode: SimWorker | None = None
+    source: PrefixSource | None = None  # from where the worker that computes its prompt may pull
     offer: tuple[int, ...] = ()  # blocks that `prefill` keeps for it
     sequence: SequenceState | None = None
     told_blocks: int = 1  # of its answer, to the router

@@ -57,6 +57,9 @@ class ReplayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     workers: Annotated[int, Meta(ge=1, description="workers, including those that prefill")] = 8
     prefill_workers: Annotated[int, Meta(ge=0, description="disaggregated: workers that prefill; 0: half")] = 0
     blocks_per_worker: Annotated[int, Meta(ge=1, description="KV blocks of each worker")] = 6000
+    peers: Annotated[
+        bool, Meta(description="workers pull prefixes from each other, where the router finds that cheaper")
+    ] = False
     host_blocks: Annotated[int, Meta(ge=0, description="KV blocks of each worker in host memory; 0: none")] = 0
     host_bandwidth_gbps: Annotated[
         float, Meta(ge=0, description="gigabytes of KV per second to and from host memory; 0: no limit")
@@ -176,6 +179,17 @@ def replay(requests: Iterator[SimRequest], config: ReplayConfig) -> SimReport:
     return simulate(requests, simulated(config))
 
 
+KV_SETTINGS = (
+    "peers",
+    "host_blocks",
+    "host_bandwidth_gbps",
+    "disk_blocks",
+    "disk_bandwidth_gbps",
+    "shared_blocks",
+    "shared_bandwidth_gbps",
+)
+
+
 def simulated(config: ReplayConfig) -> SimConfig:
     """Return the simulation's settings. Raises ConfigError if a profile cannot be read or lacks a table."""
     profile = read_profile(Path(config.profile)) if config.profile else None
@@ -191,12 +205,7 @@ def simulated(config: ReplayConfig) -> SimConfig:
         workers=config.workers,
         prefill_workers=config.prefill_workers,
         blocks=config.blocks_per_worker,
-        host_blocks=config.host_blocks,
-        host_bandwidth_gbps=config.host_bandwidth_gbps,
-        disk_blocks=config.disk_blocks,
-        disk_bandwidth_gbps=config.disk_bandwidth_gbps,
-        shared_blocks=config.shared_blocks,
-        shared_bandwidth_gbps=config.shared_bandwidth_gbps,
+        **{name: getattr(config, name) for name in KV_SETTINGS},
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_step_tokens,

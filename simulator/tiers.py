@@ -13,7 +13,6 @@ from kvcache.tiers.stack import BlockSave, TierLevel, TierStack
 from kvcache.tiers.whole import WholeCache
 from protocol.tiers import Tier
 from simulator.sequence import HALVES
-from workers.executor import Row
 from workers.scheduler import TierLoad
 
 MAX_IN_FLIGHT = 64  # blocks that are copied down to a tier at a time
@@ -98,10 +97,6 @@ class SimTiers:
             if index.admit(block):
                 index.arrived(block)
         self._seen = self._storage.seen(self._seen, taken)
-
-    def note_step(self, rows: Sequence[Row], took_s: float) -> None:
-        prompts = [len(row.token_ids) for row in rows if len(row.token_ids) > 1]
-        self.stack.compute.note_step(sum(prompts), len(rows) - len(prompts), took_s)
 
     def ends_s(self, load: TierLoad, now: float) -> float:
         """Return when a load that begins now is complete. Like the live one, it waits for its slowest tier alone."""

@@ -14,7 +14,8 @@ from protocol.timing import Timing
 from simulator.tiers import SimTiers
 from workers.engines.mock.pace import MockPace
 from workers.executor import Sampled
-from workers.scheduler import DecodeRun, KvPull, Output, Scheduler, SequenceState, Step, TierLoad
+from workers.scheduler import DecodeRun, KvPull, Output, PeerLoad, Scheduler, SequenceState, Step, TierLoad
+from workers.tiers import note_prompts
 
 MOST_RUN_S = 2.0  # the world learns of blocks filled and taken in a long run of decode steps at least so often
 _FOREVER = float("inf")
@@ -165,6 +166,14 @@ class SimWorker:
             self.scheduler.pull_ended(pull.sequence, arrived=True)
         self.stir(now)
 
+    def peer_load_ended(self, load: PeerLoad, arrived: int, took_s: float, now: float) -> None:
+        """Take that the first `arrived` blocks of a pull from a peer have come."""
+        assert self.scheduler.peers is not None
+        self.settle(now)
+        self.scheduler.peers.pull_ended(load.source.worker_id, len(load.into), arrived, took_s, now)
+        self.scheduler.load_ended(load, arrived)
+        self.stir(now)
+
     def release(self, blocks: Sequence[int], now: float) -> None:
         """Release blocks that were kept for a decode worker."""
         self.settle(now)
@@ -207,8 +216,7 @@ class SimWorker:
             self._begin(now)
         elif (step := self._step) is not None:
             self._step = None
-            if self.tiers is not None:
-                self.tiers.note_step(step.rows, now - self._step_began_s)
+            note_prompts(self.scheduler, step.rows, now - self._step_began_s)
             results = [_TOKEN if row.sample else None for row in step.rows]
             self._on_outputs(self, self.scheduler.complete(step, results), now)
             if self.is_idle:  # what was heard of it may have begun the next one

@@ -5,7 +5,7 @@ from functools import partial
 
 from protocol.errors import ConfigError, MeshError
 from protocol.hashing import unpack_hashes
-from protocol.ids import RequestId
+from protocol.ids import RequestId, WorkerId
 from protocol.messages import GenerateRequest, Placed, Role, RouteRequest, StopConditions, Ticket
 from router.core import Outcome
 from simulator.agenda import Agenda
@@ -19,7 +19,7 @@ from simulator.requests import SimRequest
 from simulator.routers import SimRouters
 from simulator.sequence import prompt_hashes, sequence_for
 from simulator.worker import SimWorker, SimWorkerState
-from workers.scheduler import KvPull, Output, TierLoad
+from workers.scheduler import KvPull, Output, PeerLoad, TierLoad
 
 PROGRESS_S = 2.0  # as frontends tell the router of answers that grow
 PATIENCE_S = 6 * 3600.0  # if nothing ends for this long, the open requests never will
@@ -166,7 +166,7 @@ class World:
             return
         self._unplaced_tokens -= request.request.isl_tokens
         placed = outcome.result
-        request.placed_s = self._agenda.now
+        request.placed_s, request.source = self._agenda.now, placed.source
         request.predicted_tokens = (placed.prefill or placed.decode).overlap_blocks * self._config.block_size
         request.decode = self._fleet[placed.decode.worker_id]
         request.decode.assigned += 1
@@ -186,6 +186,7 @@ class World:
             stop=StopConditions(max_tokens=max(1, request.request.osl_tokens), ignore_eos=True),
             offer_kv=offer_kv,
             ticket=ticket,
+            source=request.source if ticket is None else None,
         )
         facts = request.request
         hashes = unpack_hashes(request.route.sequence_hashes).tolist()
@@ -267,6 +268,10 @@ class World:
             assert worker.tiers is not None
             self._agenda.at(worker.tiers.ends_s(pull, when), self._end_pull, worker, pull)
             return
+        if isinstance(pull, PeerLoad):
+            pull_s = 2 * self._config.hop_s + len(pull.into) * worker.pool.block_size * self._pull_s_per_token
+            self._agenda.at(when + pull_s, self._end_peer_load, worker, pull, pull_s)
+            return
         ticket = pull.sequence.request.ticket
         assert ticket is not None
         missing = ticket.num_tokens - pull.skip * worker.pool.block_size
@@ -274,6 +279,13 @@ class World:
 
     def _end_pull(self, worker: SimWorker, pull: KvPull) -> None:
         worker.pull_ended(pull, self._agenda.now)
+        self._follow(worker)
+
+    def _end_peer_load(self, worker: SimWorker, load: PeerLoad, took_s: float) -> None:
+        """End a pull from a peer, which has given what it still has."""
+        source = self._fleet.find(WorkerId(load.source.worker_id))
+        there = 0 if source is None else source.pool.peek(load.prefix.names[: load.skip + len(load.into)])
+        worker.peer_load_ended(load, max(0, there - load.skip), took_s, self._agenda.now)
         self._follow(worker)
 
     def _end(self, request: OpenRequest) -> None:

@@ -145,6 +145,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_shared_salted: Annotated[
         bool, Meta(description="torch, mock: --kv-shared takes KV of requests with a cache_salt, and the salt too")
     ] = False
+    kv_peers: Annotated[
+        bool,
+        Meta(description="torch, mock: pull prefixes from other workers where that is faster, and offer them its own"),
+    ] = True
     kv_offloading_gib: Annotated[float, Meta(gt=0, description="vllm: host memory of --kv-connector offloading")] = 4.0
     offer_lease_s: Annotated[float, Meta(gt=0, description="a KV offer that nobody fetches is unpinned after")] = 30.0
     pull_timeout_s: Annotated[float, Meta(gt=0, description="a KV pull that takes longer is given up")] = 10.0

@@ -4,6 +4,7 @@ Every backend passes tests/contracts/test_engine.py.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -19,6 +20,9 @@ from protocol.messages import (
     Feature,
     GenerateRequest,
     KvLayout,
+    OfferedPrefix,
+    OfferPrefix,
+    PrefixSource,
     Role,
     WorkerTimes,
 )
@@ -47,6 +51,9 @@ class EngineInfo:
     capacity: float = 1.0  # by its profile: speed against the other workers of its role
     tiers: tuple[CardTier, ...] = ()  # below the device, of each rank
     prefill_token_s: float = 0.0  # time to compute one token of a prompt; 0: not measured
+    kv_print: str = ""  # workers with equal prints pull prefixes from each other; "": it does not
+    pull_block_s: float = 0.0  # time to pull one block from a peer; 0: not measured
+    pull_latency_s: float = 0.0  # before the first one
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +169,8 @@ class Pushing(Protocol):
 
 
 PeerAnswers = Callable[[str, float], Awaitable[bool]]  # an address and a time: does a worker answer there?
+# Asks a worker for a prefix; the offer stands while the context is open.
+AskPrefix = Callable[[PrefixSource, OfferPrefix], AbstractAsyncContextManager[OfferedPrefix]]
 
 
 @runtime_checkable
@@ -169,6 +178,16 @@ class PullsKv(Protocol):
     """An engine that pulls KV itself. It asks peers on the request plane whether they live, when a pull is late."""
 
     peer_answers: PeerAnswers | None
+
+
+@runtime_checkable
+class SharesPrefixes(Protocol):
+    """An engine of ours, which pulls prefixes from other workers and offers them its own."""
+
+    ask_prefix: AskPrefix | None
+
+    def offer_prefix(self, asked: OfferPrefix) -> OfferedPrefix:
+        """Pin the blocks that are wanted and are here, until `release`. Raises MeshError if too many are pinned."""
 
 
 @runtime_checkable

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from kvevents.connect import open_publisher
@@ -126,6 +127,10 @@ class Membership:
         ]
 
 
+# The fields of a card that an engine knows. A capacity may be a setting instead.
+SAME_FIELDS = sorted({*WorkerCard.__struct_fields__} & {each.name for each in fields(EngineInfo)} - {"capacity"})
+
+
 def make_card(
     config: WorkerConfig,
     worker_id: WorkerId,
@@ -143,34 +148,22 @@ def make_card(
 ) -> WorkerCard:
     endpoints = [(one.endpoint, one.replay_endpoint) for one in publishers] if info.tells_events else [("", "")]
     return WorkerCard(
+        **{name: getattr(info, name) for name in SAME_FIELDS},
         worker_id=worker_id,
         name=worker_name(config),
         role=role,
-        model=info.model,
-        model_path=info.model_path,
         address=address,
-        block_size=info.block_size,
-        total_blocks=info.total_blocks,
-        context_tokens=info.context_tokens,
-        max_num_seqs=info.max_num_seqs,
         kv_events=endpoints[0][0],
         kv_replay=endpoints[0][1],
         rank_kv_events=tuple(endpoints[1:]),
         kv_key=kv_key,
-        transfer=info.transfer,
-        dp_size=info.dp_size,
         pid=os.getpid(),
         metrics_url=metrics_url,
         http_endpoint=http_endpoint,
         capacity=info.capacity if config.capacity is None else config.capacity,
         reports_load=reports_load,
-        retokenizes=info.retokenizes,
-        features=info.features,
-        loras=info.loras,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
         model_files=tuple(files),
         resting=resting,
-        tiers=info.tiers,
-        prefill_token_s=info.prefill_token_s,
     )

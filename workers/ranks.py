@@ -10,9 +10,9 @@ from dataclasses import replace
 from protocol.errors import InvalidRequestError
 from protocol.events import Digest, KvEvent
 from protocol.ids import WorkerId
-from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest
+from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest, OfferedPrefix, OfferPrefix
 from protocol.tiers import Tier
-from workers.engine import Engine, EngineInfo, EngineLoad, PeerAnswers
+from workers.engine import AskPrefix, Engine, EngineInfo, EngineLoad, PeerAnswers
 from workers.sleeping import SleepableEngine
 from workers.tiers import TierReport
 
@@ -30,6 +30,18 @@ class RankedEngine:
     def peer_answers(self, peer_answers: PeerAnswers | None) -> None:
         for one in self._ranks:
             one.peer_answers = peer_answers
+
+    @property
+    def ask_prefix(self) -> AskPrefix | None:
+        return self._ranks[0].ask_prefix
+
+    @ask_prefix.setter
+    def ask_prefix(self, ask_prefix: AskPrefix | None) -> None:
+        for one in self._ranks:
+            one.ask_prefix = ask_prefix
+
+    def offer_prefix(self, asked: OfferPrefix) -> OfferedPrefix:
+        return self._rank(asked.dp_rank).offer_prefix(asked)
 
     @property
     def tier_report(self) -> Callable[[], TierReport]:

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvcache.pool import BlockPool, PoolExhaustedError
+from kvcache.tiers.peers import PeerPrefixes
 from kvcache.tiers.stack import PlannedLoad, Prefix, TierStack
 from protocol.errors import ContextLengthError, InvalidRequestError, MeshError
 from protocol.hashing import hash_seed, sequence_hash_bytes, token_bytes, unpack_hashes
@@ -27,6 +28,7 @@ from protocol.messages import (
     EmbedRequest,
     FinishReason,
     GenerateRequest,
+    PrefixSource,
     SamplingParams,
     TokenLogprob,
     token_array,
@@ -119,11 +121,19 @@ class TierLoad(KvPull):
     planned: PlannedLoad
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerLoad(KvPull):
+    """Blocks of a prompt that a peer has, and that are pulled from there instead of being computed."""
+
+    source: PrefixSource
+    prefix: Prefix
+
+
 @dataclass(slots=True)
 class Step:
     rows: list[Row] = field(default_factory=list)
     sequences: list[SequenceState] = field(default_factory=list)  # of the rows
-    pulls: list[KvPull] = field(default_factory=list)
+    pulls: list[KvPull] = field(default_factory=list)  # from prefill workers and from peers
     loads: list[TierLoad] = field(default_factory=list)
 
 
@@ -157,10 +167,16 @@ class Output(NamedTuple):
 
 class Scheduler:
     def __init__(
-        self, pool: BlockPool, limits: Limits, eos_token_ids: Sequence[int], tiers: TierStack | None = None
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        eos_token_ids: Sequence[int],
+        tiers: TierStack | None = None,
+        peers: PeerPrefixes | None = None,
     ) -> None:
         self.pool = pool
         self.tiers = tiers
+        self.peers = peers  # None: nothing is pulled from them
         self._joined = _JoinedLoads()
         self._limits = limits
         self._eos = frozenset(eos_token_ids)
@@ -477,7 +493,7 @@ class Scheduler:
         """A pull that was given up has ended: its blocks can be used again."""
         self.pool.release(pull.into)
 
-    def load_ended(self, load: TierLoad, arrived: int) -> None:
+    def load_ended(self, load: "TierLoad | PeerLoad", arrived: int) -> None:
         """Take that the first `arrived` blocks of a load hold their KV; the rest of the prompt is computed.
 
         Requests that wait for the same blocks are admitted next.
@@ -490,14 +506,14 @@ class Scheduler:
             sequence.cached_tokens = min(sequence.num_computed, len(sequence.prompt))
         self._end_joined(load, is_bad=arrived < len(load.into))
 
-    def load_given_up(self, load: TierLoad) -> None:
+    def load_given_up(self, load: "TierLoad | PeerLoad") -> None:
         """Do not wait for a load: `pull_given_up` says what becomes of its request, and `pull_let_go` of its blocks."""
         is_bad = not load.sequence.aborted
         load.sequence.unloadable = is_bad
         self.pull_given_up(load)
         self._end_joined(load, is_bad=is_bad)
 
-    def _end_joined(self, load: TierLoad, *, is_bad: bool) -> None:
+    def _end_joined(self, load: "TierLoad | PeerLoad", *, is_bad: bool) -> None:
         joined = self._joined.end(load)
         for sequence in joined:
             sequence.unloadable |= is_bad
@@ -531,8 +547,10 @@ class Scheduler:
             sequence.pulling = sequence.pulled = True
             skip, end = sequence.num_committed, self._blocks_for(len(sequence.tokens) - 1)
             step.pulls.append(KvPull(sequence, skip, tuple(sequence.table[skip:end])))
-        elif self.tiers is not None and (load := self._load_for(sequence, self.tiers)) is not None:
+        elif isinstance(load := self._load_for(sequence), TierLoad):
             step.loads.append(load)
+        elif load is not None:
+            step.pulls.append(load)
         return sequence.pulling
 
     def _may_move(self, sequence: SequenceState) -> bool:
@@ -542,37 +560,75 @@ class Scheduler:
         """
         if sequence.request.ticket is not None and not sequence.pulled:
             return True
-        if self.tiers is None or sequence.unloadable or len(self._running) >= self._limits.max_num_seqs:
+        if sequence.unloadable or len(self._running) >= self._limits.max_num_seqs:
             return False
         names = self._matchable(sequence)
-        first = end = self.pool.peek(names)
-        while end < len(names) and self.tiers.has(names[end]):
-            end += 1
+        first = self.pool.peek(names)
+        end = max(self._tiers_end(names, first), self._peer_end(sequence, len(names)), first)
         if end == first or end == len(names):
             return end > first
         prompts = [s.hashes for s in self._running if s.num_missing > 1 and not s.pulling]
         return not any(len(hashes) > end and hashes[end] == names[end] for hashes in prompts)
 
-    def _load_for(self, sequence: SequenceState, tiers: TierStack) -> TierLoad | None:
+    def _tiers_end(self, names: Sequence[SequenceHash], first: int) -> int:
+        """Return up to which block the blocks from number `first` on lie in tiers of this worker, by their names."""
+        while self.tiers is not None and first < len(names) and self.tiers.has(names[first]):
+            first += 1
+        return first
+
+    def _peer_end(self, sequence: SequenceState, num_blocks: int) -> int:
+        """Return up to which block a peer has the prompt, as far as the router knows; 0: none is asked."""
+        source = sequence.request.source
+        if source is None or self.peers is None or sequence.pulled:
+            return 0
+        return min(source.blocks, num_blocks)
+
+    def _load_for(self, sequence: SequenceState) -> "TierLoad | PeerLoad | None":
         """Return the load that an admitted sequence begins with, if one is faster than computing its prompt."""
-        request, first, block_size = sequence.request, sequence.num_committed, self.pool.block_size
-        names = self._matchable(sequence)
+        source = sequence.request.source
+        if self.tiers is None and (self.peers is None or source is None):
+            return None
+        first, size = sequence.num_committed, self.pool.block_size
         prefix = Prefix(
-            names, lambda number: sequence.block_tokens(number, block_size), request.lora, request.cache_salt
+            self._matchable(sequence),
+            lambda number: sequence.block_tokens(number, size),
+            sequence.request.lora,
+            sequence.request.cache_salt,
         )
-        planned = None
+        load = None
         if not sequence.unloadable:
-            backlog = sum([s.num_missing for s in self._running if s.num_missing > 1 and not s.pulling])
-            planned = tiers.plan_load(prefix, first, max(0, backlog - sequence.num_missing))
-        count = 0 if planned is None else len(planned.pieces)
-        if not sequence.num_preempted:
-            tiers.asked_for(prefix, first, count)
+            load = self._peer_load(sequence, prefix, first) or self._tier_load(sequence, prefix, first)
+        count = 0 if load is None else len(load.into)
+        if self.tiers is not None and not sequence.num_preempted:
+            self.tiers.asked_for(prefix, first, count)
+        if load is not None:
+            sequence.pulling = True
+            self._joined.begin(load, prefix.names[first : first + count])
+        return load
+
+    def _tier_load(self, sequence: SequenceState, prefix: Prefix, first: int) -> TierLoad | None:
+        if self.tiers is None:
+            return None
+        planned = self.tiers.plan_load(prefix, first, self._backlog_tokens(sequence))
         if planned is None:
             return None
-        sequence.pulling = True
-        load = TierLoad(sequence, first, tuple(sequence.table[first : first + count]), planned)
-        self._joined.begin(load, names[first : first + count])
-        return load
+        return TierLoad(sequence, first, tuple(sequence.table[first : first + len(planned.pieces)]), planned)
+
+    def _peer_load(self, sequence: SequenceState, prefix: Prefix, first: int) -> PeerLoad | None:
+        """Return what is pulled from the peer that the router has named, unless tiers of this worker have as much."""
+        source, peers, end = sequence.request.source, self.peers, self._peer_end(sequence, len(prefix.names))
+        if source is None or peers is None or self._tiers_end(prefix.names, first) >= end:
+            return None
+        count = peers.plan(end, first, self._backlog_tokens(sequence))
+        if not count:
+            return None
+        sequence.pulled = True
+        return PeerLoad(sequence, first, tuple(sequence.table[first : first + count]), source, prefix)
+
+    def _backlog_tokens(self, sequence: SequenceState) -> int:
+        """Return how many prompt tokens are computed before those of an admitted sequence."""
+        backlog = sum([s.num_missing for s in self._running if s.num_missing > 1 and not s.pulling])
+        return max(0, backlog - sequence.num_missing)
 
     def _wants_pull(self, sequence: SequenceState) -> bool:
         ticket = sequence.request.ticket
@@ -755,8 +811,8 @@ class _JoinedLoads:
     """The loads that run, and the sequences that wait aside for each: they hold no blocks and no seat."""
 
     def __init__(self) -> None:
-        self._loads: dict[SequenceHash, TierLoad] = {}  # by the blocks that each brings
-        self._waiting: dict[TierLoad, list[SequenceState]] = {}
+        self._loads: dict[SequenceHash, TierLoad | PeerLoad] = {}  # by the blocks that each brings
+        self._waiting: dict[TierLoad | PeerLoad, list[SequenceState]] = {}
 
     def __bool__(self) -> bool:
         """Return whether there is a load that could be joined."""
@@ -768,7 +824,7 @@ class _JoinedLoads:
     def __iter__(self) -> Iterator[SequenceState]:
         return chain.from_iterable(self._waiting.values())
 
-    def begin(self, load: TierLoad, names: Sequence[SequenceHash]) -> None:
+    def begin(self, load: TierLoad | PeerLoad, names: Sequence[SequenceHash]) -> None:
         self._waiting[load] = []
         self._loads.update(dict.fromkeys(names, load))
 
@@ -788,7 +844,7 @@ class _JoinedLoads:
                 return True
         return False
 
-    def end(self, load: TierLoad) -> list[SequenceState]:
+    def end(self, load: TierLoad | PeerLoad) -> list[SequenceState]:
         """Return the sequences that have waited for a load, in the order in which they came."""
         for name in [name for name, other in self._loads.items() if other is load]:
             del self._loads[name]

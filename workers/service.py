@@ -36,6 +36,7 @@ from protocol.messages import (
     KvDigest,
     KvRank,
     KvSnapshot,
+    OfferPrefix,
     OpenedTicket,
     RedeemTicket,
     ReleaseOffer,
@@ -48,7 +49,7 @@ from workers.canary import CANARY_INTERVAL_S
 from workers.card_tiers import CardTiers, ReportsTiers
 from workers.config import WorkerConfig
 from workers.controls import WorkerControls
-from workers.engine import Engine, EngineInfo, KeepsTimes, PullsKv, Pushing, Ranked
+from workers.engine import Engine, EngineInfo, KeepsTimes, PullsKv, Pushing, Ranked, SharesPrefixes
 from workers.engines.opening import check_settings, open_engine
 from workers.engines.registry import ENGINES
 from workers.event_keys import EventKeys
@@ -57,6 +58,8 @@ from workers.membership import Membership
 from workers.metrics import REQUESTS, forget_load, labels_of_workers, watch_load
 from workers.model_files import OfferedFiles
 from workers.names import worker_name
+from workers.peer_pulls import asking
+from workers.prefix_offers import LEASE_S, PrefixOffers
 from workers.resting import Resting
 from workers.sealed_tickets import TicketOffice
 from workers.spent_time import SpentTime
@@ -230,9 +233,12 @@ def open_worker(config: WorkerConfig, host: Host, engine: Engine, membership: Me
 
 
 def asking_peers(engine: Engine, plane: PlaneClient) -> Engine:
-    """Return the engine. If it pulls KV itself, it can ask on the request plane whether a peer lives."""
+    """Return the engine. If it pulls KV itself, it can ask peers on the request plane: do they live, what do they
+    offer?"""
     if isinstance(engine, PullsKv):
         engine.peer_answers = partial(answers, plane)
+    if isinstance(engine, SharesPrefixes):
+        engine.ask_prefix = asking(plane, LEASE_S)
     return engine
 
 
@@ -316,6 +322,7 @@ class Worker:
         self._files = files or OfferedFiles()
         self._probing = PeerProbing(probe_transfer, credentials)
         self._probe_offers = ProbeOffers()
+        self._prefix_offers = PrefixOffers(engine)
 
     def check_health(self) -> None:
         """Raise EngineError if this worker can serve no more."""
@@ -348,6 +355,7 @@ class Worker:
             "control": self.control,
             "load": self.load_reports.answer,
             "probe_offer": self._probe_offers.answer,
+            "offer_prefix": self.offer_prefix,
             **self._probing.handlers(),
         }
 
@@ -419,6 +427,12 @@ class Worker:
             )
         secret = decode(call.body, RedeemTicket).secret
         await call.send(OpenedTicket(ticket=self._office.sealed.redeem(secret, call.caller)))
+
+    async def offer_prefix(self, call: Call) -> None:
+        asked = decode(call.body, OfferPrefix)
+        self._check_is_meant(WorkerId(asked.worker_id))
+        self._check_model(asked.model)
+        await self._prefix_offers.answer(call, asked)
 
     async def kv_snapshot(self, call: Call) -> None:
         """Send one message per part, all with one `seq`: the parts are cut before anything else can be published."""

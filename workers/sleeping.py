@@ -17,9 +17,9 @@ from mesh.lifecycle import settle
 from protocol.errors import DrainingError
 from protocol.events import Cleared, Digest, KvEvent
 from protocol.ids import RequestId, WorkerId
-from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest, WorkerTimes
+from protocol.messages import Delta, Embedding, EmbedRequest, GenerateRequest, OfferedPrefix, OfferPrefix, WorkerTimes
 from protocol.tiers import Tier
-from workers.engine import EngineInfo, EngineLoad, EngineReport, PeerAnswers
+from workers.engine import AskPrefix, EngineInfo, EngineLoad, EngineReport, PeerAnswers
 from workers.step_engine import StepEngine
 from workers.tiers import TierReport
 
@@ -33,6 +33,7 @@ class SleepableEngine:
         self._open = open_engine
         self._engine: StepEngine | None = open_engine()
         self._peer_answers: PeerAnswers | None = None
+        self._ask_prefix: AskPrefix | None = None
         self._worker_id = WorkerId("")
         self._address = ""
         self._info: EngineInfo | None = None
@@ -90,7 +91,7 @@ class SleepableEngine:
             return
         began_s = time.monotonic()
         engine = self._open()
-        engine.peer_answers = self._peer_answers
+        engine.peer_answers, engine.ask_prefix = self._peer_answers, self._ask_prefix
         self._wakes += 1
         try:
             await engine.start(WorkerId(f"{self._worker_id}~{self._wakes}"), self._address)
@@ -116,6 +117,19 @@ class SleepableEngine:
         self._peer_answers = peer_answers
         if self._engine is not None:
             self._engine.peer_answers = peer_answers
+
+    @property
+    def ask_prefix(self) -> AskPrefix | None:
+        return self._ask_prefix
+
+    @ask_prefix.setter
+    def ask_prefix(self, ask_prefix: AskPrefix | None) -> None:
+        self._ask_prefix = ask_prefix
+        if self._engine is not None:
+            self._engine.ask_prefix = ask_prefix
+
+    def offer_prefix(self, asked: OfferPrefix) -> OfferedPrefix:
+        return self.awake.offer_prefix(asked)
 
     @property
     def tier_report(self) -> Callable[[], TierReport]:

@@ -11,14 +11,17 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvcache.memory import KvRegion
 from kvcache.pool import BlockPool
+from kvcache.tiers.address import model_fingerprint
+from kvcache.tiers.peers import PeerPrefixes
 from kvcache.tiers.whole import WholeCache
 from kvcache.transfer.backend import TransferBackend
 from protocol.errors import EngineError, InvalidRequestError, MeshError, OverloadedError, UnreachableError, kind_of
@@ -30,6 +33,8 @@ from protocol.messages import (
     EmbedRequest,
     Feature,
     GenerateRequest,
+    OfferedPrefix,
+    OfferPrefix,
     SamplingParams,
     Ticket,
 )
@@ -37,10 +42,12 @@ from protocol.tiers import Tier
 from workers.checks import check_embedding, check_generation
 from workers.disk_tier import open_disk
 from workers.durable_tier import OpenedTier
-from workers.engine import EngineInfo, EngineLoad, EngineReport, PeerAnswers
+from workers.engine import AskPrefix, EngineInfo, EngineLoad, EngineReport, PeerAnswers
 from workers.executor import Executor, ModelInfo, Pace, Result, Row
 from workers.guides import Guides
 from workers.metrics import HESITATIONS, STEP_SECONDS, STEP_TOKENS
+from workers.peer_pulls import fetcher_of
+from workers.pinned_offers import PinnedOffers
 from workers.pulls import Pulls
 from workers.scheduler import Limits, Output, Scheduler, Step
 from workers.shared_tier import FollowedStorage, open_shared
@@ -54,14 +61,17 @@ from workers.tiers import (
     TierSettings,
     check_reset,
     loads_of,
+    note_prompts,
     open_tiers,
     report_of,
 )
+from workers.weights_print import weights_print
 
 log = logging.getLogger(__name__)
 
 LOAD_END_S = 2.0  # for a start that was given up: a model may take minutes to load
 ENGINE_THREAD = "engine"  # its threads have names that begin so
+PRINT_CHARS = 32  # of the fingerprint of a worker's KV, in hex, on its card
 EVENTS_EVERY_S = 0.05  # for blocks that running answers fill: nobody asks for them before the answers end
 
 
@@ -76,6 +86,7 @@ class StepEngineConfig:
     pull_timeout_s: float
     stall_timeout_s: float = 0.0  # of a step; 0: it may take for ever
     tiers: TierSettings = NO_TIERS
+    shares_prefixes: bool = False  # pulls prefixes from peers, and offers them its own
 
 
 class _Preparing:
@@ -105,6 +116,7 @@ class StepEngine:
         self._transfer = transfer
         self._config = config
         self.peer_answers: PeerAnswers | None = None
+        self.ask_prefix: AskPrefix | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=ENGINE_THREAD)
         self._preparing = _Preparing(self._thread)
         self._wake = asyncio.Event()
@@ -113,7 +125,9 @@ class StepEngine:
         self._vectors: dict[RequestId, asyncio.Future[Embedding]] = {}
         self._marks = StageMarks()
         self.times = self._marks.times
-        self._offers: dict[int, _PinnedOffer] = {}
+        self._offers: PinnedOffers | None = None
+        if transfer is not None:
+            self._offers = PinnedOffers(transfer, config.offer_lease_s, self._wake.set)
         self._listeners: list[Callable[[Sequence[KvEvent]], object]] = []
         self._load_listeners: list[Callable[[], object]] = []
         self._published_s = 0.0
@@ -144,38 +158,35 @@ class StepEngine:
         if self._transfer is not None:
             await self._transfer.register(region, worker_id, address)
         limits = Limits(self._config.max_num_seqs, self._config.max_step_tokens, model.context_tokens, model.vocab_size)
-        self._pool, self._scheduler, tiers = await _open_cache(self._config, model, region, limits, self._executor)
+        fingerprint = b""
+        if self._config.shares_prefixes and self._transfer is not None:
+            fingerprint = await asyncio.to_thread(peer_fingerprint, self._config, region)
+        self._pool, self._scheduler, tiers = await _open_cache(
+            self._config, model, region, limits, self._executor, fingerprint
+        )
         self._cache = WholeCache(self._pool, self._scheduler.tiers)
-        least_s = None if model.pace is None else model.pace.pull_s
         self._pulls = Pulls(
-            self._transfer, self._scheduler, self._config.pull_timeout_s, self._wake.set, least_s, self.peer_answers
+            self._transfer,
+            self._scheduler,
+            self._config.pull_timeout_s,
+            self._wake.set,
+            None if model.pace is None else model.pace.pull_s,
+            self.peer_answers,
+            fetcher_of(self._transfer, self._scheduler.peers, self.ask_prefix),
         )
         if tiers is not None:
             copy_s = None if model.pace is None else model.pace.tier_s
             self._copies = TierCopies(
                 tiers, self._scheduler, self._config.pull_timeout_s, self._wake.set, self._plan_events, copy_s
             )
-            self.tier_report = partial(report_of, tiers.stack)
             self._tiers = tiers
             self._shared = FollowedStorage.of(tiers.stack, tiers.stores, self._config.pull_timeout_s, self._plan_events)
+        self.tier_report = partial(report_of, self._scheduler.tiers, self._scheduler.peers)
         if model.pace is not None:
             self._thread.shutdown(wait=False)  # its work is done
         self._loop_task = asyncio.create_task(self._run(), name="engine steps")
-        self._info = EngineInfo(
-            model=self._config.model,
-            model_path=self._config.model_path,
-            block_size=model.layout.block_size,
-            total_blocks=num_blocks,
-            context_tokens=model.context_tokens,
-            max_num_seqs=self._config.max_num_seqs,
-            layout=model.layout,
-            transfer="" if self._transfer is None else self._transfer.name,
-            features=model.features if model.guides is None else (*model.features, Feature.GUIDED),
-            loras=model.loras,
-            roles=model.roles,
-            capacity=model.capacity,
-            tiers=self.tier_report().tiers,
-        )
+        self._info = _info_of(self._config, model, self._transfer)
+        self._info = replace(self._info, tiers=self.tier_report().tiers, kv_print=fingerprint.hex()[:PRINT_CHARS])
         return self._info
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
@@ -225,13 +236,15 @@ class StepEngine:
             self._abort(request.request_id)
 
     def release(self, offer_id: int, nonce: int) -> None:
-        offer = self._offers.get(offer_id)
-        if offer is None or self._transfer is None or not self._transfer.release(offer_id, nonce):
-            return
-        del self._offers[offer_id]
-        offer.expiry.cancel()
-        self._pool.release(offer.block_ids)
-        self._wake.set()
+        if self._offers is not None:
+            self._offers.release(offer_id, nonce)
+
+    def offer_prefix(self, asked: OfferPrefix) -> OfferedPrefix:
+        self._ready()
+        peers = self._scheduler.peers
+        if peers is None or self._offers is None:
+            raise InvalidRequestError("this worker offers no prefixes", hint="start it with --kv-peers true")
+        return self._offers.open_prefix(peers, asked)
 
     def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], object]) -> None:
         """Tell the listener first what is there: a disk has blocks from the start."""
@@ -280,7 +293,7 @@ class StepEngine:
             used_blocks=self._pool.held_blocks,
             cached_blocks=self._pool.cached_blocks,
             total_blocks=self._pool.num_blocks,
-            offers=len(self._offers),
+            offers=0 if self._offers is None else len(self._offers),
             queued_tokens=self._scheduler.queued_tokens,
             stalled_s=self._watch.age_s(time.monotonic()),
             tiers=() if self._tiers is None else loads_of(self._tiers),
@@ -322,8 +335,8 @@ class StepEngine:
                 await self._shared.close()
             if self._copies is not None and not await self._copies.close():
                 return  # a copy may still use the memory of the transfer: it ends with the process
-        for offer in self._offers.values():
-            offer.expiry.cancel()
+        if self._offers is not None:
+            self._offers.close()
         if self._is_stuck and self._pace is None:
             return  # its thread may be in a step that never ends, and writes to the memory of the transfer
         if not await self._preparing.has_ended():
@@ -381,8 +394,9 @@ class StepEngine:
                 self._hesitates = False
                 STEP_SECONDS.observe(ended - started)
                 self._deliver(step, num_tokens, results)
+                note_prompts(self._scheduler, step.rows, ended - started)
                 if self._copies is not None:
-                    self._copies.stepped(step.rows, ended - started)
+                    self._copies.pump()
         except Exception as error:
             log.exception("the engine failed")
             self._fail(EngineError(f"the engine of {self._worker_id} failed: {kind_of(error)}"))
@@ -425,22 +439,15 @@ class StepEngine:
 
     def _offer(self, output: Output) -> Delta:
         """A finished prefill leg: its blocks stay pinned for the decode worker, for as long as the lease."""
-        assert self._transfer is not None, "a request with offer_kv came to a worker without transfer"
+        assert self._offers is not None, "a request with offer_kv came to a worker without transfer"
         try:
-            ticket = self._transfer.offer(output.handoff, output.num_tokens)
+            ticket = self._offers.open(output.handoff, output.num_tokens, self._pool.release)
         except MeshError as error:
             self._pool.release(output.handoff)
             if (queue := self._outputs.get(output.request_id)) is not None:
                 queue.fail(error)
             return output.delta
-        loop = asyncio.get_running_loop()
-        expiry = loop.call_later(self._config.offer_lease_s, self._expire, ticket.offer_id, ticket.nonce)
-        self._offers[ticket.offer_id] = _PinnedOffer(output.handoff, expiry)
         return msgspec.structs.replace(output.delta, ticket=ticket)
-
-    def _expire(self, offer_id: int, nonce: int) -> None:
-        log.warning("KV offer %d was neither fetched nor released in time", offer_id)
-        self.release(offer_id, nonce)
 
     def _abort(self, request_id: RequestId) -> None:
         self._scheduler.abort(request_id)
@@ -492,8 +499,43 @@ class StepEngine:
                 listener(events)
 
 
+def peer_fingerprint(config: StepEngineConfig, region: KvRegion) -> bytes:
+    """Return what the content addresses of blocks begin with that peers exchange. Raise OSError."""
+    folder = Path(config.model_path)
+    changed_ns = folder.stat().st_mtime_ns if folder.is_dir() else 0
+    return model_fingerprint(config.model, region.layout, _weights_print(config.model_path, changed_ns))
+
+
+@lru_cache(4)
+def _weights_print(model_path: str, changed_ns: int) -> bytes:
+    """Return what `weights_print` does; read once for the many workers of a process."""
+    return weights_print(model_path)
+
+
+def _info_of(config: StepEngineConfig, model: ModelInfo, transfer: TransferBackend | None) -> EngineInfo:
+    return EngineInfo(
+        model=config.model,
+        model_path=config.model_path,
+        block_size=model.layout.block_size,
+        total_blocks=config.num_blocks,
+        context_tokens=model.context_tokens,
+        max_num_seqs=config.max_num_seqs,
+        layout=model.layout,
+        transfer="" if transfer is None else transfer.name,
+        features=model.features if model.guides is None else (*model.features, Feature.GUIDED),
+        loras=model.loras,
+        roles=model.roles,
+        capacity=model.capacity,
+    )
+
+
 async def _open_cache(
-    config: StepEngineConfig, model: ModelInfo, region: KvRegion, limits: Limits, executor: Executor
+    config: StepEngineConfig,
+    model: ModelInfo,
+    region: KvRegion,
+    limits: Limits,
+    executor: Executor,
+    peer_print: bytes,
 ) -> tuple[BlockPool, Scheduler, OpenTiers | None]:
     pool = BlockPool(config.num_blocks, model.layout.block_size)
     durable: list[OpenedTier] = []
@@ -503,13 +545,11 @@ async def _open_cache(
         durable.append(await open_shared(config.tiers.shared, config.model, config.model_path, model.layout))
     tiers = open_tiers(config.tiers, config.model, model.layout, region, pool, executor, durable)
     stack = None if tiers is None else tiers.stack
-    return pool, Scheduler(pool, limits, model.eos_token_ids, stack), tiers
-
-
-@dataclass(frozen=True, slots=True)
-class _PinnedOffer:
-    block_ids: tuple[int, ...]
-    expiry: asyncio.TimerHandle
+    peers = None
+    if peer_print:
+        compute = None if stack is None else stack.compute
+        peers = PeerPrefixes(pool, peer_print, model.layout.block_bytes, compute)
+    return pool, Scheduler(pool, limits, model.eos_token_ids, stack, peers), tiers
 
 
 class _OutputQueue:

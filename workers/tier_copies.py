@@ -19,7 +19,6 @@ from protocol.errors import EngineError
 from protocol.ids import RequestId
 from protocol.tiers import Tier
 from workers.durable_tier import TIER_THREAD
-from workers.executor import Row
 from workers.metrics import TIER_LOAD_SECONDS, TIER_LOADS
 from workers.scheduler import Scheduler, TierLoad
 from workers.tiers import OpenTiers
@@ -120,14 +119,8 @@ class TierCopies:
         if (loading := self._loads.get(request_id)) is not None:
             self._give_up(loading, "cancelled")
 
-    def stepped(self, rows: Sequence[Row], took_s: float) -> None:
-        """Learn from a step how long computing takes, and copy what is to go down next."""
-        prompts = [len(row.token_ids) for row in rows if len(row.token_ids) > 1]
-        self.stack.compute.note_step(sum(prompts), len(rows) - len(prompts), took_s)
-        self.pump()
-
     def pump(self) -> None:
-        """Copy what is to go down next. Call it when there is nothing to compute, too."""
+        """Copy what is to go down next. Call it after each step, and when there is nothing to compute."""
         if self._closed:
             return
         by_tier: dict[Tier, list[BlockSave]] = {}

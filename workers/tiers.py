@@ -1,5 +1,6 @@
 """Open the tiers of an engine of ours as its settings say, and say how they are."""
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from kvcache.pool import BlockPool
 from kvcache.tiers.address import model_fingerprint
 from kvcache.tiers.host import HostStore
 from kvcache.tiers.index import TierIndex
+from kvcache.tiers.peers import PeerPrefixes
 from kvcache.tiers.rates import TierRates
 from kvcache.tiers.stack import Offload, TierLevel, TierStack
 from kvcache.tiers.store import DeviceBlocks, HostRegionBlocks, TierStore
@@ -17,7 +19,8 @@ from protocol.tiers import Tier
 from workers.disk_tier import DiskSettings
 from workers.durable_tier import OpenedTier
 from workers.engine import TierUse
-from workers.executor import CopiesBlocks, Executor
+from workers.executor import CopiesBlocks, Executor, Row
+from workers.scheduler import Scheduler
 from workers.shared_tier import SharedSettings
 
 MIB = 1 << 20
@@ -49,10 +52,12 @@ class OpenTiers:
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """Report how fast the tiers of an engine are, and how fast it computes; 0: not measured yet."""
+    """Report how fast the tiers of an engine are, how fast it computes and pulls; 0: not measured yet."""
 
     tiers: tuple[CardTier, ...] = ()
     prefill_token_s: float = 0.0
+    pull_block_s: float = 0.0  # from peers
+    pull_latency_s: float = 0.0
 
 
 def open_tiers(
@@ -138,8 +143,18 @@ def check_reset(tiers: Collection[Tier], stack: TierStack | None) -> None:
             raise InvalidRequestError(f"blocks of the {tier.name.lower()} tier are being read", hint="try again")
 
 
-def report_of(stack: TierStack) -> TierReport:
-    """Return what a card says of the tiers."""
+def note_prompts(scheduler: Scheduler, rows: Sequence[Row], took_s: float) -> None:
+    """Learn from a step how long computing takes."""
+    knows = scheduler.tiers or scheduler.peers
+    if knows is not None:
+        prompts = [len(row.token_ids) for row in rows if len(row.token_ids) > 1]
+        knows.compute.note_step(sum(prompts), len(rows) - len(prompts), took_s)
+
+
+def report_of(stack: TierStack | None, peers: PeerPrefixes | None) -> TierReport:
+    """Return what a card says of tiers and peers."""
+    compute = stack.compute if stack is not None else None if peers is None else peers.compute
+    pull_block_s, pull_latency_s = (0.0, 0.0) if peers is None else peers.measured(time.monotonic())
     return TierReport(
         tuple(
             CardTier(
@@ -148,8 +163,10 @@ def report_of(stack: TierStack) -> TierReport:
                 block_s=level.rates.block_s,
                 latency_s=level.rates.line.latency_s,
             )
-            for level in stack.levels
+            for level in (() if stack is None else stack.levels)
             if level.health.is_readable
         ),
-        stack.compute.token_s,
+        0.0 if compute is None else compute.token_s,
+        pull_block_s,
+        pull_latency_s,
     )

@@ -29,12 +29,17 @@ class LiveLine:
         self._product = self._product * FADE + size * took_s
 
     @property
+    def mean(self) -> float:
+        """Return the mean seconds for each unit of size, with the latency."""
+        return self._took / self._size if self._size else 0.0
+
+    @property
     def slope(self) -> float:
         """Return the seconds for each unit of size."""
         if not self._size:
             return 0.0
         spread = self._weight * self._square - self._size * self._size
-        mean = self._took / self._size
+        mean = self.mean
         if spread <= 1e-6 * self._weight * self._square:  # all of one size: no latency can be told apart
             return mean
         slope = (self._weight * self._product - self._size * self._took) / spread
@@ -79,8 +84,11 @@ class ComputeRate:
 
     @property
     def token_s(self) -> float:
-        """Return the seconds for one token; 0 while it is not known."""
-        return self.line.slope
+        """Return the seconds for one token; 0 while it is not known.
+
+        A few steps of much the same size may seem to cost the same whatever they compute; then their mean counts.
+        """
+        return self.line.slope or self.line.mean
 
 
 def blocks_to_load(

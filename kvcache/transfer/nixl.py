@@ -44,7 +44,7 @@ _LOOK_S = 0.2  # a transfer that takes longer has its connections looked at, and
 Steps = Generator[None, None, int]  # a fetch on the agent's thread: yields while it waits for the network
 
 
-class _NixlPeer(msgspec.Struct, frozen=True):
+class NixlPeer(msgspec.Struct, frozen=True):
     """The data that a peer needs to read a worker's memory: NIXL metadata, the places of blocks and slots."""
 
     agent: str
@@ -61,7 +61,7 @@ def ignored_settings() -> list[str]:
     return sorted(name for name, value in os.environ.items() if name.startswith("UCX_") and not value.strip())
 
 
-def _import_nixl() -> Any:
+def import_nixl() -> Any:
     """Import the NIXL API, and keep it from logging to stdout, which is for our own output."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     for name in ignored_settings():
@@ -78,7 +78,7 @@ def _import_nixl() -> Any:
 def why_unavailable() -> str:
     """Return "" if NIXL loads and has UCX on this host, else the reason."""
     try:
-        api = _import_nixl()
+        api = import_nixl()
         plugins = api.nixl_agent("kvmesh-probe", api.nixl_agent_config(backends=[])).get_plugin_list()
     except Exception as error:  # the package runs native code on import: any error is the reason
         return f"{type(error).__name__}: {error}"
@@ -258,7 +258,7 @@ class _AgentThread(threading.Thread):
             job.result.set_exception(TransferError("the KV transfer of this worker has ended"))
 
     def _open(self) -> bytes:
-        api = _import_nixl()
+        api = import_nixl()
         self._agent = api.nixl_agent(
             str(self._worker_id), api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         )
@@ -268,7 +268,7 @@ class _AgentThread(threading.Thread):
             self._agent.register_memory([(self._slots.ctypes.data, self._slots.nbytes, 0, "")], "DRAM"),
             self._agent.register_memory([(self._scratch.ctypes.data, self._scratch.nbytes, 0, "")], "DRAM"),
         ]
-        peer = _NixlPeer(
+        peer = NixlPeer(
             agent=str(self._worker_id),
             metadata=self._agent.get_agent_metadata(),
             blocks_address=region.address,
@@ -323,7 +323,7 @@ class _AgentThread(threading.Thread):
     def _fetch(self, job: _Fetch) -> Steps:
         if job.aborted:
             raise TransferError("given up by the caller")
-        peer = decode(job.ticket.peer, _NixlPeer)
+        peer = decode(job.ticket.peer, NixlPeer)
         name = self._connect(job.ticket.worker_id, peer)
         cache_bytes = peer.num_blocks * job.ticket.layout.block_bytes
         if any(span.remote < 0 or span.remote + span.num_bytes > cache_bytes for span in job.spans):
@@ -338,7 +338,7 @@ class _AgentThread(threading.Thread):
         yield from self._check_offer(job, name, peer)
         return num_bytes
 
-    def _check_offer(self, job: _Fetch, name: str, peer: _NixlPeer) -> Generator[None, None, None]:
+    def _check_offer(self, job: _Fetch, name: str, peer: NixlPeer) -> Generator[None, None, None]:
         """Read the offer's slot after the blocks: the nonce proves that the blocks were not reused meanwhile."""
         if not self._scratch_free:
             raise TransferError("too many KV transfers at once", hint="lower --max-num-seqs")
@@ -390,7 +390,7 @@ class _AgentThread(threading.Thread):
         except Exception as error:
             log.warning("NIXL does not release a transfer: %s", _describe(error))
 
-    def _connect(self, worker_id: WorkerId, peer: _NixlPeer) -> str:
+    def _connect(self, worker_id: WorkerId, peer: NixlPeer) -> str:
         if (name := self._peers.get(worker_id)) is not None:
             self._peers.move_to_end(worker_id)
             return name

@@ -33,6 +33,7 @@ METHODS: Mapping[MeshRole, Rights] = {
         "load": _INDEXES,
         "control": _PLACERS,  # frontends pass on what callers with an admin key ask
         "probe_offer": frozenset({OPERATOR, WORKER}),
+        "offer_prefix": frozenset({WORKER}),
     },
     ROUTER: {
         **_OF_ALL,

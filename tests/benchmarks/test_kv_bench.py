@@ -27,7 +27,8 @@ def test_both_sides_answer_alike_and_prompts_come_back(capsys: pytest.CaptureFix
     report = run(capsys)
     assert (report.wrong_tokens, report.failed, report.over_limit_bytes) == (0, 0, 0)
     assert report.loaded_blocks > 0
-    assert min(report.ttft_host_ms, report.ttft_disk_ms, report.ttft_restart_ms) > 0
+    assert min(report.ttft_host_ms, report.ttft_disk_ms, report.ttft_restart_ms, report.ttft_peer_ms) > 0
+    assert report.peer_transfer == "nixl" if report.nixl_read_share else "shm"
     assert report.corrupt_caught == report.corrupt_injected > 100
     assert report.corrupt_served == 0
 

@@ -175,7 +175,8 @@ def test_newcomers_and_avoided_workers_do_not_change_the_choice(
 
 def _mesh(roles: list[str], queued_tokens: int) -> RouterState:
     sizes = [{"total_blocks": 60, "max_num_seqs": 3}, {"total_blocks": 1000}]
-    cards = [card(f"w{n:02}", ROLES[role], **sizes[n % 5 == 0]) for n, role in enumerate(roles)]
+    peers = [{"kv_print": "same", "prefill_token_s": 0.001}, {}]
+    cards = [card(f"w{n:02}", ROLES[role], **sizes[n % 5 == 0], **peers[n % 3 == 0]) for n, role in enumerate(roles)]
     return router(card("z", D), *cards, saturation=Saturation(queued_tokens=queued_tokens))
 
 
@@ -188,7 +189,7 @@ def _ask(state: RouterState, step: str, name: str, number: int, blocks: int, now
 
 
 def _facts(placed: Placed) -> object:
-    return where(placed), placed.reason, placed.decode.overlap_blocks
+    return where(placed), placed.reason, placed.decode.overlap_blocks, placed.source
 
 
 def _acts(step: str, name: str, worker: str, blocks: int, now: float) -> Callable[[RouterState], object]:

@@ -14,12 +14,16 @@ from kvcache.transfer.shm import ShmBackend
 from mesh.identity.names import MeshRole
 from mesh.plane.client import PlaneClient
 from mesh.plane.server import PlaneServer
-from protocol.errors import IdentityError, TransferError
+from protocol.errors import DrainingError, IdentityError, TransferError
+from protocol.hashing import pack_hashes, sequence_hashes
 from protocol.ids import RequestId, WorkerId, new_worker_id
 from protocol.messages import (
     Delta,
     GenerateRequest,
+    OfferedPrefix,
+    OfferPrefix,
     OpenedTicket,
+    PrefixSource,
     RedeemTicket,
     ReleaseOffer,
     Role,
@@ -35,7 +39,7 @@ from tests.support.place import FakePlace
 from workers.engines.mock.executor import MockExecutor, mock_token
 from workers.metrics import REDEMPTIONS
 from workers.sealed_tickets import TicketOffice
-from workers.service import Worker
+from workers.service import Worker, asking_peers
 from workers.step_engine import StepEngine, StepEngineConfig
 
 PROMPT = list(range(10, 60))
@@ -61,9 +65,12 @@ class Mesh:
 
     async def worker(self, role: Role, name: str, redeem_s: float = PATIENCE_S) -> Member:
         credentials = self.ca.member(MeshRole.WORKER, name)
-        config = StepEngineConfig("m", "", 64, 8, 512, offer_lease_s=PATIENCE_S, pull_timeout_s=PATIENCE_S)
+        config = StepEngineConfig(
+            "m", "", 64, 8, 512, offer_lease_s=PATIENCE_S, pull_timeout_s=PATIENCE_S, shares_prefixes=True
+        )
         engine = StepEngine(MockExecutor(block_size=16, speedup=0), ShmBackend(), config)
         place, plane = FakePlace(role), PlaneClient(credentials)
+        asking_peers(engine, plane)
         place.worker_id = new_worker_id(name)
         worker = Worker(engine, place, office=TicketOffice(plane, redeem_s))
         server = PlaneServer(worker.handlers(), always={"release", "redeem"}, credentials=credentials)
@@ -212,3 +219,42 @@ async def test_what_a_frontend_sees_has_no_address_of_memory(mesh: Mesh) -> None
     told = msgspec.msgpack.decode(encode(ticket))
     assert set(told) == {"offer_id", "worker_id", "address", "backend", "nonce", "num_tokens", "secret"}
     assert first.pull is None
+
+
+def prefix_of(member: Member) -> OfferPrefix:
+    return OfferPrefix(model="m", worker_id=member.worker_id, names=pack_hashes(sequence_hashes(PROMPT, 16)))
+
+
+async def test_a_worker_pulls_a_prefix_from_another_one(mesh: Mesh) -> None:
+    has, lacks = await mesh.worker(Role.AGGREGATED, "w-0"), await mesh.worker(Role.AGGREGATED, "w-1")
+    frontend = mesh.client(MeshRole.FRONTEND)
+    assert tokens(await ask(frontend, has, request())) == ANSWER
+    source = PrefixSource(worker_id=has.worker_id, name="w-0", address=has.address, blocks=3)
+    deltas = await ask(frontend, lacks, request(source=source))
+    assert tokens(deltas) == ANSWER
+    assert deltas[0].pull is not None
+    assert (deltas[0].pull.error, deltas[0].pull.num_blocks, deltas[0].cached_tokens) == ("", 3, 48)
+    await until(lambda: has.engine.load().offers == 0)
+
+
+@pytest.mark.parametrize("role", [role for role in MeshRole if role is not MeshRole.WORKER])
+async def test_prefixes_are_offered_to_workers_alone(mesh: Mesh, role: MeshRole) -> None:
+    has = await mesh.worker(Role.AGGREGATED, "w-0")
+    with pytest.raises(IdentityError):
+        await mesh.client(role).ask(has.address, "offer_prefix", prefix_of(has), OfferedPrefix, PATIENCE_S)
+
+
+async def test_a_prefix_is_offered_as_long_as_its_call(mesh: Mesh) -> None:
+    has, lacks = await mesh.worker(Role.AGGREGATED, "w-0"), await mesh.worker(Role.AGGREGATED, "w-1")
+    await ask(mesh.client(MeshRole.FRONTEND), has, request())
+    async with lacks.plane.open(has.address, "offer_prefix", prefix_of(has), PATIENCE_S) as stream:
+        await stream.next()
+        assert (has.engine.load().offers, has.engine.load().used_blocks) == (1, 3)
+    await until(lambda: (has.engine.load().offers, has.engine.load().used_blocks) == (0, 0))
+
+
+async def test_another_worker_at_the_address_offers_nothing(mesh: Mesh) -> None:
+    has, lacks = await mesh.worker(Role.AGGREGATED, "w-0"), await mesh.worker(Role.AGGREGATED, "w-1")
+    asked = msgspec.structs.replace(prefix_of(has), worker_id="w-0-before")
+    with pytest.raises(DrainingError, match="has moved or ended"):
+        await lacks.plane.ask(has.address, "offer_prefix", asked, OfferedPrefix, PATIENCE_S)

@@ -51,6 +51,7 @@ def open_step_engine(config: WorkerConfig, open_executor: Callable[[], Executor]
         pull_timeout_s=config.pull_timeout_s,
         stall_timeout_s=STEP_STALL_S if config.stall_timeout_s is None else config.stall_timeout_s,
         tiers=tier_settings(config),
+        shares_prefixes=config.kv_peers,
     )
 
     def open_rank() -> StepEngine:

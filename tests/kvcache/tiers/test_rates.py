@@ -87,3 +87,11 @@ def test_now_and_then_a_refused_load_is_made() -> None:
     rates = tier(1.0)
     made = [tried_anyway(rates, 10) for _ in range(2 * TRY_EVERY)]
     assert [count for count in made if count] == [TRIED_BLOCKS] * 2
+
+
+def test_steps_that_seem_to_cost_nothing_count_by_their_mean() -> None:
+    compute = ComputeRate()
+    compute.note_step(512, 0, 0.05)
+    compute.note_step(450, 0, 0.06)
+    assert compute.line.slope == 0
+    assert compute.token_s == pytest.approx((0.05 * 0.9 + 0.06) / (512 * 0.9 + 450))
