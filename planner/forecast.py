@@ -128,7 +128,10 @@ class Forecaster:
         plain = self._best_plain()
         self._said.append(_Said(self._count, steps, highest, upper, plain))
         method, note = self._choose(plain, paths, failed)
-        uppers = tuple(value + margins[method] * self._scale(value) for value in paths[method])
+        margin = margins[method]
+        if method == "trend":  # a line rises too slowly when a rise begins: at its top, such errors say nothing
+            margin = min(margin, max(0.0, self._scatter(filled, self._quantile)))
+        uppers = tuple(value + margin * self._scale(value) for value in paths[method])
         low, high = (
             max(0.0, highest[method] + self._error(method, filled, share) * self._scale(highest[method]))
             for share in INTERVAL
@@ -231,13 +234,17 @@ class Forecaster:
     def _error(self, method: Method, filled: Sequence[float], quantile: float) -> float:
         """Return the quantile of the samples less the method's forecasts, in units of `_scale`."""
         errors = self._errors.get(method, ())
-        normal = statistics.NormalDist().inv_cdf(min(max(quantile, 0.001), 0.999))
         if len(errors) < MIN_SCORED:
-            recent = filled[-AVERAGE_SAMPLES * 2 :]
-            spread = statistics.pstdev(recent) if len(recent) > 2 else 0.15 * recent[-1]
-            return normal * spread / self._scale(recent[-1])
+            return self._scatter(filled, quantile)
         ordered = sorted(errors)
         return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
+
+    def _scatter(self, filled: Sequence[float], quantile: float) -> float:
+        """Return the quantile of the normal distribution that is as wide as the latest samples, around 0."""
+        normal = statistics.NormalDist().inv_cdf(min(max(quantile, 0.001), 0.999))
+        recent = filled[-AVERAGE_SAMPLES * 2 :]
+        spread = statistics.pstdev(recent) if len(recent) > 2 else 0.15 * recent[-1]
+        return normal * spread / self._scale(recent[-1])
 
 
 class Remembered:

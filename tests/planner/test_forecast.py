@@ -77,6 +77,14 @@ def test_a_trend_goes_on_for_as_long_as_it_has_lasted() -> None:
     assert path[7:] == [path[7]] * 13
 
 
+def test_the_slow_beginning_of_a_rise_adds_nothing_at_its_top() -> None:
+    """All forecasts of the rise were too low by its later steepness. The last samples scatter by far less."""
+    values = noisy(lambda k: 10 + k * k / 20, 40, 0.1, seed=1)
+    forecast = fed("trend", values, steps=8).forecast(8)
+    assert forecast.method == "trend"
+    assert forecast.highest - max(forecast.path) < forecast.high - max(forecast.path)
+
+
 def test_a_season_is_found_and_repeated() -> None:
     values = noisy(lambda k: 20 + 10 * math.sin(2 * math.pi * k / 24), 96, 0.5, seed=2)
     assert find_period(without_gaps(values)) == 24
