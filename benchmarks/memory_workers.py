@@ -64,8 +64,11 @@ class BenchedWorker:
 
     def has_image_open(self) -> bool:
         """Return whether the process has a descriptor of an image: a writer has, until it has written."""
-        links = Path(f"/proc/{self.process.pid}/fd").iterdir()
-        return any(os.readlink(link).startswith(MAPPED_NAME) for link in links)
+        for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it has just been closed
+                if os.readlink(link).startswith(MAPPED_NAME):
+                    return True
+        return False
 
     def private_bytes(self) -> int:
         """Return the memory that this process alone has written, all of it."""
@@ -157,13 +160,16 @@ class MemoryBench:
     async def writer_of(self, workers: Sequence[BenchedWorker]) -> BenchedWorker:
         """Return the worker that writes, in the middle of it. Raise EngineError if it has finished already."""
 
+        found: list[BenchedWorker] = []
+
         def is_writing() -> bool:
             if any(image.state == "ready" for image in self.holdings().images):
                 raise EngineError("the writer had finished before it could be killed", hint="run the benchmark again")
-            return any(worker.has_image_open() for worker in workers)
+            found[:] = [worker for worker in workers if worker.has_image_open()]
+            return bool(found)
 
         await self._until(is_writing, "a writer")
-        return next(worker for worker in workers if worker.has_image_open())
+        return found[0]
 
     async def close(self) -> None:
         if self._following is not None:
