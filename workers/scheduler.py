@@ -183,6 +183,7 @@ class Scheduler:
         self._waiting: deque[SequenceState] = deque()
         self._running: list[SequenceState] = []  # oldest first; those that pull included
         self._known: dict[RequestId, SequenceState] = {}
+        self._in_step: Sequence[SequenceState] = []  # whose tokens are being computed, aborted ones included
         self.num_preempted = 0  # how often blocks were taken from a sequence for an older one
 
     @property
@@ -328,10 +329,12 @@ class Scheduler:
             self._running.remove(sequence)
         elif not self._joined.leave(sequence):
             self._waiting.remove(sequence)
-        self._free(sequence)
+        if sequence not in self._in_step:  # the step still writes to its blocks: nobody may have them before its end
+            self._free(sequence)
 
     def plan(self) -> Step:
         """Choose the next step. Pulls run beside it; a step without rows need not be executed."""
+        self._end_step()  # of one that was never completed
         step = Step()
         budget = self._limits.max_step_tokens
         for sequence in sorted(self._running, key=lambda s: s.num_missing > 1):  # decoding sequences go first
@@ -346,6 +349,7 @@ class Scheduler:
                 count = min(admitted.num_missing, budget)
                 self._add_row(step, admitted, count)
                 budget -= count
+        self._in_step = step.sequences
         return step
 
     def plan_moves(self) -> Step:
@@ -360,6 +364,7 @@ class Scheduler:
 
     def complete(self, step: Step, results: Sequence[Result]) -> list[Output]:
         """Take the step's results in. Requests aborted meanwhile are skipped."""
+        self._end_step()
         outputs: list[Output] = []
         for row, sequence, result in zip(step.rows, step.sequences, results, strict=True):
             if sequence.aborted:
@@ -375,6 +380,12 @@ class Scheduler:
             elif isinstance(result, Scored):
                 outputs += self._score(sequence, result)
         return outputs
+
+    def _end_step(self) -> None:
+        for sequence in self._in_step:
+            if sequence.aborted:
+                self._free(sequence)
+        self._in_step = []
 
     def plan_run(self) -> DecodeRun | None:
         """Steps that `plan` and `complete` would go through with nothing but tokens to tell, or None.

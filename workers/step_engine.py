@@ -1,8 +1,8 @@
 """The engine of our own: drives scheduler, executor and KV transfer, one step after the other.
 
 All state lives on the event loop. `Executor` calls run in a thread, one at a time; those of an executor with a pace of
-its own (the mock's) on the loop too. Blocks are handed out between steps alone (`Scheduler.plan`), so what a request
-frees during a step is not written by others before the step has ended.
+its own (the mock's) on the loop too. Pulls and loads begin and get their blocks during steps too: what an aborted
+request of the step held is handed out when the step has ended (`Scheduler.abort`).
 """
 
 import asyncio

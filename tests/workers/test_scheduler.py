@@ -174,6 +174,18 @@ def test_a_pull_begins_while_a_step_is_computed_but_overtakes_nobody() -> None:
     assert [pull.sequence.request_id for pull in scheduler.plan().pulls] == ["b"]
 
 
+def test_blocks_of_an_aborted_request_are_handed_out_after_its_step() -> None:
+    """The step still writes to them, and a pull that began meanwhile would be overwritten."""
+    scheduler = make(num_blocks=4)
+    scheduler.add(request("leaves", range(9)))
+    step = scheduler.plan()
+    scheduler.abort(RequestId("leaves"))
+    scheduler.add(request("pulls", range(100, 110), generated=(7,), ticket=ticket(10)))
+    assert scheduler.plan_moves().pulls == []
+    assert scheduler.complete(step, [Sampled(9)]) == []
+    assert len(scheduler.plan().pulls) == 1
+
+
 def with_tier(tokens: Sequence[int]) -> Scheduler:
     """Return a scheduler whose host memory holds these tokens, which the device holds no more."""
     pool = BlockPool(16, BLOCK)
