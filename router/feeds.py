@@ -55,6 +55,7 @@ class WorkerFeed:
     def __init__(self, plane: PlaneClient | None = None) -> None:
         self._members = Members()
         self._joined: list[Callable[[WorkerCard], object]] = []
+        self._told: set[WorkerId] = set()  # that have joined and not left
         self._left: list[Callable[[WorkerId], object]] = []
         self._plane = plane
         self._values: dict[str, bytes] = {}  # of the keys whose workers have joined
@@ -218,11 +219,14 @@ class WorkerFeed:
         self._carry_out(self._members.leave(worker_id))
 
     def tell_joined(self, card: WorkerCard) -> None:
-        log.info("worker joined", extra={"worker": card.worker_id, "role": card.role.value, "model": card.model})
+        if card.worker_id not in self._told:  # a card that tells new figures is no news
+            self._told.add(card.worker_id)
+            log.info("worker joined", extra={"worker": card.worker_id, "role": card.role.value, "model": card.model})
         for joined in self._joined:
             joined(card)
 
     def _tell_left(self, worker_id: WorkerId) -> None:
+        self._told.discard(worker_id)
         for left in self._left:
             left(worker_id)
 

@@ -99,9 +99,13 @@ def test_a_prefill_worker_killed_three_times_prefills_soon_each_time(tmp_path: P
         used = any(s.trace["prefill_worker"] == "prefill-0" and not s.trace["migrations"] for s in streams)
         return used and mesh.pid("prefill-0") != pid
 
+    def is_back(pid: int) -> bool:
+        worker = mesh.workers().get("prefill-0")
+        return worker is not None and worker.pid != pid
+
     with running_mesh(tmp_path / "mesh", "--engine", "mock", "--kv-transfer", "shm") as mesh:
         until(lambda: mesh.workers_seen() == 3, what="all workers")
         for _ in range(3):
             killed = mesh.kill("prefill-0")
-            until(lambda killed=killed: mesh.workers().get("prefill-0") is not None and mesh.pid("prefill-0") != killed)
+            until(lambda killed=killed: is_back(killed), what="its successor")
             until(lambda killed=killed: prefills(killed), what="a prompt at the new worker")
